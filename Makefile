@@ -1,0 +1,69 @@
+# Needs Python >= 3.10, pip and make; everything else is installed into .venv.
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+PIP    := $(PY) -m pip --disable-pip-version-check --quiet
+CACHE  := .venv-bootstrap
+
+# Installed once; again when the dependencies change.
+DEV  := $(VENV)/.installed-dev
+DEMO := $(VENV)/.installed-demo
+
+# `make demo` needs only the runtime and one extra: do not make a first look wait for the test tools.
+DEMO_OR_DEV := $(if $(wildcard $(DEV)),$(DEV),$(DEMO))
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help install demo test lint fmt bench clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+install: $(DEV) ## create .venv with everything (runtime, tests, lint, benchmarks)
+
+demo: $(DEMO_OR_DEV) ## the demo on a local S3 server; URL=s3://bucket/prefix runs it on yours, ARGS=... is passed on
+	@$(PY) -m examples.demo $(if $(URL),--url '$(URL)') $(ARGS)
+
+test: $(DEV) ## pytest; ARGS=... is passed on
+	@$(PY) -m pytest $(ARGS)
+
+lint: $(DEV) ## ruff, mypy, import-linter
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(VENV)/bin/lint-imports
+
+fmt: $(DEV) ## format, and fix what ruff can fix
+	$(PY) -m ruff check --fix .
+	$(PY) -m ruff format .
+
+bench: $(DEV) ## save and load against other S3 backends; ARGS=... is passed on
+	@$(PY) -m benchmarks.save_load $(ARGS)
+
+clean: ## remove .venv, caches and build output
+	rm -rf $(VENV) $(CACHE) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(DEV): pyproject.toml constraints.txt | $(PY)
+	@echo "installing dcp-s3[dev] into $(VENV) (a few minutes the first time)"
+	@$(PIP) install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+$(DEMO): pyproject.toml constraints.txt | $(PY)
+	@echo "installing dcp-s3[demo] into $(VENV) (a few minutes the first time)"
+	@$(PIP) install -c constraints.txt -e '.[demo]'
+	@touch $@
+
+# Some distributions ship Python without ensurepip, so without a working `-m venv`; virtualenv brings its own pip.
+# It goes into a directory of its own (--target): no system or user site is changed.
+$(PY):
+	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 10) else \
+		"dcp-s3 needs Python >= 3.10; %s is %s. Set PYTHON=..." % (sys.executable, sys.version.split()[0]))'
+	@if $(PYTHON) -c 'import venv, ensurepip' 2>/dev/null; then \
+		$(PYTHON) -m venv $(VENV); \
+	else \
+		echo "no ensurepip in $(PYTHON): using virtualenv"; \
+		$(PYTHON) -m pip --disable-pip-version-check --quiet install --target $(CACHE) virtualenv && \
+		PYTHONPATH=$(CACHE) $(PYTHON) -m virtualenv --quiet $(VENV) && \
+		rm -rf $(CACHE); \
+	fi

@@ -1,0 +1,85 @@
+"""S3's XML: the answers written, the requests read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from urllib.parse import quote
+from xml.etree import ElementTree
+from xml.sax.saxutils import escape
+
+from .http import Response
+from .memory import Body
+from .store import S3Error
+
+_NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"
+
+#: A tree of elements: name, and text or children.
+Element = tuple[str, "str | list[Element]"]
+
+
+def xml(name: str, children: list[Element], *, status: int = 200) -> Response:
+    """An XML answer with a root element of that name."""
+    inner = _render(children)
+    text = f'<?xml version="1.0" encoding="UTF-8"?>\n<{name} xmlns="{_NAMESPACE}">{inner}</{name}>'
+    return Response(status, Body.of(text.encode()), {"Content-Type": "application/xml"})
+
+
+def error(failure: S3Error, *, resource: str, request_id: str) -> Response:
+    """The answer that reports a failure. Errors have no namespace in S3."""
+    inner = _render(
+        [
+            ("Code", failure.code),
+            ("Message", failure.message),
+            ("Resource", resource),
+            ("RequestId", request_id),
+        ]
+    )
+    text = f'<?xml version="1.0" encoding="UTF-8"?>\n<Error>{inner}</Error>'
+    return Response(failure.status, Body.of(text.encode()), {"Content-Type": "application/xml"})
+
+
+def _render(children: Iterable[Element]) -> str:
+    return "".join(
+        f"<{name}>{escape(inner) if isinstance(inner, str) else _render(inner)}</{name}>" for name, inner in children
+    )
+
+
+def iso_time(seconds: float) -> str:
+    """A time as S3 writes it in XML."""
+    milliseconds = int(seconds * 1000) % 1000
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f".{milliseconds:03}Z"
+
+
+def name_encoder(encoding_type: str) -> Callable[[str], str]:
+    """A function for keys and prefixes: percent-encodes them if the client asked for it."""
+    return (lambda name: quote(name, safe="/")) if encoding_type == "url" else (lambda name: name)
+
+
+def _parse(body: Body) -> ElementTree.Element:
+    try:
+        root = ElementTree.fromstring(bytes(body))
+    except ElementTree.ParseError:
+        message = "The XML you provided was not well-formed"
+        raise S3Error(400, "MalformedXML", message) from None
+    for element in root.iter():
+        element.tag = element.tag.rpartition("}")[2]
+    return root
+
+
+def parse_delete(body: Body) -> tuple[list[str], bool]:
+    """Keys to delete, and whether the client wants to hear of failures only."""
+    root = _parse(body)
+    keys = [element.findtext("Key", "") for element in root.iter("Object")]
+    return keys, root.findtext("Quiet", "false").strip().lower() == "true"
+
+
+def parse_complete(body: Body) -> list[tuple[int, str]]:
+    """The part numbers and ETags of a CompleteMultipartUpload."""
+    parts = []
+    for element in _parse(body).iter("Part"):
+        number = element.findtext("PartNumber", "").strip()
+        if not number.isdigit():
+            raise S3Error(400, "MalformedXML", f"PartNumber is {number!r}, expected a number")
+        parts.append((int(number), element.findtext("ETag", "").strip()))
+    return parts

@@ -1,0 +1,96 @@
+"""Failures on demand: what a fault function is told about a request, and what it can ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class RequestInfo:
+    """One request, as its head tells it (the body has not been read yet)."""
+
+    number: int
+    """Counts requests to the server from 1, over all connections."""
+    operation: str
+    """S3's name for it, e.g. ``PutObject``, ``UploadPart``, ``ListObjectsV2``."""
+    method: str
+    bucket: str
+    """Empty for ListBuckets."""
+    key: str
+    """Decoded; empty for operations on a bucket."""
+    query: Mapping[str, str]
+    headers: Mapping[str, str] = field(repr=False)
+    """Names in lower case."""
+    content_length: int
+    """Bytes of the body on the wire; 0 if not announced."""
+
+    @property
+    def range(self) -> str | None:
+        """The Range header, e.g. ``bytes=0-99``."""
+        return self.headers.get("range")
+
+    @property
+    def part_number(self) -> int | None:
+        """The part an UploadPart sends or a GetObject asks for."""
+        number = self.query.get("partNumber", "")
+        return int(number) if number.isdigit() else None
+
+
+Kind = Literal["delay", "error", "error_in_200", "reset", "reset_request", "truncate", "apply_then_reset"]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What goes wrong with one request. Build it with the class methods."""
+
+    kind: Kind
+    status: int = 0
+    code: str = ""
+    message: str = "Injected by the fault function."
+    after_bytes: int = 0
+    seconds: float = 0.0
+    """Waited before anything else happens, whatever the kind."""
+
+    @classmethod
+    def delay(cls, seconds: float) -> Fault:
+        """Handle the request as usual, ``seconds`` later."""
+        return cls("delay", seconds=seconds)
+
+    @classmethod
+    def error(cls, status: int, code: str, *, seconds: float = 0.0) -> Fault:
+        """Refuse with an HTTP status and S3 code, e.g. ``503, "SlowDown"``; nothing is applied."""
+        return cls("error", status=status, code=code, seconds=seconds)
+
+    @classmethod
+    def error_in_200(cls, code: str = "InternalError") -> Fault:
+        """Answer status 200 with an ``<Error>`` body; nothing is applied.
+
+        S3 does so when CompleteMultipartUpload or CopyObject fails after the head has been sent.
+        """
+        return cls("error_in_200", status=200, code=code)
+
+    @classmethod
+    def reset(cls, *, seconds: float = 0.0) -> Fault:
+        """Reset the connection (RST) once the head has been read; nothing is applied."""
+        return cls("reset", seconds=seconds)
+
+    @classmethod
+    def reset_request(cls, after_bytes: int) -> Fault:
+        """Reset the connection after reading that many bytes of the request body."""
+        return cls("reset_request", after_bytes=after_bytes)
+
+    @classmethod
+    def truncate(cls, after_bytes: int) -> Fault:
+        """Send the whole head but only that many bytes of the response body, then close."""
+        return cls("truncate", after_bytes=after_bytes)
+
+    @classmethod
+    def apply_then_reset(cls) -> Fault:
+        """Do what was asked, then reset the connection instead of answering."""
+        return cls("apply_then_reset")
+
+
+FaultFunction = Callable[[RequestInfo], "Fault | None"]
+"""Asked before each request is handled, from many threads; None means no fault."""

@@ -1,0 +1,336 @@
+"""The server itself: a listening socket, a thread per connection, counters, faults."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import TracebackType
+from urllib.parse import parse_qsl, unquote
+
+from . import answers, checksums
+from .faults import Fault, FaultFunction, RequestInfo
+from .http import Connection, Head, MalformedRequestError, Response, discard, drain, receive
+from .memory import Pool
+from .operations import Call, Operations, identify
+from .store import S3Error, Store
+
+_log = logging.getLogger(__name__)
+
+#: S3's smallest part, but for an upload's last one.
+MIN_PART_SIZE = 5 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What a server has done since it started or its counters were reset."""
+
+    requests: Mapping[str, int] = field(default_factory=dict)
+    """Requests by operation, those refused included."""
+    answers: Mapping[int, int] = field(default_factory=dict)
+    """Responses by HTTP status."""
+    bytes_in: int = 0
+    """Bytes of request bodies received and kept."""
+    bytes_out: int = 0
+    """Bytes of response bodies sent."""
+    peak_in_flight: int = 0
+    """Most requests being handled at once."""
+
+
+class MemoryS3:
+    """An S3 server in memory, on threads of this process.
+
+    A context manager; leaving it stops the server and frees the memory. Path-style addressing only.
+    Signatures are never verified; ETags are opaque, not MD5.
+    """
+
+    def __init__(
+        self,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        preallocate: int = 0,
+        verify_checksums: bool = True,
+        access_key: str | None = None,
+        fault: FaultFunction | None = None,
+        *,
+        min_part_size: int = MIN_PART_SIZE,
+        record_requests: bool = True,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Take the settings; :meth:`start` does the work.
+
+        Args:
+            host: Address to listen on.
+            port: Port to listen on; 0 picks a free one.
+            preallocate: Bytes of memory to touch at start, so that receiving costs no page faults.
+            verify_checksums: Refuse bodies whose ``x-amz-checksum-*`` is wrong (BadDigest).
+            access_key: Refuse requests that are not signed in its name. None: accept everything.
+            fault: Asked before each request is handled; may be replaced at any time.
+            min_part_size: Smallest part in bytes that CompleteMultipartUpload accepts, but for
+                the last (EntityTooSmall).
+            record_requests: Keep every request's head in :attr:`request_log`.
+            clock: Time of modification of what is stored, in seconds since the epoch.
+
+        """
+        self.fault = fault
+        self._address = (host, port)
+        self._access_key = access_key
+        self._verify_checksums = verify_checksums
+        self._record_requests = record_requests
+        self._store = Store(clock=clock, min_part_size=min_part_size)
+        self._operations = Operations(self._store, verify_checksums=verify_checksums)
+        self._preallocate = preallocate
+        self._pool = Pool()
+        self._listener: socket.socket | None = None
+        self._acceptor: threading.Thread | None = None
+        self._lock = threading.Lock()
+        self._connections: dict[Connection, threading.Thread] = {}
+        self._numbers = itertools.count(1)
+        self._request_log: list[RequestInfo] = []
+        self._in_flight = 0
+        self.reset_counters()
+
+    def start(self) -> MemoryS3:
+        """Touch the memory, listen, and return self."""
+        if self._listener is not None:
+            raise RuntimeError("the server runs already")
+        self._pool = Pool(self._preallocate)
+        self._listener = socket.create_server(self._address, backlog=1024)
+        self._address = self._listener.getsockname()[:2]
+        self._acceptor = threading.Thread(
+            target=self._accept, args=(self._listener,), name="memory-s3-accept", daemon=True
+        )
+        self._acceptor.start()
+        return self
+
+    def stop(self) -> None:
+        """Close the port and every connection, and wait for the threads."""
+        listener, self._listener = self._listener, None
+        if listener is None or self._acceptor is None:
+            return
+        with contextlib.suppress(OSError):
+            listener.shutdown(socket.SHUT_RDWR)  # wakes accept(), which close() does not
+        listener.close()
+        self._acceptor.join()
+        with self._lock:
+            connections = dict(self._connections)
+        for connection, thread in connections.items():
+            connection.shut_down()
+            thread.join()
+
+    def __enter__(self) -> MemoryS3:
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    # What tests look at
+
+    @property
+    def endpoint_url(self) -> str:
+        """For clients, e.g. ``http://127.0.0.1:9000``."""
+        host, port = self._address
+        return f"http://{host}:{port}"
+
+    @property
+    def counters(self) -> Counters:
+        """The counters as they stand now."""
+        with self._lock:
+            return Counters(
+                dict(self._requests),
+                dict(self._answers),
+                self._bytes_in,
+                self._bytes_out,
+                self._peak_in_flight,
+            )
+
+    def reset_counters(self) -> None:
+        """Start counting from zero and empty the request log."""
+        with self._lock:
+            self._requests: Counter[str] = Counter()
+            self._answers: Counter[int] = Counter()
+            self._bytes_in = 0
+            self._bytes_out = 0
+            self._peak_in_flight = self._in_flight
+            self._request_log.clear()
+
+    @property
+    def request_log(self) -> list[RequestInfo]:
+        """The requests since the last reset, in order of arrival (if recorded)."""
+        with self._lock:
+            return list(self._request_log)
+
+    def create_bucket(self, bucket: str) -> None:
+        """Make a bucket without a client."""
+        self._store.create_bucket(bucket)
+
+    def objects(self, bucket: str) -> dict[str, int]:
+        """Keys and sizes in bytes, sorted by key."""
+        return {key: stored.size for key, stored in self._store.objects(bucket).items()}
+
+    def open_uploads(self, bucket: str) -> list[str]:
+        """Keys of the multipart uploads that are neither complete nor aborted."""
+        return [upload.key for upload in self._store.uploads(bucket)]
+
+    def read(self, bucket: str, key: str) -> bytes:
+        """An object's contents."""
+        return bytes(self._store.get(bucket, key).body)
+
+    # Threads
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except OSError:
+                return  # stop() has closed the listener
+            connection = Connection(sock)
+            thread = threading.Thread(target=self._serve, args=(connection,), name="memory-s3-connection", daemon=True)
+            with self._lock:
+                self._connections[connection] = thread
+            thread.start()
+
+    def _serve(self, connection: Connection) -> None:
+        try:
+            while (head := connection.read_head()) is not None:
+                if not self._answer(connection, head):
+                    return
+        except MalformedRequestError as error:
+            _log.debug("closing a connection: %s", error)
+            refusal = S3Error(400, "BadRequest", str(error))
+            with contextlib.suppress(OSError):
+                connection.send(answers.error(refusal, resource="", request_id="0"), keep=False)
+        except OSError as error:
+            _log.debug("connection lost: %s", error)
+        finally:
+            connection.close()
+            with self._lock:
+                self._connections.pop(connection, None)
+
+    def _answer(self, connection: Connection, head: Head) -> bool:
+        """Handle one request; returns whether the connection can take another."""
+        info = self._identify(head)
+        with self._lock:
+            self._requests[info.operation] += 1
+            self._in_flight += 1
+            self._peak_in_flight = max(self._peak_in_flight, self._in_flight)
+            if self._record_requests:
+                self._request_log.append(info)
+        try:
+            fault = self.fault(info) if self.fault is not None else None
+            return self._answer_with(connection, head, info, fault or Fault.delay(0))
+        finally:
+            with self._lock:
+                self._in_flight -= 1
+
+    def _answer_with(self, connection: Connection, head: Head, info: RequestInfo, fault: Fault) -> bool:
+        if fault.seconds:
+            time.sleep(fault.seconds)
+        if fault.kind == "reset":
+            connection.reset()
+            return False
+        expects = head.headers.get("expect", "").lower() == "100-continue"
+        refusal = self._refusal(info, fault)
+        if refusal is not None and expects:
+            # The body has not been sent, and the client may or may not send it: start afresh.
+            self._send(connection, info, self._error(refusal, info), keep=False)
+            return False
+        if expects:
+            connection.send_continue()
+        if fault.kind == "reset_request":
+            discard(connection, min(fault.after_bytes, head.content_length))
+            connection.reset()
+            return False
+        if refusal is not None:
+            drain(connection, head)
+            response = self._error(refusal, info)
+        else:
+            response = self._perform(connection, head, info)
+        if fault.kind == "apply_then_reset":
+            connection.reset()
+            return False
+        truncated = fault.kind == "truncate"
+        limit = fault.after_bytes if truncated else None
+        keep = not truncated and head.headers.get("connection", "").lower() != "close"
+        self._send(connection, info, response, keep=keep, limit=limit)
+        return keep
+
+    def _perform(self, connection: Connection, head: Head, info: RequestInfo) -> Response:
+        algorithm = checksums.announced(head.headers) if self._verify_checksums else None
+        received = receive(connection, head, self._pool, algorithm)
+        with self._lock:
+            self._bytes_in += len(received.body)
+        call = Call(info.bucket, info.key, info.query, info.headers, received)
+        try:
+            return self._operations.handle(info.operation, call)
+        except S3Error as error:
+            return self._error(error, info)
+        except Exception:  # noqa: BLE001 - a bug here must not take the connection down
+            _log.exception("%s failed", info.operation)
+            return self._error(S3Error(500, "InternalError", "See the server's log"), info)
+
+    def _send(
+        self,
+        connection: Connection,
+        info: RequestInfo,
+        response: Response,
+        *,
+        keep: bool,
+        limit: int | None = None,
+    ) -> None:
+        has_body = info.method != "HEAD" and response.status not in (204, 304)
+        headers = {
+            "x-amz-request-id": f"{info.number:016X}",
+            "Date": time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime()),
+            "Server": "MemoryS3",
+            **response.headers,
+        }
+        response = Response(response.status, response.body, headers)
+        with self._lock:
+            self._answers[response.status] += 1
+        sent = connection.send(response, keep=keep, body=has_body, limit=limit)
+        with self._lock:
+            self._bytes_out += sent
+
+    def _identify(self, head: Head) -> RequestInfo:
+        path, _, query_string = head.target.partition("?")
+        bucket, _, key = unquote(path).removeprefix("/").partition("/")
+        query = dict(parse_qsl(query_string, keep_blank_values=True))
+        return RequestInfo(
+            number=next(self._numbers),
+            operation=identify(head.method, bucket, key, query, head.headers),
+            method=head.method,
+            bucket=bucket,
+            key=key,
+            query=query,
+            headers=head.headers,
+            content_length=head.content_length,
+        )
+
+    def _refusal(self, info: RequestInfo, fault: Fault) -> S3Error | None:
+        if fault.kind in ("error", "error_in_200"):
+            return S3Error(fault.status, fault.code, fault.message)
+        if self._access_key is None:
+            return None
+        authorization = info.headers.get("authorization") or info.query.get("X-Amz-Credential", "")
+        if not authorization:
+            return S3Error(403, "AccessDenied", "Access Denied")
+        if self._access_key not in authorization:
+            message = "The AWS Access Key Id you provided does not exist in our records."
+            return S3Error(403, "InvalidAccessKeyId", message)
+        return None
+
+    def _error(self, error: S3Error, info: RequestInfo) -> Response:
+        resource = f"/{info.bucket}/{info.key}" if info.key else f"/{info.bucket}"
+        return answers.error(error, resource=resource, request_id=f"{info.number:016X}")

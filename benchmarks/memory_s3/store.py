@@ -1,0 +1,375 @@
+"""What the server remembers: buckets, objects, multipart uploads. No HTTP and no XML here."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import bisect
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from . import checksums
+from .memory import Body
+
+#: Sorts after everything that can follow a common prefix.
+LAST_CHARACTER = "\U0010ffff"
+
+
+class S3Error(Exception):
+    """An error answer: HTTP status, S3 code, message."""
+
+    def __init__(self, status: int, code: str, message: str) -> None:
+        super().__init__(f"{status} {code}: {message}")
+        self.status = status
+        self.code = code
+        self.message = message
+
+
+@dataclass(frozen=True)
+class StoredObject:
+    """An object. Replaced as a whole, never changed."""
+
+    body: Body
+    etag: str
+    """With its double quotes."""
+    modified: float
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Content-Type and user metadata (``x-amz-meta-*``), as they are sent back."""
+    checksums: Mapping[str, str] = field(default_factory=dict)
+    part_sizes: tuple[int, ...] = ()
+    """Empty unless it was uploaded in parts."""
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return len(self.body)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part of a multipart upload."""
+
+    body: Body
+    etag: str
+    modified: float
+    checksums: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Upload:
+    """A multipart upload that is neither complete nor aborted."""
+
+    id: str
+    key: str
+    headers: Mapping[str, str]
+    initiated: float
+    parts: dict[int, Part] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Page:
+    """One page of a listing: keys and common prefixes, each sorted."""
+
+    keys: list[str]
+    prefixes: list[str]
+    next_after: str | None
+    """Continue the listing after this; None at the end."""
+
+
+def paginate(keys: Sequence[str], *, prefix: str, delimiter: str, after: str, max_keys: int) -> Page:
+    """Choose what one page of a listing shows from sorted ``keys``. Pure."""
+    page = Page([], [], None)
+    index = max(bisect.bisect_left(keys, prefix), bisect.bisect_right(keys, after))
+    last = after
+    while index < len(keys) and keys[index].startswith(prefix):
+        if len(page.keys) + len(page.prefixes) >= max_keys:
+            return Page(page.keys, page.prefixes, last if max_keys else None)
+        key = keys[index]
+        end = key.find(delimiter, len(prefix)) if delimiter else -1
+        if end < 0:
+            page.keys.append(key)
+            last = key
+            index += 1
+            continue
+        common = key[: end + len(delimiter)]
+        if common > after or not after.startswith(common):
+            page.prefixes.append(common)
+        last = common + LAST_CHARACTER
+        index = bisect.bisect_right(keys, last)
+    return page
+
+
+def continuation_token(after: str) -> str:
+    """An opaque token for ``after``."""
+    return base64.urlsafe_b64encode(after.encode()).decode()
+
+
+def parse_continuation_token(token: str) -> str:
+    """What :func:`continuation_token` was given."""
+    try:
+        return base64.urlsafe_b64decode(token).decode()
+    except (binascii.Error, UnicodeDecodeError):
+        message = "The continuation token provided is incorrect"
+        raise S3Error(400, "InvalidArgument", message) from None
+
+
+class _Bucket:
+    def __init__(self, created: float) -> None:
+        self.created = created
+        self.objects: dict[str, StoredObject] = {}
+        self.uploads: dict[str, Upload] = {}
+        self._sorted: list[str] | None = None
+
+    def put(self, key: str, stored: StoredObject) -> None:
+        if key not in self.objects:
+            self._sorted = None
+        self.objects[key] = stored
+
+    def remove(self, key: str) -> None:
+        if self.objects.pop(key, None) is not None:
+            self._sorted = None
+
+    def sorted_keys(self) -> list[str]:
+        if self._sorted is None:
+            self._sorted = sorted(self.objects)
+        return self._sorted
+
+
+class Store:
+    """Buckets and what is in them. Every method is atomic and may be called from any thread."""
+
+    def __init__(self, *, clock: Callable[[], float], min_part_size: int) -> None:
+        """``clock`` gives modification times (seconds since the epoch)."""
+        self._clock = clock
+        self._min_part_size = min_part_size
+        self._lock = threading.RLock()
+        self._buckets: dict[str, _Bucket] = {}
+        self._numbers = itertools.count(1)
+
+    def _bucket(self, name: str) -> _Bucket:
+        try:
+            return self._buckets[name]
+        except KeyError:
+            message = "The specified bucket does not exist"
+            raise S3Error(404, "NoSuchBucket", message) from None
+
+    def _etag(self, suffix: str = "") -> str:
+        return f'"{next(self._numbers):032x}{suffix}"'
+
+    # Buckets
+
+    def buckets(self) -> dict[str, float]:
+        """Names and creation times."""
+        with self._lock:
+            return {name: bucket.created for name, bucket in sorted(self._buckets.items())}
+
+    def create_bucket(self, name: str) -> None:
+        """Make a bucket, or fail with BucketAlreadyOwnedByYou."""
+        with self._lock:
+            if name in self._buckets:
+                message = "Your previous request to create the named bucket succeeded"
+                raise S3Error(409, "BucketAlreadyOwnedByYou", message)
+            self._buckets[name] = _Bucket(self._clock())
+
+    def check_bucket(self, name: str) -> None:
+        """Fail with NoSuchBucket unless it exists."""
+        with self._lock:
+            self._bucket(name)
+
+    def delete_bucket(self, name: str) -> None:
+        """Remove an empty bucket."""
+        with self._lock:
+            if self._bucket(name).objects:
+                raise S3Error(409, "BucketNotEmpty", "The bucket you tried to delete is not empty")
+            del self._buckets[name]
+
+    # Objects
+
+    def put(
+        self,
+        bucket: str,
+        key: str,
+        body: Body,
+        *,
+        headers: Mapping[str, str],
+        checksums: Mapping[str, str] | None = None,
+        if_none_match: str | None = None,
+        if_match: str | None = None,
+    ) -> StoredObject:
+        """Store an object, if the conditions (ETags or ``*``) allow it."""
+        with self._lock:
+            target = self._bucket(bucket)
+            _check_write(target.objects.get(key), if_none_match, if_match)
+            stored = StoredObject(body, self._etag(), self._clock(), headers, checksums or {})
+            target.put(key, stored)
+            return stored
+
+    def get(self, bucket: str, key: str) -> StoredObject:
+        """The object, or NoSuchKey."""
+        with self._lock:
+            try:
+                return self._bucket(bucket).objects[key]
+            except KeyError:
+                message = "The specified key does not exist."
+                raise S3Error(404, "NoSuchKey", message) from None
+
+    def delete(self, bucket: str, keys: Iterable[str]) -> None:
+        """Remove objects; those that do not exist are no error."""
+        with self._lock:
+            target = self._bucket(bucket)
+            for key in keys:
+                target.remove(key)
+
+    def objects(self, bucket: str) -> dict[str, StoredObject]:
+        """Everything in a bucket, sorted by key."""
+        with self._lock:
+            target = self._bucket(bucket)
+            return {key: target.objects[key] for key in target.sorted_keys()}
+
+    def page(
+        self, bucket: str, *, prefix: str, delimiter: str, after: str, max_keys: int
+    ) -> tuple[Page, dict[str, StoredObject]]:
+        """One page of a listing, and the objects it names."""
+        with self._lock:
+            target = self._bucket(bucket)
+            page = paginate(
+                target.sorted_keys(),
+                prefix=prefix,
+                delimiter=delimiter,
+                after=after,
+                max_keys=max_keys,
+            )
+            return page, {key: target.objects[key] for key in page.keys}
+
+    # Multipart uploads
+
+    def create_upload(self, bucket: str, key: str, headers: Mapping[str, str]) -> Upload:
+        """Begin an upload."""
+        with self._lock:
+            upload = Upload(f"upload-{next(self._numbers):08x}", key, headers, self._clock())
+            self._bucket(bucket).uploads[upload.id] = upload
+            return upload
+
+    def upload(self, bucket: str, key: str, upload_id: str) -> Upload:
+        """An upload in progress, or NoSuchUpload."""
+        with self._lock:
+            upload = self._bucket(bucket).uploads.get(upload_id)
+            if upload is None or upload.key != key:
+                message = (
+                    "The specified upload does not exist. The upload ID may be invalid, or the "
+                    "upload may have been aborted or completed."
+                )
+                raise S3Error(404, "NoSuchUpload", message)
+            return upload
+
+    def uploads(self, bucket: str) -> list[Upload]:
+        """Uploads in progress, by key and then age."""
+        with self._lock:
+            found = self._bucket(bucket).uploads.values()
+            return sorted(found, key=lambda upload: (upload.key, upload.initiated, upload.id))
+
+    def put_part(
+        self,
+        bucket: str,
+        key: str,
+        upload_id: str,
+        number: int,
+        body: Body,
+        checksums: Mapping[str, str] | None = None,
+    ) -> Part:
+        """Store a part, replacing one of the same number."""
+        with self._lock:
+            part = Part(body, self._etag(), self._clock(), checksums or {})
+            self.upload(bucket, key, upload_id).parts[number] = part
+            return part
+
+    def parts(self, bucket: str, key: str, upload_id: str) -> dict[int, Part]:
+        """The parts received so far, sorted by number."""
+        with self._lock:
+            return dict(sorted(self.upload(bucket, key, upload_id).parts.items()))
+
+    def abort_upload(self, bucket: str, key: str, upload_id: str) -> None:
+        """Forget an upload and its parts."""
+        with self._lock:
+            self.upload(bucket, key, upload_id)
+            del self._bucket(bucket).uploads[upload_id]
+
+    def complete_upload(
+        self,
+        bucket: str,
+        key: str,
+        upload_id: str,
+        chosen: Sequence[tuple[int, str]],
+        *,
+        checksums: Mapping[str, str],
+        verify_checksums: bool,
+        if_none_match: str | None,
+        if_match: str | None,
+    ) -> StoredObject:
+        """Make an object of the ``chosen`` (part number, ETag) pairs, without copying them.
+
+        ``checksums`` are those of the whole object; they are verified if ``verify_checksums``.
+        """
+        with self._lock:
+            target = self._bucket(bucket)
+            upload = self.upload(bucket, key, upload_id)
+            parts = _choose(upload, chosen, self._min_part_size)
+            body = Body.join(part.body for part in parts)
+            if verify_checksums:
+                _verify(body, checksums)
+            _check_write(target.objects.get(key), if_none_match, if_match)
+            stored = StoredObject(
+                body,
+                self._etag(f"-{len(parts)}"),
+                self._clock(),
+                upload.headers,
+                checksums,
+                tuple(len(part.body) for part in parts),
+            )
+            target.put(key, stored)
+            del target.uploads[upload_id]
+            return stored
+
+
+def _choose(upload: Upload, chosen: Sequence[tuple[int, str]], min_part_size: int) -> list[Part]:
+    if not chosen:
+        raise S3Error(400, "MalformedXML", "A completed upload needs at least one part")
+    numbers = [number for number, _ in chosen]
+    if any(a >= b for a, b in itertools.pairwise(numbers)):
+        message = "The list of parts was not in ascending order."
+        raise S3Error(400, "InvalidPartOrder", message)
+    parts = []
+    for number, etag in chosen:
+        part = upload.parts.get(number)
+        if part is None or part.etag.strip('"') != etag.strip('"'):
+            message = f"Part {number} could not be found: it was not uploaded, or the ETag given is not the part's."
+            raise S3Error(400, "InvalidPart", message)
+        parts.append(part)
+    if any(len(part.body) < min_part_size for part in parts[:-1]):
+        message = f"A part other than the last is smaller than {min_part_size} bytes"
+        raise S3Error(400, "EntityTooSmall", message)
+    return parts
+
+
+def _verify(body: Body, expected: Mapping[str, str]) -> None:
+    for header, value in expected.items():
+        if "-" in value:
+            continue  # a checksum of the parts' checksums, not of the object
+        computed = checksums.of(header.removeprefix(checksums.HEADER_PREFIX), body.pieces)
+        if computed is not None and computed != value:
+            message = f"The {header} you specified, {value}, is not the object's, {computed}"
+            raise S3Error(400, "BadDigest", message)
+
+
+def _check_write(present: StoredObject | None, if_none_match: str | None, if_match: str | None) -> None:
+    if if_match is not None and present is None:
+        raise S3Error(404, "NoSuchKey", "The specified key does not exist.")
+    refused = present is not None and (
+        (if_none_match is not None and if_none_match in ("*", present.etag))
+        or (if_match is not None and if_match not in ("*", present.etag, present.etag.strip('"')))
+    )
+    if refused:
+        message = "At least one of the pre-conditions you specified did not hold"
+        raise S3Error(412, "PreconditionFailed", message)

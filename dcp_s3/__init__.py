@@ -1,0 +1,31 @@
+"""The S3 storage backend for PyTorch Distributed Checkpoint (DCP).
+
+>>> import torch.distributed.checkpoint as dcp
+>>> from dcp_s3 import S3StorageReader, S3StorageWriter
+>>> dcp.save(state, storage_writer=S3StorageWriter("s3://bucket/run/step-1000"))
+>>> dcp.load(state, storage_reader=S3StorageReader("s3://bucket/run/step-1000"))
+"""
+
+from dcp_s3 import errors
+from dcp_s3._version import __version__
+from dcp_s3.checkpoint.reader import S3StorageReader
+from dcp_s3.checkpoint.stager import S3Stager
+from dcp_s3.checkpoint.writer import S3StorageWriter
+from dcp_s3.integrations.dcp import register, unregister
+from dcp_s3.retention.catalog import latest, list_checkpoints
+from dcp_s3.retention.checkpoint_info import CheckpointInfo
+from dcp_s3.settings import Settings
+
+__all__ = [
+    "CheckpointInfo",
+    "S3Stager",
+    "S3StorageReader",
+    "S3StorageWriter",
+    "Settings",
+    "__version__",
+    "errors",
+    "latest",
+    "list_checkpoints",
+    "register",
+    "unregister",
+]

@@ -1,0 +1,1 @@
+"""DCP's contract on S3: stager, writer, reader, bucket planning, commit."""

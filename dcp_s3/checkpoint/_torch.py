@@ -1,0 +1,127 @@
+"""The one place that touches private parts of torch.distributed.checkpoint.
+
+Everything here was seen in torch 2.13.0; ``tests/checkpoint/test_torch_private.py`` fails loudly when it moves.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed.checkpoint import _fsspec_filesystem as fsspec_filesystem
+from torch.distributed.checkpoint._async_process_executor import (
+    _AsyncCheckpointProcess as AsyncCheckpointProcess,
+)
+from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
+from torch.distributed.checkpoint._state_dict_stager import StateDictStager
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.distributed.checkpoint.filesystem import _StorageReaderTransforms as ReaderTransforms
+from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms as WriterTransforms
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from dcp_s3.errors import ShapeMismatchError
+
+__all__ = [
+    "CURRENT_DCP_VERSION",
+    "AsyncCheckpointProcess",
+    "ExtensionRegistry",
+    "ReaderTransforms",
+    "StateDictStager",
+    "StorageInfo",
+    "StreamTransformExtension",
+    "WriterTransforms",
+    "fsspec_filesystem",
+    "get_crc",
+    "get_raw_offset",
+    "make_storage_info",
+    "narrow_tensor_by_index",
+    "shape_check",
+]
+
+# Extra attributes of _StorageInfo. Its pickled state is its __dict__, and other readers ignore what they do not
+# know. Without raw_offset, the CRC is that of the whole stored item.
+_RAW_OFFSET = "raw_offset"
+_CRC = "crc64nvme"
+
+
+def make_storage_info(
+    relative_path: str,
+    offset: int,
+    length: int,
+    *,
+    transform_descriptors: Sequence[str] | None = None,
+    raw_offset: int | None = None,
+    crc64nvme: int | None = None,
+) -> StorageInfo:
+    """torch's `_StorageInfo` with our two facts about the item.
+
+    Args:
+        relative_path: object, relative to the checkpoint.
+        offset: of the item in the object, bytes.
+        length: of the item, bytes.
+        transform_descriptors: of stream extensions, None without.
+        raw_offset: of the tensor's raw bytes in the item; None if the item is not raw bytes in a frame.
+        crc64nvme: CRC-64/NVME of the raw bytes, or without ``raw_offset`` of the whole item.
+    """
+    info = StorageInfo(relative_path, offset, length, transform_descriptors)
+    if raw_offset is not None:
+        setattr(info, _RAW_OFFSET, raw_offset)
+    if crc64nvme is not None:
+        setattr(info, _CRC, crc64nvme)
+    return info
+
+
+def get_raw_offset(info: Any) -> int | None:
+    """Offset of the raw bytes in the item, None if not recorded (written by something else)."""
+    value = getattr(info, _RAW_OFFSET, None)
+    return value if isinstance(value, int) else None
+
+
+def get_crc(info: Any) -> int | None:
+    """Recorded CRC-64/NVME of the item, None if not recorded."""
+    value = getattr(info, _CRC, None)
+    return value if isinstance(value, int) else None
+
+
+_PLANNER_MODULE = "torch.distributed.checkpoint.default_planner"
+
+
+class _CheckedSize(tuple):  # type: ignore[type-arg]
+    """A saved size that raises `ShapeMismatchError` where torch's default planner would raise a ValueError."""
+
+    __slots__ = ()
+    __hash__ = tuple.__hash__
+    __eq__ = tuple.__eq__
+
+    def __ne__(self, other: object) -> bool:
+        different = tuple.__ne__(self, other)
+        if different is True and sys._getframe(1).f_globals.get("__name__") == _PLANNER_MODULE:
+            _raise_mismatch(self, other)
+        return bool(different)
+
+
+def _raise_mismatch(saved: tuple[int, ...], current: Any) -> NoReturn:
+    frame = sys._getframe(2)
+    fqn = str(frame.f_locals.get("fqn", "?"))
+    raise ShapeMismatchError(
+        f"{fqn}: the checkpoint has shape {tuple(saved)}, the state to load into {tuple(current)}. Remedy: build the "
+        "model with the configuration that was saved, or leave this entry out of the state and pass "
+        "planner=DefaultLoadPlanner(allow_partial_load=True)",
+        fqn=fqn,
+    )
+
+
+def shape_check(metadata: Metadata, *, enable: bool) -> None:
+    """Turn on or off our own error for shapes that differ, while torch's planner makes its plan.
+
+    torch raises a bare ValueError from inside the planner, where a storage reader has no say. Between
+    `set_up_storage_reader` and `prepare_local_plan` the sizes in the metadata therefore carry the check; it acts on
+    comparisons made by torch's default planner only, and is gone afterwards.
+    """
+    for tensor in metadata.state_dict_metadata.values():
+        if isinstance(tensor, TensorStorageMetadata):
+            tensor.size = _CheckedSize(tensor.size) if enable else torch.Size(tensor.size)  # type: ignore[assignment]

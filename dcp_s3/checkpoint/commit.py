@@ -1,0 +1,198 @@
+"""The commit: what makes uploaded objects a checkpoint, and what removes the one it replaces.
+
+A checkpoint exists when its ``.metadata`` does. Everything else is written under names that no other save uses
+(nonce, save id), so at every instant the URL holds the old checkpoint, whole, or the new one, whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from dcp_s3 import errors
+from dcp_s3._version import __version__
+from dcp_s3.format.layout import (
+    METRICS,
+    SAVE_ID_KEY,
+    manifest_object,
+    metadata_object,
+    rank_of_metadata,
+    step_of,
+)
+from dcp_s3.format.manifest import Manifest, ObjectEntry
+from dcp_s3.format.metadata import dump_metadata, load_metadata
+from dcp_s3.transport.bucket import Bucket
+from dcp_s3.url import CheckpointURL
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SaveIdentity:
+    """One save of one checkpoint.
+
+    Attributes:
+        url: of the checkpoint.
+        save_id: random, of this save.
+        rank: of this process if the save is one without collectives, where each rank commits for itself.
+    """
+
+    url: CheckpointURL
+    save_id: str
+    rank: int | None = None
+
+    @property
+    def metadata_key(self) -> str:
+        """Key of the object whose presence is the commit."""
+        return self.url.key(metadata_object(self.rank))
+
+    @property
+    def manifest_key(self) -> str:
+        """Key of this save's manifest."""
+        return self.url.key(manifest_object(self.save_id, self.rank))
+
+
+def check_absent(bucket: Bucket, identity: SaveIdentity) -> None:
+    """Refuse to save where a committed checkpoint is. Before any byte moves.
+
+    Looks for a checkpoint of the other kind, too: one of a save with collectives hides those of single ranks, and
+    these would be hidden by it.
+
+    Raises:
+        CheckpointExistsError: one is there.
+        StorageError: cannot tell (missing bucket, credentials, ...).
+    """
+    rank = 0 if identity.rank is None else identity.rank
+    for name in (metadata_object(), metadata_object(rank)):
+        if bucket.exists(identity.url.key(name)):
+            raise exists_error(identity.url, replaceable=identity.rank is None)
+
+
+def exists_error(url: CheckpointURL, *, replaceable: bool = True) -> errors.CheckpointExistsError:
+    """The error for a URL that holds a checkpoint."""
+    remedy = (
+        "save to another URL, or pass overwrite=True to replace it (the old one stays whole until the new one is "
+        "committed)"
+        if replaceable
+        else "save to another URL, or delete it first: without collectives each rank commits for itself, so that a "
+        "replacement could be cut off halfway and mix both"
+    )
+    return errors.CheckpointExistsError(
+        f"a committed checkpoint is at {url} already; it is untouched. Remedy: {remedy}", url=str(url)
+    )
+
+
+def find_previous(bucket: Bucket, identity: SaveIdentity) -> frozenset[str]:
+    """Keys of the objects of what a save with collectives is about to overwrite: a checkpoint, or those of single
+    ranks. Empty if there is nothing; without the objects of metadata that cannot be read (a warning says so).
+
+    Raises:
+        StorageError: cannot tell.
+    """
+    url = identity.url
+    prefix = url.key("")
+    listed = (key.removeprefix(prefix) for key, _ in bucket.list(url.key("__")))
+    names = [name for name in listed if rank_of_metadata(name) is not None]
+    keys: set[str] = set()
+    for name in [metadata_object(), *names]:
+        try:
+            metadata = load_metadata(bucket.read(url.key(name)), url=str(url))
+        except errors.ObjectNotFoundError:
+            continue
+        except errors.CheckpointError as error:
+            logger.warning("the objects of the checkpoint that is being overwritten will stay: %s", error)
+            continue
+        keys.update(url.key(info.relative_path) for info in (metadata.storage_data or {}).values())
+        rank = rank_of_metadata(name)
+        if rank is not None:
+            keys.add(url.key(name))
+        save_id = getattr(metadata.storage_meta, "save_id", None)
+        if save_id:
+            keys.add(url.key(manifest_object(save_id, rank)))
+        keys.add(url.key(METRICS))
+    return frozenset(keys)
+
+
+def commit(
+    bucket: Bucket,
+    identity: SaveIdentity,
+    metadata: Metadata,
+    objects: Sequence[ObjectEntry],
+    *,
+    overwrite: bool,
+    world_size: int,
+    metrics: Mapping[str, Any],
+    previous: frozenset[str],
+) -> None:
+    """Write the manifest, then ``.metadata``; then remove the objects that it replaced.
+
+    The metrics ride in the manifest, so that they are there exactly when the checkpoint is; `METRICS` is for those
+    that come later.
+
+    Raises:
+        CheckpointExistsError: without ``overwrite``, another save committed to this URL first; what this save
+            uploaded has been deleted.
+        StorageError: nothing was committed.
+    """
+    url = identity.url
+    manifest = Manifest(
+        save_id=identity.save_id,
+        created_at=time.time(),
+        step=step_of(url.name),
+        world_size=world_size,
+        objects=tuple(objects),
+        items=len(metadata.storage_data or {}),
+        rank=identity.rank,
+        metrics=dict(metrics),
+        writer=_versions(),
+    )
+    bucket.write(identity.manifest_key, manifest.to_json(), content_type="application/json")
+    try:
+        bucket.write(
+            identity.metadata_key,
+            dump_metadata(metadata),
+            if_absent=not overwrite,
+            metadata={SAVE_ID_KEY: identity.save_id},
+        )
+    except errors.PreconditionFailedError:
+        _delete_quietly(
+            bucket,
+            {identity.manifest_key, *(url.key(entry.path) for entry in objects)},
+            "of the save that lost",
+        )
+        raise exists_error(url, replaceable=identity.rank is None) from None
+    if previous:
+        kept = {identity.manifest_key, *(url.key(entry.path) for entry in objects)}
+        _delete_quietly(bucket, previous - kept, "of the checkpoint that was overwritten")
+    logger.info("committed %s: %d objects, %d bytes", url, len(objects), manifest.total_size)
+
+
+def check_metrics(metrics: Mapping[str, Any]) -> None:
+    """Refuse metrics that JSON cannot hold.
+
+    Raises:
+        SaveProtocolError: a name is not text, or a value not a number, text, bool or None.
+    """
+    for name, value in metrics.items():
+        if not isinstance(name, str) or not isinstance(value, (int, float, str, bool, type(None))):
+            raise errors.SaveProtocolError(
+                f"metric {name!r} = {value!r} cannot be stored: names are text, values numbers, text, bools or None "
+                "(a tensor: pass tensor.item())"
+            )
+
+
+def _delete_quietly(bucket: Bucket, keys: set[str] | frozenset[str], whose: str) -> None:
+    try:
+        bucket.delete(sorted(keys))
+    except errors.StorageError as error:
+        logger.warning("%d objects %s are left for pruning: %s", len(keys), whose, error)
+
+
+def _versions() -> dict[str, str]:
+    return {"dcp_s3": __version__, "torch": str(torch.__version__)}

@@ -1,0 +1,58 @@
+"""What the metadata of a checkpoint says it consists of. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+
+def needed_objects(metadata: Metadata) -> dict[str, int]:
+    """Relative path of every data object that the metadata refers to, and the least number of bytes that it must
+    have to hold its items."""
+    needed: dict[str, int] = {}
+    for info in (metadata.storage_data or {}).values():
+        end = int(getattr(info, "offset", 0)) + int(getattr(info, "length", 0))
+        needed[info.relative_path] = max(end, needed.get(info.relative_path, 0))
+    return needed
+
+
+@dataclass(frozen=True)
+class SavedEntry:
+    """One entry of a saved state dict.
+
+    Attributes:
+        fqn: its fully qualified name.
+        kind: ``tensor``, or ``bytes`` for any other object.
+        dtype: of a tensor, without ``torch.``; None otherwise.
+        shape: global shape of a tensor; None otherwise.
+        chunks: number of stored pieces.
+        size: stored bytes, framing included.
+    """
+
+    fqn: str
+    kind: str
+    dtype: str | None
+    shape: tuple[int, ...] | None
+    chunks: int
+    size: int
+
+
+def saved_entries(metadata: Metadata) -> list[SavedEntry]:
+    """The entries that the metadata describes, in their saved order."""
+    sizes: dict[str, int] = {}
+    counts: dict[str, int] = {}
+    for index, info in (metadata.storage_data or {}).items():
+        fqn = str(getattr(index, "fqn", index))
+        sizes[fqn] = sizes.get(fqn, 0) + int(getattr(info, "length", 0))
+        counts[fqn] = counts.get(fqn, 0) + 1
+    return [_entry(fqn, saved, counts.get(fqn, 0), sizes.get(fqn, 0))
+            for fqn, saved in metadata.state_dict_metadata.items()]  # fmt: skip
+
+
+def _entry(fqn: str, saved: Any, chunks: int, size: int) -> SavedEntry:
+    if isinstance(saved, TensorStorageMetadata):
+        dtype = str(saved.properties.dtype).removeprefix("torch.")
+        return SavedEntry(fqn, "tensor", dtype, tuple(saved.size), chunks, size)
+    return SavedEntry(fqn, "bytes", None, None, chunks, size)

@@ -1,0 +1,147 @@
+"""One write item -> the pieces of memory that make up its bytes in the object."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
+
+from dcp_s3.checkpoint._torch import StorageInfo, WriterTransforms, make_storage_info
+from dcp_s3.checkpoint.memory import is_plain, iterate_bytes
+from dcp_s3.errors import SaveProtocolError
+from dcp_s3.format.framing import FrameCache, FramingError
+from dcp_s3.transport.checksum import combine_crc64nvme
+from dcp_s3.transport.parts import Piece
+from dcp_s3.transport.upload import ObjectUpload
+
+
+@dataclass
+class WrittenItem:
+    """One item in an object under way; its storage info is known when the object is finished.
+
+    Attributes:
+        item: as planned.
+        offset: of the item in the object, bytes.
+        length: of the item, bytes.
+        raw_offset: of the tensor's bytes in the item; None if it is not a framed raw tensor.
+        transform_descriptors: of stream extensions.
+        pieces: what the recorded CRC covers.
+    """
+
+    item: WriteItem
+    offset: int
+    length: int = 0
+    raw_offset: int | None = None
+    transform_descriptors: list[str] | None = None
+    pieces: list[Piece] = field(default_factory=list)
+
+    def storage_info(self, relative_path: str) -> StorageInfo:
+        """What goes into ``.metadata`` for this item."""
+        crc = None
+        if all(piece.crc is not None for piece in self.pieces):
+            crc = combine_crc64nvme((piece.crc or 0, piece.size) for piece in self.pieces)
+        return make_storage_info(
+            relative_path,
+            self.offset,
+            self.length,
+            transform_descriptors=self.transform_descriptors,
+            raw_offset=self.raw_offset,
+            crc64nvme=crc,
+        )
+
+
+class ItemWriter:
+    """Resolves items one after the other and writes them to objects. Safe to use from several threads.
+
+    Args:
+        planner: of this save; its `resolve_data` is called lazily, once per item.
+        transforms: stream extensions of torch, applied to each item as FileSystemWriter does.
+        chunk_size: bytes that are copied to the CPU at a time where a tensor is not plain CPU memory.
+    """
+
+    def __init__(self, planner: SavePlanner, transforms: WriterTransforms, *, chunk_size: int) -> None:
+        self._planner = planner
+        self._transforms = transforms
+        self._chunk_size = chunk_size
+        self._frames = FrameCache()
+
+    def write(self, item: WriteItem, upload: ObjectUpload) -> WrittenItem:
+        """Append ``item`` to ``upload``.
+
+        Raises:
+            SaveProtocolError: the planner resolved the item to something that cannot be stored.
+            StorageError: an upload failed.
+        """
+        written = WrittenItem(item, upload.size)
+        data = self._planner.resolve_data(item)
+        if item.type == WriteItemType.BYTE_IO:
+            if not isinstance(data, io.BytesIO):
+                raise SaveProtocolError(
+                    f"the planner resolved {item.index.fqn!r} to a {type(data).__name__}, expected BytesIO"
+                )
+        elif not isinstance(data, torch.Tensor):
+            raise SaveProtocolError(
+                f"the planner resolved {item.index.fqn!r} to a {type(data).__name__}, expected a tensor"
+            )
+        if self._transforms.extensions:
+            self._write_transformed(written, data, upload)
+        elif isinstance(data, torch.Tensor):
+            self._write_tensor(written, data.detach(), upload)
+        else:
+            written.pieces = upload.write(Piece.of(data.getbuffer()))
+        written.length = upload.size - written.offset
+        return written
+
+    def _write_tensor(self, written: WrittenItem, tensor: torch.Tensor, upload: ObjectUpload) -> None:
+        if tensor.device.type == "meta":
+            raise SaveProtocolError(
+                f"{written.item.index.fqn!r} is on the meta device: it has no data to save. Remedy: materialise the "
+                "model before saving"
+            )
+        try:
+            frame = self._frames.get(tensor.dtype, tensor.shape) if is_plain(tensor) else None
+        except FramingError:
+            frame = None
+        if frame is None:
+            written.pieces = upload.write(Piece.of(_serialise(tensor)))
+            return
+        planned = written.item.tensor_data
+        if planned is not None and planned.properties.dtype == tensor.dtype and planned.chunk.sizes == tensor.shape:
+            written.raw_offset = len(frame.header)
+        header = upload.write(Piece.of(frame.header))
+        raw: list[Piece] = []
+        for view in iterate_bytes(tensor, self._chunk_size):
+            raw += upload.write(Piece.of(view))
+        trailer = upload.write(Piece.of(frame.trailer))
+        written.pieces = raw if written.raw_offset is not None else [*header, *raw, *trailer]
+
+    def _write_transformed(self, written: WrittenItem, data: torch.Tensor | io.BytesIO, upload: ObjectUpload) -> None:
+        buffer = io.BytesIO()
+        stream, descriptors = self._transforms.transform_save_stream(written.item, buffer)
+        if isinstance(data, torch.Tensor):
+            for block in _blocks(_serialise(data.detach())):
+                stream.write(block)
+        else:
+            stream.write(data.getbuffer())
+        stream.close()
+        written.transform_descriptors = descriptors
+        written.pieces = upload.write(Piece.of(buffer.getbuffer()))
+
+
+def _serialise(tensor: torch.Tensor) -> memoryview:
+    """torch.save of a tensor that does not fit a frame (sparse, quantized, a subclass), or goes through a
+    transform; its storage cut down to its own elements."""
+    tensor = tensor.cpu()
+    if tensor.layout == torch.strided and tensor.untyped_storage().size() != tensor.nbytes:
+        tensor = tensor.clone()
+    buffer = io.BytesIO()
+    torch.save(tensor, buffer)
+    return buffer.getbuffer()
+
+
+def _blocks(data: memoryview, size: int = 2**20) -> Iterator[memoryview]:
+    for start in range(0, data.nbytes, size):
+        yield data[start : start + size]

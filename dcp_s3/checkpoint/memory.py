@@ -1,0 +1,66 @@
+"""Tensors as memory: views of their bytes without copies, and bounded copies where there must be one."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+
+import torch
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is dense strided memory of its own dtype (no sparse, quantized or wrapper tensor)."""
+    return (
+        type(tensor) in (torch.Tensor, torch.nn.Parameter)
+        and tensor.layout == torch.strided
+        and not tensor.is_quantized
+        and tensor.device.type != "meta"
+    )
+
+
+def is_direct(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's bytes are one run of CPU memory, in row-major order, with nothing lazy about them."""
+    return (
+        is_plain(tensor)
+        and tensor.device.type == "cpu"
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+    )
+
+
+def view_bytes(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a tensor for which `is_direct` holds, as a writable memoryview that keeps the tensor alive.
+
+    Through ctypes rather than numpy, which torch can do without and which knows neither bfloat16 nor float8.
+    """
+    size = tensor.nbytes
+    if size == 0:
+        return memoryview(b"")
+    array = (ctypes.c_ubyte * size).from_address(tensor.data_ptr())
+    array._tensor = tensor  # type: ignore[attr-defined]
+    return memoryview(array).cast("B")
+
+
+def iterate_bytes(tensor: torch.Tensor, chunk_size: int) -> Iterator[memoryview]:
+    """The bytes of any plain tensor in row-major order.
+
+    A tensor for which `is_direct` holds comes as one view, uncopied. Others (on a device, strided, lazily
+    conjugated) are copied to the CPU piece by piece, about ``chunk_size`` bytes at a time, when asked for.
+    """
+    if is_direct(tensor):
+        yield view_bytes(tensor)
+        return
+    if tensor.nbytes <= chunk_size or tensor.dim() == 0:
+        yield view_bytes(tensor.resolve_conj().resolve_neg().cpu().contiguous())
+        return
+    if tensor.is_contiguous():
+        flat = tensor.view(-1)
+        step = max(1, chunk_size // tensor.element_size())
+        for start in range(0, flat.numel(), step):
+            yield view_bytes(flat[start : start + step].resolve_conj().resolve_neg().cpu().contiguous())
+        return
+    rows = tensor.shape[0]
+    step = max(1, rows * chunk_size // tensor.nbytes)
+    for start in range(0, rows, step):
+        yield from iterate_bytes(tensor[start] if step == 1 else tensor[start : start + step], chunk_size)

@@ -1,0 +1,190 @@
+"""S3StorageReader: DCP's StorageReader on S3."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NoReturn
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from dcp_s3 import errors
+from dcp_s3.checkpoint._torch import ExtensionRegistry, ReaderTransforms, shape_check
+from dcp_s3.checkpoint.read import LoadExecutor
+from dcp_s3.format.layout import metadata_object, new_save_id
+from dcp_s3.format.metadata import load_metadata
+from dcp_s3.settings import Settings, SettingsLike, resolve_settings
+from dcp_s3.transport.bucket import Bucket
+from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
+
+
+class S3StorageReader(StorageReader):
+    """Reads checkpoints from S3; pass it to `dcp.load` as ``storage_reader``.
+
+    Reads what `S3StorageWriter` wrote, and what torch's FileSystemWriter (uploaded), FsspecWriter and
+    s3torchconnector wrote.
+
+    Args:
+        url: ``s3://bucket/prefix`` of the checkpoint. May be left out if each load passes ``checkpoint_id``.
+        settings: a `Settings`, or a mapping of those that differ from the environment.
+        _extension_registry: torch's registry of stream extensions (experimental there).
+
+    Raises:
+        InvalidURLError: ``url`` is not an S3 URL.
+        SettingsError: a setting, in the environment or given here, is not allowed.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str] | None = None,
+        *,
+        settings: SettingsLike = None,
+        _extension_registry: ExtensionRegistry | None = None,
+    ) -> None:
+        super().__init__()
+        self.settings: Settings = resolve_settings(settings)
+        self._transforms = ReaderTransforms(_extension_registry)
+        self._url: CheckpointURL | None = None if url is None else parse_url(url)
+        self._begin_load()
+
+    def _begin_load(self) -> None:
+        self._load_id = new_save_id()
+        self._metadata: Metadata | None = None
+        self._error: errors.DcpS3Error | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a new load, from ``checkpoint_id`` if given.
+
+        Raises:
+            InvalidURLError: ``checkpoint_id`` is not an S3 URL.
+        """
+        if checkpoint_id is not None:
+            self._url = parse_url(checkpoint_id)
+        self._begin_load()
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Fetch and unpickle the checkpoint's metadata.
+
+        Args:
+            rank: read that of one rank, of a save with ``use_collectives=False``. DCP's loader asks for it when
+                the global metadata could not be read; it then replaces whatever is raised here by an
+                AssertionError, so with ``rank`` a failure is raised when the returned object is used instead.
+
+        Raises:
+            CheckpointNotFoundError: no committed checkpoint is there.
+            CorruptMetadataError, UnsafeMetadataError: it can not, or must not, be unpickled.
+            StorageError: missing bucket, credentials, network.
+        """
+        rank: int | None = kwargs.get("rank")
+        if rank is None:
+            try:
+                metadata = self._fetch_metadata(None)
+            except errors.DcpS3Error as error:
+                self._error = error
+                raise
+        else:
+            if self._error is not None and not isinstance(self._error, errors.CheckpointNotFoundError):
+                return _UnreadableMetadata(self._error)
+            try:
+                metadata = self._fetch_metadata(rank)
+            except errors.CheckpointNotFoundError as error:
+                return _UnreadableMetadata(self._error or error)
+            except errors.DcpS3Error as error:
+                return _UnreadableMetadata(error)
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self._load_id  # type: ignore[union-attr]
+        return metadata
+
+    def _fetch_metadata(self, rank: int | None) -> Metadata:
+        url = self._require_url()
+        try:
+            data = self._bucket().read(url.key(metadata_object(rank)))
+        except errors.ObjectNotFoundError:
+            raise errors.CheckpointNotFoundError(
+                f"there is no committed checkpoint at {url}: it has no {metadata_object(rank)}. Remedy: check the URL; "
+                "`dcp-s3 ls` on its parent shows what is there. A save that was cut off leaves no checkpoint",
+                url=str(url),
+            ) from None
+        return load_metadata(data, url=str(url))
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Called by DCP on every rank before planning."""
+        if isinstance(metadata, _UnreadableMetadata):
+            metadata.fail()
+        if not isinstance(metadata.storage_data, dict):
+            raise errors.CorruptMetadataError(
+                f"the metadata of {self.checkpoint_id} does not say where its items lie (storage_data is "
+                f"{type(metadata.storage_data).__name__})",
+                url=str(self.checkpoint_id),
+            )
+        self._metadata = metadata
+        shape_check(metadata, enable=True)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Nothing to add to the plan."""
+        if self._metadata is not None:
+            shape_check(self._metadata, enable=False)
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Nothing to coordinate."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Load this rank's items. Returns when all are in place.
+
+        Raises:
+            DtypeMismatchError: before any tensor is changed.
+            CorruptCheckpointError, StorageError
+        """
+        if self._metadata is None:
+            raise errors.SaveProtocolError("read_data was called before set_up_storage_reader")
+        LoadExecutor(self._bucket(), self._require_url(), self._metadata, self._transforms).run(plan, planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """URL of the checkpoint being read, None before there is one."""
+        return None if self._url is None else str(self._url)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this is text that starts with ``s3://``."""
+        return is_s3_url(checkpoint_id)
+
+    def _require_url(self) -> CheckpointURL:
+        if self._url is None:
+            raise errors.MissingURLError(
+                "S3StorageReader has no URL. Remedy: S3StorageReader('s3://bucket/prefix'), or pass "
+                "checkpoint_id='s3://bucket/prefix' to dcp.load"
+            )
+        return self._url
+
+    def _bucket(self) -> Bucket:
+        return Bucket(self._require_url().bucket, self.settings)
+
+
+class _UnreadableMetadata(Metadata):
+    """Stands in for metadata that could not be read, and raises why as soon as anything of it is used."""
+
+    def __init__(self, error: errors.DcpS3Error) -> None:
+        object.__setattr__(self, "_reason", error)
+
+    def fail(self) -> NoReturn:
+        raise object.__getattribute__(self, "_reason")
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in (
+            "state_dict_metadata",
+            "planner_data",
+            "storage_data",
+            "storage_meta",
+            "version",
+        ):
+            _UnreadableMetadata.fail(self)
+        return object.__getattribute__(self, name)

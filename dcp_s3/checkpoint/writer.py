@@ -1,0 +1,218 @@
+"""S3StorageWriter: DCP's StorageWriter on S3."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from dcp_s3.checkpoint._torch import CURRENT_DCP_VERSION, StreamTransformExtension, WriterTransforms
+from dcp_s3.checkpoint.commit import (
+    SaveIdentity,
+    check_absent,
+    check_metrics,
+    commit,
+    find_previous,
+)
+from dcp_s3.checkpoint.planning import plan_buckets
+from dcp_s3.checkpoint.stager import S3Stager
+from dcp_s3.checkpoint.write import ItemWriteResult, ObjectNames, write_buckets
+from dcp_s3.errors import MissingURLError
+from dcp_s3.format.layout import new_nonce, new_save_id
+from dcp_s3.settings import Settings, SettingsLike, resolve_settings
+from dcp_s3.transport.bucket import Bucket
+from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
+
+Separate = Sequence[str | Sequence[str]]
+
+
+class S3StorageWriter(StorageWriter, AsyncStager):
+    """Writes checkpoints to S3; pass it to `dcp.save` or `dcp.async_save` as ``storage_writer``.
+
+    Nothing is visible before the commit at the end: if any rank fails, there is no new checkpoint, and an old
+    one at the same URL stays whole. One writer may be used for several saves, one at a time; for saves that
+    overlap (`async_save` before the previous one is done) make one each.
+
+    Args:
+        url: ``s3://bucket/prefix`` of the checkpoint. May be left out if each save passes ``checkpoint_id``.
+        overwrite: whether a committed checkpoint at the URL is replaced. Otherwise, and always without collectives
+            (where it could not be atomic): CheckpointExistsError.
+        metrics: user metrics (numbers, text, bools) stored beside the checkpoint.
+        separate: FQN prefixes that get objects of their own, for example ``["model", "optimizer"]``; an entry may
+            be a list of prefixes that share. What matches none shares the rest.
+        settings: a `Settings`, or a mapping of those that differ from the environment.
+        _extensions: torch's stream transforms (experimental there), as FileSystemWriter takes them.
+
+    Raises:
+        InvalidURLError: ``url`` is not an S3 URL.
+        SettingsError: a setting, in the environment or given here, is not allowed.
+        SaveProtocolError: a metric cannot be stored.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str] | None = None,
+        *,
+        overwrite: bool = False,
+        metrics: Mapping[str, Any] | None = None,
+        separate: Separate | None = None,
+        settings: SettingsLike = None,
+        _extensions: Sequence[StreamTransformExtension] | None = None,
+    ) -> None:
+        super().__init__()
+        self.settings: Settings = resolve_settings(settings)
+        self.overwrite = overwrite
+        self.metrics = dict(metrics or {})
+        check_metrics(self.metrics)  # fail now, not at the end of a save
+        self.separate = [[entry] if isinstance(entry, str) else list(entry) for entry in separate or ()]
+        self._transforms = WriterTransforms(_extensions)
+        self._url: CheckpointURL | None = None if url is None else parse_url(url)
+        self._begin_save()
+
+    def _begin_save(self) -> None:
+        self._save_id = new_save_id()
+        self._rank = 0
+        self._is_coordinator = True
+        self._use_collectives = True
+        self._previous: frozenset[str] = frozenset()
+
+    # --- StorageWriter ------------------------------------------------------------------------------
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a new save, to ``checkpoint_id`` if given.
+
+        Raises:
+            InvalidURLError: ``checkpoint_id`` is not an S3 URL.
+        """
+        if checkpoint_id is not None:
+            self._url = parse_url(checkpoint_id)
+        self._begin_save()
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Called by DCP on every rank before planning."""
+        self._begin_save()
+        self._is_coordinator = is_coordinator
+        self._rank = int(kwargs.get("rank") or 0)
+        self._use_collectives = bool(kwargs.get("use_collectives", True))
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Check the URL before any byte moves: on the coordinator, or on every rank without collectives.
+
+        The plan itself stays as it is: what DCP caches between saves (`enable_plan_caching`) must carry neither a
+        URL nor a nonce along.
+
+        Raises:
+            CheckpointExistsError, StorageError
+        """
+        identity = self._identity()
+        if self._is_coordinator or not self._use_collectives:
+            if self.overwrite and self._use_collectives:
+                self._previous = find_previous(self._bucket(), identity)
+            else:
+                check_absent(self._bucket(), identity)
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Nothing to coordinate: names are unique by rank and nonce."""
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Upload this rank's items. Returns when all objects are complete, or raises and leaves nothing open.
+
+        Raises:
+            StorageError, SaveProtocolError
+        """
+        url = self._require_url()
+        buckets = plan_buckets(
+            plan.items,
+            max_buckets=self.settings.buckets_per_rank,
+            min_bucket_size=self.settings.part_size,
+            separate=self.separate,
+        )
+        # A nonce of its own for every call: a planner may hand out a plan again that it has cached.
+        names = ObjectNames(url, self._rank, new_nonce(), self.settings.prefix_spread)
+        results = write_buckets(self._bucket(), buckets, planner, self._transforms, names)
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commit. Called on the coordinator when every rank has written, or on each rank without collectives.
+
+        Raises:
+            CheckpointExistsError, StorageError
+        """
+        metadata.version = CURRENT_DCP_VERSION
+        metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
+        metadata.storage_meta = self.storage_meta()
+        objects = [
+            result.object_entry
+            for rank in results
+            for result in rank
+            if isinstance(result, ItemWriteResult) and result.object_entry is not None
+        ]
+        commit(
+            self._bucket(),
+            self._identity(),
+            # A copy: with plan caching, the next save gets this very object while it is being pickled.
+            dataclasses.replace(metadata),
+            objects,
+            overwrite=self.overwrite and self._use_collectives,
+            world_size=len(results) if self._use_collectives else _world_size(),
+            metrics=self.metrics,
+            previous=self._previous,
+        )
+
+    def storage_meta(self) -> StorageMeta | None:
+        """URL and id of this save, for DCP's logs and for ``.metadata``."""
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """URL of the checkpoint being written, None before there is one."""
+        return None if self._url is None else str(self._url)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this is text that starts with ``s3://``."""
+        return is_s3_url(checkpoint_id)
+
+    # --- AsyncStager ----------------------------------------------------------------------------------
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The training-safe copy of `S3Stager`; `dcp.async_save` calls this if it is given no ``async_stager``."""
+        return S3Stager().stage(state_dict)
+
+    def synchronize_staging(self) -> None:
+        """Nothing to wait for: `stage` is complete when it returns."""
+
+    def close(self) -> None:
+        """Nothing to release: threads end with each save, connections belong to the process."""
+
+    # --- internal ---------------------------------------------------------------------------------------
+
+    def _require_url(self) -> CheckpointURL:
+        if self._url is None:
+            raise MissingURLError(
+                "S3StorageWriter has no URL. Remedy: S3StorageWriter('s3://bucket/prefix'), or pass "
+                "checkpoint_id='s3://bucket/prefix' to dcp.save"
+            )
+        return self._url
+
+    def _bucket(self) -> Bucket:
+        return Bucket(self._require_url().bucket, self.settings)
+
+    def _identity(self) -> SaveIdentity:
+        return SaveIdentity(self._require_url(), self._save_id, None if self._use_collectives else self._rank)
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

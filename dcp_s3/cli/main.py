@@ -1,0 +1,169 @@
+"""The commands of ``dcp-s3``.
+
+Exit status: 0 done, 1 failed, 2 wrong usage, 3 there is nothing to show.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+from typer.core import TyperGroup
+
+from dcp_s3._version import __version__
+from dcp_s3.checkpoint import copy
+from dcp_s3.cli import tables
+from dcp_s3.errors import DcpS3Error
+from dcp_s3.retention.catalog import list_checkpoints
+from dcp_s3.retention.details import describe
+from dcp_s3.settings import Settings
+from dcp_s3.units import format_size
+
+FAILED = 1
+NOTHING_THERE = 3
+
+
+class _Group(TyperGroup):
+    """Turns what goes wrong into a message and an exit status."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise  # click's: the reader of our output has gone
+        except (DcpS3Error, OSError) as error:
+            tables.make_console(stderr=True).print(f"dcp-s3: {error}", soft_wrap=True)
+            raise typer.Exit(FAILED) from None
+
+
+app = typer.Typer(
+    name="dcp-s3",
+    cls=_Group,
+    help="PyTorch distributed checkpoints on S3: look at them and copy them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+URL = Annotated[str, typer.Argument(metavar="URL", help="s3://bucket/prefix of the checkpoint.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        typer.echo(f"dcp-s3 {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """PyTorch distributed checkpoints on S3: look at them and copy them."""
+
+
+@app.command()
+def ls(
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="s3://bucket/prefix above the checkpoints.")],
+    as_json: AsJSON = False,
+    everything: Annotated[bool, typer.Option("--all", help="Show incomplete ones too.")] = False,
+) -> None:
+    """List the checkpoints under ROOT, oldest first."""
+    found = list_checkpoints(root)
+    shown = [info for info in found if everything or info.committed]
+    if as_json:
+        _print_json([info.to_dict() for info in shown])
+    elif shown:
+        tables.make_console().print(tables.checkpoints(shown, now=time.time()))
+    hidden = len(found) - len(shown)
+    if hidden:
+        _note(f"{hidden} incomplete checkpoint{'s' if hidden > 1 else ''} not shown: see --all")
+    elif not shown:
+        _note(f"no checkpoints under {root} (for one checkpoint: dcp-s3 show)")
+    if not shown:
+        raise typer.Exit(NOTHING_THERE)
+
+
+@app.command()
+def show(url: URL, as_json: AsJSON = False) -> None:
+    """Show one checkpoint: its facts, its objects and what was saved."""
+    details = describe(url)
+    if as_json:
+        _print_json(details.to_dict())
+        return
+    console = tables.make_console()
+    console.print(tables.facts(details))
+    console.print(tables.objects(details.objects))
+    if details.entries:
+        console.print(tables.entries(details.entries))
+
+
+@app.command()
+def download(
+    url: URL,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Empty, or of a download that was cut off.")],
+    overwrite: Overwrite = False,
+) -> None:
+    """Copy a checkpoint into DIR, where torch's FileSystemReader reads it."""
+    with _progress("download") as callbacks:
+        result = copy.download(url, directory, overwrite=overwrite, **callbacks)
+    _note(f"{directory}: {result.files} files, {format_size(result.size)} ({format_size(result.moved)} moved)")
+
+
+@app.command()
+def upload(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Holds .metadata and what belongs to it.")],
+    url: URL,
+    overwrite: Overwrite = False,
+) -> None:
+    """Copy the checkpoint in DIR to S3."""
+    with _progress("upload") as callbacks:
+        result = copy.upload(directory, url, overwrite=overwrite, **callbacks)
+    _note(f"{url}: {result.files} objects, {format_size(result.size)}")
+
+
+@app.command()
+def config(as_json: AsJSON = False) -> None:
+    """Show the settings in effect, and which environment variable each comes from."""
+    settings = Settings()
+    if as_json:
+        _print_json(tables.settings_rows(settings))
+    else:
+        tables.make_console().print(tables.settings_table(settings))
+
+
+def _print_json(value: Any) -> None:
+    json.dump(value, sys.stdout, indent=1)
+    sys.stdout.write("\n")
+
+
+def _note(text: str) -> None:
+    """For people, beside what is printed for programs."""
+    tables.make_console(stderr=True).print(text, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _progress(label: str) -> Iterator[dict[str, Any]]:
+    console = tables.make_console(stderr=True)
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+        task = progress.add_task(label, total=None)
+        yield {
+            "on_total": lambda total: progress.update(task, total=total),
+            "on_progress": lambda count: progress.update(task, advance=count),
+        }
+
+
+if __name__ == "__main__":
+    app()

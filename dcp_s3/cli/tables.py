@@ -1,0 +1,143 @@
+"""rich tables of what the commands show."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from dcp_s3.checkpoint.contents import SavedEntry
+from dcp_s3.retention.checkpoint_info import CheckpointInfo
+from dcp_s3.retention.details import CheckpointDetails, StoredObject
+from dcp_s3.settings import ENV_PREFIX, Settings
+from dcp_s3.units import format_size
+
+_PIPED_WIDTH = 100_000
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    """A console that, into a pipe or a file, neither wraps nor cuts off."""
+    console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+    if not console.is_terminal:
+        console = Console(stderr=stderr, highlight=False, markup=False, emoji=False, width=_PIPED_WIDTH)
+    return console
+
+
+def format_age(seconds: float) -> str:
+    """``90000`` -> ``1d 1h``: the two largest units, whole minutes below an hour, seconds below a minute."""
+    seconds = max(0, int(seconds))
+    days, hours, minutes = seconds // 86400, seconds // 3600 % 24, seconds // 60 % 60
+    if days:
+        return f"{days}d {hours}h"
+    if hours:
+        return f"{hours}h {minutes}m"
+    return f"{minutes}m" if minutes else f"{seconds}s"
+
+
+def checkpoints(infos: Iterable[CheckpointInfo], *, now: float) -> Table:
+    """One line per checkpoint; incomplete ones dimmed."""
+    table = _table(("name", "state", ">step", ">ranks", ">objects", ">size", ">age", "metrics"))
+    for info in infos:
+        age = "" if info.created_at is None else format_age(now - info.created_at)
+        state = info.state + (" (foreign)" if info.foreign else "")
+        cells = (info.name, state, info.step, info.world_size, info.objects, _size(info.size), age,
+                 format_metrics(info.metrics))  # fmt: skip
+        _add(table, cells, style="" if info.committed else "dim")
+    return table
+
+
+def facts(details: CheckpointDetails) -> Table:
+    """What is known about one checkpoint as a whole."""
+    info = details.info
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column(overflow="fold")
+    created = ""
+    if info.created_at is not None:
+        when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(info.created_at))
+        created = f"{when} ({format_age(time.time() - info.created_at)} ago)"
+    writer = "something else than dcp_s3" if info.foreign else ""
+    rows: Mapping[str, Any] = {
+        "url": info.url,
+        "state": info.state,
+        "step": info.step,
+        "ranks": info.world_size,
+        "size": None if info.size is None else f"{format_size(info.size)} in {info.objects} objects",
+        "items": details.items or None,
+        "created": created,
+        "metrics": format_metrics(info.metrics),
+        "written by": ", ".join(f"{name} {version}" for name, version in details.writer.items()) or writer,
+    }
+    for name, value in rows.items():
+        if value not in (None, ""):
+            _add(table, (name, value))
+    return table
+
+
+def objects(stored: Iterable[StoredObject]) -> Table:
+    """One line per data object."""
+    table = _table(("object", ">size", "crc64nvme", ""))
+    for entry in stored:
+        note = "missing" if entry.size is None else "" if entry.used else "not used"
+        style = "red" if entry.size is None else "" if entry.used else "dim"
+        _add(table, (entry.path, _size(entry.size), entry.crc64nvme, note), style=style)
+    return table
+
+
+def entries(saved: Iterable[SavedEntry]) -> Table:
+    """One line per saved entry."""
+    table = _table(("entry", "kind", "dtype", "shape", ">chunks", ">size"))
+    for entry in saved:
+        shape = None if entry.shape is None else "x".join(map(str, entry.shape)) or "scalar"
+        _add(table, (entry.fqn, entry.kind, entry.dtype, shape, entry.chunks, _size(entry.size)))
+    return table
+
+
+def settings_rows(settings: Settings) -> list[dict[str, Any]]:
+    """Name, value and source of every setting. None of them is a secret: credentials are never settings."""
+    return [
+        {
+            "name": name,
+            "value": getattr(settings, name),
+            "source": f"{ENV_PREFIX}{name.upper()}" if name in settings.model_fields_set else "default",
+        }
+        for name in type(settings).model_fields
+    ]
+
+
+def settings_table(settings: Settings) -> Table:
+    """One line per setting."""
+    table = _table(("setting", "value", "from"))
+    for row in settings_rows(settings):
+        value = "unset" if row["value"] is None else row["value"]
+        _add(table, (row["name"], value, row["source"]), style="dim" if row["source"] == "default" else "")
+    return table
+
+
+def format_metrics(metrics: Mapping[str, Any]) -> str:
+    """``loss=1.25 tokens=1000``."""
+    return " ".join(
+        f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}" for name, value in metrics.items()
+    )
+
+
+def _size(size: int | None) -> str | None:
+    return None if size is None else format_size(size)
+
+
+def _table(columns: Sequence[str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        right = column.startswith(">")
+        table.add_column(column.lstrip(">"), justify="right" if right else "left", overflow="fold", no_wrap=right)
+    return table
+
+
+def _add(table: Table, cells: Iterable[Any], *, style: str = "") -> None:
+    # Text: keys and names may hold what rich takes for markup.
+    table.add_row(*(Text("" if cell is None else str(cell)) for cell in cells), style=style)

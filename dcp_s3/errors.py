@@ -1,0 +1,150 @@
+"""Every exception that dcp_s3 raises on purpose.
+
+Each message names the thing (bucket, key, setting, FQN), what was expected, what was found and what to do
+about it. All of them pickle, because torch.distributed carries them from the failing rank to the others:
+`dcp.save` and `dcp.load` raise torch's ``CheckpointException`` (a BaseException), whose ``failures`` maps each
+failing rank to one of these.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class DcpS3Error(Exception):
+    """Base of every error of this package."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Subclasses take keyword arguments; the default would replay ``args`` into ``__init__`` and fail.
+        return _rebuild, (type(self), self.args, self.__dict__)
+
+
+def _rebuild(cls: type[DcpS3Error], args: tuple[Any, ...], state: dict[str, Any]) -> DcpS3Error:
+    error = cls.__new__(cls, *args)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
+
+class SettingsError(DcpS3Error, ValueError):
+    """A setting has a value that is not allowed; names the variable, the value and what is allowed."""
+
+
+class InvalidURLError(DcpS3Error, ValueError):
+    """A checkpoint URL is not of the form ``s3://bucket/prefix``."""
+
+
+class MissingURLError(InvalidURLError):
+    """A writer or reader was used before it was given a URL."""
+
+
+# --- storage -------------------------------------------------------------------------------------
+
+
+class StorageError(DcpS3Error):
+    """A request to S3 failed for good.
+
+    Attributes:
+        bucket: the bucket.
+        key: the object key (or prefix), empty for requests to the bucket itself.
+        operation: the S3 operation, for example ``UploadPart``.
+        attempts: how often it was tried.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        bucket: str = "",
+        key: str = "",
+        operation: str = "",
+        attempts: int = 1,
+    ) -> None:
+        super().__init__(message)
+        self.bucket = bucket
+        self.key = key
+        self.operation = operation
+        self.attempts = attempts
+
+
+class TransferError(StorageError):
+    """A request kept failing (throttling, 5xx, resets, timeouts) until the attempts ran out."""
+
+
+class BucketNotFoundError(StorageError):
+    """The bucket does not exist, or not at this endpoint."""
+
+
+class ObjectNotFoundError(StorageError):
+    """An object that was asked for does not exist."""
+
+
+class CredentialsError(StorageError):
+    """No credentials were found, or S3 does not accept them."""
+
+
+class AccessDeniedError(StorageError):
+    """The credentials are valid but lack a permission."""
+
+
+class PreconditionFailedError(StorageError):
+    """A conditional request (If-None-Match, If-Match) was refused: the object is not as expected."""
+
+
+# --- checkpoints ---------------------------------------------------------------------------------
+
+
+class CheckpointError(DcpS3Error):
+    """Something about a checkpoint as a whole.
+
+    Attributes:
+        url: the checkpoint's URL.
+    """
+
+    def __init__(self, message: str, *, url: str = "") -> None:
+        super().__init__(message)
+        self.url = url
+
+
+class CheckpointNotFoundError(CheckpointError):
+    """There is no committed checkpoint (no ``.metadata``) at the URL."""
+
+
+class CheckpointExistsError(CheckpointError):
+    """A committed checkpoint is at the URL already and ``overwrite`` was not asked for."""
+
+
+class CorruptMetadataError(CheckpointError):
+    """``.metadata`` is truncated, or not a DCP metadata pickle."""
+
+
+class UnsafeMetadataError(CheckpointError):
+    """``.metadata`` names a global outside the allow-list, or an object outside the checkpoint."""
+
+
+class CorruptCheckpointError(CheckpointError):
+    """Stored bytes do not match their recorded checksum or length."""
+
+
+class SaveProtocolError(CheckpointError):
+    """DCP's calls did not come in the documented order, or a planner returned what cannot be stored."""
+
+
+class TensorMismatchError(CheckpointError, ValueError):
+    """A tensor to load into does not match the saved one.
+
+    Attributes:
+        fqn: the tensor's fully qualified name.
+    """
+
+    def __init__(self, message: str, *, url: str = "", fqn: str = "") -> None:
+        super().__init__(message, url=url)
+        self.fqn = fqn
+
+
+class ShapeMismatchError(TensorMismatchError):
+    """The saved tensor has another global shape."""
+
+
+class DtypeMismatchError(TensorMismatchError):
+    """The saved tensor has another dtype and conversion was not asked for."""

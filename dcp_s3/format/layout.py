@@ -1,0 +1,79 @@
+"""Names of the objects of a checkpoint, relative to its URL. Pure."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+
+METADATA = ".metadata"
+DATA_SUFFIX = ".distcp"
+CONTROL_PREFIX = ".dcp_s3/"
+METRICS = CONTROL_PREFIX + "metrics.json"
+PIN = CONTROL_PREFIX + "pin"
+
+SAVE_ID_KEY = "dcp-s3-save-id"
+"""User metadata of ``.metadata`` that says which manifest belongs to it."""
+
+_MANIFEST = re.compile(re.escape(CONTROL_PREFIX) + r"manifest-([0-9a-f]+)(?:\.(\d+))?\.json")
+
+
+def new_save_id() -> str:
+    """A random id of one save of one checkpoint (hex)."""
+    return secrets.token_hex(8)
+
+
+def new_nonce() -> str:
+    """A random part for the object names of one rank in one save (hex)."""
+    return secrets.token_hex(6)
+
+
+def data_object(rank: int, index: int, nonce: str, *, prefix_spread: int = 0) -> str:
+    """Relative path of data object number ``index`` of ``rank``: ``[xx/]__{rank}_{index}-{nonce}.distcp``.
+
+    The nonce keeps the objects of two saves to one URL apart, so that overwriting a checkpoint leaves the old
+    one whole until the new ``.metadata`` is there.
+    """
+    name = f"__{rank}_{index}-{nonce}{DATA_SUFFIX}"
+    if not prefix_spread:
+        return name
+    return f"{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()[:prefix_spread]}/{name}"
+
+
+def metadata_object(rank: int | None = None) -> str:
+    """``.metadata``, or ``__{rank}.metadata`` of a save with ``use_collectives=False``."""
+    return METADATA if rank is None else f"__{rank}{METADATA}"
+
+
+_RANK_METADATA = re.compile(r"__(\d+)" + re.escape(METADATA))
+
+
+def rank_of_metadata(relative_path: str) -> int | None:
+    """The rank in the name of one rank's metadata, None if it is something else."""
+    match = _RANK_METADATA.fullmatch(relative_path)
+    return int(match[1]) if match else None
+
+
+def manifest_object(save_id: str, rank: int | None = None) -> str:
+    """Relative path of the manifest of one save (and of one rank, without collectives)."""
+    return f"{CONTROL_PREFIX}manifest-{save_id}{'' if rank is None else f'.{rank}'}.json"
+
+
+def parse_manifest_object(relative_path: str) -> str | None:
+    """The save id in a manifest's relative path, None if it is not one."""
+    match = _MANIFEST.fullmatch(relative_path)
+    return match[1] if match else None
+
+
+def is_inside(relative_path: str) -> bool:
+    """Whether a path from a checkpoint's metadata stays below the checkpoint's prefix."""
+    return bool(relative_path) and not relative_path.startswith("/") and ".." not in relative_path.split("/")
+
+
+_STEP = re.compile(r"(\d+)(?!.*\d)")
+
+
+def step_of(name: str) -> int | None:
+    """The step in a checkpoint's name: its last run of digits (``step-00001000`` -> 1000), None without."""
+    match = _STEP.search(name)
+    return int(match[1]) if match else None

@@ -1,0 +1,116 @@
+"""The manifest: a small JSON file that says what a committed checkpoint consists of. Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class ObjectEntry:
+    """One data object.
+
+    Attributes:
+        path: relative to the checkpoint.
+        size: bytes.
+        crc64nvme: CRC-64/NVME of all its bytes as 16 hex digits, None if checksums were off.
+    """
+
+    path: str
+    size: int
+    crc64nvme: str | None = None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What one save committed.
+
+    Attributes:
+        save_id: id of the save; ``.metadata`` carries the same.
+        created_at: seconds since the epoch, on the coordinator's clock, when the save was committed.
+        step: training step, None if the checkpoint's name has no number.
+        world_size: ranks that wrote (one, for the manifest of a rank without collectives).
+        metrics: the user's metrics as given with the save.
+        rank: the rank, for a save without collectives; otherwise None.
+        objects: every data object.
+        items: number of saved items (tensor chunks and others).
+        format_version: of this file.
+        writer: library and version that wrote it.
+    """
+
+    save_id: str
+    created_at: float
+    step: int | None
+    world_size: int
+    objects: tuple[ObjectEntry, ...]
+    items: int
+    metrics: dict[str, Any] = field(default_factory=dict)
+    rank: int | None = None
+    format_version: int = FORMAT_VERSION
+    writer: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def total_size(self) -> int:
+        """Bytes of all data objects."""
+        return sum(entry.size for entry in self.objects)
+
+    def to_json(self) -> bytes:
+        """UTF-8 JSON, with the totals repeated for people and for shell scripts."""
+        fields = asdict(self)
+        fields["total_size"] = self.total_size
+        fields["metrics"] = {name: _to_json(value) for name, value in self.metrics.items()}
+        return (json.dumps(fields, indent=1, allow_nan=False) + "\n").encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Manifest:
+        """Parse `to_json`'s output; unknown fields of later versions are ignored.
+
+        Raises:
+            ValueError: not a manifest, or of a version that this one can not read.
+        """
+        try:
+            fields: dict[str, Any] = json.loads(data)
+            version = fields["format_version"]
+            if version != FORMAT_VERSION:
+                raise ValueError(f"manifest has format version {version}, this dcp_s3 reads {FORMAT_VERSION}")
+            objects = tuple(
+                ObjectEntry(str(entry["path"]), int(entry["size"]), entry.get("crc64nvme"))
+                for entry in fields["objects"]
+            )
+            return cls(
+                save_id=str(fields["save_id"]),
+                created_at=float(fields["created_at"]),
+                step=None if fields["step"] is None else int(fields["step"]),
+                world_size=int(fields["world_size"]),
+                objects=objects,
+                items=int(fields["items"]),
+                metrics={name: _from_json(value) for name, value in (fields.get("metrics") or {}).items()},
+                rank=fields.get("rank"),
+                writer=dict(fields.get("writer") or {}),
+            )
+        except (
+            KeyError,
+            TypeError,
+            AttributeError,
+            UnicodeDecodeError,
+            json.JSONDecodeError,
+        ) as error:
+            raise ValueError(f"not a dcp_s3 manifest: {error!r}") from error
+
+
+# JSON has no numbers for these, and a loss may well be NaN.
+_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def _from_json(value: Any) -> Any:
+    return _NOT_FINITE.get(value, value) if isinstance(value, str) else value

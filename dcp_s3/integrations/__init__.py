@@ -1,0 +1,1 @@
+"""Adapters to frameworks, each importable only with its framework installed."""

@@ -1,0 +1,1 @@
+"""What lies under a root: the catalog of its checkpoints, on which retention policies decide."""

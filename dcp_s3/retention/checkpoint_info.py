@@ -1,0 +1,235 @@
+"""One checkpoint as the catalog sees it, concluded from listings and manifests. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from dcp_s3.format.layout import (
+    CONTROL_PREFIX,
+    DATA_SUFFIX,
+    METADATA,
+    METRICS,
+    data_object,
+    parse_manifest_object,
+    step_of,
+)
+from dcp_s3.format.manifest import Manifest
+from dcp_s3.transport.async_client import ListedObject
+from dcp_s3.url import CheckpointURL
+
+State = Literal["committed", "incomplete"]
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A checkpoint under a root.
+
+    Attributes:
+        url: ``s3://...`` of the checkpoint.
+        name: last part of the URL.
+        state: ``committed`` if it has what makes it a checkpoint (``.metadata``, or that of every rank).
+        step: training step; from the manifest, or from the name; None without a number.
+        created_at: seconds since the epoch; when it was committed, or if it was not, last written to.
+        world_size: ranks that wrote it; None if that is not recorded.
+        objects: number of its data objects.
+        size: bytes of its data objects.
+        metrics: the user's, as saved.
+        foreign: whether it was written by something else than dcp_s3: it has no manifest.
+    """
+
+    url: str
+    name: str
+    state: State
+    step: int | None
+    created_at: float | None
+    world_size: int | None
+    objects: int | None
+    size: int | None
+    metrics: dict[str, Any] = field(default_factory=dict, hash=False)
+    foreign: bool = False
+
+    @property
+    def committed(self) -> bool:
+        """Whether ``state`` is ``committed``."""
+        return self.state == "committed"
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, for JSON."""
+        return asdict(self)
+
+
+def age_order(info: CheckpointInfo) -> tuple[bool, int, float, str]:
+    """Sort key: by step (those without one first), then by time, then by name."""
+    return (info.step is not None, info.step or 0, info.created_at or 0.0, info.name)
+
+
+def newest_first(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
+    """The committed ones, the one that `latest` tries first in front."""
+    return sorted((info for info in infos if info.committed), key=age_order, reverse=True)
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+_RANK_METADATA = re.compile(r"__(\d+)" + re.escape(METADATA))
+_RANK_MANIFEST = re.compile(re.escape(CONTROL_PREFIX) + r"manifest-[0-9a-f]+\.(\d+)\.json")
+_OUR_DATA = re.compile(r"__(\d+)_(\d+)-([0-9a-f]+)" + re.escape(DATA_SUFFIX))
+_SPREAD = re.compile(r"[0-9a-f]{1,4}")
+
+
+def rank_of_metadata(path: str) -> int | None:
+    """The rank in ``__{rank}.metadata``, None for other names."""
+    match = _RANK_METADATA.fullmatch(path)
+    return int(match[1]) if match else None
+
+
+def is_spread_data(path: str) -> bool:
+    """Whether ``xx/__0_0-{nonce}.distcp`` lies where a save with ``prefix_spread`` to the directory above ``xx``
+    puts it. The hash says so: ``500/__0_0-{nonce}.distcp`` is usually data of a checkpoint named 500."""
+    directory, _, name = path.partition("/")
+    match = _OUR_DATA.fullmatch(name)
+    if match is None or not _SPREAD.fullmatch(directory):
+        return False
+    return path == data_object(int(match[1]), int(match[2]), match[3], prefix_spread=len(directory))
+
+
+def spread_prefixes(prefixes: Iterable[str]) -> list[str]:
+    """Those of some common prefixes (relative, with slash) that may hold spread data."""
+    return [prefix for prefix in prefixes if _SPREAD.fullmatch(prefix.rstrip("/"))]
+
+
+def shows_checkpoint(names: Iterable[str]) -> bool:
+    """Whether names directly below a directory (relative; directories with a slash) show that it is, or was to
+    become, a checkpoint."""
+    return any(
+        name in (METADATA, CONTROL_PREFIX) or name.endswith(DATA_SUFFIX) or rank_of_metadata(name) is not None
+        for name in names
+    )
+
+
+# --- contents of one checkpoint ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The objects below a checkpoint's URL, sorted out.
+
+    Attributes:
+        data: data objects.
+        commits: ``.metadata`` by rank; rank None is the global one.
+        manifests: save ids of the manifests by rank, likewise.
+        metrics: whether there is a ``metrics.json``.
+        newest: when the last object was written, None without any.
+    """
+
+    data: tuple[ListedObject, ...]
+    commits: Mapping[int | None, ListedObject]
+    manifests: Mapping[int | None, tuple[str, ...]]
+    metrics: bool
+    newest: float | None
+
+    @property
+    def size(self) -> int:
+        """Bytes of the data objects."""
+        return sum(found.size for found in self.data)
+
+    @property
+    def any(self) -> bool:
+        """Whether there is anything of a checkpoint."""
+        return bool(self.data or self.commits or self.manifests)
+
+
+def sort_out(url: CheckpointURL, objects: Iterable[ListedObject]) -> Contents:
+    """What the objects of a listing below ``url`` are to the checkpoint."""
+    skip = len(url.key(""))
+    data: list[ListedObject] = []
+    commits: dict[int | None, ListedObject] = {}
+    manifests: dict[int | None, list[str]] = {}
+    metrics = False
+    newest: float | None = None
+    for found in objects:
+        path = found.key[skip:]
+        rank = rank_of_metadata(path)
+        save_id = parse_manifest_object(path)
+        if path == METADATA or rank is not None:
+            commits[rank] = found
+        elif save_id is not None:
+            match = _RANK_MANIFEST.fullmatch(path)
+            manifests.setdefault(int(match[1]) if match else None, []).append(save_id)
+        elif path == METRICS:
+            metrics = True
+        elif path.endswith(DATA_SUFFIX):
+            data.append(found)
+        newest = max(newest or 0.0, found.modified_at)
+    sorted_manifests = {rank: tuple(ids) for rank, ids in manifests.items()}
+    return Contents(tuple(data), commits, sorted_manifests, metrics, newest)
+
+
+def from_manifest(url: CheckpointURL, manifest: Manifest) -> CheckpointInfo:
+    """A committed checkpoint with the manifest that its ``.metadata`` names."""
+    return CheckpointInfo(
+        url=str(url),
+        name=url.name,
+        state="committed",
+        step=step_of(url.name) if manifest.step is None else manifest.step,
+        created_at=manifest.created_at,
+        world_size=manifest.world_size,
+        objects=len(manifest.objects),
+        size=manifest.total_size,
+        metrics=manifest.metrics,
+    )
+
+
+def from_contents(url: CheckpointURL, contents: Contents, *, committed_at: float | None) -> CheckpointInfo:
+    """A checkpoint without a manifest: a foreign one, or one that was never committed (``committed_at`` None)."""
+    skip = len(url.key(""))
+    ours = bool(contents.manifests) or any(
+        _OUR_DATA.fullmatch(found.key[skip:].rpartition("/")[2]) for found in contents.data
+    )
+    return CheckpointInfo(
+        url=str(url),
+        name=url.name,
+        state="incomplete" if committed_at is None else "committed",
+        step=step_of(url.name),
+        created_at=contents.newest if committed_at is None else committed_at,
+        world_size=None,
+        objects=len(contents.data),
+        size=contents.size,
+        foreign=not ours if committed_at is None else True,
+    )
+
+
+def from_rank_manifests(url: CheckpointURL, contents: Contents, manifests: Mapping[int, Manifest]) -> CheckpointInfo:
+    """A save without collectives.
+
+    The manifest that was written last says how many ranks there must be. It is committed if each of them has
+    committed and says the same: after a save that was to overwrite another with a different number of ranks, and
+    was cut off, they do not.
+
+    Args:
+        url: of the checkpoint.
+        contents: its listing.
+        manifests: by rank; a rank whose manifest cannot be told is left out, and is then not committed.
+    """
+    if not manifests:
+        return from_contents(url, contents, committed_at=None)
+    last = max(manifests.values(), key=lambda manifest: manifest.created_at)
+    ranks = range(last.world_size)
+    committed = bool(ranks) and all(
+        rank in contents.commits and rank in manifests and manifests[rank].world_size == last.world_size
+        for rank in ranks
+    )
+    written = [manifests[rank] for rank in ranks if rank in manifests]
+    return CheckpointInfo(
+        url=str(url),
+        name=url.name,
+        state="committed" if committed else "incomplete",
+        step=step_of(url.name) if last.step is None else last.step,
+        created_at=last.created_at if committed else contents.newest,
+        world_size=last.world_size,
+        objects=sum(len(manifest.objects) for manifest in written) if committed else len(contents.data),
+        size=sum(manifest.total_size for manifest in written) if committed else contents.size,
+        metrics={name: value for manifest in reversed(written) for name, value in manifest.metrics.items()},
+    )

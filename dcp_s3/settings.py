@@ -1,0 +1,160 @@
+"""All tunables in one place: the environment (prefix ``DCP_S3_``) and keyword settings that override it.
+
+The environment is read when a `Settings` object is made, never at import. What is left unset follows AWS's own
+chain (``AWS_ENDPOINT_URL_S3``, ``AWS_PROFILE``, instance roles, ...): credentials are never settings here, so
+they can not end up in a repr, a log or a pickle of ours.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+from pydantic import BeforeValidator, Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+from dcp_s3.errors import SettingsError
+from dcp_s3.units import parse_duration, parse_size
+
+logger = logging.getLogger(__name__)
+
+ENV_PREFIX = "DCP_S3_"
+
+# https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html
+MIN_PART_SIZE = 5 * 2**20
+MAX_PART_SIZE = 5 * 2**30
+
+Size = Annotated[int, BeforeValidator(parse_size)]
+Seconds = Annotated[float, BeforeValidator(parse_duration)]
+
+
+class Settings(BaseSettings):
+    """What one writer or reader is configured with. Immutable, hashable, and safe to pickle and to print.
+
+    Raises:
+        SettingsError: names the variable, the value found and what is allowed.
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENV_PREFIX,
+        frozen=True,
+        extra="forbid",
+        env_ignore_empty=True,
+        validate_default=False,
+    )
+
+    endpoint_url: str | None = None
+    """S3 endpoint, for stores other than AWS. Unset: AWS's own chain."""
+    region: str | None = None
+    """Region name. Unset: AWS's own chain."""
+    addressing_style: Literal["auto", "path", "virtual"] = "auto"
+    """How the bucket goes into the request's URL. ``path`` for most stores other than AWS; ``auto`` lets
+    botocore choose (path style for IP addresses and bucket names with dots)."""
+
+    part_size: Size = Field(default=32 * 2**20, ge=MIN_PART_SIZE, le=MAX_PART_SIZE)
+    """Bytes of one part of a multipart upload, and the most that one ranged GET fetches. 32 MiB: large enough
+    to amortise a request's round trip, small enough to keep all connections busy to the end of an object."""
+    concurrency: int = Field(default=8, ge=1, le=512)
+    """Requests in flight per process, each way. 8: S3 serves about 90 MB/s to one connection; with the usual
+    8 processes per host this fills 5 GiB/s."""
+    buckets_per_rank: int = Field(default=4, ge=1, le=256)
+    """At most this many objects per rank and save; small states get fewer."""
+    checksum: Literal["auto", "crc64nvme", "crc32c", "none"] = "auto"
+    """Checksum sent with every part, for S3 to reject damage in flight. ``auto`` is CRC-64/NVME. ``none`` also
+    leaves out the checksums of items and objects, so that a load can not verify them."""
+
+    sse: Literal["AES256", "aws:kms", "aws:kms:dsse"] | None = None
+    """Server-side encryption of what is written. Unset: the bucket's default."""
+    sse_kms_key_id: str | None = None
+    """KMS key for ``sse=aws:kms``."""
+    storage_class: str | None = None
+    """Storage class of data objects, for example ``STANDARD_IA``. Unset: the bucket's default."""
+    expected_bucket_owner: str | None = Field(default=None, pattern=r"^\d{12}$")
+    """AWS account id (12 digits) that must own the bucket; S3 refuses every request otherwise."""
+
+    retry_attempts: int = Field(default=8, ge=1, le=100)
+    """How often one request is tried in all before the save or load fails."""
+    connect_timeout: Seconds = Field(default=5.0, gt=0)
+    """Seconds to wait for a connection."""
+    read_timeout: Seconds = Field(default=60.0, gt=0)
+    """Seconds without a byte before a request counts as broken."""
+
+    prefix_spread: int = Field(default=0, ge=0, le=4)
+    """Hex digits of a hash put before object names (``a7/__0_0-....distcp``) to spread the load of very large
+    jobs over S3's partitions. 0: none."""
+
+    allow_dtype_cast: bool = False
+    """Whether a load may convert a saved tensor to another dtype. Off: `DtypeMismatchError`, because a silent
+    conversion is silent damage."""
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise SettingsError(_explain(error, values)) from None
+        _warn_of_unknown_variables(type(self))
+
+    @field_validator("endpoint_url")
+    @classmethod
+    def _plain_http_url(cls, value: str | None) -> str | None:
+        if value is None:
+            return None
+        parts = urlsplit(value)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("expected http://host[:port] or https://host[:port]")
+        if parts.username or parts.password:
+            raise ValueError("expected a URL without credentials: those belong to AWS's own chain")
+        return value.rstrip("/")
+
+
+def _explain(error: ValidationError, given: Mapping[str, Any]) -> str:
+    lines = []
+    for detail in error.errors():
+        name = str(detail["loc"][0]) if detail["loc"] else "settings"
+        name = name.removeprefix(ENV_PREFIX.lower())
+        source = f"setting {name!r}" if name in given else f"{ENV_PREFIX}{name.upper()}"
+        if detail["type"] == "extra_forbidden":
+            known = ", ".join(sorted(Settings.model_fields))
+            lines.append(f"{source} is not a setting; there are: {known}")
+            continue
+        found = given.get(name, os.environ.get(ENV_PREFIX + name.upper(), detail["input"]))
+        value = "<hidden>" if "credentials" in detail["msg"] else repr(found)
+        lines.append(f"{source} = {value} is not allowed: {detail['msg'].removeprefix('Value error, ')}")
+    return "; ".join(lines)
+
+
+_warned: set[str] = set()
+
+
+def _warn_of_unknown_variables(cls: type[Settings]) -> None:
+    known = {ENV_PREFIX + name.upper() for name in cls.model_fields}
+    for name in os.environ:
+        upper = name.upper()
+        if not upper.startswith(ENV_PREFIX) or upper in known or upper.startswith(ENV_PREFIX + "TEST_"):
+            continue
+        if name not in _warned:
+            _warned.add(name)
+            logger.warning(
+                "%s is set but is no setting of dcp_s3; there are: %s",
+                name,
+                ", ".join(sorted(known)),
+            )
+
+
+SettingsLike = Settings | Mapping[str, Any] | None
+
+
+def resolve_settings(settings: SettingsLike) -> Settings:
+    """A `Settings` object from what a constructor was given: one, a mapping of overrides, or None.
+
+    Raises:
+        SettingsError: a value is not allowed, or there is no such setting.
+    """
+    if isinstance(settings, Settings):
+        return settings
+    if settings is not None and not isinstance(settings, Mapping):
+        raise SettingsError(f"settings must be a Settings object, a mapping or None, not {type(settings).__name__}")
+    return Settings(**dict(settings or {}))

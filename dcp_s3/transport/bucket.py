@@ -1,0 +1,238 @@
+"""Requests for whole, small objects of one bucket, each with retries and the settings' common arguments."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from dcp_s3 import errors
+from dcp_s3.settings import Settings
+from dcp_s3.transport import retry
+from dcp_s3.transport.checksum import ChecksumAlgorithm, crc32c, crc64nvme, encode_crc
+from dcp_s3.transport.client import get_client
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# https://docs.aws.amazon.com/AmazonS3/latest/API/API_DeleteObjects.html
+_DELETE_BATCH = 1000
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A bucket as these settings reach it. Holds no connection: cheap, picklable, fork-safe.
+
+    Attributes:
+        name: bucket name.
+        settings: of the writer or reader.
+    """
+
+    name: str
+    settings: Settings
+
+    @property
+    def client(self) -> Any:
+        """This process's boto3 client."""
+        return get_client(self.settings)
+
+    @property
+    def wire_checksum(self) -> ChecksumAlgorithm:
+        """Algorithm of the checksum sent with every part and object."""
+        return "crc64nvme" if self.settings.checksum == "auto" else self.settings.checksum
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """Arguments of every request."""
+        owner = self.settings.expected_bucket_owner
+        return {"Bucket": self.name} | ({"ExpectedBucketOwner": owner} if owner else {})
+
+    def creation_arguments(self, *, data: bool) -> dict[str, Any]:
+        """Arguments of requests that create an object: encryption, and for data objects the storage class."""
+        arguments: dict[str, Any] = {}
+        if self.settings.sse:
+            arguments["ServerSideEncryption"] = self.settings.sse
+        if self.settings.sse_kms_key_id:
+            arguments["SSEKMSKeyId"] = self.settings.sse_kms_key_id
+        if data and self.settings.storage_class:
+            arguments["StorageClass"] = self.settings.storage_class
+        return arguments
+
+    def call(
+        self,
+        operation: str,
+        key: str,
+        request: Callable[[], T],
+        *,
+        cancel: threading.Event | None = None,
+        on_retry: Callable[[int, Exception], T | None] | None = None,
+    ) -> T:
+        """`retry.call` for this bucket."""
+        return retry.call(
+            request,
+            operation=operation,
+            bucket=self.name,
+            key=key,
+            attempts=self.settings.retry_attempts,
+            cancel=cancel,
+            on_retry=on_retry,
+        )
+
+    def exists(self, key: str) -> bool:
+        """Whether the object exists.
+
+        A GET of its first byte rather than a HEAD: the answer to a HEAD has no body, so that a missing bucket
+        would look like a missing object.
+
+        Raises:
+            BucketNotFoundError, CredentialsError, AccessDeniedError, TransferError: cannot tell.
+        """
+        try:
+            self.call("GetObject", key, lambda: self._get(key, Range="bytes=0-0")["Body"].close())
+        except errors.ObjectNotFoundError:
+            return False
+        except errors.StorageError as error:
+            if isinstance(error.__cause__, Exception) and retry.status_code(error.__cause__) == 416:
+                return True  # an empty object
+            raise
+        return True
+
+    def _get(self, key: str, **arguments: Any) -> Any:
+        return self.client.get_object(**self.common, Key=key, **arguments)
+
+    def read(self, key: str) -> bytes:
+        """All bytes of a small object.
+
+        Raises:
+            ObjectNotFoundError: there is none; other StorageErrors.
+        """
+        return self.call("GetObject", key, lambda: bytes(self._get(key)["Body"].read()))
+
+    def head(self, key: str) -> Mapping[str, Any]:
+        """S3's HeadObject answer; names of user metadata are in lower case (rclone capitalises them).
+
+        Raises:
+            ObjectNotFoundError: there is none (or no such bucket); other StorageErrors.
+        """
+        answer: Mapping[str, Any] = self.call(
+            "HeadObject", key, lambda: self.client.head_object(**self.common, Key=key)
+        )
+        metadata = {name.lower(): value for name, value in answer.get("Metadata", {}).items()}
+        return {**answer, "Metadata": metadata}
+
+    def write(
+        self,
+        key: str,
+        data: bytes,
+        *,
+        if_absent: bool = False,
+        content_type: str = "application/octet-stream",
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        """Put a small object.
+
+        Args:
+            key: object key.
+            data: its bytes.
+            if_absent: ask S3 to refuse if the object exists (If-None-Match: *). A store that does not know
+                conditional writes gets a plain one, after a warning. If the answer to a write that S3 did was
+                lost, the repetition is refused: the object is then read back and compared, so that only somebody
+                else's object counts as refused.
+            content_type: MIME type.
+            metadata: user metadata.
+
+        Raises:
+            PreconditionFailedError: ``if_absent``, and another object is there.
+        """
+        arguments: dict[str, Any] = {
+            **self.common,
+            **self.creation_arguments(data=False),
+            **self.checksum_arguments(data),
+            "Key": key,
+            "ContentType": content_type,
+            "Metadata": dict(metadata or {}),
+        }
+
+        def attempt() -> bool:
+            self.client.put_object(**arguments, Body=data)
+            return True
+
+        def already_done(_: int, error: Exception) -> bool | None:
+            return True if retry.status_code(error) == 412 and self.read(key) == data else None
+
+        if if_absent:
+            arguments["IfNoneMatch"] = "*"
+        try:
+            self.call("PutObject", key, attempt, on_retry=already_done)
+        except errors.StorageError as error:
+            cause = error.__cause__
+            if not (if_absent and isinstance(cause, Exception) and retry.status_code(cause) == 501):
+                raise
+            _warn_once_no_conditional_writes(self.settings.endpoint_url)
+            del arguments["IfNoneMatch"]
+            self.call("PutObject", key, attempt)
+
+    def checksum_arguments(self, data: bytes) -> dict[str, str]:
+        """The checksum header of a whole body, empty if checksums are off."""
+        algorithm = self.wire_checksum
+        if algorithm == "crc64nvme":
+            return {"ChecksumCRC64NVME": encode_crc(crc64nvme(data), algorithm)}
+        if algorithm == "crc32c":
+            return {"ChecksumCRC32C": encode_crc(crc32c(data), algorithm)}
+        return {}
+
+    def delete(self, keys: Iterable[str]) -> None:
+        """Delete objects; those that do not exist count as deleted.
+
+        Raises:
+            StorageError: some could not be deleted.
+        """
+        pending = list(keys)
+        for start in range(0, len(pending), _DELETE_BATCH):
+            batch = pending[start : start + _DELETE_BATCH]
+            listed = {"Objects": [{"Key": key} for key in batch], "Quiet": True}
+            answer: Mapping[str, Any] = self.call(
+                "DeleteObjects",
+                batch[0],
+                lambda listed=listed: self.client.delete_objects(**self.common, Delete=listed),  # type: ignore[misc]
+            )
+            if failed := answer.get("Errors"):
+                first = failed[0]
+                raise errors.StorageError(
+                    f"{len(failed)} objects of bucket {self.name!r} were not deleted, the first "
+                    f"{first.get('Key')!r}: {first.get('Code')}: {first.get('Message')}. Remedy: the credentials need "
+                    "s3:DeleteObject",
+                    bucket=self.name,
+                    key=str(first.get("Key")),
+                    operation="DeleteObjects",
+                )
+
+    def list(self, prefix: str) -> Iterator[tuple[str, int]]:
+        """(key, bytes) of every object whose key starts with ``prefix``, in key order."""
+        token: dict[str, str] = {}
+        while True:
+            page: Mapping[str, Any] = self.call(
+                "ListObjectsV2",
+                prefix,
+                lambda token=token: self.client.list_objects_v2(**self.common, Prefix=prefix, **token),  # type: ignore[misc]
+            )
+            for entry in page.get("Contents", ()):
+                yield entry["Key"], int(entry["Size"])
+            if not page.get("IsTruncated"):
+                return
+            token = {"ContinuationToken": page["NextContinuationToken"]}
+
+
+_warned: set[str | None] = set()
+
+
+def _warn_once_no_conditional_writes(endpoint: str | None) -> None:
+    if endpoint not in _warned:
+        _warned.add(endpoint)
+        logger.warning(
+            "%s does not know conditional writes (If-None-Match): two jobs that save to one URL at the same time "
+            "will not be told apart", endpoint or "the S3 endpoint",
+        )  # fmt: skip

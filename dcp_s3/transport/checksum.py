@@ -1,0 +1,39 @@
+"""CRC-64/NVME and CRC-32C, and how to combine those of neighbouring ranges without reading them again."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable
+from typing import Literal
+
+from awscrt import checksums
+
+ChecksumAlgorithm = Literal["crc64nvme", "crc32c", "none"]
+
+
+def crc64nvme(data: bytes | memoryview, previous: int = 0) -> int:
+    """CRC-64/NVME of ``data`` (30 GiB/s), continuing from ``previous``."""
+    return int(checksums.crc64nvme(data, previous))
+
+
+def crc32c(data: bytes | memoryview, previous: int = 0) -> int:
+    """CRC-32C of ``data``, continuing from ``previous``."""
+    return int(checksums.crc32c(data, previous))
+
+
+def combine_crc64nvme(parts: Iterable[tuple[int, int]]) -> int:
+    """The CRC-64/NVME of ranges laid end to end, from their (crc, length) pairs; 0 for none."""
+    crc = 0
+    for part_crc, length in parts:
+        crc = int(checksums.combine_crc64nvme(crc, part_crc, length))
+    return crc
+
+
+def encode_crc(crc: int, algorithm: ChecksumAlgorithm) -> str:
+    """A CRC as S3's headers have it: base64 of its big-endian bytes."""
+    return base64.b64encode(crc.to_bytes(8 if algorithm == "crc64nvme" else 4, "big")).decode()
+
+
+def crc_hex(crc: int) -> str:
+    """A CRC-64 as 16 hex digits, for manifests and messages."""
+    return f"{crc:016x}"

@@ -1,0 +1,100 @@
+"""Ranged GET into given buffers; a body that breaks midway resumes at the byte reached."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from dcp_s3.transport import retry
+from dcp_s3.transport.body import finish_response, readinto_response
+from dcp_s3.transport.bucket import Bucket
+
+
+def fetch_into(
+    bucket: Bucket,
+    key: str,
+    start: int,
+    views: Sequence[memoryview],
+    *,
+    cancel: threading.Event | None = None,
+) -> None:
+    """Fetch ``sum(view.nbytes)`` bytes of an object from byte ``start`` on, scattered over ``views`` in order.
+
+    One request unless it breaks. After a break the next request asks for the rest only, and only of the same
+    version of the object (If-Match), and an attempt that made progress does not count towards the limit.
+
+    Raises:
+        ObjectNotFoundError: no such object.
+        PreconditionFailedError: the object was replaced while it was read.
+        StorageError: other failures; a range past the object's end among them.
+        Cancelled: ``cancel`` was set.
+    """
+    total = sum(view.nbytes for view in views)
+    if total == 0:
+        return
+    cursor = _Cursor(views)
+    etag: list[str] = []
+
+    def attempt() -> None:
+        arguments = {"IfMatch": etag[0]} if etag else {}
+        byte_range = f"bytes={start + cursor.done}-{start + total - 1}"
+        answer = bucket.client.get_object(**bucket.common, Key=key, Range=byte_range, **arguments)
+        if not etag and answer.get("ETag"):
+            etag.append(answer["ETag"])
+        body = answer["Body"]
+        expected = total - cursor.done
+        length = answer.get("ContentLength")
+        complete = False
+        try:
+            if length is not None and length > expected:
+                raise retry.TruncatedBodyError(
+                    f"asked for {expected} bytes ({byte_range}), got {length}: no range support?"
+                )
+            while not cursor.full:
+                if cancel is not None and cancel.is_set():
+                    raise retry.Cancelled
+                count = readinto_response(body, cursor.view)
+                if count == 0:
+                    raise retry.TruncatedBodyError(f"the body of {byte_range} ended {total - cursor.done} bytes early")
+                cursor.advance(count)
+            complete = True
+        finally:
+            finish_response(body, complete=complete)
+
+    while True:
+        before = cursor.done
+        try:
+            bucket.call("GetObject", key, attempt, cancel=cancel)
+        except retry.Cancelled:
+            raise
+        except Exception:
+            # All attempts are used up, but the last round moved on: a slow, flaky link, not a dead one.
+            if cursor.done > before and not cursor.full and bucket.settings.retry_attempts > 1:
+                continue
+            raise
+        return
+
+
+class _Cursor:
+    """The place in a list of views up to which bytes have arrived."""
+
+    def __init__(self, views: Sequence[memoryview]) -> None:
+        self._views = [view.cast("B") if view.format != "B" else view for view in views if view.nbytes]
+        self._index = 0
+        self._offset = 0
+        self.done = 0
+
+    @property
+    def full(self) -> bool:
+        return self._index >= len(self._views)
+
+    @property
+    def view(self) -> memoryview:
+        return self._views[self._index][self._offset :]
+
+    def advance(self, count: int) -> None:
+        self.done += count
+        self._offset += count
+        if self._offset == self._views[self._index].nbytes:
+            self._index += 1
+            self._offset = 0

@@ -1,0 +1,212 @@
+"""Which failures of a request pass by themselves, how long to wait, and what the others are called.
+
+One loop for every request of the package: `call` tries, waits with full jitter and exponential backoff
+(https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/), and raises one error of
+`dcp_s3.errors` that names bucket, key, operation, attempts and the last cause.
+"""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import botocore.exceptions as boto
+import urllib3.exceptions
+
+from dcp_s3 import errors
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# First wait about 0.1 s (a lost connection), at most 10 s each (throttling lasts for seconds, not minutes).
+BACKOFF_BASE = 0.1
+BACKOFF_CAP = 10.0
+
+_RETRYABLE_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+_RETRYABLE_CODES = frozenset(
+    {
+        "BadDigest", "InternalError", "OperationAborted", "RequestTimeout", "RequestTimeoutException",
+        "ServiceUnavailable", "SlowDown", "Throttling", "ThrottlingException", "TooManyRequests",
+        "XAmzContentChecksumMismatch",
+    }
+)  # fmt: skip
+_CREDENTIAL_CODES = frozenset(
+    {
+        "AuthorizationHeaderMalformed", "ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "RequestTimeTooSkewed",
+        "SignatureDoesNotMatch", "TokenRefreshRequired",
+    }
+)  # fmt: skip
+_CONNECTION_ERRORS: tuple[type[Exception], ...] = (
+    boto.HTTPClientError,
+    boto.ConnectionError,
+    boto.IncompleteReadError,
+    boto.ResponseStreamingError,
+    urllib3.exceptions.HTTPError,
+    http.client.HTTPException,
+    OSError,
+)
+_REQUEST_ERRORS: tuple[type[Exception], ...] = (
+    boto.BotoCoreError,
+    boto.ClientError,
+    *_CONNECTION_ERRORS,
+)
+
+
+class Cancelled(Exception):  # noqa: N818 - not an error of its own: another one is on its way to the user
+    """The save or load has failed elsewhere; this request gives up."""
+
+
+class TruncatedBodyError(OSError):
+    """A response body ended before its announced length."""
+
+
+def error_code(error: Exception) -> str:
+    """S3's error code, or an empty string. HEAD answers have only a status, which is then the code."""
+    if isinstance(error, boto.ClientError):
+        return str(error.response.get("Error", {}).get("Code", ""))
+    return ""
+
+
+def status_code(error: Exception) -> int:
+    """The HTTP status of an answer, 0 if there was none."""
+    if isinstance(error, boto.ClientError):
+        return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    return 0
+
+
+def is_retryable(error: Exception) -> bool:
+    """Whether the same request may succeed later."""
+    if isinstance(error, boto.ClientError):
+        return error_code(error) in _RETRYABLE_CODES or status_code(error) in _RETRYABLE_STATUS
+    if isinstance(error, (boto.ProxyConnectionError, boto.SSLError)) and "CERTIFICATE" in str(error).upper():
+        return False
+    return isinstance(error, _CONNECTION_ERRORS)
+
+
+def backoff(attempt: int, *, rng: Callable[[], float] = random.random) -> float:
+    """Seconds to wait after failed attempt number ``attempt`` (from 1), with full jitter."""
+    return float(min(BACKOFF_CAP, BACKOFF_BASE * 2 ** (attempt - 1)) * rng())
+
+
+def call(
+    request: Callable[[], T],
+    *,
+    operation: str,
+    bucket: str,
+    key: str = "",
+    attempts: int,
+    cancel: threading.Event | None = None,
+    on_retry: Callable[[int, Exception], T | None] | None = None,
+) -> T:
+    """Run ``request`` until it succeeds, fails for good, or ``attempts`` are used up.
+
+    Args:
+        request: one attempt; raises what botocore, urllib3 or the socket raise.
+        operation: S3's name of the operation, for messages.
+        bucket: for messages.
+        key: for messages.
+        attempts: tries in all.
+        cancel: when set, no further attempt is made.
+        on_retry: called with (number of failed attempts, error) for an error that is not retryable; may return a
+            result (not None) when the error shows that an earlier attempt, whose answer was lost, did the work.
+
+    Raises:
+        Cancelled: ``cancel`` was set.
+        StorageError: a subclass for the failure.
+    """
+    attempt = 0
+    while True:
+        if cancel is not None and cancel.is_set():
+            raise Cancelled
+        attempt += 1
+        try:
+            return request()
+        except _REQUEST_ERRORS as error:
+            if on_retry is not None and attempt > 1:
+                done = on_retry(attempt, error)
+                if done is not None:
+                    return done
+            if attempt >= attempts or not is_retryable(error):
+                raise to_storage_error(error, operation, bucket, key, attempt) from error
+            wait = backoff(attempt)
+            logger.debug("%s s3://%s/%s failed (%s); attempt %d of %d, next in %.2f s",
+                         operation, bucket, key, error, attempt, attempts, wait)  # fmt: skip
+        if cancel is None:
+            time.sleep(wait)
+        elif cancel.wait(wait):
+            raise Cancelled
+
+
+def to_storage_error(error: Exception, operation: str, bucket: str, key: str, attempts: int) -> errors.StorageError:
+    """The error of `dcp_s3.errors` for a failed request, with what to do about it."""
+    code, status = error_code(error), status_code(error)
+    where = f"s3://{bucket}/{key}" if key else f"bucket {bucket!r}"
+    what = f"{operation} on {where} failed"
+    cls: type[errors.StorageError] = errors.StorageError
+    if isinstance(error, (boto.NoCredentialsError, boto.PartialCredentialsError, boto.CredentialRetrievalError,
+                          boto.ProfileNotFound, boto.TokenRetrievalError)):  # fmt: skip
+        cls = errors.CredentialsError
+        remedy = (
+            "give AWS credentials by AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile (AWS_PROFILE), or an "
+            "instance or pod role"
+        )
+    elif code in _CREDENTIAL_CODES:
+        cls = errors.CredentialsError
+        remedy = "check the credentials, their expiry, the region and the clock of this host"
+    elif code == "NoSuchBucket":
+        cls = errors.BucketNotFoundError
+        remedy = "create the bucket, or check its name, the region and DCP_S3_ENDPOINT_URL"
+    elif code in ("NoSuchKey", "NotFound") or status == 404:
+        cls = errors.ObjectNotFoundError
+        remedy = "check the URL; the object may have been deleted meanwhile"
+    elif status == 412:
+        cls = errors.PreconditionFailedError
+        remedy = "the object was written or changed by someone else meanwhile"
+    elif status in (401, 403):
+        cls = errors.AccessDeniedError
+        remedy = (
+            "the credentials need s3:GetObject, s3:PutObject, s3:AbortMultipartUpload, s3:DeleteObject and "
+            "s3:ListBucket here (without s3:ListBucket a missing object reads as forbidden)"
+        )
+    elif is_retryable(error):
+        cls = errors.TransferError
+        remedy = "check the endpoint and the network; DCP_S3_RETRY_ATTEMPTS and DCP_S3_READ_TIMEOUT give it longer"
+    else:
+        remedy = "S3 refused the request as it is; see the cause"
+    tries = f" after {attempts} attempts" if attempts > 1 else ""
+    return cls(
+        f"{what}{tries}: {_describe(error)}. Remedy: {remedy}",
+        bucket=bucket,
+        key=key,
+        operation=operation,
+        attempts=attempts,
+    )
+
+
+def _describe(error: Exception) -> str:
+    """What S3 or the connection said, without botocore's remark about its own retries (there are none)."""
+    if isinstance(error, boto.ClientError):
+        answer = error.response.get("Error", {})
+        return f"{answer.get('Code', 'Unknown')}: {answer.get('Message', '')}".rstrip(". :")
+    return f"{type(error).__name__}: {error}".rstrip(".")
+
+
+def expect(result: Any, name: str, operation: str, bucket: str, key: str) -> str:
+    """A text field that S3's answer must have.
+
+    Raises:
+        StorageError: it is missing.
+    """
+    value = result.get(name)
+    if not isinstance(value, str) or not value:
+        raise errors.StorageError(
+            f"{operation} on s3://{bucket}/{key} answered without {name}: is the endpoint an S3 server?",
+            bucket=bucket, key=key, operation=operation,
+        )  # fmt: skip
+    return value

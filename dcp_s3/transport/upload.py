@@ -1,0 +1,365 @@
+"""Upload of objects from a stream of buffers: multipart with parts in parallel, PutObject when small.
+
+Nothing is copied: a part is a list of views of the caller's memory. The CRC-64 of each buffer is computed once,
+in the thread that uploads it, and those of parts, of objects and of any group of buffers (an item) are combined
+from them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from dcp_s3 import errors
+from dcp_s3.transport import retry
+from dcp_s3.transport.body import GatherBody
+from dcp_s3.transport.bucket import Bucket
+from dcp_s3.transport.checksum import combine_crc64nvme, crc32c, crc64nvme, encode_crc
+from dcp_s3.transport.parts import MAX_PARTS, Piece, choose_part_size, views_of
+
+logger = logging.getLogger(__name__)
+
+# Parts ready to go when a thread becomes free.
+_WAITING_PARTS = 2
+
+
+@dataclass(frozen=True)
+class UploadedObject:
+    """An object that S3 has.
+
+    Attributes:
+        key: object key.
+        size: bytes.
+        crc64nvme: of all its bytes; None if checksums were off.
+    """
+
+    key: str
+    size: int
+    crc64nvme: int | None
+
+
+class Uploader:
+    """The threads and the limit on parts in flight that all uploads of one save share.
+
+    At most ``concurrency`` parts are being sent and a few more wait; `ObjectUpload.write` blocks beyond that,
+    which bounds the memory of buffers that were made for the upload. The first part that fails for good cancels
+    everything else.
+
+    Use as a context manager. Leaving it after an exception cancels what is under way, aborts every multipart
+    upload that is open and deletes the objects already completed; in any case all threads have ended then.
+    """
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        self.cancel = threading.Event()
+        self.error: BaseException | None = None
+        """The failure that cancelled everything, if one did."""
+        self._pool = ThreadPoolExecutor(bucket.settings.concurrency, thread_name_prefix="dcp_s3-upload")
+        self._slots = threading.BoundedSemaphore(bucket.settings.concurrency + _WAITING_PARTS)
+        self._lock = threading.Lock()
+        self._open: set[ObjectUpload] = set()
+        self._completed: list[str] = []
+
+    def __enter__(self) -> Uploader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.cancel.set()
+        self._pool.shutdown(wait=True, cancel_futures=True)
+        if kind is not None:
+            self._clean_up()
+        if kind is retry.Cancelled and self.error is not None:
+            raise self.error
+
+    def _clean_up(self) -> None:
+        for upload in list(self._open):
+            upload.abort()
+        try:
+            self.bucket.delete(self._completed)
+        except errors.StorageError as error:
+            logger.warning("objects of a failed save are left for pruning: %s", error)
+
+    def start(self, key: str, estimated_size: int) -> ObjectUpload:
+        """Begin an object of about ``estimated_size`` bytes; no request is sent yet."""
+        upload = ObjectUpload(self, key, choose_part_size(estimated_size, self.bucket.settings.part_size))
+        with self._lock:
+            self._open.add(upload)
+        return upload
+
+    def submit(self, function: Any, *arguments: Any) -> Future[Any]:
+        """Run ``function`` on the pool once there is a slot.
+
+        Raises:
+            retry.Cancelled: the save has failed elsewhere.
+        """
+        while not self._slots.acquire(timeout=0.5) and not self.cancel.is_set():
+            pass
+        if self.cancel.is_set():
+            raise retry.Cancelled  # a slot that was taken does not matter any more
+        try:
+            future = self._pool.submit(self._run, function, *arguments)
+        except RuntimeError:  # the pool is shut down
+            self._slots.release()
+            raise retry.Cancelled from None
+        future.add_done_callback(lambda _: self._slots.release())
+        return future
+
+    def _run(self, function: Any, *arguments: Any) -> Any:
+        if self.cancel.is_set():
+            raise retry.Cancelled
+        try:
+            return function(*arguments)
+        except retry.Cancelled:
+            raise
+        except BaseException as error:
+            with self._lock:
+                self.error = self.error or error
+            self.cancel.set()
+            raise
+
+    def finished(self, upload: ObjectUpload, *, completed: bool) -> None:
+        """Book-keeping at the end of an upload."""
+        with self._lock:
+            self._open.discard(upload)
+            if completed:
+                self._completed.append(upload.key)
+
+
+class ObjectUpload:
+    """One object being written front to back, by one thread.
+
+    A multipart upload is created when the second part begins, so that an object of one part is one PutObject.
+    """
+
+    def __init__(self, uploader: Uploader, key: str, part_size: int) -> None:
+        self.key = key
+        self.size = 0
+        self._uploader = uploader
+        self._bucket = uploader.bucket
+        self._part_size = part_size
+        self._pieces: list[Piece] = []
+        self._pieces_size = 0
+        self._upload_id: str | None = None
+        self._create_attempts = 0
+        self._parts: list[Future[tuple[str, int | None, int]]] = []
+
+    def write(self, piece: Piece) -> list[Piece]:
+        """Append a buffer, split where parts end.
+
+        Returns:
+            The pieces it became, in order; each has its CRC after `finish`.
+
+        Raises:
+            StorageError: a part that was sent meanwhile failed.
+            retry.Cancelled: the save has failed elsewhere.
+        """
+        if piece.size <= self._part_size - self._pieces_size:
+            self._append(piece)
+            return [piece]
+        view = piece.view
+        assert view is not None  # noqa: S101 - a piece has its view until it is sent
+        pieces = []
+        offset = 0
+        while offset < piece.size:
+            if self._pieces_size == self._part_size:
+                self._flush()
+            take = min(piece.size - offset, self._part_size - self._pieces_size)
+            pieces.append(Piece(view[offset : offset + take], take))
+            self._append(pieces[-1])
+            offset += take
+        return pieces
+
+    def _append(self, piece: Piece) -> None:
+        self._pieces.append(piece)
+        self._pieces_size += piece.size
+        self.size += piece.size
+
+    def _flush(self) -> None:
+        """Send the current part of a multipart upload."""
+        if self._upload_id is None:
+            self._upload_id = self._create()
+        number = len(self._parts) + 1
+        if number > MAX_PARTS:
+            raise errors.StorageError(
+                f"s3://{self._bucket.name}/{self.key} needs more than {MAX_PARTS} parts of {self._part_size} bytes: "
+                "it became larger than planned. Remedy: raise DCP_S3_PART_SIZE",
+                bucket=self._bucket.name, key=self.key, operation="UploadPart",
+            )  # fmt: skip
+        pieces, self._pieces, self._pieces_size = self._pieces, [], 0
+        self._parts.append(self._uploader.submit(self._send_part, self._upload_id, number, pieces))
+
+    def finish(self) -> UploadedObject:
+        """Send the rest, wait for all parts, and complete the object.
+
+        Raises:
+            StorageError, retry.Cancelled: as `write`.
+        """
+        if self._upload_id is None and not self._parts:
+            _, crc, _ = self._uploader.submit(self._put, self._pieces).result()
+            self._pieces = []
+        else:
+            if self._pieces:
+                self._flush()
+            sent = [part.result() for part in self._parts]
+            crc = None if sent[0][1] is None else combine_crc64nvme((c, size) for _, c, size in sent if c is not None)
+            self._complete([etag for etag, _, _ in sent], crc)
+            self._abort_strays()
+        self._uploader.finished(self, completed=True)
+        return UploadedObject(self.key, self.size, crc)
+
+    def abort(self) -> None:
+        """Abort the multipart upload, if one was created. No part of it may be under way any more.
+
+        Errors are logged: another one is on its way to the user, and `prune` collects what is left.
+        """
+        self._uploader.finished(self, completed=False)
+        upload_id, self._upload_id = self._upload_id, None
+        if upload_id is not None:
+            self._abort_upload(upload_id)
+        self._abort_strays()
+
+    def _abort_strays(self) -> None:
+        """Abort uploads of this key that S3 created but whose ids were lost with the answers.
+
+        Nobody else uses the key: it carries the nonce of this save.
+        """
+        if self._create_attempts < 2:
+            return
+        arguments = {**self._bucket.common, "Prefix": self.key}
+        try:
+            listed = self._bucket.call(
+                "ListMultipartUploads", self.key, lambda: self._bucket.client.list_multipart_uploads(**arguments)
+            )
+        except errors.ObjectNotFoundError:
+            return  # rclone's answer for a bucket without uploads
+        except errors.StorageError as error:
+            logger.warning("cannot look for multipart uploads whose ids were lost: %s", error)
+            return
+        for found in listed.get("Uploads", ()):
+            if found["Key"] == self.key and found["UploadId"] != self._upload_id:
+                self._abort_upload(found["UploadId"])
+
+    def _abort_upload(self, upload_id: str) -> None:
+        arguments = {**self._bucket.common, "Key": self.key, "UploadId": upload_id}
+        try:
+            self._bucket.call(
+                "AbortMultipartUpload",
+                self.key,
+                lambda: self._bucket.client.abort_multipart_upload(**arguments),
+            )
+        except errors.ObjectNotFoundError:
+            pass  # aborted already: the answer of an earlier attempt was lost
+        except errors.StorageError as error:
+            logger.warning("the multipart upload %s of a failed save stays open: %s", upload_id, error)
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def _create(self) -> str:
+        arguments = {
+            **self._bucket.common,
+            **self._bucket.creation_arguments(data=True),
+            "Key": self.key,
+        }
+        algorithm = self._bucket.wire_checksum
+        if algorithm != "none":
+            arguments |= {"ChecksumAlgorithm": algorithm.upper(), "ChecksumType": "FULL_OBJECT"}
+
+        def attempt() -> Any:
+            self._create_attempts += 1
+            return self._bucket.client.create_multipart_upload(**arguments)
+
+        answer = self._bucket.call("CreateMultipartUpload", self.key, attempt, cancel=self._uploader.cancel)
+        return retry.expect(answer, "UploadId", "CreateMultipartUpload", self._bucket.name, self.key)
+
+    def _send_part(self, upload_id: str, number: int, pieces: list[Piece]) -> tuple[str, int | None, int]:
+        crc, size, arguments = self._checksum(pieces)
+        arguments |= {
+            **self._bucket.common,
+            "Key": self.key,
+            "UploadId": upload_id,
+            "PartNumber": number,
+        }
+        body = GatherBody(views_of(pieces))
+        answer = self._bucket.call(
+            "UploadPart",
+            self.key,
+            lambda: self._bucket.client.upload_part(**arguments, Body=body),
+            cancel=self._uploader.cancel,
+        )
+        _drop_views(pieces)
+        etag = retry.expect(answer, "ETag", "UploadPart", self._bucket.name, self.key)
+        return etag, crc, size
+
+    def _put(self, pieces: list[Piece]) -> tuple[str, int | None, int]:
+        crc, size, arguments = self._checksum(pieces)
+        arguments |= {
+            **self._bucket.common,
+            **self._bucket.creation_arguments(data=True),
+            "Key": self.key,
+        }
+        body = GatherBody(views_of(pieces))
+        self._bucket.call(
+            "PutObject",
+            self.key,
+            lambda: self._bucket.client.put_object(**arguments, Body=body),
+            cancel=self._uploader.cancel,
+        )
+        _drop_views(pieces)
+        return "", crc, size
+
+    def _checksum(self, pieces: list[Piece]) -> tuple[int | None, int, dict[str, Any]]:
+        """(CRC-64, bytes, request arguments) of a body; sets the CRC of each piece."""
+        size = sum(piece.size for piece in pieces)
+        algorithm = self._bucket.wire_checksum
+        if algorithm == "none":
+            return None, size, {}
+        for piece in pieces:
+            if piece.crc is None and piece.view is not None:
+                piece.crc = crc64nvme(piece.view)
+        crc = combine_crc64nvme((piece.crc or 0, piece.size) for piece in pieces)
+        if algorithm == "crc64nvme":
+            return crc, size, {"ChecksumCRC64NVME": encode_crc(crc, algorithm)}
+        crc32 = 0
+        for view in views_of(pieces):
+            crc32 = crc32c(view, crc32)
+        return crc, size, {"ChecksumCRC32C": encode_crc(crc32, algorithm)}
+
+    def _complete(self, etags: list[str], crc: int | None) -> None:
+        parts = [{"PartNumber": number, "ETag": etag} for number, etag in enumerate(etags, start=1)]
+        arguments = {
+            **self._bucket.common,
+            "Key": self.key,
+            "UploadId": self._upload_id,
+            "MultipartUpload": {"Parts": parts},
+        }
+        if self._bucket.wire_checksum == "crc64nvme" and crc is not None:
+            arguments |= {
+                "ChecksumCRC64NVME": encode_crc(crc, "crc64nvme"),
+                "ChecksumType": "FULL_OBJECT",
+            }
+
+        def already_completed(_: int, error: Exception) -> Any:
+            # The answer of an attempt that S3 carried out was lost: the upload is gone, the object is there.
+            if retry.error_code(error) != "NoSuchUpload":
+                return None
+            found = self._bucket.head(self.key)
+            return found if int(found["ContentLength"]) == self.size else None
+
+        self._bucket.call(
+            "CompleteMultipartUpload",
+            self.key,
+            lambda: self._bucket.client.complete_multipart_upload(**arguments),
+            cancel=self._uploader.cancel,
+            on_retry=already_completed,
+        )
+        self._upload_id = None
+
+
+def _drop_views(pieces: Sequence[Piece]) -> None:
+    for piece in pieces:
+        piece.view = None

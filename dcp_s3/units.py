@@ -1,0 +1,60 @@
+"""Sizes and durations as people write them: ``64MiB``, ``30s``. Pure functions."""
+
+from __future__ import annotations
+
+import re
+
+_SIZE_UNITS = {
+    "": 1, "b": 1,
+    "k": 2**10, "kb": 10**3, "kib": 2**10,
+    "m": 2**20, "mb": 10**6, "mib": 2**20,
+    "g": 2**30, "gb": 10**9, "gib": 2**30,
+    "t": 2**40, "tb": 10**12, "tib": 2**40,
+}  # fmt: skip
+_DURATION_UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+_NUMBER_UNIT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def _parse(text: str, units: dict[str, float] | dict[str, int], example: str) -> float:
+    match = _NUMBER_UNIT.fullmatch(text)
+    if match is None or match[2].lower() not in units:
+        names = ", ".join(unit for unit in units if unit)
+        raise ValueError(f"expected a number and a unit ({names}), for example {example}")
+    return float(match[1]) * units[match[2].lower()]
+
+
+def parse_size(value: object) -> int:
+    """Bytes of ``64MiB``, ``5GB``, ``1048576`` or an int. ``K``, ``M``, ``G``, ``T`` are binary.
+
+    Raises:
+        ValueError: not a size, or negative.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ValueError("expected a size, for example 64MiB")
+    size = _parse(value, _SIZE_UNITS, "64MiB") if isinstance(value, str) else value
+    if size != int(size) or size < 0:
+        raise ValueError("expected a whole number of bytes, zero or more")
+    return int(size)
+
+
+def parse_duration(value: object) -> float:
+    """Seconds of ``30s``, ``5m``, ``250ms``, ``2h``, ``1d``, or a plain number of seconds.
+
+    Raises:
+        ValueError: not a duration, or negative.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        raise ValueError("expected a duration, for example 30s")
+    seconds = _parse(value, _DURATION_UNITS, "30s") if isinstance(value, str) else float(value)
+    if not seconds >= 0:
+        raise ValueError("expected a duration of zero seconds or more")
+    return seconds
+
+
+def format_size(size: float) -> str:
+    """``1536`` -> ``1.5 KiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

@@ -1,0 +1,86 @@
+"""Checkpoint URLs: ``s3://bucket/prefix``. Pure."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+from dcp_s3.errors import InvalidURLError
+
+_SCHEME = "s3://"
+# https://docs.aws.amazon.com/AmazonS3/latest/userguide/bucketnamingrules.html, loosened to what other stores
+# and old buckets allow; access-point ARNs are passed on as they are.
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}|arn:[A-Za-z0-9:/_.-]+?:accesspoint[:/][A-Za-z0-9_.-]+")
+_MAX_KEY_BYTES = 1024
+# Room below the prefix for the longest name we write.
+_RESERVED_KEY_BYTES = 100
+
+
+@dataclass(frozen=True)
+class CheckpointURL:
+    """Where a checkpoint lies: all of its objects have keys ``{prefix}/...`` in ``bucket``.
+
+    Attributes:
+        bucket: bucket name or access-point ARN.
+        prefix: key prefix without a slash at either end; empty for the whole bucket.
+    """
+
+    bucket: str
+    prefix: str
+
+    def key(self, relative_path: str) -> str:
+        """The object key of a path below the checkpoint."""
+        return f"{self.prefix}/{relative_path}" if self.prefix else relative_path
+
+    def child(self, name: str) -> CheckpointURL:
+        """The URL one level down."""
+        return CheckpointURL(self.bucket, self.key(name))
+
+    @property
+    def name(self) -> str:
+        """The last part of the prefix, for example ``step-1000``."""
+        return self.prefix.rpartition("/")[2]
+
+    def __str__(self) -> str:
+        return f"{_SCHEME}{self.bucket}/{self.prefix}" if self.prefix else f"{_SCHEME}{self.bucket}"
+
+
+def is_s3_url(value: object) -> bool:
+    """Whether ``value`` is text that starts with ``s3://`` (any case). Does not say that it is well formed."""
+    return isinstance(value, str) and value[: len(_SCHEME)].lower() == _SCHEME
+
+
+def parse_url(value: str | os.PathLike[str]) -> CheckpointURL:
+    """Split ``s3://bucket/prefix``.
+
+    Keys are taken literally: nothing is unquoted, so ``%``, ``+``, spaces and unicode are safe. Slashes at the
+    end are dropped.
+
+    Raises:
+        InvalidURLError: another scheme, no or a bad bucket name, an empty, ``.`` or ``..`` path segment, or a
+            prefix too long for the names below it (S3 keys have at most 1024 bytes).
+    """
+    text = os.fspath(value)
+    if not is_s3_url(text):
+        hint = ""
+        if text.lower().startswith("s3:/"):
+            hint = " A pathlib.Path folds the two slashes of s3:// into one: pass a str."
+        raise InvalidURLError(f"{text!r} is not an S3 URL: expected s3://bucket/prefix.{hint}")
+    rest = text[len(_SCHEME) :]
+    arn = re.match(r"arn:[A-Za-z0-9:_.-]*?:accesspoint[:/][A-Za-z0-9_.-]+", rest)
+    bucket, _, prefix = (arn[0], "", rest[arn.end() + 1 :]) if arn else rest.partition("/")
+    if not _BUCKET.fullmatch(bucket):
+        raise InvalidURLError(
+            f"{text!r} has no valid bucket name (found {bucket!r}): expected s3://bucket/prefix with a bucket of "
+            "letters, digits, dots and hyphens"
+        )
+    prefix = prefix.rstrip("/")
+    if prefix and any(segment in ("", ".", "..") for segment in prefix.split("/")):
+        raise InvalidURLError(f"{text!r} has an empty, '.' or '..' path segment: write the key prefix plainly")
+    if len(prefix.encode()) > _MAX_KEY_BYTES - _RESERVED_KEY_BYTES:
+        raise InvalidURLError(
+            f"the prefix of {text[:60]!r}... has {len(prefix.encode())} bytes: S3 keys have at most "
+            f"{_MAX_KEY_BYTES}, and {_RESERVED_KEY_BYTES} are needed for the names below it"
+        )
+    return CheckpointURL(bucket, prefix)

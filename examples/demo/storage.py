@@ -1,0 +1,143 @@
+"""The S3 side of the demo: an embedded server, and what lies below the demo's URL.
+
+It looks with plain boto3, so that nothing here is taken on dcp_s3's word.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+import boto3
+from botocore.config import Config
+from botocore.exceptions import ClientError
+
+from dcp_s3 import Settings
+from dcp_s3.url import parse_url
+
+BUCKET = "demo"
+#: A store may not tell which uploads are open, or may not tell us. The demo is then less colourful.
+_UPLOADS_UNKNOWN = {"AccessDenied", "MethodNotAllowed", "NoSuchUpload", "NotImplemented"}
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy")
+
+
+@contextlib.contextmanager
+def embedded_server() -> Iterator[str]:
+    """Run moto's S3 in this process, point the environment at it, and make `BUCKET`.
+
+    Yields:
+        Its endpoint URL.
+
+    Raises:
+        ModuleNotFoundError: moto is not installed.
+    """
+    from moto.server import ThreadedMotoServer
+
+    logging.getLogger("werkzeug").setLevel(logging.CRITICAL)  # a line per request, else
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
+    server.start()
+    try:
+        host, port = server.get_host_and_port()
+        endpoint_url = f"http://{host}:{port}"
+        _point_environment_at(endpoint_url)
+        _client().create_bucket(Bucket=BUCKET)
+        yield endpoint_url
+    finally:
+        server.stop()
+
+
+def _point_environment_at(endpoint_url: str) -> None:
+    """Replace whatever leads to a real S3: the demo must not end up there unasked."""
+    for name in list(os.environ):
+        if name.startswith(("AWS_", "DCP_S3_")) or name.lower() in _PROXIES:
+            del os.environ[name]
+    os.environ |= {
+        "DCP_S3_ENDPOINT_URL": endpoint_url,
+        "AWS_ACCESS_KEY_ID": "demo",
+        "AWS_SECRET_ACCESS_KEY": "demo",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_CONFIG_FILE": os.devnull,
+        "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+        "AWS_EC2_METADATA_DISABLED": "true",
+    }
+
+
+def _client() -> Any:
+    settings = Settings()
+    return boto3.client(
+        "s3",
+        endpoint_url=settings.endpoint_url,
+        region_name=settings.region,
+        config=Config(s3={"addressing_style": settings.addressing_style}),
+    )
+
+
+@dataclass
+class Directory:
+    """What lies below one step's URL.
+
+    Attributes:
+        name: for example ``step-00000008``.
+        committed: whether it has a ``.metadata``.
+        objects: number of data objects.
+        size: bytes of all objects.
+        uploads: (key, id) of each multipart upload that was begun and neither completed nor aborted.
+        modified: when the newest object was written.
+    """
+
+    name: str
+    committed: bool = False
+    objects: int = 0
+    size: int = 0
+    uploads: list[tuple[str, str]] = field(default_factory=list)
+    modified: datetime | None = None
+
+    @property
+    def step(self) -> int:
+        """The training step in its name."""
+        return int(self.name.rpartition("-")[2])
+
+
+class Storage:
+    """Looks at everything below one URL."""
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        url = parse_url(root)
+        self.bucket, self._prefix = url.bucket, f"{url.prefix}/"
+        self._client = _client()
+
+    def url(self, directory: Directory) -> str:
+        """The checkpoint URL of a directory."""
+        return f"{self.root}/{directory.name}"
+
+    def look(self) -> list[Directory]:
+        """All directories, by name."""
+        found: dict[str, Directory] = {}
+        pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=self._prefix)
+        for entry in (entry for page in pages for entry in page.get("Contents", [])):
+            name, _, path = entry["Key"].removeprefix(self._prefix).partition("/")
+            directory = found.setdefault(name, Directory(name))
+            directory.committed |= path == ".metadata"
+            directory.objects += path.endswith(".distcp")
+            directory.size += entry["Size"]
+            modified = entry["LastModified"]
+            directory.modified = max(modified, directory.modified or modified)
+        for key, upload_id in self._open_uploads():
+            name = key.removeprefix(self._prefix).partition("/")[0]
+            found.setdefault(name, Directory(name)).uploads.append((key, upload_id))
+        return [found[name] for name in sorted(found)]
+
+    def _open_uploads(self) -> list[tuple[str, str]]:
+        pages = self._client.get_paginator("list_multipart_uploads").paginate(Bucket=self.bucket, Prefix=self._prefix)
+        try:
+            return [(u["Key"], u["UploadId"]) for page in pages for u in page.get("Uploads", [])]
+        except ClientError as error:
+            if error.response["Error"]["Code"] in _UPLOADS_UNKNOWN:
+                return []
+            raise

@@ -1,0 +1,165 @@
+"""Trains a small transformer with FSDP2 and checkpoints it to S3 while the training goes on.
+
+    torchrun --nproc-per-node 2 -m examples.train --url s3://bucket/run
+
+Started again after it was killed, on any number of ranks, it goes on from the newest complete
+checkpoint below ``--url``. It runs on CPUs; what differs on GPUs is the backend, nothing about S3.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import dcp_s3
+from examples.digest import state_digest
+from examples.model import ModelConfig, Transformer
+from examples.text import batch, standard_library_text
+
+#: Sequences per step over all ranks: divisible by 1, 2, 3, 4, 6 and 12 of them.
+BATCH = 12
+
+
+class TrainState(Stateful):
+    """All that is needed to go on: DCP calls these two methods when it saves and loads."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model = model
+        self.optimizer = optimizer
+        self.step = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Sharded (DTensors): every rank saves what it holds, and nothing is gathered."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "step": self.step}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Put a loaded state into the model and the optimizer."""
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state_dict["model"],
+            optim_state_dict=state_dict["optimizer"],
+        )
+        self.step = state_dict["step"]
+
+
+def main() -> None:
+    """Train as the command line says."""
+    options = parse_arguments()
+    dist.init_process_group("gloo")
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    # The upload runs in a thread of its own beside the training. Its collectives need a group of
+    # their own too, or they would mix with those of FSDP.
+    checkpoint_group = dist.new_group(backend="gloo")
+
+    torch.manual_seed(0)
+    config = ModelConfig()
+    model = Transformer(config)
+    mesh = init_device_mesh("cpu", (ranks,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    state = TrainState(model, optimizer)
+
+    if newest := find_newest(options.url):
+        dcp.load({"train": state}, storage_reader=dcp_s3.S3StorageReader(newest))
+        say(f"restored {newest} on {ranks} ranks")
+        record("restored", state, options.digest_file)
+    else:
+        say(f"no checkpoint at {options.url} yet: starting from scratch on {ranks} ranks")
+
+    text = standard_library_text()
+    upload: Future[None] | None = None
+    while state.step < options.steps:
+        inputs, targets = batch(text, step=state.step, sequences=BATCH, length=config.context, rank=rank, ranks=ranks)
+        loss = nn.functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        state.step += 1
+        say(f"step {state.step:3}  loss {mean(loss):.3f}")
+
+        if state.step % options.save_every == 0 or state.step == options.steps:
+            if upload is not None:
+                upload.result()  # one save at a time; if it failed, on any rank, this raises
+            record("saved", state, options.digest_file)
+            started = time.perf_counter()
+            # Returns as soon as the state has been copied; the upload goes on in the background. What a
+            # killed save has left at this URL is no checkpoint, and not in the way.
+            upload = dcp.async_save(
+                {"train": state},
+                storage_writer=dcp_s3.S3StorageWriter(f"{options.url}/step-{state.step:08d}"),
+                process_group=checkpoint_group,
+            )
+            stall = time.perf_counter() - started
+            say(f"step {state.step:3}  copied in {stall:.2f} s, on its way to S3 in the background")
+    if upload is not None:
+        upload.result()
+    dist.destroy_process_group()
+
+
+def find_newest(url: str) -> str | None:
+    """URL of the newest complete checkpoint below ``url``.
+
+    Rank 0 looks and tells the others: if each looked for itself, a save that commits just then
+    could make them load different ones.
+    """
+    found: list[str | None] = [None]
+    if dist.get_rank() == 0:
+        newest = dcp_s3.latest(url)
+        found = [None if newest is None else str(newest.url)]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
+def record(event: str, state: TrainState, path: Path | None) -> None:
+    """Append the digest of the whole state to a file (the demo compares them); optional, and slow."""
+    if path is None:
+        return
+    digest = state_digest(state.state_dict())
+    if dist.get_rank() == 0:
+        line = {"event": event, "step": state.step, "ranks": dist.get_world_size(), "sha256": digest}
+        with path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def mean(value: Tensor) -> float:
+    """The mean over all ranks."""
+    total = value.detach().clone()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+def say(message: str) -> None:
+    """Print once, not once per rank."""
+    if dist.get_rank() == 0:
+        print(message, flush=True)
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="examples.train", description=__doc__.partition("\n")[0])
+    parser.add_argument("--url", required=True, help="s3://bucket/prefix of this run")
+    parser.add_argument("--steps", type=int, default=200, help="train to here; default: %(default)s")
+    parser.add_argument("--save-every", type=int, default=10, help="steps; default: %(default)s")
+    parser.add_argument("--digest-file", type=Path, help="append a hash of what is saved and restored")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,365 @@
+"""dcp.async_save: what is saved is the state at the call, saves may overlap, and nothing is left running."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from dcp_s3 import S3Stager, S3StorageReader, S3StorageWriter, errors
+from tests.ranks import run_ranks
+from tests.servers import S3Server
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+_PATIENCE_SECONDS = 60
+THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
+
+
+class _WaitingPlanner(DefaultSavePlanner):
+    """Gives out no data before `go` does not block any more: what the save reads, it reads after that."""
+
+    def __init__(self, go: Callable[[], Any]) -> None:
+        super().__init__()
+        self._go = go
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        self._go()
+        return super().resolve_data(write_item)
+
+
+class _FileAppears:
+    """Waits for a file; for a planner that is pickled into another process."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __call__(self) -> None:
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while not self._path.exists():
+            assert time.monotonic() < deadline, f"{self._path} did not appear"
+            time.sleep(0.01)
+
+
+class _Event:
+    def __init__(self) -> None:
+        self.event = threading.Event()
+
+    def __call__(self) -> None:
+        assert self.event.wait(_PATIENCE_SECONDS)
+
+
+def _make_state() -> dict[str, Any]:
+    base = torch.arange(24.0).view(4, 6)
+    return {
+        "parameter": nn.Parameter(torch.arange(1000.0)),
+        "bfloat16": torch.arange(100).to(torch.bfloat16),
+        "view": base[:, 1:3],
+        "base": base,
+        "nested": {"step": torch.tensor(3), "list": [torch.ones(2), "text"]},
+        "epoch": 7,
+    }
+
+
+def _change(state: dict[str, Any]) -> None:
+    """Everything, in place, as training does."""
+    with torch.no_grad():
+        for tensor in (state["parameter"], state["bfloat16"], state["base"], state["nested"]["step"]):
+            tensor.add_(1)
+        state["nested"]["list"][0].zero_()
+    state["nested"]["list"][1] = "changed"
+    state["nested"]["added"] = 1
+    state["epoch"] = 8
+
+
+def _blank_state() -> dict[str, Any]:
+    return {
+        "parameter": torch.zeros(1000),
+        "bfloat16": torch.zeros(100, dtype=torch.bfloat16),
+        "view": torch.zeros(4, 2),
+        "base": torch.zeros(4, 6),
+        "nested": {"step": torch.tensor(0), "list": [torch.zeros(2), ""]},
+        "epoch": 0,
+    }
+
+
+def _load(url: str) -> dict[str, Any]:
+    state = _blank_state()
+    dcp.load(state, storage_reader=S3StorageReader(url))
+    return state
+
+
+def _assert_unchanged(url: str) -> None:
+    found, expected = _load(url), _make_state()
+    for name in ("parameter", "bfloat16", "view", "base"):
+        assert found[name].dtype == expected[name].dtype, name
+        assert torch.equal(found[name], expected[name]), name
+    assert torch.equal(found["nested"]["step"], torch.tensor(3))
+    assert torch.equal(found["nested"]["list"][0], torch.ones(2))
+    assert found["nested"]["list"][1] == "text"
+    assert set(found["nested"]) == {"step", "list"}
+    assert found["epoch"] == 7
+
+
+def _own_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("dcp_s3-")]
+
+
+@pytest.mark.parametrize("stager", [None, S3Stager], ids=["writer stages", "S3Stager"])
+def test_changes_after_async_save_returned_are_not_saved(
+    root: str, memory_server: S3Server, stager: Callable[[], S3Stager] | None
+) -> None:
+    state, go = _make_state(), _Event()
+    future = dcp.async_save(
+        state,
+        storage_writer=S3StorageWriter(root),
+        planner=_WaitingPlanner(go),
+        async_stager=stager() if stager else None,
+    )
+    _change(state)
+    assert not future.done()
+    go.event.set()
+    future.result(_PATIENCE_SECONDS)
+    _assert_unchanged(root)
+    assert _own_threads() == []
+
+
+def test_async_save_on_every_server(root: str) -> None:
+    state = _make_state()
+    future = dcp.async_save(state, storage_writer=S3StorageWriter(root))
+    _change(state)
+    future.result(_PATIENCE_SECONDS)
+    _assert_unchanged(root)
+
+
+def test_one_stager_serves_saves_that_overlap(root: str, memory_server: S3Server) -> None:
+    state, go = {"w": torch.zeros(1000)}, _Event()
+    futures = []
+    with S3Stager() as stager:
+        for step in range(3):
+            state["w"].fill_(step)
+            futures.append(
+                dcp.async_save(
+                    state,
+                    storage_writer=S3StorageWriter(f"{root}/{step}"),
+                    planner=_WaitingPlanner(go),
+                    async_stager=stager,
+                )
+            )
+    state["w"].fill_(-1)
+    go.event.set()
+    for future in futures:
+        future.result(_PATIENCE_SECONDS)
+    for step in range(3):
+        found = {"w": torch.full((1000,), -2.0)}
+        dcp.load(found, storage_reader=S3StorageReader(f"{root}/{step}"))
+        assert torch.equal(found["w"], torch.full((1000,), float(step)))
+
+
+def _overlapping_saves(url: str) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    weights = distribute_tensor(torch.zeros(7, 50_000), mesh, [Shard(0)])
+    groups = [dist.new_group(backend="gloo") for _ in range(3)]
+    # Each of the three saves must be at its first item before any goes on.
+    together = threading.Barrier(3)
+    passed = threading.local()
+
+    def meet() -> None:
+        if not getattr(passed, "yes", False):
+            passed.yes = True
+            together.wait(_PATIENCE_SECONDS)
+
+    futures = []
+    for step, group in enumerate(groups):
+        weights.to_local().fill_(step + 1)
+        futures.append(
+            dcp.async_save(
+                {"w": weights, "step": step, "rank": torch.tensor(dist.get_rank() + 10 * step)},
+                storage_writer=S3StorageWriter(f"{url}/{step}", settings={"buckets_per_rank": 1}),
+                planner=_WaitingPlanner(meet),
+                process_group=group,
+            )
+        )
+    weights.to_local().fill_(-1)
+    for future in futures:
+        future.result(_PATIENCE_SECONDS)
+    assert _own_threads() == []
+    for step in range(3):
+        found = {"w": distribute_tensor(torch.zeros(7, 50_000), mesh, [Shard(0)]), "step": -1}
+        dcp.load(found, storage_reader=S3StorageReader(f"{url}/{step}"))
+        assert torch.equal(found["w"].full_tensor(), torch.full((7, 50_000), float(step + 1)))
+        assert found["step"] == step
+
+
+def test_three_saves_that_overlap_are_each_right(root: str, memory_server: S3Server) -> None:
+    run_ranks(2, _overlapping_saves, root)
+
+
+def test_the_future_raises_the_cause(s3_env: S3Server, memory_server: S3Server) -> None:
+    future = dcp.async_save({"w": torch.ones(3)}, storage_writer=S3StorageWriter("s3://no-such-bucket-here/run"))
+    with pytest.raises(CheckpointException) as caught:
+        future.result(_PATIENCE_SECONDS)
+    (cause, _) = caught.value.failures[0]
+    assert isinstance(cause, errors.BucketNotFoundError)
+    assert cause.bucket == "no-such-bucket-here"
+    assert _own_threads() == []
+
+
+# --- AsyncCheckpointerType.PROCESS -----------------------------------------------------------------------
+
+
+def _save_in_processes(url: str, directory: str) -> None:
+    rank = dist.get_rank()
+    go = Path(directory, f"go-{rank}")
+    state = _make_state()
+    future = dcp.async_save(
+        state,
+        storage_writer=S3StorageWriter(url, settings={"part_size": "5MiB"}, metrics={"loss": 0.5}),
+        planner=_WaitingPlanner(_FileAppears(go)),
+        process_group=dist.group.WORLD,
+        async_checkpointer_type=PROCESS,
+    )
+    _change(state)
+    assert not future.done()
+    go.touch()
+    metadata = future.result(_PATIENCE_SECONDS)
+    assert metadata.storage_meta.checkpoint_id == url
+    _assert_unchanged(url)
+
+    # The same process, another stager, a writer that gets its URL with the save.
+    future = dcp.async_save(
+        {"w": torch.full((3,), 4.0)},
+        checkpoint_id=f"{url}-second",
+        storage_writer=S3StorageWriter(),
+        async_stager=S3Stager(),
+        process_group=dist.group.WORLD,
+        async_checkpointer_type=PROCESS,
+    )
+    future.result(_PATIENCE_SECONDS)
+    found = {"w": torch.zeros(3)}
+    dcp.load(found, storage_reader=S3StorageReader(f"{url}-second"))
+    assert torch.equal(found["w"], torch.full((3,), 4.0))
+
+    # And what failed there is told here, on every rank.
+    for writer, expected in (
+        (S3StorageWriter(url), errors.CheckpointExistsError),
+        (S3StorageWriter("s3://no-such-bucket-here/run"), errors.BucketNotFoundError),
+    ):
+        future = dcp.async_save(
+            {"w": torch.ones(3)},
+            storage_writer=writer,
+            process_group=dist.group.WORLD,
+            async_checkpointer_type=PROCESS,
+        )
+        with pytest.raises(CheckpointException) as caught:
+            future.result(_PATIENCE_SECONDS)
+        assert isinstance(caught.value.failures[0][0], expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_saves_in_another_process(root: str, memory_server: S3Server, tmp_path: Path, world_size: int) -> None:
+    run_ranks(world_size, _save_in_processes, root, str(tmp_path))
+
+
+# --- the writer travels ----------------------------------------------------------------------------------
+
+
+def test_a_writer_that_was_pickled_writes(root: str, memory_server: S3Server) -> None:
+    writer = S3StorageWriter(root, overwrite=True, metrics={"loss": 1.5}, separate=["a"], settings={"concurrency": 3})
+    dcp.save({"a": torch.zeros(3)}, storage_writer=writer)  # it has clients by now
+    copy = pickle.loads(pickle.dumps(writer))
+    assert copy.settings == writer.settings
+    assert copy.settings.concurrency == 3
+    assert (copy.overwrite, copy.metrics, copy.separate, copy.checkpoint_id) == (True, {"loss": 1.5}, [["a"]], root)
+    dcp.save({"a": torch.ones(3)}, storage_writer=copy)
+    found = {"a": torch.zeros(3)}
+    dcp.load(found, storage_reader=pickle.loads(pickle.dumps(S3StorageReader(root))))
+    assert torch.equal(found["a"], torch.ones(3))
+
+
+def test_no_credentials_in_a_pickled_writer(root: str, memory_server: S3Server) -> None:
+    writer = S3StorageWriter(root)
+    dcp.save({"a": torch.zeros(3)}, storage_writer=writer)
+    assert memory_server.secret_key.encode() not in pickle.dumps(writer)
+
+
+def _save_and_fork(url: str) -> None:
+    writer = S3StorageWriter(settings={"retry_attempts": 1})
+    dcp.save({"w": torch.full((3,), 1.0)}, checkpoint_id=f"{url}/parent", storage_writer=writer)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            dcp.save({"w": torch.full((3,), 2.0)}, checkpoint_id=f"{url}/child", storage_writer=writer, no_dist=True)
+            status = 0
+        except BaseException:  # noqa: BLE001 - whatever it is, the child must end here
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+    # At the same time, over the connection that the parent had.
+    dcp.save({"w": torch.full((3,), 3.0)}, checkpoint_id=f"{url}/again", storage_writer=writer)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    for name, value in (("parent", 1.0), ("child", 2.0), ("again", 3.0)):
+        found = {"w": torch.zeros(3)}
+        dcp.load(found, storage_reader=S3StorageReader(f"{url}/{name}"))
+        assert torch.equal(found["w"], torch.full((3,), value)), name
+
+
+def test_a_writer_survives_fork(root: str, memory_server: S3Server) -> None:
+    run_ranks(1, _save_and_fork, root, timeout=60)
+
+
+# --- nothing is left -------------------------------------------------------------------------------------
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _many_saves(url: str) -> None:
+    settings = {"part_size": "5MiB", "concurrency": 2}
+    state = {"w": torch.zeros(1_500_000), "b": torch.zeros(3)}  # 6 MB: multipart
+    found = {"w": torch.zeros(1_500_000), "b": torch.zeros(3)}
+    before = (0, 0)
+    for step in range(30):
+        state["w"].fill_(step)
+        writer = S3StorageWriter(url, overwrite=True, settings=settings)
+        if step % 3:
+            dcp.async_save(state, storage_writer=writer).result(_PATIENCE_SECONDS)
+        else:
+            dcp.save(state, storage_writer=writer)
+        dcp.load(found, storage_reader=S3StorageReader(url, settings=settings))
+        assert torch.equal(found["w"], state["w"])
+        assert _own_threads() == []
+        if step == 9:
+            before = (threading.active_count(), _descriptors())
+    # A thread of torch's executor may not be gone yet when its future is done.
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before[0] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert threading.active_count() <= before[0], threading.enumerate()
+    # One client, whose pool holds at most concurrency + 4 connections: far from one for each save.
+    assert _descriptors() <= before[1] + 6
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts the entries of /proc/self/fd")
+def test_thirty_saves_and_loads_leave_no_threads_nor_descriptors(root: str, memory_server: S3Server) -> None:
+    run_ranks(1, _many_saves, root)

@@ -1,0 +1,252 @@
+"""The commit: nothing before it, one winner, an overwrite that is never half."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from benchmarks.memory_s3 import Fault
+from dcp_s3 import S3StorageReader, S3StorageWriter, errors
+from dcp_s3.format.layout import METRICS, manifest_object
+from dcp_s3.format.manifest import Manifest
+from dcp_s3.transport import retry
+from tests.checkpoint.states import assert_same, blank, random_tensor
+from tests.faulty import BUCKET, FaultyServer, serve
+
+SMALL = {"part_size": "5MiB", "concurrency": 3, "retry_attempts": 3}
+
+
+def state_of(seed: int) -> dict[str, Any]:
+    return {"large": random_tensor((2500, 1000), torch.float32, seed), "small": random_tensor((7,), torch.int64, seed)}
+
+
+def save(state: Any, url: str, **arguments: Any) -> Any:
+    return dcp.save(state, storage_writer=S3StorageWriter(url, **{"settings": SMALL, **arguments}))
+
+
+def load(url: str) -> Any:
+    state = blank(state_of(0))
+    dcp.load(state, storage_reader=S3StorageReader(url))
+    return state
+
+
+def load_or_none(url: str) -> Any:
+    """The state at ``url``, None if there is no checkpoint; anything else is raised."""
+    try:
+        return load(url)
+    except CheckpointException as failure:
+        ((error, _),) = failure.failures.values()
+        if isinstance(error, errors.CheckpointNotFoundError):
+            return None
+        raise
+
+
+def cause(failure: Any) -> BaseException:
+    ((error, _),) = failure.value.failures.values()
+    return error
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(retry, "BACKOFF_BASE", 0.01)
+    with serve(monkeypatch) as server:
+        yield server
+
+
+def keys(s3: Any, bucket: str) -> list[str]:
+    return [found["Key"] for found in s3.list_objects_v2(Bucket=bucket).get("Contents", [])]
+
+
+def test_the_manifest_names_exactly_what_is_there(root: str, s3: Any, bucket: str) -> None:
+    metadata = save(state_of(1), f"{root}/step-00000012", metrics={"loss": 1.5})
+    key = f"run/step-00000012/{manifest_object(metadata.storage_meta.save_id)}"
+    manifest = Manifest.from_json(s3.get_object(Bucket=bucket, Key=key)["Body"].read())
+    assert (manifest.step, manifest.world_size, manifest.items) == (12, 1, 2)
+    assert manifest.metrics == {"loss": 1.5}
+    stored = {
+        k: s3.head_object(Bucket=bucket, Key=k)["ContentLength"] for k in keys(s3, bucket) if k.endswith(".distcp")
+    }
+    assert {f"run/step-00000012/{entry.path}": entry.size for entry in manifest.objects} == stored
+    assert {info.relative_path for info in metadata.storage_data.values()} == {e.path for e in manifest.objects}
+
+
+def test_an_existing_checkpoint_is_refused_before_any_byte_moves(
+    memory_server: Any, root: str, s3: Any, bucket: str
+) -> None:
+    save(state_of(1), root)
+    before = keys(s3, bucket)
+    memory_server.handle.reset_counters()
+    with pytest.raises(CheckpointException) as failure:
+        save(state_of(2), root)
+    assert isinstance(cause(failure), errors.CheckpointExistsError)
+    assert "overwrite=True" in str(cause(failure))
+    assert set(memory_server.handle.counters.requests) == {"GetObject"}
+    assert keys(s3, bucket) == before
+    assert_same(load(root), state_of(1))
+
+
+def test_overwriting_replaces_and_removes_the_old_objects(root: str, s3: Any, bucket: str) -> None:
+    save(state_of(1), root)
+    s3.put_object(Bucket=bucket, Key=f"run/{METRICS}", Body=b"{}")
+    s3.put_object(Bucket=bucket, Key="run/notes.txt", Body=b"mine")
+    old = set(keys(s3, bucket))
+    save(state_of(2), root, overwrite=True)
+    new = set(keys(s3, bucket))
+    assert old & new == {"run/.metadata", "run/notes.txt"}
+    assert_same(load(root), state_of(2))
+
+
+def test_an_overwrite_that_fails_leaves_the_old_checkpoint_whole(faulty: FaultyServer) -> None:
+    url = f"s3://{BUCKET}/run"
+    save(state_of(1), url)
+    before = faulty.s3.objects(BUCKET)
+    steps = [("UploadPart", ""), ("CompleteMultipartUpload", ""), ("PutObject", "manifest"), ("PutObject", ".metadata")]
+    for step in steps:
+
+        def rule(request: Any, step: tuple[str, str] = step) -> Fault | None:
+            hit = request.operation == step[0] and step[1] in request.key
+            return Fault.error(503, "SlowDown") if hit else None
+
+        faulty.rule = rule
+        with pytest.raises(CheckpointException) as failure:
+            save(state_of(2), url, overwrite=True)
+        assert isinstance(cause(failure), errors.TransferError)
+        faulty.rule = lambda _: None
+        assert_same(load(url), state_of(1))
+        assert faulty.s3.open_uploads(BUCKET) == []
+        assert before.items() <= faulty.s3.objects(BUCKET).items()
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_at_every_request_of_a_save_the_url_holds_the_old_or_the_new_one_whole(
+    faulty: FaultyServer, overwrite: bool
+) -> None:
+    """Stop the client for good at its n-th request, for every n."""
+    url = f"s3://{BUCKET}/run"
+    for stop in range(1, 100):
+        for key in list(faulty.s3.objects(BUCKET)):
+            S3StorageWriter(url)._bucket().delete([key])
+        if overwrite:
+            save(state_of(1), url)
+        count = [0]
+        lock = threading.Lock()
+
+        def rule(_: Any, count: list[int] = count, lock: Any = lock, stop: int = stop) -> Fault | None:
+            with lock:
+                count[0] += 1
+                return Fault.reset() if count[0] >= stop else None
+
+        faulty.rule = rule
+        try:
+            save(state_of(2), url, overwrite=overwrite, settings={**SMALL, "retry_attempts": 1})
+            done = True
+        except CheckpointException:
+            done = False
+        reached = count[0]
+        faulty.rule = lambda _: None
+        if done:
+            assert_same(load(url), state_of(2))
+        elif overwrite:
+            found = load(url)
+            assert_same(found, state_of(1) if torch.equal(found["small"], state_of(1)["small"]) else state_of(2))
+        else:
+            found = load_or_none(url)
+            assert_same(found, state_of(2) if found else None)
+        if done and reached < stop:
+            break
+    else:
+        pytest.fail("a save took more than 100 requests")
+    assert stop > 7
+
+
+@pytest.mark.servers("memory", "moto", "rgw")  # rclone ignores If-None-Match
+def test_of_two_writers_exactly_one_wins(root: str, s3: Any, bucket: str) -> None:
+    barrier = threading.Barrier(3)
+    outcome: dict[int, BaseException | None] = {}
+
+    class Late(S3StorageWriter):
+        """Both have looked whether a checkpoint exists before either commits."""
+
+        def write_data(self, *arguments: Any) -> Any:
+            barrier.wait(30)
+            return super().write_data(*arguments)
+
+    def run(seed: int) -> None:
+        try:
+            dcp.save(state_of(seed), storage_writer=Late(root, settings=SMALL))
+            outcome[seed] = None
+        except BaseException as error:  # noqa: BLE001 - looked at below
+            outcome[seed] = error
+
+    threads = [threading.Thread(target=run, args=(seed,)) for seed in (1, 2, 3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    winners = [seed for seed, error in outcome.items() if error is None]
+    assert len(winners) == 1
+    for error in outcome.values():
+        if error is not None:
+            assert isinstance(error, CheckpointException)
+            assert isinstance(error.failures[0][0], errors.CheckpointExistsError)
+    assert_same(load(root), state_of(winners[0]))
+    assert len([key for key in keys(s3, bucket) if key.endswith(".distcp")]) == 1, "the losers removed theirs"
+    assert len([key for key in keys(s3, bucket) if "manifest" in key]) == 1
+
+
+def test_a_lost_answer_to_the_commit_is_a_commit(faulty: FaultyServer) -> None:
+    seen = faulty.once("PutObject", Fault.apply_then_reset(), key=".metadata")
+    save(state_of(1), f"s3://{BUCKET}/run")
+    assert seen
+    assert_same(load(f"s3://{BUCKET}/run"), state_of(1))
+
+
+def test_an_overwrite_of_damaged_metadata_keeps_what_it_cannot_name(
+    memory_server: Any, root: str, s3: Any, bucket: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(state_of(1), root)
+    data = [key for key in keys(s3, bucket) if key.endswith(".distcp")]
+    s3.put_object(Bucket=bucket, Key="run/.metadata", Body=b"garbage")
+    save(state_of(2), root, overwrite=True)
+    assert "will stay" in caplog.text
+    assert set(data) <= set(keys(s3, bucket))
+    assert_same(load(root), state_of(2))
+
+
+def test_metrics_that_json_cannot_hold(memory_server: Any, root: str) -> None:
+    with pytest.raises(errors.SaveProtocolError, match="item"):
+        S3StorageWriter(root, metrics={"loss": torch.tensor(1.0)})
+
+
+def save_by_rank(url: str, seed: int, **arguments: Any) -> None:
+    writer = S3StorageWriter(url, settings=SMALL, **arguments)
+    dcp.save(state_of(seed), storage_writer=writer, use_collectives=False, no_dist=True)
+
+
+def test_a_checkpoint_without_collectives_is_never_replaced(memory_server: Any, root: str) -> None:
+    save(state_of(1), f"{root}/step-1")
+    save_by_rank(f"{root}/step-2", 1)
+    for url in (f"{root}/step-1", f"{root}/step-2"):
+        for overwrite in (False, True):
+            with pytest.raises(errors.CheckpointExistsError, match="delete it first"):
+                save_by_rank(url, 2, overwrite=overwrite)
+        assert_same(load(url), state_of(1))
+
+
+def test_a_checkpoint_with_collectives_replaces_one_without(
+    memory_server: Any, root: str, s3: Any, bucket: str
+) -> None:
+    save_by_rank(root, 1)
+    old = set(keys(s3, bucket))
+    with pytest.raises(CheckpointException) as failure:
+        save(state_of(2), root)
+    assert isinstance(cause(failure), errors.CheckpointExistsError)
+    assert set(keys(s3, bucket)) == old
+    save(state_of(2), root, overwrite=True)
+    assert not old & set(keys(s3, bucket))
+    assert_same(load(root), state_of(2))

@@ -1,0 +1,233 @@
+"""Runs a function on N gloo ranks, each a real process of its own.
+
+    results = run_ranks(2, _save, root)      # _save(root) runs on both; results in rank order
+
+`fn` is a module-level function (it is pickled by name); inside it torch.distributed is initialised.
+The processes are forked from a server process that has imported torch once, so a rank starts in
+milliseconds rather than seconds, yet shares no state with the test process: no threads, clients or
+connections are inherited. They are not daemons, so that a rank may start processes itself (as
+torch's AsyncCheckpointerType.PROCESS does), and each leads a process group, so that those end too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+# Imported once, by the fork server. None of these starts a thread or opens a connection on import.
+_PRELOAD = [
+    "boto3",
+    "aiobotocore.session",
+    "torch",
+    "torch.distributed.checkpoint",
+    "torch.distributed.checkpoint.state_dict_saver",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "tests.ranks",
+]
+
+# After one rank failed, the others usually hang in a collective: how long to wait for theirs.
+_OTHERS_GRACE_SECONDS = 3.0
+# From a rank's result to the end of its process: longer means that it left a thread behind.
+_EXIT_GRACE_SECONDS = 20.0
+
+
+class RankFailed(AssertionError):
+    """`fn` raised on a rank. `exception` is None where it cannot be pickled."""
+
+    def __init__(self, rank: int, traceback_text: str, exception: BaseException | None) -> None:
+        super().__init__(f"rank {rank} failed:\n{traceback_text}")
+        self.rank = rank
+        self.traceback_text = traceback_text
+        self.exception = exception
+
+
+class RanksTimedOut(AssertionError):
+    """Some ranks did not end in time; all were killed."""
+
+
+def run_ranks(
+    world_size: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: float = 120,
+    env: Mapping[str, str] | None = None,
+) -> list[Any]:
+    """Calls `fn(*args)` on each of `world_size` ranks and returns what each returned.
+
+    The ranks see this process's environment as it is now (monkeypatch included), plus `env`.
+
+    Raises RankFailed for the first rank that failed (its message has every failed rank's traceback)
+    and RanksTimedOut after `timeout` seconds. Either way no process is left.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    deadline = time.monotonic() + timeout
+    with tempfile.TemporaryDirectory(prefix="dcp-s3-ranks-") as directory:
+        environment = {
+            **os.environ,
+            # gloo would otherwise pick its interface by looking up this machine's name.
+            "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
+            "MASTER_ADDR": "127.0.0.1",
+            **(env or {}),
+        }
+        rendezvous = str(Path(directory) / "rendezvous")
+        ranks: list[_Rank] = []
+        try:
+            for rank in range(world_size):
+                call = _Call(rank, world_size, fn, args, environment, rendezvous, timeout)
+                ranks.append(_Rank(context, call))
+            return _collect(ranks, deadline, timeout)
+        finally:
+            for each in ranks:
+                each.end()
+
+
+class _Call:
+    """What a rank needs to know; pickled."""
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        environment: dict[str, str],
+        rendezvous: str,
+        timeout: float,
+    ) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.fn = fn
+        self.args = args
+        self.environment = environment
+        self.rendezvous = rendezvous
+        self.timeout = timeout
+
+
+class _Rank:
+    """One rank as the parent sees it."""
+
+    def __init__(self, context: Any, call: _Call) -> None:
+        self.number = call.rank
+        self.connection: Connection
+        self.connection, theirs = context.Pipe(duplex=False)
+        self.process = context.Process(target=_main, args=(call, theirs), name=f"rank-{call.rank}")
+        self.process.start()
+        theirs.close()  # ours: so that the pipe ends when the rank does
+
+    def receive(self) -> tuple[bool, Any]:
+        """(True, result) or (False, RankFailed)."""
+        try:
+            ok, value = self.connection.recv()
+        except EOFError:
+            self.process.join(_EXIT_GRACE_SECONDS)
+            text = f"the process ended without a result, exit code {self.process.exitcode}"
+            return False, RankFailed(self.number, text, None)
+        except Exception as e:  # noqa: BLE001 - whatever unpickling the result may raise
+            return False, RankFailed(self.number, f"its result cannot be unpickled: {e!r}", None)
+        if ok:
+            return True, value
+        text, pickled = value
+        return False, RankFailed(self.number, text, pickle.loads(pickled) if pickled else None)
+
+    def end(self) -> None:
+        """Kills the rank, where it still runs, and every process that it started."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        if self.process.is_alive():
+            self.process.kill()  # before it became the leader of its group
+        self.process.join()
+        self.process.close()
+        self.connection.close()
+
+
+def _collect(ranks: list[_Rank], deadline: float, timeout: float) -> list[Any]:
+    results: dict[int, Any] = {}
+    failures: list[RankFailed] = []
+    waiting = {each.connection: each for each in ranks}
+    while waiting:
+        ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            break
+        for connection in ready:
+            each = waiting.pop(connection)  # type: ignore[call-overload]
+            ok, value = each.receive()
+            if ok:
+                results[each.number] = value
+            else:
+                failures.append(value)
+                deadline = min(deadline, time.monotonic() + _OTHERS_GRACE_SECONDS)
+    if failures:
+        first = failures[0]
+        text = "\n".join([first.traceback_text, *map(str, failures[1:])])
+        raise RankFailed(first.rank, text, first.exception) from first.exception
+    if waiting:
+        late = sorted(each.number for each in waiting.values())
+        raise RanksTimedOut(f"ranks {late} of {len(ranks)} did not end within {timeout:g} s")
+    exit_deadline = time.monotonic() + _EXIT_GRACE_SECONDS
+    for each in ranks:
+        each.process.join(max(0.0, exit_deadline - time.monotonic()))
+        if each.process.is_alive():
+            raise RanksTimedOut(
+                f"rank {each.number} returned, but its process did not end within "
+                f"{_EXIT_GRACE_SECONDS:g} s: it left a thread running that is no daemon"
+            )
+        if each.process.exitcode:
+            text = f"returned, but its process then ended with exit code {each.process.exitcode}"
+            raise RankFailed(each.number, text, None)
+    return [results[each.number] for each in ranks]
+
+
+def _main(call: _Call, connection: Connection) -> None:
+    """What a rank's process runs."""
+    os.setsid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # end with the fork server
+    # The fork server's environment is that of the test that started it.
+    os.environ.clear()
+    os.environ.update(call.environment)
+    os.environ.update(RANK=str(call.rank), LOCAL_RANK=str(call.rank), WORLD_SIZE=str(call.world_size))
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{call.rendezvous}",
+            rank=call.rank,
+            world_size=call.world_size,
+            timeout=timedelta(seconds=call.timeout),
+        )
+        result = call.fn(*call.args)
+        answer = pickle.dumps((True, result))
+    except BaseException as e:  # noqa: BLE001 - torch's CheckpointException is no Exception
+        answer = pickle.dumps((False, (traceback.format_exc(), _pickled(e))))
+    connection.send_bytes(answer)
+    connection.close()
+    with contextlib.suppress(Exception):
+        dist.destroy_process_group()
+
+
+def _pickled(exception: BaseException) -> bytes | None:
+    """None where it does not survive the way there and back."""
+    try:
+        pickled = pickle.dumps(exception)
+        pickle.loads(pickled)
+    except Exception:  # noqa: BLE001 - __reduce__ may raise anything
+        return None
+    return pickled

@@ -1,0 +1,83 @@
+"""Checkpoints of every kind, made with the real writers."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from dcp_s3 import S3StorageWriter
+from dcp_s3.url import parse_url
+from tests.ranks import run_ranks
+
+
+def state() -> dict[str, Any]:
+    return {
+        "weight": torch.arange(12, dtype=torch.float32).reshape(3, 4),
+        "half": torch.ones(5, dtype=torch.bfloat16),
+        "step": 7,
+    }
+
+
+def zeros() -> dict[str, Any]:
+    return {"weight": torch.zeros(3, 4), "half": torch.zeros(5, dtype=torch.bfloat16), "step": 0}
+
+
+def save(url: str, **arguments: Any) -> str:
+    dcp.save(state(), storage_writer=S3StorageWriter(url, **arguments), no_dist=True)
+    return url
+
+
+def save_locally(directory: Path) -> Path:
+    """With torch's own writer."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state(), storage_writer=dcp.FileSystemWriter(directory), no_dist=True)
+    return directory
+
+
+def save_foreign(s3: Any, url: str, directory: Path) -> str:
+    """What torch's own writer makes, uploaded."""
+    where = parse_url(url)
+    for file in save_locally(directory).iterdir():
+        s3.put_object(Bucket=where.bucket, Key=where.key(file.name), Body=file.read_bytes())
+    return url
+
+
+def _save_without_collectives(url: str, overwrite: bool) -> None:
+    writer = S3StorageWriter(url, overwrite=overwrite, metrics={"loss": 0.5})
+    dcp.save(state(), storage_writer=writer, use_collectives=False)
+
+
+def save_on_ranks(url: str, ranks: int, *, overwrite: bool = False) -> str:
+    """Every rank commits for itself."""
+    run_ranks(ranks, _save_without_collectives, url, overwrite)
+    return url
+
+
+def keys(s3: Any, url: str) -> dict[str, int]:
+    """Relative path and bytes of every object of a checkpoint."""
+    where = parse_url(url)
+    found: dict[str, int] = {}
+    for page in s3.get_paginator("list_objects_v2").paginate(Bucket=where.bucket, Prefix=where.key("")):
+        found |= {entry["Key"][len(where.key("")) :]: entry["Size"] for entry in page.get("Contents", ())}
+    return found
+
+
+def delete(s3: Any, url: str, path: str) -> None:
+    where = parse_url(url)
+    assert path in keys(s3, url)
+    s3.delete_object(Bucket=where.bucket, Key=where.key(path))
+
+
+def put(s3: Any, url: str, path: str, data: bytes = b"x") -> None:
+    where = parse_url(url)
+    s3.put_object(Bucket=where.bucket, Key=where.key(path), Body=data)
+
+
+def get(s3: Any, url: str, path: str) -> bytes:
+    where = parse_url(url)
+    return bytes(s3.get_object(Bucket=where.bucket, Key=where.key(path))["Body"].read())

@@ -1,0 +1,128 @@
+"""The harness itself: tests on several ranks rely on it to report what went wrong, and to end."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from tests.ranks import RankFailed, RanksTimedOut, run_ranks
+
+
+def _sum_of_ranks(offset: int) -> tuple[int, int, int]:
+    value = torch.tensor([dist.get_rank() + offset])
+    dist.all_reduce(value)
+    return dist.get_rank(), int(value), torch.get_num_threads()
+
+
+def test_ranks_talk_to_each_other_and_return_in_order() -> None:
+    assert run_ranks(2, _sum_of_ranks, 10) == [(0, 21, 1), (1, 21, 1)]
+    assert run_ranks(3, _sum_of_ranks, 0) == [(0, 3, 1), (1, 3, 1), (2, 3, 1)]
+
+
+def _environment() -> dict[str, str]:
+    return dict(os.environ)
+
+
+def test_ranks_see_the_environment_of_the_moment(monkeypatch: pytest.MonkeyPatch) -> None:
+    run_ranks(1, _environment)  # whatever keeps running from here on knows nothing of what follows
+    monkeypatch.setenv("DCP_S3_ENDPOINT_URL", "http://now")
+    monkeypatch.setenv("AWS_PROFILE", "gone")
+    first, second = run_ranks(2, _environment, env={"DCP_S3_EXTRA": "1"})
+    assert first["DCP_S3_ENDPOINT_URL"] == second["DCP_S3_ENDPOINT_URL"] == "http://now"
+    assert first["DCP_S3_EXTRA"] == "1"
+    assert (first["RANK"], second["RANK"]) == ("0", "1")
+    monkeypatch.delenv("AWS_PROFILE")
+    assert "AWS_PROFILE" not in run_ranks(1, _environment)[0]
+
+
+class _Unpicklable(Exception):
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__("only the message is kept")
+        self.lock = threading.Lock()
+
+
+def _fail(rank: int, kind: str) -> None:
+    if dist.get_rank() == rank:
+        if kind == "value":
+            raise ValueError("no such thing")
+        if kind == "unpicklable":
+            raise _Unpicklable(1, 2)
+        if kind == "checkpoint":
+            raise CheckpointException("save failed", {rank: (OSError("disk"), None)})  # type: ignore[dict-item]
+        os._exit(7)
+    dist.barrier()
+
+
+def test_an_exception_of_a_rank_comes_back_while_the_other_hangs() -> None:
+    with pytest.raises(RankFailed, match=r"(?s)rank 1 failed.*_fail.*no such thing") as e:
+        run_ranks(2, _fail, 1, "value")
+    assert e.value.rank == 1
+    assert isinstance(e.value.exception, ValueError)
+    assert e.value.__cause__ is e.value.exception
+
+
+def test_what_is_no_exception_or_cannot_be_pickled_is_reported_too() -> None:
+    with pytest.raises(RankFailed, match="CheckpointException") as e:
+        run_ranks(2, _fail, 0, "checkpoint")
+    assert isinstance(e.value.exception, CheckpointException)
+    assert isinstance(e.value.exception.failures[0][0], OSError)
+    with pytest.raises(RankFailed, match="only the message is kept") as e:
+        run_ranks(1, _fail, 0, "unpicklable")
+    assert e.value.exception is None
+
+
+def test_a_rank_that_dies_is_reported() -> None:
+    with pytest.raises(RankFailed, match="exit code 7"):
+        run_ranks(2, _fail, 0, "die")
+
+
+def _write_pids_and_hang(directory: str) -> None:
+    child = os.spawnlp(os.P_NOWAIT, "sleep", "sleep", "600")
+    Path(directory, f"{dist.get_rank()}").write_text(f"{os.getpid()} {child}")
+    time.sleep(600)
+
+
+def test_a_timeout_kills_every_rank_and_what_it_started(tmp_path: Path) -> None:
+    run_ranks(1, _environment)  # so that the time below is not spent on starting the fork server
+    with pytest.raises(RanksTimedOut, match=r"ranks \[0, 1\] of 2 did not end within 5 s"):
+        run_ranks(2, _write_pids_and_hang, str(tmp_path), timeout=5)
+    pids = [int(pid) for rank in ("0", "1") for pid in (tmp_path / rank).read_text().split()]
+    assert len(pids) == 4
+    deadline = time.monotonic() + 10  # an orphan is reaped by init, in its own time
+    while any(map(_runs, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _runs(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except FileNotFoundError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def _save_in_a_process(directory: str) -> Any:
+    state = {"w": torch.full((4,), float(dist.get_rank()))}
+    future = dcp.async_save(
+        state,
+        checkpoint_id=directory,
+        async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+        process_group=dist.group.WORLD,
+    )
+    future.result()
+    return sorted(p.name for p in Path(directory).iterdir() if p.suffix != ".tmp")
+
+
+def test_a_rank_may_start_torchs_checkpoint_process(tmp_path: Path) -> None:
+    assert ".metadata" in run_ranks(2, _save_in_a_process, str(tmp_path))[0]

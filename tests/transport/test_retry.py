@@ -1,0 +1,132 @@
+"""What is tried again, what is not, and what it is called in the end."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import botocore.exceptions as boto
+import pytest
+import urllib3.exceptions
+
+from dcp_s3 import errors
+from dcp_s3.transport import retry
+
+
+def client_error(code: str, status: int) -> boto.ClientError:
+    return boto.ClientError(
+        {"Error": {"Code": code, "Message": "no"}, "ResponseMetadata": {"HTTPStatusCode": status}}, "PutObject"
+    )
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "backoff", lambda _: 0.0)
+
+
+def failing(times: int, error: Exception) -> tuple[Callable[[], str], list[int]]:
+    calls: list[int] = []
+
+    def request() -> str:
+        calls.append(1)
+        if len(calls) <= times:
+            raise error
+        return "done"
+
+    return request, calls
+
+
+PASSING = [
+    client_error("SlowDown", 503),
+    client_error("InternalError", 500),
+    client_error("BadDigest", 400),
+    client_error("RequestTimeout", 400),
+    client_error("502", 502),
+    ConnectionResetError("reset"),
+    urllib3.exceptions.ProtocolError("broken"),
+    boto.ReadTimeoutError(endpoint_url="http://x"),
+    boto.EndpointConnectionError(endpoint_url="http://x"),
+    boto.ConnectionClosedError(endpoint_url="http://x"),
+    retry.TruncatedBodyError("short"),
+]
+
+
+@pytest.mark.parametrize("error", PASSING, ids=repr)
+def test_what_passes_is_tried_again(error: Exception) -> None:
+    request, calls = failing(2, error)
+    assert retry.call(request, operation="PutObject", bucket="b", key="k", attempts=3) == "done"
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("error", PASSING, ids=repr)
+def test_the_last_error_says_bucket_key_operation_attempts_and_cause(error: Exception) -> None:
+    request, calls = failing(99, error)
+    with pytest.raises(errors.TransferError) as failure:
+        retry.call(request, operation="UploadPart", bucket="b", key="some/key", attempts=4)
+    assert len(calls) == 4
+    raised = failure.value
+    assert (raised.bucket, raised.key, raised.operation, raised.attempts) == ("b", "some/key", "UploadPart", 4)
+    assert "UploadPart on s3://b/some/key failed after 4 attempts" in str(raised)
+    assert raised.__cause__ is error
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (client_error("NoSuchBucket", 404), errors.BucketNotFoundError),
+        (client_error("NoSuchKey", 404), errors.ObjectNotFoundError),
+        (client_error("404", 404), errors.ObjectNotFoundError),
+        (client_error("AccessDenied", 403), errors.AccessDeniedError),
+        (client_error("InvalidAccessKeyId", 403), errors.CredentialsError),
+        (client_error("SignatureDoesNotMatch", 403), errors.CredentialsError),
+        (client_error("ExpiredToken", 400), errors.CredentialsError),
+        (client_error("PreconditionFailed", 412), errors.PreconditionFailedError),
+        (client_error("InvalidArgument", 400), errors.StorageError),
+        (boto.NoCredentialsError(), errors.CredentialsError),
+    ],
+    ids=repr,
+)
+def test_what_does_not_pass_fails_at_once_by_its_own_name(error: Exception, expected: type[Exception]) -> None:
+    request, calls = failing(99, error)
+    with pytest.raises(expected, match="Remedy") as failure:
+        retry.call(request, operation="GetObject", bucket="b", key="k", attempts=5)
+    assert type(failure.value) is expected
+    assert len(calls) == 1
+
+
+def test_bugs_are_not_wrapped() -> None:
+    request, calls = failing(99, KeyError("bug"))
+    with pytest.raises(KeyError):
+        retry.call(request, operation="GetObject", bucket="b", attempts=5)
+    assert len(calls) == 1
+
+
+def test_cancelling_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "backoff", lambda _: 3600.0)
+    cancel = threading.Event()
+    threading.Timer(0.05, cancel.set).start()
+    request, calls = failing(99, client_error("SlowDown", 503))
+    with pytest.raises(retry.Cancelled):
+        retry.call(request, operation="GetObject", bucket="b", attempts=5, cancel=cancel)
+    assert len(calls) == 1
+
+
+def test_a_lost_answer_is_recognised_only_after_a_failed_attempt() -> None:
+    answers: list[Any] = [ConnectionResetError(), client_error("NoSuchUpload", 404)]
+
+    def request() -> str:
+        raise answers.pop(0)
+
+    def lost(_: int, error: Exception) -> str | None:
+        return "found" if retry.error_code(error) == "NoSuchUpload" else None
+
+    assert retry.call(request, operation="X", bucket="b", attempts=5, on_retry=lost) == "found"
+    answers.append(client_error("NoSuchUpload", 404))
+    with pytest.raises(errors.ObjectNotFoundError):
+        retry.call(request, operation="X", bucket="b", attempts=5, on_retry=lost)
+
+
+@pytest.mark.parametrize(("attempt", "longest"), [(1, 0.1), (2, 0.2), (5, 1.6), (20, 10.0)])
+def test_the_wait_doubles_up_to_a_cap(monkeypatch: pytest.MonkeyPatch, attempt: int, longest: float) -> None:
+    monkeypatch.undo()
+    assert retry.backoff(attempt, rng=lambda: 1.0) == pytest.approx(longest)
+    assert retry.backoff(attempt, rng=lambda: 0.0) == 0.0
