@@ -126,6 +126,10 @@ class CorruptCheckpointError(CheckpointError):
     """Stored bytes do not match their recorded checksum or length."""
 
 
+class MissingExtensionError(CheckpointError):
+    """An item went through a stream extension that the reader's registry does not know."""
+
+
 class SaveProtocolError(CheckpointError):
     """DCP's calls did not come in the documented order, or a planner returned what cannot be stored."""
 

@@ -36,6 +36,9 @@ _PRELOAD = [
     "torch.distributed.checkpoint.state_dict_saver",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
+    "pydantic_settings",
+    "pytest",
+    "benchmarks.memory_s3",
     "tests.ranks",
 ]
 

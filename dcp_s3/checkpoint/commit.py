@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from dcp_s3 import errors
 from dcp_s3._version import __version__
 from dcp_s3.format.layout import (
+    METADATA_CRC_KEY,
     METRICS,
     SAVE_ID_KEY,
     manifest_object,
@@ -28,6 +29,7 @@ from dcp_s3.format.layout import (
 from dcp_s3.format.manifest import Manifest, ObjectEntry
 from dcp_s3.format.metadata import dump_metadata, load_metadata
 from dcp_s3.transport.bucket import Bucket
+from dcp_s3.transport.checksum import crc64nvme, crc_hex
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
@@ -152,13 +154,14 @@ def commit(
         metrics=dict(metrics),
         writer=_versions(),
     )
+    data = dump_metadata(metadata)
     bucket.write(identity.manifest_key, manifest.to_json(), content_type="application/json")
     try:
         bucket.write(
             identity.metadata_key,
-            dump_metadata(metadata),
+            data,
             if_absent=not overwrite,
-            metadata={SAVE_ID_KEY: identity.save_id},
+            metadata={SAVE_ID_KEY: identity.save_id, METADATA_CRC_KEY: crc_hex(crc64nvme(data))},
         )
     except errors.PreconditionFailedError:
         _delete_quietly(

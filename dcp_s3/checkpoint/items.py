@@ -120,14 +120,16 @@ class ItemWriter:
 
     def _write_transformed(self, written: WrittenItem, data: torch.Tensor | io.BytesIO, upload: ObjectUpload) -> None:
         buffer = io.BytesIO()
-        stream, descriptors = self._transforms.transform_save_stream(written.item, buffer)
+        stream, _ = self._transforms.transform_save_stream(written.item, buffer)
         if isinstance(data, torch.Tensor):
             for block in _blocks(_serialise(data.detach())):
                 stream.write(block)
         else:
             stream.write(data.getbuffer())
         stream.close()
-        written.transform_descriptors = descriptors
+        # In the order in which a reader has to undo them: the first one is next to the stored bytes. torch 2.13 writes
+        # them reversed, so that its own reader (and ours) can not load what went through two that do not commute.
+        written.transform_descriptors = [extension.get_descriptor() for extension in self._transforms.extensions]
         written.pieces = upload.write(Piece.of(buffer.getbuffer()))
 
 

@@ -83,7 +83,16 @@ class LoadExecutor:
         if transfer.target is not None:
             planner.commit_tensor(transfer.item, transfer.target)
         elif transfer.loaded is not None:
-            planner.load_bytes(transfer.item, transfer.loaded)
+            try:
+                planner.load_bytes(transfer.item, transfer.loaded)
+            except Exception as error:
+                if transfer.crc is not None:
+                    raise  # the bytes are what was saved: it is for the caller to know what cannot be unpickled
+                raise errors.CorruptCheckpointError(
+                    f"{transfer.item.storage_index.fqn!r} in {self._url} cannot be unpickled: {type(error).__name__}: "
+                    f"{error}. It was saved without a checksum: either it is damaged, or a class is missing here",
+                    url=str(self._url),
+                ) from error
             transfer.loaded = None
 
     # --- on the pool --------------------------------------------------------------------------------

@@ -13,10 +13,11 @@ from torch.futures import Future
 from dcp_s3 import errors
 from dcp_s3.checkpoint._torch import ExtensionRegistry, ReaderTransforms, shape_check
 from dcp_s3.checkpoint.read import LoadExecutor
-from dcp_s3.format.layout import metadata_object, new_save_id
+from dcp_s3.format.layout import METADATA_CRC_KEY, metadata_object, new_save_id, rank_of_metadata
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.transport.bucket import Bucket
+from dcp_s3.transport.checksum import crc64nvme, crc_hex
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
 
 
@@ -90,7 +91,7 @@ class S3StorageReader(StorageReader):
             try:
                 metadata = self._fetch_metadata(rank)
             except errors.CheckpointNotFoundError as error:
-                return _UnreadableMetadata(self._error or error)
+                return _UnreadableMetadata(self._explain_missing(rank) or self._error or error)
             except errors.DcpS3Error as error:
                 return _UnreadableMetadata(error)
         if getattr(metadata, "storage_meta", None) is None:
@@ -101,14 +102,37 @@ class S3StorageReader(StorageReader):
     def _fetch_metadata(self, rank: int | None) -> Metadata:
         url = self._require_url()
         try:
-            data = self._bucket().read(url.key(metadata_object(rank)))
+            data, user_metadata = self._bucket().read_with_metadata(url.key(metadata_object(rank)))
         except errors.ObjectNotFoundError:
             raise errors.CheckpointNotFoundError(
                 f"there is no committed checkpoint at {url}: it has no {metadata_object(rank)}. Remedy: check the URL; "
                 "`dcp-s3 ls` on its parent shows what is there. A save that was cut off leaves no checkpoint",
                 url=str(url),
             ) from None
+        found, recorded = crc_hex(crc64nvme(data)), user_metadata.get(METADATA_CRC_KEY)
+        if recorded is not None and recorded != found:
+            raise errors.CorruptMetadataError(
+                f"the metadata of {url} is damaged: its CRC-64/NVME is {found}, recorded was {recorded}. Remedy: "
+                "load an earlier checkpoint, or restore the object from a backup",
+                url=str(url),
+            )
         return load_metadata(data, url=str(url))
+
+    def _explain_missing(self, rank: int) -> errors.CheckpointNotFoundError | None:
+        """The error for a checkpoint of single ranks that has none of this rank; None where there is nothing."""
+        url = self._require_url()
+        try:
+            listed = (key.removeprefix(url.key("")) for key, _ in self._bucket().list(url.key("__")))
+            ranks = sorted(found for found in map(rank_of_metadata, listed) if found is not None)
+        except errors.StorageError:
+            return None
+        if not ranks:
+            return None
+        return errors.CheckpointNotFoundError(
+            f"{url} was saved without collectives and has no {metadata_object(rank)}, only those of ranks {ranks}. "
+            "Remedy: load it with as many ranks as saved it; if one of them is missing, the save was cut off",
+            url=str(url),
+        )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Called by DCP on every rank before planning."""

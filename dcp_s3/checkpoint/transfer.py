@@ -212,6 +212,11 @@ class TransferFactory:
         return ItemTransfer(item, extent, target=target, direct=False, crc=crc, scatter=scatter)
 
     def _prepare_bytes(self, number: int, item: ReadItem, info: StorageInfo) -> ItemTransfer:
+        if info.length == 0:
+            raise errors.CorruptMetadataError(
+                f"the metadata of {self._url} is damaged: {item.storage_index.fqn!r} has no bytes", url=str(self._url)
+            )
+
         def scatter(transfer: ItemTransfer, buffer: torch.Tensor) -> None:
             with self._naming_damage(item):
                 transfer.loaded = io.BytesIO(self._decode(item, info, buffer).read(-1))
@@ -222,6 +227,14 @@ class TransferFactory:
     def _decode(self, item: ReadItem, info: StorageInfo, buffer: torch.Tensor) -> IO[bytes]:
         # A descriptor list is missing in old checkpoints.
         descriptors = getattr(info, "transform_descriptors", None) or ()
+        try:
+            self._transforms.extension_registry.from_descriptor_list(descriptors)
+        except ValueError as error:
+            raise errors.MissingExtensionError(
+                f"{item.storage_index.fqn!r} in {self._url} was saved through the stream extensions "
+                f"{list(descriptors)}: {error}. Remedy: pass an _extension_registry that knows them to S3StorageReader",
+                url=str(self._url),
+            ) from error
         raw = io.BytesIO(view_bytes(buffer))
         return self._transforms.transform_load_stream(item, descriptors, raw)
 
@@ -230,11 +243,12 @@ class TransferFactory:
         """Whatever decoding raises says that the stored item is not what it should be."""
         try:
             yield
+        except errors.DcpS3Error:
+            raise
         except Exception as error:
             raise errors.CorruptCheckpointError(
                 f"{item.storage_index.fqn!r} in {self._url} can not be decoded: {type(error).__name__}: {error}. "
-                "Remedy: load an earlier checkpoint; if it was saved with stream extensions, pass the "
-                "_extension_registry that knows them",
+                "The stored data is damaged: load an earlier checkpoint",
                 url=str(self._url),
             ) from error
 

@@ -15,6 +15,9 @@ PIN = CONTROL_PREFIX + "pin"
 SAVE_ID_KEY = "dcp-s3-save-id"
 """User metadata of ``.metadata`` that says which manifest belongs to it."""
 
+METADATA_CRC_KEY = "dcp-s3-crc64nvme"
+"""User metadata of ``.metadata`` with the CRC-64/NVME of its bytes (16 hex digits)."""
+
 _MANIFEST = re.compile(re.escape(CONTROL_PREFIX) + r"manifest-([0-9a-f]+)(?:\.(\d+))?\.json")
 
 

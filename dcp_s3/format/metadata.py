@@ -11,7 +11,7 @@ import pickle
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 
 from dcp_s3.errors import CorruptMetadataError, UnsafeMetadataError
 from dcp_s3.format.layout import is_inside
@@ -95,4 +95,41 @@ def load_metadata(data: bytes, *, url: str) -> Metadata:
                 "checkpoint: it was tampered with, or written by something else than a DCP storage writer",
                 url=url,
             )
+        if not _is_range(getattr(info, "offset", None), getattr(info, "length", None)):
+            raise _contradiction(url, index, "lies at no possible range of bytes")
+    for fqn, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata) and not _is_complete(entry):
+            raise _contradiction(url, fqn, "has no complete description of its shape, dtype and chunks")
     return metadata
+
+
+# An item of one object: S3's largest object is 50 TiB, what is pickled or encoded goes through memory.
+_MAX_ITEM_BYTES = 2**44
+
+
+def _is_range(offset: object, length: object) -> bool:
+    return isinstance(offset, int) and isinstance(length, int) and offset >= 0 and 0 <= length <= _MAX_ITEM_BYTES
+
+
+def _is_complete(entry: TensorStorageMetadata) -> bool:
+    """Whether everything is there that loading will rely on; a damaged pickle may leave out attributes."""
+    fields = vars(entry)
+    chunks = fields.get("chunks")
+    return (
+        isinstance(fields.get("size"), torch.Size)
+        and isinstance(getattr(fields.get("properties"), "dtype", None), torch.dtype)
+        and isinstance(chunks, list)
+        and all(
+            isinstance(chunk, ChunkStorageMetadata)
+            and isinstance(vars(chunk).get("offsets"), torch.Size)
+            and isinstance(vars(chunk).get("sizes"), torch.Size)
+            for chunk in chunks
+        )
+    )
+
+
+def _contradiction(url: str, index: object, what: str) -> CorruptMetadataError:
+    return CorruptMetadataError(
+        f"the metadata of {url} is damaged: {getattr(index, 'fqn', index)!r} {what}. Load an earlier checkpoint",
+        url=url,
+    )

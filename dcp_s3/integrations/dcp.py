@@ -66,6 +66,9 @@ def _dispatching(original: Any, ours: Any) -> Any:
             "__new__": make,
             "validate_checkpoint_id": classmethod(validate),
             "__doc__": original.__doc__,
+            # So that instances for other URLs pickle: by name, as torch's own class where nothing is registered.
+            "__module__": original.__module__,
+            "__qualname__": original.__qualname__,
         },
     )
     return dispatcher

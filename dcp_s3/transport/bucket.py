@@ -109,10 +109,23 @@ class Bucket:
         Raises:
             ObjectNotFoundError: there is none; other StorageErrors.
         """
-        return self.call("GetObject", key, lambda: bytes(self._get(key)["Body"].read()))
+        return self.read_with_metadata(key)[0]
+
+    def read_with_metadata(self, key: str) -> tuple[bytes, dict[str, str]]:
+        """All bytes of a small object, and its user metadata (names in lower case).
+
+        Raises:
+            ObjectNotFoundError: there is none; other StorageErrors.
+        """
+
+        def attempt() -> tuple[bytes, dict[str, str]]:
+            answer = self._get(key)
+            return bytes(answer["Body"].read()), _user_metadata(answer)
+
+        return self.call("GetObject", key, attempt)
 
     def head(self, key: str) -> Mapping[str, Any]:
-        """S3's HeadObject answer; names of user metadata are in lower case (rclone capitalises them).
+        """S3's HeadObject answer, with the names of user metadata in lower case.
 
         Raises:
             ObjectNotFoundError: there is none (or no such bucket); other StorageErrors.
@@ -120,8 +133,7 @@ class Bucket:
         answer: Mapping[str, Any] = self.call(
             "HeadObject", key, lambda: self.client.head_object(**self.common, Key=key)
         )
-        metadata = {name.lower(): value for name, value in answer.get("Metadata", {}).items()}
-        return {**answer, "Metadata": metadata}
+        return {**answer, "Metadata": _user_metadata(answer)}
 
     def write(
         self,
@@ -224,6 +236,11 @@ class Bucket:
             if not page.get("IsTruncated"):
                 return
             token = {"ContinuationToken": page["NextContinuationToken"]}
+
+
+def _user_metadata(answer: Mapping[str, Any]) -> dict[str, str]:
+    # rclone capitalises the names.
+    return {name.lower(): value for name, value in (answer.get("Metadata") or {}).items()}
 
 
 _warned: set[str | None] = set()

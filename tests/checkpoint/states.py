@@ -61,7 +61,7 @@ def bits(tensor: torch.Tensor) -> bytes:
     """The tensor's bytes in row-major order."""
     flat = torch.empty(tensor.numel(), dtype=tensor.dtype)
     flat.view(tensor.shape).copy_(tensor.detach())
-    return bytes(flat.view(torch.uint8).tolist()) if flat.numel() else b""
+    return bytes(flat.view(torch.uint8).numpy())
 
 
 def assert_same(found: Any, expected: Any, path: str = "") -> None:

@@ -250,3 +250,15 @@ def test_a_checkpoint_with_collectives_replaces_one_without(
     save(state_of(2), root, overwrite=True)
     assert not old & set(keys(s3, bucket))
     assert_same(load(root), state_of(2))
+
+
+def test_damage_of_the_metadata_itself_is_noticed(memory_server: Any, root: str, s3: Any, bucket: str) -> None:
+    """A flipped bit could otherwise move a chunk and still be a valid pickle."""
+    save(state_of(1), root)
+    found = s3.get_object(Bucket=bucket, Key="run/.metadata")
+    body = found["Body"].read()
+    for position in range(0, len(body), 97):
+        damaged = body[:position] + bytes([body[position] ^ 4]) + body[position + 1 :]
+        s3.put_object(Bucket=bucket, Key="run/.metadata", Body=damaged, Metadata=found["Metadata"])
+        with pytest.raises(errors.CorruptMetadataError, match="recorded was"):
+            S3StorageReader(root).read_metadata()

@@ -251,7 +251,8 @@ def _assert_same_state(found: dict[str, Any], expected: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("saved_on", "loaded_on"), [(2, (4, 1)), (4, (3,))])
 def test_fsdp_model_and_adamw(root: str, memory_server: S3Server, saved_on: int, loaded_on: tuple[int, ...]) -> None:
     (_, _, expected), *_ = run_ranks(saved_on, _save_job, root, "fsdp")
-    assert expected["optimizer.state.first.weight.step"] == 2
+    # Two of ours; get_state_dict gives a new optimizer its state by a step without gradients.
+    assert expected["optimizer.state.first.weight.step"] == 3
     for world_size in loaded_on:
         for found in run_ranks(world_size, _load_job, f"{root}/2", "fsdp" if world_size > 1 else "plain"):
             _assert_same_state(found, expected)
@@ -447,6 +448,12 @@ def _save_together(url: str, seed: int, overwrite: bool = False) -> BaseExceptio
     return None
 
 
+def _load_together(url: str, seed: int) -> None:
+    state = {"shared": torch.zeros(4)}
+    dcp.load(state, storage_reader=S3StorageReader(url))
+    _assert_same("shared", state["shared"], _random(seed, 4))
+
+
 def _load_alone(url: str, seed: int) -> None:
     state = {"sharded": _distribute(torch.zeros(7, 3), Shard(0)), "own": torch.zeros(5), "rank": -1}
     dcp.load(state, storage_reader=S3StorageReader(url))
@@ -458,12 +465,13 @@ def _load_alone(url: str, seed: int) -> None:
 def _alone_again_and_again(url: str) -> None:
     assert _save_alone(url, 10) is None
     _load_alone(url, 10)
-    refused = _save_alone(url, 20)
-    assert isinstance(refused, errors.CheckpointExistsError), repr(refused)
+    # Each commits for itself: a replacement that is cut off would be a mixture.
+    for overwrite in (False, True):
+        refused = _save_alone(url, 20, overwrite)
+        assert isinstance(refused, errors.CheckpointExistsError), repr(refused)
+        assert url in str(refused)
     dist.barrier()
     _load_alone(url, 10)
-    assert _save_alone(url, 30, overwrite=True) is None
-    _load_alone(url, 30)
 
 
 def test_without_collectives_each_rank_commits_for_itself(root: str, bucket: str, memory_server: S3Server) -> None:
@@ -472,33 +480,39 @@ def test_without_collectives_each_rank_commits_for_itself(root: str, bucket: str
     assert {"run/__0.metadata", "run/__1.metadata"} <= set(keys)
     assert "run/.metadata" not in keys
     assert sorted((m["rank"], m["world_size"]) for m in _manifests(memory_server, bucket)) == [(0, 2), (1, 2)]
-    # Nothing is left of the save that was refused, nor of the one that was overwritten.
+    # Nothing is left of the saves that were refused.
     assert sorted(_rank_of(key) for key in keys if key.endswith(".distcp")) == [0, 1]
-
-
-def _alone_after_together(url: str) -> BaseException | None:
-    assert _save_together(url, 1) is None
-    return _save_alone(url, 10)
-
-
-def test_without_collectives_a_checkpoint_of_all_ranks_is_not_hidden(root: str, memory_server: S3Server) -> None:
-    refused = run_ranks(2, _alone_after_together, root)
-    assert [type(error) for error in refused] == [errors.CheckpointExistsError] * 2
 
 
 def _alone_over_together(url: str) -> None:
     assert _save_together(url, 1) is None
-    error = _save_alone(url, 10, overwrite=True)
-    if error is None:
-        _load_alone(url, 10)  # what dcp.save said it has saved
-    else:
-        assert isinstance(error, errors.CheckpointError), repr(error)
+    for overwrite in (False, True):
+        refused = _save_alone(url, 10, overwrite)
+        assert isinstance(refused, errors.CheckpointExistsError), repr(refused)
+    _load_together(url, 1)
 
 
-def test_without_collectives_overwrite_of_a_checkpoint_of_all_ranks_is_loaded_or_refused(
-    root: str, memory_server: S3Server
-) -> None:
+def _together_over_alone(url: str) -> None:
+    assert _save_alone(url, 10) is None
+    refused = _save_together(url, 1)
+    assert isinstance(refused, CheckpointException), repr(refused)
+    assert isinstance(refused.failures[0][0], errors.CheckpointExistsError)
+    _load_alone(url, 10)
+    assert _save_together(url, 2, overwrite=True) is None
+    _load_together(url, 2)
+
+
+def test_without_collectives_no_checkpoint_of_all_ranks_is_hidden(root: str, memory_server: S3Server) -> None:
     run_ranks(2, _alone_over_together, root)
+
+
+def test_with_collectives_the_checkpoints_of_single_ranks_are_replaced(
+    root: str, bucket: str, memory_server: S3Server
+) -> None:
+    run_ranks(2, _together_over_alone, root)
+    keys = set(memory_server.handle.objects(bucket))
+    assert "run/.metadata" in keys
+    assert len(keys) == 3, keys  # and a manifest, and the data
 
 
 def _load_with_one_missing(url: str) -> BaseException | None:
@@ -683,12 +697,9 @@ def test_s3_refuses_the_commit(faulty: FaultyServer) -> None:
 def _save_three_times(url: str) -> BaseException | None:
     assert _save_together(url, 1) is None
     error = _save_together(url, 2)
-    state = {"shared": torch.zeros(4)}
-    dcp.load(state, storage_reader=S3StorageReader(url))
-    _assert_same("shared", state["shared"], _random(1, 4))
+    _load_together(url, 1)
     assert _save_together(url, 3, overwrite=True) is None
-    dcp.load(state, storage_reader=S3StorageReader(url))
-    _assert_same("shared", state["shared"], _random(3, 4))
+    _load_together(url, 3)
     return error
 
 

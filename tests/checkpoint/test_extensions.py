@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -82,7 +82,11 @@ class _XorReader(io.RawIOBase):
         return len(data)
 
 
-EXTENSIONS = {"xor": [Xor()], "zstd": [ZStandard()], "zstd-over-xor": [ZStandard(), Xor()]}
+EXTENSIONS: dict[str, Callable[[], list[StreamTransformExtension]]] = {
+    "xor": lambda: [Xor()],
+    "zstd": lambda: [ZStandard()],
+    "xor-twice": lambda: [Xor(1), Xor(2)],
+}
 
 
 @pytest.fixture(params=EXTENSIONS)
@@ -90,7 +94,7 @@ def extensions(request: pytest.FixtureRequest) -> Sequence[StreamTransformExtens
     """What a save goes through."""
     if "zstd" in request.param and not ZStandard.is_available():
         pytest.skip("zstandard is not installed")
-    return EXTENSIONS[request.param]
+    return EXTENSIONS[request.param]()
 
 
 def registry() -> ExtensionRegistry:
@@ -139,6 +143,18 @@ def test_what_goes_through_extensions_comes_back(root: str, extensions: Sequence
     state = make_state()
     save(state, root, extensions)
     assert_same(load(blank(state), root, registry()), state)
+
+
+@pytest.mark.skipif(not ZStandard.is_available(), reason="zstandard is not installed")
+def test_extensions_whose_order_matters_are_refused_or_come_back(memory_server: Any, root: str) -> None:
+    """torch 2.13 writes the descriptors in an order in which it can not undo them, with its own reader too."""
+    state = {"x": random_tensor((100, 30), torch.float32), "n": "text"}
+    try:
+        save(state, root, [ZStandard(), Xor()])
+    except errors.DcpS3Error as refused:
+        assert "_extensions" in str(refused)  # noqa: PT017
+    else:
+        assert_same(load(blank(state), root, registry()), state)
 
 
 def test_stored_bytes_are_the_transformed_ones(memory_server: Any, s3: Any, bucket: str, root: str) -> None:
@@ -211,10 +227,10 @@ def test_an_unknown_extension_is_named(memory_server: Any, root: str) -> None:
 
 
 def test_a_version_that_the_extension_refuses(memory_server: Any, root: str) -> None:
-    save({"n": [1]}, root, [_Later()])
-    error = failure_of_load({"n": [0]}, root, registry())
+    save({"n": "text"}, root, [_Later()])
+    error = failure_of_load({"n": ""}, root, registry())
     assert isinstance(error, errors.DcpS3Error)
-    assert "n.0" in str(error)
+    assert "'n'" in str(error)
     assert "invalid literal" in str(error)
 
 

@@ -44,9 +44,10 @@ TENSORS = ["large", "medium", "small.w7"]
 class Saved:
     """A checkpoint whose stored bytes can be changed behind dcp_s3's back."""
 
-    def __init__(self, s3: Any, bucket: str, root: str, **settings: Any) -> None:
+    def __init__(self, s3: Any, bucket: str, root: str, *, state: Any = None, **settings: Any) -> None:
         self._s3, self._bucket, self.url = s3, bucket, root
-        self.state = make_state()
+        self._prefix = root.removeprefix(f"s3://{bucket}/")
+        self.state = make_state() if state is None else state
         writer = S3StorageWriter(root, settings={**SETTINGS, "buckets_per_rank": 1, **settings})
         self.metadata: Metadata = dcp.save(self.state, storage_writer=writer)
 
@@ -62,13 +63,13 @@ class Saved:
         return info.offset + get_raw_offset(info), chunk.sizes.numel() * element_size
 
     def get(self, path: str) -> bytes:
-        return bytes(self._s3.get_object(Bucket=self._bucket, Key=f"run/{path}")["Body"].read())
+        return bytes(self._s3.get_object(Bucket=self._bucket, Key=f"{self._prefix}/{path}")["Body"].read())
 
     def put(self, path: str, data: bytes) -> None:
-        self._s3.put_object(Bucket=self._bucket, Key=f"run/{path}", Body=data)
+        self._s3.put_object(Bucket=self._bucket, Key=f"{self._prefix}/{path}", Body=data)
 
     def delete(self, path: str) -> None:
-        self._s3.delete_object(Bucket=self._bucket, Key=f"run/{path}")
+        self._s3.delete_object(Bucket=self._bucket, Key=f"{self._prefix}/{path}")
 
     def flip(self, path: str, *positions: int) -> bytes:
         """Change one bit at each position; returns the object's new content."""
@@ -157,15 +158,15 @@ def test_a_flipped_bit_in_an_object(memory_server: Any, saved: Saved, place: flo
     assert_names(saved.failure_of_load(), "objects.text", info, info.offset, stored)
 
 
-def test_every_bit_of_a_small_object_counts(memory_server: Any, saved: Saved, caplog: Any) -> None:
+def test_every_byte_of_an_object_counts(memory_server: Any, saved: Saved) -> None:
     """Pickled data is unpickled: not one byte of it may go unverified."""
-    info = saved.info("objects.numbers.0")
+    info = saved.info("objects.numbers")
     original = saved.get(info.relative_path)
     for position in range(info.offset, info.offset + info.length, 37):
         saved.flip(info.relative_path, position)
-        error = saved.failure_of_load({"objects": {"numbers": [0]}})
+        error = saved.failure_of_load({"objects": {"numbers": []}})
         assert isinstance(error, errors.CorruptCheckpointError), position
-        assert "'objects.numbers.0'" in str(error)
+        assert "'objects.numbers'" in str(error)
         saved.put(info.relative_path, original)
 
 
@@ -179,7 +180,7 @@ def test_flipped_bits_in_framing_change_nothing(memory_server: Any, saved: Saved
     assert len(positions) > 100
     saved.flip(saved.info("large").relative_path, *positions)
     assert_same(saved.load(), saved.state)
-    assert not caplog.records
+    assert not [record for record in caplog.records if record.name.startswith("dcp_s3")]
 
 
 def test_other_tensors_of_a_damaged_object_can_be_loaded(memory_server: Any, saved: Saved) -> None:
@@ -237,14 +238,17 @@ def test_a_replaced_object(memory_server: Any, saved: Saved, change: str) -> Non
     assert path in str(error)
 
 
-def test_objects_that_changed_places(memory_server: Any, s3: Any, bucket: str, root: str) -> None:
-    saved = Saved(s3, bucket, root, buckets_per_rank=2, separate=None)
-    other = Saved(s3, bucket, f"{root}/other")
-    ours, theirs = saved.info("large").relative_path, other.info("large").relative_path
-    saved.put(ours, saved.get(f"other/{theirs}")[::-1])
-    error = saved.failure_of_load()
-    assert isinstance(error, errors.CorruptCheckpointError)
-    assert ours in str(error)
+def test_an_object_of_another_checkpoint(memory_server: Any, s3: Any, bucket: str, root: str, saved: Saved) -> None:
+    """The same state with one other value: all is valid there, and in the same place."""
+    state = make_state()
+    state["medium"][-1, -1] = 1
+    other = Saved(s3, bucket, f"{root}/other", state=state)
+    assert other.raw("medium") == saved.raw("medium")
+    info = saved.info("medium")
+    data = other.get(other.info("medium").relative_path)
+    saved.put(info.relative_path, data)
+    start, length = saved.raw("medium")
+    assert_names(saved.failure_of_load(), "medium", info, start, data[start : start + length])
 
 
 # --- in flight ------------------------------------------------------------------------------------------
@@ -345,6 +349,19 @@ def test_damage_without_recorded_checksums_is_no_crash(
     assert isinstance(saved.failure_of_load(), errors.CorruptCheckpointError)
 
 
+def test_damage_without_checksums_that_unpickling_trips_over_is_named(
+    memory_server: Any, s3: Any, bucket: str, root: str
+) -> None:
+    """What other writers wrote has no checksums either."""
+    saved = Saved(s3, bucket, root, checksum="none")
+    info = saved.info("objects.text")
+    data = saved.get(info.relative_path)
+    saved.put(info.relative_path, data[: info.offset] + bytes(info.length) + data[info.offset + info.length :])
+    error = saved.failure_of_load()
+    assert isinstance(error, errors.CorruptCheckpointError)
+    assert "'objects.text'" in str(error)
+
+
 # --- .metadata ------------------------------------------------------------------------------------------
 
 
@@ -373,11 +390,12 @@ def test_replaced_metadata(memory_server: Any, saved: Saved, data: bytes) -> Non
     assert isinstance(saved.failure_of_load(), errors.CorruptMetadataError)
 
 
+@pytest.mark.timeout(60)
 def test_flipped_bits_in_metadata_load_what_was_saved_or_fail_with_our_error(memory_server: Any, saved: Saved) -> None:
     original = saved.get(".metadata")
     target = {"small": {"w7": torch.zeros(9, 5)}}
     expected = {"small": {"w7": saved.state["small"]["w7"]}}
-    failed = 0
+    failed, others = 0, []
     for position in range(0, len(original), len(original) // 100):
         saved.flip(".metadata", position)
         target["small"]["w7"].zero_()
@@ -385,14 +403,15 @@ def test_flipped_bits_in_metadata_load_what_was_saved_or_fail_with_our_error(mem
             saved.load(target)
         except CheckpointException as failure:
             ((error, _),) = failure.failures.values()
-            # The planner looks at the metadata first, and has errors of its own for entries that are not there.
-            known = (errors.CheckpointError, RuntimeError, KeyError)
-            assert isinstance(error, known), (position, error)
             failed += 1
+            # The planner looks for its entries before anything is read, and has an error of its own for those missing.
+            if not isinstance(error, errors.CheckpointError) and "Missing key in checkpoint" not in str(error):
+                others.append((position, repr(error)))
         else:
             assert_same(target, expected)
         saved.put(".metadata", original)
     assert failed > 10
+    assert not others
 
 
 @pytest.mark.parametrize("field", ["planner_data", "storage_meta", "state_dict_metadata"])
@@ -462,11 +481,12 @@ def test_a_tampered_raw_offset(memory_server: Any, saved: Saved, raw_offset: int
     assert isinstance(error, (errors.CorruptMetadataError, errors.CorruptCheckpointError))
 
 
-def test_an_item_said_to_be_larger_than_memory(memory_server: Any, saved: Saved) -> None:
+@pytest.mark.timeout(20)
+def test_an_item_said_to_be_larger_than_any_object(memory_server: Any, saved: Saved) -> None:
     def apply(metadata: Metadata) -> None:
         for index, info in metadata.storage_data.items():
             if index.fqn == "objects.text":
-                info.length = 2**60
+                info.length = 2**45
 
     saved.change_metadata(apply)
     error = saved.failure_of_load()

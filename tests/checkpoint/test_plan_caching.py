@@ -84,7 +84,7 @@ def _assert_loads(url: str, step: int, **kwargs: Any) -> None:
 
 
 def _assert_complete(server: S3Server, bucket: str, name: str) -> set[str]:
-    """The checkpoint refers to itself only, and to all that lies there; returns the nonces in its names."""
+    """The checkpoint refers to itself only, and to all that lies there; returns the random parts of its names."""
     url = f"s3://{bucket}/{name}"
     objects = {key.removeprefix(f"{name}/"): key for key in server.handle.objects(bucket) if key.startswith(f"{name}/")}
     raw = server.handle.read(bucket, f"{name}/.metadata")
@@ -102,7 +102,7 @@ def _assert_complete(server: S3Server, bucket: str, name: str) -> set[str]:
     assert {entry.path: entry.size for entry in manifest.objects} == {
         path: server.handle.objects(bucket)[objects[path]] for path in referred
     }
-    return {re.findall(r"-([0-9a-f]+)\.distcp$", path)[0] for path in referred}
+    return {re.findall(r"-([0-9a-f]+)\.distcp$", path)[0] for path in referred} | {metadata.storage_meta.save_id}
 
 
 def _new_writer() -> Callable[[str], dict[str, Any]]:

@@ -1,0 +1,440 @@
+"""The private parts of torch that dcp_s3/checkpoint/_torch.py uses are still what we take them for.
+
+Nothing here tests dcp_s3 alone. When one of these fails after an update of torch, its message says what moved and
+what of ours relied on it.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import io
+import pickle
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    FileSystemReader,
+    FileSystemWriter,
+    default_planner,
+    state_dict_loader,
+)
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+
+import dcp_s3.checkpoint
+from dcp_s3.checkpoint import _torch
+from dcp_s3.errors import ShapeMismatchError
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+_DCP = "torch.distributed.checkpoint."
+_PACKAGE = Path(inspect.getfile(dcp_s3)).parent
+
+
+def _moved(what: str, relied_on: str) -> str:
+    return f"torch {torch.__version__}: {what}. What relied on it: {relied_on}"
+
+
+# --- names and signatures --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("torch.distributed._shard._utils", "narrow_tensor_by_index"),
+        (_DCP + "_async_process_executor", "_AsyncCheckpointProcess"),
+        (_DCP + "_extension", "ExtensionRegistry"),
+        (_DCP + "_extension", "StreamTransformExtension"),
+        (_DCP + "_fsspec_filesystem", "FsspecReader"),
+        (_DCP + "_fsspec_filesystem", "FsspecWriter"),
+        (_DCP + "_state_dict_stager", "StateDictStager"),
+        (_DCP + "filesystem", "CURRENT_DCP_VERSION"),
+        (_DCP + "filesystem", "_StorageInfo"),
+        (_DCP + "filesystem", "_StorageReaderTransforms"),
+        (_DCP + "filesystem", "_StorageWriterTransforms"),
+    ],
+)
+def test_the_names_are_where_they_were(module: str, name: str) -> None:
+    found = importlib.import_module(module)
+    assert hasattr(found, name), _moved(f"{module}.{name} is gone", "the import in dcp_s3/checkpoint/_torch.py")
+
+
+def test_private_torch_is_imported_in_one_module_only() -> None:
+    """A private name that somebody imports elsewhere would not be watched by the tests here."""
+    elsewhere = []
+    for path in sorted(_PACKAGE.rglob("*.py")):
+        if path == Path(inspect.getfile(_torch)):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("torch"):
+                continue
+            parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            elsewhere += [f"{path.name}:{node.lineno}: {part}" for part in parts if part.startswith("_")]
+    assert not elsewhere, "import it in dcp_s3/checkpoint/_torch.py, and add a test here"
+
+
+@pytest.mark.parametrize(
+    ("function", "parameters", "relied_on"),
+    [
+        (_torch.narrow_tensor_by_index, ["tensor", "offsets", "sizes"], "checkpoint/transfer.py, items without offset"),
+        (_torch.StorageInfo, ["relative_path", "offset", "length", "transform_descriptors"], "make_storage_info"),
+        (_torch.WriterTransforms, ["extensions"], "S3StorageWriter(_extensions=...)"),
+        (
+            _torch.WriterTransforms.transform_save_stream,
+            ["self", "write_item", "raw_stream"],
+            "checkpoint/items.py, stream extensions",
+        ),
+        (_torch.ReaderTransforms, ["extension_registry"], "S3StorageReader(_extension_registry=...)"),
+        (
+            _torch.ReaderTransforms.transform_load_stream,
+            ["self", "read_item", "transform_descriptors", "raw_stream"],
+            "checkpoint/transfer.py, stream extensions",
+        ),
+        (_torch.StateDictStager, ["pin_memory", "share_memory", "pin_memory_min_bytes"], "S3Stager"),
+        (
+            _torch.AsyncCheckpointProcess.save,
+            [
+                "self",
+                "staged_state_dict",
+                "checkpoint_id",
+                "storage_writer",
+                "planner",
+                "no_dist",
+                "use_collectives",
+            ],
+            "register(), which passes a writer to AsyncCheckpointerType.PROCESS",
+        ),
+    ],
+)
+def test_the_signatures_are_what_they_were(function: Any, parameters: list[str], relied_on: str) -> None:
+    found = list(inspect.signature(function).parameters)
+    assert found == parameters, _moved(f"{function.__qualname__} takes {found}, was {parameters}", relied_on)
+
+
+def test_the_process_executor_passes_what_register_looks_for_by_keyword() -> None:
+    found = inspect.signature(_torch.AsyncCheckpointProcess.save).parameters
+    for name in ("checkpoint_id", "storage_writer"):
+        assert found[name].kind is inspect.Parameter.KEYWORD_ONLY, _moved(
+            f"_AsyncCheckpointProcess.save takes {name} by position", "register(): it looks into the keywords"
+        )
+
+
+def test_the_stager_copies_and_keeps_shared_storage_shared() -> None:
+    base = torch.arange(12.0).view(3, 4)
+    stager = _torch.StateDictStager(pin_memory=False, share_memory=False)
+    staged = stager.stage({"base": base, "view": base[1:], "list": [1, {"t": torch.ones(2)}], "text": "x"})
+    base.zero_()
+    message = _moved("StateDictStager(...).stage() no longer copies", "S3Stager, so every async save")
+    assert torch.equal(staged["base"], torch.arange(12.0).view(3, 4)), message
+    assert torch.equal(staged["view"], torch.arange(12.0).view(3, 4)[1:]), message
+    assert staged["list"][0] == 1
+    assert staged["text"] == "x"
+    assert torch.equal(staged["list"][1]["t"], torch.ones(2))
+    assert staged["base"].untyped_storage().data_ptr() == staged["view"].untyped_storage().data_ptr(), _moved(
+        "StateDictStager copies tensors of one storage apart", "S3Stager's promise on memory"
+    )
+
+
+def test_the_writer_transforms_say_whether_there_are_any() -> None:
+    for none in (None, []):
+        assert not _torch.WriterTransforms(none).extensions, _moved(
+            "_StorageWriterTransforms.extensions is not empty without extensions",
+            "checkpoint/items.py, which writes tensors unserialised if there are none",
+        )
+
+
+def test_narrow_tensor_by_index_gives_a_view_of_the_box() -> None:
+    tensor = torch.arange(20.0).view(4, 5)
+    found = _torch.narrow_tensor_by_index(tensor, (1, 2), (2, 3))
+    assert torch.equal(found, tensor[1:3, 2:5]), _moved("narrow_tensor_by_index changed", "checkpoint/transfer.py")
+
+
+# --- _StorageInfo ----------------------------------------------------------------------------------------
+
+
+def test_storage_info_keeps_what_it_does_not_know_and_drops_none() -> None:
+    info = _torch.make_storage_info("__0_0.distcp", 5, 7, raw_offset=3, crc64nvme=2**63 + 1)
+    assert info.__getstate__() == {
+        "relative_path": "__0_0.distcp",
+        "offset": 5,
+        "length": 7,
+        "raw_offset": 3,
+        "crc64nvme": 2**63 + 1,
+    }, _moved("_StorageInfo.__getstate__ is not its __dict__ without None", "raw offsets and checksums in .metadata")
+    copy = pickle.loads(pickle.dumps(info))
+    assert (_torch.get_raw_offset(copy), _torch.get_crc(copy)) == (3, 2**63 + 1), _moved(
+        "_StorageInfo loses additional attributes when pickled", "raw offsets and checksums in .metadata"
+    )
+    assert copy == info
+    assert copy.transform_descriptors is None
+
+
+def test_storage_info_is_a_plain_dataclass() -> None:
+    names = [field.name for field in dataclasses.fields(_StorageInfo)]
+    assert names == ["relative_path", "offset", "length", "transform_descriptors"], _moved(
+        f"_StorageInfo has fields {names}", "make_storage_info"
+    )
+    assert not set(names) & {"raw_offset", "crc64nvme"}, _moved("torch uses one of our names", "_torch.py")
+    bare = _StorageInfo("x", 0, 1)
+    assert hasattr(bare, "__dict__"), _moved("_StorageInfo has slots", "make_storage_info")
+    assert (_torch.get_raw_offset(bare), _torch.get_crc(bare)) == (None, None)
+
+
+def test_our_metadata_loads_without_dcp_s3(tmp_path: Path) -> None:
+    """Whoever has torch alone can read it: in a process that must not import dcp_s3."""
+    index = MetadataIndex("w", torch.Size([0]), 0)
+    info = _torch.make_storage_info("__0_0.distcp", 0, 9, raw_offset=3, crc64nvme=1)
+    path = tmp_path / "pickle"
+    path.write_bytes(pickle.dumps({index: info}))
+    script = textwrap.dedent(
+        f"""
+        import pickle, sys
+        sys.modules["dcp_s3"] = None
+        ((index, info),) = pickle.load(open({str(path)!r}, "rb")).items()
+        assert type(info).__module__ == "torch.distributed.checkpoint.filesystem", type(info)
+        assert (info.relative_path, info.offset, info.length) == ("__0_0.distcp", 0, 9), info
+        assert info.transform_descriptors is None
+        """
+    )
+    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, _moved("a stock process cannot read _StorageInfo of ours", found.stderr)
+
+
+def test_the_metadata_index_ignores_its_hint() -> None:
+    # Loads look items up by name and offset; the hint differs between planners.
+    assert MetadataIndex("w", torch.Size([0]), 1) == MetadataIndex("w", torch.Size([0]), 2), _moved(
+        "MetadataIndex compares its hint", "the look-up in storage_data"
+    )
+
+
+# --- the order of calls ----------------------------------------------------------------------------------
+
+
+def _recording(cls: type, calls: list[str], names: list[str]) -> type:
+    def wrap(name: str) -> Callable[..., Any]:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return getattr(super(recorder, self), name)(*args, **kwargs)
+
+        # torch looks for "kwargs" in the signature.
+        method.__signature__ = inspect.signature(getattr(cls, name))  # type: ignore[attr-defined]
+        return method
+
+    recorder = type(f"Recording{cls.__name__}", (cls,), {name: wrap(name) for name in names})
+    return recorder
+
+
+def test_the_order_of_calls_in_a_load(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path)
+    calls: list[str] = []
+    reader = _recording(
+        FileSystemReader,
+        calls,
+        ["read_metadata", "set_up_storage_reader", "prepare_local_plan", "prepare_global_plan", "read_data"],
+    )
+    planner = _recording(
+        DefaultLoadPlanner, calls, ["set_up_planner", "create_local_plan", "create_global_plan", "finish_plan"]
+    )
+    dcp.load({"w": torch.zeros(3)}, storage_reader=reader(tmp_path), planner=planner())
+    assert calls == [
+        "read_metadata",
+        "set_up_planner",
+        "set_up_storage_reader",
+        "create_local_plan",
+        "prepare_local_plan",
+        "create_global_plan",
+        "prepare_global_plan",
+        "finish_plan",
+        "read_data",
+    ], _moved(
+        "dcp.load calls in another order",
+        "shape_check (on in set_up_storage_reader, off in prepare_local_plan, around create_local_plan)",
+    )
+
+
+def test_the_order_of_calls_in_a_save(tmp_path: Path) -> None:
+    calls: list[str] = []
+    writer = _recording(
+        FileSystemWriter,
+        calls,
+        ["reset", "set_up_storage_writer", "prepare_local_plan", "prepare_global_plan", "write_data", "finish"],
+    )
+    planner = _recording(
+        default_planner.DefaultSavePlanner,
+        calls,
+        ["set_up_planner", "create_local_plan", "create_global_plan", "finish_plan"],
+    )
+    dcp.save({"w": torch.ones(3)}, storage_writer=writer(tmp_path), planner=planner(), checkpoint_id=tmp_path)
+    assert calls == [
+        "reset",
+        "set_up_planner",
+        "set_up_storage_writer",
+        "create_local_plan",
+        "prepare_local_plan",
+        "create_global_plan",
+        "prepare_global_plan",
+        "finish_plan",
+        "write_data",
+        "finish",
+    ], _moved("dcp.save calls in another order", "S3StorageWriter")
+
+
+@pytest.mark.parametrize("use_collectives", [True, False])
+def test_the_writer_is_told_rank_and_collectives(tmp_path: Path, use_collectives: bool) -> None:
+    told: list[dict[str, Any]] = []
+
+    class Writer(FileSystemWriter):
+        def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+            told.append(kwargs)
+            super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+
+    # Without a process group only the arguments matter, not whether the save then succeeds.
+    dcp.save({"w": torch.ones(3)}, storage_writer=Writer(tmp_path), use_collectives=use_collectives)
+    assert told == [{"rank": 0, "use_collectives": use_collectives}], _moved(
+        f"set_up_storage_writer is given {told}", "saves without collectives"
+    )
+
+
+def test_the_loader_asks_for_the_ranks_metadata_if_there_is_none_of_all() -> None:
+    asked: list[dict[str, Any]] = []
+
+    class Reader(FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            asked.append(kwargs)
+            raise FileNotFoundError
+
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load({"w": torch.zeros(3)}, storage_reader=Reader("/nowhere"))
+    assert asked == [{}, {"rank": 0}], _moved(
+        f"dcp.load asks for metadata with {asked}", "S3StorageReader.read_metadata(rank=...)"
+    )
+    assert isinstance(caught.value.failures[0][0], AssertionError), _moved(
+        "dcp.load no longer replaces the error of read_metadata",
+        "_UnreadableMetadata in checkpoint/reader.py, which is then not needed",
+    )
+
+
+# --- the default planner's comparison --------------------------------------------------------------------
+
+
+def test_the_default_planner_compares_sizes_as_shape_check_expects() -> None:
+    source = inspect.getsource(default_planner.create_default_local_load_plan)
+    for text in ("md.size != obj.size()", "for fqn, obj in state_dict.items()"):
+        assert text in source, _moved(f"create_default_local_load_plan has no {text!r}", "shape_check in _torch.py")
+    assert default_planner.__name__ == _torch._PLANNER_MODULE, _moved("the planner's module moved", "shape_check")
+
+
+def test_shapes_that_differ_raise_our_error_in_the_default_planner(tmp_path: Path) -> None:
+    metadata = dcp.save({"a.b": torch.ones(2, 3)}, checkpoint_id=tmp_path)
+    planner = DefaultLoadPlanner()
+    planner.set_up_planner({"a.b": torch.zeros(3, 2)}, metadata, True)
+    with pytest.raises(ValueError, match="Size mismatch") as caught:
+        planner.create_local_plan()
+    assert not isinstance(caught.value, ShapeMismatchError)
+    _torch.shape_check(metadata, enable=True)
+    with pytest.raises(ShapeMismatchError) as caught_ours:
+        planner.create_local_plan()
+    assert caught_ours.value.fqn == "a.b", _moved(
+        "the planner's local variable is not called fqn", "the name in ShapeMismatchError"
+    )
+    # And it does no more than that.
+    planner.set_up_planner({"a.b": torch.zeros(2, 3)}, metadata, True)
+    assert len(planner.create_local_plan().items) == 1
+    _torch.shape_check(metadata, enable=False)
+    (saved,) = metadata.state_dict_metadata.values()
+    assert isinstance(saved, TensorStorageMetadata)
+    assert type(saved.size) is torch.Size
+
+
+# --- _storage_setup, failures, caches --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "reader"), [("FsspecWriter", False), ("FsspecReader", True)])
+def test_storage_setup_looks_the_fsspec_classes_up_at_each_call(
+    monkeypatch: pytest.MonkeyPatch, name: str, reader: bool
+) -> None:
+    from torch.distributed.checkpoint._storage_utils import _storage_setup
+
+    made: list[Any] = []
+
+    class Stand:
+        def __init__(self, checkpoint_id: str) -> None:
+            made.append(checkpoint_id)
+
+        def reset(self, checkpoint_id: str) -> None:
+            made.append(checkpoint_id)
+
+        @classmethod
+        def validate_checkpoint_id(cls, checkpoint_id: str) -> bool:
+            return True
+
+    monkeypatch.setattr(_torch.fsspec_filesystem, name, Stand)
+    found = _storage_setup(None, "s3://bucket/run", reader=reader)
+    assert isinstance(found, Stand), _moved(
+        f"_storage_setup does not look up {name} in its module at each call, or asks something before it",
+        "dcp_s3.register()",
+    )
+    assert made == ["s3://bucket/run", "s3://bucket/run"]
+
+
+@pytest.mark.parametrize("cls", [FileSystemReader, FileSystemWriter])
+def test_the_file_system_refuses_our_urls(cls: Any) -> None:
+    assert not cls.validate_checkpoint_id("s3://bucket/run"), _moved(
+        f"{cls.__name__} takes s3:// URLs for itself", "dcp_s3.register()"
+    )
+
+
+def test_checkpoint_exception_is_no_exception_and_has_failures() -> None:
+    assert issubclass(CheckpointException, BaseException)
+    assert not issubclass(CheckpointException, Exception), _moved(
+        "CheckpointException is an Exception now", "the documentation, and `except BaseException` in examples"
+    )
+    error = CheckpointException("write", {3: (ValueError("cause"), None)})  # type: ignore[dict-item]
+    assert isinstance(error.failures[3][0], ValueError), _moved("failures changed", "everyone who looks for causes")
+    copy = pickle.loads(pickle.dumps(error))
+    assert isinstance(copy.failures[3][0], ValueError)
+
+
+def test_causes_come_through_dcp_load_unchanged() -> None:
+    class Reader(FileSystemReader):
+        def set_up_storage_reader(self, *args: Any, **kwargs: Any) -> None:
+            raise ShapeMismatchError("mine", url="s3://b/x", fqn="w")
+
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            return dcp.metadata.Metadata({})
+
+    with pytest.raises(CheckpointException) as caught:
+        state_dict_loader.load({}, storage_reader=Reader("/nowhere"))
+    (cause, _) = caught.value.failures[0]
+    assert isinstance(cause, ShapeMismatchError)
+    assert (cause.fqn, cause.url) == ("w", "s3://b/x")
+
+
+def test_the_planners_caches_are_where_the_tests_clear_them() -> None:
+    for name in ("save_plan", "final_save_plan", "all_plans", "global_plan", "metadata"):
+        cache = getattr(SavePlanner, f"_cached_{name}", None)
+        assert isinstance(cache, dict), _moved(f"SavePlanner._cached_{name} moved", "test_plan_caching.py")
+    assert SavePlan([], usable=False).usable is False, _moved("SavePlan.usable moved", "test_plan_caching.py")
+
+
+def test_resolved_objects_are_bytes_io_at_their_end_or_start() -> None:
+    """The writer takes the whole buffer, wherever the planner left its position."""
+    planner = default_planner.DefaultSavePlanner()
+    planner.set_up_planner({"epoch": 3}, None, True)
+    (item,) = planner.create_local_plan().items
+    found = planner.resolve_data(item)
+    assert isinstance(found, io.BytesIO), _moved("objects are not resolved to BytesIO", "checkpoint/items.py")
+    assert torch.load(io.BytesIO(found.getbuffer()), weights_only=False) == 3
