@@ -54,9 +54,9 @@ class Settings(BaseSettings):
     """How the bucket goes into the request's URL. ``path`` for most stores other than AWS; ``auto`` lets
     botocore choose (path style for IP addresses and bucket names with dots)."""
 
-    part_size: Size = Field(default=32 * 2**20, ge=MIN_PART_SIZE, le=MAX_PART_SIZE)
-    """Bytes of one part of a multipart upload, and the most that one ranged GET fetches. 32 MiB: large enough
-    to amortise a request's round trip, small enough to keep all connections busy to the end of an object."""
+    part_size: Size = Field(default=64 * 2**20, ge=MIN_PART_SIZE, le=MAX_PART_SIZE)
+    """Bytes of one part of a multipart upload, and the most that one ranged GET fetches. 64 MiB: a request costs about
+    1 ms of CPU in botocore whatever its size, which at 32 MiB was a sixth of the client's CPU (docs/performance.md)."""
     concurrency: int = Field(default=8, ge=1, le=512)
     """Requests in flight per process, each way. 8: S3 serves about 90 MB/s to one connection; with the usual
     8 processes per host this fills 5 GiB/s."""

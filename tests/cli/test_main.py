@@ -308,15 +308,15 @@ def test_keys_that_are_no_file_names_stay_where_they_are(root: str, s3: Any, tmp
 
 
 def test_config_says_where_settings_come_from(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DCP_S3_PART_SIZE", "64MiB")
+    monkeypatch.setenv("DCP_S3_PART_SIZE", "16MiB")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
     rows = {row["name"]: row for row in json.loads(run("config", "--json").stdout)}
-    assert rows["part_size"] == {"name": "part_size", "value": 64 * 2**20, "source": "DCP_S3_PART_SIZE"}
+    assert rows["part_size"] == {"name": "part_size", "value": 16 * 2**20, "source": "DCP_S3_PART_SIZE"}
     assert rows["concurrency"]["source"] == "default"
     assert rows.keys() == dcp_s3.Settings.model_fields.keys()
     text = run("config").stdout
     line = next(line for line in text.splitlines() if "part_size" in line)
-    assert line.split() == ["part_size", "67108864", "DCP_S3_PART_SIZE"]
+    assert line.split() == ["part_size", "16777216", "DCP_S3_PART_SIZE"]
     assert "hunter2" not in text
 
 
