@@ -12,7 +12,7 @@ ChecksumAlgorithm = Literal["crc64nvme", "crc32c", "none"]
 
 
 def crc64nvme(data: bytes | memoryview, previous: int = 0) -> int:
-    """CRC-64/NVME of ``data`` (30 GiB/s), continuing from ``previous``."""
+    """CRC-64/NVME of ``data``, continuing from ``previous``."""
     return int(checksums.crc64nvme(data, previous))
 
 
