@@ -139,6 +139,12 @@ def test_many_small_tensors_share_requests(memory_server: Any, root: str) -> Non
     assert memory_server.handle.counters.requests["GetObject"] <= 4
 
 
+def test_a_small_save_takes_five_requests(memory_server: Any, root: str) -> None:
+    memory_server.handle.reset_counters()
+    save({"x": torch.ones(3), "n": 5}, root)
+    assert dict(memory_server.handle.counters.requests) == {"GetObject": 2, "PutObject": 3}
+
+
 def test_separate_gives_groups_their_own_objects(memory_server: Any, root: str) -> None:
     state = {
         "model": {"w": torch.ones(10), "b": torch.ones(3)},
