@@ -17,7 +17,7 @@ from dcp_s3.checkpoint.transfer import ItemTransfer, TransferFactory
 from dcp_s3.transport import retry
 from dcp_s3.transport.bucket import Bucket
 from dcp_s3.transport.checksum import crc_hex
-from dcp_s3.transport.download import fetch_into
+from dcp_s3.transport.download import Target, fetch_into
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
@@ -99,19 +99,19 @@ class LoadExecutor:
 
     def _fetch(self, request: ReadRequest, transfers: Sequence[ItemTransfer]) -> list[ItemTransfer]:
         """Carry out one request; returns the items that it completed."""
-        views = [
-            self._discard[: segment.length]
+        targets = [
+            Target(self._discard[: segment.length])
             if segment.item is None
-            else transfers[segment.item].view(segment.item_offset, segment.length)
+            else transfers[segment.item].target_for(segment.item_offset, segment.length)
             for segment in request.segments
         ]
-        self._receive(request.path, request.start, views)
+        self._receive(request.path, request.start, targets)
         completed = []
-        for segment, view in zip(request.segments, views, strict=True):
+        for segment, target in zip(request.segments, targets, strict=True):
             if segment.item is None:
                 continue
             transfer = transfers[segment.item]
-            if transfer.arrived(segment.item_offset, view):
+            if transfer.arrived(segment.item_offset, target):
                 self._verify(transfer)
                 transfer.deliver()
                 completed.append(transfer)
@@ -128,9 +128,9 @@ class LoadExecutor:
             self._url,
         )
         transfer.forget()
-        view = transfer.view(0, extent.length)
-        self._receive(extent.path, extent.start, [view])
-        transfer.arrived(0, view)
+        target = transfer.target_for(0, extent.length)
+        self._receive(extent.path, extent.start, [target])
+        transfer.arrived(0, target)
         if transfer.found_crc() != expected:
             raise errors.CorruptCheckpointError(
                 f"{transfer.item.storage_index.fqn!r} in {self._url}: bytes {extent.start} "
@@ -140,9 +140,9 @@ class LoadExecutor:
                 url=str(self._url),
             )
 
-    def _receive(self, path: str, start: int, views: list[memoryview]) -> None:
+    def _receive(self, path: str, start: int, targets: list[Target]) -> None:
         try:
-            fetch_into(self._bucket, self._url.key(path), start, views, cancel=self._cancel)
+            fetch_into(self._bucket, self._url.key(path), start, targets, cancel=self._cancel)
         except errors.ObjectNotFoundError as error:
             raise errors.CorruptCheckpointError(
                 f"{self._url} is incomplete: its object {path} does not exist. It was deleted after the save: load "
@@ -154,8 +154,8 @@ class LoadExecutor:
             cut_short = isinstance(cause, retry.TruncatedBodyError)
             if cut_short or (isinstance(cause, Exception) and retry.status_code(cause) == 416):
                 raise errors.CorruptCheckpointError(
-                    f"{self._url} is damaged: {path} ends before byte {start + sum(v.nbytes for v in views)}. Load an "
-                    "earlier checkpoint",
+                    f"{self._url} is damaged: {path} ends before byte "
+                    f"{start + sum(t.view.nbytes for t in targets)}. Load an earlier checkpoint",
                     url=str(self._url),
                 ) from error
             raise

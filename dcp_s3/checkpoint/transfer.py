@@ -22,7 +22,8 @@ from dcp_s3.checkpoint._torch import (
 )
 from dcp_s3.checkpoint.memory import is_direct, view_bytes
 from dcp_s3.checkpoint.read_plan import Extent, covering_range, row_major_strides
-from dcp_s3.transport.checksum import combine_crc64nvme, crc64nvme
+from dcp_s3.transport.checksum import combine_crc64nvme
+from dcp_s3.transport.download import Target
 from dcp_s3.url import CheckpointURL
 
 
@@ -62,8 +63,8 @@ class ItemTransfer:
         self._buffer: torch.Tensor | None = None
         self._memory: memoryview | None = None
 
-    def view(self, offset: int, length: int) -> memoryview:
-        """Memory for ``length`` bytes of the extent from ``offset`` on."""
+    def target_for(self, offset: int, length: int) -> Target:
+        """Where ``length`` bytes of the extent from ``offset`` on are to be received."""
         with self._lock:
             if self._memory is None:
                 if self._direct and self.target is not None:
@@ -71,14 +72,13 @@ class ItemTransfer:
                 else:
                     self._buffer = torch.empty(self.extent.length if self.extent else 0, dtype=torch.uint8)
                     self._memory = view_bytes(self._buffer)
-            return self._memory[offset : offset + length]
+            return Target(self._memory[offset : offset + length], checksum=self.crc is not None)
 
-    def arrived(self, offset: int, view: memoryview) -> bool:
+    def arrived(self, offset: int, target: Target) -> bool:
         """Count received bytes; True when these were the last."""
-        crc = crc64nvme(view) if self.crc is not None else 0
         with self._lock:
-            self._crcs.append((offset, crc, view.nbytes))
-            self._missing -= view.nbytes
+            self._crcs.append((offset, target.crc or 0, target.view.nbytes))
+            self._missing -= target.view.nbytes
             return self._missing == 0
 
     def found_crc(self) -> int:

@@ -11,7 +11,8 @@ from dcp_s3 import errors
 from dcp_s3.settings import Settings
 from dcp_s3.transport import retry
 from dcp_s3.transport.bucket import Bucket
-from dcp_s3.transport.download import fetch_into
+from dcp_s3.transport.checksum import crc64nvme
+from dcp_s3.transport.download import Target, fetch_into
 from tests.faulty import FaultyServer
 
 DATA = random.Random(3).randbytes(3_000_000)
@@ -29,7 +30,7 @@ def stored(bucket: str) -> Bucket:
 )
 def test_bytes_are_scattered_in_order(stored: Bucket, start: int, sizes: list[int]) -> None:
     memory = [bytearray(size) for size in sizes]
-    fetch_into(stored, "dir/ke y+%", start, [memoryview(m) for m in memory])
+    fetch_into(stored, "dir/ke y+%", start, [Target(memoryview(m)) for m in memory])
     assert b"".join(memory) == DATA[start : start + sum(sizes)]
 
 
@@ -38,15 +39,15 @@ def test_connections_are_used_again(memory_server: Any, stored: Bucket) -> None:
     memory = bytearray(1000)
     pool = stored.client._endpoint.http_session._manager
     for start in range(50):
-        fetch_into(stored, "dir/ke y+%", start, [memoryview(memory)])
+        fetch_into(stored, "dir/ke y+%", start, [Target(memoryview(memory))])
     assert pool.connection_from_url(stored.settings.endpoint_url).num_connections <= 2
 
 
 def test_a_missing_object_and_a_range_past_the_end(stored: Bucket) -> None:
     with pytest.raises(errors.ObjectNotFoundError, match="missing"):
-        fetch_into(stored, "missing", 0, [memoryview(bytearray(4))])
+        fetch_into(stored, "missing", 0, [Target(memoryview(bytearray(4)))])
     with pytest.raises(errors.StorageError, match="GetObject"):
-        fetch_into(stored, "dir/ke y+%", len(DATA) + 5, [memoryview(bytearray(4))])
+        fetch_into(stored, "dir/ke y+%", len(DATA) + 5, [Target(memoryview(bytearray(4)))])
 
 
 def put(faulty: FaultyServer, data: bytes = DATA, **settings: Any) -> Bucket:
@@ -66,8 +67,10 @@ def test_a_broken_body_resumes_at_the_byte_reached(faulty: FaultyServer) -> None
 
     faulty.rule = rule
     memory = [bytearray(500_000), bytearray(len(DATA) - 500_000)]
-    fetch_into(target, "k", 0, [memoryview(m) for m in memory])
+    targets = [Target(memoryview(m), checksum=True) for m in memory]
+    fetch_into(target, "k", 0, targets)
     assert b"".join(memory) == DATA
+    assert [t.crc for t in targets] == [crc64nvme(bytes(m)) for m in memory]
     assert ranges == [f"bytes={n}-{len(DATA) - 1}" for n in (0, 1_000_000, 2_000_000)]
 
 
@@ -76,7 +79,7 @@ def test_progress_is_not_counted_as_failure(faulty: FaultyServer) -> None:
     target = put(faulty, retry_attempts=3)
     faulty.rule = lambda _: Fault.truncate(after_bytes=300_000)
     memory = bytearray(len(DATA))
-    fetch_into(target, "k", 0, [memoryview(memory)])
+    fetch_into(target, "k", 0, [Target(memoryview(memory))])
     assert memory == DATA
 
 
@@ -84,7 +87,7 @@ def test_without_progress_the_attempts_run_out(faulty: FaultyServer) -> None:
     target = put(faulty, retry_attempts=3)
     faulty.rule = lambda _: Fault.truncate(after_bytes=0)
     with pytest.raises(errors.TransferError, match="after 3 attempts") as failure:
-        fetch_into(target, "k", 0, [memoryview(bytearray(len(DATA)))])
+        fetch_into(target, "k", 0, [Target(memoryview(bytearray(len(DATA))))])
     assert isinstance(failure.value.__cause__, Exception)
 
 
@@ -106,7 +109,7 @@ def test_an_object_replaced_meanwhile_is_not_mixed(faulty: FaultyServer) -> None
 
     faulty.rule = rule
     with pytest.raises(errors.PreconditionFailedError, match="changed by someone else"):
-        fetch_into(target, "k", 0, [memoryview(bytearray(len(DATA)))])
+        fetch_into(target, "k", 0, [Target(memoryview(bytearray(len(DATA))))])
 
 
 def test_cancelling(faulty: FaultyServer) -> None:
@@ -114,4 +117,4 @@ def test_cancelling(faulty: FaultyServer) -> None:
     cancel = threading.Event()
     cancel.set()
     with pytest.raises(retry.Cancelled):
-        fetch_into(target, "k", 0, [memoryview(bytearray(10))], cancel=cancel)
+        fetch_into(target, "k", 0, [Target(memoryview(bytearray(10)))], cancel=cancel)
