@@ -103,7 +103,8 @@ def main() -> None:
             # killed save has left at this URL is no checkpoint, and not in the way.
             upload = dcp.async_save(
                 {"train": state},
-                storage_writer=dcp_s3.S3StorageWriter(f"{options.url}/step-{state.step:08d}"),
+                # Overwriting: a step may be there that `latest` passed over because it is damaged.
+                storage_writer=dcp_s3.S3StorageWriter(f"{options.url}/step-{state.step:08d}", overwrite=True),
                 process_group=checkpoint_group,
             )
             stall = time.perf_counter() - started

@@ -90,9 +90,21 @@ def exists_error(url: CheckpointURL, *, replaceable: bool = True) -> errors.Chec
     )
 
 
-def find_previous(bucket: Bucket, identity: SaveIdentity) -> frozenset[str]:
-    """Keys of the objects of what a save with collectives is about to overwrite: a checkpoint, or those of single
-    ranks. Empty if there is nothing; without the objects of metadata that cannot be read (a warning says so).
+@dataclass(frozen=True)
+class Previous:
+    """What a save is about to replace.
+
+    Attributes:
+        keys: of objects that only the old checkpoint needs. Without those of metadata that cannot be read.
+        etag: of the old ``.metadata``, None if there was none.
+    """
+
+    keys: frozenset[str] = frozenset()
+    etag: str | None = None
+
+
+def find_previous(bucket: Bucket, identity: SaveIdentity) -> Previous:
+    """What a save with collectives is about to overwrite: a checkpoint, those of single ranks, or nothing.
 
     Raises:
         StorageError: cannot tell.
@@ -102,9 +114,13 @@ def find_previous(bucket: Bucket, identity: SaveIdentity) -> frozenset[str]:
     listed = (key.removeprefix(prefix) for key, _ in bucket.list(url.key("__")))
     names = [name for name in listed if rank_of_metadata(name) is not None]
     keys: set[str] = set()
+    etag = None
     for name in [metadata_object(), *names]:
         try:
-            metadata = load_metadata(bucket.read(url.key(name)), url=str(url))
+            stored = bucket.get(url.key(name))
+            if name == metadata_object():
+                etag = stored.etag
+            metadata = load_metadata(stored.data, url=str(url))
         except errors.ObjectNotFoundError:
             continue
         except errors.CheckpointError as error:
@@ -118,7 +134,7 @@ def find_previous(bucket: Bucket, identity: SaveIdentity) -> frozenset[str]:
         if save_id:
             keys.add(url.key(manifest_object(save_id, rank)))
         keys.add(url.key(METRICS))
-    return frozenset(keys)
+    return Previous(frozenset(keys), etag)
 
 
 def commit(
@@ -127,10 +143,9 @@ def commit(
     metadata: Metadata,
     objects: Sequence[ObjectEntry],
     *,
-    overwrite: bool,
     world_size: int,
     metrics: Mapping[str, Any],
-    previous: frozenset[str],
+    previous: Previous,
 ) -> None:
     """Write the manifest, then ``.metadata``; then remove the objects that it replaced.
 
@@ -138,9 +153,8 @@ def commit(
     that come later.
 
     Raises:
-        CheckpointExistsError: without ``overwrite``, another save committed to this URL first; what this save
-            uploaded has been deleted.
-        StorageError: nothing was committed.
+        CheckpointExistsError: another save committed to this URL meanwhile; what this save uploaded has been deleted.
+        StorageError: nothing was committed, as far as the answers of S3 tell.
     """
     url = identity.url
     manifest = Manifest(
@@ -160,7 +174,8 @@ def commit(
         bucket.write(
             identity.metadata_key,
             data,
-            if_absent=not overwrite,
+            if_absent=previous.etag is None,
+            if_match=previous.etag,
             metadata={SAVE_ID_KEY: identity.save_id, METADATA_CRC_KEY: crc_hex(crc64nvme(data))},
         )
     except errors.PreconditionFailedError:
@@ -170,9 +185,9 @@ def commit(
             "of the save that lost",
         )
         raise exists_error(url, replaceable=identity.rank is None) from None
-    if previous:
+    if previous.keys:
         kept = {identity.manifest_key, *(url.key(entry.path) for entry in objects)}
-        _delete_quietly(bucket, previous - kept, "of the checkpoint that was overwritten")
+        _delete_quietly(bucket, previous.keys - kept, "of the checkpoint that was overwritten")
     logger.info("committed %s: %d objects, %d bytes", url, len(objects), manifest.total_size)
 
 

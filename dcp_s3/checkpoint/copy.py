@@ -23,6 +23,7 @@ from dcp_s3.format.layout import (
     CONTROL_PREFIX,
     DATA_SUFFIX,
     METADATA,
+    METADATA_CRC_KEY,
     PIN,
     SAVE_ID_KEY,
     manifest_object,
@@ -356,7 +357,9 @@ def upload(
     upload_files(bucket, files, on_progress=on_progress)
     for name, data in source.commits.items():
         save_id = str(getattr(source.metadata[name].storage_meta, "save_id", ""))
-        fields = {SAVE_ID_KEY: save_id} if source.manifest_of(name) else {}
+        fields = {METADATA_CRC_KEY: crc_hex(crc64nvme(data))}
+        if source.manifest_of(name):
+            fields[SAVE_ID_KEY] = save_id
         try:
             bucket.write(parsed.key(name), data, if_absent=not overwrite, metadata=fields)
         except errors.PreconditionFailedError:
@@ -377,7 +380,7 @@ def _clear_the_way(bucket: Bucket, url: CheckpointURL, source: _Source, *, overw
     # All objects directly below the URL that commit something; few requests, and only for an overwrite.
     paths = [key[skip:] for prefix in (METADATA, "__") for key, _ in bucket.list(url.key(prefix))]
     old = [path for path in paths if path == METADATA or _RANK_METADATA.fullmatch(path)]
-    replaced = frozenset[str]().union(*(find_previous(bucket, SaveIdentity(url, "", _rank_of(path))) for path in old))
+    replaced = find_previous(bucket, SaveIdentity(url, "")).keys
     planned = {url.key(path) for path in source.files}
     if old and (replaced & planned or old != [METADATA] or METADATA not in source.commits):
         bucket.delete([url.key(path) for path in old])

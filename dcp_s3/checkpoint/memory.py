@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -40,6 +40,16 @@ def view_bytes(tensor: torch.Tensor) -> memoryview:
     array = (ctypes.c_ubyte * size).from_address(tensor.data_ptr())
     array._tensor = tensor  # type: ignore[attr-defined]
     return memoryview(array).cast("B")
+
+
+def synchronize_accelerator(tensors: Iterable[torch.Tensor | None]) -> None:
+    """Wait for the accelerator if one of ``tensors`` is on it.
+
+    The threads that copy to and from it have streams of their own: what the caller's stream has still to do with a
+    tensor must be done before them, and what they have to do before the caller goes on.
+    """
+    if any(tensor is not None and tensor.device.type not in ("cpu", "meta") for tensor in tensors):
+        torch.accelerator.synchronize()
 
 
 def iterate_bytes(tensor: torch.Tensor, chunk_size: int) -> Iterator[memoryview]:

@@ -5,19 +5,22 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import as_completed
 
+import torch
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint._torch import ReaderTransforms
+from dcp_s3.checkpoint.memory import synchronize_accelerator
 from dcp_s3.checkpoint.read_plan import ReadRequest, plan_requests
 from dcp_s3.checkpoint.transfer import ItemTransfer, TransferFactory
 from dcp_s3.transport import retry
 from dcp_s3.transport.bucket import Bucket
 from dcp_s3.transport.checksum import crc_hex
 from dcp_s3.transport.download import Target, fetch_into
+from dcp_s3.transport.workers import Workers
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
@@ -55,6 +58,7 @@ class LoadExecutor:
             StorageError: S3 failed for good.
         """
         transfers = [self._factory.prepare(number, item, planner) for number, item in enumerate(plan.items)]
+        synchronize_accelerator(transfer.target for transfer in transfers)
         requests = plan_requests(
             [transfer.extent for transfer in transfers if transfer.extent is not None],
             max_request=self._bucket.settings.part_size,
@@ -67,9 +71,10 @@ class LoadExecutor:
         if not requests:
             return
         threads = min(self._bucket.settings.concurrency, len(requests))
-        pool = ThreadPoolExecutor(threads, thread_name_prefix="dcp_s3-download")
+        pool = Workers(threads, "dcp_s3-download")
         try:
-            futures = [pool.submit(self._fetch, request, transfers) for request in requests]
+            inference = torch.is_inference_mode_enabled()  # a property of the thread
+            futures = [pool.submit(self._fetch, request, transfers, inference) for request in requests]
             for future in as_completed(futures):
                 for transfer in future.result():
                     self._commit(transfer, planner)
@@ -77,7 +82,8 @@ class LoadExecutor:
             self._cancel.set()
             raise
         finally:
-            pool.shutdown(wait=True, cancel_futures=True)
+            pool.close()
+        synchronize_accelerator(transfer.target for transfer in transfers)
 
     def _commit(self, transfer: ItemTransfer, planner: LoadPlanner) -> None:
         if transfer.target is not None:
@@ -97,7 +103,7 @@ class LoadExecutor:
 
     # --- on the pool --------------------------------------------------------------------------------
 
-    def _fetch(self, request: ReadRequest, transfers: Sequence[ItemTransfer]) -> list[ItemTransfer]:
+    def _fetch(self, request: ReadRequest, transfers: Sequence[ItemTransfer], inference: bool) -> list[ItemTransfer]:
         """Carry out one request; returns the items that it completed."""
         targets = [
             Target(self._discard[: segment.length])
@@ -113,7 +119,8 @@ class LoadExecutor:
             transfer = transfers[segment.item]
             if transfer.arrived(segment.item_offset, target):
                 self._verify(transfer)
-                transfer.deliver()
+                with torch.inference_mode(inference):
+                    transfer.deliver()
                 completed.append(transfer)
         return completed
 
@@ -151,8 +158,7 @@ class LoadExecutor:
             ) from error
         except errors.StorageError as error:
             cause = error.__cause__
-            cut_short = isinstance(cause, retry.TruncatedBodyError)
-            if cut_short or (isinstance(cause, Exception) and retry.status_code(cause) == 416):
+            if isinstance(cause, Exception) and retry.status_code(cause) == 416:
                 raise errors.CorruptCheckpointError(
                     f"{self._url} is damaged: {path} ends before byte "
                     f"{start + sum(t.view.nbytes for t in targets)}. Load an earlier checkpoint",

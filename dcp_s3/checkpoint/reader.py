@@ -102,21 +102,21 @@ class S3StorageReader(StorageReader):
     def _fetch_metadata(self, rank: int | None) -> Metadata:
         url = self._require_url()
         try:
-            data, user_metadata = self._bucket().read_with_metadata(url.key(metadata_object(rank)))
+            stored = self._bucket().get(url.key(metadata_object(rank)))
         except errors.ObjectNotFoundError:
             raise errors.CheckpointNotFoundError(
                 f"there is no committed checkpoint at {url}: it has no {metadata_object(rank)}. Remedy: check the URL; "
                 "`dcp-s3 ls` on its parent shows what is there. A save that was cut off leaves no checkpoint",
                 url=str(url),
             ) from None
-        found, recorded = crc_hex(crc64nvme(data)), user_metadata.get(METADATA_CRC_KEY)
+        found, recorded = crc_hex(crc64nvme(stored.data)), stored.metadata.get(METADATA_CRC_KEY)
         if recorded is not None and recorded != found:
             raise errors.CorruptMetadataError(
                 f"the metadata of {url} is damaged: its CRC-64/NVME is {found}, recorded was {recorded}. Remedy: "
                 "load an earlier checkpoint, or restore the object from a backup",
                 url=str(url),
             )
-        return load_metadata(data, url=str(url))
+        return load_metadata(stored.data, url=str(url))
 
     def _explain_missing(self, rank: int) -> errors.CheckpointNotFoundError | None:
         """The error for a checkpoint of single ranks that has none of this rank; None where there is nothing."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 
+import torch
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -20,6 +21,7 @@ from dcp_s3.transport.bucket import Bucket
 from dcp_s3.transport.checksum import crc_hex
 from dcp_s3.transport.retry import Cancelled
 from dcp_s3.transport.upload import Uploader
+from dcp_s3.transport.workers import Workers
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
@@ -64,6 +66,8 @@ def write_buckets(
     if not buckets:
         return []
     started = time.monotonic()
+    if torch.accelerator.is_available() and _is_initialized():
+        torch.accelerator.synchronize()  # the threads below do not see what the caller's stream has still to do
     item_writer = ItemWriter(planner, transforms, chunk_size=bucket.settings.part_size)
 
     def write_bucket(number: int, planned: WriteBucket, uploader: Uploader) -> list[WriteResult]:
@@ -78,7 +82,7 @@ def write_buckets(
         ]
 
     with Uploader(bucket) as uploader:
-        producers = ThreadPoolExecutor(len(buckets), thread_name_prefix="dcp_s3-bucket")
+        producers = Workers(len(buckets), "dcp_s3-bucket")
         try:
             futures = [producers.submit(write_bucket, n, planned, uploader) for n, planned in enumerate(buckets)]
             wait(futures, return_when=FIRST_EXCEPTION)
@@ -91,7 +95,7 @@ def write_buckets(
             uploader.cancel.set()
             raise
         finally:
-            producers.shutdown(wait=True, cancel_futures=True)
+            producers.close()
     seconds = time.monotonic() - started
     logger.debug("wrote %d items in %d objects in %.3f s", len(results), len(buckets), seconds)
     return results
@@ -101,3 +105,10 @@ def _cause(uploader: Uploader, futures: Sequence[Future[list[WriteResult]]]) -> 
     """The failure behind a cancellation."""
     errors = [uploader.error, *(future.exception() for future in futures)]
     return next((e for e in errors if e is not None and not isinstance(e, Cancelled)), Cancelled())
+
+
+def _is_initialized() -> bool:
+    """Whether this process has used the accelerator; a process for checkpoints only should not begin to."""
+    accelerator = torch.accelerator.current_accelerator()
+    module = None if accelerator is None else torch.get_device_module(accelerator)
+    return bool(getattr(module, "is_initialized", lambda: True)())

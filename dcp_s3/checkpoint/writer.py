@@ -16,6 +16,7 @@ from torch.futures import Future
 
 from dcp_s3.checkpoint._torch import CURRENT_DCP_VERSION, StreamTransformExtension, WriterTransforms
 from dcp_s3.checkpoint.commit import (
+    Previous,
     SaveIdentity,
     check_absent,
     check_metrics,
@@ -82,7 +83,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         self._rank = 0
         self._is_coordinator = True
         self._use_collectives = True
-        self._previous: frozenset[str] = frozenset()
+        self._previous = Previous()
 
     # --- StorageWriter ------------------------------------------------------------------------------
 
@@ -165,7 +166,6 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             # A copy: with plan caching, the next save gets this very object while it is being pickled.
             dataclasses.replace(metadata),
             objects,
-            overwrite=self.overwrite and self._use_collectives,
             world_size=len(results) if self._use_collectives else _world_size(),
             metrics=self.metrics,
             previous=self._previous,

@@ -10,6 +10,7 @@ the request is sent over.
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import threading
 from typing import Any
@@ -18,6 +19,11 @@ from dcp_s3.checkpoint._torch import AsyncCheckpointProcess, fsspec_filesystem
 from dcp_s3.checkpoint.reader import S3StorageReader
 from dcp_s3.checkpoint.writer import S3StorageWriter
 from dcp_s3.url import is_s3_url
+
+logger = logging.getLogger(__name__)
+
+# Arguments of FsspecWriter and FsspecReader that mean the same to ours.
+_UNDERSTOOD = frozenset({"overwrite", "_extensions", "_extension_registry"})
 
 _lock = threading.Lock()
 _originals: dict[str, Any] = {}
@@ -53,7 +59,9 @@ def _dispatching(original: Any, ours: Any) -> Any:
     def make(cls: Any, path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
         # A subclass of torch's class that somebody made meanwhile stays what it is.
         if cls is dispatcher and is_s3_url(path):
-            return ours(path)
+            if ignored := sorted(kwargs.keys() - _UNDERSTOOD):
+                logger.warning("%s(%r): %s have no meaning for dcp_s3", cls.__name__, path, ", ".join(ignored))
+            return ours(path, **{name: value for name, value in kwargs.items() if name in _UNDERSTOOD})
         return object.__new__(cls)
 
     def validate(cls: Any, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -14,6 +14,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 _JOIN_BELOW = 64 * 2**10
+# Python's socket timeout is for a whole `sendall`, and while a new connection sends its first body that is the connect
+# timeout: a part of 64 MiB in one call would have to be through within 5 s. 1 MiB leaves that to dead connections.
+_SEND_AT_ONCE = 2**20
 
 
 class GatherBody:
@@ -53,7 +56,7 @@ class GatherBody:
         return bytes(out)
 
     def chunks(self) -> Iterator[memoryview | bytes]:
-        """The buffers for ``sendall``; neighbours that are small are joined, to save system calls."""
+        """The buffers for ``sendall``: large ones in slices, neighbours that are small joined."""
         small: list[memoryview] = []
         small_size = 0
         for view in self._views:
@@ -61,7 +64,8 @@ class GatherBody:
                 yield b"".join(small)
                 small, small_size = [], 0
             if view.nbytes >= _JOIN_BELOW:
-                yield view
+                for start in range(0, view.nbytes, _SEND_AT_ONCE):
+                    yield view[start : start + _SEND_AT_ONCE]
             elif view.nbytes:
                 small.append(view)
                 small_size += view.nbytes
@@ -77,6 +81,10 @@ class _Chunks:
 
     def __iter__(self) -> Iterator[memoryview | bytes]:
         return self._body.chunks()
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        """Called by botocore before it sends the body again to another region; every iteration begins at 0 anyway."""
+        return 0
 
 
 def send_without_copy(request: Any, **_: Any) -> None:

@@ -12,7 +12,7 @@ from dcp_s3 import errors
 from dcp_s3.settings import Settings
 from dcp_s3.transport import retry
 from dcp_s3.transport.checksum import ChecksumAlgorithm, crc32c, crc64nvme, encode_crc
-from dcp_s3.transport.client import get_client
+from dcp_s3.transport.client import forget_client, get_client
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +20,21 @@ T = TypeVar("T")
 
 # https://docs.aws.amazon.com/AmazonS3/latest/API/API_DeleteObjects.html
 _DELETE_BATCH = 1000
+
+
+@dataclass(frozen=True)
+class StoredObject:
+    """A small object as it was read.
+
+    Attributes:
+        data: its bytes.
+        metadata: user metadata, names in lower case.
+        etag: as S3 gave it, with quotes.
+    """
+
+    data: bytes
+    metadata: Mapping[str, str]
+    etag: str
 
 
 @dataclass(frozen=True)
@@ -68,18 +83,22 @@ class Bucket:
         request: Callable[[], T],
         *,
         cancel: threading.Event | None = None,
-        on_retry: Callable[[int, Exception], T | None] | None = None,
+        recover: Callable[[Exception], T | None] | None = None,
     ) -> T:
         """`retry.call` for this bucket."""
-        return retry.call(
-            request,
-            operation=operation,
-            bucket=self.name,
-            key=key,
-            attempts=self.settings.retry_attempts,
-            cancel=cancel,
-            on_retry=on_retry,
-        )
+        try:
+            return retry.call(
+                request,
+                operation=operation,
+                bucket=self.name,
+                key=key,
+                attempts=self.settings.retry_attempts,
+                cancel=cancel,
+                recover=recover,
+            )
+        except errors.CredentialsError:
+            forget_client(self.settings)  # the next save or load looks for credentials anew
+            raise
 
     def exists(self, key: str) -> bool:
         """Whether the object exists.
@@ -109,18 +128,18 @@ class Bucket:
         Raises:
             ObjectNotFoundError: there is none; other StorageErrors.
         """
-        return self.read_with_metadata(key)[0]
+        return self.get(key).data
 
-    def read_with_metadata(self, key: str) -> tuple[bytes, dict[str, str]]:
-        """All bytes of a small object, and its user metadata (names in lower case).
+    def get(self, key: str) -> StoredObject:
+        """A small object, whole.
 
         Raises:
             ObjectNotFoundError: there is none; other StorageErrors.
         """
 
-        def attempt() -> tuple[bytes, dict[str, str]]:
+        def attempt() -> StoredObject:
             answer = self._get(key)
-            return bytes(answer["Body"].read()), _user_metadata(answer)
+            return StoredObject(bytes(answer["Body"].read()), _user_metadata(answer), answer.get("ETag", ""))
 
         return self.call("GetObject", key, attempt)
 
@@ -141,6 +160,7 @@ class Bucket:
         data: bytes,
         *,
         if_absent: bool = False,
+        if_match: str | None = None,
         content_type: str = "application/octet-stream",
         metadata: Mapping[str, str] | None = None,
     ) -> None:
@@ -149,15 +169,17 @@ class Bucket:
         Args:
             key: object key.
             data: its bytes.
-            if_absent: ask S3 to refuse if the object exists (If-None-Match: *). A store that does not know
-                conditional writes gets a plain one, after a warning. If the answer to a write that S3 did was
-                lost, the repetition is refused: the object is then read back and compared, so that only somebody
-                else's object counts as refused.
+            if_absent: ask S3 to refuse if the object exists (If-None-Match: *).
+            if_match: ask S3 to refuse unless the object has this ETag (If-Match).
             content_type: MIME type.
             metadata: user metadata.
 
+        A refusal is believed only after a look: if the object is the one that was to be written, an earlier attempt
+        did it and its answer was lost. Stores that do not know a condition (they answer 501, or refuse one that holds)
+        get a plain write, after a warning.
+
         Raises:
-            PreconditionFailedError: ``if_absent``, and another object is there.
+            PreconditionFailedError: the condition does not hold: somebody else wrote the object.
         """
         arguments: dict[str, Any] = {
             **self.common,
@@ -172,20 +194,31 @@ class Bucket:
             self.client.put_object(**arguments, Body=data)
             return True
 
-        def already_done(_: int, error: Exception) -> bool | None:
-            return True if retry.status_code(error) == 412 and self.read(key) == data else None
+        def look(error: Exception) -> bool | None:
+            status = retry.status_code(error)
+            if status == 501 and (if_absent or if_match):
+                return without_condition()
+            if status != 412:
+                return None
+            try:
+                found = self.get(key)
+            except errors.ObjectNotFoundError:
+                return None
+            if found.data == data:
+                return True
+            return without_condition() if if_match and found.etag == if_match else None
+
+        def without_condition() -> bool:
+            _warn_once_no_conditional_writes(self.settings.endpoint_url)
+            arguments.pop("IfNoneMatch", None)
+            arguments.pop("IfMatch", None)
+            return self.call("PutObject", key, attempt)
 
         if if_absent:
             arguments["IfNoneMatch"] = "*"
-        try:
-            self.call("PutObject", key, attempt, on_retry=already_done)
-        except errors.StorageError as error:
-            cause = error.__cause__
-            if not (if_absent and isinstance(cause, Exception) and retry.status_code(cause) == 501):
-                raise
-            _warn_once_no_conditional_writes(self.settings.endpoint_url)
-            del arguments["IfNoneMatch"]
-            self.call("PutObject", key, attempt)
+        elif if_match:
+            arguments["IfMatch"] = if_match
+        self.call("PutObject", key, attempt, recover=look)
 
     def checksum_arguments(self, data: bytes) -> dict[str, str]:
         """The checksum header of a whole body, empty if checksums are off."""
@@ -250,6 +283,6 @@ def _warn_once_no_conditional_writes(endpoint: str | None) -> None:
     if endpoint not in _warned:
         _warned.add(endpoint)
         logger.warning(
-            "%s does not know conditional writes (If-None-Match): two jobs that save to one URL at the same time "
+            "%s does not know conditional writes (If-None-Match, If-Match): two jobs that save to one URL at one time "
             "will not be told apart", endpoint or "the S3 endpoint",
         )  # fmt: skip

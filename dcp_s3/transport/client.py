@@ -93,6 +93,12 @@ def _session() -> Any:
     return boto3.session.Session(botocore_session=core)
 
 
+def forget_client(settings: Settings) -> None:
+    """Let the next `get_client` make a new client, which reads the credentials anew. Requests under way go on."""
+    with _lock:
+        _clients.pop((os.getpid(), settings), None)
+
+
 def close_clients() -> None:
     """Close this process's clients and their idle connections. The next request makes new ones."""
     with _lock:

@@ -31,14 +31,16 @@ BACKOFF_CAP = 10.0
 _RETRYABLE_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
 _RETRYABLE_CODES = frozenset(
     {
-        "BadDigest", "InternalError", "OperationAborted", "RequestTimeout", "RequestTimeoutException",
+        "BadDigest",
+        "IncompleteBody", "InternalError", "OperationAborted", "RequestTimeTooSkewed",
+        "RequestTimeout", "RequestTimeoutException",
         "ServiceUnavailable", "SlowDown", "Throttling", "ThrottlingException", "TooManyRequests",
         "XAmzContentChecksumMismatch",
     }
 )  # fmt: skip
 _CREDENTIAL_CODES = frozenset(
     {
-        "AuthorizationHeaderMalformed", "ExpiredToken", "InvalidAccessKeyId", "InvalidToken", "RequestTimeTooSkewed",
+        "AuthorizationHeaderMalformed", "ExpiredToken", "InvalidAccessKeyId", "InvalidToken",
         "SignatureDoesNotMatch", "TokenRefreshRequired",
     }
 )  # fmt: skip
@@ -102,7 +104,7 @@ def call(
     key: str = "",
     attempts: int,
     cancel: threading.Event | None = None,
-    on_retry: Callable[[int, Exception], T | None] | None = None,
+    recover: Callable[[Exception], T | None] | None = None,
 ) -> T:
     """Run ``request`` until it succeeds, fails for good, or ``attempts`` are used up.
 
@@ -113,8 +115,9 @@ def call(
         key: for messages.
         attempts: tries in all.
         cancel: when set, no further attempt is made.
-        on_retry: called with (number of failed attempts, error) for an error that is not retryable; may return a
-            result (not None) when the error shows that an earlier attempt, whose answer was lost, did the work.
+        recover: called with the error of each failed attempt; may return a result (not None) when the error shows that
+            the work is done: the answer to an earlier attempt was lost, or something on the way (a proxy) sent the
+            request twice.
 
     Raises:
         Cancelled: ``cancel`` was set.
@@ -128,8 +131,8 @@ def call(
         try:
             return request()
         except _REQUEST_ERRORS as error:
-            if on_retry is not None and attempt > 1:
-                done = on_retry(attempt, error)
+            if recover is not None:
+                done = recover(error)
                 if done is not None:
                     return done
             if attempt >= attempts or not is_retryable(error):

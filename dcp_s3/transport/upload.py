@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from dcp_s3.transport.body import GatherBody
 from dcp_s3.transport.bucket import Bucket
 from dcp_s3.transport.checksum import combine_crc64nvme, crc32c, crc64nvme, encode_crc
 from dcp_s3.transport.parts import MAX_PARTS, Piece, choose_part_size, views_of
+from dcp_s3.transport.workers import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class Uploader:
         self.cancel = threading.Event()
         self.error: BaseException | None = None
         """The failure that cancelled everything, if one did."""
-        self._pool = ThreadPoolExecutor(bucket.settings.concurrency, thread_name_prefix="dcp_s3-upload")
+        self._pool = Workers(bucket.settings.concurrency, "dcp_s3-upload")
         self._slots = threading.BoundedSemaphore(bucket.settings.concurrency + _WAITING_PARTS)
         self._lock = threading.Lock()
         self._open: set[ObjectUpload] = set()
@@ -70,7 +71,7 @@ class Uploader:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self.cancel.set()
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self._pool.close()
         if kind is not None:
             self._clean_up()
         if kind is retry.Cancelled and self.error is not None:
@@ -101,11 +102,7 @@ class Uploader:
             pass
         if self.cancel.is_set():
             raise retry.Cancelled  # a slot that was taken does not matter any more
-        try:
-            future = self._pool.submit(self._run, function, *arguments)
-        except RuntimeError:  # the pool is shut down
-            self._slots.release()
-            raise retry.Cancelled from None
+        future = self._pool.submit(self._run, function, *arguments)
         future.add_done_callback(lambda _: self._slots.release())
         return future
 
@@ -343,11 +340,14 @@ class ObjectUpload:
                 "ChecksumType": "FULL_OBJECT",
             }
 
-        def already_completed(_: int, error: Exception) -> Any:
+        def already_completed(error: Exception) -> Any:
             # The answer of an attempt that S3 carried out was lost: the upload is gone, the object is there.
             if retry.error_code(error) != "NoSuchUpload":
                 return None
-            found = self._bucket.head(self.key)
+            try:
+                found = self._bucket.head(self.key)
+            except errors.ObjectNotFoundError:
+                return None
             return found if int(found["ContentLength"]) == self.size else None
 
         self._bucket.call(
@@ -355,7 +355,7 @@ class ObjectUpload:
             self.key,
             lambda: self._bucket.client.complete_multipart_upload(**arguments),
             cancel=self._uploader.cancel,
-            on_retry=already_completed,
+            recover=already_completed,
         )
         self._upload_id = None
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import subprocess
+import sys
 import threading
 import time
 import traceback
@@ -363,3 +365,16 @@ def _many_saves(url: str) -> None:
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="counts the entries of /proc/self/fd")
 def test_thirty_saves_and_loads_leave_no_threads_nor_descriptors(root: str, memory_server: S3Server) -> None:
     run_ranks(1, _many_saves, root)
+
+
+def test_a_last_save_that_nobody_waits_for_is_not_lost(memory_server: Any, root: str) -> None:
+    script = f"""
+import torch, torch.distributed.checkpoint as dcp
+from dcp_s3 import S3StorageWriter
+if __name__ == "__main__":
+    dcp.async_save({{"x": torch.arange(3000000)}}, storage_writer=S3StorageWriter({root!r}))
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], timeout=120, check=True)
+    state = {"x": torch.zeros(3000000, dtype=torch.int64)}
+    dcp.load(state, storage_reader=S3StorageReader(root))
+    assert torch.equal(state["x"], torch.arange(3000000))

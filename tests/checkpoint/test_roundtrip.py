@@ -240,3 +240,13 @@ def test_subclasses_go_through_torch_save(memory_server: Any, root: str) -> None
     with torch.serialization.safe_globals([Marked]):
         load(target, root)
     assert_same(target["m"], state["m"].as_subclass(torch.Tensor))
+
+
+def test_loading_in_inference_mode(memory_server: Any, root: str) -> None:
+    """Which is a property of a thread, and the bytes arrive in others."""
+    state = {"a": random_tensor((30, 40), torch.float32)}
+    save(state, root)
+    with torch.inference_mode():
+        target = {"a": torch.zeros(40, 30).t()}
+        load(target, root)
+    assert_same(target, state)

@@ -70,3 +70,20 @@ def test_a_body_is_sent_from_the_memory_itself(memory_server: object, bucket: st
     data = bytearray(b"ab" * 500_000)
     target.client.put_object(Bucket=bucket, Key="k", Body=Unreadable([memoryview(data)]))
     assert target.read("k") == data
+
+
+def test_no_single_send_is_long() -> None:
+    """A socket's timeout is for a whole sendall: a large part in one would need a fast connection."""
+    large = bytes(5 * 2**20 + 1)
+    chunks = list(GatherBody([memoryview(large)]).chunks())
+    assert max(len(chunk) for chunk in chunks) <= 2**20
+    assert b"".join(chunks) == large
+
+
+def test_botocore_may_rewind_what_is_sent() -> None:
+    """As it does before it repeats a request in another region."""
+    request = _Request(body_of([b"ab", b"c"]))
+    send_without_copy(request=request)
+    assert b"".join(request.body) == b"abc"  # type: ignore[call-overload]
+    request.body.seek(0)  # type: ignore[attr-defined]
+    assert b"".join(request.body) == b"abc"  # type: ignore[call-overload]

@@ -159,3 +159,38 @@ def test_a_child_process_makes_its_own_client(memory_server: Any, bucket: str, m
 def test_user_metadata_is_kept(target: Bucket) -> None:
     target.write("k", json.dumps({}).encode(), metadata={"dcp-s3-save-id": "abc"})
     assert target.head("k")["Metadata"] == {"dcp-s3-save-id": "abc"}
+
+
+def test_a_refused_write_of_what_is_there_already_is_done(target: Bucket) -> None:
+    """A proxy sent it twice, or the answer to an earlier attempt was lost."""
+    target.write("k", b"mine", if_absent=True)
+    target.write("k", b"mine", if_absent=True)
+    assert target.read("k") == b"mine"
+
+
+def test_a_write_on_condition_that_nobody_else_wrote(server: Any, target: Bucket) -> None:
+    target.write("k", b"first")
+    etag = target.get("k").etag
+    target.write("k", b"second", if_match=etag)
+    assert target.read("k") == b"second", "also where a store refuses a condition that holds (RGW)"
+    if not server.conditional_writes:
+        return
+    with pytest.raises(errors.PreconditionFailedError):
+        target.write("k", b"third", if_match=etag)
+    assert target.read("k") == b"second"
+
+
+def test_credentials_are_read_anew_after_they_were_refused(
+    memory_server: Any, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings(read_timeout="59s")  # a client of its own
+    key = "AWS_ACCESS_KEY_ID"
+    right = os.environ[key]
+    monkeypatch.delenv(key)
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    with pytest.raises(errors.CredentialsError):
+        Bucket(bucket, settings).read("k")
+    monkeypatch.setenv(key, right)
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", memory_server.secret_key)
+    with pytest.raises(errors.ObjectNotFoundError):
+        Bucket(bucket, settings).read("k")

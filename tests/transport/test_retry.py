@@ -110,19 +110,19 @@ def test_cancelling_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(calls) == 1
 
 
-def test_a_lost_answer_is_recognised_only_after_a_failed_attempt() -> None:
+def test_an_error_may_show_that_the_work_is_done() -> None:
     answers: list[Any] = [ConnectionResetError(), client_error("NoSuchUpload", 404)]
 
     def request() -> str:
         raise answers.pop(0)
 
-    def lost(_: int, error: Exception) -> str | None:
+    def lost(error: Exception) -> str | None:
         return "found" if retry.error_code(error) == "NoSuchUpload" else None
 
-    assert retry.call(request, operation="X", bucket="b", attempts=5, on_retry=lost) == "found"
-    answers.append(client_error("NoSuchUpload", 404))
+    assert retry.call(request, operation="X", bucket="b", attempts=5, recover=lost) == "found"
+    answers.append(client_error("NoSuchKey", 404))
     with pytest.raises(errors.ObjectNotFoundError):
-        retry.call(request, operation="X", bucket="b", attempts=5, on_retry=lost)
+        retry.call(request, operation="X", bucket="b", attempts=5, recover=lost)
 
 
 @pytest.mark.parametrize(("attempt", "longest"), [(1, 0.1), (2, 0.2), (5, 1.6), (20, 10.0)])

@@ -1,0 +1,60 @@
+"""Threads that end with their owner."""
+
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from dcp_s3.transport.workers import Workers
+
+
+def test_results_errors_and_names() -> None:
+    workers = Workers(3, "dcp_s3-test")
+    futures = [workers.submit(divmod, 7, n) for n in (2, 0, 3)]
+    assert futures[0].result(10) == (3, 1)
+    with pytest.raises(ZeroDivisionError):
+        futures[1].result(10)
+    assert futures[2].result(10) == (2, 1)
+    assert {t.name for t in threading.enumerate() if t.name.startswith("dcp_s3-test")} == {
+        f"dcp_s3-test-{n}" for n in range(3)
+    }
+    workers.close()
+    assert not [t for t in threading.enumerate() if t.name.startswith("dcp_s3-test")]
+
+
+def test_close_cancels_what_has_not_begun_and_waits_for_the_rest() -> None:
+    workers = Workers(1, "dcp_s3-test")
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow() -> str:
+        begun.set()
+        go_on.wait(10)
+        return "done"
+
+    running, waiting = workers.submit(slow), workers.submit(slow)
+    assert begun.wait(10)
+    threading.Timer(0.1, go_on.set).start()
+    workers.close()
+    assert running.result(0) == "done"
+    assert waiting.cancelled()
+
+
+def test_work_can_be_submitted_while_the_interpreter_ends() -> None:
+    """As in a script whose last asynchronous save nobody waits for."""
+    script = """
+import time
+from concurrent.futures import ThreadPoolExecutor, thread
+from dcp_s3.transport.workers import Workers
+
+def late():
+    while not thread._shutdown:
+        time.sleep(0.01)
+    workers = Workers(2, "w")
+    print(workers.submit(lambda: "still works").result())
+    workers.close()
+
+ThreadPoolExecutor(1).submit(late)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "still works"
