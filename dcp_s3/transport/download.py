@@ -10,9 +10,9 @@ from dcp_s3.transport.body import finish_response, readinto_response
 from dcp_s3.transport.bucket import Bucket
 from dcp_s3.transport.checksum import crc64nvme
 
-# Bytes received before they are added to the checksum: they are then still in the CPU's cache, and the interpreter
-# lock, which the checksum keeps, is free again after some 30 us.
-_BLOCK = 2**20
+# Bytes received before they are added to the checksum: most are then still in the CPU's cache. What a connection that
+# breaks had received of the block is lost.
+_BLOCK = 4 * 2**20
 
 
 class Target:
