@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 
+from dcp_s3 import errors
 from dcp_s3.transport import retry
 from dcp_s3.transport.body import finish_response, readinto_response
 from dcp_s3.transport.bucket import Bucket
@@ -90,9 +91,7 @@ def fetch_into(
         before = cursor.done
         try:
             bucket.call("GetObject", key, attempt, cancel=cancel)
-        except retry.Cancelled:
-            raise
-        except Exception:
+        except errors.TransferError:
             # All attempts are used up, but the last round moved on: a slow, flaky link, not a dead one.
             if cursor.done > before and not cursor.full and bucket.settings.retry_attempts > 1:
                 continue
