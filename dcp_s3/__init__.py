@@ -9,12 +9,12 @@
 from dcp_s3 import errors
 from dcp_s3._version import __version__
 from dcp_s3.checkpoint.reader import S3StorageReader
-from dcp_s3.checkpoint.stager import S3Stager
 from dcp_s3.checkpoint.writer import S3StorageWriter
 from dcp_s3.integrations.dcp import register, unregister
 from dcp_s3.retention.catalog import latest, list_checkpoints
 from dcp_s3.retention.checkpoint_info import CheckpointInfo
 from dcp_s3.settings import Settings
+from dcp_s3.staging.stager import S3Stager
 
 __all__ = [
     "CheckpointInfo",

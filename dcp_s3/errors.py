@@ -91,6 +91,17 @@ class PreconditionFailedError(StorageError):
     """A conditional request (If-None-Match, If-Match) was refused: the object is not as expected."""
 
 
+# --- staging -------------------------------------------------------------------------------------
+
+
+class StagingError(DcpS3Error):
+    """A state could not be copied for an asynchronous save: no room, or something in it can not be copied."""
+
+
+class StagingLimitError(StagingError):
+    """The state to stage exceeds ``DCP_S3_STAGING_LIMIT`` and there is no ``DCP_S3_SPILL_DIR``."""
+
+
 # --- checkpoints ---------------------------------------------------------------------------------
 
 

@@ -17,7 +17,7 @@ from pydantic import BeforeValidator, Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from dcp_s3.errors import SettingsError
-from dcp_s3.units import parse_duration, parse_size
+from dcp_s3.units import parse_duration, parse_size, parse_size_or_fraction
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +28,7 @@ MIN_PART_SIZE = 5 * 2**20
 MAX_PART_SIZE = 5 * 2**30
 
 Size = Annotated[int, BeforeValidator(parse_size)]
+SizeOrFraction = Annotated[int | float, BeforeValidator(parse_size_or_fraction)]
 Seconds = Annotated[float, BeforeValidator(parse_duration)]
 
 
@@ -86,6 +87,15 @@ class Settings(BaseSettings):
     """Hex digits of a hash put before object names (``a7/__0_0-....distcp``) to spread the load of very large
     jobs over S3's partitions. 0: none."""
 
+    staging_limit: SizeOrFraction | None = None
+    """Host memory for the staged copies of asynchronous saves, per process: bytes (``64GiB``), or a fraction (``0.5``,
+    ``50%``) of the memory that is available when the stager is made, divided by the ranks on the host
+    (``LOCAL_WORLD_SIZE``). Unset: no limit."""
+    staging_generations: int = Field(default=2, ge=1, le=64)
+    """At most this many staged copies at a time; while all are being saved, the next asynchronous save waits."""
+    spill_dir: str | None = None
+    """Local directory for what exceeds ``staging_limit``. Unset: exceeding it is an error."""
+
     allow_dtype_cast: bool = False
     """Whether a load may convert a saved tensor to another dtype. Off: `DtypeMismatchError`, because a silent
     conversion is silent damage."""
@@ -96,6 +106,13 @@ class Settings(BaseSettings):
         except ValidationError as error:
             raise SettingsError(_explain(error, values)) from None
         _warn_of_unknown_variables(type(self))
+
+    @field_validator("staging_limit")
+    @classmethod
+    def _some_memory(cls, value: int | float | None) -> int | float | None:
+        if isinstance(value, int) and value < 2**20:
+            raise ValueError("expected at least 1MiB, or a fraction like 0.5 or 50%")
+        return value
 
     @field_validator("endpoint_url")
     @classmethod
@@ -124,6 +141,12 @@ def _explain(error: ValidationError, given: Mapping[str, Any]) -> str:
         value = "<hidden>" if "credentials" in detail["msg"] else repr(found)
         lines.append(f"{source} = {value} is not allowed: {detail['msg'].removeprefix('Value error, ')}")
     return "; ".join(lines)
+
+
+def local_world_size() -> int:
+    """Ranks on this host as the launcher tells it (torchrun sets ``LOCAL_WORLD_SIZE``), otherwise 1."""
+    value = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, int(value)) if value.isdecimal() else 1
 
 
 _warned: set[str] = set()

@@ -14,6 +14,8 @@ _SIZE_UNITS = {
 _DURATION_UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _NUMBER_UNIT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
+_FRACTION = re.compile(r"\s*([0-9]*\.[0-9]+|[0-9]+(\.[0-9]+)?\s*%)\s*")
+
 
 def _parse(text: str, units: dict[str, float] | dict[str, int], example: str) -> float:
     match = _NUMBER_UNIT.fullmatch(text)
@@ -35,6 +37,24 @@ def parse_size(value: object) -> int:
     if size != int(size) or size < 0:
         raise ValueError("expected a whole number of bytes, zero or more")
     return int(size)
+
+
+def parse_size_or_fraction(value: object) -> int | float:
+    """Bytes (int) of what `parse_size` takes, or a fraction (float) of ``0.5``, ``"0.5"`` or ``50%``.
+
+    Raises:
+        ValueError: neither, or a fraction that is not above 0 and at most 1.
+    """
+    fraction: float | None = None
+    if isinstance(value, float) and value <= 1:
+        fraction = value
+    elif isinstance(value, str) and _FRACTION.fullmatch(value):
+        fraction = float(value.strip().rstrip("%")) / (100 if "%" in value else 1)
+    if fraction is None:
+        return parse_size(value)
+    if not 0 < fraction <= 1:
+        raise ValueError("expected a fraction above 0 and at most 1, for example 0.5 or 50%, or a size like 64GiB")
+    return fraction
 
 
 def parse_duration(value: object) -> float:

@@ -16,7 +16,6 @@ from torch.distributed.checkpoint._async_process_executor import (
     _AsyncCheckpointProcess as AsyncCheckpointProcess,
 )
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
-from torch.distributed.checkpoint._state_dict_stager import StateDictStager
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.filesystem import _StorageReaderTransforms as ReaderTransforms
@@ -30,7 +29,6 @@ __all__ = [
     "AsyncCheckpointProcess",
     "ExtensionRegistry",
     "ReaderTransforms",
-    "StateDictStager",
     "StorageInfo",
     "StreamTransformExtension",
     "WriterTransforms",

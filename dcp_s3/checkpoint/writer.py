@@ -24,11 +24,12 @@ from dcp_s3.checkpoint.commit import (
     find_previous,
 )
 from dcp_s3.checkpoint.planning import plan_buckets
-from dcp_s3.checkpoint.stager import S3Stager
 from dcp_s3.checkpoint.write import ItemWriteResult, ObjectNames, write_buckets
 from dcp_s3.errors import MissingURLError
 from dcp_s3.format.layout import new_nonce, new_save_id
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
+from dcp_s3.staging.failure import raise_if_failed
+from dcp_s3.staging.stager import shared_stager
 from dcp_s3.transport.bucket import Bucket
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
 
@@ -112,7 +113,9 @@ class S3StorageWriter(StorageWriter, AsyncStager):
 
         Raises:
             CheckpointExistsError, StorageError
+            StagingError: the state could not be staged on this rank.
         """
+        raise_if_failed(item.index.fqn for item in plan.items)
         identity = self._identity()
         if self._is_coordinator or not self._use_collectives:
             if self.overwrite and self._use_collectives:
@@ -188,8 +191,12 @@ class S3StorageWriter(StorageWriter, AsyncStager):
     # --- AsyncStager ----------------------------------------------------------------------------------
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The training-safe copy of `S3Stager`; `dcp.async_save` calls this if it is given no ``async_stager``."""
-        return S3Stager().stage(state_dict)
+        """The training-safe copy of a blocking `S3Stager`, one for all writers of the process with these settings.
+
+        `dcp.async_save` calls this if it is given no ``async_stager``. The buffers stay with the process, for its next
+        save.
+        """
+        return shared_stager(self.settings).stage_now(state_dict)
 
     def synchronize_staging(self) -> None:
         """Nothing to wait for: `stage` is complete when it returns."""

@@ -22,11 +22,14 @@ class Workers:
     Args:
         count: number of threads, at least one.
         name: of the threads; a number is added.
+        daemon: whether the interpreter may end without waiting for the threads.
     """
 
-    def __init__(self, count: int, name: str) -> None:
+    def __init__(self, count: int, name: str, *, daemon: bool = False) -> None:
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        self._threads = [threading.Thread(target=self._work, name=f"{name}-{number}") for number in range(count)]
+        self._threads = [
+            threading.Thread(target=self._work, name=f"{name}-{number}", daemon=daemon) for number in range(count)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -45,8 +48,16 @@ class Workers:
                 break
             if task is not None:
                 task[0].cancel()
+        self.end()
+        self.join()
+
+    def end(self) -> None:
+        """Let the threads end when all that was submitted is done; nothing may be submitted any more."""
         for _ in self._threads:
             self._tasks.put(None)
+
+    def join(self) -> None:
+        """Wait for the threads, after `end`."""
         for thread in self._threads:
             thread.join()
 

@@ -1,0 +1,1 @@
+"""Staging: training-safe copies of a state in pooled host memory."""

@@ -1,0 +1,81 @@
+"""The private torch APIs that staging needs, in one place."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.checkpoint._async_process_executor import (
+    _ProcessBasedAsyncCheckpointExecutor as ProcessBasedAsyncCheckpointExecutor,
+)
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+__all__ = [
+    "AsyncCollectiveTensor",
+    "ProcessBasedAsyncCheckpointExecutor",
+    "ShardedTensor",
+    "is_traceable_wrapper_subclass",
+    "pin_memory",
+    "rebuild_sharded_tensor",
+    "save_in_turn",
+    "unpin_memory",
+]
+
+
+def rebuild_sharded_tensor(source: ShardedTensor, tensors: Sequence[torch.Tensor]) -> ShardedTensor:
+    """``source`` with its local shards replaced by ``tensors`` in CPU memory; its metadata says so."""
+    cpu = torch.device("cpu")
+    metadata = copy.deepcopy(source.metadata())
+    for shard_metadata in metadata.shards_metadata:
+        _place(shard_metadata, cpu)
+    shards = []
+    for shard, tensor in zip(source.local_shards(), tensors, strict=True):
+        shard_metadata = copy.deepcopy(shard.metadata)
+        _place(shard_metadata, cpu)
+        shards.append(Shard(tensor, shard_metadata))
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards,
+        sharded_tensor_metadata=metadata,
+        process_group=source._process_group,
+        init_rrefs=source._init_rrefs,
+    )
+
+
+def _place(shard_metadata: Any, device: torch.device) -> None:
+    if shard_metadata.placement is not None:
+        shard_metadata.placement._device = device
+
+
+class _InTurn:
+    """Stands in for the thread pool of one PROCESS save: all of them run on the same thread, in the order of calls."""
+
+    _thread: ThreadPoolExecutor | None = None
+
+    def submit(self, function: Callable[..., Any], **arguments: Any) -> Future[Any]:
+        if _InTurn._thread is None:
+            _InTurn._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="AsyncCheckpointExecutor")
+        return _InTurn._thread.submit(function, **arguments)
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Nothing: the thread goes on to the next save."""
+
+
+def _use_one_thread(executor: Any) -> None:
+    executor._executor = _InTurn()
+
+
+def save_in_turn() -> None:
+    """Make saves by `AsyncCheckpointerType.PROCESS` that overlap queue up.
+
+    torch 2.13 gives each a thread of its own, and all threads talk to the one checkpoint process through one pipe,
+    unlocked: answers go to the wrong save or are cut up, two first saves start two processes, and ranks may send
+    overlapping saves in different orders, which mixes up their collectives.
+    """
+    ProcessBasedAsyncCheckpointExecutor.__init__ = _use_one_thread  # type: ignore[assignment]

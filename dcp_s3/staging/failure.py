@@ -1,0 +1,50 @@
+"""A failed staging that travels through DCP, so that every rank learns of it.
+
+If `stage` raised on one rank, the others would wait in the collectives of the save for a rank that never comes. With
+several ranks it therefore returns this state in place of a copy: it looks like a state until the save is inside of its
+first collective step, and there it raises on its rank, which makes the save fail on all of them with the cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NoReturn
+from uuid import uuid4
+
+MARK = "__dcp_s3_staging_failed__"
+
+_failures: dict[str, BaseException] = {}
+
+
+class _RaiseWhenSaved:
+    """Whoever pickles it gets the cause: planners of others, and writers of others."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __reduce__(self) -> NoReturn:
+        raise self._error
+
+
+class FailedStaging(dict[str, Any]):
+    """The state that stands for a staging that failed.
+
+    Args:
+        error: the cause.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+        # A name of its own in each failure: plans that DCP caches must not be taken for those of another.
+        self.name = f"{MARK}{uuid4().hex}"
+        super().__init__({self.name: _RaiseWhenSaved(error)})
+        _failures[self.name] = error
+
+
+def raise_if_failed(names: Iterable[str]) -> None:
+    """Raise the cause if one of ``names``, the FQNs of a plan, is that of a failed staging of this process."""
+    for name in names:
+        if name.startswith(MARK):
+            error = _failures.pop(name, None)
+            if error is not None:
+                raise error

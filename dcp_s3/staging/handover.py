@@ -1,0 +1,106 @@
+"""Staged states cross to the checkpoint process as file descriptors: the bytes of the tensors are not pickled.
+
+`AsyncCheckpointerType.PROCESS` sends the state through a pipe with multiprocessing's pickler. There (and only there) a
+`StagedState` becomes its structure, plus one descriptor for each of its buffers.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import weakref
+from collections.abc import Sequence
+from multiprocessing.reduction import DupFd, ForkingPickler
+from typing import Any
+
+import torch
+
+from dcp_s3.staging.buffers import Buffer, map_shared
+from dcp_s3.staging.failure import FailedStaging
+from dcp_s3.staging.pool import BufferPool
+
+
+class StagedState(dict[str, Any]):
+    """A staged state dict, and the buffers in which its tensors lie.
+
+    Args:
+        state: the state.
+        buffers: of the staged tensors.
+        pool: that the buffers are from.
+    """
+
+    def __init__(self, state: dict[str, Any], buffers: Sequence[Buffer], pool: BufferPool) -> None:
+        super().__init__(state)
+        self.buffers = list(buffers)
+        self.pool = weakref.ref(pool)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+class _Pickler(ForkingPickler):
+    """Writes a tensor in one of ``buffers`` as a position in it."""
+
+    def __init__(self, file: io.BytesIO, buffers: Sequence[Buffer]) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self._buffers = buffers
+
+    def persistent_id(self, value: Any) -> Any:
+        if type(value) is not torch.Tensor or value.layout != torch.strided or value.device.type != "cpu":
+            return None
+        storage = value.untyped_storage()
+        address, size = storage.data_ptr(), storage.nbytes()
+        for number, buffer in enumerate(self._buffers):
+            if buffer.address <= address < buffer.address + buffer.size:
+                place = (number, address - buffer.address, size)
+                view = (value.dtype, value.storage_offset(), tuple(value.shape), value.stride())
+                return place, view, value.is_conj()
+        return None
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, buffers: Sequence[memoryview]) -> None:
+        super().__init__(file)
+        self._buffers = buffers
+        self._storages: dict[tuple[int, int, int], torch.UntypedStorage] = {}
+
+    def persistent_load(self, found: Any) -> torch.Tensor:
+        place, (dtype, offset, shape, stride), conjugate = found
+        storage = self._storages.get(place)
+        if storage is None:
+            number, start, size = place
+            raw = torch.frombuffer(self._buffers[number], dtype=torch.uint8, count=size, offset=start)
+            storage = self._storages[place] = raw.untyped_storage()
+        tensor = torch.empty(0, dtype=dtype).set_(storage, offset, shape, stride)
+        return torch._conj(tensor) if conjugate else tensor
+
+
+def _reduce(state: StagedState) -> tuple[Any, ...]:
+    file = io.BytesIO()
+    _Pickler(file, state.buffers).dump(dict(state))
+    descriptors = []
+    for buffer in state.buffers:
+        if buffer.kind == "private":
+            # Not known to stage() before the first such save: what it stages from now on is shared from the start.
+            pool = state.pool()
+            if pool is not None:
+                pool.shared = True
+            shared = Buffer(buffer.size, "shared")
+            shared.lease()[:] = buffer.lease()
+            buffer = shared
+        descriptors.append((DupFd(buffer.fileno()), buffer.size))
+    return _rebuild, (file.getbuffer().tobytes(), descriptors)
+
+
+def _rebuild(structure: bytes, descriptors: Sequence[tuple[Any, int]]) -> dict[str, Any]:
+    buffers = [map_shared(descriptor.detach(), size) for descriptor, size in descriptors]
+    state: dict[str, Any] = _Unpickler(io.BytesIO(structure), buffers).load()
+    return state
+
+
+def _reduce_failed(state: FailedStaging) -> tuple[Any, ...]:
+    return FailedStaging, (state.error,)
+
+
+ForkingPickler.register(StagedState, _reduce)
+ForkingPickler.register(FailedStaging, _reduce_failed)
