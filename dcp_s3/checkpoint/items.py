@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 
 from dcp_s3.checkpoint._torch import StorageInfo, WriterTransforms, make_storage_info
 from dcp_s3.checkpoint.memory import is_plain, iterate_bytes
+from dcp_s3.checkpoint.ring import shared_ring
 from dcp_s3.errors import SaveProtocolError
 from dcp_s3.format.framing import FrameCache, FramingError
 from dcp_s3.transport.checksum import combine_crc64nvme
@@ -59,13 +60,17 @@ class ItemWriter:
     Args:
         planner: of this save; its `resolve_data` is called lazily, once per item.
         transforms: stream extensions of torch, applied to each item as FileSystemWriter does.
-        chunk_size: bytes that are copied to the CPU at a time where a tensor is not plain CPU memory.
+        chunk_size: bytes that are copied to contiguous memory at a time where a tensor is strided.
+        device_memory: bytes of pinned memory, in all, through which tensors on a device come.
     """
 
-    def __init__(self, planner: SavePlanner, transforms: WriterTransforms, *, chunk_size: int) -> None:
+    def __init__(
+        self, planner: SavePlanner, transforms: WriterTransforms, *, chunk_size: int, device_memory: int
+    ) -> None:
         self._planner = planner
         self._transforms = transforms
         self._chunk_size = chunk_size
+        self._device_memory = device_memory
         self._frames = FrameCache()
 
     def write(self, item: WriteItem, upload: ObjectUpload) -> WrittenItem:
@@ -113,10 +118,16 @@ class ItemWriter:
             written.raw_offset = len(frame.header)
         header = upload.write(Piece.of(frame.header))
         raw: list[Piece] = []
-        for view in iterate_bytes(tensor, self._chunk_size):
+        for view in self._host_bytes(tensor):
             raw += upload.write(Piece.of(view))
         trailer = upload.write(Piece.of(frame.trailer))
         written.pieces = raw if written.raw_offset is not None else [*header, *raw, *trailer]
+
+    def _host_bytes(self, tensor: torch.Tensor) -> Iterator[memoryview]:
+        if tensor.device.type == "cpu":
+            return iterate_bytes(tensor, self._chunk_size)
+        ring = shared_ring(self._device_memory)
+        return iterate_bytes(tensor, min(self._chunk_size, ring.block_size), ring.copy)
 
     def _write_transformed(self, written: WrittenItem, data: torch.Tensor | io.BytesIO, upload: ObjectUpload) -> None:
         buffer = io.BytesIO()

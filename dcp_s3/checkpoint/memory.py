@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 
@@ -52,25 +52,32 @@ def synchronize_accelerator(tensors: Iterable[torch.Tensor | None]) -> None:
         torch.accelerator.synchronize()
 
 
-def iterate_bytes(tensor: torch.Tensor, chunk_size: int) -> Iterator[memoryview]:
+def copy_to_host(tensor: torch.Tensor) -> memoryview:
+    """The bytes of any plain tensor in row-major order, in CPU memory."""
+    return view_bytes(tensor.resolve_conj().resolve_neg().cpu().contiguous())
+
+
+def iterate_bytes(
+    tensor: torch.Tensor, chunk_size: int, copy: Callable[[torch.Tensor], memoryview] = copy_to_host
+) -> Iterator[memoryview]:
     """The bytes of any plain tensor in row-major order.
 
     A tensor for which `is_direct` holds comes as one view, uncopied. Others (on a device, strided, lazily
-    conjugated) are copied to the CPU piece by piece, about ``chunk_size`` bytes at a time, when asked for.
+    conjugated) are copied by ``copy`` piece by piece, about ``chunk_size`` bytes at a time, when asked for.
     """
     if is_direct(tensor):
         yield view_bytes(tensor)
         return
     if tensor.nbytes <= chunk_size or tensor.dim() == 0:
-        yield view_bytes(tensor.resolve_conj().resolve_neg().cpu().contiguous())
+        yield copy(tensor)
         return
     if tensor.is_contiguous():
         flat = tensor.view(-1)
         step = max(1, chunk_size // tensor.element_size())
         for start in range(0, flat.numel(), step):
-            yield view_bytes(flat[start : start + step].resolve_conj().resolve_neg().cpu().contiguous())
+            yield copy(flat[start : start + step])
         return
     rows = tensor.shape[0]
     step = max(1, rows * chunk_size // tensor.nbytes)
     for start in range(0, rows, step):
-        yield from iterate_bytes(tensor[start] if step == 1 else tensor[start : start + step], chunk_size)
+        yield from iterate_bytes(tensor[start] if step == 1 else tensor[start : start + step], chunk_size, copy)

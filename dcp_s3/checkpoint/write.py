@@ -68,7 +68,14 @@ def write_buckets(
     started = time.monotonic()
     if torch.accelerator.is_available() and _is_initialized():
         torch.accelerator.synchronize()  # the threads below do not see what the caller's stream has still to do
-    item_writer = ItemWriter(planner, transforms, chunk_size=bucket.settings.part_size)
+    settings = bucket.settings
+    item_writer = ItemWriter(
+        planner,
+        transforms,
+        chunk_size=settings.part_size,
+        # Every connection sends a part while every bucket fills one.
+        device_memory=(settings.concurrency + settings.buckets_per_rank) * settings.part_size,
+    )
 
     def write_bucket(number: int, planned: WriteBucket, uploader: Uploader) -> list[WriteResult]:
         path = names.relative_path(number)

@@ -1,4 +1,4 @@
-"""The private parts of torch that dcp_s3/checkpoint/_torch.py uses are still what we take them for.
+"""The private parts of torch that dcp_s3's two modules _torch.py use are still what we take them for.
 
 Nothing here tests dcp_s3 alone. When one of these fails after an update of torch, its message says what moved and
 what of ours relied on it.
@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 import dcp_s3.checkpoint
 from dcp_s3.checkpoint import _torch
 from dcp_s3.errors import ShapeMismatchError
+from dcp_s3.staging import _torch as staging_torch
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -54,13 +55,19 @@ def _moved(what: str, relied_on: str) -> str:
 @pytest.mark.parametrize(
     ("module", "name"),
     [
+        ("torch.cuda._pin_memory_utils", "pin_memory"),
+        ("torch.cuda._pin_memory_utils", "unpin_memory"),
+        ("torch.distributed._functional_collectives", "AsyncCollectiveTensor"),
         ("torch.distributed._shard._utils", "narrow_tensor_by_index"),
+        ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor"),
+        ("torch.distributed._shard.sharded_tensor.shard", "Shard"),
+        ("torch.utils._python_dispatch", "is_traceable_wrapper_subclass"),
+        (_DCP + "_async_process_executor", "_ProcessBasedAsyncCheckpointExecutor"),
         (_DCP + "_async_process_executor", "_AsyncCheckpointProcess"),
         (_DCP + "_extension", "ExtensionRegistry"),
         (_DCP + "_extension", "StreamTransformExtension"),
         (_DCP + "_fsspec_filesystem", "FsspecReader"),
         (_DCP + "_fsspec_filesystem", "FsspecWriter"),
-        (_DCP + "_state_dict_stager", "StateDictStager"),
         (_DCP + "filesystem", "CURRENT_DCP_VERSION"),
         (_DCP + "filesystem", "_StorageInfo"),
         (_DCP + "filesystem", "_StorageReaderTransforms"),
@@ -69,21 +76,21 @@ def _moved(what: str, relied_on: str) -> str:
 )
 def test_the_names_are_where_they_were(module: str, name: str) -> None:
     found = importlib.import_module(module)
-    assert hasattr(found, name), _moved(f"{module}.{name} is gone", "the import in dcp_s3/checkpoint/_torch.py")
+    assert hasattr(found, name), _moved(f"{module}.{name} is gone", "the import in a module _torch.py of dcp_s3")
 
 
-def test_private_torch_is_imported_in_one_module_only() -> None:
+def test_private_torch_is_imported_in_two_modules_only() -> None:
     """A private name that somebody imports elsewhere would not be watched by the tests here."""
     elsewhere = []
     for path in sorted(_PACKAGE.rglob("*.py")):
-        if path == Path(inspect.getfile(_torch)):
+        if path in (Path(inspect.getfile(_torch)), Path(inspect.getfile(staging_torch))):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("torch"):
                 continue
             parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
             elsewhere += [f"{path.name}:{node.lineno}: {part}" for part in parts if part.startswith("_")]
-    assert not elsewhere, "import it in dcp_s3/checkpoint/_torch.py, and add a test here"
+    assert not elsewhere, "import it in a module _torch.py of dcp_s3, and add a test here"
 
 
 @pytest.mark.parametrize(
@@ -103,7 +110,6 @@ def test_private_torch_is_imported_in_one_module_only() -> None:
             ["self", "read_item", "transform_descriptors", "raw_stream"],
             "checkpoint/transfer.py, stream extensions",
         ),
-        (_torch.StateDictStager, ["pin_memory", "share_memory", "pin_memory_min_bytes"], "S3Stager"),
         (
             _torch.AsyncCheckpointProcess.save,
             [
@@ -132,20 +138,13 @@ def test_the_process_executor_passes_what_register_looks_for_by_keyword() -> Non
         )
 
 
-def test_the_stager_copies_and_keeps_shared_storage_shared() -> None:
-    base = torch.arange(12.0).view(3, 4)
-    stager = _torch.StateDictStager(pin_memory=False, share_memory=False)
-    staged = stager.stage({"base": base, "view": base[1:], "list": [1, {"t": torch.ones(2)}], "text": "x"})
-    base.zero_()
-    message = _moved("StateDictStager(...).stage() no longer copies", "S3Stager, so every async save")
-    assert torch.equal(staged["base"], torch.arange(12.0).view(3, 4)), message
-    assert torch.equal(staged["view"], torch.arange(12.0).view(3, 4)[1:]), message
-    assert staged["list"][0] == 1
-    assert staged["text"] == "x"
-    assert torch.equal(staged["list"][1]["t"], torch.ones(2))
-    assert staged["base"].untyped_storage().data_ptr() == staged["view"].untyped_storage().data_ptr(), _moved(
-        "StateDictStager copies tensors of one storage apart", "S3Stager's promise on memory"
-    )
+def test_the_process_executor_submits_to_the_thread_pool_it_made() -> None:
+    executor = staging_torch.ProcessBasedAsyncCheckpointExecutor
+    relied_on = "save_in_turn(): overlapping PROCESS saves share one thread"
+    assert list(inspect.signature(executor).parameters) == [], _moved("the executor takes arguments", relied_on)
+    source = Path(inspect.getfile(executor)).read_text()
+    for used in ("self._executor = ThreadPoolExecutor(", "self._executor.submit(", "self._executor.shutdown("):
+        assert used in source, _moved(f"{used!r} is not there any more", relied_on)
 
 
 def test_the_writer_transforms_say_whether_there_are_any() -> None:
