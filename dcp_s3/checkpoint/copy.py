@@ -17,8 +17,8 @@ from pathlib import Path
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.commit import SaveIdentity, check_absent, exists_error, find_previous
 from dcp_s3.checkpoint.contents import needed_objects
+from dcp_s3.commit import SaveIdentity, check_absent, exists_error, find_previous
 from dcp_s3.format.layout import (
     CONTROL_PREFIX,
     DATA_SUFFIX,

@@ -15,16 +15,17 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dcp_s3.checkpoint._torch import CURRENT_DCP_VERSION, StreamTransformExtension, WriterTransforms
-from dcp_s3.checkpoint.commit import (
+from dcp_s3.checkpoint.planning import plan_buckets
+from dcp_s3.checkpoint.write import ItemWriteResult, ObjectNames, write_buckets
+from dcp_s3.commit import (
     Previous,
     SaveIdentity,
     check_absent,
     check_metrics,
-    commit,
     find_previous,
+    make_commit,
+    publish,
 )
-from dcp_s3.checkpoint.planning import plan_buckets
-from dcp_s3.checkpoint.write import ItemWriteResult, ObjectNames, write_buckets
 from dcp_s3.errors import MissingURLError
 from dcp_s3.format.layout import new_nonce, new_save_id
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
@@ -163,16 +164,15 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             for result in rank
             if isinstance(result, ItemWriteResult) and result.object_entry is not None
         ]
-        commit(
-            self._bucket(),
+        commit = make_commit(
             self._identity(),
             # A copy: with plan caching, the next save gets this very object while it is being pickled.
             dataclasses.replace(metadata),
             objects,
             world_size=len(results) if self._use_collectives else _world_size(),
             metrics=self.metrics,
-            previous=self._previous,
         )
+        publish(self._bucket(), commit, self._previous)
 
     def storage_meta(self) -> StorageMeta | None:
         """URL and id of this save, for DCP's logs and for ``.metadata``."""

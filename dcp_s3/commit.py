@@ -137,30 +137,46 @@ def find_previous(bucket: Bucket, identity: SaveIdentity) -> Previous:
     return Previous(frozenset(keys), etag)
 
 
-def commit(
-    bucket: Bucket,
+@dataclass(frozen=True)
+class Commit:
+    """What makes the objects of one save a checkpoint.
+
+    Attributes:
+        identity: of the save.
+        manifest: bytes of the manifest.
+        metadata: bytes of ``.metadata``.
+        objects: the data objects that it names.
+    """
+
+    identity: SaveIdentity
+    manifest: bytes
+    metadata: bytes
+    objects: tuple[ObjectEntry, ...]
+
+    @property
+    def keys(self) -> set[str]:
+        """Of all objects but ``.metadata``."""
+        url = self.identity.url
+        return {self.identity.manifest_key, *(url.key(entry.path) for entry in self.objects)}
+
+
+def make_commit(
     identity: SaveIdentity,
     metadata: Metadata,
     objects: Sequence[ObjectEntry],
     *,
     world_size: int,
     metrics: Mapping[str, Any],
-    previous: Previous,
-) -> None:
-    """Write the manifest, then ``.metadata``; then remove the objects that it replaced.
+) -> Commit:
+    """The commit of a save whose ranks have all written.
 
     The metrics ride in the manifest, so that they are there exactly when the checkpoint is; `METRICS` is for those
     that come later.
-
-    Raises:
-        CheckpointExistsError: another save committed to this URL meanwhile; what this save uploaded has been deleted.
-        StorageError: nothing was committed, as far as the answers of S3 tell.
     """
-    url = identity.url
     manifest = Manifest(
         save_id=identity.save_id,
         created_at=time.time(),
-        step=step_of(url.name),
+        step=step_of(identity.url.name),
         world_size=world_size,
         objects=tuple(objects),
         items=len(metadata.storage_data or {}),
@@ -168,27 +184,33 @@ def commit(
         metrics=dict(metrics),
         writer=_versions(),
     )
-    data = dump_metadata(metadata)
-    bucket.write(identity.manifest_key, manifest.to_json(), content_type="application/json")
+    return Commit(identity, manifest.to_json(), dump_metadata(metadata), tuple(objects))
+
+
+def publish(bucket: Bucket, commit: Commit, previous: Previous) -> None:
+    """Write the manifest, then ``.metadata``; then remove the objects that it replaced.
+
+    Raises:
+        CheckpointExistsError: another save committed to this URL meanwhile; what this save uploaded has been deleted.
+        StorageError: nothing was committed, as far as the answers of S3 tell.
+    """
+    identity = commit.identity
+    bucket.write(identity.manifest_key, commit.manifest, content_type="application/json")
     try:
         bucket.write(
             identity.metadata_key,
-            data,
+            commit.metadata,
             if_absent=previous.etag is None,
             if_match=previous.etag,
-            metadata={SAVE_ID_KEY: identity.save_id, METADATA_CRC_KEY: crc_hex(crc64nvme(data))},
+            metadata={SAVE_ID_KEY: identity.save_id, METADATA_CRC_KEY: crc_hex(crc64nvme(commit.metadata))},
         )
     except errors.PreconditionFailedError:
-        _delete_quietly(
-            bucket,
-            {identity.manifest_key, *(url.key(entry.path) for entry in objects)},
-            "of the save that lost",
-        )
-        raise exists_error(url, replaceable=identity.rank is None) from None
+        delete_quietly(bucket, commit.keys, "of the save that lost")
+        raise exists_error(identity.url, replaceable=identity.rank is None) from None
     if previous.keys:
-        kept = {identity.manifest_key, *(url.key(entry.path) for entry in objects)}
-        _delete_quietly(bucket, previous.keys - kept, "of the checkpoint that was overwritten")
-    logger.info("committed %s: %d objects, %d bytes", url, len(objects), manifest.total_size)
+        delete_quietly(bucket, previous.keys - commit.keys, "of the checkpoint that was overwritten")
+    size = sum(entry.size for entry in commit.objects)
+    logger.info("committed %s: %d objects, %d bytes", identity.url, len(commit.objects), size)
 
 
 def check_metrics(metrics: Mapping[str, Any]) -> None:
@@ -205,7 +227,7 @@ def check_metrics(metrics: Mapping[str, Any]) -> None:
             )
 
 
-def _delete_quietly(bucket: Bucket, keys: set[str] | frozenset[str], whose: str) -> None:
+def delete_quietly(bucket: Bucket, keys: set[str] | frozenset[str], whose: str) -> None:
     try:
         bucket.delete(sorted(keys))
     except errors.StorageError as error:
