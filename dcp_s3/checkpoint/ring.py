@@ -34,7 +34,7 @@ class PinnedRing:
         self._missing = blocks
         self._lock = threading.Lock()
         self._free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
-        self._streams = threading.local()
+        self._local = threading.local()
 
     def copy(self, tensor: torch.Tensor) -> memoryview:
         """The bytes of a small ``tensor`` in row-major order, in host memory; returns when they are there."""
@@ -69,11 +69,12 @@ class PinnedRing:
         """One for each thread, so that copies of several threads overlap."""
         if device.type == "cpu":
             return None
-        streams = self._streams.__dict__  # one dict for each thread
+        streams: dict[torch.device, torch.Stream] | None = getattr(self._local, "streams", None)
+        if streams is None:
+            streams = self._local.streams = {}
         if device not in streams:
             streams[device] = torch.Stream(device)
-        stream: torch.Stream = streams[device]
-        return stream
+        return streams[device]
 
 
 def _copy(tensor: torch.Tensor, target: torch.Tensor) -> None:
