@@ -102,6 +102,17 @@ class StagingLimitError(StagingError):
     """The state to stage exceeds ``DCP_S3_STAGING_LIMIT`` and there is no ``DCP_S3_SPILL_DIR``."""
 
 
+# --- spilling ------------------------------------------------------------------------------------
+
+
+class SpillError(DcpS3Error):
+    """The spill directory can not take what should go there: full, over its limit, or not writable."""
+
+
+class JournalError(SpillError):
+    """The journal of a spilled save is damaged."""
+
+
 # --- checkpoints ---------------------------------------------------------------------------------
 
 

@@ -94,7 +94,15 @@ class Settings(BaseSettings):
     staging_generations: int = Field(default=2, ge=1, le=64)
     """At most this many staged copies at a time; while all are being saved, the next asynchronous save waits."""
     spill_dir: str | None = None
-    """Local directory for what exceeds ``staging_limit``. Unset: exceeding it is an error."""
+    """Local directory (NVMe) for what exceeds ``staging_limit``, and for objects that wait for S3. Unset: no spilling.
+    Processes of one host may share it; those of different hosts must not."""
+    spill_limit: Size | None = Field(default=None, ge=2**20)
+    """Bytes of objects that may wait in ``spill_dir``. Unset: as much as fits."""
+    spill_after: Seconds = Field(default=20.0, gt=0)
+    """Seconds after which a part that S3 does not take counts as refused; its object goes to ``spill_dir``, if set."""
+    durability: Literal["s3", "local"] = "s3"
+    """When a save is done: ``s3``, when it is committed on S3; ``local``, when every rank has it on its disk
+    (``spill_dir``), from where it is uploaded and committed in the background."""
 
     allow_dtype_cast: bool = False
     """Whether a load may convert a saved tensor to another dtype. Off: `DtypeMismatchError`, because a silent
@@ -103,6 +111,10 @@ class Settings(BaseSettings):
     def __init__(self, **values: Any) -> None:
         try:
             super().__init__(**values)
+            if self.durability == "local" and self.spill_dir is None:
+                raise SettingsError(
+                    "DCP_S3_DURABILITY = 'local' needs a local directory. Remedy: set DCP_S3_SPILL_DIR to one"
+                )
         except ValidationError as error:
             raise SettingsError(_explain(error, values)) from None
         _warn_of_unknown_variables(type(self))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
@@ -16,7 +17,6 @@ from dcp_s3.errors import SaveProtocolError
 from dcp_s3.format.framing import FrameCache, FramingError
 from dcp_s3.transport.checksum import combine_crc64nvme
 from dcp_s3.transport.parts import Piece
-from dcp_s3.transport.upload import ObjectUpload
 
 
 @dataclass
@@ -39,6 +39,11 @@ class WrittenItem:
     transform_descriptors: list[str] | None = None
     pieces: list[Piece] = field(default_factory=list)
 
+    def forget_checksum(self) -> None:
+        """Record none."""
+        for piece in self.pieces:
+            piece.crc = None
+
     def storage_info(self, relative_path: str) -> StorageInfo:
         """What goes into ``.metadata`` for this item."""
         crc = None
@@ -52,6 +57,19 @@ class WrittenItem:
             raw_offset=self.raw_offset,
             crc64nvme=crc,
         )
+
+
+class ObjectSink(Protocol):
+    """What an object is written to, front to back: an upload, or a file."""
+
+    @property
+    def size(self) -> int:
+        """Bytes so far."""
+        ...
+
+    def write(self, piece: Piece) -> list[Piece]:
+        """Append a buffer; the pieces that it became."""
+        ...
 
 
 class ItemWriter:
@@ -73,7 +91,7 @@ class ItemWriter:
         self._device_memory = device_memory
         self._frames = FrameCache()
 
-    def write(self, item: WriteItem, upload: ObjectUpload) -> WrittenItem:
+    def write(self, item: WriteItem, upload: ObjectSink) -> WrittenItem:
         """Append ``item`` to ``upload``.
 
         Raises:
@@ -100,7 +118,7 @@ class ItemWriter:
         written.length = upload.size - written.offset
         return written
 
-    def _write_tensor(self, written: WrittenItem, tensor: torch.Tensor, upload: ObjectUpload) -> None:
+    def _write_tensor(self, written: WrittenItem, tensor: torch.Tensor, upload: ObjectSink) -> None:
         if tensor.device.type == "meta":
             raise SaveProtocolError(
                 f"{written.item.index.fqn!r} is on the meta device: it has no data to save. Remedy: materialise the "
@@ -129,7 +147,7 @@ class ItemWriter:
         ring = shared_ring(self._device_memory)
         return iterate_bytes(tensor, min(self._chunk_size, ring.block_size), ring.copy)
 
-    def _write_transformed(self, written: WrittenItem, data: torch.Tensor | io.BytesIO, upload: ObjectUpload) -> None:
+    def _write_transformed(self, written: WrittenItem, data: torch.Tensor | io.BytesIO, upload: ObjectSink) -> None:
         buffer = io.BytesIO()
         stream, _ = self._transforms.transform_save_stream(written.item, buffer)
         if isinstance(data, torch.Tensor):

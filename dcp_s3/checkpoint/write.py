@@ -13,14 +13,17 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_s3.checkpoint._torch import WriterTransforms
-from dcp_s3.checkpoint.items import ItemWriter
+from dcp_s3.checkpoint.items import ItemWriter, WrittenItem
 from dcp_s3.checkpoint.planning import WriteBucket
+from dcp_s3.errors import SpillError, TransferError
 from dcp_s3.format.layout import data_object
 from dcp_s3.format.manifest import ObjectEntry
+from dcp_s3.spill.session import SpillSession
 from dcp_s3.transport.bucket import Bucket
 from dcp_s3.transport.checksum import crc_hex
+from dcp_s3.transport.parts import choose_part_size
 from dcp_s3.transport.retry import Cancelled
-from dcp_s3.transport.upload import Uploader
+from dcp_s3.transport.upload import ObjectUpload, UploadedObject, Uploader
 from dcp_s3.transport.workers import Workers
 from dcp_s3.url import CheckpointURL
 
@@ -29,9 +32,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ItemWriteResult(WriteResult):
-    """torch's WriteResult; the first item of each object also tells the coordinator about the object."""
+    """torch's WriteResult; the first item of each object also tells the coordinator about the object.
+
+    Attributes:
+        object_entry: the object, with its first item.
+        spilled: whether the object waits on a disk rather than being on S3.
+    """
 
     object_entry: ObjectEntry | None = None
+    spilled: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,6 +56,10 @@ class ObjectNames:
         """Of object ``number``, relative to the checkpoint."""
         return data_object(self.rank, number, self.nonce, prefix_spread=self.prefix_spread)
 
+    def key(self, number: int) -> str:
+        """Of object ``number``."""
+        return self.url.key(self.relative_path(number))
+
 
 def write_buckets(
     bucket: Bucket,
@@ -54,11 +67,20 @@ def write_buckets(
     planner: SavePlanner,
     transforms: WriterTransforms,
     names: ObjectNames,
+    session: SpillSession | None = None,
 ) -> list[WriteResult]:
-    """Upload every bucket as one object; a thread per bucket resolves its items, a shared pool sends the parts.
+    """Write every bucket as one object; a thread per bucket resolves its items, a shared pool sends the parts.
 
     All or nothing: on any failure, and on KeyboardInterrupt, everything is cancelled, multipart uploads are
     aborted and objects of this call that were complete are deleted before the error goes on.
+
+    Args:
+        bucket: where to.
+        buckets: of the plan.
+        planner: resolves the items.
+        transforms: stream extensions.
+        names: of the objects.
+        session: takes the objects that S3 refuses, or all of them for local durability. None: S3 or failure.
 
     Returns:
         One result per item.
@@ -76,36 +98,106 @@ def write_buckets(
         # Every connection sends a part while every bucket fills one.
         device_memory=(settings.concurrency + settings.buckets_per_rank) * settings.part_size,
     )
-
-    def write_bucket(number: int, planned: WriteBucket, uploader: Uploader) -> list[WriteResult]:
-        path = names.relative_path(number)
-        upload = uploader.start(names.url.key(path), planned.size)
-        written = [item_writer.write(item, upload) for item in planned.items]
-        uploaded = upload.finish()
-        entry = ObjectEntry(path, uploaded.size, None if uploaded.crc64nvme is None else crc_hex(uploaded.crc64nvme))
-        return [
-            ItemWriteResult(w.item.index, w.length, w.storage_info(path), entry if position == 0 else None)
-            for position, w in enumerate(written)
-        ]
-
-    with Uploader(bucket) as uploader:
+    with Uploader(bucket, isolated=session is not None) as uploader:
+        targets = _Targets(item_writer, names, uploader, session)
         producers = Workers(len(buckets), "dcp_s3-bucket")
         try:
-            futures = [producers.submit(write_bucket, n, planned, uploader) for n, planned in enumerate(buckets)]
+            futures = [producers.submit(targets.write, n, planned) for n, planned in enumerate(buckets)]
             wait(futures, return_when=FIRST_EXCEPTION)
             if any(future.done() and future.exception() for future in futures):
-                uploader.cancel.set()
+                uploader.stop()
             results = [result for future in futures for result in future.result()]
         except Cancelled:
             raise _cause(uploader, futures) from None
         except BaseException:
-            uploader.cancel.set()
+            uploader.stop()
             raise
         finally:
             producers.close()
     seconds = time.monotonic() - started
     logger.debug("wrote %d items in %d objects in %.3f s", len(results), len(buckets), seconds)
     return results
+
+
+class _Targets:
+    """Where objects go: to S3, or to disk."""
+
+    def __init__(
+        self, item_writer: ItemWriter, names: ObjectNames, uploader: Uploader, session: SpillSession | None
+    ) -> None:
+        self._item_writer = item_writer
+        self._names = names
+        self._uploader = uploader
+        self._session = session
+
+    def write(self, number: int, planned: WriteBucket) -> list[WriteResult]:
+        """Write one bucket."""
+        session = self._session
+        if session is None:
+            return self._upload(self._start(number, planned), number, planned)
+        if session.local:
+            try:
+                return self._spill(session, number, planned, "DCP_S3_DURABILITY=local")
+            except SpillError as error:
+                logger.warning("an object goes straight to S3: %s", error)
+                return self._upload(self._start(number, planned), number, planned)
+        if session.pressure.is_set():
+            return self._spill(session, number, planned, "S3 refused another object of this save")
+        upload = self._start(number, planned)
+        try:
+            return self._upload(upload, number, planned)
+        except (TransferError, Cancelled) as error:
+            refusal = upload.error or error
+            if self._uploader.cancel.is_set() or not isinstance(refusal, TransferError):
+                raise refusal from None
+        session.pressure.set()
+        upload.leave(abort_on_failure=True)  # the drain goes on with the parts that S3 has
+        try:
+            return self._spill(session, number, planned, str(refusal))
+        except SpillError as error:
+            refusal.add_note(f"nor could it be spilled: {error}") if hasattr(refusal, "add_note") else None
+            raise refusal from error
+
+    def _start(self, number: int, planned: WriteBucket) -> ObjectUpload:
+        return self._uploader.start(self._names.key(number), planned.size)
+
+    def _upload(self, upload: ObjectUpload, number: int, planned: WriteBucket) -> list[WriteResult]:
+        written = [self._item_writer.write(item, upload) for item in planned.items]
+        uploaded = upload.finish()
+        return self._results(number, written, self._entry(number, uploaded), spilled=False)
+
+    def _spill(self, session: SpillSession, number: int, planned: WriteBucket, reason: str) -> list[WriteResult]:
+        part_size = choose_part_size(planned.size, self._uploader.bucket.settings.part_size)
+        file = session.open(number, self._names.key(number), planned.size)
+        try:
+            written = [self._item_writer.write(item, file) for item in planned.items]
+            if self._uploader.cancel.is_set():
+                raise Cancelled
+            uploaded = file.finish()
+        except BaseException:
+            file.abort()
+            raise
+        if self._uploader.bucket.wire_checksum == "none":
+            for item in written:
+                item.forget_checksum()
+        entry = self._entry(number, uploaded)
+        session.add(number, entry, uploaded, part_size, reason)
+        return self._results(number, written, entry, spilled=True)
+
+    def _entry(self, number: int, uploaded: UploadedObject) -> ObjectEntry:
+        crc = uploaded.crc64nvme
+        if crc is None or self._uploader.bucket.wire_checksum == "none":
+            return ObjectEntry(self._names.relative_path(number), uploaded.size)
+        return ObjectEntry(self._names.relative_path(number), uploaded.size, crc_hex(crc))
+
+    def _results(
+        self, number: int, written: Sequence[WrittenItem], entry: ObjectEntry, *, spilled: bool
+    ) -> list[WriteResult]:
+        path = self._names.relative_path(number)
+        return [
+            ItemWriteResult(w.item.index, w.length, w.storage_info(path), None if position else entry, spilled)
+            for position, w in enumerate(written)
+        ]
 
 
 def _cause(uploader: Uploader, futures: Sequence[Future[list[WriteResult]]]) -> BaseException:

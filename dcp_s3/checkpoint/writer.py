@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import logging
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -18,6 +21,7 @@ from dcp_s3.checkpoint._torch import CURRENT_DCP_VERSION, StreamTransformExtensi
 from dcp_s3.checkpoint.planning import plan_buckets
 from dcp_s3.checkpoint.write import ItemWriteResult, ObjectNames, write_buckets
 from dcp_s3.commit import (
+    Commit,
     Previous,
     SaveIdentity,
     check_absent,
@@ -26,13 +30,19 @@ from dcp_s3.commit import (
     make_commit,
     publish,
 )
-from dcp_s3.errors import MissingURLError
-from dcp_s3.format.layout import new_nonce, new_save_id
+from dcp_s3.errors import MissingURLError, SpillError, TransferError
+from dcp_s3.format.layout import metadata_object, new_nonce, new_save_id
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
+from dcp_s3.spill.background import BackgroundDrain, ensure_draining, wait_until_drained
+from dcp_s3.spill.session import SpillSession, open_store, spill_commit
 from dcp_s3.staging.failure import raise_if_failed
 from dcp_s3.staging.stager import shared_stager
 from dcp_s3.transport.bucket import Bucket
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
+
+logger = logging.getLogger(__name__)
+
+_TIMEOUTS = ("connect_timeout", "read_timeout")
 
 Separate = Sequence[str | Sequence[str]]
 
@@ -78,6 +88,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         self.separate = [[entry] if isinstance(entry, str) else list(entry) for entry in separate or ()]
         self._transforms = WriterTransforms(_extensions)
         self._url: CheckpointURL | None = None if url is None else parse_url(url)
+        self._store = open_store(self.settings)
         self._begin_save()
 
     def _begin_save(self) -> None:
@@ -86,6 +97,8 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         self._is_coordinator = True
         self._use_collectives = True
         self._previous = Previous()
+        self._unseen = False
+        self._began = time.time()
 
     # --- StorageWriter ------------------------------------------------------------------------------
 
@@ -104,6 +117,8 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         self._begin_save()
         self._is_coordinator = is_coordinator
         self._rank = int(kwargs.get("rank") or 0)
+        if self._store is not None:
+            self._draining()  # what an earlier process left goes to S3, too
         self._use_collectives = bool(kwargs.get("use_collectives", True))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -119,10 +134,16 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         raise_if_failed(item.index.fqn for item in plan.items)
         identity = self._identity()
         if self._is_coordinator or not self._use_collectives:
-            if self.overwrite and self._use_collectives:
-                self._previous = find_previous(self._bucket(), identity)
-            else:
-                check_absent(self._bucket(), identity)
+            try:
+                if self.overwrite and self._use_collectives:
+                    self._previous = find_previous(self._bucket(), identity)
+                else:
+                    check_absent(self._bucket(), identity)
+            except TransferError as error:
+                if self._store is None:
+                    raise
+                logger.warning("whether %s is free will be seen at its commit: %s", identity.url, error)
+                self._unseen = True
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -144,7 +165,11 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         )
         # A nonce of its own for every call: a planner may hand out a plan again that it has cached.
         names = ObjectNames(url, self._rank, new_nonce(), self.settings.prefix_spread)
-        results = write_buckets(self._bucket(), buckets, planner, self._transforms, names)
+        with self._spill_session(names, len(buckets)) as session:
+            results = write_buckets(self._bucket(), buckets, planner, self._transforms, names, session)
+            if session is not None and session.spilled:
+                session.seal()
+                self._draining().wake()
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -172,11 +197,35 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             world_size=len(results) if self._use_collectives else _world_size(),
             metrics=self.metrics,
         )
-        publish(self._bucket(), commit, self._previous)
+        spilled = any(result.spilled for rank in results for result in rank if isinstance(result, ItemWriteResult))
+        self._commit(commit, spilled=spilled)
 
     def storage_meta(self) -> StorageMeta | None:
         """URL and id of this save, for DCP's logs and for ``.metadata``."""
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
+
+    def wait_committed(self, timeout: float | None = None) -> None:
+        """Wait until the last save of this writer is committed on S3; of use with ``DCP_S3_DURABILITY=local``.
+
+        Args:
+            timeout: seconds; None to wait for as long as it takes.
+
+        Raises:
+            TimeoutError: it is not committed yet; the drain goes on.
+            CheckpointError: it can not be committed.
+        """
+        url = self._require_url()
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if self._store is not None:
+            for save in self._store.scan():
+                if save.journal.url == str(url):
+                    left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                    wait_until_drained(self._store, save, timeout=left)
+        bucket = Bucket(url.bucket, self.settings)
+        while not bucket.exists(url.key(metadata_object(None if self._use_collectives else self._rank))):
+            if deadline is not None and time.monotonic() > deadline:
+                raise TimeoutError(f"{url} is not committed after {timeout:g} s; other hosts may still drain")
+            time.sleep(0.2)
 
     @property
     def checkpoint_id(self) -> str | None:
@@ -215,7 +264,57 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         return self._url
 
     def _bucket(self) -> Bucket:
-        return Bucket(self._require_url().bucket, self.settings)
+        url, settings = self._require_url(), self.settings
+        if self._store is None:
+            return Bucket(url.bucket, settings)
+        # There is another place for what S3 does not take: find out soon.
+        limits = {name: min(getattr(settings, name), settings.spill_after) for name in _TIMEOUTS}
+        return Bucket(url.bucket, settings.model_copy(update=limits), patience=settings.spill_after)
+
+    @contextlib.contextmanager
+    def _spill_session(self, names: ObjectNames, count: int) -> Iterator[SpillSession | None]:
+        if self._store is None:
+            yield None
+            return
+        session = SpillSession(
+            self._store,
+            url=str(self._require_url()),
+            save_id=self._save_id,
+            rank=self._rank,
+            settings=self.settings,
+            keys=[names.key(number) for number in range(count)],
+        )
+        try:
+            session.__enter__()
+        except SpillError as error:
+            logger.warning("this save can not spill: %s", error)
+            yield None
+            return
+        with contextlib.ExitStack() as stack:
+            stack.push(session)
+            yield session
+
+    def _draining(self) -> BackgroundDrain:
+        assert self._store is not None  # noqa: S101 - asked for only if something was spilled
+        return ensure_draining(self._store, patience=self.settings.spill_after)
+
+    def _commit(self, commit: Commit, *, spilled: bool) -> None:
+        """Commit on S3 at once if all is there; otherwise leave it to the drain."""
+        if self._store is None:
+            publish(self._bucket(), commit, self._previous)
+            return
+        if not spilled and not self._unseen:
+            try:
+                publish(self._bucket(), commit, self._previous)
+            except TransferError as error:
+                logger.warning("the commit of %s waits for S3: %s", commit.identity.url, error)
+            else:
+                return
+        overwrite = self.overwrite and self._use_collectives
+        save = spill_commit(self._store, commit, self.settings, created_at=self._began, overwrite=overwrite)
+        self._draining().wake()
+        if self.settings.durability == "s3":
+            wait_until_drained(self._store, save)
 
     def _identity(self) -> SaveIdentity:
         return SaveIdentity(self._require_url(), self._save_id, None if self._use_collectives else self._rank)

@@ -10,6 +10,7 @@ copies, so `readinto_response` goes below it.
 from __future__ import annotations
 
 import io
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -24,10 +25,12 @@ class GatherBody:
 
     Args:
         views: the buffers in order; they must not change or go away before the request is done.
+        cancel: when set, a body that is being sent is broken off.
     """
 
-    def __init__(self, views: Sequence[memoryview]) -> None:
+    def __init__(self, views: Sequence[memoryview], cancel: threading.Event | None = None) -> None:
         self._views = views
+        self._cancel = cancel
         self._size = sum(view.nbytes for view in views)
         self._position = 0
 
@@ -65,6 +68,8 @@ class GatherBody:
                 small, small_size = [], 0
             if view.nbytes >= _JOIN_BELOW:
                 for start in range(0, view.nbytes, _SEND_AT_ONCE):
+                    if self._cancel is not None and self._cancel.is_set():
+                        raise ConnectionAbortedError("the upload was cancelled")
                     yield view[start : start + _SEND_AT_ONCE]
             elif view.nbytes:
                 small.append(view)

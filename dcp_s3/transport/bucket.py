@@ -44,10 +44,12 @@ class Bucket:
     Attributes:
         name: bucket name.
         settings: of the writer or reader.
+        patience: seconds after which a request that fails is not tried again; None to go by the attempts alone.
     """
 
     name: str
     settings: Settings
+    patience: float | None = None
 
     @property
     def client(self) -> Any:
@@ -93,6 +95,7 @@ class Bucket:
                 bucket=self.name,
                 key=key,
                 attempts=self.settings.retry_attempts,
+                patience=self.patience,
                 cancel=cancel,
                 recover=recover,
             )

@@ -103,6 +103,7 @@ def call(
     bucket: str,
     key: str = "",
     attempts: int,
+    patience: float | None = None,
     cancel: threading.Event | None = None,
     recover: Callable[[Exception], T | None] | None = None,
 ) -> T:
@@ -114,6 +115,7 @@ def call(
         bucket: for messages.
         key: for messages.
         attempts: tries in all.
+        patience: seconds after which no further attempt is made; None for no such limit.
         cancel: when set, no further attempt is made.
         recover: called with the error of each failed attempt; may return a result (not None) when the error shows that
             the work is done: the answer to an earlier attempt was lost, or something on the way (a proxy) sent the
@@ -124,6 +126,7 @@ def call(
         StorageError: a subclass for the failure.
     """
     attempt = 0
+    started = time.monotonic()
     while True:
         if cancel is not None and cancel.is_set():
             raise Cancelled
@@ -138,6 +141,8 @@ def call(
             if attempt >= attempts or not is_retryable(error):
                 raise to_storage_error(error, operation, bucket, key, attempt) from error
             wait = backoff(attempt)
+            if patience is not None and time.monotonic() - started + wait > patience:
+                raise to_storage_error(error, operation, bucket, key, attempt) from error
             logger.debug("%s s3://%s/%s failed (%s); attempt %d of %d, next in %.2f s",
                          operation, bucket, key, error, attempt, attempts, wait)  # fmt: skip
         if cancel is None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from dcp_s3.transport import retry
 from dcp_s3.transport.body import GatherBody
 from dcp_s3.transport.bucket import Bucket
 from dcp_s3.transport.checksum import combine_crc64nvme, crc32c, crc64nvme, encode_crc
+from dcp_s3.transport.multipart import KnownPart, abort_quietly, list_uploads
 from dcp_s3.transport.parts import MAX_PARTS, Piece, choose_part_size, views_of
 from dcp_s3.transport.workers import Workers
 
@@ -50,12 +52,17 @@ class Uploader:
     which bounds the memory of buffers that were made for the upload. The first part that fails for good cancels
     everything else.
 
+    Args:
+        bucket: where to.
+        isolated: a part that fails cancels its own object only, for a caller that has another place for it.
+
     Use as a context manager. Leaving it after an exception cancels what is under way, aborts every multipart
     upload that is open and deletes the objects already completed; in any case all threads have ended then.
     """
 
-    def __init__(self, bucket: Bucket) -> None:
+    def __init__(self, bucket: Bucket, *, isolated: bool = False) -> None:
         self.bucket = bucket
+        self.isolated = isolated
         self.cancel = threading.Event()
         self.error: BaseException | None = None
         """The failure that cancelled everything, if one did."""
@@ -63,6 +70,7 @@ class Uploader:
         self._slots = threading.BoundedSemaphore(bucket.settings.concurrency + _WAITING_PARTS)
         self._lock = threading.Lock()
         self._open: set[ObjectUpload] = set()
+        self._left: list[ObjectUpload] = []
         self._completed: list[str] = []
 
     def __enter__(self) -> Uploader:
@@ -70,44 +78,56 @@ class Uploader:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            self.cancel.set()
+            self.stop()
         self._pool.close()
         if kind is not None:
             self._clean_up()
         if kind is retry.Cancelled and self.error is not None:
             raise self.error
 
+    def stop(self) -> None:
+        """Cancel all uploads."""
+        self.cancel.set()
+        with self._lock:
+            for upload in self._open:
+                upload.cancel.set()
+
     def _clean_up(self) -> None:
-        for upload in list(self._open):
+        for upload in [*self._open, *self._left]:
             upload.abort()
         try:
             self.bucket.delete(self._completed)
         except errors.StorageError as error:
             logger.warning("objects of a failed save are left for pruning: %s", error)
 
-    def start(self, key: str, estimated_size: int) -> ObjectUpload:
-        """Begin an object of about ``estimated_size`` bytes; no request is sent yet."""
-        upload = ObjectUpload(self, key, choose_part_size(estimated_size, self.bucket.settings.part_size))
+    def start(self, key: str, estimated_size: int, *, part_size: int | None = None) -> ObjectUpload:
+        """Begin an object of about ``estimated_size`` bytes, in parts as the settings say or of ``part_size`` bytes; no
+        request is sent yet."""
+        if part_size is None:
+            part_size = choose_part_size(estimated_size, self.bucket.settings.part_size)
+        upload = ObjectUpload(self, key, part_size)
         with self._lock:
             self._open.add(upload)
         return upload
 
-    def submit(self, function: Any, *arguments: Any) -> Future[Any]:
-        """Run ``function`` on the pool once there is a slot.
+    def submit(self, upload: ObjectUpload, function: Any, *arguments: Any) -> Future[Any]:
+        """Run ``function`` for ``upload`` on the pool once there is a slot.
 
         Raises:
-            retry.Cancelled: the save has failed elsewhere.
+            retry.Cancelled: the save, or this upload, has failed elsewhere.
         """
-        while not self._slots.acquire(timeout=0.5) and not self.cancel.is_set():
+        while not (taken := self._slots.acquire(timeout=0.5)) and not upload.cancel.is_set():
             pass
-        if self.cancel.is_set():
-            raise retry.Cancelled  # a slot that was taken does not matter any more
-        future = self._pool.submit(self._run, function, *arguments)
+        if upload.cancel.is_set():
+            if taken:
+                self._slots.release()
+            raise retry.Cancelled
+        future = self._pool.submit(self._run, upload, function, *arguments)
         future.add_done_callback(lambda _: self._slots.release())
         return future
 
-    def _run(self, function: Any, *arguments: Any) -> Any:
-        if self.cancel.is_set():
+    def _run(self, upload: ObjectUpload, function: Any, *arguments: Any) -> Any:
+        if upload.cancel.is_set():
             raise retry.Cancelled
         try:
             return function(*arguments)
@@ -115,9 +135,18 @@ class Uploader:
             raise
         except BaseException as error:
             with self._lock:
-                self.error = self.error or error
-            self.cancel.set()
+                upload.error = upload.error or error
+                if not self.isolated:
+                    self.error = self.error or error
+            upload.cancel.set()
             raise
+
+    def left(self, upload: ObjectUpload, *, abort_on_failure: bool) -> None:
+        """Book-keeping when an upload is left open."""
+        with self._lock:
+            self._open.discard(upload)
+            if abort_on_failure:
+                self._left.append(upload)
 
     def finished(self, upload: ObjectUpload, *, completed: bool) -> None:
         """Book-keeping at the end of an upload."""
@@ -136,6 +165,9 @@ class ObjectUpload:
     def __init__(self, uploader: Uploader, key: str, part_size: int) -> None:
         self.key = key
         self.size = 0
+        self.cancel = threading.Event() if uploader.isolated else uploader.cancel
+        self.error: BaseException | None = None
+        """The failure of one of its parts, if one did."""
         self._uploader = uploader
         self._bucket = uploader.bucket
         self._part_size = part_size
@@ -144,6 +176,29 @@ class ObjectUpload:
         self._upload_id: str | None = None
         self._create_attempts = 0
         self._parts: list[Future[tuple[str, int | None, int]]] = []
+        self._known: dict[int, KnownPart] = {}
+
+    @property
+    def part_size(self) -> int:
+        """Bytes of all parts but the last."""
+        return self._part_size
+
+    def resume(self, upload_id: str, parts: Mapping[int, KnownPart]) -> None:
+        """Go on with a multipart upload that was begun before: parts that S3 has are not sent again.
+
+        To be called before the first `write`; the bytes to write are all of the object.
+        """
+        self._upload_id = upload_id
+        self._known = dict(parts)
+
+    def leave(self, *, abort_on_failure: bool = False) -> None:
+        """Give up, but leave the multipart upload open for somebody to `resume`.
+
+        Args:
+            abort_on_failure: abort it if an exception leaves the `Uploader`.
+        """
+        self.cancel.set()
+        self._uploader.left(self, abort_on_failure=abort_on_failure)
 
     def write(self, piece: Piece) -> list[Piece]:
         """Append a buffer, split where parts end.
@@ -188,7 +243,7 @@ class ObjectUpload:
                 bucket=self._bucket.name, key=self.key, operation="UploadPart",
             )  # fmt: skip
         pieces, self._pieces, self._pieces_size = self._pieces, [], 0
-        self._parts.append(self._uploader.submit(self._send_part, self._upload_id, number, pieces))
+        self._parts.append(self._uploader.submit(self, self._send_part, self._upload_id, number, pieces))
 
     def finish(self) -> UploadedObject:
         """Send the rest, wait for all parts, and complete the object.
@@ -197,7 +252,7 @@ class ObjectUpload:
             StorageError, retry.Cancelled: as `write`.
         """
         if self._upload_id is None and not self._parts:
-            _, crc, _ = self._uploader.submit(self._put, self._pieces).result()
+            _, crc, _ = self._uploader.submit(self, self._put, self._pieces).result()
             self._pieces = []
         else:
             if self._pieces:
@@ -217,7 +272,7 @@ class ObjectUpload:
         self._uploader.finished(self, completed=False)
         upload_id, self._upload_id = self._upload_id, None
         if upload_id is not None:
-            self._abort_upload(upload_id)
+            abort_quietly(self._bucket, self.key, upload_id)
         self._abort_strays()
 
     def _abort_strays(self) -> None:
@@ -227,32 +282,14 @@ class ObjectUpload:
         """
         if self._create_attempts < 2:
             return
-        arguments = {**self._bucket.common, "Prefix": self.key}
         try:
-            listed = self._bucket.call(
-                "ListMultipartUploads", self.key, lambda: self._bucket.client.list_multipart_uploads(**arguments)
-            )
-        except errors.ObjectNotFoundError:
-            return  # rclone's answer for a bucket without uploads
+            found = list_uploads(self._bucket, self.key)
         except errors.StorageError as error:
             logger.warning("cannot look for multipart uploads whose ids were lost: %s", error)
             return
-        for found in listed.get("Uploads", ()):
-            if found["Key"] == self.key and found["UploadId"] != self._upload_id:
-                self._abort_upload(found["UploadId"])
-
-    def _abort_upload(self, upload_id: str) -> None:
-        arguments = {**self._bucket.common, "Key": self.key, "UploadId": upload_id}
-        try:
-            self._bucket.call(
-                "AbortMultipartUpload",
-                self.key,
-                lambda: self._bucket.client.abort_multipart_upload(**arguments),
-            )
-        except errors.ObjectNotFoundError:
-            pass  # aborted already: the answer of an earlier attempt was lost
-        except errors.StorageError as error:
-            logger.warning("the multipart upload %s of a failed save stays open: %s", upload_id, error)
+        for upload_id in found:
+            if upload_id != self._upload_id:
+                abort_quietly(self._bucket, self.key, upload_id)
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -270,27 +307,43 @@ class ObjectUpload:
             self._create_attempts += 1
             return self._bucket.client.create_multipart_upload(**arguments)
 
-        answer = self._bucket.call("CreateMultipartUpload", self.key, attempt, cancel=self._uploader.cancel)
+        answer = self._bucket.call("CreateMultipartUpload", self.key, attempt, cancel=self.cancel)
         return retry.expect(answer, "UploadId", "CreateMultipartUpload", self._bucket.name, self.key)
 
     def _send_part(self, upload_id: str, number: int, pieces: list[Piece]) -> tuple[str, int | None, int]:
         crc, size, arguments = self._checksum(pieces)
+        known = self._known.get(number)
+        if known is not None and known.matches(size, arguments, views_of(pieces)):
+            _drop_views(pieces)
+            return known.etag, crc, size
         arguments |= {
             **self._bucket.common,
             "Key": self.key,
             "UploadId": upload_id,
             "PartNumber": number,
         }
-        body = GatherBody(views_of(pieces))
+        body = GatherBody(views_of(pieces), self.cancel)
+        started = time.monotonic()
         answer = self._bucket.call(
             "UploadPart",
             self.key,
             lambda: self._bucket.client.upload_part(**arguments, Body=body),
-            cancel=self._uploader.cancel,
+            cancel=self.cancel,
         )
         _drop_views(pieces)
         etag = retry.expect(answer, "ETag", "UploadPart", self._bucket.name, self.key)
+        self._check_speed(time.monotonic() - started, size)
         return etag, crc, size
+
+    def _check_speed(self, seconds: float, size: int) -> None:
+        """Give up an isolated upload that is slower than its bucket's patience."""
+        patience = self._bucket.patience
+        if self._uploader.isolated and patience is not None and seconds > patience:
+            self.error = errors.TransferError(
+                f"S3 is slow: a part of {size} bytes took {seconds:.1f} s, more than {patience:g} s",
+                bucket=self._bucket.name, key=self.key, operation="UploadPart",
+            )  # fmt: skip
+            self.cancel.set()
 
     def _put(self, pieces: list[Piece]) -> tuple[str, int | None, int]:
         crc, size, arguments = self._checksum(pieces)
@@ -299,12 +352,12 @@ class ObjectUpload:
             **self._bucket.creation_arguments(data=True),
             "Key": self.key,
         }
-        body = GatherBody(views_of(pieces))
+        body = GatherBody(views_of(pieces), self.cancel)
         self._bucket.call(
             "PutObject",
             self.key,
             lambda: self._bucket.client.put_object(**arguments, Body=body),
-            cancel=self._uploader.cancel,
+            cancel=self.cancel,
         )
         _drop_views(pieces)
         return "", crc, size
@@ -354,7 +407,7 @@ class ObjectUpload:
             "CompleteMultipartUpload",
             self.key,
             lambda: self._bucket.client.complete_multipart_upload(**arguments),
-            cancel=self._uploader.cancel,
+            cancel=self.cancel,
             recover=already_completed,
         )
         self._upload_id = None

@@ -1,0 +1,1 @@
+"""The local-disk tier: objects that wait on disk for S3."""

@@ -1,0 +1,197 @@
+"""The drain: from the spill directory to S3, and the commit when all of a checkpoint is there.
+
+Nothing here needs the processes that saved, nor their collectives: whoever drains the coordinator's directory writes
+``.metadata``, once S3 lists every object that it names with the right size. Where those came from does not matter.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from dcp_s3 import errors
+from dcp_s3.commit import Commit, Previous, SaveIdentity, find_previous, publish
+from dcp_s3.format.layout import SAVE_ID_KEY, manifest_object
+from dcp_s3.format.manifest import Manifest
+from dcp_s3.settings import Settings
+from dcp_s3.spill.files import DamagedFileError, upload_file
+from dcp_s3.spill.journal import SpilledCommit, State
+from dcp_s3.spill.store import SpilledSave, SpillStore
+from dcp_s3.transport import multipart
+from dcp_s3.transport.bucket import Bucket
+from dcp_s3.units import format_size
+from dcp_s3.url import CheckpointURL, parse_url
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class DrainReport:
+    """What one pass over a spill directory did.
+
+    Attributes:
+        uploaded: bytes that are on S3 now and were not known to be.
+        committed: URLs of checkpoints that were committed.
+        discarded: saves that were given up: their process died before they were reported durable.
+        waiting: what is left, with the reason, by the name of the save.
+        refused: what was set aside for a person in this pass, with the reason, by the name of the save.
+        busy: another process drains this directory; nothing was done.
+    """
+
+    uploaded: int = 0
+    committed: list[str] = field(default_factory=list)
+    discarded: list[str] = field(default_factory=list)
+    waiting: dict[str, str] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    busy: bool = False
+
+
+class Drainer:
+    """Empties a spill directory, as far as S3 lets it.
+
+    Args:
+        store: the directory.
+        stop: when set, the pass ends after the object under way.
+        on_progress: called with bytes that have been uploaded.
+        patience: seconds after which a failing request is not tried again in this pass.
+    """
+
+    def __init__(
+        self,
+        store: SpillStore,
+        *,
+        stop: threading.Event | None = None,
+        on_progress: Callable[[int], None] = lambda _: None,
+        patience: float | None = None,
+    ) -> None:
+        self._store = store
+        self._stop = stop or threading.Event()
+        self._on_progress = on_progress
+        self._patience = patience
+
+    def run(self) -> DrainReport:
+        """One pass over all saves, oldest first.
+
+        Raises:
+            SpillError: the directory can not be used.
+        """
+        report = DrainReport()
+        with self._store.drainer() as alone:
+            if not alone:
+                report.busy = True
+                return report
+            saves = self._store.scan()
+            # Data first: commits wait for it.
+            for save in sorted(saves, key=lambda save: save.journal.commit is not None):
+                if self._stop.is_set():
+                    report.waiting.setdefault(save.name, "the drain was stopped")
+                    continue
+                self._drain(save, report)
+        return report
+
+    def _drain(self, save: SpilledSave, report: DrainReport) -> None:
+        try:
+            url = parse_url(save.journal.url)
+            bucket = Bucket(url.bucket, Settings(**save.journal.settings), patience=self._patience)
+            if save.journal.state is State.WRITING:
+                self._discard(save, bucket, report)
+            elif save.journal.commit is not None:
+                self._commit(save, save.journal.commit, url, bucket, report)
+            else:
+                self._upload(save, url, bucket, report)
+        except (DamagedFileError, errors.CheckpointExistsError, errors.SettingsError, errors.InvalidURLError) as error:
+            report.refused[save.name] = str(error)
+            self._store.refuse(save.path, str(error))
+        except (errors.StorageError, errors.SpillError, OSError) as error:
+            logger.debug("the spilled save %s waits: %s", save.name, error)
+            report.waiting[save.name] = str(error)
+
+    def _discard(self, save: SpilledSave, bucket: Bucket, report: DrainReport) -> None:
+        """A save whose process died while it wrote: nobody was told that it is durable. Leave nothing of it."""
+        if save.is_being_written():
+            report.waiting[save.name] = "it is being written"
+            return
+        for key in save.journal.keys:
+            for upload_id in multipart.list_uploads(bucket, key):
+                multipart.abort(bucket, key, upload_id)
+        bucket.delete(save.journal.keys)
+        save.remove()
+        report.discarded.append(save.name)
+        logger.warning("gave up %s of %s: its process died before the save was done", save.name, save.journal.url)
+
+    def _upload(self, save: SpilledSave, url: CheckpointURL, bucket: Bucket, report: DrainReport) -> None:
+        started = time.monotonic()
+        size = save.journal.size
+        for spilled in save.journal.objects:
+            if self._stop.is_set():
+                report.waiting[save.name] = "the drain was stopped"
+                return
+            path = save.path / spilled.file
+            upload_file(bucket, url.key(spilled.entry.path), path, spilled, self._on_progress)
+            save.update(save.journal.without(spilled.file))
+            path.unlink(missing_ok=True)
+            report.uploaded += spilled.entry.size
+        save.remove()
+        logger.info("drained %s of %s in %.1f s", format_size(size), save.journal.url, time.monotonic() - started)
+
+    def _commit(
+        self, save: SpilledSave, spilled: SpilledCommit, url: CheckpointURL, bucket: Bucket, report: DrainReport
+    ) -> None:
+        identity = SaveIdentity(url, save.journal.save_id, spilled.rank)
+        missing = _missing(bucket, url, spilled)
+        if missing:
+            report.waiting[save.name] = (
+                f"{len(missing)} of {len(spilled.objects)} objects are not on S3 yet, the first {missing[0]}; they may "
+                "wait in the spill directories of other hosts"
+            )
+            return
+        if _is_committed(bucket, identity):
+            save.remove()  # by a drain that died before it could say so
+            return
+        manifest = (save.path / spilled.manifest).read_bytes()
+        metadata = (save.path / spilled.metadata).read_bytes()
+        previous = Previous()
+        if spilled.overwrite:
+            previous = find_previous(bucket, identity)
+            _refuse_newer(bucket, identity, previous, save.journal.created_at)
+        publish(bucket, Commit(identity, manifest, metadata, spilled.objects), previous)
+        save.remove()
+        report.committed.append(str(url))
+
+
+def _missing(bucket: Bucket, url: CheckpointURL, spilled: SpilledCommit) -> list[str]:
+    """Paths of objects of the checkpoint that S3 does not have in the right size."""
+    sizes = dict(bucket.list(url.key("")))
+    return [entry.path for entry in spilled.objects if sizes.get(url.key(entry.path)) != entry.size]
+
+
+def _is_committed(bucket: Bucket, identity: SaveIdentity) -> bool:
+    try:
+        stored = bucket.head(identity.metadata_key)
+    except errors.ObjectNotFoundError:
+        return False
+    return bool(stored["Metadata"].get(SAVE_ID_KEY) == identity.save_id)
+
+
+def _refuse_newer(bucket: Bucket, identity: SaveIdentity, previous: Previous, created_at: float) -> None:
+    """A save that comes late must not replace one that began after it.
+
+    Raises:
+        CheckpointExistsError: there is a newer one.
+    """
+    if previous.etag is None:
+        return
+    stored = bucket.head(identity.metadata_key)
+    save_id = stored["Metadata"].get(SAVE_ID_KEY)
+    try:
+        manifest = Manifest.from_json(bucket.read(identity.url.key(manifest_object(save_id or ""))))
+    except (errors.ObjectNotFoundError, ValueError):
+        return  # not ours, or damaged: what the user asked to overwrite
+    if manifest.created_at > created_at and save_id != identity.save_id:
+        raise errors.CheckpointExistsError(
+            f"{identity.url} holds a checkpoint that is newer than this spilled one, which was not put in its place",
+            url=str(identity.url),
+        )

@@ -1,0 +1,162 @@
+"""Objects as files on disk: written like an upload, and uploaded later."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from dcp_s3 import errors
+from dcp_s3.spill.journal import SpilledObject
+from dcp_s3.spill.store import SaveWriter, clear_errors
+from dcp_s3.transport import multipart
+from dcp_s3.transport.bucket import Bucket
+from dcp_s3.transport.checksum import combine_crc64nvme, crc64nvme, crc_hex
+from dcp_s3.transport.parts import Piece
+from dcp_s3.transport.upload import ObjectUpload, UploadedObject, Uploader
+from dcp_s3.units import format_size
+
+logger = logging.getLogger(__name__)
+
+_CHUNK = 2**24  # bytes read at a time to check a file
+
+
+class ObjectFile:
+    """One object being written to a file, front to back; the same calls as an `ObjectUpload`.
+
+    Args:
+        writer: of the save's directory.
+        name: of the file.
+        key: of the object that it is for.
+        estimated_size: bytes to reserve; the object may become larger.
+
+    Raises:
+        SpillError: the disk is full, over its limit, or refuses.
+    """
+
+    def __init__(self, writer: SaveWriter, name: str, key: str, estimated_size: int) -> None:
+        self.size = 0
+        self._writer = writer
+        self._name = name
+        self._key = key
+        self._crcs: list[tuple[int, int]] = []
+        self._fd = writer.open_file(name, estimated_size)
+
+    def write(self, piece: Piece) -> list[Piece]:
+        """Append a buffer; the piece has its CRC then."""
+        view = piece.view
+        assert view is not None  # noqa: S101 - a piece has its view until it is written
+        piece.crc = crc64nvme(view)
+        self._crcs.append((piece.crc, piece.size))
+        with clear_errors(self._writer.directory, f"write {format_size(piece.size)}"):
+            start = 0
+            while start < piece.size:
+                start += os.pwrite(self._fd, view[start:], self.size + start)
+        self.size += piece.size
+        piece.view = None
+        return [piece]
+
+    def finish(self) -> UploadedObject:
+        """Flush the file to the disk."""
+        with clear_errors(self._writer.directory, "flush a file"):
+            os.ftruncate(self._fd, self.size)
+            os.fsync(self._fd)
+        os.close(self._fd)
+        return UploadedObject(self._key, self.size, combine_crc64nvme(self._crcs))
+
+    def abort(self) -> None:
+        """Remove the file."""
+        os.close(self._fd)
+        self._writer.drop_file(self._name)
+
+
+class DamagedFileError(errors.SpillError):
+    """A spilled object is not what was written."""
+
+
+def upload_file(
+    bucket: Bucket, key: str, path: Path, spilled: SpilledObject, on_progress: Callable[[int], None]
+) -> None:
+    """Put a spilled object on S3: nothing if it is there already, the missing parts if a multipart upload is open.
+
+    Args:
+        bucket: where to.
+        key: of the object.
+        path: of the file.
+        spilled: what the journal says of it.
+        on_progress: called with bytes that are done.
+
+    Raises:
+        DamagedFileError: the file is gone, or not what was written. Nothing was uploaded.
+        StorageError: S3 refuses.
+        retry.Cancelled: never here.
+    """
+    size = spilled.entry.size
+    if _is_there(bucket, key, size):
+        on_progress(size)
+        return
+    try:
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size != size:
+                raise DamagedFileError(f"{path.name} has {os.fstat(file.fileno()).st_size} bytes, expected {size}")
+            if not size:
+                _upload(bucket, key, spilled, memoryview(b""), on_progress)
+                return
+            # The mapping goes when the last view of it does.
+            view = memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ))
+    except FileNotFoundError:
+        raise DamagedFileError(f"{path.name} is gone") from None
+    _check(path, view, spilled)
+    _upload(bucket, key, spilled, view, on_progress)
+
+
+def _is_there(bucket: Bucket, key: str, size: int) -> bool:
+    try:
+        return int(bucket.head(key)["ContentLength"]) == size
+    except errors.ObjectNotFoundError:
+        return False
+
+
+def _check(path: Path, view: memoryview, spilled: SpilledObject) -> None:
+    crc = 0
+    for start in range(0, view.nbytes, _CHUNK):
+        crc = crc64nvme(view[start : start + _CHUNK], crc)
+    if crc_hex(crc) != spilled.crc64nvme:
+        raise DamagedFileError(
+            f"{path.name} has CRC-64 {crc_hex(crc)}, expected {spilled.crc64nvme}: the disk damaged it"
+        )
+
+
+def _upload(
+    bucket: Bucket, key: str, spilled: SpilledObject, view: memoryview, on_progress: Callable[[int], None]
+) -> None:
+    size, part_size = spilled.entry.size, spilled.part_size
+    with Uploader(bucket) as uploader:
+        upload = uploader.start(key, size, part_size=part_size)
+        try:
+            if size > part_size:
+                _resume(bucket, upload)
+            for start in range(0, size, part_size):
+                upload.write(Piece.of(view[start : start + part_size]))
+                on_progress(min(part_size, size - start))
+            upload.finish()
+        except BaseException:
+            upload.leave()  # the next attempt goes on with what S3 has
+            raise
+
+
+def _resume(bucket: Bucket, upload: ObjectUpload) -> None:
+    """Go on with a multipart upload of this key that an earlier process left; abort further ones."""
+    parts: dict[str, dict[int, multipart.KnownPart]] = {}
+    for upload_id in multipart.list_uploads(bucket, upload.key):
+        parts[upload_id] = multipart.list_parts(bucket, upload.key, upload_id)
+    if not parts:
+        return
+    best = max(parts, key=lambda upload_id: len(parts[upload_id]))
+    for upload_id in parts:
+        if upload_id != best:
+            multipart.abort_quietly(bucket, upload.key, upload_id)
+    logger.info("%s: going on with a multipart upload of which S3 has %d parts", upload.key, len(parts[best]))
+    upload.resume(best, parts[best])

@@ -1,0 +1,128 @@
+"""One rank's part of one save, as far as it goes to disk."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+
+from dcp_s3.commit import Commit
+from dcp_s3.format.manifest import ObjectEntry
+from dcp_s3.settings import Settings
+from dcp_s3.spill.files import ObjectFile
+from dcp_s3.spill.journal import Journal, SpilledCommit, SpilledObject
+from dcp_s3.spill.store import SpilledSave, SpillStore
+from dcp_s3.transport.checksum import crc_hex
+from dcp_s3.transport.upload import UploadedObject
+from dcp_s3.units import format_size
+
+logger = logging.getLogger(__name__)
+
+spilled_bytes: Counter[str] = Counter()
+"""Bytes that this process spilled, by reason: ``local durability`` or ``s3``."""
+
+_MANIFEST, _METADATA = "manifest.json", "metadata"
+
+
+def open_store(settings: Settings) -> SpillStore | None:
+    """The spill directory of these settings, None without one."""
+    return None if settings.spill_dir is None else SpillStore(settings.spill_dir, limit=settings.spill_limit)
+
+
+class SpillSession:
+    """What one rank puts on disk during one save. Use as a context manager; `seal` makes it durable.
+
+    Args:
+        store: the spill directory.
+        url: of the checkpoint.
+        save_id: of the save.
+        rank: of this process in it.
+        settings: of the writer.
+        keys: of all objects that it may begin to write to S3, so that a drain can clean up if this process dies.
+
+    Raises:
+        SpillError: on entering, the directory can not be used.
+    """
+
+    def __init__(
+        self, store: SpillStore, *, url: str, save_id: str, rank: int, settings: Settings, keys: Sequence[str]
+    ) -> None:
+        journal = Journal(url, save_id, time.time(), settings.model_dump(), keys=tuple(keys))
+        self._writer = store.begin(journal, str(rank))
+        self._lock = threading.Lock()
+        self._objects: list[SpilledObject] = []
+        self.local = settings.durability == "local"
+        self.pressure = threading.Event()
+        """Set when S3 refused an object: the next ones go to disk at once."""
+
+    def __enter__(self) -> SpillSession:
+        self._writer.__enter__()
+        return self
+
+    def __exit__(self, *details: object) -> None:
+        self._writer.__exit__(*details)
+
+    def open(self, number: int, key: str, estimated_size: int) -> ObjectFile:
+        """A file for object ``number``.
+
+        Raises:
+            SpillError: there is no room.
+        """
+        return ObjectFile(self._writer, f"object-{number}", key, estimated_size)
+
+    def add(self, number: int, entry: ObjectEntry, uploaded: UploadedObject, part_size: int, reason: str) -> None:
+        """Record a file that is complete and flushed."""
+        spilled = SpilledObject(entry, f"object-{number}", part_size, crc_hex(uploaded.crc64nvme or 0))
+        with self._lock:
+            self._objects.append(spilled)
+            spilled_bytes["local durability" if self.local else "s3"] += entry.size
+        log = logger.info if self.local else logger.warning
+        log("spilled %s (%s) to %s: %s", entry.path, format_size(entry.size), self._writer.directory, reason)
+
+    @property
+    def spilled(self) -> bool:
+        """Whether anything went to disk."""
+        return bool(self._objects)
+
+    def seal(self) -> None:
+        """Make what was spilled durable, and a drainer's business.
+
+        Raises:
+            SpillError: the disk refuses.
+        """
+        journal = self._writer.save.journal
+        self._writer.seal(
+            Journal(
+                journal.url,
+                journal.save_id,
+                journal.created_at,
+                journal.settings,
+                keys=journal.keys,
+                objects=tuple(self._objects),
+            )
+        )
+
+
+def spill_commit(
+    store: SpillStore, commit: Commit, settings: Settings, *, created_at: float, overwrite: bool
+) -> SpilledSave:
+    """Put a commit on disk, for the drainer to write to S3 when all objects are there.
+
+    Raises:
+        SpillError: the directory can not take it.
+    """
+    identity = commit.identity
+    journal = Journal(
+        str(identity.url),
+        identity.save_id,
+        created_at,
+        settings.model_dump(),
+        commit=SpilledCommit(_MANIFEST, _METADATA, commit.objects, overwrite, identity.rank),
+    )
+    with store.begin(journal, "commit") as writer:
+        writer.write_file(_MANIFEST, commit.manifest)
+        writer.write_file(_METADATA, commit.metadata)
+        writer.seal(journal)
+        return writer.save

@@ -1,0 +1,331 @@
+"""The spill directory: one directory for each spilled save, with its data files and its journal.
+
+::
+
+    {spill_dir}/
+        saves/{time}-{save_id}-{rank or commit}-{random}/    journal, object files
+        new/...                                 the same, before it has its first journal
+        refused/...                             could not be drained: kept for a person, with the reason in a file
+        drainer.lock                            held by the process that drains
+
+Every change of a journal is a new file, flushed, renamed over the old one, and the directory flushed. A process that
+writes a save holds a lock in its directory, which the kernel drops when the process dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import logging
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dcp_s3.errors import JournalError, SpillError
+from dcp_s3.spill.journal import Journal, State
+from dcp_s3.units import format_size
+
+logger = logging.getLogger(__name__)
+
+_JOURNAL = "journal"
+_WRITER_LOCK = "writer.lock"
+_REASON = "reason.txt"
+
+
+class SpilledSave:
+    """One save's directory, as its drainer sees it.
+
+    Attributes:
+        path: of the directory.
+        journal: as it is on disk.
+    """
+
+    def __init__(self, path: Path, journal: Journal) -> None:
+        self.path = path
+        self.journal = journal
+
+    @property
+    def name(self) -> str:
+        """Of the directory."""
+        return self.path.name
+
+    def update(self, journal: Journal) -> None:
+        """Replace the journal on disk."""
+        _write_durably(self.path / _JOURNAL, journal.to_bytes())
+        self.journal = journal
+
+    def is_being_written(self) -> bool:
+        """Whether the process that writes it lives and is not done."""
+        try:
+            fd = os.open(self.path / _WRITER_LOCK, os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return False
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
+        return False
+
+    def remove(self) -> None:
+        """Remove the directory; its journal goes first, so that no half of a save is ever taken for one."""
+        (self.path / _JOURNAL).unlink(missing_ok=True)
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+class SaveWriter:
+    """One save's directory while its process writes it. Use as a context manager: leaving it gives up the lock, and
+    without `seal` what was written is worth nothing."""
+
+    def __init__(self, store: SpillStore, name: str, journal: Journal) -> None:
+        self._store = store
+        self.save = SpilledSave(store.saves / name, journal)
+        self._lock = -1
+
+    def __enter__(self) -> SaveWriter:
+        # Made elsewhere and moved: in saves/ every directory has a journal, and a lock if it is being written.
+        path, new = self.save.path, self._store.path / "new" / self.save.name
+        with clear_errors(self._store.path, "create a directory"):
+            self._store.saves.mkdir(parents=True, exist_ok=True)
+            new.mkdir(parents=True)
+            self._lock = os.open(new / _WRITER_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            _write_durably(new / _JOURNAL, self.save.journal.to_bytes())
+            new.rename(path)
+            _flush_directory(self._store.saves)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.save.journal.state is State.WRITING:
+            self.save.remove()
+        with contextlib.suppress(OSError):
+            (self.save.path / _WRITER_LOCK).unlink(missing_ok=True)
+        self.close()
+
+    @property
+    def directory(self) -> Path:
+        """The spill directory."""
+        return self._store.path
+
+    def close(self) -> None:
+        """Give up the lock."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def write_file(self, name: str, data: bytes) -> None:
+        """A small file, flushed."""
+        with clear_errors(self._store.path, f"write {format_size(len(data))}"):
+            _write_durably(self.save.path / name, data)
+
+    def open_file(self, name: str, size: int) -> int:
+        """A file descriptor for a new file, with room for ``size`` bytes reserved.
+
+        Raises:
+            SpillError: there is no room, or the limit is reached.
+        """
+        with clear_errors(self._store.path, f"reserve {format_size(size)}"), self._store.reservation(size):
+            fd = os.open(self.save.path / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            try:
+                os.posix_fallocate(fd, 0, max(size, 1))
+            except BaseException:
+                os.close(fd)
+                (self.save.path / name).unlink(missing_ok=True)
+                raise
+            return fd
+
+    def drop_file(self, name: str) -> None:
+        """Remove a file that is not needed any more."""
+        (self.save.path / name).unlink(missing_ok=True)
+
+    def seal(self, journal: Journal) -> None:
+        """Make the save durable: every file has been flushed; from here on a drainer takes over.
+
+        Raises:
+            SpillError: the disk refuses.
+        """
+        with clear_errors(self._store.path, "write the journal"):
+            _flush_directory(self.save.path)
+            self.save.update(replace(journal, state=State.SEALED))
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A save that can not be drained.
+
+    Attributes:
+        path: of its directory.
+        reason: why.
+    """
+
+    path: Path
+    reason: str
+
+
+class SpillStore:
+    """A spill directory. Any number of processes of one host may use it.
+
+    Args:
+        path: of the directory; made when first needed.
+        limit: bytes of data files in it; None for no limit.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, limit: int | None = None) -> None:
+        self.path = Path(path)
+        self.limit = limit
+        self.saves = self.path / "saves"
+        self.refused = self.path / "refused"
+
+    def begin(self, journal: Journal, part: str) -> SaveWriter:
+        """A directory for one save of one rank (``part``), or for its commit."""
+        name = f"{int(journal.created_at * 1000):014d}-{journal.save_id}-{part}-{secrets.token_hex(3)}"
+        return SaveWriter(self, name, journal)
+
+    def scan(self) -> list[SpilledSave]:
+        """The saves, oldest first. Those whose journals are damaged go to ``refused/``, and what is left of those that
+        were being made or removed when a process died goes."""
+        _remove_old(self.path / "new")
+        found = []
+        for path in self._directories():
+            try:
+                found.append(SpilledSave(path, Journal.from_bytes((path / _JOURNAL).read_bytes())))
+            except FileNotFoundError:
+                shutil.rmtree(path, ignore_errors=True)  # drained; the journal goes first
+            except JournalError as error:
+                self.refuse(path, f"the journal can not be read: {error}")
+            except OSError as error:
+                logger.error("can not read the spilled save %s: %s", path, error)  # noqa: TRY400
+        return found
+
+    def _directories(self) -> list[Path]:
+        try:
+            return sorted(path for path in self.saves.iterdir() if path.is_dir())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def refuse(self, path: Path, reason: str) -> None:
+        """Set a save aside for a person, with the reason."""
+        target = self.refused / path.name
+        try:
+            self.refused.mkdir(parents=True, exist_ok=True)
+            (path / _REASON).write_text(reason + "\n")
+            path.rename(target)
+            _flush_directory(self.refused)
+        except OSError as error:
+            logger.error("the spilled save %s can not be drained (%s), nor set aside: %s", path, reason, error)  # noqa: TRY400
+            return
+        logger.error("the spilled save %s can not be drained and was set aside in %s: %s", path.name, target, reason)
+
+    def list_refused(self) -> list[Refused]:
+        """What was set aside."""
+        found = []
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            for path in sorted(self.refused.iterdir()):
+                reason = path / _REASON
+                found.append(Refused(path, reason.read_text().strip() if reason.exists() else "unknown"))
+        return found
+
+    def size(self) -> int:
+        """Bytes that the files of all saves take."""
+        total = 0
+        for directory in self._directories():
+            with contextlib.suppress(OSError):
+                total += sum(entry.stat().st_size for entry in os.scandir(directory))
+        return total
+
+    @contextlib.contextmanager
+    def reservation(self, size: int) -> Iterator[None]:
+        """Hold the limit while a file of ``size`` bytes is made.
+
+        Raises:
+            SpillError: it would exceed the limit.
+        """
+        if self.limit is None:
+            yield
+            return
+        with _locked(self.path / "limit.lock"):
+            used = self.size()
+            if used + size > self.limit:
+                raise SpillError(
+                    f"{format_size(size)} more in {self.path} would exceed DCP_S3_SPILL_LIMIT: {format_size(used)} of "
+                    f"{format_size(self.limit)} are in use. Remedy: raise the limit, or let `dcp-s3 drain` upload what "
+                    "is there"
+                )
+            yield
+
+    @contextlib.contextmanager
+    def drainer(self) -> Iterator[bool]:
+        """Try to become the one drainer of this directory; whether that worked. The lock dies with the process."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            fd = os.open(self.path / "drainer.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise SpillError(f"can not drain {self.path}: {error.strerror}") from error
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                yield False
+                return
+            yield True
+        finally:
+            os.close(fd)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _write_durably(path: Path, data: bytes) -> None:
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    with open(temporary, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    _flush_directory(path.parent)
+
+
+def _flush_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _remove_old(directory: Path) -> None:
+    """Remove entries that are older than an hour: whoever made them died."""
+    with contextlib.suppress(OSError):
+        for path in directory.iterdir():
+            if path.stat().st_mtime < time.time() - 3600:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextlib.contextmanager
+def clear_errors(directory: Path, doing: str) -> Iterator[None]:
+    """An OSError of the spill directory as a `SpillError`."""
+    try:
+        yield
+    except OSError as error:
+        remedy = "free space there, or set DCP_S3_SPILL_DIR to a larger disk" if error.errno in _FULL else (
+            "make DCP_S3_SPILL_DIR a local directory that this process can write to"
+        )  # fmt: skip
+        raise SpillError(
+            f"can not {doing} in the spill directory {directory}: {error.strerror or error}. Remedy: {remedy}"
+        ) from error
