@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -19,6 +22,7 @@ from typer.core import TyperGroup
 
 from dcp_s3._version import __version__
 from dcp_s3.checkpoint import copy
+from dcp_s3.cli import drain as draining
 from dcp_s3.cli import tables
 from dcp_s3.errors import DcpS3Error
 from dcp_s3.retention.catalog import list_checkpoints
@@ -131,6 +135,47 @@ def upload(
     with _progress("upload") as callbacks:
         result = copy.upload(directory, url, overwrite=overwrite, **callbacks)
     _note(f"{url}: {result.files} objects, {format_size(result.size)}")
+
+
+@app.command()
+def drain(
+    directory: Annotated[
+        Path | None, typer.Argument(metavar="[DIR]", help="Spill directory; the default is DCP_S3_SPILL_DIR.")
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Go on until SIGTERM or Ctrl-C.")] = False,
+    status: Annotated[bool, typer.Option("--status", help="Only show what is there.")] = False,
+    as_json: AsJSON = False,
+) -> None:
+    """Upload what a crash or an outage of S3 left in a spill directory, and commit what is complete then.
+
+    Exit status 0: nothing is left. 1: something waits or was set aside, with the reason.
+    """
+    settings = Settings()
+    store = draining.open_directory(directory, settings.spill_dir)
+    found = draining.status(store)
+    if status:
+        if as_json:
+            _print_json(found)
+        else:
+            draining.print_status(found)
+        return
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    with _progress("drain") as callbacks:
+        callbacks["on_total"](None if watch else sum(save["size"] for save in found["saves"]))
+        report = draining.drain(
+            store,
+            stop=stop,
+            watch=watch,
+            patience=settings.spill_after,
+            on_progress=callbacks["on_progress"],
+            note=_note,
+        )
+    if as_json:
+        _print_json(asdict(report))
+    if not draining.report_done(store, report, _note):
+        raise typer.Exit(FAILED)
 
 
 @app.command()

@@ -1,0 +1,104 @@
+"""``dcp-s3 drain``: what a crash or an outage left on local disk, to S3."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.table import Table
+
+from dcp_s3.cli import tables
+from dcp_s3.spill.drain import Drainer, DrainReport
+from dcp_s3.spill.journal import State
+from dcp_s3.spill.store import SpillStore
+from dcp_s3.units import format_size
+
+_PAUSE = 5.0  # seconds between passes of --watch
+
+
+def status(store: SpillStore) -> dict[str, Any]:
+    """What lies in a spill directory, for ``--status``."""
+    saves = [
+        {
+            "name": save.name,
+            "url": save.journal.url,
+            "what": "commit" if save.journal.commit is not None else "data",
+            "state": "sealed" if save.journal.state is State.SEALED else "writing",
+            "size": save.journal.size,
+            "created_at": save.journal.created_at,
+        }
+        for save in store.scan()
+    ]
+    refused = [{"path": str(refused.path), "reason": refused.reason} for refused in store.list_refused()]
+    return {"directory": str(store.path), "saves": saves, "refused": refused}
+
+
+def print_status(found: dict[str, Any]) -> None:
+    """The same for people."""
+    table = Table("checkpoint", "what", "state", "size", "age", box=None, header_style="bold")
+    for save in found["saves"]:
+        age = tables.format_age(max(0.0, time.time() - save["created_at"]))
+        table.add_row(save["url"], save["what"], save["state"], format_size(save["size"]), age)
+    console = tables.make_console()
+    if found["saves"]:
+        console.print(table)
+    for refused in found["refused"]:
+        console.print(f"set aside: {refused['path']}: {refused['reason']}", soft_wrap=True)
+
+
+def drain(
+    store: SpillStore,
+    *,
+    stop: threading.Event,
+    watch: bool,
+    patience: float,
+    on_progress: Callable[[int], None],
+    note: Callable[[str], None],
+) -> DrainReport:
+    """One pass, or with ``watch`` pass after pass until ``stop`` is set; the sum of what they did."""
+    total = DrainReport()
+    while True:
+        report = Drainer(store, stop=stop, on_progress=on_progress, patience=patience).run()
+        total.uploaded += report.uploaded
+        total.committed += report.committed
+        total.discarded += report.discarded
+        total.refused.update(report.refused)
+        total.waiting, total.busy = report.waiting, report.busy
+        for url in report.committed:
+            note(f"committed {url}")
+        if not watch or stop.wait(_PAUSE):
+            return total
+
+
+def report_done(store: SpillStore, report: DrainReport, note: Callable[[str], None]) -> bool:
+    """Say what was done, for people; whether nothing is left."""
+    if report.busy:
+        note(f"another process drains {store.path}: nothing was done here")
+        return False
+    for name, reason in report.refused.items():
+        note(f"set aside {name}: {reason}")
+    for name, reason in report.waiting.items():
+        note(f"waits: {name}: {reason}")
+    note(
+        f"{store.path}: {format_size(report.uploaded)} uploaded, {len(report.committed)} committed, "
+        f"{len(report.discarded)} given up, {len(report.waiting)} waiting, {len(report.refused)} set aside"
+    )
+    return not report.waiting and not report.refused
+
+
+def open_directory(directory: Path | None, configured: str | None) -> SpillStore:
+    """The directory named, or the one configured.
+
+    Raises:
+        typer.BadParameter: neither is there.
+    """
+    if directory is None and configured is None:
+        raise typer.BadParameter("name a directory, or set DCP_S3_SPILL_DIR", param_hint="DIR")
+    store = SpillStore(directory or str(configured))
+    if not store.path.is_dir():
+        raise typer.BadParameter(f"there is no directory {store.path}", param_hint="DIR")
+    return store
