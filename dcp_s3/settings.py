@@ -98,6 +98,8 @@ class Settings(BaseSettings):
     Processes of one host may share it; those of different hosts must not."""
     spill_limit: Size | None = Field(default=None, ge=2**20)
     """Bytes of objects that may wait in ``spill_dir``. Unset: as much as fits."""
+    spill_keep: Size | None = None
+    """Bytes of uploaded objects that stay in ``spill_dir`` for loads on this host. Unset: none."""
     spill_after: Seconds = Field(default=20.0, gt=0)
     """Seconds after which a part that S3 does not take counts as refused; its object goes to ``spill_dir``, if set."""
     durability: Literal["s3", "local"] = "s3"

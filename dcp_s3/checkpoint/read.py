@@ -16,6 +16,7 @@ from dcp_s3.checkpoint._torch import ReaderTransforms
 from dcp_s3.checkpoint.memory import synchronize_accelerator
 from dcp_s3.checkpoint.read_plan import ReadRequest, plan_requests
 from dcp_s3.checkpoint.transfer import ItemTransfer, TransferFactory
+from dcp_s3.spill.local import LocalObjects
 from dcp_s3.transport import retry
 from dcp_s3.transport.bucket import Bucket
 from dcp_s3.transport.checksum import crc_hex
@@ -38,9 +39,18 @@ class LoadExecutor:
         url: of the checkpoint.
         metadata: of the checkpoint.
         transforms: torch's stream extensions.
+        local: objects that are on this host's disk.
     """
 
-    def __init__(self, bucket: Bucket, url: CheckpointURL, metadata: Metadata, transforms: ReaderTransforms) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        url: CheckpointURL,
+        metadata: Metadata,
+        transforms: ReaderTransforms,
+        local: LocalObjects | None = None,
+    ) -> None:
+        self._local = local
         self._bucket = bucket
         self._url = url
         self._factory = TransferFactory(url, metadata, transforms, allow_dtype_cast=bucket.settings.allow_dtype_cast)
@@ -135,6 +145,8 @@ class LoadExecutor:
             self._url,
         )
         transfer.forget()
+        if self._local is not None:
+            self._local.distrust(extent.path)
         target = transfer.target_for(0, extent.length)
         self._receive(extent.path, extent.start, [target])
         transfer.arrived(0, target)
@@ -148,6 +160,8 @@ class LoadExecutor:
             )
 
     def _receive(self, path: str, start: int, targets: list[Target]) -> None:
+        if self._local is not None and self._local.read_into(path, start, targets):
+            return
         try:
             fetch_into(self._bucket, self._url.key(path), start, targets, cancel=self._cancel)
         except errors.ObjectNotFoundError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 from typing import Any, NoReturn
 
@@ -16,9 +18,14 @@ from dcp_s3.checkpoint.read import LoadExecutor
 from dcp_s3.format.layout import METADATA_CRC_KEY, metadata_object, new_save_id, rank_of_metadata
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
+from dcp_s3.spill.local import LocalObjects, find_commits
+from dcp_s3.spill.session import open_store
 from dcp_s3.transport.bucket import Bucket
 from dcp_s3.transport.checksum import crc64nvme, crc_hex
+from dcp_s3.units import format_size
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
+
+logger = logging.getLogger(__name__)
 
 
 class S3StorageReader(StorageReader):
@@ -29,6 +36,8 @@ class S3StorageReader(StorageReader):
 
     Args:
         url: ``s3://bucket/prefix`` of the checkpoint. May be left out if each load passes ``checkpoint_id``.
+        include_uncommitted: also read a checkpoint whose commit still waits in this host's spill directory, which with
+            several hosts may lack their parts.
         settings: a `Settings`, or a mapping of those that differ from the environment.
         _extension_registry: torch's registry of stream extensions (experimental there).
 
@@ -41,11 +50,13 @@ class S3StorageReader(StorageReader):
         self,
         url: str | os.PathLike[str] | None = None,
         *,
+        include_uncommitted: bool = False,
         settings: SettingsLike = None,
         _extension_registry: ExtensionRegistry | None = None,
     ) -> None:
         super().__init__()
         self.settings: Settings = resolve_settings(settings)
+        self.include_uncommitted = include_uncommitted
         self._transforms = ReaderTransforms(_extension_registry)
         self._url: CheckpointURL | None = None if url is None else parse_url(url)
         self._begin_load()
@@ -101,6 +112,9 @@ class S3StorageReader(StorageReader):
 
     def _fetch_metadata(self, rank: int | None) -> Metadata:
         url = self._require_url()
+        waiting = self._find_uncommitted(rank) if self.include_uncommitted else None
+        if waiting is not None:
+            return load_metadata(waiting, url=str(url))
         try:
             stored = self._bucket().get(url.key(metadata_object(rank)))
         except errors.ObjectNotFoundError:
@@ -117,6 +131,15 @@ class S3StorageReader(StorageReader):
                 url=str(url),
             )
         return load_metadata(stored.data, url=str(url))
+
+    def _find_uncommitted(self, rank: int | None) -> bytes | None:
+        """The metadata of this checkpoint's newest commit that waits on this host."""
+        store = open_store(self.settings)
+        found = None
+        for journal, _, metadata in find_commits(store) if store else ():
+            if journal.url == self.checkpoint_id and journal.commit is not None and journal.commit.rank == rank:
+                found = metadata
+        return found
 
     def _explain_missing(self, rank: int) -> errors.CheckpointNotFoundError | None:
         """The error for a checkpoint of single ranks that has none of this rank; None where there is nothing."""
@@ -166,7 +189,11 @@ class S3StorageReader(StorageReader):
         """
         if self._metadata is None:
             raise errors.SaveProtocolError("read_data was called before set_up_storage_reader")
-        LoadExecutor(self._bucket(), self._require_url(), self._metadata, self._transforms).run(plan, planner)
+        url, store = self._require_url(), open_store(self.settings)
+        with contextlib.closing(LocalObjects(store, str(url))) if store else contextlib.nullcontext() as local:
+            LoadExecutor(self._bucket(), url, self._metadata, self._transforms, local).run(plan, planner)
+            if local is not None and local.read_bytes:
+                logger.info("%s of %s came from %s", format_size(local.read_bytes), url, self.settings.spill_dir)
         future: Future[None] = Future()
         future.set_result(None)
         return future

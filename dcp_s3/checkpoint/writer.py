@@ -33,7 +33,7 @@ from dcp_s3.commit import (
 from dcp_s3.errors import MissingURLError, SpillError, TransferError
 from dcp_s3.format.layout import metadata_object, new_nonce, new_save_id
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
-from dcp_s3.spill.background import BackgroundDrain, ensure_draining, wait_until_drained
+from dcp_s3.spill.background import drain_in_background, wait_until_drained
 from dcp_s3.spill.session import SpillSession, open_store, spill_commit
 from dcp_s3.staging.failure import raise_if_failed
 from dcp_s3.staging.stager import shared_stager
@@ -117,8 +117,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         self._begin_save()
         self._is_coordinator = is_coordinator
         self._rank = int(kwargs.get("rank") or 0)
-        if self._store is not None:
-            self._draining()  # what an earlier process left goes to S3, too
+        self._drain()  # what an earlier process left goes to S3, too
         self._use_collectives = bool(kwargs.get("use_collectives", True))
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -169,7 +168,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             results = write_buckets(self._bucket(), buckets, planner, self._transforms, names, session)
             if session is not None and session.spilled:
                 session.seal()
-                self._draining().wake()
+                self._drain()
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -294,9 +293,9 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             stack.push(session)
             yield session
 
-    def _draining(self) -> BackgroundDrain:
-        assert self._store is not None  # noqa: S101 - asked for only if something was spilled
-        return ensure_draining(self._store, patience=self.settings.spill_after)
+    def _drain(self) -> None:
+        if self._store is not None:
+            drain_in_background(self._store, patience=self.settings.spill_after)
 
     def _commit(self, commit: Commit, *, spilled: bool) -> None:
         """Commit on S3 at once if all is there; otherwise leave it to the drain."""
@@ -312,7 +311,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
                 return
         overwrite = self.overwrite and self._use_collectives
         save = spill_commit(self._store, commit, self.settings, created_at=self._began, overwrite=overwrite)
-        self._draining().wake()
+        self._drain()
         if self.settings.durability == "s3":
             wait_until_drained(self._store, save)
 

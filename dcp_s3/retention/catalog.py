@@ -8,6 +8,7 @@ once. `latest` looks closer at the one it returns.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import os
 import threading
@@ -32,7 +33,9 @@ from dcp_s3.retention.checkpoint_info import (
     sort_out,
     spread_prefixes,
 )
-from dcp_s3.settings import SettingsLike, resolve_settings
+from dcp_s3.settings import Settings, SettingsLike, resolve_settings
+from dcp_s3.spill.local import find_commits
+from dcp_s3.spill.session import open_store
 from dcp_s3.transport.async_client import AsyncBucket, open_bucket, timestamp
 from dcp_s3.url import CheckpointURL, parse_url
 
@@ -69,7 +72,7 @@ async def list_checkpoints_async(root: Root, *, settings: SettingsLike = None) -
         return await _list(bucket, url)
 
 
-def latest(root: Root, *, settings: SettingsLike = None) -> CheckpointInfo | None:
+def latest(root: Root, *, include_uncommitted: bool = False, settings: SettingsLike = None) -> CheckpointInfo | None:
     """The checkpoint to resume from: of the committed ones under ``root`` that with the highest step, then the
     newest; None if there is none.
 
@@ -79,13 +82,36 @@ def latest(root: Root, *, settings: SettingsLike = None) -> CheckpointInfo | Non
 
     Args:
         root: the URL above the checkpoints.
+        include_uncommitted: also consider checkpoints whose commit still waits in this host's spill directory
+            (``DCP_S3_SPILL_DIR``), for a job on one host: on several, parts of such a checkpoint may be missing. Their
+            ``state`` is ``local``; to load one, S3StorageReader needs ``include_uncommitted``, too.
         settings: a `Settings`, or a mapping of those that differ from the environment.
 
     Raises:
         InvalidURLError, SettingsError
         StorageError: missing bucket, credentials, permissions, network. Never None because of a failure.
     """
-    return run(latest_async(root, settings=settings))
+    resolved = resolve_settings(settings)
+    waiting = find_local(root, settings=resolved) if include_uncommitted else []
+    try:
+        found = run(latest_async(root, settings=resolved))
+    except errors.TransferError as error:
+        if not waiting:
+            raise
+        logger.warning("S3 does not answer, so that only this host's spill directory was looked at: %s", error)
+        found = None
+    return max([*waiting, *([] if found is None else [found])], key=age_order, default=None)
+
+
+def find_local(root: Root, *, settings: Settings) -> list[CheckpointInfo]:
+    """The checkpoints directly under ``root`` whose commits wait in this host's spill directory, oldest first."""
+    store = open_store(settings)
+    found = []
+    for journal, data, _ in find_commits(store) if store else ():
+        url = parse_url(journal.url)
+        if str(url) == str(parse_url(root).child(url.name)):
+            found.append(dataclasses.replace(from_manifest(url, Manifest.from_json(data)), state="local"))
+    return sorted(found, key=age_order)
 
 
 async def latest_async(root: Root, *, settings: SettingsLike = None) -> CheckpointInfo | None:

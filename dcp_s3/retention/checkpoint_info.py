@@ -20,7 +20,7 @@ from dcp_s3.format.manifest import Manifest
 from dcp_s3.transport.async_client import ListedObject
 from dcp_s3.url import CheckpointURL
 
-State = Literal["committed", "incomplete"]
+State = Literal["committed", "incomplete", "local"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class CheckpointInfo:
     Attributes:
         url: ``s3://...`` of the checkpoint.
         name: last part of the URL.
-        state: ``committed`` if it has what makes it a checkpoint (``.metadata``, or that of every rank).
+        state: ``committed`` if it has what makes it a checkpoint (``.metadata``, or that of every rank); ``local`` if
+            its commit waits in this host's spill directory.
         step: training step; from the manifest, or from the name; None without a number.
         created_at: seconds since the epoch; when it was committed, or if it was not, last written to.
         world_size: ranks that wrote it; None if that is not recorded.

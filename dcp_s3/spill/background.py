@@ -15,7 +15,6 @@ from dcp_s3.spill.store import SpilledSave, SpillStore
 logger = logging.getLogger(__name__)
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.25, 5.0  # seconds between passes while S3 refuses
-_IDLE_SECONDS = 10.0  # another process may spill without telling this one
 _REPORT_SECONDS = 30.0
 _EXIT_SECONDS = 5.0
 
@@ -24,10 +23,11 @@ _lock = threading.Lock()
 
 
 class BackgroundDrain:
-    """Drains one spill directory until the process ends. A process that dies in the middle does no harm."""
+    """Drains one spill directory until nothing is left in it. A process that dies in the middle does no harm."""
 
     def __init__(self, store: SpillStore, *, patience: float) -> None:
-        self._store = store
+        self.ended = False
+        self.store = store
         self._patience = patience
         self._wake = threading.Event()
         self._stop = threading.Event()
@@ -43,44 +43,65 @@ class BackgroundDrain:
         self._stop.set()
         self._wake.set()
         self._thread.join(_EXIT_SECONDS)
-        left = len(self._store.scan()) if self._store.saves.exists() else 0
-        if left:
-            logger.warning(
-                "%d spilled saves are left in %s: `dcp-s3 drain` or the next training process uploads them",
-                left,
-                self._store.path,
-            )
 
     def _work(self) -> None:
         pause = _SHORTEST_PAUSE
         while not self._stop.is_set():
             self._wake.clear()
             try:
-                report = Drainer(self._store, stop=self._stop, patience=self._patience).run()
+                report = Drainer(self.store, stop=self._stop, patience=self._patience).run()
             except SpillError as error:
                 logger.warning("the background drain waits: %s", error)
                 pause = _LONGEST_PAUSE
             except Exception:
-                logger.exception("the background drain of %s failed; it goes on later", self._store.path)
+                logger.exception("the background drain of %s failed; it goes on later", self.store.path)
                 pause = _LONGEST_PAUSE
             else:
-                if report.uploaded or report.committed:
-                    pause = _SHORTEST_PAUSE
-                elif report.waiting:
-                    pause = min(_LONGEST_PAUSE, 2 * pause)
-                else:
-                    pause = _SHORTEST_PAUSE if report.busy else _IDLE_SECONDS
+                if not report.waiting and not report.busy and self._end():
+                    return
+                moved = report.uploaded or report.committed or report.busy
+                pause = _SHORTEST_PAUSE if moved else min(_LONGEST_PAUSE, 2 * pause)
             self._wake.wait(pause)
 
+    def _end(self) -> bool:
+        """End, unless somebody has just asked for more."""
+        with _lock:
+            self.ended = not self._wake.is_set()
+            return self.ended
 
-def ensure_draining(store: SpillStore, *, patience: float) -> BackgroundDrain:
-    """This process's thread for a spill directory; started if there is none."""
+
+def drain_in_background(store: SpillStore, *, patience: float) -> None:
+    """Let this process's thread for a spill directory look at it now; the thread is started if there is none."""
     key = (os.getpid(), os.path.abspath(store.path))
     with _lock:
-        if key not in _running:
+        running = _running.get(key)
+        if running is None or running.ended:
             _running[key] = BackgroundDrain(store, patience=patience)
-            atexit.register(_running[key].stop)
-        return _running[key]
+        else:
+            running.wake()
+
+
+def stop_draining() -> None:
+    """End this process's threads; what is left is for `dcp-s3 drain` or the next process."""
+    with _lock:
+        ending = [running for (pid, _), running in _running.items() if pid == os.getpid() and not running.ended]
+        _running.clear()
+    for running in ending:
+        running.stop()
+
+
+@atexit.register
+def _at_exit() -> None:
+    stores = [running.store for (pid, _), running in _running.items() if pid == os.getpid()]
+    stop_draining()
+    for store in stores:
+        left = len(store.scan())
+        if left:
+            logger.warning(
+                "%d spilled saves are left in %s: `dcp-s3 drain` or the next training process uploads them",
+                left,
+                store.path,
+            )
 
 
 def wait_until_drained(store: SpillStore, save: SpilledSave, *, timeout: float | None = None) -> None:

@@ -19,6 +19,7 @@ from dcp_s3.format.manifest import Manifest
 from dcp_s3.settings import Settings
 from dcp_s3.spill.files import DamagedFileError, upload_file
 from dcp_s3.spill.journal import SpilledCommit, State
+from dcp_s3.spill.local import ReadCache
 from dcp_s3.spill.store import SpilledSave, SpillStore
 from dcp_s3.transport import multipart
 from dcp_s3.transport.bucket import Bucket
@@ -124,7 +125,7 @@ class Drainer:
 
     def _upload(self, save: SpilledSave, url: CheckpointURL, bucket: Bucket, report: DrainReport) -> None:
         started = time.monotonic()
-        size = save.journal.size
+        size, keep = save.journal.size, bucket.settings.spill_keep
         for spilled in save.journal.objects:
             if self._stop.is_set():
                 report.waiting[save.name] = "the drain was stopped"
@@ -132,7 +133,10 @@ class Drainer:
             path = save.path / spilled.file
             upload_file(bucket, url.key(spilled.entry.path), path, spilled, self._on_progress)
             save.update(save.journal.without(spilled.file))
-            path.unlink(missing_ok=True)
+            if keep:
+                ReadCache(self._store, keep).keep(path, save.journal.url, spilled)
+            else:
+                path.unlink(missing_ok=True)
             report.uploaded += spilled.entry.size
         save.remove()
         logger.info("drained %s of %s in %.1f s", format_size(size), save.journal.url, time.monotonic() - started)

@@ -6,6 +6,7 @@
         saves/{time}-{save_id}-{rank or commit}-{random}/    journal, object files
         new/...                                 the same, before it has its first journal
         refused/...                             could not be drained: kept for a person, with the reason in a file
+        cache/...                               objects that are on S3, kept for loads
         drainer.lock                            held by the process that drains
 
 Every change of a journal is a new file, flushed, renamed over the old one, and the directory flushed. A process that
@@ -32,7 +33,7 @@ from dcp_s3.units import format_size
 
 logger = logging.getLogger(__name__)
 
-_JOURNAL = "journal"
+JOURNAL = "journal"
 _WRITER_LOCK = "writer.lock"
 _REASON = "reason.txt"
 
@@ -56,7 +57,7 @@ class SpilledSave:
 
     def update(self, journal: Journal) -> None:
         """Replace the journal on disk."""
-        _write_durably(self.path / _JOURNAL, journal.to_bytes())
+        _write_durably(self.path / JOURNAL, journal.to_bytes())
         self.journal = journal
 
     def is_being_written(self) -> bool:
@@ -75,7 +76,7 @@ class SpilledSave:
 
     def remove(self) -> None:
         """Remove the directory; its journal goes first, so that no half of a save is ever taken for one."""
-        (self.path / _JOURNAL).unlink(missing_ok=True)
+        (self.path / JOURNAL).unlink(missing_ok=True)
         shutil.rmtree(self.path, ignore_errors=True)
 
 
@@ -96,7 +97,7 @@ class SaveWriter:
             new.mkdir(parents=True)
             self._lock = os.open(new / _WRITER_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX)
-            _write_durably(new / _JOURNAL, self.save.journal.to_bytes())
+            _write_durably(new / JOURNAL, self.save.journal.to_bytes())
             new.rename(path)
             _flush_directory(self._store.saves)
         return self
@@ -194,7 +195,7 @@ class SpillStore:
         found = []
         for path in self._directories():
             try:
-                found.append(SpilledSave(path, Journal.from_bytes((path / _JOURNAL).read_bytes())))
+                found.append(SpilledSave(path, Journal.from_bytes((path / JOURNAL).read_bytes())))
             except FileNotFoundError:
                 shutil.rmtree(path, ignore_errors=True)  # drained; the journal goes first
             except JournalError as error:

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from benchmarks.memory_s3 import Fault
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors, latest
+from dcp_s3.spill.background import stop_draining
 from tests.checkpoint.states import assert_same, blank, every_kind
 from tests.faulty import BUCKET, FaultyServer, serve
 
@@ -35,10 +36,11 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
 
 
 @pytest.fixture
-def spill_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def spill_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     path = tmp_path / "spill"
     monkeypatch.setenv("DCP_S3_SPILL_DIR", str(path))
-    return path
+    yield path
+    stop_draining()
 
 
 def make_state(seed: int = 0) -> dict[str, Any]:

@@ -1,0 +1,185 @@
+"""Objects of a checkpoint that lie on this host's disk: those that still wait for S3, and those kept for a restart."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from dcp_s3.errors import JournalError
+from dcp_s3.spill.journal import Journal, SpilledObject, State
+from dcp_s3.spill.store import JOURNAL, SpillStore
+from dcp_s3.transport.checksum import crc64nvme, crc_hex
+from dcp_s3.transport.download import Target
+
+logger = logging.getLogger(__name__)
+
+_CHUNK = 2**24  # bytes read at a time to check a file
+_FACTS = ".json"
+
+
+@dataclass(frozen=True)
+class LocalObject:
+    """A file with the bytes of a data object.
+
+    Attributes:
+        url: of the checkpoint.
+        path: of the object, relative to it.
+        size: bytes.
+        crc64nvme: of all of them, 16 hex digits.
+    """
+
+    url: str
+    path: str
+    size: int
+    crc64nvme: str
+
+
+class ReadCache:
+    """Files of objects that are on S3 by now, kept for loads on this host; the oldest go first.
+
+    Args:
+        store: the spill directory.
+        limit: bytes of files.
+    """
+
+    def __init__(self, store: SpillStore, limit: int) -> None:
+        self._directory = store.path / "cache"
+        self._limit = limit
+
+    def keep(self, file: Path, url: str, spilled: SpilledObject) -> None:
+        """Move a drained file here, or remove it if it does not fit. Errors of the disk cost the copy only."""
+        size = spilled.entry.size
+        facts = LocalObject(url, spilled.entry.path, size, spilled.crc64nvme)
+        name = hashlib.blake2b(f"{url}\n{spilled.entry.path}".encode(), digest_size=16).hexdigest()
+        try:
+            if size > self._limit:
+                file.unlink(missing_ok=True)
+                return
+            self._directory.mkdir(parents=True, exist_ok=True)
+            self._evict(size)
+            file.rename(self._directory / name)
+            (self._directory / (name + _FACTS)).write_text(json.dumps(asdict(facts)))
+        except OSError as error:
+            logger.warning("%s is not kept for loads: %s", spilled.entry.path, error)
+            file.unlink(missing_ok=True)
+
+    def _evict(self, room: int) -> None:
+        entries = sorted(
+            (path for path in self._directory.iterdir() if path.suffix != _FACTS), key=lambda path: path.stat().st_mtime
+        )
+        total = sum(path.stat().st_size for path in entries)
+        while entries and total + room > self._limit:
+            oldest = entries.pop(0)
+            total -= oldest.stat().st_size
+            oldest.with_name(oldest.name + _FACTS).unlink(missing_ok=True)
+            oldest.unlink()
+
+
+def find_kept(store: SpillStore) -> Iterator[tuple[Path, LocalObject]]:
+    """The files that `ReadCache` holds."""
+    for facts in sorted((store.path / "cache").glob("*" + _FACTS)):
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            yield facts.with_name(facts.name.removesuffix(_FACTS)), LocalObject(**json.loads(facts.read_text()))
+
+
+def find_waiting(store: SpillStore) -> Iterator[tuple[Path, LocalObject]]:
+    """The files of objects that wait for S3. Looks only: nothing is tidied up."""
+    for path in sorted(store.saves.glob(f"*/{JOURNAL}")):
+        with contextlib.suppress(OSError, JournalError):
+            journal = Journal.from_bytes(path.read_bytes())
+            for spilled in journal.objects:
+                facts = LocalObject(journal.url, spilled.entry.path, spilled.entry.size, spilled.crc64nvme)
+                yield path.parent / spilled.file, facts
+
+
+def find_commits(store: SpillStore) -> Iterator[tuple[Journal, bytes, bytes]]:
+    """The commits that wait: journal, bytes of the manifest and of ``.metadata``."""
+    for path in sorted(store.saves.glob(f"*/{JOURNAL}")):
+        with contextlib.suppress(OSError, JournalError):
+            journal = Journal.from_bytes(path.read_bytes())
+            if journal.commit is not None and journal.state is State.SEALED:
+                files = (path.parent / journal.commit.manifest, path.parent / journal.commit.metadata)
+                yield journal, files[0].read_bytes(), files[1].read_bytes()
+
+
+class LocalObjects:
+    """What a load of one checkpoint need not fetch from S3. A file is used when its size and checksum are right.
+
+    Args:
+        store: the spill directory.
+        url: of the checkpoint.
+    """
+
+    def __init__(self, store: SpillStore, url: str) -> None:
+        self._lock = threading.Lock()
+        self._files: dict[str, tuple[Path, LocalObject]] = {
+            facts.path: (path, facts) for path, facts in (*find_kept(store), *find_waiting(store)) if facts.url == url
+        }
+        self._open: dict[str, int | None] = {}
+        self._descriptors: list[int] = []
+        self.read_bytes = 0
+        """Bytes that came from disk."""
+
+    def read_into(self, path: str, start: int, targets: Sequence[Target]) -> bool:
+        """Fill ``targets`` with the bytes of object ``path`` from ``start`` on; False if that has to come from S3."""
+        fd = self._descriptor(path)
+        if fd is None:
+            return False
+        for target in targets:
+            done = 0
+            while done < target.view.nbytes:
+                count = os.preadv(fd, [target.view[done : done + _CHUNK]], start + done)
+                if not count:
+                    return False
+                target.received(done, count)
+                done += count
+            start += done
+            self.read_bytes += done
+        return True
+
+    def distrust(self, path: str) -> None:
+        """Take this object from S3 from now on."""
+        with self._lock:
+            self._open[path] = None  # the file stays open: another thread may be reading from it
+
+    def close(self) -> None:
+        """Close the files; nobody may be reading any more."""
+        for fd in self._descriptors:
+            os.close(fd)
+        self._descriptors.clear()
+
+    def _descriptor(self, path: str) -> int | None:
+        with self._lock:
+            if path not in self._open:
+                fd = _open_checked(*self._files[path]) if path in self._files else None
+                if fd is not None:
+                    self._descriptors.append(fd)
+                self._open[path] = fd
+            return self._open[path]
+
+
+def _open_checked(path: Path, facts: LocalObject) -> int | None:
+    """A descriptor of the file if it is what it should be."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None  # drained, or evicted, meanwhile
+    crc, offset = 0, 0
+    while offset <= facts.size:
+        block = os.pread(fd, _CHUNK, offset)
+        if not block:
+            break
+        crc = crc64nvme(block, crc)
+        offset += len(block)
+    if offset == facts.size and crc_hex(crc) == facts.crc64nvme:
+        return fd
+    os.close(fd)
+    logger.warning("%s is damaged: %s comes from S3", path, facts.path)
+    return None

@@ -1,0 +1,135 @@
+"""The journal is read as it was written, or known to be damaged."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcp_s3.errors import JournalError
+from dcp_s3.format.manifest import ObjectEntry
+from dcp_s3.settings import Settings
+from dcp_s3.spill.journal import FORMAT_VERSION, Journal, SpilledCommit, SpilledObject, State
+from dcp_s3.transport.checksum import crc64nvme, crc_hex
+
+_TEXT = st.text(max_size=20)
+_CRC = st.integers(0, 2**64 - 1).map(crc_hex)
+_ENTRIES = st.builds(ObjectEntry, _TEXT, st.integers(0, 2**50), st.none() | _CRC)
+_OBJECTS = st.builds(SpilledObject, _ENTRIES, _TEXT, st.integers(1, 2**33), _CRC)
+_COMMITS = st.builds(
+    SpilledCommit,
+    _TEXT,
+    _TEXT,
+    st.lists(_ENTRIES, max_size=3).map(tuple),
+    st.booleans(),
+    st.none() | st.integers(0, 10**6),
+)
+_JOURNALS = st.builds(
+    Journal,
+    url=_TEXT,
+    save_id=_TEXT,
+    created_at=st.floats(0, 1e11),
+    settings=st.dictionaries(_TEXT, st.none() | st.booleans() | st.integers() | st.floats(0, 1) | _TEXT, max_size=3),
+    state=st.sampled_from(State),
+    keys=st.lists(_TEXT, max_size=3).map(tuple),
+    objects=st.lists(_OBJECTS, max_size=3).map(tuple),
+    commit=st.none() | _COMMITS,
+)
+
+EXAMPLE = Journal(
+    "s3://bucket/run/step-1",
+    "0123456789abcdef",
+    1700000000.25,
+    Settings().model_dump(),
+    State.SEALED,
+    ("run/step-1/__0_0-abc.distcp",),
+    (SpilledObject(ObjectEntry("__0_0-abc.distcp", 12, "00000000000000ff"), "object-0", 5, "00000000000000ff"),),
+    SpilledCommit("manifest.json", "metadata", (ObjectEntry("__0_0-abc.distcp", 12),), overwrite=True, rank=3),
+)
+
+
+def sign(body: bytes) -> bytes:
+    """A body behind a first line that is right."""
+    return f"dcp_s3 journal {crc_hex(crc64nvme(body))}\n".encode() + body
+
+
+@given(_JOURNALS)
+def test_what_is_written_is_what_is_read(journal: Journal) -> None:
+    assert Journal.from_bytes(journal.to_bytes()) == journal
+
+
+def test_the_settings_of_a_writer_come_back_as_they_were() -> None:
+    settings = Settings(part_size="7MiB", spill_after="3s", staging_limit=0.25, checksum="crc32c", sse="aws:kms")
+    journal = Journal("s3://b/x", "1", 0.0, settings.model_dump())
+    assert Settings(**Journal.from_bytes(journal.to_bytes()).settings) == settings
+
+
+@pytest.mark.parametrize("journal", [EXAMPLE, Journal("s3://b/x", "1", 0.0, {})], ids=["full", "small"])
+def test_a_journal_that_is_cut_off_anywhere_is_refused(journal: Journal) -> None:
+    data = journal.to_bytes()
+    for length in range(len(data)):
+        with pytest.raises(JournalError):
+            Journal.from_bytes(data[:length])
+
+
+@pytest.mark.parametrize("flip", [0x01, 0x20, 0x80, 0xFF])
+def test_a_journal_with_any_byte_changed_is_refused(flip: int) -> None:
+    data = EXAMPLE.to_bytes()
+    for position in range(len(data)):
+        damaged = bytearray(data)
+        damaged[position] ^= flip
+        with pytest.raises(JournalError):
+            Journal.from_bytes(bytes(damaged))
+
+
+@given(_JOURNALS, st.binary(min_size=1, max_size=30))
+def test_a_journal_with_something_behind_it_is_refused(journal: Journal, more: bytes) -> None:
+    with pytest.raises(JournalError):
+        Journal.from_bytes(journal.to_bytes() + more)
+
+
+@given(st.binary(max_size=200))
+def test_anything_else_is_refused(data: bytes) -> None:
+    with pytest.raises(JournalError):
+        Journal.from_bytes(data)
+    with pytest.raises(JournalError):
+        Journal.from_bytes(sign(data))
+
+
+def test_a_journal_of_another_version_says_so() -> None:
+    fields = json.loads(EXAMPLE.to_bytes().partition(b"\n")[2])
+    fields["format_version"] = FORMAT_VERSION + 1
+    with pytest.raises(JournalError, match=f"version {FORMAT_VERSION + 1}.*reads {FORMAT_VERSION}"):
+        Journal.from_bytes(sign(json.dumps(fields).encode()))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"state": "half"},
+        {"created_at": None},
+        {"settings": 7},
+        {"keys": None},
+        {"objects": [{"file": "object-0"}]},
+        {"objects": [{"entry": {"wrong": 1}, "file": "f", "part_size": 1, "crc64nvme": ""}]},
+        {"commit": {"manifest": "m"}},
+        {"commit": [1]},
+    ],
+    ids=str,
+)
+def test_a_field_that_makes_no_sense_is_refused(change: dict[str, Any]) -> None:
+    fields = {**json.loads(EXAMPLE.to_bytes().partition(b"\n")[2]), **change}
+    with pytest.raises(JournalError, match="not a journal"):
+        Journal.from_bytes(sign(json.dumps(fields).encode()))
+
+
+def test_an_object_that_is_drained_leaves_the_others() -> None:
+    first, second = (SpilledObject(ObjectEntry(name, 5), name, 5, "0" * 16) for name in "ab")
+    journal = Journal("s3://b/x", "1", 0.0, {}, objects=(first, second))
+    assert journal.size == 10
+    assert journal.without("a").objects == (second,)
+    assert journal.without("a").size == 5
+    assert journal.objects == (first, second)

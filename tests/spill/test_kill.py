@@ -1,0 +1,392 @@
+"""Training is killed in the middle of saves, with an S3 that is barely there: what was reported durable is not lost.
+
+Real processes and SIGKILL. DCP_S3_TEST_KILLS says how many kill points there are (8), DCP_S3_TEST_SEED which (0).
+Each has a number, which is in the name of its test: ``DCP_S3_TEST_SEED=17 DCP_S3_TEST_KILLS=1`` repeats number 17, as
+far as processes and sockets repeat at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed.checkpoint as dcp
+
+from benchmarks.memory_s3 import Fault
+from dcp_s3 import S3StorageReader, list_checkpoints
+from tests.checkpoint.states import assert_same, blank
+from tests.faulty import BUCKET, FaultyServer, serve
+from tests.ranks import _PRELOAD
+from tests.spill import kill_worker
+from tests.spill.kill_worker import Job, make_state
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+ROOT = f"s3://{BUCKET}/run"
+KILLS = int(os.environ.get("DCP_S3_TEST_KILLS", "8"))
+FIRST_SEED = int(os.environ.get("DCP_S3_TEST_SEED", "0"))
+
+_START_SECONDS = 60.0
+_DRAIN_SECONDS = 60.0
+_SURVIVOR_SECONDS = 10.0
+_PHASE_SECONDS = (0.1, 1.0)
+_LONGEST_LIFE = 3.5
+
+_OPERATIONS = (
+    "CreateMultipartUpload", "UploadPart", "UploadPart", "CompleteMultipartUpload", "PutObject", "PutObject",
+    "ListMultipartUploads", "ListParts", "ListObjectsV2", "HeadObject", "DeleteObjects", "AbortMultipartUpload",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Who trains, and who is killed.
+
+    Attributes:
+        ranks: processes that train.
+        shared: whether they share one spill directory.
+        victims: the ranks that are killed; None for all.
+        drains: processes that only drain, killed one after the other, before the last one.
+        lives: how often training is started and killed before the drain.
+    """
+
+    ranks: int = 1
+    shared: bool = False
+    victims: tuple[int, ...] | None = None
+    drains: int = 0
+    lives: int = 1
+
+
+SCENES = {
+    "one_rank": Scene(),
+    "two_ranks": Scene(ranks=2),
+    "two_ranks_that_share_a_directory": Scene(ranks=2, shared=True),
+    "one_of_two_ranks": Scene(ranks=2, victims=(1,)),
+    "a_drain": Scene(drains=3),
+    "the_coordinator_of_two_ranks": Scene(ranks=2, victims=(0,)),
+    "training_again_and_again": Scene(lives=3),
+    "two_ranks_and_their_drain": Scene(ranks=2, drains=2),
+}
+
+
+def _kill_points() -> list[Any]:
+    names = list(SCENES)
+    points = [(names[seed % len(names)], seed) for seed in range(FIRST_SEED, FIRST_SEED + KILLS)]
+    return [pytest.param(name, seed, id=f"{name}-seed{seed}") for name, seed in points]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="relies on Linux's signals and file locks")
+@pytest.mark.parametrize(("scene", "seed"), _kill_points())
+def test_what_was_durable_is_there_after_a_kill_of(
+    scene: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_kill_point(SCENES[scene], seed, tmp_path, monkeypatch)
+    if not os.environ.get("DCP_S3_TEST_KEEP"):
+        shutil.rmtree(tmp_path, ignore_errors=True)
+
+
+def run_kill_point(scene: Scene, seed: int, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Train, kill, drain, look.
+
+    Raises:
+        AssertionError: with the seed, and where the output of the processes is.
+    """
+    for name, value in {
+        "DCP_S3_PART_SIZE": "5MiB",
+        "DCP_S3_RETRY_ATTEMPTS": "2",
+        "DCP_S3_CONCURRENCY": "4",
+        "DCP_S3_READ_TIMEOUT": "5s",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "MASTER_ADDR": "127.0.0.1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with serve(monkeypatch) as server:
+        point = KillPoint(scene, seed, directory, server)
+        try:
+            point.run()
+        except BaseException as error:
+            text = f"seed {seed}, {scene}, killed {point.how}; the output of the processes is in {directory}"
+            if hasattr(error, "add_note"):
+                error.add_note(text)
+            print(text)
+            raise
+
+
+class KillPoint:
+    """One kill (or several in a row), and what is left of it."""
+
+    def __init__(self, scene: Scene, seed: int, directory: Path, server: FaultyServer) -> None:
+        self.scene = scene
+        self.seed = seed
+        self.how: list[str] = []
+        self._rng = random.Random(seed)
+        self._directory = directory
+        self._server = server
+        self._jobs: list[Job] = []
+        names = ["shared"] * scene.ranks if scene.shared else [f"rank-{rank}" for rank in range(scene.ranks)]
+        self._spill = [directory / "spill" / name for name in names]
+        self._environment = {**os.environ, "DCP_S3_SPILL_AFTER": self._rng.choice(["0.5s", "1s"])}
+
+    def run(self) -> None:
+        """All of it.
+
+        Raises:
+            AssertionError: something is lost, or left.
+        """
+        with Weather(self._server, self._rng.random()):
+            for life in range(self.scene.lives):
+                self._train_and_kill(life)
+            for number in range(self.scene.drains):
+                self._drain_and_kill(self.scene.lives + number)
+        wait_until_quiet(self._server)
+        self._drain_all()
+        self._check()
+
+    # --- what happens ---------------------------------------------------------------------------------
+
+    def _train_and_kill(self, life: int) -> None:
+        change = self._rng.randint(1, 150) if self._rng.random() < 0.4 else None
+        doomed = self._rng.choice(self.scene.victims or range(self.scene.ranks))
+        jobs = [
+            Job(
+                self.seed, ROOT, self._directory,
+                {**self._environment, "DCP_S3_SPILL_DIR": str(self._spill[rank])},
+                rank, self.scene.ranks, life, change if rank == doomed else None,
+            )
+            for rank in range(self.scene.ranks)
+        ]  # fmt: skip
+        self._jobs += jobs
+        with running([_process(kill_worker.train, job) for job in jobs]) as processes:
+            deadline = time.monotonic() + _START_SECONDS
+            while not all(_lines(job) or process.exitcode is not None for job, process in zip(jobs, processes)):  # noqa: B905
+                assert time.monotonic() < deadline, "training did not start"
+                time.sleep(0.01)
+            victims = [processes[rank] for rank in self.scene.victims or range(self.scene.ranks)]
+            self._kill_some_time(victims, change)
+            if self.scene.victims:
+                for process in processes:
+                    process.join(_SURVIVOR_SECONDS)
+
+    def _drain_and_kill(self, life: int) -> None:
+        change = self._rng.randint(1, 30) if self._rng.random() < 0.5 else None
+        # The directory's parent: that of each rank is below it.
+        environment = {**self._environment, "DCP_S3_SPILL_DIR": str(self._directory / "spill")}
+        job = Job(self.seed, ROOT, self._directory, environment, life=life, die_at_change=change)
+        with running([_process(kill_worker.drain, job, self._spill)]) as processes:
+            self._kill_some_time(processes, change)
+
+    def _kill_some_time(self, victims: Sequence[Any], change: int | None) -> None:
+        """Kill at a moment, at a request, or when one kills itself in its spill directory."""
+        seconds = self._rng.uniform(0, _LONGEST_LIFE)
+        at_request = None
+        if change is not None:
+            self.how.append(f"at change {change} of the directory")
+            seconds = _LONGEST_LIFE
+        elif self._rng.random() < 0.6:
+            operation, count = self._rng.choice(_OPERATIONS), self._rng.randint(1, 5)
+            at_request = AtRequest(operation, count, applied=self._rng.random() < 0.6)
+            self.how.append(f"at {at_request}")
+            seconds = _LONGEST_LIFE
+        else:
+            self.how.append(f"after {seconds:.2f} s")
+        deadline = time.monotonic() + seconds
+        with at_request.on(self._server) if at_request else contextlib.nullcontext():
+            while time.monotonic() < deadline and all(process.exitcode is None for process in victims):
+                if at_request and at_request.reached.wait(0.005):
+                    break
+                time.sleep(0.002)
+            kill_all(victims)
+
+    def _drain_all(self) -> None:
+        job = Job(self.seed, ROOT, self._directory, self._environment, life=100)
+        with running([_process(kill_worker.drain, job, sorted(set(self._spill)))]) as (process,):
+            process.join(_DRAIN_SECONDS)
+            assert process.exitcode is not None, "the last drain does not end"
+            assert process.exitcode == 0, "the last drain failed"
+        assert json.loads(job.report.read_text())["refused"] == []
+
+    # --- what is left ---------------------------------------------------------------------------------
+
+    def _check(self) -> None:
+        durable = self._durable_steps()
+        found = {info.name: info for info in list_checkpoints(ROOT)}
+        committed = {name for name, info in found.items() if info.committed}
+        lost = {f"step-{step}" for step in durable} - committed
+        assert not lost, f"reported durable, but not committed: {sorted(lost)}"
+        for name in sorted(committed):
+            expected = make_state(self.seed, int(name.removeprefix("step-")), self.scene.ranks)
+            loaded = blank(expected)
+            dcp.load(loaded, storage_reader=S3StorageReader(f"{ROOT}/{name}"), no_dist=True)
+            assert_same(loaded, expected, name)
+        visible = {key.split("/")[1] for key in self._server.s3.objects(BUCKET) if key.endswith(".metadata")}
+        assert visible == committed
+        assert self._server.s3.open_uploads(BUCKET) == []
+        for directory in set(self._spill):
+            assert list((directory / "saves").glob("*")) == []
+            assert list((directory / "refused").glob("*")) == []
+
+    def _durable_steps(self) -> set[int]:
+        """Steps that every rank reported; no save may have failed unless a rank was left without the others."""
+        durable: dict[int, int] = {}
+        for job in self._jobs:
+            for line in _lines(job):
+                if " failed " in line:
+                    assert self.scene.victims, f"rank {job.rank}: {line}"
+                elif " durable " in line:
+                    step = int(line.split()[1])
+                    durable[step] = durable.get(step, 0) + 1
+        return {step for step, ranks in durable.items() if ranks == self.scene.ranks}
+
+
+def _lines(job: Job) -> list[str]:
+    try:
+        return job.report.read_text().splitlines()
+    except FileNotFoundError:
+        return []
+
+
+# --- processes ----------------------------------------------------------------------------------------
+
+
+def _process(function: Any, *arguments: Any) -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    return context.Process(target=function, args=arguments)
+
+
+@contextlib.contextmanager
+def running(processes: list[Any]) -> Iterator[list[Any]]:
+    """Started; at the end none is left."""
+    try:
+        for process in processes:
+            process.start()
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+
+
+def kill_all(processes: Sequence[Any]) -> None:
+    """SIGKILL, without one seeing the end of another."""
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for process in processes:
+            if process.exitcode is None:
+                os.kill(process.pid, number)
+    for process in processes:
+        process.join()
+
+
+# --- the server ---------------------------------------------------------------------------------------
+
+
+class Weather:
+    """Phases of a second or less, in which the server works, refuses, is slow, breaks connections, or is gone."""
+
+    def __init__(self, server: FaultyServer, seed: float) -> None:
+        self._server = server
+        self._rng = random.Random(seed)  # of the phases
+        self._each = random.Random(seed)  # of the requests, in the order in which they come
+        self._lock = threading.Lock()
+        self._phase = "good"
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._work, name="weather")
+
+    def __enter__(self) -> Weather:
+        self._server.rule = self._rule
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+        self._server.rule = lambda _: None
+
+    def _work(self) -> None:
+        phases = ["good", "good", "good", "refusing", "slow", "breaking", "gone"]
+        while not self._end.is_set():
+            self._phase = self._rng.choice(phases)
+            if self._phase == "gone":
+                self._server.s3.stop()
+            try:
+                self._end.wait(self._rng.uniform(*_PHASE_SECONDS))
+            finally:
+                if self._phase == "gone":
+                    self._server.s3.start()
+
+    def _rule(self, request: Any) -> Fault | None:
+        with self._lock:
+            chance, amount = self._each.random(), self._each.random()
+        if self._phase == "refusing" and chance < 0.9:
+            return Fault.error(503, "SlowDown")
+        if self._phase == "slow":
+            return Fault.delay(amount)
+        if self._phase == "breaking" and chance < 0.6:
+            if amount < 0.4:
+                return Fault.reset()
+            return Fault.apply_then_reset() if amount < 0.6 else Fault.reset_request(int(amount * 5 * 2**20))
+        return None
+
+
+class AtRequest:
+    """A moment: the ``count``-th request of a kind has come, and its answer has not gone.
+
+    Args:
+        operation: S3's name of it.
+        count: which one, from 1.
+        applied: whether the server does what was asked; whoever asked is dead by then.
+    """
+
+    def __init__(self, operation: str, count: int, *, applied: bool) -> None:
+        self.reached = threading.Event()
+        self._operation, self._count, self._applied = operation, count, applied
+        self._over = threading.Event()
+        self._lock = threading.Lock()
+
+    def __str__(self) -> str:
+        return f"{self._operation} number {self._count}, {'applied' if self._applied else 'not applied'}"
+
+    @contextlib.contextmanager
+    def on(self, server: FaultyServer) -> Iterator[None]:
+        """Look for it; at the end the request goes on."""
+        rule = server.rule
+
+        def look(request: Any) -> Fault | None:
+            with self._lock:
+                self._count -= request.operation == self._operation
+                mine = self._count <= 0 and not self.reached.is_set()
+                if mine:
+                    self.reached.set()
+            if not mine:
+                return rule(request)
+            self._over.wait(30)
+            return None if self._applied else Fault.reset()
+
+        server.rule = look
+        try:
+            yield
+        finally:
+            server.rule = rule
+            self._over.set()
+
+
+def wait_until_quiet(server: FaultyServer) -> None:
+    """Wait until the server has dealt with everything that the dead had sent."""
+    deadline = time.monotonic() + 30
+    while server.s3._connections:
+        assert time.monotonic() < deadline, "somebody is still connected"
+        time.sleep(0.01)
