@@ -37,8 +37,9 @@ fmt: $(DEV) ## format, and fix what ruff can fix
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-bench: $(DEV) ## save and load against other S3 backends; ARGS=... is passed on
+bench: $(DEV) ## save and load, and the stall of training, against other backends; ARGS=... is passed on
 	@$(PY) -m benchmarks.save_load $(ARGS)
+	@$(PY) -m benchmarks.stall $(ARGS)
 
 clean: ## remove .venv, caches and build output
 	rm -rf $(VENV) $(CACHE) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
