@@ -37,6 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:Us
 
 ROOT = f"s3://{BUCKET}/run"
 KILLS = int(os.environ.get("DCP_S3_TEST_KILLS", "8"))
+KEEP = bool(os.environ.get("DCP_S3_TEST_KEEP"))  # what the processes of a kill point that passed have written
 FIRST_SEED = int(os.environ.get("DCP_S3_TEST_SEED", "0"))
 
 _START_SECONDS = 60.0
@@ -94,7 +95,7 @@ def test_what_was_durable_is_there_after_a_kill_of(
     scene: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run_kill_point(SCENES[scene], seed, tmp_path, monkeypatch)
-    if not os.environ.get("DCP_S3_TEST_KEEP"):
+    if not KEEP:
         shutil.rmtree(tmp_path, ignore_errors=True)
 
 
