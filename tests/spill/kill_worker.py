@@ -119,8 +119,8 @@ def _save(job: Job, step: int, durability: str, *, asynchronous: bool) -> None:
         dcp.save(state, storage_writer=writer)
 
 
-def drain(job: Job, spill_directories: list[Path]) -> None:
-    """Drain until nothing waits; then write what happened to the report, as JSON."""
+def drain(job: Job, spill_directories: list[Path], *, forever: bool = False) -> None:
+    """Drain, until nothing waits unless ``forever``; then write what happened to the report, as JSON."""
     _begin(job)
     from dcp_s3.spill.drain import Drainer
     from dcp_s3.spill.store import SpillStore
@@ -138,7 +138,7 @@ def drain(job: Job, spill_directories: list[Path]) -> None:
             if report.busy:
                 waiting[str(directory)] = "busy"
         logger.info("waiting: %s", waiting)
-        if not waiting:
+        if not waiting and not forever:
             break
         time.sleep(_DRAIN_PAUSE)
     job.report.write_text(json.dumps(done))

@@ -1,6 +1,6 @@
 """Training is killed in the middle of saves, with an S3 that is barely there: what was reported durable is not lost.
 
-Real processes and SIGKILL. DCP_S3_TEST_KILLS says how many kill points there are (8), DCP_S3_TEST_SEED which (0).
+Real processes and SIGKILL. DCP_S3_TEST_KILLS says how many kill points there are (9), DCP_S3_TEST_SEED which (0).
 Each has a number, which is in the name of its test: ``DCP_S3_TEST_SEED=17 DCP_S3_TEST_KILLS=1`` repeats number 17, as
 far as processes and sockets repeat at all.
 """
@@ -17,6 +17,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from typing import Any
 
 import pytest
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from benchmarks.memory_s3 import Fault
 from dcp_s3 import S3StorageReader, list_checkpoints
@@ -36,7 +38,7 @@ from tests.spill.kill_worker import Job, make_state
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 ROOT = f"s3://{BUCKET}/run"
-KILLS = int(os.environ.get("DCP_S3_TEST_KILLS", "8"))
+KILLS = int(os.environ.get("DCP_S3_TEST_KILLS", "9"))
 KEEP = bool(os.environ.get("DCP_S3_TEST_KEEP"))  # what the processes of a kill point that passed have written
 FIRST_SEED = int(os.environ.get("DCP_S3_TEST_SEED", "0"))
 
@@ -44,7 +46,7 @@ _START_SECONDS = 60.0
 _DRAIN_SECONDS = 60.0
 _SURVIVOR_SECONDS = 10.0
 _PHASE_SECONDS = (0.1, 1.0)
-_LONGEST_LIFE = 3.5
+_LONGEST_LIFE = 3.0
 
 _OPERATIONS = (
     "CreateMultipartUpload", "UploadPart", "UploadPart", "CompleteMultipartUpload", "PutObject", "PutObject",
@@ -61,6 +63,7 @@ class Scene:
         shared: whether they share one spill directory.
         victims: the ranks that are killed; None for all.
         drains: processes that only drain, killed one after the other, before the last one.
+        beside: whether a process that only drains runs beside the training, and dies with it.
         lives: how often training is started and killed before the drain.
     """
 
@@ -68,6 +71,7 @@ class Scene:
     shared: bool = False
     victims: tuple[int, ...] | None = None
     drains: int = 0
+    beside: bool = False
     lives: int = 1
 
 
@@ -78,6 +82,7 @@ SCENES = {
     "one_of_two_ranks": Scene(ranks=2, victims=(1,)),
     "a_drain": Scene(drains=3),
     "the_coordinator_of_two_ranks": Scene(ranks=2, victims=(0,)),
+    "training_beside_a_drain": Scene(beside=True),
     "training_again_and_again": Scene(lives=3),
     "two_ranks_and_their_drain": Scene(ranks=2, drains=2),
 }
@@ -137,6 +142,7 @@ class KillPoint:
         self._directory = directory
         self._server = server
         self._jobs: list[Job] = []
+        self._bereaved: set[int] = set()  # lives in which a rank may have seen the end of another
         names = ["shared"] * scene.ranks if scene.shared else [f"rank-{rank}" for rank in range(scene.ranks)]
         self._spill = [directory / "spill" / name for name in names]
         self._environment = {**os.environ, "DCP_S3_SPILL_AFTER": self._rng.choice(["0.5s", "1s"])}
@@ -170,24 +176,35 @@ class KillPoint:
             for rank in range(self.scene.ranks)
         ]  # fmt: skip
         self._jobs += jobs
-        with running([_process(kill_worker.train, job) for job in jobs]) as processes:
+        if self.scene.victims or (change is not None and self.scene.ranks > 1):
+            self._bereaved.add(life)
+        trainings = [_process(kill_worker.train, job) for job in jobs]
+        drains = [_process(kill_worker.drain, self._drain_job(life), self._spill, forever=True)] * self.scene.beside
+        with running([*trainings, *drains]):
             deadline = time.monotonic() + _START_SECONDS
-            while not all(_lines(job) or process.exitcode is not None for job, process in zip(jobs, processes)):  # noqa: B905
+            while not all(map(_lines, jobs)) and all(process.exitcode is None for process in trainings):
                 assert time.monotonic() < deadline, "training did not start"
                 time.sleep(0.01)
-            victims = [processes[rank] for rank in self.scene.victims or range(self.scene.ranks)]
-            self._kill_some_time(victims, change)
+            victims = [trainings[rank] for rank in self.scene.victims or range(self.scene.ranks)]
+            self._kill_some_time([*victims, *drains], change)
             if self.scene.victims:
-                for process in processes:
+                for process in trainings:
                     process.join(_SURVIVOR_SECONDS)
+            codes = [process.exitcode for process in [*victims, *drains]]
+        assert life in self._bereaved or set(codes) == {-signal.SIGKILL}, f"ended by itself: exit codes {codes}"
 
     def _drain_and_kill(self, life: int) -> None:
         change = self._rng.randint(1, 30) if self._rng.random() < 0.5 else None
+        with running([_process(kill_worker.drain, self._drain_job(life, change), self._spill)]) as processes:
+            self._kill_some_time(processes, change)
+            assert processes[0].exitcode in (0, -signal.SIGKILL), "the drain failed"
+
+    def _drain_job(self, life: int, change: int | None = None) -> Job:
         # The directory's parent: that of each rank is below it.
         environment = {**self._environment, "DCP_S3_SPILL_DIR": str(self._directory / "spill")}
-        job = Job(self.seed, ROOT, self._directory, environment, life=life, die_at_change=change)
-        with running([_process(kill_worker.drain, job, self._spill)]) as processes:
-            self._kill_some_time(processes, change)
+        return Job(
+            self.seed, ROOT, self._directory, environment, rank=self.scene.ranks, life=life, die_at_change=change
+        )  # fmt: skip
 
     def _kill_some_time(self, victims: Sequence[Any], change: int | None) -> None:
         """Kill at a moment, at a request, or when one kills itself in its spill directory."""
@@ -212,7 +229,7 @@ class KillPoint:
             kill_all(victims)
 
     def _drain_all(self) -> None:
-        job = Job(self.seed, ROOT, self._directory, self._environment, life=100)
+        job = self._drain_job(life=100)
         with running([_process(kill_worker.drain, job, sorted(set(self._spill)))]) as (process,):
             process.join(_DRAIN_SECONDS)
             assert process.exitcode is not None, "the last drain does not end"
@@ -222,34 +239,40 @@ class KillPoint:
     # --- what is left ---------------------------------------------------------------------------------
 
     def _check(self) -> None:
-        durable = self._durable_steps()
-        found = {info.name: info for info in list_checkpoints(ROOT)}
-        committed = {name for name, info in found.items() if info.committed}
-        lost = {f"step-{step}" for step in durable} - committed
-        assert not lost, f"reported durable, but not committed: {sorted(lost)}"
+        problems = self._failed_saves()
+        found = list_checkpoints(ROOT)
+        committed = {info.name for info in found if info.committed}
+        lost = {f"step-{step}" for step in self._durable_steps()} - committed
+        problems += [f"{name} was reported durable, but is not committed" for name in sorted(lost)]
         for name in sorted(committed):
             expected = make_state(self.seed, int(name.removeprefix("step-")), self.scene.ranks)
             loaded = blank(expected)
-            dcp.load(loaded, storage_reader=S3StorageReader(f"{ROOT}/{name}"), no_dist=True)
-            assert_same(loaded, expected, name)
+            try:
+                dcp.load(loaded, storage_reader=S3StorageReader(f"{ROOT}/{name}"), no_dist=True)
+                assert_same(loaded, expected, name)
+            except (CheckpointException, AssertionError) as error:
+                problems.append(f"{name} is committed, but not whole: {error!r}")
         visible = {key.split("/")[1] for key in self._server.s3.objects(BUCKET) if key.endswith(".metadata")}
-        assert visible == committed
-        assert self._server.s3.open_uploads(BUCKET) == []
+        problems += [f"{name} is visible, but not listed" for name in sorted(visible - committed)]
+        problems += [f"a multipart upload of {key} is open" for key in self._server.s3.open_uploads(BUCKET)]
         for directory in set(self._spill):
-            assert list((directory / "saves").glob("*")) == []
-            assert list((directory / "refused").glob("*")) == []
+            left = [*(directory / "saves").glob("*"), *(directory / "refused").glob("*")]
+            problems += [f"{path} is left" for path in left]
+        assert not problems, "\n".join(problems)
 
     def _durable_steps(self) -> set[int]:
-        """Steps that every rank reported; no save may have failed unless a rank was left without the others."""
-        durable: dict[int, int] = {}
-        for job in self._jobs:
-            for line in _lines(job):
-                if " failed " in line:
-                    assert self.scene.victims, f"rank {job.rank}: {line}"
-                elif " durable " in line:
-                    step = int(line.split()[1])
-                    durable[step] = durable.get(step, 0) + 1
-        return {step for step, ranks in durable.items() if ranks == self.scene.ranks}
+        """Steps that every rank reported."""
+        said = Counter(int(line.split()[1]) for job in self._jobs for line in _lines(job) if " durable " in line)
+        return {step for step, ranks in said.items() if ranks == self.scene.ranks}
+
+    def _failed_saves(self) -> list[str]:
+        """No save may fail, unless a rank was left without the others."""
+        return [
+            f"a save failed on rank {job.rank}: {line}"
+            for job in self._jobs
+            for line in _lines(job)
+            if " failed " in line and job.life not in self._bereaved
+        ]
 
 
 def _lines(job: Job) -> list[str]:
@@ -262,10 +285,10 @@ def _lines(job: Job) -> list[str]:
 # --- processes ----------------------------------------------------------------------------------------
 
 
-def _process(function: Any, *arguments: Any) -> Any:
+def _process(function: Any, *arguments: Any, **options: Any) -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
-    return context.Process(target=function, args=arguments)
+    return context.Process(target=function, args=arguments, kwargs=options)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,222 @@
+"""Several ranks, with a spill directory each or one for all: the commit waits for what every rank has on disk."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from benchmarks.memory_s3 import Fault
+from dcp_s3 import S3StorageReader, S3StorageWriter
+from dcp_s3.checkpoint import writer as writer_module
+from dcp_s3.settings import Settings
+from dcp_s3.spill.drain import Drainer, DrainReport
+from dcp_s3.spill.store import SpillStore
+from dcp_s3.transport.bucket import Bucket
+from tests.faulty import BUCKET, FaultyServer, serve
+from tests.ranks import run_ranks
+from tests.spill.test_outage import assert_complete
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+URL = f"s3://{BUCKET}/run/step-1"
+THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
+MIB = 2**20
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
+    monkeypatch.setenv("DCP_S3_PART_SIZE", "5MiB")
+    monkeypatch.setenv("DCP_S3_RETRY_ATTEMPTS", "2")
+    monkeypatch.setenv("DCP_S3_SPILL_AFTER", "2s")
+    monkeypatch.setenv("DCP_S3_BUCKETS_PER_RANK", "1")
+    with serve(monkeypatch) as server:
+        yield server
+
+
+def full_state(seed: int = 0) -> dict[str, torch.Tensor]:
+    return {name: torch.arange(6 * MIB // 4, dtype=torch.float32).view(2, -1) + seed + n for n, name in enumerate("ab")}
+
+
+def _shard(seed: int = 0) -> dict[str, DTensor]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return {
+        name: distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None) for name, full in full_state(seed).items()
+    }
+
+
+def _use(directories: list[str], *, drain: bool) -> None:
+    os.environ["DCP_S3_SPILL_DIR"] = directories[dist.get_rank() % len(directories)]
+    if not drain:  # the test does
+        for name in ("drain_in_background", "wait_until_drained"):
+            setattr(writer_module, name, lambda *_, **__: None)
+
+
+def _save(directories: list[str], durability: str, drain: bool, options: dict[str, Any]) -> None:
+    _use(directories, drain=drain)
+    writer = S3StorageWriter(URL, settings={"durability": durability})
+    dcp.save(_shard(), storage_writer=writer, **options)
+
+
+def directories_of(tmp_path: Path, count: int) -> list[str]:
+    return [str(tmp_path / f"spill-{number}") for number in range(count)]
+
+
+def drain(path: str) -> DrainReport:
+    return Drainer(SpillStore(path)).run()
+
+
+def is_visible(name: str = ".metadata") -> bool:
+    return Bucket(BUCKET, Settings()).exists(f"run/step-1/{name}")
+
+
+def refuse_rank_1(request: Any) -> Fault | None:
+    return Fault.error(503, "SlowDown") if "/__1_" in request.key else None
+
+
+def allow_all(_: Any) -> None:
+    return None
+
+
+def data_of(path: str) -> list[str]:
+    return [
+        spilled.entry.path.split("_")[2] for save in SpillStore(path).scan() for spilled in save.journal.objects
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_when_one_rank_spills_the_commit_waits_for_it(faulty: FaultyServer, tmp_path: Path, first: int) -> None:
+    paths = directories_of(tmp_path, 2)
+    faulty.rule = refuse_rank_1
+    run_ranks(2, _save, paths, "s3", False, {})
+    faulty.rule = allow_all
+    assert [data_of(path) for path in paths] == [[], ["1"]]
+    (commit,) = SpillStore(paths[0]).scan()
+    assert commit.journal.commit is not None, "the coordinator's directory holds the commit"
+    drain(paths[first])
+    assert not is_visible()
+    drain(paths[1 - first])
+    assert is_visible() == (first == 1)
+    drain(paths[0])
+    assert_complete(URL, full_state())
+    for path in paths:
+        assert SpillStore(path).scan() == []
+    assert faulty.s3.open_uploads(BUCKET) == []
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_with_local_durability_every_directory_has_to_be_drained(
+    faulty: FaultyServer, tmp_path: Path, first: int
+) -> None:
+    paths = directories_of(tmp_path, 2)
+    run_ranks(2, _save, paths, "local", False, {})
+    assert [data_of(path) for path in paths] == [["0"], ["1"]]
+    drain(paths[first])
+    assert not is_visible()
+    drain(paths[1 - first])
+    drain(paths[0])
+    assert_complete(URL, full_state())
+
+
+@pytest.mark.parametrize("durability", ["local", "s3"])
+def test_a_directory_that_both_share_is_drained_in_one_pass(
+    faulty: FaultyServer, tmp_path: Path, durability: str
+) -> None:
+    paths = directories_of(tmp_path, 1)
+    faulty.rule = refuse_rank_1
+    run_ranks(2, _save, paths, durability, False, {})
+    faulty.rule = allow_all
+    assert sorted(data_of(paths[0])) == (["0", "1"] if durability == "local" else ["1"])
+    assert not is_visible()
+    assert drain(paths[0]).committed == [URL]
+    assert_complete(URL, full_state())
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_with_s3_durability_the_save_ends_when_all_is_on_s3(faulty: FaultyServer, tmp_path: Path, count: int) -> None:
+    paths = directories_of(tmp_path, count)
+
+    def rule(request: Any) -> Fault | None:
+        return None if list(Path(paths[0]).glob("saves/*-commit-*")) else refuse_rank_1(request)
+
+    faulty.rule = rule
+    run_ranks(2, _save, paths, "s3", True, {})
+    faulty.rule = allow_all
+    assert_complete(URL, full_state())
+
+
+def _load_own() -> None:
+    state = {name: torch.zeros_like(tensor) for name, tensor in full_state().items()}
+    shards = {name: distribute_tensor(each, init_device_mesh("cpu", (2,)), [Shard(0)]) for name, each in state.items()}
+    dcp.load(shards, storage_reader=S3StorageReader(URL))
+    for name, full in full_state().items():
+        assert torch.equal(shards[name].full_tensor(), full)
+
+
+def test_without_collectives_each_rank_commits_for_itself(faulty: FaultyServer, tmp_path: Path) -> None:
+    paths = directories_of(tmp_path, 2)
+    run_ranks(2, _save, paths, "local", False, {"use_collectives": False})
+    assert drain(paths[1]).committed == [URL]
+    assert is_visible("__1.metadata")
+    assert not is_visible("__0.metadata")
+    assert drain(paths[0]).committed == [URL]
+    assert is_visible("__0.metadata")
+    assert not is_visible()
+    run_ranks(2, _load_own)
+
+
+def _save_cached(path: str, count: int) -> None:
+    _use([path], drain=False)
+    for step in range(count):
+        writer = S3StorageWriter(f"s3://{BUCKET}/run/step-{step}", settings={"durability": "local"})
+        dcp.save(_shard(step), storage_writer=writer, planner=DefaultSavePlanner(enable_plan_caching=True))
+
+
+def test_saves_whose_plans_come_from_the_cache_spill_like_any_other(faulty: FaultyServer, tmp_path: Path) -> None:
+    (path,) = directories_of(tmp_path, 1)
+    run_ranks(2, _save_cached, path, 3)
+    urls = [f"s3://{BUCKET}/run/step-{step}" for step in range(3)]
+    assert drain(path).committed == urls
+    for step, url in enumerate(urls):
+        assert_complete(url, full_state(step))
+
+
+def _save_async(directories: list[str], kind: AsyncCheckpointerType) -> None:
+    _use(directories, drain=True)
+    writer = S3StorageWriter(URL, settings={"durability": "local"})
+    future: Any = dcp.async_save(_shard(), storage_writer=writer, async_checkpointer_type=kind)
+    future.result()
+    writer.wait_committed(timeout=60)
+    assert Bucket(BUCKET, writer.settings).exists("run/step-1/.metadata")
+
+
+@pytest.mark.parametrize("kind", [THREAD, PROCESS], ids=["thread", "process"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_the_ranks_of_an_asynchronous_save_can_wait_for_its_commit(
+    faulty: FaultyServer, tmp_path: Path, kind: AsyncCheckpointerType, count: int
+) -> None:
+    run_ranks(2, _save_async, directories_of(tmp_path, count), kind, timeout=200)
+    assert_complete(URL, full_state())
+
+
+def _wait_for_what_another_process_left(directories: list[str]) -> None:
+    _use(directories, drain=True)
+    S3StorageWriter(URL, settings={"durability": "local"}).wait_committed(timeout=20)
+
+
+def test_a_process_that_only_waits_for_the_commit_drains(faulty: FaultyServer, tmp_path: Path) -> None:
+    """As one whose process for asynchronous saves has died."""
+    paths = directories_of(tmp_path, 1)
+    run_ranks(1, _save, paths, "local", False, {})
+    run_ranks(1, _wait_for_what_another_process_left, paths)
+    assert_complete(URL, full_state())
