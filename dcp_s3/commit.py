@@ -167,6 +167,7 @@ def make_commit(
     *,
     world_size: int,
     metrics: Mapping[str, Any],
+    started_at: float | None = None,
 ) -> Commit:
     """The commit of a save whose ranks have all written.
 
@@ -183,6 +184,7 @@ def make_commit(
         rank=identity.rank,
         metrics=dict(metrics),
         writer=_versions(),
+        started_at=started_at,
     )
     return Commit(identity, manifest.to_json(), dump_metadata(metadata), tuple(objects))
 

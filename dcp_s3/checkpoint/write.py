@@ -98,25 +98,50 @@ def write_buckets(
         # Every connection sends a part while every bucket fills one.
         device_memory=(settings.concurrency + settings.buckets_per_rank) * settings.part_size,
     )
-    with Uploader(bucket, isolated=session is not None) as uploader:
-        targets = _Targets(item_writer, names, uploader, session)
-        producers = Workers(len(buckets), "dcp_s3-bucket")
-        try:
-            futures = [producers.submit(targets.write, n, planned) for n, planned in enumerate(buckets)]
-            wait(futures, return_when=FIRST_EXCEPTION)
-            if any(future.done() and future.exception() for future in futures):
-                uploader.stop()
-            results = [result for future in futures for result in future.result()]
-        except Cancelled:
-            raise _cause(uploader, futures) from None
-        except BaseException:
-            uploader.stop()
-            raise
-        finally:
-            producers.close()
+    uploader = Uploader(bucket, isolated=session is not None)
+    try:
+        with uploader:
+            results = _write(buckets, _Targets(item_writer, names, uploader, session))
+            if session is not None:
+                session.unclean.update(uploader.unclean)
+                if session.spilled:
+                    session.seal()
+    finally:
+        if session is not None:
+            session.unclean.update(uploader.unclean)
     seconds = time.monotonic() - started
     logger.debug("wrote %d items in %d objects in %.3f s", len(results), len(buckets), seconds)
     return results
+
+
+def _write(buckets: Sequence[WriteBucket], targets: _Targets) -> list[WriteResult]:
+    """All buckets, each in a thread of its own."""
+    producers = Workers(len(buckets), "dcp_s3-bucket")
+    uploader = targets.uploader
+    try:
+        futures = [producers.submit(targets.write, n, planned) for n, planned in enumerate(buckets)]
+        wait(futures, return_when=FIRST_EXCEPTION)
+        if any(future.done() and future.exception() for future in futures):
+            uploader.stop()
+        return [result for future in futures for result in future.result()]
+    except Cancelled:
+        raise _cause(uploader, futures) from None
+    except BaseException:
+        uploader.stop()
+        raise
+    finally:
+        producers.close()
+
+
+def both(refusal: TransferError, spill: SpillError) -> TransferError:
+    """The error of an object that neither S3 nor the disk takes."""
+    return TransferError(
+        f"{refusal}. Nor can it be spilled: {spill}",
+        bucket=refusal.bucket,
+        key=refusal.key,
+        operation=refusal.operation,
+        attempts=refusal.attempts,
+    )
 
 
 class _Targets:
@@ -127,7 +152,7 @@ class _Targets:
     ) -> None:
         self._item_writer = item_writer
         self._names = names
-        self._uploader = uploader
+        self.uploader = uploader
         self._session = session
 
     def write(self, number: int, planned: WriteBucket) -> list[WriteResult]:
@@ -140,7 +165,7 @@ class _Targets:
                 return self._spill(session, number, planned, "DCP_S3_DURABILITY=local")
             except SpillError as error:
                 logger.warning("an object goes straight to S3: %s", error)
-                return self._upload(self._start(number, planned), number, planned)
+                return self._upload_after(error, self._start(number, planned), number, planned)
         if session.pressure.is_set():
             return self._spill(session, number, planned, "S3 refused another object of this save")
         upload = self._start(number, planned)
@@ -148,36 +173,47 @@ class _Targets:
             return self._upload(upload, number, planned)
         except (TransferError, Cancelled) as error:
             refusal = upload.error or error
-            if self._uploader.cancel.is_set() or not isinstance(refusal, TransferError):
+            if self.uploader.cancel.is_set() or not isinstance(refusal, TransferError):
                 raise refusal from None
         session.pressure.set()
         upload.leave(abort_on_failure=True)  # the drain goes on with the parts that S3 has
         try:
             return self._spill(session, number, planned, str(refusal))
         except SpillError as error:
-            refusal.add_note(f"nor could it be spilled: {error}") if hasattr(refusal, "add_note") else None
-            raise refusal from error
+            raise both(refusal, error) from refusal
 
     def _start(self, number: int, planned: WriteBucket) -> ObjectUpload:
-        return self._uploader.start(self._names.key(number), planned.size)
+        return self.uploader.start(self._names.key(number), planned.size)
 
     def _upload(self, upload: ObjectUpload, number: int, planned: WriteBucket) -> list[WriteResult]:
         written = [self._item_writer.write(item, upload) for item in planned.items]
         uploaded = upload.finish()
         return self._results(number, written, self._entry(number, uploaded), spilled=False)
 
+    def _upload_after(
+        self, spill: SpillError, upload: ObjectUpload, number: int, planned: WriteBucket
+    ) -> list[WriteResult]:
+        """Upload what could not be spilled."""
+        try:
+            return self._upload(upload, number, planned)
+        except (TransferError, Cancelled) as error:
+            refusal = upload.error or error
+            if isinstance(refusal, TransferError):
+                raise both(refusal, spill) from refusal
+            raise refusal from None
+
     def _spill(self, session: SpillSession, number: int, planned: WriteBucket, reason: str) -> list[WriteResult]:
-        part_size = choose_part_size(planned.size, self._uploader.bucket.settings.part_size)
+        part_size = choose_part_size(planned.size, self.uploader.bucket.settings.part_size)
         file = session.open(number, self._names.key(number), planned.size)
         try:
             written = [self._item_writer.write(item, file) for item in planned.items]
-            if self._uploader.cancel.is_set():
+            if self.uploader.cancel.is_set():
                 raise Cancelled
             uploaded = file.finish()
         except BaseException:
             file.abort()
             raise
-        if self._uploader.bucket.wire_checksum == "none":
+        if self.uploader.bucket.wire_checksum == "none":
             for item in written:
                 item.forget_checksum()
         entry = self._entry(number, uploaded)
@@ -186,7 +222,7 @@ class _Targets:
 
     def _entry(self, number: int, uploaded: UploadedObject) -> ObjectEntry:
         crc = uploaded.crc64nvme
-        if crc is None or self._uploader.bucket.wire_checksum == "none":
+        if crc is None or self.uploader.bucket.wire_checksum == "none":
             return ObjectEntry(self._names.relative_path(number), uploaded.size)
         return ObjectEntry(self._names.relative_path(number), uploaded.size, crc_hex(crc))
 

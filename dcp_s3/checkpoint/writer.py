@@ -19,7 +19,7 @@ from torch.futures import Future
 
 from dcp_s3.checkpoint._torch import CURRENT_DCP_VERSION, StreamTransformExtension, WriterTransforms
 from dcp_s3.checkpoint.planning import plan_buckets
-from dcp_s3.checkpoint.write import ItemWriteResult, ObjectNames, write_buckets
+from dcp_s3.checkpoint.write import ItemWriteResult, ObjectNames, both, write_buckets
 from dcp_s3.commit import (
     Commit,
     Previous,
@@ -166,9 +166,8 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         names = ObjectNames(url, self._rank, new_nonce(), self.settings.prefix_spread)
         with self._spill_session(names, len(buckets)) as session:
             results = write_buckets(self._bucket(), buckets, planner, self._transforms, names, session)
-            if session is not None and session.spilled:
-                session.seal()
-                self._drain()
+        if session is not None and session.sealed:
+            self._drain()
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -195,6 +194,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             objects,
             world_size=len(results) if self._use_collectives else _world_size(),
             metrics=self.metrics,
+            started_at=self._began,
         )
         spilled = any(result.spilled for rank in results for result in rank if isinstance(result, ItemWriteResult))
         self._commit(commit, spilled=spilled)
@@ -216,6 +216,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         url = self._require_url()
         deadline = None if timeout is None else time.monotonic() + timeout
         if self._store is not None:
+            self._drain()
             for save in self._store.scan():
                 if save.journal.url == str(url):
                     left = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -287,7 +288,10 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             session.__enter__()
         except SpillError as error:
             logger.warning("this save can not spill: %s", error)
-            yield None
+            try:
+                yield None
+            except TransferError as refusal:
+                raise both(refusal, error) from refusal
             return
         with contextlib.ExitStack() as stack:
             stack.push(session)

@@ -40,6 +40,7 @@ class Manifest:
         items: number of saved items (tensor chunks and others).
         format_version: of this file.
         writer: library and version that wrote it.
+        started_at: seconds since the epoch, when the save began; None if that is not recorded.
     """
 
     save_id: str
@@ -52,6 +53,7 @@ class Manifest:
     rank: int | None = None
     format_version: int = FORMAT_VERSION
     writer: dict[str, str] = field(default_factory=dict)
+    started_at: float | None = None
 
     @property
     def total_size(self) -> int:
@@ -91,6 +93,7 @@ class Manifest:
                 metrics={name: _from_json(value) for name, value in (fields.get("metrics") or {}).items()},
                 rank=fields.get("rank"),
                 writer=dict(fields.get("writer") or {}),
+                started_at=None if fields.get("started_at") is None else float(fields["started_at"]),
             )
         except (
             KeyError,

@@ -13,7 +13,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from dcp_s3 import errors
-from dcp_s3.commit import Commit, Previous, SaveIdentity, find_previous, publish
+from dcp_s3.commit import (
+    Commit,
+    Previous,
+    SaveIdentity,
+    check_absent,
+    delete_quietly,
+    find_previous,
+    publish,
+)
 from dcp_s3.format.layout import SAVE_ID_KEY, manifest_object
 from dcp_s3.format.manifest import Manifest
 from dcp_s3.settings import Settings
@@ -23,6 +31,7 @@ from dcp_s3.spill.local import ReadCache
 from dcp_s3.spill.store import SpilledSave, SpillStore
 from dcp_s3.transport import multipart
 from dcp_s3.transport.bucket import Bucket
+from dcp_s3.transport.checksum import crc64nvme, crc_hex
 from dcp_s3.units import format_size
 from dcp_s3.url import CheckpointURL, parse_url
 
@@ -98,6 +107,13 @@ class Drainer:
             url = parse_url(save.journal.url)
             bucket = Bucket(url.bucket, Settings(**save.journal.settings), patience=self._patience)
             if save.journal.state is State.WRITING:
+                if save.is_being_written():
+                    report.waiting[save.name] = "it is being written"
+                    return
+                # Only now: its process may have finished since the scan. It seals or removes before it unlocks.
+                if not save.reload():
+                    return
+            if save.journal.state is State.WRITING:
                 self._discard(save, bucket, report)
             elif save.journal.commit is not None:
                 self._commit(save, save.journal.commit, url, bucket, report)
@@ -112,13 +128,10 @@ class Drainer:
 
     def _discard(self, save: SpilledSave, bucket: Bucket, report: DrainReport) -> None:
         """A save whose process died while it wrote: nobody was told that it is durable. Leave nothing of it."""
-        if save.is_being_written():
-            report.waiting[save.name] = "it is being written"
-            return
-        for key in save.journal.keys:
-            for upload_id in multipart.list_uploads(bucket, key):
-                multipart.abort(bucket, key, upload_id)
-        bucket.delete(save.journal.keys)
+        _abort_uploads(save, bucket)
+        # Nothing that a checkpoint needs: a journal may come back after a power failure.
+        needed = find_previous(bucket, SaveIdentity(parse_url(save.journal.url), save.journal.save_id)).keys
+        bucket.delete(key for key in save.journal.keys if key not in needed)
         save.remove()
         report.discarded.append(save.name)
         logger.warning("gave up %s of %s: its process died before the save was done", save.name, save.journal.url)
@@ -132,38 +145,74 @@ class Drainer:
                 return
             path = save.path / spilled.file
             upload_file(bucket, url.key(spilled.entry.path), path, spilled, self._on_progress)
-            save.update(save.journal.without(spilled.file))
+            # The file goes before the journal says so: on a full disk that makes the room for it. If this process dies
+            # in between, the next one finds the object on S3.
             if keep:
                 ReadCache(self._store, keep).keep(path, save.journal.url, spilled)
             else:
                 path.unlink(missing_ok=True)
+            save.update(save.journal.without(spilled.file))
             report.uploaded += spilled.entry.size
+        _abort_uploads(save, bucket)  # whose ids were lost with the answers, or that could not be aborted
         save.remove()
         logger.info("drained %s of %s in %.1f s", format_size(size), save.journal.url, time.monotonic() - started)
 
     def _commit(
         self, save: SpilledSave, spilled: SpilledCommit, url: CheckpointURL, bucket: Bucket, report: DrainReport
     ) -> None:
-        identity = SaveIdentity(url, save.journal.save_id, spilled.rank)
+        commit = _read_commit(save, spilled, url)
+        identity = commit.identity
+        if _is_committed(bucket, identity):
+            save.remove()  # by a drain that died before it could say so
+            return
+        previous = Previous()
+        try:
+            if spilled.overwrite:
+                previous = find_previous(bucket, identity)
+                _refuse_newer(bucket, identity, previous, save.journal.created_at)
+            else:
+                check_absent(bucket, identity)
+        except errors.CheckpointExistsError:
+            delete_quietly(bucket, commit.keys, "of a spilled save that came too late")
+            raise
         missing = _missing(bucket, url, spilled)
         if missing:
+            refused = self._store.refused_objects(save.journal.url).intersection(missing)
+            if refused:
+                raise DamagedFileError(f"its object {min(refused)} was set aside, so that it can never be complete")
             report.waiting[save.name] = (
                 f"{len(missing)} of {len(spilled.objects)} objects are not on S3 yet, the first {missing[0]}; they may "
                 "wait in the spill directories of other hosts"
             )
             return
-        if _is_committed(bucket, identity):
-            save.remove()  # by a drain that died before it could say so
-            return
-        manifest = (save.path / spilled.manifest).read_bytes()
-        metadata = (save.path / spilled.metadata).read_bytes()
-        previous = Previous()
-        if spilled.overwrite:
-            previous = find_previous(bucket, identity)
-            _refuse_newer(bucket, identity, previous, save.journal.created_at)
-        publish(bucket, Commit(identity, manifest, metadata, spilled.objects), previous)
+        publish(bucket, commit, previous)
         save.remove()
         report.committed.append(str(url))
+
+
+def _read_commit(save: SpilledSave, spilled: SpilledCommit, url: CheckpointURL) -> Commit:
+    """The commit as it was written.
+
+    Raises:
+        DamagedFileError: it is not.
+    """
+    files = {}
+    for name in (spilled.manifest, spilled.metadata):
+        try:
+            files[name] = (save.path / name).read_bytes()
+        except FileNotFoundError:
+            raise DamagedFileError(f"the file {name} of its commit is gone") from None
+        if crc_hex(crc64nvme(files[name])) != spilled.checksums.get(name):
+            raise DamagedFileError(f"the file {name} of its commit is damaged")
+    identity = SaveIdentity(url, save.journal.save_id, spilled.rank)
+    return Commit(identity, files[spilled.manifest], files[spilled.metadata], spilled.objects)
+
+
+def _abort_uploads(save: SpilledSave, bucket: Bucket) -> None:
+    """Abort the multipart uploads of all keys of a save, which nobody else uses."""
+    for key in save.journal.keys:
+        for upload_id in multipart.list_uploads(bucket, key):
+            multipart.abort(bucket, key, upload_id)
 
 
 def _missing(bucket: Bucket, url: CheckpointURL, spilled: SpilledCommit) -> list[str]:
@@ -194,7 +243,7 @@ def _refuse_newer(bucket: Bucket, identity: SaveIdentity, previous: Previous, cr
         manifest = Manifest.from_json(bucket.read(identity.url.key(manifest_object(save_id or ""))))
     except (errors.ObjectNotFoundError, ValueError):
         return  # not ours, or damaged: what the user asked to overwrite
-    if manifest.created_at > created_at and save_id != identity.save_id:
+    if (manifest.started_at or manifest.created_at) > created_at and save_id != identity.save_id:
         raise errors.CheckpointExistsError(
             f"{identity.url} holds a checkpoint that is newer than this spilled one, which was not put in its place",
             url=str(identity.url),

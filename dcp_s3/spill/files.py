@@ -142,8 +142,9 @@ def _upload(
                 upload.write(Piece.of(view[start : start + part_size]))
                 on_progress(min(part_size, size - start))
             upload.finish()
-        except BaseException:
-            upload.leave()  # the next attempt goes on with what S3 has
+        except BaseException as error:
+            if isinstance(error, errors.TransferError) or not isinstance(error, errors.StorageError):
+                upload.leave()  # the next attempt goes on with what S3 has
             raise
 
 

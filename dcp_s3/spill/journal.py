@@ -54,6 +54,7 @@ class SpilledCommit:
         objects: every data object of the checkpoint, of all ranks.
         overwrite: whether a checkpoint at the URL may be replaced, if it is older.
         rank: of a save without collectives, otherwise None.
+        checksums: CRC-64 of the two files, by name, 16 hex digits.
     """
 
     manifest: str
@@ -61,6 +62,7 @@ class SpilledCommit:
     objects: tuple[ObjectEntry, ...]
     overwrite: bool = False
     rank: int | None = None
+    checksums: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,7 @@ class Journal:
                     tuple(ObjectEntry(**each) for each in commit["objects"]),
                     bool(commit["overwrite"]),
                     commit["rank"],
+                    dict(commit["checksums"]),
                 ),
             )
         except (KeyError, TypeError, ValueError) as error:

@@ -14,7 +14,7 @@ from dcp_s3.settings import Settings
 from dcp_s3.spill.files import ObjectFile
 from dcp_s3.spill.journal import Journal, SpilledCommit, SpilledObject
 from dcp_s3.spill.store import SpilledSave, SpillStore
-from dcp_s3.transport.checksum import crc_hex
+from dcp_s3.transport.checksum import crc64nvme, crc_hex
 from dcp_s3.transport.upload import UploadedObject
 from dcp_s3.units import format_size
 
@@ -53,6 +53,9 @@ class SpillSession:
         self._writer = store.begin(journal, str(rank))
         self._lock = threading.Lock()
         self._objects: list[SpilledObject] = []
+        self.unclean: set[str] = set()
+        """Keys with multipart uploads that may have stayed open: a drain looks for them."""
+        self.sealed = False
         self.local = settings.durability == "local"
         self.pressure = threading.Event()
         """Set when S3 refused an object: the next ones go to disk at once."""
@@ -62,7 +65,10 @@ class SpillSession:
         return self
 
     def __exit__(self, *details: object) -> None:
-        self._writer.__exit__(*details)
+        if self.unclean and not self.sealed:
+            self._writer.close()  # as if this process had died: the drain cleans up
+        else:
+            self._writer.__exit__(*details)
 
     def open(self, number: int, key: str, estimated_size: int) -> ObjectFile:
         """A file for object ``number``.
@@ -83,8 +89,8 @@ class SpillSession:
 
     @property
     def spilled(self) -> bool:
-        """Whether anything went to disk."""
-        return bool(self._objects)
+        """Whether there is anything for a drain to do."""
+        return bool(self._objects or self.unclean)
 
     def seal(self) -> None:
         """Make what was spilled durable, and a drainer's business.
@@ -93,6 +99,7 @@ class SpillSession:
             SpillError: the disk refuses.
         """
         journal = self._writer.save.journal
+        self.sealed = True
         self._writer.seal(
             Journal(
                 journal.url,
@@ -119,7 +126,14 @@ def spill_commit(
         identity.save_id,
         created_at,
         settings.model_dump(),
-        commit=SpilledCommit(_MANIFEST, _METADATA, commit.objects, overwrite, identity.rank),
+        commit=SpilledCommit(
+            _MANIFEST,
+            _METADATA,
+            commit.objects,
+            overwrite,
+            identity.rank,
+            {_MANIFEST: crc_hex(crc64nvme(commit.manifest)), _METADATA: crc_hex(crc64nvme(commit.metadata))},
+        ),
     )
     with store.begin(journal, "commit") as writer:
         writer.write_file(_MANIFEST, commit.manifest)

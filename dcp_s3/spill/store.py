@@ -60,6 +60,14 @@ class SpilledSave:
         _write_durably(self.path / JOURNAL, journal.to_bytes())
         self.journal = journal
 
+    def reload(self) -> bool:
+        """Read the journal again; False if the save is gone."""
+        try:
+            self.journal = Journal.from_bytes((self.path / JOURNAL).read_bytes())
+        except FileNotFoundError:
+            return False
+        return True
+
     def is_being_written(self) -> bool:
         """Whether the process that writes it lives and is not done."""
         try:
@@ -77,6 +85,8 @@ class SpilledSave:
     def remove(self) -> None:
         """Remove the directory; its journal goes first, so that no half of a save is ever taken for one."""
         (self.path / JOURNAL).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            _flush_directory(self.path)  # a journal that came back after a power failure would be acted upon
         shutil.rmtree(self.path, ignore_errors=True)
 
 
@@ -95,11 +105,18 @@ class SaveWriter:
         with clear_errors(self._store.path, "create a directory"):
             self._store.saves.mkdir(parents=True, exist_ok=True)
             new.mkdir(parents=True)
-            self._lock = os.open(new / _WRITER_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self._lock, fcntl.LOCK_EX)
-            _write_durably(new / JOURNAL, self.save.journal.to_bytes())
-            new.rename(path)
-            _flush_directory(self._store.saves)
+            try:
+                self._lock = os.open(new / _WRITER_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+                fcntl.flock(self._lock, fcntl.LOCK_EX)
+                _write_durably(new / JOURNAL, self.save.journal.to_bytes())
+                new.rename(path)
+                _flush_directory(self._store.saves)
+            except BaseException:
+                self.close()
+                shutil.rmtree(new, ignore_errors=True)
+                if path.exists():
+                    self.save.remove()
+                raise
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -117,7 +134,7 @@ class SaveWriter:
     def close(self) -> None:
         """Give up the lock."""
         if self._lock >= 0:
-            os.close(self._lock)
+            _unlock(self._lock)
             self._lock = -1
 
     def write_file(self, name: str, data: bytes) -> None:
@@ -232,6 +249,16 @@ class SpillStore:
                 found.append(Refused(path, reason.read_text().strip() if reason.exists() else "unknown"))
         return found
 
+    def refused_objects(self, url: str) -> set[str]:
+        """Paths of the objects of a checkpoint that were set aside."""
+        found: set[str] = set()
+        for path in self.refused.glob(f"*/{JOURNAL}"):
+            with contextlib.suppress(OSError, JournalError):
+                journal = Journal.from_bytes(path.read_bytes())
+                if journal.url == url:
+                    found.update(spilled.entry.path for spilled in journal.objects)
+        return found
+
     def size(self) -> int:
         """Bytes that the files of all saves take."""
         total = 0
@@ -276,7 +303,7 @@ class SpillStore:
                 return
             yield True
         finally:
-            os.close(fd)
+            _unlock(fd)
 
 
 @contextlib.contextmanager
@@ -286,16 +313,26 @@ def _locked(path: Path) -> Iterator[None]:
         fcntl.flock(fd, fcntl.LOCK_EX)
         yield
     finally:
-        os.close(fd)
+        _unlock(fd)
+
+
+def _unlock(fd: int) -> None:
+    """Give up a lock and close its file. A child that was forked meanwhile has the file, too, and would keep it."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
 
 
 def _write_durably(path: Path, data: bytes) -> None:
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-    with open(temporary, "xb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with open(temporary, "xb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     _flush_directory(path.parent)
 
 

@@ -104,9 +104,11 @@ def abort(bucket: Bucket, key: str, upload_id: str) -> None:
         pass  # the answer of an earlier attempt was lost
 
 
-def abort_quietly(bucket: Bucket, key: str, upload_id: str) -> None:
-    """`abort`; a failure is logged: another error is on its way to the user, and pruning collects what is left."""
+def abort_quietly(bucket: Bucket, key: str, upload_id: str) -> bool:
+    """`abort`; whether that worked. A failure is logged: another error is on its way to the user."""
     try:
         abort(bucket, key, upload_id)
     except errors.StorageError as error:
         logger.warning("the multipart upload %s of a failed save stays open: %s", upload_id, error)
+        return False
+    return True

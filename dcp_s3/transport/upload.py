@@ -72,6 +72,8 @@ class Uploader:
         self._open: set[ObjectUpload] = set()
         self._left: list[ObjectUpload] = []
         self._completed: list[str] = []
+        self.unclean: set[str] = set()
+        """Keys with multipart uploads that may have stayed open."""
 
     def __enter__(self) -> Uploader:
         return self
@@ -272,8 +274,12 @@ class ObjectUpload:
         self._uploader.finished(self, completed=False)
         upload_id, self._upload_id = self._upload_id, None
         if upload_id is not None:
-            abort_quietly(self._bucket, self.key, upload_id)
+            self._abort(upload_id)
         self._abort_strays()
+
+    def _abort(self, upload_id: str) -> None:
+        if not abort_quietly(self._bucket, self.key, upload_id):
+            self._uploader.unclean.add(self.key)
 
     def _abort_strays(self) -> None:
         """Abort uploads of this key that S3 created but whose ids were lost with the answers.
@@ -286,10 +292,11 @@ class ObjectUpload:
             found = list_uploads(self._bucket, self.key)
         except errors.StorageError as error:
             logger.warning("cannot look for multipart uploads whose ids were lost: %s", error)
+            self._uploader.unclean.add(self.key)
             return
         for upload_id in found:
             if upload_id != self._upload_id:
-                abort_quietly(self._bucket, self.key, upload_id)
+                self._abort(upload_id)
 
     # --- requests ---------------------------------------------------------------------------------
 
