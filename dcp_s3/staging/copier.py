@@ -10,10 +10,12 @@ from dataclasses import dataclass
 import torch
 
 from dcp_s3.errors import StagingError
+from dcp_s3.staging.moves import Move, move
 from dcp_s3.staging.pool import BufferPool, Slot
 from dcp_s3.staging.regions import Region
 
-_SMALL = 2**20  # bytes; below, one memmove costs less than torch's copy
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+_SMALL = 2**20  # bytes; below, a copy is made at once rather than shared among threads
 
 
 @dataclass(frozen=True)
@@ -86,12 +88,14 @@ class Copier:
         for stream, event in zip(streams, events, strict=False):
             stream.wait_event(event)
         staged: list[torch.Tensor | None] = [None] * len(tensors)
+        moves: list[Move] = []
         for region, slot in zip(regions, slots, strict=True):
             source = tensors[region.tensors[0]]
             with self._streams.get(source.device) or nullcontext():
-                copies = _copy_region(region, slot, tensors)
+                copies = _copy_region(region, slot, tensors, moves)
             for number, copied in zip(region.tensors, copies, strict=True):
                 staged[number] = copied
+        move(moves)
         for stream in streams:
             stream.synchronize()
         return StagedTensors([_or_empty(s, tensor) for s, tensor in zip(staged, tensors, strict=True)], slots)
@@ -107,8 +111,8 @@ def _or_empty(staged: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor
     return staged
 
 
-def _copy_region(region: Region, slot: Slot, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Enqueue or do the copy of one region; the staged tensors of it."""
+def _copy_region(region: Region, slot: Slot, tensors: Sequence[torch.Tensor], moves: list[Move]) -> list[torch.Tensor]:
+    """Do the copy of one region, enqueue it, or add it to ``moves``; the staged tensors of it."""
     source = tensors[region.tensors[0]]
     small = region.size < _SMALL and source.device.type == "cpu"
     if small and len(region.tensors) == 1 and region.size == source.nbytes and source.is_contiguous():
@@ -118,13 +122,14 @@ def _copy_region(region: Region, slot: Slot, tensors: Sequence[torch.Tensor]) ->
     target = torch.frombuffer(slot.lease, dtype=torch.uint8, count=region.size, offset=slot.offset)
     storage = target.untyped_storage()
     if region.gathered:
-        gathered = torch.empty(0, dtype=source.dtype).set_(storage)
-        gathered = gathered.view(source.shape)
-        gathered.copy_(source, non_blocking=True)
-        return [gathered] * len(region.tensors)
-    source_storage = source.untyped_storage()
-    if small:
-        ctypes.memmove(slot.address, source_storage.data_ptr() + region.start, region.size)
+        bits = _BITS[source.element_size()]  # torch can not copy every dtype
+        gathered = target.view(bits).view(source.shape)
+        gathered.copy_(source.view(bits), non_blocking=True)
+        return [gathered.view(source.dtype)] * len(region.tensors)
+    # Two storages may begin at one address (torch.from_numpy of an array and of its beginning).
+    source_storage = max((tensors[n].untyped_storage() for n in region.tensors), key=torch.UntypedStorage.nbytes)
+    if source.device.type == "cpu":
+        moves.append(Move(slot.address, source_storage.data_ptr() + region.start, region.size))
     else:
         raw = torch.empty(0, dtype=torch.uint8, device=source.device)
         raw.set_(source_storage, region.start, (region.size,), (1,))

@@ -35,10 +35,23 @@ class FailedStaging(dict[str, Any]):
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
+        _forget_tracebacks(error)
         # A name of its own in each failure: plans that DCP caches must not be taken for those of another.
         self.name = f"{MARK}{uuid4().hex}"
         super().__init__({self.name: _RaiseWhenSaved(error)})
         _failures[self.name] = error
+
+
+def forget(state: FailedStaging) -> None:
+    """The failure is another process's business now."""
+    _failures.pop(state.name, None)
+
+
+def _forget_tracebacks(error: BaseException | None) -> None:
+    """Their frames hold the state that could not be staged, and buffers."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 def raise_if_failed(names: Iterable[str]) -> None:

@@ -25,7 +25,7 @@ from dcp_s3.staging.failure import FailedStaging
 from dcp_s3.staging.handover import StagedState
 from dcp_s3.staging.pool import BufferPool
 from dcp_s3.staging.snapshot import Snapshot
-from dcp_s3.transport.workers import Workers
+from dcp_s3.transport.workers import InTurn
 from dcp_s3.units import format_size
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class S3Stager(AsyncStager):
             pin=torch.cuda.is_available(),
         )
         self._copier = Copier()
-        self._workers: Workers | None = None
+        self._background = InTurn("dcp_s3-staging")
         self._latest: Callable[[], Future[dict[str, Any]] | None] = lambda: None
         self._closed = False
 
@@ -82,11 +82,7 @@ class S3Stager(AsyncStager):
             raise StagingError("this S3Stager was closed. Remedy: close it after the last save, or make a new one")
         if not self.asynchronous:
             return self.stage_now(state_dict)
-        if self._workers is None:
-            # A daemon: at the interpreter's end torch's own thread waits for the copy, and nobody for an idle stager.
-            self._workers = Workers(1, "dcp_s3-staging", daemon=True)
-            weakref.finalize(self, self._workers.end)
-        future = self._begin(self._workers, state_dict)
+        future = self._begin(state_dict)
         self._latest = weakref.ref(future)  # a strong one would keep the copy
         return future
 
@@ -104,10 +100,7 @@ class S3Stager(AsyncStager):
     def close(self) -> None:
         """Wait for copies under way, and free the buffers: at once, or when the last save that reads them ends."""
         self._closed = True
-        if self._workers is not None:
-            self._workers.end()
-            self._workers.join()
-            self._workers = None
+        self._background.join()
         self._pool.close()
 
     def __enter__(self) -> S3Stager:
@@ -121,14 +114,14 @@ class S3Stager(AsyncStager):
     ) -> None:
         self.close()
 
-    def _begin(self, workers: Workers, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:
+    def _begin(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:
         """Take the snapshot now, copy its tensors in the background."""
 
         def begin() -> Future[dict[str, Any]]:
             snapshot = Snapshot(state_dict)
             versions = Versions(snapshot.tensors)
             events = self._copier.mark(snapshot.tensors)
-            return workers.submit(self._guard, lambda: self._copy(snapshot, events, versions))
+            return self._background.submit(self._guard, lambda: self._copy(snapshot, events, versions))
 
         begun: Any = self._guard(begin)
         if isinstance(begun, Future):
@@ -158,10 +151,10 @@ class S3Stager(AsyncStager):
         try:
             return work()
         except Exception as error:
-            traceback.clear_frames(error.__traceback__)  # they hold buffers
+            traceback.clear_frames(error.__traceback__)  # they hold a generation, and somebody may keep the error
             if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
                 raise
-            logger.error("staging failed: %s", error)  # noqa: TRY400 - the traceback comes with the save's failure
+            logger.exception("staging failed")
             return FailedStaging(error)
 
 
