@@ -292,6 +292,13 @@ def _cut(error: BaseException) -> None:
         error.__traceback__ = None
     else:
         before.tb_next = None
+    # What led to it was caught further in, by urllib3 for example, in frames that are nobody's of ours.
+    pending = [error.__cause__, error.__context__]
+    while pending:
+        inner = pending.pop()
+        if inner is not None and inner.__traceback__ is not None and not _is_running(inner.__traceback__):
+            inner.__traceback__ = None
+            pending += [inner.__cause__, inner.__context__]
 
 
 def _is_save(frame: FrameType) -> bool:

@@ -281,13 +281,7 @@ class ObjectUpload:
             "UploadId": upload_id,
             "PartNumber": number,
         }
-        body = GatherBody(views_of(pieces))
-        answer = self._bucket.call(
-            "UploadPart",
-            self.key,
-            lambda: self._bucket.client.upload_part(**arguments, Body=body),
-            cancel=self._uploader.cancel,
-        )
+        answer = self._send("UploadPart", self._bucket.client.upload_part, arguments, pieces)
         _drop_views(pieces)
         etag = retry.expect(answer, "ETag", "UploadPart", self._bucket.name, self.key)
         return etag, crc, size
@@ -299,15 +293,18 @@ class ObjectUpload:
             **self._bucket.creation_arguments(data=True),
             "Key": self.key,
         }
-        body = GatherBody(views_of(pieces))
-        self._bucket.call(
-            "PutObject",
-            self.key,
-            lambda: self._bucket.client.put_object(**arguments, Body=body),
-            cancel=self._uploader.cancel,
-        )
+        self._send("PutObject", self._bucket.client.put_object, arguments, pieces)
         _drop_views(pieces)
         return "", crc, size
+
+    def _send(self, operation: str, request: Any, arguments: dict[str, Any], pieces: list[Piece]) -> Any:
+        body = GatherBody(views_of(pieces))
+        try:
+            return self._bucket.call(
+                operation, self.key, lambda: request(**arguments, Body=body), cancel=self._uploader.cancel
+            )
+        finally:
+            body.release()
 
     def _checksum(self, pieces: list[Piece]) -> tuple[int | None, int, dict[str, Any]]:
         """(CRC-64, bytes, request arguments) of a body; sets the CRC of each piece."""
