@@ -28,7 +28,7 @@ from rich.console import Console
 
 from benchmarks.cases import Target, reason_to_skip
 from benchmarks.report import machine
-from benchmarks.save_load import _RESULTS, _ROOT, _empty, _server
+from benchmarks.save_load import RESULTS, ROOT, empty, serve
 from benchmarks.stall_report import Stall, StallResults, Training, save_chart, show
 from benchmarks.stall_worker import WAYS, Plan, calibrate
 from benchmarks.units import GIB, MIB, parse_size
@@ -48,7 +48,7 @@ def main() -> None:
     plan = _plan(quick=options.quick)
     described = {name: value for name, value in vars(options).items() if name not in ("json", "png")}
     results = StallResults(machine(), described | {"skipped": skipped, "plan": asdict(plan)})
-    with _server(options) as (endpoint_url, environment):
+    with serve(options) as (endpoint_url, environment):
 
         def new_target() -> Target:
             prefix = f"dcp-stall-{uuid.uuid4().hex[:8]}"
@@ -94,7 +94,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--endpoint-url", help="another S3 than the embedded in-memory server")
     parser.add_argument("--bucket", default="bench", help="must exist unless embedded")
     parser.add_argument("--region", default="us-east-1", help="default: %(default)s")
-    parser.add_argument("--json", type=Path, default=_RESULTS / "stall.json", help="default: %(default)s")
+    parser.add_argument("--json", type=Path, default=RESULTS / "stall.json", help="default: %(default)s")
     parser.add_argument("--png", type=Path, help="also draw the steps of the training loops")
     options = parser.parse_args()
     options.rounds = options.rounds or (2 if options.quick else 5)
@@ -146,7 +146,7 @@ def _collect(
         results.add_failure(names, error.stderr[-2000:])
     finally:
         for target in targets.values():
-            _empty(target, environment)
+            empty(target, environment)
 
 
 def _answers(request: dict[str, Any], environment: dict[str, str]) -> Iterator[dict[str, Any]]:
@@ -159,7 +159,7 @@ def _answers(request: dict[str, Any], environment: dict[str, str]) -> Iterator[d
     with (
         tempfile.TemporaryFile("w+") as errors,
         subprocess.Popen(
-            command, env=environment, cwd=_ROOT, stdout=subprocess.PIPE, stderr=errors, text=True
+            command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True
         ) as process,
     ):
         try:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from benchmarks.cases import CASES, Case, Target
 from benchmarks.llama import llama_shapes
-from benchmarks.save_load import _empty as empty
+from benchmarks.save_load import empty
 from benchmarks.stall_report import Stall, Training
 from benchmarks.units import MIB
 
