@@ -223,7 +223,7 @@ def save_chart(results: StallResults, path: Path) -> None:
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
-    from matplotlib.ticker import FuncFormatter, LogLocator
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     training = results.training
     figure, panels = plt.subplots(
@@ -237,6 +237,7 @@ def save_chart(results: StallResults, path: Path) -> None:
         axis.set_yscale("log")
         axis.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
         axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.yaxis.set_minor_formatter(NullFormatter())
         axis.grid(axis="y", color="#dee2e6", linewidth=0.6)
         axis.set_axisbelow(True)
         axis.set_ylabel("step (s)", fontsize=9)
