@@ -20,7 +20,7 @@ from dcp_s3.format.manifest import ObjectEntry
 from dcp_s3.transport.bucket import Bucket
 from dcp_s3.transport.checksum import crc_hex
 from dcp_s3.transport.retry import Cancelled
-from dcp_s3.transport.upload import Uploader
+from dcp_s3.transport.upload import WAITING_PARTS, Uploader
 from dcp_s3.transport.workers import Workers
 from dcp_s3.url import CheckpointURL
 
@@ -66,18 +66,22 @@ def write_buckets(
     if not buckets:
         return []
     started = time.monotonic()
+    device: int | None = None
     if torch.accelerator.is_available() and _is_initialized():
         torch.accelerator.synchronize()  # the threads below do not see what the caller's stream has still to do
+        device = torch.accelerator.current_device_index()
     settings = bucket.settings
     item_writer = ItemWriter(
         planner,
         transforms,
         chunk_size=settings.part_size,
-        # Every connection sends a part while every bucket fills one.
-        device_memory=(settings.concurrency + settings.buckets_per_rank) * settings.part_size,
+        # Every connection sends a part, a few wait, and every bucket fills one.
+        device_memory=(settings.concurrency + WAITING_PARTS + settings.buckets_per_rank) * settings.part_size,
     )
 
     def write_bucket(number: int, planned: WriteBucket, uploader: Uploader) -> list[WriteResult]:
+        if device is not None:
+            torch.accelerator.set_device_index(device)  # a new thread would make a context on device 0
         path = names.relative_path(number)
         upload = uploader.start(names.url.key(path), planned.size)
         written = [item_writer.write(item, upload) for item in planned.items]

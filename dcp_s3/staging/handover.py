@@ -18,6 +18,7 @@ import torch
 from dcp_s3.errors import StagingError
 from dcp_s3.staging.buffers import Buffer, map_shared
 from dcp_s3.staging.failure import FailedStaging, forget
+from dcp_s3.staging.moves import Move, move
 from dcp_s3.staging.pool import BufferPool
 
 
@@ -34,7 +35,6 @@ class StagedState(dict[str, Any]):
         super().__init__(state)
         self.buffers = list(buffers)
         self.pool = weakref.ref(pool)
-        self.sent: list[Buffer] = []
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
@@ -82,13 +82,13 @@ def _reduce(state: StagedState) -> tuple[Any, ...]:
     try:
         _Pickler(file, state.buffers).dump(dict(state))
         shared = [_share(buffer, state.pool()) for buffer in state.buffers]
+        descriptors = [(DupFd(buffer.fileno()), buffer.size) for buffer in shared]
     except Exception as error:  # noqa: BLE001 - it goes to all ranks
         # Raised here it would reach this rank only, and the others would wait for its checkpoint process.
         return _reduce_failed(
             FailedStaging(StagingError(f"the state can not be sent to the checkpoint process: {error!r}"))
         )
-    state.sent = shared  # not closed before the other process has mapped them
-    return _rebuild, (file.getvalue(), [(DupFd(buffer.fileno()), buffer.size) for buffer in shared])
+    return _rebuild, (file.getvalue(), descriptors)
 
 
 def _share(buffer: Buffer, pool: BufferPool | None) -> Buffer:
@@ -99,7 +99,7 @@ def _share(buffer: Buffer, pool: BufferPool | None) -> Buffer:
     if pool is not None:
         pool.shared = True
     shared = Buffer(buffer.size, "shared")
-    shared.lease()[:] = buffer.lease()
+    move([Move(shared.address, buffer.address, buffer.size)])
     return shared
 
 

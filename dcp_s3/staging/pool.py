@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import FrameType, TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from dcp_s3.errors import StagingError, StagingLimitError
 from dcp_s3.staging.buffers import Buffer, Kind
@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.1
 _REPORT_SECONDS = 30.0
+_EXECUTORS = tuple(
+    f"torch.distributed.checkpoint.{name}" for name in ("_async_thread_executor", "_async_process_executor")
+)
 _MAX_SLACK = 2  # a free buffer serves requests down to its size over this
 
 
@@ -58,7 +61,6 @@ class BufferPool:
         limit: bytes of memory for all generations together; None for no limit.
         generations: how many may be in use at a time; a request for one more waits.
         spill_dir: directory for what exceeds ``limit``.
-        pin: register the memory with CUDA.
         shared: begin with memory that other processes can map.
     """
 
@@ -68,14 +70,12 @@ class BufferPool:
         limit: int | None,
         generations: int,
         spill_dir: str | None,
-        pin: bool = False,
         shared: bool = False,
     ) -> None:
         self.limit = limit
         self.generations = generations
         self.spill_dir = spill_dir
         self.shared = shared
-        self._pin = pin
         self._free: list[Buffer] = []
         self._in_use: set[Generation] = set()
         self._lock = threading.Lock()
@@ -98,8 +98,12 @@ class BufferPool:
             self._collect()
             return sum(buffer.size for buffer in (*self._free, *self._buffers_in_use()))
 
-    def acquire(self, sizes: Sequence[int]) -> list[Slot]:
+    def acquire(self, sizes: Sequence[int], *, pin: bool = False) -> list[Slot]:
         """Memory for regions of ``sizes`` bytes. Waits while all generations, or the budget, are in use.
+
+        Args:
+            sizes: bytes, none of them zero.
+            pin: register it with CUDA.
 
         Raises:
             StagingLimitError: over the budget even when nothing else is in use, and there is no spill directory.
@@ -116,13 +120,19 @@ class BufferPool:
                 reason = self._reason_to_wait(sizes)
                 if reason is None:
                     waiting.end()
-                    return self._allocate(sizes)
+                    slots = self._allocate(sizes)
+                    break
             if not waiting.go_on(reason):
                 continue
             with contextlib.suppress(queue.Empty):
                 returned = self._returned.get(timeout=_POLL_SECONDS)
                 with self._lock:
                     self._take_back(*returned)
+                del returned  # it may have to go to make room
+        if pin:
+            for buffer in {slot.buffer for slot in slots}:
+                buffer.pin()
+        return slots
 
     def _allocate(self, sizes: Sequence[int]) -> list[Slot]:
         in_memory = split(sizes, self._room())
@@ -209,8 +219,18 @@ class BufferPool:
             best = min(fitting, key=lambda buffer: buffer.size)
             self._free.remove(best)
             return best
-        self._drop_for(size, on_disk=kind == "file")
-        return Buffer(size, kind, directory=self.spill_dir, pin=self._pin and kind != "file")
+        on_disk = kind == "file"
+        self._drop_for(size, on_disk=on_disk)
+        try:
+            return Buffer(size, kind, directory=self.spill_dir)
+        except StagingError:
+            free = [b for b in self._free if (b.kind == "file") == on_disk]
+            if not free:
+                raise
+            for buffer in free:
+                self._free.remove(buffer)
+            del free, buffer
+        return Buffer(size, kind, directory=self.spill_dir)
 
     def _drop_for(self, size: int, *, on_disk: bool) -> None:
         """Free buffers that lay unused the longest: no more are kept than generations, nor beyond the budget."""
@@ -270,11 +290,11 @@ def _give_back(
 
 
 def drop_finished_tracebacks() -> None:
-    """Cut the tracebacks that failed saves left behind.
+    """Cut the tracebacks that failed asynchronous saves left behind.
 
-    A caller may keep the future of a failed save; its exception keeps the traceback, that the frames of torch's and our
-    functions, and those, with their functions' closures, the staged state, for good. From the first such frame on the
-    traceback is cut off. DCP's CheckpointException keeps its text.
+    A caller may keep the future of a failed save; its exception keeps the traceback, that the frames of DCP's and our
+    functions, and those, with their functions' closures, the staged state, for good. It is cut where DCP's executor
+    begins. DCP's CheckpointException keeps the text of it.
     """
     gc.collect()
     for candidate in gc.get_objects():
@@ -284,7 +304,7 @@ def drop_finished_tracebacks() -> None:
 
 def _cut(error: BaseException) -> None:
     trace, before = error.__traceback__, None
-    while trace is not None and not _is_save(trace.tb_frame):
+    while trace is not None and not _is_executor(trace.tb_frame):
         before, trace = trace, trace.tb_next
     if trace is None or _is_running(trace):
         return
@@ -292,17 +312,25 @@ def _cut(error: BaseException) -> None:
         error.__traceback__ = None
     else:
         before.tb_next = None
-    # What led to it was caught further in, by urllib3 for example, in frames that are nobody's of ours.
-    pending = [error.__cause__, error.__context__]
+    # What led to it: on the ranks that failed, and further in, where urllib3 for example caught it.
+    seen: set[int] = set()
+    pending = _inner(error)
     while pending:
         inner = pending.pop()
-        if inner is not None and inner.__traceback__ is not None and not _is_running(inner.__traceback__):
+        if id(inner) not in seen and not _is_running(inner.__traceback__):
+            seen.add(id(inner))
             inner.__traceback__ = None
-            pending += [inner.__cause__, inner.__context__]
+            pending += _inner(inner)
 
 
-def _is_save(frame: FrameType) -> bool:
-    return str(frame.f_globals.get("__name__", "")).startswith(("torch.distributed.checkpoint.", "dcp_s3."))
+def _inner(error: BaseException) -> list[BaseException]:
+    failures: Any = getattr(error, "failures", None)  # of CheckpointException: by rank, with the text of the traceback
+    causes = [failure[0] for failure in failures.values()] if isinstance(failures, dict) else []
+    return [inner for inner in (error.__cause__, error.__context__, *causes) if isinstance(inner, BaseException)]
+
+
+def _is_executor(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__") in _EXECUTORS
 
 
 def _is_running(trace: TracebackType | None) -> bool:

@@ -44,7 +44,7 @@ class S3Stager(AsyncStager):
         settings: a `Settings`, or a mapping of those that differ from the environment.
         asynchronous: `stage` returns at once and copies in the background; `dcp.async_save` then returns an
             AsyncSaveResponse. The state must not be changed before its ``staging_completion``: changes in place are
-            detected, and fail the save.
+            detected (but for those through ``.data``), and fail the save.
 
     Raises:
         SettingsError: a setting is not allowed.
@@ -59,9 +59,7 @@ class S3Stager(AsyncStager):
             limit=resolve_limit(limit, measure_available() if isinstance(limit, float) else 0, local_world_size()),
             generations=self.settings.staging_generations,
             spill_dir=self.settings.spill_dir,
-            pin=torch.cuda.is_available(),
         )
-        self._copier = Copier()
         self._background = InTurn("dcp_s3-staging")
         self._latest: Callable[[], Future[dict[str, Any]] | None] = lambda: None
         self._closed = False
@@ -88,7 +86,12 @@ class S3Stager(AsyncStager):
 
     def stage_now(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """What `stage` does without ``asynchronous``."""
-        staged: dict[str, Any] = self._guard(lambda: self._copy(Snapshot(state_dict)))
+
+        def stage() -> dict[str, Any]:
+            snapshot, copier = Snapshot(state_dict), Copier()
+            return self._copy(snapshot, copier, copier.mark(snapshot.tensors))
+
+        staged: dict[str, Any] = self._guard(stage)
         return staged
 
     def synchronize_staging(self) -> None:
@@ -119,9 +122,9 @@ class S3Stager(AsyncStager):
 
         def begin() -> Future[dict[str, Any]]:
             snapshot = Snapshot(state_dict)
-            versions = Versions(snapshot.tensors)
-            events = self._copier.mark(snapshot.tensors)
-            return self._background.submit(self._guard, lambda: self._copy(snapshot, events, versions))
+            versions, copier = Versions(snapshot.tensors), Copier()
+            events = copier.mark(snapshot.tensors)
+            return self._background.submit(self._guard, lambda: self._copy(snapshot, copier, events, versions))
 
         begun: Any = self._guard(begin)
         if isinstance(begun, Future):
@@ -131,13 +134,15 @@ class S3Stager(AsyncStager):
         return future
 
     def _copy(
-        self, snapshot: Snapshot, events: list[torch.Event] | None = None, versions: Versions | None = None
+        self,
+        snapshot: Snapshot,
+        copier: Copier,
+        events: list[torch.Event],
+        versions: Versions | None = None,
     ) -> dict[str, Any]:
         started = time.monotonic()
         with torch.no_grad():
-            if events is None:
-                events = self._copier.mark(snapshot.tensors)
-            staged = self._copier.copy(snapshot.tensors, snapshot.regions, self._pool, events)
+            staged = copier.copy(snapshot.tensors, snapshot.regions, self._pool, events)
         if versions is not None:
             check_unchanged(versions)
         buffers = list({id(slot.buffer): slot.buffer for slot in staged.slots}.values())

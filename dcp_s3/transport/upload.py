@@ -25,7 +25,7 @@ from dcp_s3.transport.workers import Workers
 logger = logging.getLogger(__name__)
 
 # Parts ready to go when a thread becomes free.
-_WAITING_PARTS = 2
+WAITING_PARTS = 2
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Uploader:
         self.error: BaseException | None = None
         """The failure that cancelled everything, if one did."""
         self._pool = Workers(bucket.settings.concurrency, "dcp_s3-upload")
-        self._slots = threading.BoundedSemaphore(bucket.settings.concurrency + _WAITING_PARTS)
+        self._slots = threading.BoundedSemaphore(bucket.settings.concurrency + WAITING_PARTS)
         self._lock = threading.Lock()
         self._open: set[ObjectUpload] = set()
         self._completed: list[str] = []

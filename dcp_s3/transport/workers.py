@@ -27,9 +27,15 @@ class Workers:
 
     def __init__(self, count: int, name: str) -> None:
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        self._threads = [threading.Thread(target=self._work, name=f"{name}-{number}") for number in range(count)]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        try:
+            for number in range(count):
+                thread = threading.Thread(target=self._work, name=f"{name}-{number}")
+                thread.start()
+                self._threads.append(thread)
+        except BaseException:
+            self.close()
+            raise
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Run ``function(*arguments)`` on one of the threads."""
@@ -73,10 +79,11 @@ class InTurn:
         """Run ``function(*arguments)`` when all that was submitted before is done."""
         future: Future[Any] = Future()
         with self._lock:
-            self._tasks.append((future, function, arguments))
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name=self._name)
-                self._thread.start()
+                thread = threading.Thread(target=self._work, name=self._name)
+                thread.start()  # waits for the lock
+                self._thread = thread
+            self._tasks.append((future, function, arguments))
         return future
 
     def join(self) -> None:

@@ -295,7 +295,8 @@ def test_pinned_memory_is_unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, int]] = []
     monkeypatch.setattr(buffers._torch, "pin_memory", lambda address, size: calls.append(("pin", address)))
     monkeypatch.setattr(buffers._torch, "unpin_memory", lambda address: calls.append(("unpin", address)))
-    buffer = Buffer(PAGE, "private", pin=True)
+    buffer = Buffer(PAGE, "private")
+    buffer.pin()
     address = buffer.address
     assert buffer.pinned
     assert calls == [("pin", address)]
@@ -306,7 +307,8 @@ def test_pinned_memory_is_unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="pins memory for CUDA")
 @pytest.mark.parametrize("kind", ["private", "shared"])
 def test_pinned_memory_is_pinned_for_cuda(kind: Kind) -> None:
-    buffer = Buffer(PAGE, kind, pin=True)
+    buffer = Buffer(PAGE, kind)
+    buffer.pin()
     tensor = torch.frombuffer(buffer.lease(), dtype=torch.uint8)
     assert buffer.pinned
     assert tensor.is_pinned()

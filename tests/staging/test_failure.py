@@ -109,3 +109,18 @@ def _fail_on_one_rank(path: str) -> None:
 
 def test_every_rank_learns_of_a_failure_on_one(tmp_path: Path) -> None:
     run_ranks(2, _fail_on_one_rank, str(tmp_path))
+
+
+def test_an_error_that_can_not_cross_to_another_process_is_told_by_its_text() -> None:
+    class Local(Exception):
+        pass
+
+    class TwoArguments(Exception):
+        def __init__(self, one: int, two: int) -> None:
+            super().__init__(f"{one} and {two}")
+
+    for error in (Local("text"), TwoArguments(1, 2)):
+        carried = FailedStaging(error).error
+        assert type(carried) is StagingError
+        assert str(error) in str(carried)
+        assert type(error).__name__ in str(carried)
