@@ -297,17 +297,21 @@ def drop_finished_tracebacks() -> None:
     begins. DCP's CheckpointException keeps the text of it.
     """
     gc.collect()
-    for candidate in gc.get_objects():
-        if issubclass(type(candidate), BaseException):  # isinstance would ask proxies for their class
-            _cut(candidate)
+    # issubclass: isinstance would ask proxies for their class
+    found = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), BaseException)]
+    cut = sum(map(_cut, found))
+    del found
+    if cut:
+        gc.collect()  # frames and the exceptions of parts that failed as well refer to each other
 
 
-def _cut(error: BaseException) -> None:
+def _cut(error: BaseException) -> bool:
+    """Cut one traceback; whether it was that of an asynchronous save."""
     trace, before = error.__traceback__, None
     while trace is not None and not _is_executor(trace.tb_frame):
         before, trace = trace, trace.tb_next
     if trace is None or _is_running(trace):
-        return
+        return False
     if before is None:
         error.__traceback__ = None
     else:
@@ -321,6 +325,7 @@ def _cut(error: BaseException) -> None:
             seen.add(id(inner))
             inner.__traceback__ = None
             pending += _inner(inner)
+    return True
 
 
 def _inner(error: BaseException) -> list[BaseException]:
