@@ -331,14 +331,16 @@ def test_uploads_that_fail_do_not_use_up_the_generations(
 ) -> None:
     fault, expected = REFUSALS[refusal]
     operation = "PutObject" if mebibytes == 1 else "UploadPart"
-    faulty.rule = lambda r: fault if r.operation == operation and "bad" in r.key else None
+    faulty.rule = lambda r: fault if r.operation == operation and r.key.startswith("bad/") else None
     urls = (f"s3://{BUCKET}/bad", f"s3://{BUCKET}/good")
     _fail_five_times(staging, THREAD, expected, urls, mebibytes)
 
 
 @pytest.mark.parametrize("staging", ["blocking", "asynchronous"])
 def test_uploads_that_fail_in_another_process_do_not_use_up_the_generations(faulty: FaultyServer, staging: str) -> None:
-    faulty.rule = lambda r: Fault.error(503, "SlowDown") if r.operation == "UploadPart" and "bad" in r.key else None
+    faulty.rule = lambda r: (
+        Fault.error(503, "SlowDown") if r.operation == "UploadPart" and r.key.startswith("bad/") else None
+    )
     urls = (f"s3://{BUCKET}/bad", f"s3://{BUCKET}/good")
     run_ranks(1, _fail_five_times, staging, PROCESS, errors.TransferError, urls, 12)
 
