@@ -34,8 +34,8 @@ from benchmarks.memory_s3 import MemoryS3Process
 from benchmarks.report import Results, Round, machine, save_chart, show
 from benchmarks.units import GIB, MIB, parse_size
 
-_ROOT = Path(__file__).resolve().parents[1]
-_RESULTS = _ROOT / "benchmarks" / "results"
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 #: For the embedded server only, which accepts any.
 _DUMMY_CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "benchmark",
@@ -52,7 +52,7 @@ def main() -> None:
     for name, reason in skipped.items():
         console.print(f"[yellow]{name} skipped: {reason}")
     names = [name for name in options.cases if name not in skipped]
-    with _server(options) as (endpoint_url, environment):
+    with serve(options) as (endpoint_url, environment):
         results = Results(machine(), _described(options) | {"skipped": skipped})
         for number in range(1, options.rounds + 1):
             console.print(f"[bold]round {number} of {options.rounds}")
@@ -71,7 +71,7 @@ def main() -> None:
                     results.failures.setdefault(name, []).append(error.stderr[-2000:])
                     continue
                 finally:
-                    _empty(target, environment)
+                    empty(target, environment)
                 results.add(name, outcome)
                 console.print(f"  {name:18}{outcome}")
             size = llama_bytes(options.size)
@@ -109,7 +109,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--endpoint-url", help="another S3 than the embedded in-memory server")
     parser.add_argument("--bucket", default="bench", help="must exist unless embedded")
     parser.add_argument("--region", default="us-east-1", help="default: %(default)s")
-    parser.add_argument("--json", type=Path, default=_RESULTS / "save_load.json", help="default: %(default)s")
+    parser.add_argument("--json", type=Path, default=RESULTS / "save_load.json", help="default: %(default)s")
     parser.add_argument("--png", type=Path, help="also draw a bar chart")
     return parser.parse_args()
 
@@ -128,7 +128,7 @@ def _case_names(text: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def _server(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, str]]]:
+def serve(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, str]]]:
     """The endpoint, and the environment in which its clients run."""
     environment = dict(os.environ) | {
         "AWS_REGION": options.region,
@@ -163,7 +163,7 @@ def _run(name: str, number: int, size: int, target: Target, environment: dict[st
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks.worker", request],
         env=environment,
-        cwd=_ROOT,
+        cwd=ROOT,
         check=True,
         capture_output=True,
         text=True,
@@ -172,7 +172,7 @@ def _run(name: str, number: int, size: int, target: Target, environment: dict[st
     return Round(number, answer["state_bytes"], Sample(**answer["save"]), Sample(**answer["load"]))
 
 
-def _empty(target: Target, environment: dict[str, str]) -> None:
+def empty(target: Target, environment: dict[str, str]) -> None:
     """Delete what a case has left, so that the server's memory is used again."""
     client = _client(target.endpoint_url, environment)
     pages = client.get_paginator("list_objects_v2").paginate(Bucket=target.bucket, Prefix=target.prefix + "/")

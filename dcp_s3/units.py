@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 _SIZE_UNITS = {
@@ -34,7 +35,7 @@ def parse_size(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ValueError("expected a size, for example 64MiB")
     size = _parse(value, _SIZE_UNITS, "64MiB") if isinstance(value, str) else value
-    if size != int(size) or size < 0:
+    if not math.isfinite(size) or size != int(size) or size < 0:
         raise ValueError("expected a whole number of bytes, zero or more")
     return int(size)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import queue
 import threading
 import weakref
@@ -10,6 +9,7 @@ import weakref
 import torch
 
 from dcp_s3.checkpoint.memory import copy_to_host, view_bytes
+from dcp_s3.errors import StagingError
 from dcp_s3.staging.buffers import Buffer
 
 BLOCK_SIZE = 16 * 2**20
@@ -49,6 +49,7 @@ class PinnedRing:
         if stream is None:
             _copy(tensor, target)
         else:
+            stream.wait_stream(torch.accelerator.current_stream(tensor.device))  # where the planner worked
             with stream:
                 _copy(tensor, target)
             stream.synchronize()
@@ -63,7 +64,15 @@ class PinnedRing:
             if not self._missing:
                 return None
             self._missing -= 1
-        return Buffer(self.block_size, "private", pin=self._pin)
+        try:
+            block = Buffer(self.block_size, "private")
+        except StagingError:
+            with self._lock:
+                self._missing += 1
+            return None
+        if self._pin:
+            block.pin()
+        return block
 
     def _stream(self, device: torch.device) -> torch.Stream | None:
         """One for each thread, so that copies of several threads overlap."""
@@ -82,7 +91,13 @@ def _copy(tensor: torch.Tensor, target: torch.Tensor) -> None:
     target.copy_(plain.view(-1).view(torch.uint8), non_blocking=True)
 
 
-@functools.lru_cache(maxsize=1)
+_rings: dict[int, PinnedRing] = {}
+_rings_lock = threading.Lock()
+
+
 def shared_ring(memory: int) -> PinnedRing:
-    """The ring of this process, of about ``memory`` bytes."""
-    return PinnedRing(max(1, memory // BLOCK_SIZE), pin=torch.cuda.is_available())
+    """The ring of this process with about ``memory`` bytes."""
+    with _rings_lock:
+        if memory not in _rings:
+            _rings[memory] = PinnedRing(max(1, memory // BLOCK_SIZE), pin=torch.cuda.is_available())
+        return _rings[memory]

@@ -23,7 +23,7 @@ from dcp_s3.transport.bucket import Bucket
 from dcp_s3.transport.checksum import crc_hex
 from dcp_s3.transport.parts import choose_part_size
 from dcp_s3.transport.retry import Cancelled
-from dcp_s3.transport.upload import ObjectUpload, UploadedObject, Uploader
+from dcp_s3.transport.upload import WAITING_PARTS, ObjectUpload, UploadedObject, Uploader
 from dcp_s3.transport.workers import Workers
 from dcp_s3.url import CheckpointURL
 
@@ -88,20 +88,22 @@ def write_buckets(
     if not buckets:
         return []
     started = time.monotonic()
+    device: int | None = None
     if torch.accelerator.is_available() and _is_initialized():
         torch.accelerator.synchronize()  # the threads below do not see what the caller's stream has still to do
+        device = torch.accelerator.current_device_index()
     settings = bucket.settings
     item_writer = ItemWriter(
         planner,
         transforms,
         chunk_size=settings.part_size,
-        # Every connection sends a part while every bucket fills one.
-        device_memory=(settings.concurrency + settings.buckets_per_rank) * settings.part_size,
+        # Every connection sends a part, a few wait, and every bucket fills one.
+        device_memory=(settings.concurrency + WAITING_PARTS + settings.buckets_per_rank) * settings.part_size,
     )
     uploader = Uploader(bucket, isolated=session is not None)
     try:
         with uploader:
-            results = _write(buckets, _Targets(item_writer, names, uploader, session))
+            results = _write(buckets, _Targets(item_writer, names, uploader, session), device)
             if session is not None:
                 session.unclean.update(uploader.unclean)
                 if session.spilled:
@@ -114,12 +116,18 @@ def write_buckets(
     return results
 
 
-def _write(buckets: Sequence[WriteBucket], targets: _Targets) -> list[WriteResult]:
+def _write(buckets: Sequence[WriteBucket], targets: _Targets, device: int | None) -> list[WriteResult]:
     """All buckets, each in a thread of its own."""
     producers = Workers(len(buckets), "dcp_s3-bucket")
     uploader = targets.uploader
+
+    def write(number: int, planned: WriteBucket) -> list[WriteResult]:
+        if device is not None:
+            torch.accelerator.set_device_index(device)  # a new thread would make a context on device 0
+        return targets.write(number, planned)
+
     try:
-        futures = [producers.submit(targets.write, n, planned) for n, planned in enumerate(buckets)]
+        futures = [producers.submit(write, n, planned) for n, planned in enumerate(buckets)]
         wait(futures, return_when=FIRST_EXCEPTION)
         if any(future.done() and future.exception() for future in futures):
             uploader.stop()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -12,6 +13,7 @@ from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.checkpoint import _async_process_executor as async_process_executor
 from torch.distributed.checkpoint._async_process_executor import (
     _ProcessBasedAsyncCheckpointExecutor as ProcessBasedAsyncCheckpointExecutor,
 )
@@ -57,11 +59,23 @@ class _InTurn:
     """Stands in for the thread pool of one PROCESS save: all of them run on the same thread, in the order of calls."""
 
     _thread: ThreadPoolExecutor | None = None
+    _latest: Future[Any] | None = None
 
     def submit(self, function: Callable[..., Any], **arguments: Any) -> Future[Any]:
         if _InTurn._thread is None:
             _InTurn._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="AsyncCheckpointExecutor")
-        return _InTurn._thread.submit(function, **arguments)
+        _InTurn._latest = _InTurn._thread.submit(function, **arguments)
+        return _InTurn._latest
+
+    def wait_for_process(self) -> None:
+        """Wait while the first save starts the checkpoint process. To start it takes a collective step, which a second
+        save would take part in again on those ranks only that do not see the process yet."""
+        while (
+            async_process_executor._CHECKPOINT_PROCESS is None
+            and _InTurn._latest is not None
+            and not _InTurn._latest.done()
+        ):
+            time.sleep(0.01)
 
     def shutdown(self, wait: bool = True) -> None:
         """Nothing: the thread goes on to the next save."""
@@ -69,6 +83,7 @@ class _InTurn:
 
 def _use_one_thread(executor: Any) -> None:
     executor._executor = _InTurn()
+    executor._executor.wait_for_process()
 
 
 def save_in_turn() -> None:

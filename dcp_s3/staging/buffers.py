@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import mmap
 import os
 import tempfile
@@ -14,6 +15,8 @@ import torch
 from dcp_s3.errors import StagingError
 from dcp_s3.staging import _torch
 from dcp_s3.units import format_size
+
+logger = logging.getLogger(__name__)
 
 Kind = Literal["private", "shared", "file"]
 
@@ -26,28 +29,24 @@ class Buffer:
         kind: ``private`` memory of this process; ``shared`` memory that another process can map; or a ``file`` in
             ``directory`` that has no name and so is gone when its last user is.
         directory: for ``file``.
-        pin: whether to register the memory with CUDA, for copies from a GPU that do not block.
 
     Raises:
         StagingError: there is no room. Space is reserved here, so that a full disk can not show as a signal (SIGBUS)
             in the middle of a copy.
     """
 
-    def __init__(self, size: int, kind: Kind, *, directory: str | None = None, pin: bool = False) -> None:
+    def __init__(self, size: int, kind: Kind, *, directory: str | None = None) -> None:
         self.size = size
         self.kind = kind
         self._fd = -1
         self._pinned_at: int | None = None
         if kind == "private":
-            self._map = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._map = _map_private(size)
         else:
             self._fd = _open_shared() if kind == "shared" else _open_file(directory or "", size)
             _reserve(self._fd, size, directory if kind == "file" else None)
             self._map = mmap.mmap(self._fd, size)
         self.address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
-        if pin:
-            _torch.pin_memory(self.address, size)
-            self._pinned_at = self.address
 
     def fileno(self) -> int:
         """File descriptor of the memory.
@@ -58,6 +57,17 @@ class Buffer:
         if self._fd < 0:
             raise ValueError("private memory has no file descriptor")
         return self._fd
+
+    def pin(self) -> None:
+        """Register the memory with CUDA, for copies from a GPU that do not block; without that they are only slower."""
+        if self._pinned_at is not None or self.kind == "file":
+            return
+        try:
+            _torch.pin_memory(self.address, self.size)
+        except RuntimeError as error:
+            logger.warning("%s of staging memory stay unpinned: %s", format_size(self.size), error)
+        else:
+            self._pinned_at = self.address
 
     @property
     def pinned(self) -> bool:
@@ -83,6 +93,20 @@ def map_shared(fd: int, size: int) -> memoryview:
         return memoryview(mmap.mmap(fd, size))
     finally:
         os.close(fd)
+
+
+def _map_private(size: int) -> mmap.mmap:
+    try:
+        mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise StagingError(
+            f"no {format_size(size)} of memory for staging: {error.strerror}. Remedy: set DCP_S3_STAGING_LIMIT and "
+            "DCP_S3_SPILL_DIR, so that the rest is staged on disk"
+        ) from error
+    if hasattr(mmap, "MADV_DONTFORK"):
+        # A child (a data loader's worker) would get a copy of every page that is staged to while it lives.
+        mapped.madvise(mmap.MADV_DONTFORK)
+    return mapped
 
 
 def _open_shared() -> int:

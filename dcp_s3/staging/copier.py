@@ -10,10 +10,12 @@ from dataclasses import dataclass
 import torch
 
 from dcp_s3.errors import StagingError
+from dcp_s3.staging.moves import Move, move
 from dcp_s3.staging.pool import BufferPool, Slot
 from dcp_s3.staging.regions import Region
 
-_SMALL = 2**20  # bytes; below, one memmove costs less than torch's copy
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+_SMALL = 2**20  # bytes; below, a copy is made at once rather than shared among threads
 
 
 @dataclass(frozen=True)
@@ -42,14 +44,16 @@ class Versions:
         return sum(a != b for a, b in zip(self._versions, now, strict=True))
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _version(tensor: torch.Tensor) -> tuple[int, int]:
+    """Changes with the contents, or when the storage is freed or moved."""
+    return 0 if tensor.is_inference() else tensor._version, tensor.untyped_storage().data_ptr()
 
 
 class Copier:
-    """Copies tensors; has a stream of its own on each accelerator that it meets. For one thread at a time."""
+    """Makes one copy of tensors; has a stream of its own on each accelerator that it meets."""
 
     def __init__(self) -> None:
+        self._device: int | None = None
         self._streams: dict[torch.device, torch.Stream] = {}
 
     def mark(self, tensors: Sequence[torch.Tensor]) -> list[torch.Event]:
@@ -61,6 +65,8 @@ class Copier:
             event = torch.Event(device)
             event.record(torch.accelerator.current_stream(device))
             events.append(event)
+        if events:
+            self._device = torch.accelerator.current_device_index()
         return events
 
     def copy(
@@ -81,19 +87,26 @@ class Copier:
         Raises:
             StagingError: there is no memory.
         """
-        slots = pool.acquire([region.size for region in regions])
-        streams = [self._streams[device] for device in _accelerators(tensors)]
+        if self._device is not None:
+            torch.accelerator.set_device_index(self._device)  # a new thread would make a context on device 0
+        devices = _accelerators(tensors)
+        slots = pool.acquire([r.size for r in regions], pin=any(device.type == "cuda" for device in devices))
+        streams = [self._streams[device] for device in devices]
         for stream, event in zip(streams, events, strict=False):
             stream.wait_event(event)
         staged: list[torch.Tensor | None] = [None] * len(tensors)
-        for region, slot in zip(regions, slots, strict=True):
-            source = tensors[region.tensors[0]]
-            with self._streams.get(source.device) or nullcontext():
-                copies = _copy_region(region, slot, tensors)
-            for number, copied in zip(region.tensors, copies, strict=True):
-                staged[number] = copied
-        for stream in streams:
-            stream.synchronize()
+        moves: list[Move] = []
+        try:
+            for region, slot in zip(regions, slots, strict=True):
+                source = tensors[region.tensors[0]]
+                with self._streams.get(source.device) or nullcontext():
+                    copies = _copy_region(region, slot, tensors, moves)
+                for number, copied in zip(region.tensors, copies, strict=True):
+                    staged[number] = copied
+            move(moves)
+        finally:
+            for stream in streams:
+                stream.synchronize()  # also after an error: copies may be under way to buffers that go back now
         return StagedTensors([_or_empty(s, tensor) for s, tensor in zip(staged, tensors, strict=True)], slots)
 
 
@@ -107,9 +120,16 @@ def _or_empty(staged: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor
     return staged
 
 
-def _copy_region(region: Region, slot: Slot, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Enqueue or do the copy of one region; the staged tensors of it."""
+def _copy_region(region: Region, slot: Slot, tensors: Sequence[torch.Tensor], moves: list[Move]) -> list[torch.Tensor]:
+    """Do the copy of one region, enqueue it, or add it to ``moves``; the staged tensors of it."""
     source = tensors[region.tensors[0]]
+    # Two storages may begin at one address (torch.from_numpy of an array and of its beginning).
+    source_storage = max((tensors[n].untyped_storage() for n in region.tensors), key=torch.UntypedStorage.nbytes)
+    if not region.gathered and source_storage.nbytes() < region.start + region.size:
+        raise StagingError(
+            "the memory of a tensor was freed before it was staged. Remedy: wait for staging_completion of "
+            "async_save's response before the state is changed or resharded"
+        )
     small = region.size < _SMALL and source.device.type == "cpu"
     if small and len(region.tensors) == 1 and region.size == source.nbytes and source.is_contiguous():
         ctypes.memmove(slot.address, source.data_ptr(), region.size)  # by far the most frequent case: be brief
@@ -118,13 +138,12 @@ def _copy_region(region: Region, slot: Slot, tensors: Sequence[torch.Tensor]) ->
     target = torch.frombuffer(slot.lease, dtype=torch.uint8, count=region.size, offset=slot.offset)
     storage = target.untyped_storage()
     if region.gathered:
-        gathered = torch.empty(0, dtype=source.dtype).set_(storage)
-        gathered = gathered.view(source.shape)
-        gathered.copy_(source, non_blocking=True)
-        return [gathered] * len(region.tensors)
-    source_storage = source.untyped_storage()
-    if small:
-        ctypes.memmove(slot.address, source_storage.data_ptr() + region.start, region.size)
+        bits = _BITS[source.element_size()]  # torch can not copy every dtype
+        gathered = target.view(bits).view(source.shape)
+        gathered.copy_(source.view(bits), non_blocking=True)
+        return [gathered.view(source.dtype)] * len(region.tensors)
+    if source.device.type == "cpu":
+        moves.append(Move(slot.address, source_storage.data_ptr() + region.start, region.size))
     else:
         raw = torch.empty(0, dtype=torch.uint8, device=source.device)
         raw.set_(source_storage, region.start, (region.size,), (1,))

@@ -7,9 +7,12 @@ first collective step, and there it raises on its rank, which makes the save fai
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable
 from typing import Any, NoReturn
 from uuid import uuid4
+
+from dcp_s3.errors import StagingError
 
 MARK = "__dcp_s3_staging_failed__"
 
@@ -34,11 +37,33 @@ class FailedStaging(dict[str, Any]):
     """
 
     def __init__(self, error: BaseException) -> None:
-        self.error = error
+        self.error = error = _portable(error)
+        _forget_tracebacks(error)
         # A name of its own in each failure: plans that DCP caches must not be taken for those of another.
         self.name = f"{MARK}{uuid4().hex}"
         super().__init__({self.name: _RaiseWhenSaved(error)})
         _failures[self.name] = error
+
+
+def _portable(error: BaseException) -> BaseException:
+    """The error, or one of ours with its text if it could not cross to other processes."""
+    try:
+        pickle.loads(pickle.dumps(error))  # noqa: S301 - what was just pickled
+    except Exception:  # noqa: BLE001 - whatever its class does
+        return StagingError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def forget(state: FailedStaging) -> None:
+    """The failure is another process's business now."""
+    _failures.pop(state.name, None)
+
+
+def _forget_tracebacks(error: BaseException | None) -> None:
+    """Their frames hold the state that could not be staged, and buffers."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 def raise_if_failed(names: Iterable[str]) -> None:

@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 
+from dcp_s3.errors import StagingError
 from dcp_s3.staging.buffers import Buffer, map_shared
-from dcp_s3.staging.failure import FailedStaging
+from dcp_s3.staging.failure import FailedStaging, forget
+from dcp_s3.staging.moves import Move, move
 from dcp_s3.staging.pool import BufferPool
 
 
@@ -77,19 +79,28 @@ class _Unpickler(pickle.Unpickler):
 
 def _reduce(state: StagedState) -> tuple[Any, ...]:
     file = io.BytesIO()
-    _Pickler(file, state.buffers).dump(dict(state))
-    descriptors = []
-    for buffer in state.buffers:
-        if buffer.kind == "private":
-            # Not known to stage() before the first such save: what it stages from now on is shared from the start.
-            pool = state.pool()
-            if pool is not None:
-                pool.shared = True
-            shared = Buffer(buffer.size, "shared")
-            shared.lease()[:] = buffer.lease()
-            buffer = shared
-        descriptors.append((DupFd(buffer.fileno()), buffer.size))
-    return _rebuild, (file.getbuffer().tobytes(), descriptors)
+    try:
+        _Pickler(file, state.buffers).dump(dict(state))
+        shared = [_share(buffer, state.pool()) for buffer in state.buffers]
+        descriptors = [(DupFd(buffer.fileno()), buffer.size) for buffer in shared]
+    except Exception as error:  # noqa: BLE001 - it goes to all ranks
+        # Raised here it would reach this rank only, and the others would wait for its checkpoint process.
+        return _reduce_failed(
+            FailedStaging(StagingError(f"the state can not be sent to the checkpoint process: {error!r}"))
+        )
+    return _rebuild, (file.getvalue(), descriptors)
+
+
+def _share(buffer: Buffer, pool: BufferPool | None) -> Buffer:
+    """A buffer that another process can map: the same, or a copy if it is private memory."""
+    if buffer.kind != "private":
+        return buffer
+    # Not known to stage() before the first such save: what it stages from now on is shared from the start.
+    if pool is not None:
+        pool.shared = True
+    shared = Buffer(buffer.size, "shared")
+    move([Move(shared.address, buffer.address, buffer.size)])
+    return shared
 
 
 def _rebuild(structure: bytes, descriptors: Sequence[tuple[Any, int]]) -> dict[str, Any]:
@@ -99,6 +110,7 @@ def _rebuild(structure: bytes, descriptors: Sequence[tuple[Any, int]]) -> dict[s
 
 
 def _reduce_failed(state: FailedStaging) -> tuple[Any, ...]:
+    forget(state)
     return FailedStaging, (state.error,)
 
 

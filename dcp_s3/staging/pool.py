@@ -6,25 +6,31 @@ buffer alive, so a weak reference to the lease tells when the last reader is gon
 
 from __future__ import annotations
 
+import contextlib
 import gc
-import inspect
 import logging
 import queue
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from types import FrameType, TracebackType
+from typing import Any, NamedTuple
 
-from dcp_s3.errors import StagingLimitError
+from dcp_s3.errors import StagingError, StagingLimitError
 from dcp_s3.staging.buffers import Buffer, Kind
 from dcp_s3.staging.regions import place, split
 from dcp_s3.units import format_size
 
 logger = logging.getLogger(__name__)
 
+_POLL_SECONDS = 0.1
 _REPORT_SECONDS = 30.0
+_EXECUTORS = tuple(
+    f"torch.distributed.checkpoint.{name}" for name in ("_async_thread_executor", "_async_process_executor")
+)
 _MAX_SLACK = 2  # a free buffer serves requests down to its size over this
 
 
@@ -33,7 +39,6 @@ class Generation:
     """The buffers of one staged state. In use until every lease of them is gone."""
 
     buffers: list[Buffer] = field(default_factory=list)
-    leased: int = 0
 
 
 class Slot(NamedTuple):
@@ -56,7 +61,6 @@ class BufferPool:
         limit: bytes of memory for all generations together; None for no limit.
         generations: how many may be in use at a time; a request for one more waits.
         spill_dir: directory for what exceeds ``limit``.
-        pin: register the memory with CUDA.
         shared: begin with memory that other processes can map.
     """
 
@@ -66,14 +70,12 @@ class BufferPool:
         limit: int | None,
         generations: int,
         spill_dir: str | None,
-        pin: bool = False,
         shared: bool = False,
     ) -> None:
         self.limit = limit
         self.generations = generations
         self.spill_dir = spill_dir
         self.shared = shared
-        self._pin = pin
         self._free: list[Buffer] = []
         self._in_use: set[Generation] = set()
         self._lock = threading.Lock()
@@ -96,8 +98,12 @@ class BufferPool:
             self._collect()
             return sum(buffer.size for buffer in (*self._free, *self._buffers_in_use()))
 
-    def acquire(self, sizes: Sequence[int]) -> list[Slot]:
+    def acquire(self, sizes: Sequence[int], *, pin: bool = False) -> list[Slot]:
         """Memory for regions of ``sizes`` bytes. Waits while all generations, or the budget, are in use.
+
+        Args:
+            sizes: bytes, none of them zero.
+            pin: register it with CUDA.
 
         Raises:
             StagingLimitError: over the budget even when nothing else is in use, and there is no spill directory.
@@ -105,39 +111,59 @@ class BufferPool:
         """
         if not sizes:
             return []
-        with self._lock:
-            self._collect()
-            self._wait_for_turn(sizes)
-            in_memory = split(sizes, self._room())
-            generation = Generation()
-            slots: list[Slot | None] = [None] * len(sizes)
-            try:
-                for kind, wanted in (("memory", True), ("file", False)):
-                    numbers = [number for number, choice in enumerate(in_memory) if choice == wanted]
-                    if not numbers:
-                        continue
-                    offsets, size = place([sizes[number] for number in numbers])
-                    buffer = self._take(size, "file" if kind == "file" else self._memory_kind())
-                    generation.buffers.append(buffer)
-                    lease = buffer.lease()
-                    for number, offset in zip(numbers, offsets, strict=True):
-                        slots[number] = Slot(buffer, lease, offset)
-            except BaseException:
-                self._free.extend(generation.buffers)
-                raise
-            self._lend(generation, [slot for slot in slots if slot is not None])
-            return [slot for slot in slots if slot is not None]
+        waiting = _Waiting()
+        while True:
+            with self._lock:
+                self._collect()
+                if self._closed.is_set():
+                    raise StagingError("the stager was closed. Remedy: close it after the last save, or make a new one")
+                reason = self._reason_to_wait(sizes)
+                if reason is None:
+                    waiting.end()
+                    slots = self._allocate(sizes)
+                    break
+            if not waiting.go_on(reason):
+                continue
+            with contextlib.suppress(queue.Empty):
+                returned = self._returned.get(timeout=_POLL_SECONDS)
+                with self._lock:
+                    self._take_back(*returned)
+                del returned  # it may have to go to make room
+        if pin:
+            for buffer in {slot.buffer for slot in slots}:
+                buffer.pin()
+        return slots
+
+    def _allocate(self, sizes: Sequence[int]) -> list[Slot]:
+        in_memory = split(sizes, self._room())
+        generation = Generation()
+        slots: dict[int, Slot] = {}
+        try:
+            for on_disk in (False, True):
+                numbers = [number for number, choice in enumerate(in_memory) if choice != on_disk]
+                if not numbers:
+                    continue
+                offsets, size = place([sizes[number] for number in numbers])
+                buffer = self._take(size, "file" if on_disk else "shared" if self.shared else "private")
+                generation.buffers.append(buffer)
+                lease = buffer.lease()
+                slots.update((n, Slot(buffer, lease, offset)) for n, offset in zip(numbers, offsets, strict=True))
+        except BaseException:
+            self._free.extend(generation.buffers)
+            raise
+        self._lend(generation, list(slots.values()))
+        return [slots[number] for number in range(len(sizes))]
 
     def close(self) -> None:
-        """Free what is not in use now, and the rest when it is not used any more."""
+        """Free what is not in use now, and the rest when it is not used any more. Whoever waits gets an error."""
         self._closed.set()
         with self._lock:
             self._collect()
             self._free.clear()
+            self._in_use.clear()
 
     def _lend(self, generation: Generation, slots: Sequence[Slot]) -> None:
         leases = {id(slot.lease): slot for slot in slots}
-        generation.leased = len(leases)
         self._in_use.add(generation)
         for slot in leases.values():
             callback = weakref.finalize(slot.lease, _give_back, self._returned, self._closed, generation, slot.buffer)
@@ -152,11 +178,11 @@ class BufferPool:
             self._take_back(generation, buffer)
 
     def _take_back(self, generation: Generation, buffer: Buffer) -> None:
-        generation.leased -= 1
-        if not self._closed.is_set():
-            self._free.append(buffer)
+        if self._closed.is_set():
+            return
+        self._free.append(buffer)
         generation.buffers.remove(buffer)
-        if not generation.leased:
+        if not generation.buffers:
             self._in_use.discard(generation)
 
     def _buffers_in_use(self) -> list[Buffer]:
@@ -167,9 +193,6 @@ class BufferPool:
         if self.limit is None:
             return None
         return max(0, self.limit - sum(b.size for b in self._buffers_in_use() if b.kind != "file"))
-
-    def _memory_kind(self) -> Kind:
-        return "shared" if self.shared else "private"
 
     def _reason_to_wait(self, sizes: Sequence[int]) -> str | None:
         if len(self._in_use) >= self.generations:
@@ -190,39 +213,24 @@ class BufferPool:
             )
         return None
 
-    def _wait_for_turn(self, sizes: Sequence[int]) -> None:
-        """Wait until there is a generation and, without a spill directory, memory."""
-        reason = self._reason_to_wait(sizes)
-        if reason is None:
-            return
-        drop_finished_frames()
-        self._collect()
-        reason = self._reason_to_wait(sizes)
-        if reason is None:
-            return
-        started = reported = time.monotonic()
-        logger.warning("staging waits: %s", reason)
-        while reason is not None:
-            try:
-                self._take_back(*self._returned.get(timeout=1.0))
-            except queue.Empty:
-                now = time.monotonic()
-                if now - reported >= _REPORT_SECONDS:
-                    reported = now
-                    logger.warning("staging has waited for %.0f s: %s", now - started, reason)
-                    drop_finished_frames()
-                continue
-            cause, reason = reason, self._reason_to_wait(sizes)
-        logger.warning("staging waited for %.1f s: %s", time.monotonic() - started, cause)
-
     def _take(self, size: int, kind: Kind) -> Buffer:
         fitting = [b for b in self._free if b.kind == kind and size <= b.size <= max(size, 1) * _MAX_SLACK]
         if fitting:
             best = min(fitting, key=lambda buffer: buffer.size)
             self._free.remove(best)
             return best
-        self._drop_for(size, on_disk=kind == "file")
-        return Buffer(size, kind, directory=self.spill_dir, pin=self._pin and kind != "file")
+        on_disk = kind == "file"
+        self._drop_for(size, on_disk=on_disk)
+        try:
+            return Buffer(size, kind, directory=self.spill_dir)
+        except StagingError:
+            free = [b for b in self._free if (b.kind == "file") == on_disk]
+            if not free:
+                raise
+            for buffer in free:
+                self._free.remove(buffer)
+            del free, buffer
+        return Buffer(size, kind, directory=self.spill_dir)
 
     def _drop_for(self, size: int, *, on_disk: bool) -> None:
         """Free buffers that lay unused the longest: no more are kept than generations, nor beyond the budget."""
@@ -236,6 +244,41 @@ class BufferPool:
             self._free.remove(free.pop(0))
 
 
+class _Waiting:
+    """What the log says of one wait."""
+
+    def __init__(self) -> None:
+        self._searched = False
+        self._started: float | None = None
+        self._reported = 0.0
+        self._reason = ""
+
+    def go_on(self, reason: str) -> bool:
+        """There is still ``reason`` to wait; False to look once more first, after a search for what nobody needs."""
+        self._reason, now = reason, time.monotonic()
+        if not self._searched:
+            self._searched = True
+            drop_finished_tracebacks()
+            return False
+        if self._started is None:
+            self._started = self._reported = now
+            logger.warning("staging waits: %s", reason)
+        elif now - self._reported >= _REPORT_SECONDS:
+            self._reported = now
+            drop_finished_tracebacks()
+            logger.warning(
+                "staging has waited for %.0f s: %s. (A planner or a staged state that is kept holds its copy, too.)",
+                now - self._started,
+                reason,
+            )
+        return True
+
+    def end(self) -> None:
+        """The wait is over, if there was one."""
+        if self._started is not None:
+            logger.warning("staging waited for %.1f s: %s", time.monotonic() - self._started, self._reason)
+
+
 def _give_back(
     returned: queue.SimpleQueue[tuple[Generation, Buffer]],
     closed: threading.Event,
@@ -246,26 +289,71 @@ def _give_back(
         returned.put((generation, buffer))
 
 
-def drop_finished_frames() -> None:
-    """Empty the frames that failed saves left behind.
+def drop_finished_tracebacks() -> None:
+    """Cut the tracebacks that failed asynchronous saves left behind.
 
-    A caller may keep the future of a failed save; its exception keeps the traceback, that the frames of torch's and our
-    functions, and these the staged state, for good. The functions have ended: nothing reads those variables but a
-    debugger.
+    A caller may keep the future of a failed save; its exception keeps the traceback, that the frames of DCP's and our
+    functions, and those, with their functions' closures, the staged state, for good. It is cut where DCP's executor
+    begins. DCP's CheckpointException keeps the text of it.
     """
     gc.collect()
-    for candidate in gc.get_objects():
-        if not issubclass(type(candidate), BaseException):  # isinstance would ask proxies for their class
-            continue
-        trace = candidate.__traceback__
-        while trace is not None:
-            frame, trace = trace.tb_frame, trace.tb_next
-            module = frame.f_globals.get("__name__", "")
-            if not module.startswith(("torch.distributed.checkpoint.", "dcp_s3.")):
-                continue
-            if frame.f_code.co_flags & (inspect.CO_GENERATOR | inspect.CO_COROUTINE | inspect.CO_ASYNC_GENERATOR):
-                continue  # a suspended one would be closed
-            try:
-                frame.clear()
-            except RuntimeError:
-                continue  # still running
+    # issubclass: isinstance would ask proxies for their class
+    found = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), BaseException)]
+    cut = sum(map(_cut, found))
+    del found
+    if cut:
+        gc.collect()  # frames and the exceptions of parts that failed as well refer to each other
+
+
+def _cut(error: BaseException) -> bool:
+    """Cut one traceback; whether it was that of an asynchronous save."""
+    trace, before = error.__traceback__, None
+    while trace is not None and not _is_executor(trace.tb_frame):
+        before, trace = trace, trace.tb_next
+    if trace is None or _is_running(trace):
+        return False
+    if before is None:
+        error.__traceback__ = None
+    else:
+        before.tb_next = None
+    # What led to it: on the ranks that failed, and further in, where urllib3 for example caught it.
+    seen: set[int] = set()
+    pending = _inner(error)
+    while pending:
+        inner = pending.pop()
+        if id(inner) not in seen and not _is_running(inner.__traceback__):
+            seen.add(id(inner))
+            inner.__traceback__ = None
+            pending += _inner(inner)
+    return True
+
+
+def _inner(error: BaseException) -> list[BaseException]:
+    failures: Any = getattr(error, "failures", None)  # of CheckpointException: by rank, with the text of the traceback
+    causes = [failure[0] for failure in failures.values()] if isinstance(failures, dict) else []
+    return [inner for inner in (error.__cause__, error.__context__, *causes) if isinstance(inner, BaseException)]
+
+
+def _is_executor(frame: FrameType) -> bool:
+    return frame.f_globals.get("__name__") in _EXECUTORS
+
+
+def _is_running(trace: TracebackType | None) -> bool:
+    """Whether a frame of the traceback has not ended."""
+    running = _running_frames()
+    while trace is not None:
+        if id(trace.tb_frame) in running:
+            return True
+        trace = trace.tb_next
+    return False
+
+
+def _running_frames() -> set[int]:
+    """Ids of the frames of all threads. (Frames themselves, one of which is this one, would make a cycle.)"""
+    running = set()
+    at: FrameType | None
+    for at in sys._current_frames().values():
+        while at is not None:
+            running.add(id(at))
+            at = at.f_back
+    return running

@@ -99,14 +99,16 @@ def _is_dense(spans: Sequence[TensorSpan], numbers: Sequence[int]) -> bool:
     if len(numbers) == 1:
         span = spans[numbers[0]]
         return span.nbytes >= _MIN_DENSITY * (span.stop - span.start)
-    used, begin = 0, min(spans[number].start for number in numbers)
-    reached = begin
+    begin = reached = min(spans[number].start for number in numbers)
+    used = 0
     for number in sorted(numbers, key=lambda number: spans[number].start):
         span = spans[number]
         if span.stop > reached:
             used += min(span.nbytes, span.stop - max(span.start, reached))
             reached = span.stop
-    return used >= _MIN_DENSITY * (reached - begin)
+    # What a sparse span reaches over first hides a dense one inside of it.
+    largest = max(min(spans[number].nbytes, spans[number].stop - spans[number].start) for number in numbers)
+    return max(used, largest) >= _MIN_DENSITY * (reached - begin)
 
 
 def _hull(spans: Sequence[TensorSpan], numbers: Sequence[int]) -> Region:

@@ -48,13 +48,14 @@ class Snapshot:
         self.tensors: list[torch.Tensor] = []
         self._spans: list[TensorSpan] = []
         self._numbers: dict[int, int] = {}
-        self._holes: dict[int, _Hole] = {}
+        self._holes: dict[int, tuple[_Hole, torch.Tensor]] = {}  # by id, which the tensor keeps its own
         self._memo: dict[int, Any] = {}
         self._path: list[Any] = []
         with torch.no_grad(), _no_collector():
             self._structure = self._copy(state)
             self.regions = plan_regions(self._spans)
         self._memo.clear()
+        self._holes.clear()
         self._spans.clear()
 
     def fill(self, staged: Sequence[torch.Tensor]) -> dict[str, Any]:
@@ -86,15 +87,19 @@ class Snapshot:
             return entries
         if kind is tuple or (isinstance(value, tuple) and hasattr(value, "_fields")):
             items = [self._copy_at(number, entry) for number, entry in enumerate(value)]
-            return tuple(items) if kind is tuple else kind(*items)
+            return tuple(items) if kind is tuple else kind._make(items)
         try:
             with _OffloadCopies():
                 return copy.deepcopy(value, self._memo)
         except Exception as error:
-            raise StagingError(
-                f"{self._name()} is a {kind.__module__}.{kind.__qualname__} that can not be copied ({error}), so that "
-                "an asynchronous save of it would not be safe from changes. Remedy: leave it out of the state"
-            ) from error
+            raise self._not_copyable(value, error) from error
+
+    def _not_copyable(self, value: Any, error: Exception) -> StagingError:
+        kind = type(value)
+        return StagingError(
+            f"{self._name()} is a {kind.__module__}.{kind.__qualname__} that can not be copied ({error}), so that an "
+            "asynchronous save of it would not be safe from changes. Remedy: leave it out of the state"
+        )
 
     def _copy_at(self, key: Any, value: Any) -> Any:
         if type(value) in _ATOMIC:
@@ -106,10 +111,16 @@ class Snapshot:
 
     def _tensor(self, tensor: torch.Tensor) -> _Hole:
         """The hole for ``tensor``; the same for each of its occurrences."""
-        hole = self._holes.get(id(tensor))
-        if hole is None:
+        known = self._holes.get(id(tensor))
+        if known is not None:
+            return known[0]
+        try:
             hole = _Hole(self._build(tensor))
-            self._holes[id(tensor)] = hole
+        except StagingError:
+            raise
+        except Exception as error:
+            raise self._not_copyable(tensor, error) from error
+        self._holes[id(tensor)] = hole, tensor
         return hole
 
     def _build(self, tensor: Any) -> _Build:
@@ -158,10 +169,7 @@ class Snapshot:
         """Of a tensor that is not just memory (sparse, quantized, nested); not pooled."""
         if tensor.device.type == "meta":
             return tensor
-        try:
-            return tensor.detach().to("cpu", copy=True)
-        except Exception as error:
-            raise StagingError(f"{self._name()}, a {type(tensor).__name__}, can not be copied: {error}") from error
+        return tensor.detach().to("cpu", copy=True)
 
     def _name(self) -> str:
         return repr(".".join(map(str, self._path)))
@@ -192,7 +200,7 @@ class _Filler:
         if kind is tuple:
             return tuple(map(self.fill, value))
         if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return kind(*map(self.fill, value))
+            return kind._make(map(self.fill, value))
         return value
 
 
@@ -222,6 +230,8 @@ class _OffloadCopies(TorchFunctionMode):
 def _is_memory(tensor: torch.Tensor) -> bool:
     """Whether the tensor is nothing but strided elements in a storage."""
     if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_quantized or tensor.is_neg():
+        return False
+    if tensor.is_nested:
         return False
     if type(tensor) in _PLAIN or not tensor.numel():
         return True

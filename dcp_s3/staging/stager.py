@@ -25,7 +25,7 @@ from dcp_s3.staging.failure import FailedStaging
 from dcp_s3.staging.handover import StagedState
 from dcp_s3.staging.pool import BufferPool
 from dcp_s3.staging.snapshot import Snapshot
-from dcp_s3.transport.workers import Workers
+from dcp_s3.transport.workers import InTurn
 from dcp_s3.units import format_size
 
 logger = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class S3Stager(AsyncStager):
         settings: a `Settings`, or a mapping of those that differ from the environment.
         asynchronous: `stage` returns at once and copies in the background; `dcp.async_save` then returns an
             AsyncSaveResponse. The state must not be changed before its ``staging_completion``: changes in place are
-            detected, and fail the save.
+            detected (but for those through ``.data``), and fail the save.
 
     Raises:
         SettingsError: a setting is not allowed.
@@ -59,10 +59,8 @@ class S3Stager(AsyncStager):
             limit=resolve_limit(limit, measure_available() if isinstance(limit, float) else 0, local_world_size()),
             generations=self.settings.staging_generations,
             spill_dir=self.settings.spill_dir,
-            pin=torch.cuda.is_available(),
         )
-        self._copier = Copier()
-        self._workers: Workers | None = None
+        self._background = InTurn("dcp_s3-staging")
         self._latest: Callable[[], Future[dict[str, Any]] | None] = lambda: None
         self._closed = False
 
@@ -82,17 +80,18 @@ class S3Stager(AsyncStager):
             raise StagingError("this S3Stager was closed. Remedy: close it after the last save, or make a new one")
         if not self.asynchronous:
             return self.stage_now(state_dict)
-        if self._workers is None:
-            # A daemon: at the interpreter's end torch's own thread waits for the copy, and nobody for an idle stager.
-            self._workers = Workers(1, "dcp_s3-staging", daemon=True)
-            weakref.finalize(self, self._workers.end)
-        future = self._begin(self._workers, state_dict)
+        future = self._begin(state_dict)
         self._latest = weakref.ref(future)  # a strong one would keep the copy
         return future
 
     def stage_now(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """What `stage` does without ``asynchronous``."""
-        staged: dict[str, Any] = self._guard(lambda: self._copy(Snapshot(state_dict)))
+
+        def stage() -> dict[str, Any]:
+            snapshot, copier = Snapshot(state_dict), Copier()
+            return self._copy(snapshot, copier, copier.mark(snapshot.tensors))
+
+        staged: dict[str, Any] = self._guard(stage)
         return staged
 
     def synchronize_staging(self) -> None:
@@ -104,10 +103,7 @@ class S3Stager(AsyncStager):
     def close(self) -> None:
         """Wait for copies under way, and free the buffers: at once, or when the last save that reads them ends."""
         self._closed = True
-        if self._workers is not None:
-            self._workers.end()
-            self._workers.join()
-            self._workers = None
+        self._background.join()
         self._pool.close()
 
     def __enter__(self) -> S3Stager:
@@ -121,14 +117,14 @@ class S3Stager(AsyncStager):
     ) -> None:
         self.close()
 
-    def _begin(self, workers: Workers, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:
+    def _begin(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:
         """Take the snapshot now, copy its tensors in the background."""
 
         def begin() -> Future[dict[str, Any]]:
             snapshot = Snapshot(state_dict)
-            versions = Versions(snapshot.tensors)
-            events = self._copier.mark(snapshot.tensors)
-            return workers.submit(self._guard, lambda: self._copy(snapshot, events, versions))
+            versions, copier = Versions(snapshot.tensors), Copier()
+            events = copier.mark(snapshot.tensors)
+            return self._background.submit(self._guard, lambda: self._copy(snapshot, copier, events, versions))
 
         begun: Any = self._guard(begin)
         if isinstance(begun, Future):
@@ -138,13 +134,15 @@ class S3Stager(AsyncStager):
         return future
 
     def _copy(
-        self, snapshot: Snapshot, events: list[torch.Event] | None = None, versions: Versions | None = None
+        self,
+        snapshot: Snapshot,
+        copier: Copier,
+        events: list[torch.Event],
+        versions: Versions | None = None,
     ) -> dict[str, Any]:
         started = time.monotonic()
         with torch.no_grad():
-            if events is None:
-                events = self._copier.mark(snapshot.tensors)
-            staged = self._copier.copy(snapshot.tensors, snapshot.regions, self._pool, events)
+            staged = copier.copy(snapshot.tensors, snapshot.regions, self._pool, events)
         if versions is not None:
             check_unchanged(versions)
         buffers = list({id(slot.buffer): slot.buffer for slot in staged.slots}.values())
@@ -158,10 +156,10 @@ class S3Stager(AsyncStager):
         try:
             return work()
         except Exception as error:
-            traceback.clear_frames(error.__traceback__)  # they hold buffers
+            traceback.clear_frames(error.__traceback__)  # they hold a generation, and somebody may keep the error
             if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
                 raise
-            logger.error("staging failed: %s", error)  # noqa: TRY400 - the traceback comes with the save's failure
+            logger.exception("staging failed")
             return FailedStaging(error)
 
 

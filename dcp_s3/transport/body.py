@@ -34,6 +34,10 @@ class GatherBody:
         self._size = sum(view.nbytes for view in views)
         self._position = 0
 
+    def release(self) -> None:
+        """Let go of the buffers, after the last attempt: botocore's errors keep the request, and so this body."""
+        self._views = ()
+
     def __len__(self) -> int:
         return self._size
 

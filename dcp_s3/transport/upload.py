@@ -27,7 +27,7 @@ from dcp_s3.transport.workers import Workers
 logger = logging.getLogger(__name__)
 
 # Parts ready to go when a thread becomes free.
-_WAITING_PARTS = 2
+WAITING_PARTS = 2
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Uploader:
         self.error: BaseException | None = None
         """The failure that cancelled everything, if one did."""
         self._pool = Workers(bucket.settings.concurrency, "dcp_s3-upload")
-        self._slots = threading.BoundedSemaphore(bucket.settings.concurrency + _WAITING_PARTS)
+        self._slots = threading.BoundedSemaphore(bucket.settings.concurrency + WAITING_PARTS)
         self._lock = threading.Lock()
         self._open: set[ObjectUpload] = set()
         self._left: list[ObjectUpload] = []
@@ -329,14 +329,8 @@ class ObjectUpload:
             "UploadId": upload_id,
             "PartNumber": number,
         }
-        body = GatherBody(views_of(pieces), self.cancel)
         started = time.monotonic()
-        answer = self._bucket.call(
-            "UploadPart",
-            self.key,
-            lambda: self._bucket.client.upload_part(**arguments, Body=body),
-            cancel=self.cancel,
-        )
+        answer = self._send("UploadPart", self._bucket.client.upload_part, arguments, pieces)
         _drop_views(pieces)
         etag = retry.expect(answer, "ETag", "UploadPart", self._bucket.name, self.key)
         self._check_speed(time.monotonic() - started, size)
@@ -359,15 +353,16 @@ class ObjectUpload:
             **self._bucket.creation_arguments(data=True),
             "Key": self.key,
         }
-        body = GatherBody(views_of(pieces), self.cancel)
-        self._bucket.call(
-            "PutObject",
-            self.key,
-            lambda: self._bucket.client.put_object(**arguments, Body=body),
-            cancel=self.cancel,
-        )
+        self._send("PutObject", self._bucket.client.put_object, arguments, pieces)
         _drop_views(pieces)
         return "", crc, size
+
+    def _send(self, operation: str, request: Any, arguments: dict[str, Any], pieces: list[Piece]) -> Any:
+        body = GatherBody(views_of(pieces), self.cancel)
+        try:
+            return self._bucket.call(operation, self.key, lambda: request(**arguments, Body=body), cancel=self.cancel)
+        finally:
+            body.release()
 
     def _checksum(self, pieces: list[Piece]) -> tuple[int | None, int, dict[str, Any]]:
         """(CRC-64, bytes, request arguments) of a body; sets the CRC of each piece."""

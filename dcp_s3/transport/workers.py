@@ -7,6 +7,7 @@ waited for would be lost without a word.
 
 from __future__ import annotations
 
+import collections
 import queue
 import threading
 from collections.abc import Callable
@@ -22,16 +23,19 @@ class Workers:
     Args:
         count: number of threads, at least one.
         name: of the threads; a number is added.
-        daemon: whether the interpreter may end without waiting for the threads.
     """
 
-    def __init__(self, count: int, name: str, *, daemon: bool = False) -> None:
+    def __init__(self, count: int, name: str) -> None:
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._work, name=f"{name}-{number}", daemon=daemon) for number in range(count)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        try:
+            for number in range(count):
+                thread = threading.Thread(target=self._work, name=f"{name}-{number}")
+                thread.start()
+                self._threads.append(thread)
+        except BaseException:
+            self.close()
+            raise
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Run ``function(*arguments)`` on one of the threads."""
@@ -48,26 +52,62 @@ class Workers:
                 break
             if task is not None:
                 task[0].cancel()
-        self.end()
-        self.join()
-
-    def end(self) -> None:
-        """Let the threads end when all that was submitted is done; nothing may be submitted any more."""
         for _ in self._threads:
             self._tasks.put(None)
-
-    def join(self) -> None:
-        """Wait for the threads, after `end`."""
         for thread in self._threads:
             thread.join()
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
-            future, function, arguments = task
-            if not future.set_running_or_notify_cancel():
-                continue
-            try:
-                future.set_result(function(*arguments))
-            except BaseException as error:  # noqa: BLE001 - it goes to whoever waits for the future
-                future.set_exception(error)
-            del task, future, function, arguments  # an idle thread must not keep a save's memory
+            _run(task)
+            del task  # an idle thread must not keep a save's memory
+
+
+class InTurn:
+    """Runs what is submitted one after the other, on a thread that lives only while there is something to do.
+
+    An idle thread would keep the interpreter from ending, or as a daemon be torn out of torch's C++ at its end.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._tasks: collections.deque[_Task] = collections.deque()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Run ``function(*arguments)`` when all that was submitted before is done."""
+        future: Future[Any] = Future()
+        with self._lock:
+            if self._thread is None:
+                thread = threading.Thread(target=self._work, name=self._name)
+                thread.start()  # waits for the lock
+                self._thread = thread
+            self._tasks.append((future, function, arguments))
+        return future
+
+    def join(self) -> None:
+        """Wait until all that was submitted is done."""
+        thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                if not self._tasks:
+                    self._thread = None
+                    return
+                task = self._tasks.popleft()
+            _run(task)
+            del task
+
+
+def _run(task: _Task) -> None:
+    future, function, arguments = task
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        future.set_result(function(*arguments))
+    except BaseException as error:  # noqa: BLE001 - it goes to whoever waits for the future
+        future.set_exception(error)

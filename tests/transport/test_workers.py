@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from dcp_s3.transport.workers import Workers
+from dcp_s3.transport.workers import InTurn, Workers
 
 
 def test_results_errors_and_names() -> None:
@@ -45,7 +45,7 @@ def test_work_can_be_submitted_while_the_interpreter_ends() -> None:
     script = """
 import time
 from concurrent.futures import ThreadPoolExecutor, thread
-from dcp_s3.transport.workers import Workers
+from dcp_s3.transport.workers import InTurn, Workers
 
 def late():
     while not thread._shutdown:
@@ -58,3 +58,46 @@ ThreadPoolExecutor(1).submit(late)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "still works"
+
+
+def test_in_turn_runs_one_after_the_other_on_a_thread_that_ends() -> None:
+    turns = InTurn("dcp_s3-test")
+    order: list[int] = []
+    futures = [turns.submit(order.append, number) for number in range(100)]
+    failing = turns.submit(divmod, 1, 0)
+    turns.join()
+    assert all(future.done() for future in futures)
+    assert order == list(range(100))
+    with pytest.raises(ZeroDivisionError):
+        failing.result(10)
+    assert not [t for t in threading.enumerate() if t.name == "dcp_s3-test"]
+    assert turns.submit(divmod, 7, 2).result(10) == (3, 1)
+
+
+def test_in_turn_can_be_used_after_a_thread_could_not_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    turns = InTurn("dcp_s3-test")
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", _no_thread)
+        with pytest.raises(RuntimeError, match="can't start"):
+            turns.submit(divmod, 7, 2)
+    turns.join()
+    assert turns.submit(divmod, 7, 2).result(10) == (3, 1)
+
+
+def test_workers_that_can_not_all_be_started_leave_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, started = threading.Thread.start, []
+
+    def start(thread: threading.Thread) -> None:
+        if len(started) == 2:
+            _no_thread(thread)
+        started.append(thread)
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(RuntimeError, match="can't start"):
+        Workers(3, "dcp_s3-test")
+    assert not [t for t in threading.enumerate() if t.name.startswith("dcp_s3-test")]
+
+
+def _no_thread(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
