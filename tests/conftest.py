@@ -17,9 +17,15 @@ import boto3
 import pytest
 from botocore.config import Config
 from botocore.exceptions import ClientError
+from hypothesis import settings
 
 from tests.servers import NAMES, S3Server, Servers, ServerUnavailable
 from tests.servers.external import BUCKET as EXTERNAL_BUCKET
+
+# The same examples in every run, so that a failure is the change's own; --hypothesis-profile=search looks for new ones.
+settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("search", max_examples=5_000, deadline=None)
+settings.load_profile("repeatable")
 
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 # ListMultipartUploads: NoSuchUpload is rclone's answer for a bucket that has had no upload yet.

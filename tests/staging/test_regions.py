@@ -70,10 +70,9 @@ def test_regions_of_a_storage_do_not_share_tensors_bytes(spans: list[TensorSpan]
         for b in regions:
             if a is b or spans[a.tensors[0]].storage != spans[b.tensors[0]].storage:
                 continue
-            if a.start <= b.start:
-                # What the start was rounded down by belongs to no tensor of b.
-                begin = min(spans[number].start for number in b.tensors)
-                assert a.start + a.size <= begin
+            # What a start was rounded down by belongs to no tensor of the region.
+            begin_a, begin_b = (min(spans[number].start for number in region.tensors) for region in (a, b))
+            assert a.start + a.size <= begin_b or b.start + b.size <= begin_a
 
 
 @given(_spans())

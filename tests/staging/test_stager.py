@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -409,7 +409,6 @@ def _frozen(value: Any) -> Any:
     return [_frozen(entry) for entry in value] if isinstance(value, list) else value
 
 
-@settings(deadline=None)
 @given(st.dictionaries(st.text(max_size=3), _trees, max_size=6))
 def test_random_views_survive_bit_by_bit(state: dict[str, Any]) -> None:
     expected = _frozen(state)
