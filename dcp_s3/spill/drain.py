@@ -177,9 +177,10 @@ class Drainer:
             raise
         missing = _missing(bucket, url, spilled)
         if missing:
-            refused = self._store.refused_objects(save.journal.url).intersection(missing)
-            if refused:
-                raise DamagedFileError(f"its object {min(refused)} was set aside, so that it can never be complete")
+            refused = self._store.refused_objects(save.journal.url)
+            for path in missing:
+                if path in refused:
+                    raise DamagedFileError(f"it can never be complete: {path} was set aside, because {refused[path]}")
             report.waiting[save.name] = (
                 f"{len(missing)} of {len(spilled.objects)} objects are not on S3 yet, the first {missing[0]}; they may "
                 "wait in the spill directories of other hosts"

@@ -66,6 +66,8 @@ class SpillSession:
 
     def __exit__(self, *details: object) -> None:
         if self.unclean and not self.sealed:
+            for spilled in self._objects:
+                self._writer.drop_file(spilled.file)
             self._writer.close()  # as if this process had died: the drain cleans up
         else:
             self._writer.__exit__(*details)

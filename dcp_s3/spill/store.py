@@ -249,14 +249,14 @@ class SpillStore:
                 found.append(Refused(path, reason.read_text().strip() if reason.exists() else "unknown"))
         return found
 
-    def refused_objects(self, url: str) -> set[str]:
-        """Paths of the objects of a checkpoint that were set aside."""
-        found: set[str] = set()
-        for path in self.refused.glob(f"*/{JOURNAL}"):
+    def refused_objects(self, url: str) -> dict[str, str]:
+        """Paths of the objects of a checkpoint that were set aside, with the reasons."""
+        found: dict[str, str] = {}
+        for refused in self.list_refused():
             with contextlib.suppress(OSError, JournalError):
-                journal = Journal.from_bytes(path.read_bytes())
+                journal = Journal.from_bytes((refused.path / JOURNAL).read_bytes())
                 if journal.url == url:
-                    found.update(spilled.entry.path for spilled in journal.objects)
+                    found |= {spilled.entry.path: refused.reason for spilled in journal.objects}
         return found
 
     def size(self) -> int:

@@ -17,7 +17,7 @@ import pytest
 
 from dcp_s3.errors import SpillError
 from dcp_s3.settings import Settings
-from dcp_s3.spill.drain import Drainer
+from dcp_s3.spill.drain import Drainer, DrainReport
 from dcp_s3.spill.journal import Journal, State
 from dcp_s3.spill.store import SpillStore
 from tests.faulty import BUCKET, serve
@@ -213,7 +213,7 @@ def test_the_save_of_a_live_process_stays_and_that_of_a_dead_one_goes(
             kill(process)
             assert not save.is_being_written()
             report = Drainer(store).run()
-        assert report.discarded == [save.name]
+        assert report == DrainReport(discarded=[save.name])
         assert not save.path.exists()
 
 
