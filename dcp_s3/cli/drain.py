@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,9 @@ def status(store: SpillStore) -> dict[str, Any]:
         }
         for save in store.scan()
     ]
-    refused = [{"path": str(refused.path), "reason": refused.reason} for refused in store.list_refused()]
-    return {"directory": str(store.path), "saves": saves, "refused": refused}
+    refused = [asdict(refused) | {"path": str(refused.path)} for refused in store.list_refused()]
+    damaged = [asdict(found) | {"path": str(found.path)} for found in store.list_damaged()]
+    return {"directory": str(store.path), "saves": saves, "damaged": damaged, "refused": refused}
 
 
 def print_status(found: dict[str, Any]) -> None:
@@ -46,6 +48,8 @@ def print_status(found: dict[str, Any]) -> None:
     console = tables.make_console()
     if found["saves"]:
         console.print(table)
+    for damaged in found["damaged"]:
+        console.print(f"damaged: {damaged['path']}: {damaged['reason']}", soft_wrap=True)
     for refused in found["refused"]:
         console.print(f"set aside: {refused['path']}: {refused['reason']}", soft_wrap=True)
 

@@ -93,6 +93,7 @@ class Drainer:
             if not alone:
                 report.busy = True
                 return report
+            report.refused = {save.path.name: save.reason for save in self._store.tidy()}
             saves = self._store.scan()
             # Data first: commits wait for it.
             for save in sorted(saves, key=lambda save: save.journal.commit is not None):

@@ -206,20 +206,40 @@ class SpillStore:
         return SaveWriter(self, name, journal)
 
     def scan(self) -> list[SpilledSave]:
-        """The saves, oldest first. Those whose journals are damaged go to ``refused/``, and what is left of those that
-        were being made or removed when a process died goes."""
-        _remove_old(self.path / "new")
+        """The saves, oldest first, without those that `list_damaged` tells of."""
+        found = []
+        for path in self._directories():
+            with contextlib.suppress(OSError, JournalError):
+                found.append(SpilledSave(path, Journal.from_bytes((path / JOURNAL).read_bytes())))
+        return found
+
+    def list_damaged(self) -> list[Refused]:
+        """The saves whose journals can not be read."""
         found = []
         for path in self._directories():
             try:
-                found.append(SpilledSave(path, Journal.from_bytes((path / JOURNAL).read_bytes())))
+                Journal.from_bytes((path / JOURNAL).read_bytes())
             except FileNotFoundError:
-                shutil.rmtree(path, ignore_errors=True)  # drained; the journal goes first
-            except JournalError as error:
-                self.refuse(path, f"the journal can not be read: {error}")
-            except OSError as error:
-                logger.error("can not read the spilled save %s: %s", path, error)  # noqa: TRY400
+                continue  # drained; the journal goes first
+            except (OSError, JournalError) as error:
+                found.append(Refused(path, f"the journal can not be read: {error}"))
         return found
+
+    def tidy(self) -> list[Refused]:
+        """For the drainer: set damaged saves aside, and remove what is left of those that were being made or removed
+        when a process died.
+
+        Returns:
+            What was set aside.
+        """
+        _remove_old(self.path / "new")
+        for path in self._directories():
+            if not (path / JOURNAL).exists():
+                shutil.rmtree(path, ignore_errors=True)
+        damaged = self.list_damaged()
+        for save in damaged:
+            self.refuse(save.path, save.reason)
+        return damaged
 
     def _directories(self) -> list[Path]:
         try:

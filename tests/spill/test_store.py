@@ -191,8 +191,8 @@ def test_a_journal_that_can_not_be_replaced_leaves_no_file_behind(
 # --- what a process leaves that dies ---------------------------------------------------------------------
 
 
-def _write_and_wait(path: str, ready: str) -> None:
-    with SpillStore(path).begin(make_journal(keys=("run/step-1/x",)), "0") as writer:
+def _write_and_wait(path: str, journal: Journal, ready: str) -> None:
+    with SpillStore(path).begin(journal, "0") as writer:
         writer.write_file("object-0", b"abc")
         Path(ready).touch()
         signal.pause()
@@ -204,7 +204,7 @@ def test_the_save_of_a_live_process_stays_and_that_of_a_dead_one_goes(
     store.path.mkdir()
     with serve(monkeypatch) as server:
         monkeypatch.setenv("DCP_S3_ENDPOINT_URL", server.s3.endpoint_url)
-        with running(_write_and_wait, str(store.path)) as process:
+        with running(_write_and_wait, str(store.path), make_journal(keys=("run/step-1/x",))) as process:
             (save,) = store.scan()
             assert save.is_being_written()
             report = Drainer(store).run()
@@ -223,6 +223,8 @@ def test_what_is_left_of_a_save_that_was_being_removed_goes(store: SpillStore) -
         writer.seal(writer.save.journal)
     (writer.save.path / "journal").unlink()
     assert store.scan() == []
+    assert writer.save.path.exists(), "looking changes nothing"
+    assert store.tidy() == []
     assert not writer.save.path.exists()
 
 
@@ -231,7 +233,7 @@ def test_what_is_left_of_a_save_that_never_began_goes_after_a_while(store: Spill
     old.mkdir(parents=True)
     young.mkdir()
     os.utime(old, (0, 0))
-    store.scan()
+    assert store.tidy() == []
     assert not old.exists()
     assert young.exists(), "its process may be about to begin"
 
@@ -246,7 +248,12 @@ def test_a_damaged_journal_is_set_aside_and_the_others_are_found(store: SpillSto
     journal[100] ^= 1
     (damaged.path / "journal").write_bytes(journal)
     assert [save.journal.created_at for save in store.scan()] == [0, 2]
+    assert store.list_refused() == []
+    (found,) = store.tidy()
+    assert found.path == damaged.path
+    assert store.list_damaged() == []
     (refused,) = store.list_refused()
+    assert refused.reason == found.reason
     assert refused.path.name == damaged.name
     assert "journal can not be read" in refused.reason
     assert (refused.path / "object-0").read_bytes() == b"abc"
