@@ -90,6 +90,29 @@ def exists_error(url: CheckpointURL, *, replaceable: bool = True) -> errors.Chec
     )
 
 
+def is_committed(bucket: Bucket, identity: SaveIdentity, path: str | None = None) -> bool:
+    """Whether the checkpoint at the URL is that of this save.
+
+    Args:
+        bucket: of the URL.
+        identity: of the save. S3 has the id of the coordinator only.
+        path: of an object that this rank wrote, by which other ranks know their save.
+
+    Raises:
+        StorageError: cannot tell.
+    """
+    try:
+        save_id = bucket.head(identity.metadata_key)["Metadata"].get(SAVE_ID_KEY)
+        if save_id == identity.save_id:
+            return True
+        if save_id is None or path is None:
+            return False
+        data = bucket.read(identity.url.key(manifest_object(save_id, identity.rank)))
+        return any(entry.path == path for entry in Manifest.from_json(data).objects)
+    except (errors.ObjectNotFoundError, ValueError):
+        return False  # ValueError: the manifest is none of ours
+
+
 @dataclass(frozen=True)
 class Previous:
     """What a save is about to replace.

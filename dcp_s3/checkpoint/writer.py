@@ -27,11 +27,12 @@ from dcp_s3.commit import (
     check_absent,
     check_metrics,
     find_previous,
+    is_committed,
     make_commit,
     publish,
 )
 from dcp_s3.errors import MissingURLError, SpillError, TransferError
-from dcp_s3.format.layout import metadata_object, new_nonce, new_save_id
+from dcp_s3.format.layout import new_nonce, new_save_id
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.spill.background import drain_in_background, wait_until_drained
 from dcp_s3.spill.session import SpillSession, open_store, spill_commit
@@ -43,6 +44,7 @@ from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
 logger = logging.getLogger(__name__)
 
 _TIMEOUTS = ("connect_timeout", "read_timeout")
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0  # seconds between looks at S3
 
 Separate = Sequence[str | Sequence[str]]
 
@@ -99,6 +101,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         self._previous = Previous()
         self._unseen = False
         self._began = time.time()
+        self._written: str | None = None  # path of an object of the save
 
     # --- StorageWriter ------------------------------------------------------------------------------
 
@@ -168,6 +171,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             results = write_buckets(self._bucket(), buckets, planner, self._transforms, names, session)
         if session is not None and session.sealed:
             self._drain()
+        self._written = names.relative_path(0) if buckets else None
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
         return future
@@ -206,6 +210,9 @@ class S3StorageWriter(StorageWriter, AsyncStager):
     def wait_committed(self, timeout: float | None = None) -> None:
         """Wait until the last save of this writer is committed on S3; of use with ``DCP_S3_DURABILITY=local``.
 
+        Every rank may call it. A save that another one has replaced counts as not committed; a writer that has not
+        written itself (that of a restart, or whose saves another process does) waits for any checkpoint at its URL.
+
         Args:
             timeout: seconds; None to wait for as long as it takes.
 
@@ -221,11 +228,14 @@ class S3StorageWriter(StorageWriter, AsyncStager):
                 if save.journal.url == str(url):
                     left = None if deadline is None else max(0.0, deadline - time.monotonic())
                     wait_until_drained(self._store, save, timeout=left)
-        bucket = Bucket(url.bucket, self.settings)
-        while not bucket.exists(url.key(metadata_object(None if self._use_collectives else self._rank))):
+        bucket, identity, pause = Bucket(url.bucket, self.settings), self._identity(), _SHORTEST_PAUSE
+        while not (
+            is_committed(bucket, identity, self._written) if self._written else bucket.exists(identity.metadata_key)
+        ):
             if deadline is not None and time.monotonic() > deadline:
                 raise TimeoutError(f"{url} is not committed after {timeout:g} s; other hosts may still drain")
-            time.sleep(0.2)
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
 
     @property
     def checkpoint_id(self) -> str | None:

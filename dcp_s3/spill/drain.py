@@ -20,6 +20,7 @@ from dcp_s3.commit import (
     check_absent,
     delete_quietly,
     find_previous,
+    is_committed,
     publish,
 )
 from dcp_s3.format.layout import SAVE_ID_KEY, manifest_object
@@ -163,7 +164,7 @@ class Drainer:
     ) -> None:
         commit = _read_commit(save, spilled, url)
         identity = commit.identity
-        if _is_committed(bucket, identity):
+        if is_committed(bucket, identity):
             save.remove()  # by a drain that died before it could say so
             return
         previous = Previous()
@@ -221,14 +222,6 @@ def _missing(bucket: Bucket, url: CheckpointURL, spilled: SpilledCommit) -> list
     """Paths of objects of the checkpoint that S3 does not have in the right size."""
     sizes = dict(bucket.list(url.key("")))
     return [entry.path for entry in spilled.objects if sizes.get(url.key(entry.path)) != entry.size]
-
-
-def _is_committed(bucket: Bucket, identity: SaveIdentity) -> bool:
-    try:
-        stored = bucket.head(identity.metadata_key)
-    except errors.ObjectNotFoundError:
-        return False
-    return bool(stored["Metadata"].get(SAVE_ID_KEY) == identity.save_id)
 
 
 def _refuse_newer(bucket: Bucket, identity: SaveIdentity, previous: Previous, created_at: float) -> None:

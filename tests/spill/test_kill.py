@@ -358,8 +358,7 @@ class Weather:
         if self._phase == "refusing" and chance < 0.9:
             return Fault.error(503, "SlowDown")
         if self._phase == "slow":
-            # An upload that S3 creates after its client gave up waiting, and after everything else was done, is one that
-            # nobody can find in time.
+            # Nobody can find in time an upload that S3 creates after its client gave up waiting and the rest was done.
             return Fault.delay(amount * 0.4 if request.operation == "CreateMultipartUpload" else amount)
         if self._phase == "breaking" and chance < 0.6:
             if amount < 0.4:

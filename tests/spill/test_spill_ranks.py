@@ -209,6 +209,28 @@ def test_the_ranks_of_an_asynchronous_save_can_wait_for_its_commit(
     assert_complete(URL, full_state())
 
 
+def _overwrite_and_wait(directories: list[str]) -> None:
+    _use(directories, drain=False)
+    writer = S3StorageWriter(URL, overwrite=True, settings={"durability": "local"})
+    dcp.save(_shard(1), storage_writer=writer)
+    with pytest.raises(TimeoutError):
+        writer.wait_committed(timeout=0.5)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        for path in reversed(directories):
+            drain(path)
+    dist.barrier()
+    writer.wait_committed(timeout=20)
+
+
+def test_no_rank_takes_the_checkpoint_that_is_overwritten_for_its_own(faulty: FaultyServer, tmp_path: Path) -> None:
+    paths = directories_of(tmp_path, 2)
+    run_ranks(2, _save, paths, "s3", False, {})
+    assert_complete(URL, full_state())
+    run_ranks(2, _overwrite_and_wait, paths)
+    assert_complete(URL, full_state(1))
+
+
 def _wait_for_what_another_process_left(directories: list[str]) -> None:
     _use(directories, drain=True)
     S3StorageWriter(URL, settings={"durability": "local"}).wait_committed(timeout=20)
