@@ -37,9 +37,10 @@ fmt: $(DEV) ## format, and fix what ruff can fix
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-bench: $(DEV) ## save and load, and the stall of training, against other backends; ARGS=... is passed on
+bench: $(DEV) ## save and load, the stall of training, spilling, against other backends; ARGS=... is passed on
 	@$(PY) -m benchmarks.save_load $(ARGS)
 	@$(PY) -m benchmarks.stall $(ARGS)
+	@$(PY) -m benchmarks.spill $(ARGS)
 
 clean: ## remove .venv, caches and build output
 	rm -rf $(VENV) $(CACHE) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
