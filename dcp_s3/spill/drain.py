@@ -26,13 +26,12 @@ from dcp_s3.commit import (
 from dcp_s3.format.layout import SAVE_ID_KEY, manifest_object
 from dcp_s3.format.manifest import Manifest
 from dcp_s3.settings import Settings
-from dcp_s3.spill.files import DamagedFileError, upload_file
+from dcp_s3.spill.files import upload_file
 from dcp_s3.spill.journal import SpilledCommit, State
 from dcp_s3.spill.local import ReadCache
-from dcp_s3.spill.store import SpilledSave, SpillStore
+from dcp_s3.spill.store import DamagedFileError, SpilledSave, SpillStore
 from dcp_s3.transport import multipart
 from dcp_s3.transport.bucket import Bucket
-from dcp_s3.transport.checksum import crc64nvme, crc_hex
 from dcp_s3.units import format_size
 from dcp_s3.url import CheckpointURL, parse_url
 
@@ -162,8 +161,8 @@ class Drainer:
     def _commit(
         self, save: SpilledSave, spilled: SpilledCommit, url: CheckpointURL, bucket: Bucket, report: DrainReport
     ) -> None:
-        commit = _read_commit(save, spilled, url)
-        identity = commit.identity
+        identity = SaveIdentity(url, save.journal.save_id, spilled.rank)
+        commit = Commit(identity, *save.read_commit(spilled), spilled.objects)
         if is_committed(bucket, identity):
             save.remove()  # by a drain that died before it could say so
             return
@@ -191,24 +190,6 @@ class Drainer:
         publish(bucket, commit, previous)
         save.remove()
         report.committed.append(str(url))
-
-
-def _read_commit(save: SpilledSave, spilled: SpilledCommit, url: CheckpointURL) -> Commit:
-    """The commit as it was written.
-
-    Raises:
-        DamagedFileError: it is not.
-    """
-    files = {}
-    for name in (spilled.manifest, spilled.metadata):
-        try:
-            files[name] = (save.path / name).read_bytes()
-        except FileNotFoundError:
-            raise DamagedFileError(f"the file {name} of its commit is gone") from None
-        if crc_hex(crc64nvme(files[name])) != spilled.checksums.get(name):
-            raise DamagedFileError(f"the file {name} of its commit is damaged")
-    identity = SaveIdentity(url, save.journal.save_id, spilled.rank)
-    return Commit(identity, files[spilled.manifest], files[spilled.metadata], spilled.objects)
 
 
 def _abort_uploads(save: SpilledSave, bucket: Bucket) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dcp_s3 import errors
 from dcp_s3.spill.journal import SpilledObject
-from dcp_s3.spill.store import SaveWriter, clear_errors
+from dcp_s3.spill.store import DamagedFileError, SaveWriter, clear_errors
 from dcp_s3.transport import multipart
 from dcp_s3.transport.bucket import Bucket
 from dcp_s3.transport.checksum import combine_crc64nvme, crc64nvme, crc_hex
@@ -70,10 +70,6 @@ class ObjectFile:
         """Remove the file."""
         os.close(self._fd)
         self._writer.drop_file(self._name)
-
-
-class DamagedFileError(errors.SpillError):
-    """A spilled object is not what was written."""
 
 
 def upload_file(

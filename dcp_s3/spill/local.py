@@ -12,9 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from dcp_s3.errors import JournalError
 from dcp_s3.spill.journal import Journal, SpilledObject, State
-from dcp_s3.spill.store import JOURNAL, SpillStore
+from dcp_s3.spill.store import DamagedFileError, SpillStore
 from dcp_s3.transport.checksum import crc64nvme, crc_hex
 from dcp_s3.transport.download import Target
 
@@ -91,22 +90,24 @@ def find_kept(store: SpillStore) -> Iterator[tuple[Path, LocalObject]]:
 
 def find_waiting(store: SpillStore) -> Iterator[tuple[Path, LocalObject]]:
     """The files of objects that wait for S3. Looks only: nothing is tidied up."""
-    for path in sorted(store.saves.glob(f"*/{JOURNAL}")):
-        with contextlib.suppress(OSError, JournalError):
-            journal = Journal.from_bytes(path.read_bytes())
-            for spilled in journal.objects:
-                facts = LocalObject(journal.url, spilled.entry.path, spilled.entry.size, spilled.crc64nvme)
-                yield path.parent / spilled.file, facts
+    for save in store.scan():
+        for spilled in save.journal.objects:
+            entry = spilled.entry
+            yield save.path / spilled.file, LocalObject(save.journal.url, entry.path, entry.size, spilled.crc64nvme)
 
 
 def find_commits(store: SpillStore) -> Iterator[tuple[Journal, bytes, bytes]]:
-    """The commits that wait: journal, bytes of the manifest and of ``.metadata``."""
-    for path in sorted(store.saves.glob(f"*/{JOURNAL}")):
-        with contextlib.suppress(OSError, JournalError):
-            journal = Journal.from_bytes(path.read_bytes())
-            if journal.commit is not None and journal.state is State.SEALED:
-                files = (path.parent / journal.commit.manifest, path.parent / journal.commit.metadata)
-                yield journal, files[0].read_bytes(), files[1].read_bytes()
+    """The commits that wait: journal, bytes of the manifest and of ``.metadata``. Damaged ones are left out."""
+    for save in store.scan():
+        commit = save.journal.commit
+        if commit is None or save.journal.state is not State.SEALED:
+            continue
+        try:
+            files = save.read_commit(commit)
+        except (OSError, DamagedFileError) as error:
+            logger.warning("the commit of %s in %s is passed over: %s", save.journal.url, save.path, error)
+            continue
+        yield save.journal, *files
 
 
 class LocalObjects:

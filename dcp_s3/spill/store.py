@@ -28,7 +28,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dcp_s3.errors import JournalError, SpillError
-from dcp_s3.spill.journal import Journal, State
+from dcp_s3.spill.journal import Journal, SpilledCommit, State
+from dcp_s3.transport.checksum import crc64nvme, crc_hex
 from dcp_s3.units import format_size
 
 logger = logging.getLogger(__name__)
@@ -36,6 +37,10 @@ logger = logging.getLogger(__name__)
 JOURNAL = "journal"
 _WRITER_LOCK = "writer.lock"
 _REASON = "reason.txt"
+
+
+class DamagedFileError(SpillError):
+    """A file of a spilled save is not what was written."""
 
 
 class SpilledSave:
@@ -67,6 +72,24 @@ class SpilledSave:
         except FileNotFoundError:
             return False
         return True
+
+    def read_commit(self, commit: SpilledCommit) -> tuple[bytes, bytes]:
+        """The manifest and ``.metadata`` that wait here.
+
+        Raises:
+            DamagedFileError: they are not what was written.
+        """
+
+        def read(name: str) -> bytes:
+            try:
+                data = (self.path / name).read_bytes()
+            except FileNotFoundError:
+                raise DamagedFileError(f"the file {name} of its commit is gone") from None
+            if crc_hex(crc64nvme(data)) != commit.checksums.get(name):
+                raise DamagedFileError(f"the file {name} of its commit is damaged")
+            return data
+
+        return read(commit.manifest), read(commit.metadata)
 
     def is_being_written(self) -> bool:
         """Whether the process that writes it lives and is not done."""

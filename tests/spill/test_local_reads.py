@@ -12,6 +12,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_s3 import S3StorageReader, S3StorageWriter, latest
+from dcp_s3.spill.background import stop_draining
+from dcp_s3.spill.store import SpillStore
 from tests.checkpoint.states import assert_same, blank
 from tests.faulty import FaultyServer
 from tests.spill.test_outage import (
@@ -126,3 +128,20 @@ def test_a_checkpoint_that_waits_on_this_host_can_be_resumed_from_if_asked(
     with pytest.raises(CheckpointException):
         dcp.load(blank(after), storage_reader=S3StorageReader(URL))
     faulty.rule = allow_all
+
+
+def test_a_commit_that_is_damaged_on_disk_is_not_resumed_from(faulty: FaultyServer, spill_dir: Path) -> None:
+    before = make_state(3)
+    dcp.save(before, storage_writer=S3StorageWriter(PREVIOUS))
+    with SpillStore(spill_dir).drainer():  # nothing drains it meanwhile
+        dcp.save(make_state(4), storage_writer=S3StorageWriter(URL, settings={"durability": "local"}))
+        (metadata,) = spill_dir.glob("saves/*-commit-*/metadata")
+        data = bytearray(metadata.read_bytes())
+        data[len(data) // 2] ^= 1
+        metadata.write_bytes(data)
+        found = latest(ROOT, include_uncommitted=True)
+        assert found is not None
+        assert found.url == PREVIOUS
+        with pytest.raises(CheckpointException, match="no checkpoint"):
+            dcp.load(blank(before), storage_reader=S3StorageReader(URL, include_uncommitted=True))
+        stop_draining()
