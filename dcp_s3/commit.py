@@ -220,7 +220,12 @@ def publish(bucket: Bucket, commit: Commit, previous: Previous) -> None:
         StorageError: nothing was committed, as far as the answers of S3 tell.
     """
     identity = commit.identity
-    bucket.write(identity.manifest_key, commit.manifest, content_type="application/json")
+    bucket.write(
+        identity.manifest_key,
+        commit.manifest,
+        content_type="application/json",
+        metadata={METADATA_CRC_KEY: crc_hex(crc64nvme(commit.manifest))},
+    )
     try:
         bucket.write(
             identity.metadata_key,

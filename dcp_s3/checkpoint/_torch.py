@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.filesystem import _StorageReaderTransforms as 
 from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms as WriterTransforms
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from dcp_s3.checkpoint.blocks import Blocks
 from dcp_s3.errors import ShapeMismatchError
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "StreamTransformExtension",
     "WriterTransforms",
     "fsspec_filesystem",
+    "get_blocks",
     "get_crc",
     "get_raw_offset",
     "make_storage_info",
@@ -44,6 +46,8 @@ __all__ = [
 # know. Without raw_offset, the CRC is that of the whole stored item.
 _RAW_OFFSET = "raw_offset"
 _CRC = "crc64nvme"
+_BLOCK = "crc64nvme_block"
+_BLOCK_CRCS = "crc64nvme_blocks"
 
 
 def make_storage_info(
@@ -54,8 +58,9 @@ def make_storage_info(
     transform_descriptors: Sequence[str] | None = None,
     raw_offset: int | None = None,
     crc64nvme: int | None = None,
+    blocks: Blocks | None = None,
 ) -> StorageInfo:
-    """torch's `_StorageInfo` with our two facts about the item.
+    """torch's `_StorageInfo` with our facts about the item.
 
     Args:
         relative_path: object, relative to the checkpoint.
@@ -64,12 +69,16 @@ def make_storage_info(
         transform_descriptors: of stream extensions, None without.
         raw_offset: of the tensor's raw bytes in the item; None if the item is not raw bytes in a frame.
         crc64nvme: CRC-64/NVME of the raw bytes, or without ``raw_offset`` of the whole item.
+        blocks: the CRCs inside of the raw bytes; None without.
     """
     info = StorageInfo(relative_path, offset, length, transform_descriptors)
     if raw_offset is not None:
         setattr(info, _RAW_OFFSET, raw_offset)
     if crc64nvme is not None:
         setattr(info, _CRC, crc64nvme)
+    if blocks is not None:
+        setattr(info, _BLOCK, blocks.size)
+        setattr(info, _BLOCK_CRCS, blocks.crcs)
     return info
 
 
@@ -83,6 +92,19 @@ def get_crc(info: Any) -> int | None:
     """Recorded CRC-64/NVME of the item, None if not recorded."""
     value = getattr(info, _CRC, None)
     return value if isinstance(value, int) else None
+
+
+def get_blocks(info: Any, nbytes: int) -> Blocks | None:
+    """Recorded CRCs inside of the ``nbytes`` raw bytes of an item (not 0); None if it has no checksum.
+
+    Without a record of blocks that fits so many bytes, all of them are one block.
+    """
+    crc, size, crcs = get_crc(info), getattr(info, _BLOCK, None), getattr(info, _BLOCK_CRCS, None)
+    if crc is None:
+        return None
+    if isinstance(size, int) and isinstance(crcs, bytes) and (blocks := Blocks(size, crcs, crc)).is_for(nbytes):
+        return blocks
+    return Blocks(nbytes, b"", crc)
 
 
 _PLANNER_MODULE = "torch.distributed.checkpoint.default_planner"

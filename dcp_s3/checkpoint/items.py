@@ -11,6 +11,7 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
 from dcp_s3.checkpoint._torch import StorageInfo, WriterTransforms, make_storage_info
+from dcp_s3.checkpoint.blocks import MIN_BLOCK, Blocks, block_size, crcs_of_beginnings, cuts_between, pack_crcs
 from dcp_s3.checkpoint.memory import is_plain, iterate_bytes
 from dcp_s3.checkpoint.ring import shared_ring
 from dcp_s3.errors import SaveProtocolError
@@ -30,6 +31,7 @@ class WrittenItem:
         raw_offset: of the tensor's bytes in the item; None if it is not a framed raw tensor.
         transform_descriptors: of stream extensions.
         pieces: what the recorded CRC covers.
+        block: bytes of the blocks of a raw tensor that is larger than one.
     """
 
     item: WriteItem
@@ -38,6 +40,7 @@ class WrittenItem:
     raw_offset: int | None = None
     transform_descriptors: list[str] | None = None
     pieces: list[Piece] = field(default_factory=list)
+    block: int | None = None
 
     def forget_checksum(self) -> None:
         """Record none."""
@@ -46,9 +49,12 @@ class WrittenItem:
 
     def storage_info(self, relative_path: str) -> StorageInfo:
         """What goes into ``.metadata`` for this item."""
-        crc = None
+        crc = blocks = None
         if all(piece.crc is not None for piece in self.pieces):
             crc = combine_crc64nvme((piece.crc or 0, piece.size) for piece in self.pieces)
+            if self.block is not None:
+                sent = [(piece.size, piece.crc or 0, piece.cuts, piece.marks) for piece in self.pieces]
+                blocks = Blocks(self.block, pack_crcs(crcs_of_beginnings(sent, self.block)), crc)
         return make_storage_info(
             relative_path,
             self.offset,
@@ -56,6 +62,7 @@ class WrittenItem:
             transform_descriptors=self.transform_descriptors,
             raw_offset=self.raw_offset,
             crc64nvme=crc,
+            blocks=blocks,
         )
 
 
@@ -134,10 +141,15 @@ class ItemWriter:
         planned = written.item.tensor_data
         if planned is not None and planned.properties.dtype == tensor.dtype and planned.chunk.sizes == tensor.shape:
             written.raw_offset = len(frame.header)
+            if tensor.nbytes > MIN_BLOCK:
+                written.block = block_size(tensor.nbytes)
         header = upload.write(Piece.of(frame.header))
         raw: list[Piece] = []
+        done = 0
         for view in self._host_bytes(tensor):
-            raw += upload.write(Piece.of(view))
+            cuts = cuts_between(done, done + view.nbytes, written.block) if written.block else ()
+            raw += upload.write(Piece.of(view, cuts=cuts))
+            done += view.nbytes
         trailer = upload.write(Piece.of(frame.trailer))
         written.pieces = raw if written.raw_offset is not None else [*header, *raw, *trailer]
 

@@ -116,18 +116,18 @@ class LoadExecutor:
     def _fetch(self, request: ReadRequest, transfers: Sequence[ItemTransfer], inference: bool) -> list[ItemTransfer]:
         """Carry out one request; returns the items that it completed."""
         targets = [
-            Target(self._discard[: segment.length])
+            [Target(self._discard[: segment.length])]
             if segment.item is None
-            else transfers[segment.item].target_for(segment.item_offset, segment.length)
+            else transfers[segment.item].targets_for(segment.item_offset, segment.length)
             for segment in request.segments
         ]
-        self._receive(request.path, request.start, targets)
+        self._receive(request.path, request.start, [target for each in targets for target in each])
         completed = []
-        for segment, target in zip(request.segments, targets, strict=True):
+        for segment, received in zip(request.segments, targets, strict=True):
             if segment.item is None:
                 continue
             transfer = transfers[segment.item]
-            if transfer.arrived(segment.item_offset, target):
+            if transfer.arrived(segment.item_offset, received):
                 self._verify(transfer)
                 with torch.inference_mode(inference):
                     transfer.deliver()
@@ -147,9 +147,9 @@ class LoadExecutor:
         transfer.forget()
         if self._local is not None:
             self._local.distrust(extent.path)
-        target = transfer.target_for(0, extent.length)
-        self._receive(extent.path, extent.start, [target])
-        transfer.arrived(0, target)
+        targets = transfer.targets_for(0, extent.length)
+        self._receive(extent.path, extent.start, targets)
+        transfer.arrived(0, targets)
         if transfer.found_crc() != expected:
             raise errors.CorruptCheckpointError(
                 f"{transfer.item.storage_index.fqn!r} in {self._url}: bytes {extent.start} "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import IO, cast
 
 import torch
@@ -16,10 +16,12 @@ from dcp_s3 import errors
 from dcp_s3.checkpoint._torch import (
     ReaderTransforms,
     StorageInfo,
+    get_blocks,
     get_crc,
     get_raw_offset,
     narrow_tensor_by_index,
 )
+from dcp_s3.checkpoint.blocks import widen
 from dcp_s3.checkpoint.memory import is_direct, view_bytes
 from dcp_s3.checkpoint.read_plan import Extent, covering_range, row_major_strides
 from dcp_s3.transport.checksum import combine_crc64nvme
@@ -37,6 +39,8 @@ class ItemTransfer:
         direct: whether the bytes are received in the target's own memory.
         crc: expected CRC-64/NVME of the extent, None if it is not known.
         scatter: called with the transfer and the received bytes (a uint8 tensor) unless ``direct``.
+        margin: bytes at the beginning of the extent that are fetched for the checksum only, as are, in a ``direct``
+            transfer, those behind the target's.
     """
 
     def __init__(
@@ -48,6 +52,7 @@ class ItemTransfer:
         direct: bool,
         crc: int | None,
         scatter: Callable[[ItemTransfer, torch.Tensor], None],
+        margin: int = 0,
     ) -> None:
         self.item = item
         self.extent = extent
@@ -57,28 +62,42 @@ class ItemTransfer:
         """What an item that is not a tensor came out as."""
         self._direct = direct
         self._scatter = scatter
+        self._margin = margin
         self._missing = extent.length if extent else 0
         self._crcs: list[tuple[int, int, int]] = []
         self._lock = threading.Lock()
         self._buffer: torch.Tensor | None = None
-        self._memory: memoryview | None = None
+        self._memory: list[memoryview] = []
 
-    def target_for(self, offset: int, length: int) -> Target:
-        """Where ``length`` bytes of the extent from ``offset`` on are to be received."""
+    def targets_for(self, offset: int, length: int) -> list[Target]:
+        """Where ``length`` bytes of the extent from ``offset`` on are to be received, in order."""
         with self._lock:
-            if self._memory is None:
-                if self._direct and self.target is not None:
-                    self._memory = view_bytes(self.target)
-                else:
-                    self._buffer = torch.empty(self.extent.length if self.extent else 0, dtype=torch.uint8)
-                    self._memory = view_bytes(self._buffer)
-            return Target(self._memory[offset : offset + length], checksum=self.crc is not None)
+            if not self._memory:
+                self._memory = self._allocate()
+            targets, start = [], 0
+            for memory in self._memory:
+                view = memory[max(0, offset - start) : max(0, offset + length - start)]
+                if view.nbytes:
+                    targets.append(Target(view, checksum=self.crc is not None))
+                start += memory.nbytes
+            return targets
 
-    def arrived(self, offset: int, target: Target) -> bool:
-        """Count received bytes; True when these were the last."""
+    def _allocate(self) -> list[memoryview]:
+        size = self.extent.length if self.extent else 0
+        if self._direct and self.target is not None:
+            memory = view_bytes(self.target)
+            after = size - self._margin - memory.nbytes
+            return [memoryview(bytearray(self._margin)), memory, memoryview(bytearray(after))]
+        self._buffer = torch.empty(size, dtype=torch.uint8)
+        return [view_bytes(self._buffer)]
+
+    def arrived(self, offset: int, targets: Sequence[Target]) -> bool:
+        """Count the bytes of `targets_for`; True when these were the last."""
         with self._lock:
-            self._crcs.append((offset, target.crc or 0, target.view.nbytes))
-            self._missing -= target.view.nbytes
+            for target in targets:
+                self._crcs.append((offset, target.crc or 0, target.view.nbytes))
+                self._missing -= target.view.nbytes
+                offset += target.view.nbytes
             return self._missing == 0
 
     def found_crc(self) -> int:
@@ -98,7 +117,7 @@ class ItemTransfer:
                 self,
                 self._buffer if self._buffer is not None else torch.empty(0, dtype=torch.uint8),
             )
-        self._buffer = self._memory = None
+        self._buffer, self._memory = None, []
 
 
 class TransferFactory:
@@ -181,19 +200,27 @@ class TransferFactory:
                 url=str(self._url),
             )
         strides = row_major_strides(sizes)
+        blocks = get_blocks(info, chunk_bytes) if box.length else None
+        start, stop, crc = (
+            widen(box.start, box.start + box.length, chunk_bytes, blocks)
+            if blocks is not None
+            else (box.start, box.start + box.length, None)
+        )
+        margin = box.start - start
 
         def scatter(_: ItemTransfer, buffer: torch.Tensor) -> None:
             if buffer.numel():
-                target.copy_(buffer.view(dtype).as_strided(item.lengths, strides))
+                wanted = buffer[margin : margin + box.length]
+                target.copy_(wanted.view(dtype).as_strided(item.lengths, strides))
 
-        whole = box.length == chunk_bytes
         return ItemTransfer(
             item,
-            _extent(number, info, raw_offset + box.start, box.length),
+            _extent(number, info, raw_offset + start, stop - start),
             target=target,
             direct=box.dense and dtype == target.dtype and is_direct(target),
-            crc=get_crc(info) if whole else None,
+            crc=crc,
             scatter=scatter,
+            margin=margin,
         )
 
     def _prepare_encoded(self, number: int, item: ReadItem, info: StorageInfo, target: torch.Tensor) -> ItemTransfer:

@@ -48,8 +48,7 @@ class ObjectFile:
         """Append a buffer; the piece has its CRC then."""
         view = piece.view
         assert view is not None  # noqa: S101 - a piece has its view until it is written
-        piece.crc = crc64nvme(view)
-        self._crcs.append((piece.crc, piece.size))
+        self._crcs.append((piece.checksum(), piece.size))
         with clear_errors(self._writer.directory, f"write {format_size(piece.size)}"):
             start = 0
             while start < piece.size:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from dcp_s3 import errors
 from dcp_s3.settings import MAX_PART_SIZE
+from dcp_s3.transport.checksum import crc64nvme
 
 MAX_PARTS = 10_000
 # Sizes of objects are estimates until the last item is framed: leave room for a tenth of the parts.
@@ -39,20 +40,44 @@ class Piece:
         view: the bytes; dropped after they are sent, so that the memory behind them can go.
         size: bytes.
         crc: CRC-64/NVME, None until known.
+        cuts: bytes after which the CRC so far is wanted, too; ascending, inside of the piece.
+        marks: these CRCs, once ``crc`` is known.
     """
 
-    __slots__ = ("crc", "size", "view")
+    __slots__ = ("crc", "cuts", "marks", "size", "view")
 
-    def __init__(self, view: memoryview | None, size: int, crc: int | None = None) -> None:
+    def __init__(self, view: memoryview | None, size: int, crc: int | None = None, cuts: Sequence[int] = ()) -> None:
         self.view = view
         self.size = size
         self.crc = crc
+        self.cuts = cuts
+        self.marks: Sequence[int] = ()
 
     @classmethod
-    def of(cls, data: bytes | bytearray | memoryview, crc: int | None = None) -> Piece:
+    def of(cls, data: bytes | bytearray | memoryview, crc: int | None = None, cuts: Sequence[int] = ()) -> Piece:
         """A piece of a bytes-like object."""
         view = memoryview(data).cast("B")
-        return cls(view, view.nbytes, crc)
+        return cls(view, view.nbytes, crc, cuts)
+
+    def part(self, start: int, stop: int) -> Piece:
+        """A piece of some of the bytes; the cuts strictly inside go with them."""
+        assert self.view is not None  # noqa: S101 - a piece has its view until it is sent
+        cuts = [cut - start for cut in self.cuts if start < cut < stop]
+        return Piece(self.view[start:stop], stop - start, cuts=cuts)
+
+    def checksum(self) -> int:
+        """Compute ``crc`` and ``marks``, if that has not been done."""
+        if self.crc is None:
+            view = self.view
+            assert view is not None  # noqa: S101 - a piece has its view until it is sent
+            crc, start, marks = 0, 0, []
+            for cut in self.cuts:
+                crc = crc64nvme(view[start:cut], crc)
+                marks.append(crc)
+                start = cut
+            self.marks = marks
+            self.crc = crc64nvme(view[start:], crc)
+        return self.crc
 
 
 def views_of(pieces: Sequence[Piece]) -> list[memoryview]:

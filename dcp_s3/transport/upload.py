@@ -19,7 +19,7 @@ from dcp_s3 import errors
 from dcp_s3.transport import retry
 from dcp_s3.transport.body import GatherBody
 from dcp_s3.transport.bucket import Bucket
-from dcp_s3.transport.checksum import combine_crc64nvme, crc32c, crc64nvme, encode_crc
+from dcp_s3.transport.checksum import combine_crc64nvme, crc32c, encode_crc
 from dcp_s3.transport.multipart import KnownPart, abort_quietly, list_uploads
 from dcp_s3.transport.parts import MAX_PARTS, Piece, choose_part_size, views_of
 from dcp_s3.transport.workers import Workers
@@ -215,15 +215,13 @@ class ObjectUpload:
         if piece.size <= self._part_size - self._pieces_size:
             self._append(piece)
             return [piece]
-        view = piece.view
-        assert view is not None  # noqa: S101 - a piece has its view until it is sent
         pieces = []
         offset = 0
         while offset < piece.size:
             if self._pieces_size == self._part_size:
                 self._flush()
             take = min(piece.size - offset, self._part_size - self._pieces_size)
-            pieces.append(Piece(view[offset : offset + take], take))
+            pieces.append(piece.part(offset, offset + take))
             self._append(pieces[-1])
             offset += take
         return pieces
@@ -370,10 +368,7 @@ class ObjectUpload:
         algorithm = self._bucket.wire_checksum
         if algorithm == "none":
             return None, size, {}
-        for piece in pieces:
-            if piece.crc is None and piece.view is not None:
-                piece.crc = crc64nvme(piece.view)
-        crc = combine_crc64nvme((piece.crc or 0, piece.size) for piece in pieces)
+        crc = combine_crc64nvme((piece.checksum(), piece.size) for piece in pieces)
         if algorithm == "crc64nvme":
             return crc, size, {"ChecksumCRC64NVME": encode_crc(crc, algorithm)}
         crc32 = 0
