@@ -179,8 +179,9 @@ def to_storage_error(error: Exception, operation: str, bucket: str, key: str, at
     elif status in (401, 403):
         cls = errors.AccessDeniedError
         remedy = (
-            "the credentials need s3:GetObject, s3:PutObject, s3:AbortMultipartUpload, s3:DeleteObject and "
-            "s3:ListBucket here (without s3:ListBucket a missing object reads as forbidden)"
+            "the credentials need s3:GetObject, s3:PutObject, s3:AbortMultipartUpload, s3:DeleteObject, s3:ListBucket, "
+            "s3:ListBucketMultipartUploads and s3:ListMultipartUploadParts here (without s3:ListBucket a missing "
+            "object reads as forbidden)"
         )
     elif is_retryable(error):
         cls = errors.TransferError
