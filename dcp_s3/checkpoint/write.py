@@ -22,7 +22,7 @@ from dcp_s3.spill.session import SpillSession
 from dcp_s3.transport.bucket import Bucket
 from dcp_s3.transport.checksum import crc_hex
 from dcp_s3.transport.parts import choose_part_size
-from dcp_s3.transport.retry import Cancelled
+from dcp_s3.transport.retry import Cancelled, without_tracebacks
 from dcp_s3.transport.upload import WAITING_PARTS, ObjectUpload, UploadedObject, Uploader
 from dcp_s3.transport.workers import Workers
 from dcp_s3.url import CheckpointURL
@@ -192,7 +192,9 @@ class _Targets:
             refusal = upload.error or error
             if self.uploader.cancel.is_set() or not isinstance(refusal, TransferError):
                 raise refusal from None
-            return refusal.with_traceback(None)
+            without_tracebacks(refusal)
+            without_tracebacks(error)
+            return refusal
 
     def _start(self, number: int, planned: WriteBucket) -> ObjectUpload:
         return self.uploader.start(self._names.key(number), planned.size)

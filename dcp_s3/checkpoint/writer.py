@@ -41,6 +41,7 @@ from dcp_s3.spill.session import SpillSession, open_store, spill_commit
 from dcp_s3.staging.failure import raise_if_failed
 from dcp_s3.staging.stager import shared_stager
 from dcp_s3.transport.bucket import Bucket
+from dcp_s3.transport.retry import without_tracebacks
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
 
 logger = logging.getLogger(__name__)
@@ -358,7 +359,8 @@ class S3StorageWriter(StorageWriter, AsyncStager):
                 publish(self._bucket(), commit, self._previous, look_again=self._look_again if overwrite else None)
             except TransferError as error:
                 logger.warning("the commit of %s waits for S3: %s", commit.identity.url, error)
-                refusal = error.with_traceback(None)
+                without_tracebacks(error)
+                refusal = error
             else:
                 return
         try:

@@ -30,6 +30,7 @@ from dcp_s3.spill.local import ReadCache
 from dcp_s3.spill.store import DamagedFileError, SpilledSave, SpillStore
 from dcp_s3.transport import multipart
 from dcp_s3.transport.bucket import Bucket
+from dcp_s3.transport.retry import without_tracebacks
 from dcp_s3.units import format_size
 from dcp_s3.url import CheckpointURL, parse_url
 
@@ -125,6 +126,7 @@ class Drainer:
         except (errors.StorageError, errors.SpillError, OSError) as error:
             logger.debug("the spilled save %s waits: %s", save.name, error)
             report.waiting[save.name] = str(error)
+            without_tracebacks(error)  # with them go the mapped files
 
     def _discard(self, save: SpilledSave, bucket: Bucket, report: DrainReport) -> None:
         """A save whose process died while it wrote: nobody was told that it is durable. Leave nothing of it."""

@@ -175,8 +175,8 @@ def _upload_mapped(
     try:
         _upload(bucket, key, spilled, view, on_progress)
     finally:
-        view.release()
-        with contextlib.suppress(BufferError):  # a traceback holds a part of it: then it goes with that
+        with contextlib.suppress(BufferError):  # somebody still holds a part of it: it goes with that
+            view.release()
             mapped.close()
 
 

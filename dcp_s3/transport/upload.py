@@ -87,8 +87,12 @@ class Uploader:
             self._clean_up()
         for upload in self._all:
             upload.forget()
-        if kind is retry.Cancelled and self.error is not None:
-            raise self.error
+        error, self.error = self.error, None
+        try:
+            if kind is retry.Cancelled and error is not None:
+                raise error
+        finally:
+            del error, _  # its traceback has this frame: no cycle
 
     def stop(self) -> None:
         """Cancel all uploads."""
