@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -90,13 +91,23 @@ def exists_error(url: CheckpointURL, *, replaceable: bool = True) -> errors.Chec
     )
 
 
-def is_committed(bucket: Bucket, identity: SaveIdentity, path: str | None = None) -> bool:
-    """Whether the checkpoint at the URL is that of this save.
+class CommitState(Enum):
+    """How the commit of a save stands."""
+
+    WAITING = "waiting"
+    COMMITTED = "committed"
+    REPLACED = "replaced"
+    """By one that began later."""
+
+
+def find_state(bucket: Bucket, identity: SaveIdentity, *, path: str | None, started_at: float) -> CommitState:
+    """How the commit of a save stands.
 
     Args:
         bucket: of the URL.
         identity: of the save. S3 has the id of the coordinator only.
         path: of an object that this rank wrote, by which other ranks know their save.
+        started_at: when the save began, seconds since the epoch.
 
     Raises:
         StorageError: cannot tell.
@@ -104,13 +115,27 @@ def is_committed(bucket: Bucket, identity: SaveIdentity, path: str | None = None
     try:
         save_id = bucket.head(identity.metadata_key)["Metadata"].get(SAVE_ID_KEY)
         if save_id == identity.save_id:
-            return True
-        if save_id is None or path is None:
-            return False
-        data = bucket.read(identity.url.key(manifest_object(save_id, identity.rank)))
-        return any(entry.path == path for entry in Manifest.from_json(data).objects)
+            return CommitState.COMMITTED
+        data = bucket.read(identity.url.key(manifest_object(save_id or "", identity.rank)))
+        manifest = Manifest.from_json(data)
     except (errors.ObjectNotFoundError, ValueError):
-        return False  # ValueError: the manifest is none of ours
+        return CommitState.WAITING  # there is none, or none of ours
+    if any(entry.path == path for entry in manifest.objects):
+        return CommitState.COMMITTED
+    newer = (manifest.started_at or manifest.created_at) > started_at
+    return CommitState.REPLACED if newer else CommitState.WAITING
+
+
+def is_committed(bucket: Bucket, identity: SaveIdentity) -> bool:
+    """Whether the checkpoint at the URL is that of this save, by its id.
+
+    Raises:
+        StorageError: cannot tell.
+    """
+    try:
+        return bool(bucket.head(identity.metadata_key)["Metadata"].get(SAVE_ID_KEY) == identity.save_id)
+    except errors.ObjectNotFoundError:
+        return False
 
 
 @dataclass(frozen=True)
@@ -212,11 +237,53 @@ def make_commit(
     return Commit(identity, manifest.to_json(), dump_metadata(metadata), tuple(objects))
 
 
-def publish(bucket: Bucket, commit: Commit, previous: Previous) -> None:
-    """Write the manifest, then ``.metadata``; then remove the objects that it replaced.
+def check_newest(bucket: Bucket, identity: SaveIdentity, previous: Previous, started_at: float) -> None:
+    """Refuse to put a save that comes late in the place of one that began after it.
+
+    Args:
+        bucket: of the URL.
+        identity: of the save.
+        previous: what it would replace.
+        started_at: when it began, seconds since the epoch.
 
     Raises:
-        CheckpointExistsError: another save committed to this URL meanwhile; what this save uploaded has been deleted.
+        CheckpointExistsError: what it would replace is newer.
+        StorageError: cannot tell.
+    """
+    if previous.etag is None:
+        return
+    save_id = bucket.head(identity.metadata_key)["Metadata"].get(SAVE_ID_KEY)
+    try:
+        manifest = Manifest.from_json(bucket.read(identity.url.key(manifest_object(save_id or ""))))
+    except (errors.ObjectNotFoundError, ValueError):
+        return  # not ours, or damaged: what the user asked to overwrite
+    if (manifest.started_at or manifest.created_at) > started_at and save_id != identity.save_id:
+        raise errors.CheckpointExistsError(
+            f"{identity.url} holds a checkpoint that is newer than this one, which was not put in its place",
+            url=str(identity.url),
+        )
+
+
+def publish(
+    bucket: Bucket,
+    commit: Commit,
+    previous: Previous,
+    *,
+    look_again: Callable[[], Previous] | None = None,
+    keep_objects: bool = False,
+) -> None:
+    """Write the manifest, then ``.metadata``; then remove the objects that it replaced.
+
+    Args:
+        bucket: of the URL.
+        commit: what to write.
+        previous: what is replaced.
+        look_again: called once if that is not what is there any more; what is there then is replaced.
+        keep_objects: whether the objects of a save that loses stay where they are, invisible.
+
+    Raises:
+        CheckpointExistsError: another save committed to this URL meanwhile; what this save uploaded has been deleted,
+            unless ``keep_objects``.
         StorageError: nothing was committed, as far as the answers of S3 tell.
     """
     identity = commit.identity
@@ -235,7 +302,16 @@ def publish(bucket: Bucket, commit: Commit, previous: Previous) -> None:
             metadata={SAVE_ID_KEY: identity.save_id, METADATA_CRC_KEY: crc_hex(crc64nvme(commit.metadata))},
         )
     except errors.PreconditionFailedError:
-        delete_quietly(bucket, commit.keys, "of the save that lost")
+        if look_again is not None:
+            try:
+                now = look_again()
+            except errors.CheckpointExistsError:
+                delete_quietly(bucket, commit.keys, "of the save that lost")
+                raise
+            publish(bucket, commit, now, keep_objects=keep_objects)
+            return
+        if not keep_objects:
+            delete_quietly(bucket, commit.keys, "of the save that lost")
         raise exists_error(identity.url, replaceable=identity.rank is None) from None
     if previous.keys:
         delete_quietly(bucket, previous.keys - commit.keys, "of the checkpoint that was overwritten")

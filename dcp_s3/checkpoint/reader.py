@@ -15,6 +15,7 @@ from torch.futures import Future
 from dcp_s3 import errors
 from dcp_s3.checkpoint._torch import ExtensionRegistry, ReaderTransforms, shape_check
 from dcp_s3.checkpoint.read import LoadExecutor
+from dcp_s3.commit import CommitState, SaveIdentity, find_state
 from dcp_s3.format.layout import METADATA_CRC_KEY, metadata_object, new_save_id, rank_of_metadata
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
@@ -133,13 +134,22 @@ class S3StorageReader(StorageReader):
         return load_metadata(stored.data, url=str(url))
 
     def _find_uncommitted(self, rank: int | None) -> bytes | None:
-        """The metadata of this checkpoint's newest commit that waits on this host."""
+        """The metadata of this checkpoint's newest commit that waits on this host; None if S3 has a newer one."""
         store = open_store(self.settings)
         found = None
         for journal, _, metadata in find_commits(store) if store else ():
             if journal.url == self.checkpoint_id and journal.commit is not None and journal.commit.rank == rank:
-                found = metadata
-        return found
+                found = journal, metadata
+        if found is None:
+            return None
+        journal, metadata = found
+        identity = SaveIdentity(self._require_url(), journal.save_id, rank)
+        try:
+            state = find_state(self._bucket(), identity, path=None, started_at=journal.created_at)
+        except errors.TransferError as error:
+            logger.warning("S3 does not say whether it has a newer checkpoint than this host: %s", error)
+            return metadata
+        return metadata if state is CommitState.WAITING else None
 
     def _explain_missing(self, rank: int) -> errors.CheckpointNotFoundError | None:
         """The error for a checkpoint of single ranks that has none of this rank; None where there is nothing."""

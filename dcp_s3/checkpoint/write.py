@@ -22,7 +22,7 @@ from dcp_s3.spill.session import SpillSession
 from dcp_s3.transport.bucket import Bucket
 from dcp_s3.transport.checksum import crc_hex
 from dcp_s3.transport.parts import choose_part_size
-from dcp_s3.transport.retry import Cancelled
+from dcp_s3.transport.retry import Cancelled, without_tracebacks
 from dcp_s3.transport.upload import WAITING_PARTS, ObjectUpload, UploadedObject, Uploader
 from dcp_s3.transport.workers import Workers
 from dcp_s3.url import CheckpointURL
@@ -174,21 +174,27 @@ class _Targets:
             except SpillError as error:
                 logger.warning("an object goes straight to S3: %s", error)
                 return self._upload_after(error, self._start(number, planned), number, planned)
-        if session.pressure.is_set():
-            return self._spill(session, number, planned, "S3 refused another object of this save")
         upload = self._start(number, planned)
+        outcome = self._try_upload(upload, number, planned)
+        if not isinstance(outcome, TransferError):
+            return outcome
+        upload.leave(abort_on_failure=True)  # the drain goes on with the parts that S3 has
+        try:
+            return self._spill(session, number, planned, str(outcome))
+        except SpillError as error:
+            raise both(outcome, error) from outcome
+
+    def _try_upload(self, upload: ObjectUpload, number: int, planned: WriteBucket) -> list[WriteResult] | TransferError:
+        """Upload, or say why S3 does not take it. Without a traceback, which would hold the state that is saved."""
         try:
             return self._upload(upload, number, planned)
         except (TransferError, Cancelled) as error:
             refusal = upload.error or error
             if self.uploader.cancel.is_set() or not isinstance(refusal, TransferError):
                 raise refusal from None
-        session.pressure.set()
-        upload.leave(abort_on_failure=True)  # the drain goes on with the parts that S3 has
-        try:
-            return self._spill(session, number, planned, str(refusal))
-        except SpillError as error:
-            raise both(refusal, error) from refusal
+            without_tracebacks(refusal)
+            without_tracebacks(error)
+            return refusal
 
     def _start(self, number: int, planned: WriteBucket) -> ObjectUpload:
         return self.uploader.start(self._names.key(number), planned.size)

@@ -22,16 +22,18 @@ from dcp_s3.checkpoint.planning import plan_buckets
 from dcp_s3.checkpoint.write import ItemWriteResult, ObjectNames, both, write_buckets
 from dcp_s3.commit import (
     Commit,
+    CommitState,
     Previous,
     SaveIdentity,
     check_absent,
     check_metrics,
+    check_newest,
     find_previous,
-    is_committed,
+    find_state,
     make_commit,
     publish,
 )
-from dcp_s3.errors import MissingURLError, SpillError, TransferError
+from dcp_s3.errors import CheckpointError, CheckpointExistsError, MissingURLError, SpillError, TransferError
 from dcp_s3.format.layout import new_nonce, new_save_id
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.spill.background import drain_in_background, wait_until_drained
@@ -39,6 +41,7 @@ from dcp_s3.spill.session import SpillSession, open_store, spill_commit
 from dcp_s3.staging.failure import raise_if_failed
 from dcp_s3.staging.stager import shared_stager
 from dcp_s3.transport.bucket import Bucket
+from dcp_s3.transport.retry import without_tracebacks
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
 
 logger = logging.getLogger(__name__)
@@ -140,6 +143,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
                 if self.overwrite and self._use_collectives:
                     self._previous = find_previous(self._bucket(), identity)
                 else:
+                    self._check_none_waits(identity)
                     check_absent(self._bucket(), identity)
             except TransferError as error:
                 if self._store is None:
@@ -210,15 +214,16 @@ class S3StorageWriter(StorageWriter, AsyncStager):
     def wait_committed(self, timeout: float | None = None) -> None:
         """Wait until the last save of this writer is committed on S3; of use with ``DCP_S3_DURABILITY=local``.
 
-        Every rank may call it. A save that another one has replaced counts as not committed; a writer that has not
-        written itself (that of a restart, or whose saves another process does) waits for any checkpoint at its URL.
+        Every rank may call it. A writer that has not written itself (that of a restart, or whose saves another process
+        does, or of a rank that had nothing to write) waits for any checkpoint at its URL.
 
         Args:
             timeout: seconds; None to wait for as long as it takes.
 
         Raises:
             TimeoutError: it is not committed yet; the drain goes on.
-            CheckpointError: it can not be committed.
+            CheckpointError: it can not be committed, or another save has replaced it.
+            StorageError: S3 refuses to tell.
         """
         url = self._require_url()
         deadline = None if timeout is None else time.monotonic() + timeout
@@ -228,14 +233,28 @@ class S3StorageWriter(StorageWriter, AsyncStager):
                 if save.journal.url == str(url):
                     left = None if deadline is None else max(0.0, deadline - time.monotonic())
                     wait_until_drained(self._store, save, timeout=left)
-        bucket, identity, pause = Bucket(url.bucket, self.settings), self._identity(), _SHORTEST_PAUSE
-        while not (
-            is_committed(bucket, identity, self._written) if self._written else bucket.exists(identity.metadata_key)
-        ):
+        pause = _SHORTEST_PAUSE
+        while True:
+            try:
+                if self._is_committed():
+                    return
+                reason = "other hosts may still drain"
+            except TransferError as error:
+                reason = str(error)
             if deadline is not None and time.monotonic() > deadline:
-                raise TimeoutError(f"{url} is not committed after {timeout:g} s; other hosts may still drain")
+                raise TimeoutError(f"{url} is not committed after {timeout:g} s: {reason}")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _is_committed(self) -> bool:
+        url, identity = self._require_url(), self._identity()
+        bucket = Bucket(url.bucket, self.settings)
+        if self._written is None:
+            return bucket.exists(identity.metadata_key)
+        state = find_state(bucket, identity, path=self._written, started_at=self._began)
+        if state is CommitState.REPLACED:
+            raise CheckpointError(f"{url} holds a checkpoint that began later: this save was replaced", url=str(url))
+        return state is CommitState.COMMITTED
 
     @property
     def checkpoint_id(self) -> str | None:
@@ -307,6 +326,17 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             stack.push(session)
             yield session
 
+    def _check_none_waits(self, identity: SaveIdentity) -> None:
+        """Refuse to save where the commit of an earlier save waits for S3."""
+        for save in self._store.scan() if self._store is not None else ():
+            commit = save.journal.commit
+            if commit is not None and save.journal.url == str(identity.url) and commit.rank == identity.rank:
+                raise CheckpointExistsError(
+                    f"a checkpoint for {identity.url} waits in {save.path} to be committed; it is untouched. Remedy: "
+                    "save to another URL, or pass overwrite=True to replace it",
+                    url=str(identity.url),
+                )
+
     def _drain(self) -> None:
         if self._store is not None:
             drain_in_background(self._store, patience=self.settings.spill_after)
@@ -314,20 +344,41 @@ class S3StorageWriter(StorageWriter, AsyncStager):
     def _commit(self, commit: Commit, *, spilled: bool) -> None:
         """Commit on S3 at once if all is there; otherwise leave it to the drain."""
         if self._store is None:
+            if spilled:
+                raise SpillError(
+                    f"{commit.identity.url} can not be committed: objects of it wait in the spill directory of another "
+                    "rank, and this one, which commits when they are on S3, has none. Remedy: set DCP_S3_SPILL_DIR on "
+                    "every rank"
+                )
             publish(self._bucket(), commit, self._previous)
             return
+        overwrite = self.overwrite and self._use_collectives
+        refusal = None
         if not spilled and not self._unseen:
             try:
-                publish(self._bucket(), commit, self._previous)
+                publish(self._bucket(), commit, self._previous, look_again=self._look_again if overwrite else None)
             except TransferError as error:
                 logger.warning("the commit of %s waits for S3: %s", commit.identity.url, error)
+                without_tracebacks(error)
+                refusal = error
             else:
                 return
-        overwrite = self.overwrite and self._use_collectives
-        save = spill_commit(self._store, commit, self.settings, created_at=self._began, overwrite=overwrite)
+        try:
+            save = spill_commit(self._store, commit, self.settings, created_at=self._began, overwrite=overwrite)
+        except SpillError as error:
+            if refusal is None:
+                raise
+            raise both(refusal, error) from refusal
         self._drain()
         if self.settings.durability == "s3":
             wait_until_drained(self._store, save)
+
+    def _look_again(self) -> Previous:
+        """What this save overwrites if that is not what was there when it began: an older one that had been spilled."""
+        bucket, identity = self._bucket(), self._identity()
+        previous = find_previous(bucket, identity)
+        check_newest(bucket, identity, previous, self._began)
+        return previous
 
     def _identity(self) -> SaveIdentity:
         return SaveIdentity(self._require_url(), self._save_id, None if self._use_collectives else self._rank)

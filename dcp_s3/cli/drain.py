@@ -91,7 +91,7 @@ def report_done(store: SpillStore, report: DrainReport, note: Callable[[str], No
         f"{store.path}: {format_size(report.uploaded)} uploaded, {len(report.committed)} committed, "
         f"{len(report.discarded)} given up, {len(report.waiting)} waiting, {len(report.refused)} set aside"
     )
-    return not report.waiting and not report.refused
+    return not report.waiting and not store.list_refused()
 
 
 def open_directory(directory: Path | None, configured: str | None) -> SpillStore:

@@ -22,11 +22,23 @@ _running: dict[tuple[int, str], BackgroundDrain] = {}
 _lock = threading.Lock()
 
 
+def _after_fork_in_child() -> None:
+    # A lock held by another thread at the time of the fork would stay locked for ever.
+    global _lock
+    _lock = threading.Lock()
+    _running.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
 class BackgroundDrain:
     """Drains one spill directory until nothing is left in it. A process that dies in the middle does no harm."""
 
     def __init__(self, store: SpillStore, *, patience: float) -> None:
         self.ended = False
+        self.reasons: dict[str, str] = {}
+        """Why saves wait, by their names, as the last pass found."""
         self.store = store
         self._patience = patience
         self._wake = threading.Event()
@@ -57,6 +69,7 @@ class BackgroundDrain:
                 logger.exception("the background drain of %s failed; it goes on later", self.store.path)
                 pause = _LONGEST_PAUSE
             else:
+                self.reasons = report.waiting
                 if not report.waiting and not report.busy and self._end():
                     return
                 moved = report.uploaded or report.committed or report.busy
@@ -104,6 +117,12 @@ def _at_exit() -> None:
             )
 
 
+def _why_waiting(store: SpillStore, save: SpilledSave) -> str:
+    running = _running.get((os.getpid(), os.path.abspath(store.path)))
+    reason = running.reasons.get(save.name) if running is not None else None
+    return f"It waits: {reason}" if reason else "Another process may drain it: see `dcp-s3 drain --status`"
+
+
 def wait_until_drained(store: SpillStore, save: SpilledSave, *, timeout: float | None = None) -> None:
     """Wait until a spilled save is on S3, or its commit done.
 
@@ -115,10 +134,14 @@ def wait_until_drained(store: SpillStore, save: SpilledSave, *, timeout: float |
     while save.path.exists():
         now = time.monotonic()
         if timeout is not None and now - started > timeout:
-            raise TimeoutError(f"{save.journal.url} is not on S3 after {timeout:g} s; the drain goes on")
+            raise TimeoutError(
+                f"{save.journal.url} is not on S3 after {timeout:g} s; the drain goes on. {_why_waiting(store, save)}"
+            )
         if now - reported > _REPORT_SECONDS:
             reported = now
-            logger.warning("%s has waited for S3 for %.0f s", save.journal.url, now - started)
+            logger.warning(
+                "%s has waited for S3 for %.0f s. %s", save.journal.url, now - started, _why_waiting(store, save)
+            )
         time.sleep(0.05)
     for refused in store.list_refused():
         if refused.path.name == save.name:

@@ -18,13 +18,11 @@ from dcp_s3.commit import (
     Previous,
     SaveIdentity,
     check_absent,
-    delete_quietly,
+    check_newest,
     find_previous,
     is_committed,
     publish,
 )
-from dcp_s3.format.layout import SAVE_ID_KEY, manifest_object
-from dcp_s3.format.manifest import Manifest
 from dcp_s3.settings import Settings
 from dcp_s3.spill.files import upload_file
 from dcp_s3.spill.journal import SpilledCommit, State
@@ -32,6 +30,7 @@ from dcp_s3.spill.local import ReadCache
 from dcp_s3.spill.store import DamagedFileError, SpilledSave, SpillStore
 from dcp_s3.transport import multipart
 from dcp_s3.transport.bucket import Bucket
+from dcp_s3.transport.retry import without_tracebacks
 from dcp_s3.units import format_size
 from dcp_s3.url import CheckpointURL, parse_url
 
@@ -94,6 +93,7 @@ class Drainer:
                 report.busy = True
                 return report
             report.refused = {save.path.name: save.reason for save in self._store.tidy()}
+            report.waiting = {save.path.name: save.reason for save in self._store.list_unreadable()}
             saves = self._store.scan()
             # Data first: commits wait for it.
             for save in sorted(saves, key=lambda save: save.journal.commit is not None):
@@ -126,6 +126,7 @@ class Drainer:
         except (errors.StorageError, errors.SpillError, OSError) as error:
             logger.debug("the spilled save %s waits: %s", save.name, error)
             report.waiting[save.name] = str(error)
+            without_tracebacks(error)  # with them go the mapped files
 
     def _discard(self, save: SpilledSave, bucket: Bucket, report: DrainReport) -> None:
         """A save whose process died while it wrote: nobody was told that it is durable. Leave nothing of it."""
@@ -166,61 +167,46 @@ class Drainer:
         if is_committed(bucket, identity):
             save.remove()  # by a drain that died before it could say so
             return
-        previous = Previous()
         try:
+            previous = Previous()
             if spilled.overwrite:
                 previous = find_previous(bucket, identity)
-                _refuse_newer(bucket, identity, previous, save.journal.created_at)
+                check_newest(bucket, identity, previous, save.journal.created_at)
             else:
                 check_absent(bucket, identity)
+            if reason := self._why_incomplete(bucket, url, spilled):
+                report.waiting[save.name] = reason
+                return
+            publish(bucket, commit, previous, keep_objects=True)
         except errors.CheckpointExistsError:
-            delete_quietly(bucket, commit.keys, "of a spilled save that came too late")
-            raise
-        missing = _missing(bucket, url, spilled)
-        if missing:
-            refused = self._store.refused_objects(save.journal.url)
-            for path in missing:
-                if path in refused:
-                    raise DamagedFileError(f"it can never be complete: {path} was set aside, because {refused[path]}")
-            report.waiting[save.name] = (
-                f"{len(missing)} of {len(spilled.objects)} objects are not on S3 yet, the first {missing[0]}; they may "
-                "wait in the spill directories of other hosts"
-            )
-            return
-        publish(bucket, commit, previous)
+            # Perhaps it is ours: S3 may carry out a request long after its client gave up on it.
+            if not is_committed(bucket, identity):
+                raise
         save.remove()
         report.committed.append(str(url))
+
+    def _why_incomplete(self, bucket: Bucket, url: CheckpointURL, spilled: SpilledCommit) -> str | None:
+        """What the checkpoint lacks on S3; None if every object is there in the right size.
+
+        Raises:
+            DamagedFileError: what it lacks was set aside.
+        """
+        sizes = dict(bucket.list(url.key("")))
+        missing = [entry.path for entry in spilled.objects if sizes.get(url.key(entry.path)) != entry.size]
+        if not missing:
+            return None
+        refused = self._store.refused_objects(str(url))
+        for path in missing:
+            if path in refused:
+                raise DamagedFileError(f"it can never be complete: {path} was set aside, because {refused[path]}")
+        return (
+            f"{len(missing)} of {len(spilled.objects)} objects are not on S3 yet, the first {missing[0]}; they may "
+            "wait in the spill directories of other hosts"
+        )
 
 
 def _abort_uploads(save: SpilledSave, bucket: Bucket) -> None:
     """Abort the multipart uploads of all keys of a save, which nobody else uses."""
     for key in save.journal.keys:
-        for upload_id in multipart.list_uploads(bucket, key):
+        for upload_id in multipart.find_uploads(bucket, key):
             multipart.abort(bucket, key, upload_id)
-
-
-def _missing(bucket: Bucket, url: CheckpointURL, spilled: SpilledCommit) -> list[str]:
-    """Paths of objects of the checkpoint that S3 does not have in the right size."""
-    sizes = dict(bucket.list(url.key("")))
-    return [entry.path for entry in spilled.objects if sizes.get(url.key(entry.path)) != entry.size]
-
-
-def _refuse_newer(bucket: Bucket, identity: SaveIdentity, previous: Previous, created_at: float) -> None:
-    """A save that comes late must not replace one that began after it.
-
-    Raises:
-        CheckpointExistsError: there is a newer one.
-    """
-    if previous.etag is None:
-        return
-    stored = bucket.head(identity.metadata_key)
-    save_id = stored["Metadata"].get(SAVE_ID_KEY)
-    try:
-        manifest = Manifest.from_json(bucket.read(identity.url.key(manifest_object(save_id or ""))))
-    except (errors.ObjectNotFoundError, ValueError):
-        return  # not ours, or damaged: what the user asked to overwrite
-    if (manifest.started_at or manifest.created_at) > created_at and save_id != identity.save_id:
-        raise errors.CheckpointExistsError(
-            f"{identity.url} holds a checkpoint that is newer than this spilled one, which was not put in its place",
-            url=str(identity.url),
-        )

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import logging
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from dcp_s3 import errors
 from dcp_s3.spill.journal import SpilledObject
 from dcp_s3.spill.store import DamagedFileError, SaveWriter, clear_errors
 from dcp_s3.transport import multipart
 from dcp_s3.transport.bucket import Bucket
-from dcp_s3.transport.checksum import combine_crc64nvme, crc64nvme, crc_hex
+from dcp_s3.transport.checksum import combine_crc64nvme, crc64nvme, crc_hex, encode_crc
 from dcp_s3.transport.parts import Piece
 from dcp_s3.transport.upload import ObjectUpload, UploadedObject, Uploader
 from dcp_s3.units import format_size
 
 logger = logging.getLogger(__name__)
 
-_CHUNK = 2**24  # bytes read at a time to check a file
+_CHUNK = 4 * 2**20  # bytes read at a time to check a file
 
 
 class ObjectFile:
@@ -89,39 +92,91 @@ def upload_file(
         retry.Cancelled: never here.
     """
     size = spilled.entry.size
-    if _is_there(bucket, key, size):
-        on_progress(size)
+    stored = _find(bucket, key, size)
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        if stored is None:
+            raise DamagedFileError(f"{path.name} is gone") from None
+        on_progress(size)  # by a drain that died before it could say so
         return
     try:
-        with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size != size:
-                raise DamagedFileError(f"{path.name} has {os.fstat(file.fileno()).st_size} bytes, expected {size}")
-            if not size:
-                _upload(bucket, key, spilled, memoryview(b""), on_progress)
-                return
-            # The mapping goes when the last view of it does.
-            view = memoryview(mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ))
-    except FileNotFoundError:
-        raise DamagedFileError(f"{path.name} is gone") from None
-    _check(path, view, spilled)
-    _upload(bucket, key, spilled, view, on_progress)
+        _check(fd, path, spilled)
+        if stored is not None and _is_same(stored, fd, spilled):
+            on_progress(size)
+        elif size:
+            _upload_mapped(bucket, key, spilled, fd, on_progress)
+        else:
+            _upload(bucket, key, spilled, memoryview(b""), on_progress)
+    finally:
+        os.close(fd)
 
 
-def _is_there(bucket: Bucket, key: str, size: int) -> bool:
+def _find(bucket: Bucket, key: str, size: int) -> Mapping[str, Any] | None:
+    """What S3 says of an object of this key and size."""
     try:
-        return int(bucket.head(key)["ContentLength"]) == size
+        found = bucket.head(key, ChecksumMode="ENABLED")
     except errors.ObjectNotFoundError:
-        return False
+        return None
+    return found if int(found["ContentLength"]) == size else None
 
 
-def _check(path: Path, view: memoryview, spilled: SpilledObject) -> None:
-    crc = 0
-    for start in range(0, view.nbytes, _CHUNK):
-        crc = crc64nvme(view[start : start + _CHUNK], crc)
+def _is_same(stored: Mapping[str, Any], fd: int, spilled: SpilledObject) -> bool:
+    """Whether an object on S3 has the bytes of the file.
+
+    S3 may have carried out a request of the save that then spilled, and what is pickled twice may differ.
+    """
+    if "ChecksumCRC64NVME" in stored:
+        return bool(stored["ChecksumCRC64NVME"] == encode_crc(int(spilled.crc64nvme, 16), "crc64nvme"))
+    digests = [hashlib.md5(block, usedforsecurity=False) for block in _blocks(fd, spilled.part_size)]
+    etag = stored["ETag"].strip('"')
+    if "-" in etag:  # of a multipart upload: that of the parts' digests
+        joined = hashlib.md5(b"".join(each.digest() for each in digests), usedforsecurity=False)
+        return bool(etag == f"{joined.hexdigest()}-{len(digests)}")
+    return len(digests) == 1 and bool(etag == digests[0].hexdigest())
+
+
+def _blocks(fd: int, size: int) -> Iterator[bytes]:
+    offset = 0
+    while block := os.pread(fd, size, offset):
+        yield block
+        offset += len(block)
+
+
+def crc_of_file(fd: int) -> tuple[int, int]:
+    """(CRC-64/NVME, bytes) of a file.
+
+    Raises:
+        OSError: it can not be read.
+    """
+    crc = size = 0
+    for block in _blocks(fd, _CHUNK):
+        crc = crc64nvme(block, crc)
+        size += len(block)
+    return crc, size
+
+
+def _check(fd: int, path: Path, spilled: SpilledObject) -> None:
+    crc, size = crc_of_file(fd)
+    if size != spilled.entry.size:
+        raise DamagedFileError(f"{path.name} has {size} bytes, expected {spilled.entry.size}")
     if crc_hex(crc) != spilled.crc64nvme:
         raise DamagedFileError(
             f"{path.name} has CRC-64 {crc_hex(crc)}, expected {spilled.crc64nvme}: the disk damaged it"
         )
+
+
+def _upload_mapped(
+    bucket: Bucket, key: str, spilled: SpilledObject, fd: int, on_progress: Callable[[int], None]
+) -> None:
+    mapped = mmap.mmap(fd, spilled.entry.size, access=mmap.ACCESS_READ)
+    view = memoryview(mapped)
+    try:
+        _upload(bucket, key, spilled, view, on_progress)
+    finally:
+        with contextlib.suppress(BufferError):  # somebody still holds a part of it: it goes with that
+            view.release()
+            mapped.close()
 
 
 def _upload(
@@ -145,9 +200,7 @@ def _upload(
 
 def _resume(bucket: Bucket, upload: ObjectUpload) -> None:
     """Go on with a multipart upload of this key that an earlier process left; abort further ones."""
-    parts: dict[str, dict[int, multipart.KnownPart]] = {}
-    for upload_id in multipart.list_uploads(bucket, upload.key):
-        parts[upload_id] = multipart.list_parts(bucket, upload.key, upload_id)
+    parts = multipart.find_uploads(bucket, upload.key)
     if not parts:
         return
     best = max(parts, key=lambda upload_id: len(parts[upload_id]))

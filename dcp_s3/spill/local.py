@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
@@ -12,14 +13,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from dcp_s3.spill.files import crc_of_file
 from dcp_s3.spill.journal import Journal, SpilledObject, State
 from dcp_s3.spill.store import DamagedFileError, SpillStore
-from dcp_s3.transport.checksum import crc64nvme, crc_hex
+from dcp_s3.transport.checksum import crc_hex
 from dcp_s3.transport.download import Target
 
 logger = logging.getLogger(__name__)
 
-_CHUNK = 2**24  # bytes read at a time to check a file
+_CHUNK = 2**24  # bytes read at a time
 _FACTS = ".json"
 
 
@@ -120,6 +122,7 @@ class LocalObjects:
 
     def __init__(self, store: SpillStore, url: str) -> None:
         self._lock = threading.Lock()
+        self._locks: dict[str, threading.Lock] = {}
         self._files: dict[str, tuple[Path, LocalObject]] = {
             facts.path: (path, facts) for path, facts in (*find_kept(store), *find_waiting(store)) if facts.url == url
         }
@@ -133,21 +136,34 @@ class LocalObjects:
         fd = self._descriptor(path)
         if fd is None:
             return False
+        try:
+            self._read(fd, start, targets)
+        except OSError as error:
+            logger.warning("%s comes from S3: its copy can not be read: %s", path, error)
+            self.distrust(path)
+            for target in targets:
+                target.start_again()
+            return False
+        return True
+
+    def _read(self, fd: int, start: int, targets: Sequence[Target]) -> None:
         for target in targets:
             done = 0
             while done < target.view.nbytes:
                 count = os.preadv(fd, [target.view[done : done + _CHUNK]], start + done)
                 if not count:
-                    return False
+                    raise OSError(errno.EIO, "the file has become shorter")
                 target.received(done, count)
                 done += count
             start += done
-            self.read_bytes += done
-        return True
+            with self._lock:
+                self.read_bytes += done
 
     def distrust(self, path: str) -> None:
         """Take this object from S3 from now on."""
         with self._lock:
+            lock = self._locks.setdefault(path, threading.Lock())
+        with lock:
             self._open[path] = None  # the file stays open: another thread may be reading from it
 
     def close(self) -> None:
@@ -158,6 +174,8 @@ class LocalObjects:
 
     def _descriptor(self, path: str) -> int | None:
         with self._lock:
+            lock = self._locks.setdefault(path, threading.Lock())
+        with lock:  # one thread checks a file, those that load from others go on
             if path not in self._open:
                 fd = _open_checked(*self._files[path]) if path in self._files else None
                 if fd is not None:
@@ -172,15 +190,13 @@ def _open_checked(path: Path, facts: LocalObject) -> int | None:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None  # drained, or evicted, meanwhile
-    crc, offset = 0, 0
-    while offset <= facts.size:
-        block = os.pread(fd, _CHUNK, offset)
-        if not block:
-            break
-        crc = crc64nvme(block, crc)
-        offset += len(block)
-    if offset == facts.size and crc_hex(crc) == facts.crc64nvme:
-        return fd
+    try:
+        crc, size = crc_of_file(fd)
+    except OSError as error:
+        logger.warning("%s can not be read (%s): %s comes from S3", path, error, facts.path)
+    else:
+        if size == facts.size and crc_hex(crc) == facts.crc64nvme:
+            return fd
+        logger.warning("%s is damaged: %s comes from S3", path, facts.path)
     os.close(fd)
-    logger.warning("%s is damaged: %s comes from S3", path, facts.path)
     return None

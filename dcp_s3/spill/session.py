@@ -57,8 +57,6 @@ class SpillSession:
         """Keys with multipart uploads that may have stayed open: a drain looks for them."""
         self.sealed = False
         self.local = settings.durability == "local"
-        self.pressure = threading.Event()
-        """Set when S3 refused an object: the next ones go to disk at once."""
 
     def __enter__(self) -> SpillSession:
         self._writer.__enter__()
@@ -101,7 +99,6 @@ class SpillSession:
             SpillError: the disk refuses.
         """
         journal = self._writer.save.journal
-        self.sealed = True
         self._writer.seal(
             Journal(
                 journal.url,
@@ -112,6 +109,7 @@ class SpillSession:
                 objects=tuple(self._objects),
             )
         )
+        self.sealed = True
 
 
 def spill_commit(

@@ -126,7 +126,10 @@ class SaveWriter:
         # Made elsewhere and moved: in saves/ every directory has a journal, and a lock if it is being written.
         path, new = self.save.path, self._store.path / "new" / self.save.name
         with clear_errors(self._store.path, "create a directory"):
-            self._store.saves.mkdir(parents=True, exist_ok=True)
+            if not self._store.saves.exists():
+                self._store.saves.mkdir(parents=True, exist_ok=True)
+                _flush_directory(self._store.path)
+                _flush_directory(self._store.path.parent)
             new.mkdir(parents=True)
             try:
                 self._lock = os.open(new / _WRITER_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -237,16 +240,22 @@ class SpillStore:
         return found
 
     def list_damaged(self) -> list[Refused]:
-        """The saves whose journals can not be read."""
-        found = []
+        """The saves whose journals are not what was written."""
+        return [Refused(path, f"the journal is damaged: {error}") for path, error in self._failures(JournalError)]
+
+    def list_unreadable(self) -> list[Refused]:
+        """The saves whose journals can not be read now: too many open files, an error of the disk, permissions."""
+        return [Refused(path, f"the journal can not be read: {error}") for path, error in self._failures(OSError)]
+
+    def _failures(self, kind: type[Exception]) -> Iterator[tuple[Path, Exception]]:
         for path in self._directories():
             try:
                 Journal.from_bytes((path / JOURNAL).read_bytes())
             except FileNotFoundError:
                 continue  # drained; the journal goes first
             except (OSError, JournalError) as error:
-                found.append(Refused(path, f"the journal can not be read: {error}"))
-        return found
+                if isinstance(error, kind):
+                    yield path, error
 
     def tidy(self) -> list[Refused]:
         """For the drainer: set damaged saves aside, and remove what is left of those that were being made or removed
@@ -275,8 +284,9 @@ class SpillStore:
         target = self.refused / path.name
         try:
             self.refused.mkdir(parents=True, exist_ok=True)
-            (path / _REASON).write_text(reason + "\n")
             path.rename(target)
+            with contextlib.suppress(OSError):  # a full disk has no room for it
+                (target / _REASON).write_text(reason + "\n")
             _flush_directory(self.refused)
         except OSError as error:
             logger.error("the spilled save %s can not be drained (%s), nor set aside: %s", path, reason, error)  # noqa: TRY400

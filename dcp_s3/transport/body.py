@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import io
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -26,11 +27,15 @@ class GatherBody:
     Args:
         views: the buffers in order; they must not change or go away before the request is done.
         cancel: when set, a body that is being sent is broken off.
+        patience: seconds after which it is, too.
     """
 
-    def __init__(self, views: Sequence[memoryview], cancel: threading.Event | None = None) -> None:
+    def __init__(
+        self, views: Sequence[memoryview], cancel: threading.Event | None = None, *, patience: float | None = None
+    ) -> None:
         self._views = views
         self._cancel = cancel
+        self._patience = patience
         self._size = sum(view.nbytes for view in views)
         self._position = 0
 
@@ -64,6 +69,7 @@ class GatherBody:
 
     def chunks(self) -> Iterator[memoryview | bytes]:
         """The buffers for ``sendall``: large ones in slices, neighbours that are small joined."""
+        started = time.monotonic()
         small: list[memoryview] = []
         small_size = 0
         for view in self._views:
@@ -74,6 +80,8 @@ class GatherBody:
                 for start in range(0, view.nbytes, _SEND_AT_ONCE):
                     if self._cancel is not None and self._cancel.is_set():
                         raise ConnectionAbortedError("the upload was cancelled")
+                    if self._patience is not None and time.monotonic() - started > self._patience:
+                        raise ConnectionAbortedError(f"the body was not through after {self._patience:g} s")
                     yield view[start : start + _SEND_AT_ONCE]
             elif view.nbytes:
                 small.append(view)

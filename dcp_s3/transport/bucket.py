@@ -146,14 +146,18 @@ class Bucket:
 
         return self.call("GetObject", key, attempt)
 
-    def head(self, key: str) -> Mapping[str, Any]:
+    def head(self, key: str, **arguments: Any) -> Mapping[str, Any]:
         """S3's HeadObject answer, with the names of user metadata in lower case.
+
+        Args:
+            key: object key.
+            arguments: further ones of the request.
 
         Raises:
             ObjectNotFoundError: there is none (or no such bucket); other StorageErrors.
         """
         answer: Mapping[str, Any] = self.call(
-            "HeadObject", key, lambda: self.client.head_object(**self.common, Key=key)
+            "HeadObject", key, lambda: self.client.head_object(**self.common, Key=key, **arguments)
         )
         return {**answer, "Metadata": _user_metadata(answer)}
 

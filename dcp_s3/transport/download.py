@@ -30,6 +30,10 @@ class Target:
         self.view = view.cast("B") if view.format != "B" else view
         self.crc: int | None = 0 if checksum else None
 
+    def start_again(self) -> None:
+        """Nothing of what has been received counts."""
+        self.crc = None if self.crc is None else 0
+
     def received(self, start: int, count: int) -> None:
         """``count`` more bytes are in the memory from ``start`` on; all before them are there."""
         if self.crc is not None:

@@ -43,6 +43,31 @@ class KnownPart:
         return self.etag.strip('"') == digest.hexdigest()
 
 
+def find_uploads(bucket: Bucket, key: str) -> dict[str, dict[int, KnownPart]]:
+    """The multipart uploads of exactly this key with their parts, by id. None where S3 does not tell: without the
+    permission to list them, or without that operation.
+
+    Raises:
+        TransferError, CredentialsError, BucketNotFoundError: cannot tell now.
+    """
+    try:
+        return {upload_id: list_parts(bucket, key, upload_id) for upload_id in list_uploads(bucket, key)}
+    except (errors.TransferError, errors.CredentialsError, errors.BucketNotFoundError):
+        raise
+    except errors.StorageError as error:
+        _warn_once(bucket.name, error)
+        return {}
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(bucket: str, error: errors.StorageError) -> None:
+    if bucket not in _warned:
+        _warned.add(bucket)
+        logger.warning("multipart uploads that were left open are not looked for, and may cost storage: %s", error)
+
+
 def list_uploads(bucket: Bucket, key: str) -> list[str]:
     """Ids of the multipart uploads of exactly this key.
 

@@ -134,6 +134,7 @@ def call(
         try:
             return request()
         except _REQUEST_ERRORS as error:
+            without_tracebacks(error)  # urllib3's are cycles, with the bytes that were being sent in them
             if recover is not None:
                 done = recover(error)
                 if done is not None:
@@ -149,6 +150,17 @@ def call(
             time.sleep(wait)
         elif cancel.wait(wait):
             raise Cancelled
+
+
+def without_tracebacks(error: BaseException) -> None:
+    """Make an error safe to keep: tracebacks hold every caller's variables, and with them the memory that is saved."""
+    links, seen = [error], set()
+    while links:
+        link = links.pop()
+        if id(link) not in seen:
+            seen.add(id(link))
+            link.__traceback__ = None
+            links += [each for each in (link.__cause__, link.__context__) if each is not None]
 
 
 def to_storage_error(error: Exception, operation: str, bucket: str, key: str, attempts: int) -> errors.StorageError:
@@ -179,8 +191,9 @@ def to_storage_error(error: Exception, operation: str, bucket: str, key: str, at
     elif status in (401, 403):
         cls = errors.AccessDeniedError
         remedy = (
-            "the credentials need s3:GetObject, s3:PutObject, s3:AbortMultipartUpload, s3:DeleteObject and "
-            "s3:ListBucket here (without s3:ListBucket a missing object reads as forbidden)"
+            "the credentials need s3:GetObject, s3:PutObject, s3:AbortMultipartUpload, s3:DeleteObject, s3:ListBucket, "
+            "s3:ListBucketMultipartUploads and s3:ListMultipartUploadParts here (without s3:ListBucket a missing "
+            "object reads as forbidden)"
         )
     elif is_retryable(error):
         cls = errors.TransferError

@@ -71,6 +71,7 @@ class Uploader:
         self._lock = threading.Lock()
         self._open: set[ObjectUpload] = set()
         self._left: list[ObjectUpload] = []
+        self._all: list[ObjectUpload] = []
         self._completed: list[str] = []
         self.unclean: set[str] = set()
         """Keys with multipart uploads that may have stayed open."""
@@ -84,8 +85,14 @@ class Uploader:
         self._pool.close()
         if kind is not None:
             self._clean_up()
-        if kind is retry.Cancelled and self.error is not None:
-            raise self.error
+        for upload in self._all:
+            upload.forget()
+        error, self.error = self.error, None
+        try:
+            if kind is retry.Cancelled and error is not None:
+                raise error
+        finally:
+            del error, _  # its traceback has this frame: no cycle
 
     def stop(self) -> None:
         """Cancel all uploads."""
@@ -110,10 +117,13 @@ class Uploader:
         upload = ObjectUpload(self, key, part_size)
         with self._lock:
             self._open.add(upload)
+            self._all.append(upload)
         return upload
 
-    def submit(self, upload: ObjectUpload, function: Any, *arguments: Any) -> Future[Any]:
-        """Run ``function`` for ``upload`` on the pool once there is a slot.
+    def submit(self, upload: ObjectUpload, function: Any, pieces: list[Piece], *arguments: Any) -> Future[Any]:
+        """Run ``function(pieces, ...)`` for ``upload`` on the pool once there is a slot.
+
+        It is called once: the memory of the pieces is let go of then, whatever happens.
 
         Raises:
             retry.Cancelled: the save, or this upload, has failed elsewhere.
@@ -124,15 +134,15 @@ class Uploader:
             if taken:
                 self._slots.release()
             raise retry.Cancelled
-        future = self._pool.submit(self._run, upload, function, *arguments)
+        future = self._pool.submit(self._run, upload, function, pieces, *arguments)
         future.add_done_callback(lambda _: self._slots.release())
         return future
 
-    def _run(self, upload: ObjectUpload, function: Any, *arguments: Any) -> Any:
-        if upload.cancel.is_set():
-            raise retry.Cancelled
+    def _run(self, upload: ObjectUpload, function: Any, pieces: list[Piece], *arguments: Any) -> Any:
         try:
-            return function(*arguments)
+            if upload.cancel.is_set():
+                raise retry.Cancelled
+            return function(pieces, *arguments)
         except retry.Cancelled:
             raise
         except BaseException as error:
@@ -142,6 +152,8 @@ class Uploader:
                     self.error = self.error or error
             upload.cancel.set()
             raise
+        finally:
+            _drop_views(pieces)
 
     def left(self, upload: ObjectUpload, *, abort_on_failure: bool) -> None:
         """Book-keeping when an upload is left open."""
@@ -243,7 +255,7 @@ class ObjectUpload:
                 bucket=self._bucket.name, key=self.key, operation="UploadPart",
             )  # fmt: skip
         pieces, self._pieces, self._pieces_size = self._pieces, [], 0
-        self._parts.append(self._uploader.submit(self, self._send_part, self._upload_id, number, pieces))
+        self._parts.append(self._uploader.submit(self, self._send_part, pieces, self._upload_id, number))
 
     def finish(self) -> UploadedObject:
         """Send the rest, wait for all parts, and complete the object.
@@ -263,6 +275,12 @@ class ObjectUpload:
             self._abort_strays()
         self._uploader.finished(self, completed=True)
         return UploadedObject(self.key, self.size, crc)
+
+    def forget(self) -> None:
+        """Let go of errors, whose tracebacks hold what this holds, and of memory."""
+        self.error = None
+        self._parts.clear()
+        self._pieces = []
 
     def abort(self) -> None:
         """Abort the multipart upload, if one was created. No part of it may be under way any more.
@@ -315,11 +333,10 @@ class ObjectUpload:
         answer = self._bucket.call("CreateMultipartUpload", self.key, attempt, cancel=self.cancel)
         return retry.expect(answer, "UploadId", "CreateMultipartUpload", self._bucket.name, self.key)
 
-    def _send_part(self, upload_id: str, number: int, pieces: list[Piece]) -> tuple[str, int | None, int]:
+    def _send_part(self, pieces: list[Piece], upload_id: str, number: int) -> tuple[str, int | None, int]:
         crc, size, arguments = self._checksum(pieces)
         known = self._known.get(number)
         if known is not None and known.matches(size, arguments, views_of(pieces)):
-            _drop_views(pieces)
             return known.etag, crc, size
         arguments |= {
             **self._bucket.common,
@@ -329,7 +346,6 @@ class ObjectUpload:
         }
         started = time.monotonic()
         answer = self._send("UploadPart", self._bucket.client.upload_part, arguments, pieces)
-        _drop_views(pieces)
         etag = retry.expect(answer, "ETag", "UploadPart", self._bucket.name, self.key)
         self._check_speed(time.monotonic() - started, size)
         return etag, crc, size
@@ -352,11 +368,11 @@ class ObjectUpload:
             "Key": self.key,
         }
         self._send("PutObject", self._bucket.client.put_object, arguments, pieces)
-        _drop_views(pieces)
         return "", crc, size
 
     def _send(self, operation: str, request: Any, arguments: dict[str, Any], pieces: list[Piece]) -> Any:
-        body = GatherBody(views_of(pieces), self.cancel)
+        patience = self._bucket.patience if self._uploader.isolated else None
+        body = GatherBody(views_of(pieces), self.cancel, patience=patience)
         try:
             return self._bucket.call(operation, self.key, lambda: request(**arguments, Body=body), cancel=self.cancel)
         finally:

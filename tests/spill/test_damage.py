@@ -61,7 +61,7 @@ def test_a_damaged_journal_is_set_aside_and_the_rest_drains(faulty_spill: Spill)
     (refused,) = spill.store.list_refused()
     assert refused.path.name == damaged.name
     assert report.refused == {damaged.name: refused.reason}
-    assert "journal can not be read" in refused.reason
+    assert "journal is damaged" in refused.reason
     assert (refused.path / "object-0").stat().st_size >= 12 * MIB, "kept for a person"
     assert not spill.is_visible(bad)
     assert_complete(good, state)

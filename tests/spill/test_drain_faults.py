@@ -101,7 +101,7 @@ def test_a_checkpoint_of_somebody_else_stays(spill: Spill) -> None:
     assert report.committed == []
     assert "a committed checkpoint is at" in report.refused[late.name]
     assert_complete(url, theirs)
-    assert len([key for key in spill.list(url) if key.endswith(".distcp")]) == 1, "ours are gone"
+    assert len([key for key in spill.list(url) if key.endswith(".distcp")]) == 2, "ours stay until they are pruned"
 
 
 # --- S3 refuses ------------------------------------------------------------------------------------------
