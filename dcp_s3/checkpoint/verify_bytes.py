@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.verify_decode import UnknownExtensionError, find_damage
-from dcp_s3.checkpoint.verify_plan import StoredData, StoredItem
+from dcp_s3.checkpoint.verify_plan import StoredData, StoredItem, group_items
 from dcp_s3.checkpoint.verify_report import Problem
 from dcp_s3.checkpoint.verify_scan import Mismatch, ObjectScan, Run
 from dcp_s3.transport import retry
@@ -30,6 +30,9 @@ BLOCK = 2**20
 """Bytes of memory that a connection receives into, again and again; they are added to a checksum while they are in the
 CPU's cache."""
 
+GROUP = 8 * 2**20
+"""Bytes of neighbouring items to decode that are asked for at once."""
+
 _AHEAD = 2  # ranges per connection that are submitted: one that is read, one that waits
 
 
@@ -44,25 +47,24 @@ class _Result:
     Attributes:
         size: bytes read, those read again included.
         runs: of a range.
-        damage: of a decoded item.
-        unknown: whether the item could not be decoded here.
+        problems: of decoded items.
+        unknown: number of items that can not be decoded here.
         changed: what happened to the object meanwhile.
     """
 
     size: int
     runs: tuple[Run, ...] = ()
-    damage: str | None = None
-    unknown: bool = False
+    problems: tuple[Problem, ...] = ()
+    unknown: int = 0
     changed: str | None = None
 
 
 @dataclass(frozen=True)
 class _Task:
-    """Something that one connection does: a range of an object, or an item to decode."""
+    """Something that one connection does: a range of an object, or (without ``scan``) items to decode."""
 
     work: Callable[[], _Result]
     scan: ObjectScan | None
-    item: StoredItem | None
     path: str
     size: int
 
@@ -102,7 +104,9 @@ class ByteCheck:
         """
         tasks = deque([self._tasks(objects)])
         ranges = sum(1 + data.size // self._bucket.settings.part_size for data in objects if data.streamed)
-        count = min(self._bucket.settings.concurrency, ranges + sum(len(data.decoded) for data in objects))
+        count = min(
+            self._bucket.settings.concurrency, ranges + sum(len(group_items(data.decoded, GROUP)) for data in objects)
+        )
         if not count:
             return
         for _ in range(count):
@@ -130,15 +134,16 @@ class ByteCheck:
         for data in objects:
             if data.streamed:
                 yield from self._ranges(ObjectScan(data))
-            for item in data.decoded:
-                yield _Task(lambda item=item: self._decode(item), None, item, item.path, item.length)  # type: ignore[misc]
+            for group in group_items(data.decoded, GROUP):
+                size = sum(item.length for item in group)
+                yield _Task(lambda group=group: self._decode(group), None, data.path, size)  # type: ignore[misc]
 
     def _ranges(self, scan: ObjectScan) -> Iterator[_Task]:
         path = scan.data.path
         for start, length in scan.ranges(self._bucket.settings.part_size):
             yield _Task(
                 lambda start=start, length=length: self._read(scan, start, length),  # type: ignore[misc]
-                scan, None, path, length,
+                scan, path, length,
             )  # fmt: skip
 
     def _take(self, task: _Task, result: _Result) -> ObjectScan | None:
@@ -150,11 +155,10 @@ class ByteCheck:
             if task.path not in self._changed:
                 self.problems.append(Problem(task.path, None, result.changed))
             self._changed.add(task.path)
-        elif task.item is not None:
-            self.items_not_decoded += result.unknown
-            if result.damage is not None:
-                self.problems.append(Problem(task.path, task.item.fqn, result.damage))
-        elif task.scan is not None and task.scan.arrived(result.runs):
+            return None
+        self.problems += result.problems
+        self.items_not_decoded += result.unknown
+        if task.scan is not None and task.scan.arrived(result.runs):
             return self._conclude(task.scan)
         return None
 
@@ -197,28 +201,36 @@ class ByteCheck:
         runs = scan.join(start, ((target.crc or 0, target.view.nbytes) for target in targets))
         return _Result(length, runs=tuple(runs))
 
-    def _decode(self, item: StoredItem) -> _Result:
-        damage = None
-        for attempt in (1, 2):
-            try:
-                damage = find_damage(self._fetch_item(item), item)
-            except _ChangedError as error:
-                return _Result(0, changed=str(error))
-            except UnknownExtensionError:
-                return _Result(attempt * item.length, unknown=True)
-            if damage is None:
-                break
-        return _Result(attempt * item.length, damage=damage)
+    def _decode(self, items: Sequence[StoredItem]) -> _Result:
+        problems, unknown = [], 0
+        size = sum(item.length for item in items)
+        try:
+            for item, data in zip(items, self._fetch_items(items), strict=True):
+                try:
+                    damage = find_damage(data, item)
+                    if damage is not None:
+                        size += item.length
+                        (again,) = self._fetch_items([item])
+                        damage = find_damage(again, item)
+                except UnknownExtensionError:
+                    unknown += 1
+                    continue
+                if damage is not None:
+                    problems.append(Problem(item.path, item.fqn, damage))
+        except _ChangedError as error:
+            return _Result(0, changed=str(error))
+        return _Result(size, problems=tuple(problems), unknown=unknown)
 
-    def _fetch_item(self, item: StoredItem) -> io.BytesIO:
-        data = io.BytesIO()
-        if item.length:
-            data.seek(item.length - 1)
-            data.write(b"\0")
-        with data.getbuffer() as view:
-            self._fetch(item.path, item.start, [Target(view)])
-        data.seek(0)
-        return data
+    def _fetch_items(self, items: Sequence[StoredItem]) -> list[io.BytesIO]:
+        """The bytes of items that lie end to end, in one request."""
+        buffers = [_empty(item.length) for item in items]
+        views = [buffer.getbuffer() for buffer in buffers]
+        try:
+            self._fetch(items[0].path, items[0].start, [Target(view) for view in views])
+        finally:
+            for view in views:
+                view.release()
+        return buffers
 
     def _fetch(self, path: str, start: int, targets: list[Target]) -> None:
         try:
@@ -232,6 +244,16 @@ class ByteCheck:
             if isinstance(cause, Exception) and retry.status_code(cause) == 416:
                 raise _ChangedError("became shorter while it was read") from error
             raise
+
+
+def _empty(size: int) -> io.BytesIO:
+    """A file in memory of ``size`` bytes."""
+    data = io.BytesIO()
+    if size:
+        data.seek(size - 1)
+        data.write(b"\0")
+        data.seek(0)
+    return data
 
 
 def _next(tasks: deque[Iterator[_Task]]) -> _Task | None:

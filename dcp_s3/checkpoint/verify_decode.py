@@ -93,19 +93,16 @@ def _check_tensor(data: io.BytesIO, shape: torch.Size) -> None:
 
 
 def _check_object(data: io.BytesIO) -> None:
-    data.seek(0)
-    try:
-        torch.load(data, map_location="cpu", weights_only=True)
-        return
-    except pickle.UnpicklingError:
-        pass  # of classes that need code, or damaged
-    data.seek(0)
     if not zipfile.is_zipfile(data):
         _read_through(data.getbuffer())
         return
-    with zipfile.ZipFile(data) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
-        _read_through(archive.read(name))
+    data.seek(0)
+    try:
+        torch.load(data, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:  # of classes that need code, or damaged
+        with zipfile.ZipFile(data) as archive:
+            (name,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
+            _read_through(archive.read(name))
 
 
 def _read_through(pickled: bytes | memoryview) -> None:

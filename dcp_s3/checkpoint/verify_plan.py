@@ -90,6 +90,18 @@ class StoredData:
         return () if self.crc is not None else tuple(item for item in self.items if item.crc is None)
 
 
+def group_items(items: Iterable[StoredItem], limit: int) -> list[list[StoredItem]]:
+    """Items of one object that share a request: neighbours without a gap, of at most ``limit`` bytes together."""
+    groups: list[list[StoredItem]] = []
+    for item in sorted(items, key=lambda item: item.start):
+        group = groups[-1] if groups else []
+        if group and item.start == group[-1].stop and item.stop - group[0].start <= limit:
+            group.append(item)
+        else:
+            groups.append([item])
+    return groups
+
+
 def find_items(metadata: Metadata, metadata_path: str) -> tuple[list[StoredItem], list[Problem]]:
     """The items that metadata places in objects, and what it contradicts itself in."""
     problems: list[Problem] = []
