@@ -240,7 +240,8 @@ def _print_json(value: Any) -> None:
 
 
 def _print(text: str) -> None:
-    tables.make_console().print(text, soft_wrap=True)
+    """A line for people, above the progress bar if there is one."""
+    sys.stdout.write(text + "\n")
 
 
 def _note(text: str) -> None:
