@@ -9,6 +9,8 @@
 from dcp_s3 import errors
 from dcp_s3._version import __version__
 from dcp_s3.checkpoint.reader import S3StorageReader
+from dcp_s3.checkpoint.verify import verify
+from dcp_s3.checkpoint.verify_report import Problem, VerifyReport
 from dcp_s3.checkpoint.writer import S3StorageWriter
 from dcp_s3.integrations.dcp import register, unregister
 from dcp_s3.retention.catalog import latest, list_checkpoints
@@ -18,14 +20,17 @@ from dcp_s3.staging.stager import S3Stager
 
 __all__ = [
     "CheckpointInfo",
+    "Problem",
     "S3Stager",
     "S3StorageReader",
     "S3StorageWriter",
     "Settings",
+    "VerifyReport",
     "__version__",
     "errors",
     "latest",
     "list_checkpoints",
     "register",
     "unregister",
+    "verify",
 ]

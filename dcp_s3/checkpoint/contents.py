@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
 
 def needed_objects(metadata: Metadata) -> dict[str, int]:
@@ -16,6 +17,15 @@ def needed_objects(metadata: Metadata) -> dict[str, int]:
         end = int(getattr(info, "offset", 0)) + int(getattr(info, "length", 0))
         needed[info.relative_path] = max(end, needed.get(info.relative_path, 0))
     return needed
+
+
+def find_chunk(saved: TensorStorageMetadata, index: MetadataIndex) -> ChunkStorageMetadata | None:
+    """The saved chunk of a tensor that the stored item at ``index`` is, None if there is none such."""
+    offset = index.offset if index.offset is not None else torch.Size([0] * len(saved.size))
+    hint = index.index
+    if isinstance(hint, int) and 0 <= hint < len(saved.chunks) and saved.chunks[hint].offsets == offset:
+        return saved.chunks[hint]
+    return next((chunk for chunk in saved.chunks if chunk.offsets == offset), None)
 
 
 @dataclass(frozen=True)

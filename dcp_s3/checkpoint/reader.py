@@ -15,14 +15,14 @@ from torch.futures import Future
 from dcp_s3 import errors
 from dcp_s3.checkpoint._torch import ExtensionRegistry, ReaderTransforms, shape_check
 from dcp_s3.checkpoint.read import LoadExecutor
+from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
 from dcp_s3.commit import CommitState, SaveIdentity, find_state
-from dcp_s3.format.layout import METADATA_CRC_KEY, metadata_object, new_save_id, rank_of_metadata
+from dcp_s3.format.layout import metadata_object, new_save_id, rank_of_metadata
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.spill.local import LocalObjects, find_commits
 from dcp_s3.spill.session import open_store
 from dcp_s3.transport.bucket import Bucket
-from dcp_s3.transport.checksum import crc64nvme, crc_hex
 from dcp_s3.units import format_size
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
 
@@ -116,22 +116,7 @@ class S3StorageReader(StorageReader):
         waiting = self._find_uncommitted(rank) if self.include_uncommitted else None
         if waiting is not None:
             return load_metadata(waiting, url=str(url))
-        try:
-            stored = self._bucket().get(url.key(metadata_object(rank)))
-        except errors.ObjectNotFoundError:
-            raise errors.CheckpointNotFoundError(
-                f"there is no committed checkpoint at {url}: it has no {metadata_object(rank)}. Remedy: check the URL; "
-                "`dcp-s3 ls` on its parent shows what is there. A save that was cut off leaves no checkpoint",
-                url=str(url),
-            ) from None
-        found, recorded = crc_hex(crc64nvme(stored.data)), stored.metadata.get(METADATA_CRC_KEY)
-        if recorded is not None and recorded != found:
-            raise errors.CorruptMetadataError(
-                f"the metadata of {url} is damaged: its CRC-64/NVME is {found}, recorded was {recorded}. Remedy: "
-                "load an earlier checkpoint, or restore the object from a backup",
-                url=str(url),
-            )
-        return load_metadata(stored.data, url=str(url))
+        return check_metadata(fetch_metadata(self._bucket(), url, rank), url)
 
     def _find_uncommitted(self, rank: int | None) -> bytes | None:
         """The metadata of this checkpoint's newest commit that waits on this host; None if S3 has a newer one."""

@@ -22,6 +22,7 @@ from dcp_s3.checkpoint._torch import (
     narrow_tensor_by_index,
 )
 from dcp_s3.checkpoint.blocks import widen
+from dcp_s3.checkpoint.contents import find_chunk
 from dcp_s3.checkpoint.memory import is_direct, view_bytes
 from dcp_s3.checkpoint.read_plan import Extent, covering_range, row_major_strides
 from dcp_s3.transport.checksum import combine_crc64nvme
@@ -292,17 +293,12 @@ class TransferFactory:
     def _chunk_sizes(self, item: ReadItem, saved: TensorStorageMetadata) -> torch.Size:
         """Shape of the saved chunk that ``item`` reads from."""
         index = item.storage_index
-        offset = index.offset if index.offset is not None else torch.Size([0] * len(saved.size))
-        hint = index.index
-        if hint is not None and hint < len(saved.chunks) and saved.chunks[hint].offsets == offset:
-            return saved.chunks[hint].sizes
-        for chunk in saved.chunks:
-            if chunk.offsets == offset:
-                return chunk.sizes
-        raise errors.CorruptMetadataError(
-            f"the metadata of {self._url} has no chunk of {index.fqn!r} at {tuple(offset)}",
-            url=str(self._url),
-        )
+        chunk = find_chunk(saved, index)
+        if chunk is None:
+            raise errors.CorruptMetadataError(
+                f"the metadata of {self._url} has no chunk of {index.fqn!r} at {index.offset}", url=str(self._url)
+            )
+        return chunk.sizes
 
 
 def _extent(number: int, info: StorageInfo, start: int, length: int) -> Extent | None:

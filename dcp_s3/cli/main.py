@@ -1,6 +1,7 @@
 """The commands of ``dcp-s3``.
 
-Exit status: 0 done, 1 failed, 2 wrong usage, 3 there is nothing to show.
+Exit status: 0 done, 1 failed, 2 wrong usage, 3 there is nothing to show. Of ``verify``: 0 good, 1 damaged, 2 it can
+not be told.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from dcp_s3._version import __version__
 from dcp_s3.checkpoint import copy
 from dcp_s3.cli import drain as draining
 from dcp_s3.cli import tables
+from dcp_s3.cli import verify as verifying
 from dcp_s3.errors import DcpS3Error
 from dcp_s3.retention.catalog import list_checkpoints
 from dcp_s3.retention.details import describe
@@ -138,6 +140,50 @@ def upload(
 
 
 @app.command()
+def verify(
+    url: URL,
+    full: Annotated[bool, typer.Option("--full", help="Read all data and compare checksums.")] = False,
+    root: Annotated[bool, typer.Option("--root", help="Verify every committed checkpoint under URL.")] = False,
+    as_json: AsJSON = False,
+) -> None:
+    """Check whether a checkpoint is still what was saved.
+
+    Without --full: metadata, manifest, and that every object is there with its size. With --full also every byte.
+
+    Exit status 0: good. 1: damaged. 2: it can not be told (S3 failed, or no checkpoint is there).
+    """
+    answers: list[verifying.Answer] = []
+    try:
+        with _progress("verify") as callbacks:
+            if root:
+                for found in verifying.answer_all(url, full=full, callbacks=callbacks):
+                    answers.append(found)
+                    if not as_json:
+                        _print(verifying.line(found))
+            else:
+                answers.append(verifying.answer(url, full=full, callbacks=callbacks))
+    except BrokenPipeError:
+        raise
+    except (DcpS3Error, OSError) as error:
+        _note(f"dcp-s3: {error}")
+        raise typer.Exit(verifying.UNKNOWN) from None
+    if root:
+        if as_json:
+            _print_json([found.to_dict() for found in answers])
+        if not answers:
+            _note(f"no committed checkpoints under {url}")
+    elif answers[0].report is None:
+        _note(f"dcp-s3: {answers[0].error}")
+    elif as_json:
+        _print_json(answers[0].to_dict())
+    else:
+        verifying.print_report(answers[0], _print)
+    status = verifying.worst([found.status for found in answers])
+    if status:
+        raise typer.Exit(status)
+
+
+@app.command()
 def drain(
     directory: Annotated[
         Path | None, typer.Argument(metavar="[DIR]", help="Spill directory; the default is DCP_S3_SPILL_DIR.")
@@ -193,6 +239,11 @@ def _print_json(value: Any) -> None:
     sys.stdout.write("\n")
 
 
+def _print(text: str) -> None:
+    """A line for people, above the progress bar if there is one."""
+    sys.stdout.write(text + "\n")
+
+
 def _note(text: str) -> None:
     """For people, beside what is printed for programs."""
     tables.make_console(stderr=True).print(text, soft_wrap=True)
@@ -202,7 +253,13 @@ def _note(text: str) -> None:
 def _progress(label: str) -> Iterator[dict[str, Any]]:
     console = tables.make_console(stderr=True)
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, disable=not console.is_terminal, transient=True) as progress:
+    with Progress(
+        *columns,
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+        redirect_stdout=sys.stdout.isatty(),  # what goes into a pipe stays out of the terminal
+    ) as progress:
         task = progress.add_task(label, total=None)
         yield {
             "on_total": lambda total: progress.update(task, total=total),

@@ -29,6 +29,11 @@ def combine_crc64nvme(parts: Iterable[tuple[int, int]]) -> int:
     return crc
 
 
+def crc64nvme_between(before: int, through: int, length: int) -> int:
+    """The CRC-64/NVME of the last ``length`` bytes of a run, from that of the bytes before them and that of all."""
+    return int(checksums.combine_crc64nvme(before, 0, length)) ^ through
+
+
 def encode_crc(crc: int, algorithm: ChecksumAlgorithm) -> str:
     """A CRC as S3's headers have it: base64 of its big-endian bytes."""
     return base64.b64encode(crc.to_bytes(8 if algorithm == "crc64nvme" else 4, "big")).decode()

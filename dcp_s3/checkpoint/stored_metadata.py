@@ -1,0 +1,53 @@
+"""``.metadata`` as it lies on S3: fetched, compared with its checksum, loaded."""
+
+from __future__ import annotations
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from dcp_s3 import errors
+from dcp_s3.format.layout import METADATA_CRC_KEY, metadata_object
+from dcp_s3.format.metadata import load_metadata
+from dcp_s3.transport.bucket import Bucket, StoredObject
+from dcp_s3.transport.checksum import crc64nvme, crc_hex
+from dcp_s3.url import CheckpointURL
+
+
+def fetch_metadata(bucket: Bucket, url: CheckpointURL, rank: int | None = None) -> StoredObject:
+    """The object whose presence is the commit: ``.metadata``, or that of ``rank``. Not checked yet.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        StorageError: missing bucket, credentials, network.
+    """
+    try:
+        return bucket.get(url.key(metadata_object(rank)))
+    except errors.ObjectNotFoundError:
+        raise errors.CheckpointNotFoundError(
+            f"there is no committed checkpoint at {url}: it has no {metadata_object(rank)}. Remedy: check the URL; "
+            "`dcp-s3 ls` on its parent shows what is there. A save that was cut off leaves no checkpoint",
+            url=str(url),
+        ) from None
+
+
+def find_crc_mismatch(stored: StoredObject) -> str | None:
+    """What is wrong with an object whose user metadata has its CRC-64/NVME; None if nothing, or if it has none."""
+    found, recorded = crc_hex(crc64nvme(stored.data)), stored.metadata.get(METADATA_CRC_KEY)
+    if recorded is None or recorded == found:
+        return None
+    return f"its CRC-64/NVME is {found}, recorded was {recorded}"
+
+
+def check_metadata(stored: StoredObject, url: CheckpointURL) -> Metadata:
+    """The metadata in a fetched object.
+
+    Raises:
+        CorruptMetadataError, UnsafeMetadataError: it can not, or must not, be unpickled.
+    """
+    mismatch = find_crc_mismatch(stored)
+    if mismatch is not None:
+        raise errors.CorruptMetadataError(
+            f"the metadata of {url} is damaged: {mismatch}. Remedy: load an earlier checkpoint, or restore the object "
+            "from a backup",
+            url=str(url),
+        )
+    return load_metadata(stored.data, url=str(url))

@@ -1,0 +1,119 @@
+"""``dcp-s3 verify``: whether checkpoints are still what was saved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from dcp_s3.checkpoint.verify import verify
+from dcp_s3.checkpoint.verify_report import VerifyReport
+from dcp_s3.errors import CheckpointNotFoundError, DcpS3Error
+from dcp_s3.retention.catalog import list_checkpoints
+from dcp_s3.units import format_size
+
+GOOD = 0
+DAMAGED = 1
+UNKNOWN = 2
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What can be said about one checkpoint.
+
+    Attributes:
+        url: of the checkpoint.
+        report: None if it could not be verified.
+        error: why not.
+    """
+
+    url: str
+    report: VerifyReport | None = None
+    error: str | None = None
+
+    @property
+    def status(self) -> int:
+        """Exit status."""
+        if self.report is None:
+            return UNKNOWN
+        return GOOD if self.report.ok else DAMAGED
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: the report, or ``url``, ``ok`` (null) and ``error``."""
+        if self.report is None:
+            return {"url": self.url, "ok": None, "error": self.error}
+        return self.report.to_dict()
+
+
+def answer(url: str, *, full: bool, callbacks: dict[str, Any]) -> Answer:
+    """Verify one checkpoint."""
+    try:
+        return Answer(url, verify(url, full=full, **callbacks))
+    except (DcpS3Error, OSError) as error:
+        return Answer(url, error=str(error))
+
+
+def answer_all(root: str, *, full: bool, callbacks: dict[str, Any]) -> Iterator[Answer]:
+    """Verify every committed checkpoint under a root, the oldest first; those that are deleted meanwhile are left out.
+
+    Raises:
+        DcpS3Error: they can not be listed.
+    """
+    totals: list[int] = []
+
+    def add(total: int) -> None:
+        totals.append(total)
+        callbacks["on_total"](sum(totals))
+
+    for info in list_checkpoints(root):
+        if not info.committed:
+            continue
+        try:
+            yield Answer(info.url, verify(info.url, full=full, on_total=add, on_progress=callbacks["on_progress"]))
+        except CheckpointNotFoundError:
+            continue
+        except (DcpS3Error, OSError) as error:
+            yield Answer(info.url, error=str(error))
+
+
+def worst(statuses: list[int]) -> int:
+    """The exit status of several answers; that of none is `UNKNOWN`."""
+    for status in (DAMAGED, UNKNOWN):
+        if status in statuses:
+            return status
+    return GOOD if statuses else UNKNOWN
+
+
+def line(found: Answer) -> str:
+    """One line for people."""
+    report = found.report
+    if report is None:
+        return f"{found.url}: could not be verified: {found.error}"
+    counts = f"{report.objects} objects, {report.items} items, {format_size(report.bytes_read)} read"
+    if report.ok:
+        return f"{found.url}: good ({report.mode}: {counts}{_unchecked(report)})"
+    more = f", the first of {len(report.problems)}" if len(report.problems) > 1 else ""
+    return f"{found.url}: damaged: {report.problems[0]} ({report.mode}: {counts}{more})"
+
+
+def print_report(found: Answer, write: Callable[[str], None]) -> None:
+    """All about one checkpoint, for people."""
+    report = found.report
+    if report is None or report.ok:
+        write(line(found))
+        return
+    write(f"{found.url}: damaged")
+    for problem in report.problems:
+        write(f"  {problem}")
+    write(
+        f"{report.mode}: {report.objects} objects, {report.items} items, {format_size(report.bytes_read)} read, "
+        f"{len(report.problems)} problems{_unchecked(report)}"
+    )
+
+
+def _unchecked(report: VerifyReport) -> str:
+    """What of it has no checksum."""
+    if not report.objects_without_checksum and not report.items_without_checksum:
+        return ""
+    text = f"; without checksum: {report.objects_without_checksum} objects, {report.items_without_checksum} items"
+    return text + (f", {report.items_not_decoded} of them not decoded" if report.items_not_decoded else "")

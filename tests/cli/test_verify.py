@@ -1,0 +1,124 @@
+"""``dcp-s3 verify``: what it prints, and by which status a script knows."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from benchmarks.memory_s3 import Fault
+from dcp_s3.cli.main import app
+from dcp_s3.cli.verify import worst
+from tests.retention.making import delete, get, keys, put, save
+
+pytestmark = pytest.mark.servers("memory")
+
+
+def run(*arguments: object, status: int = 0) -> Any:
+    result = CliRunner().invoke(app, ["verify", *map(str, arguments)])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == status, result.output
+    return result
+
+
+def damage(s3: Any, url: str) -> str:
+    """Flip a bit of a tensor; the path of the object."""
+    path = next(path for path in keys(s3, url) if path.endswith(".distcp"))
+    data = bytearray(get(s3, url, path))
+    position = data.index(b"\x00\x00\xe0\x40")  # weight[1, 3] = 7.0
+    data[position] ^= 1
+    put(s3, url, path, bytes(data))
+    return path
+
+
+def test_a_good_checkpoint_is_one_line(root: str) -> None:
+    url = save(f"{root}/step-1")
+    (line,) = run(url).stdout.splitlines()
+    assert line.startswith(f"{url}: good (fast: 1 objects, 3 items, ")
+    (line,) = run(url, "--full").stdout.splitlines()
+    assert line.startswith(f"{url}: good (full: 1 objects, 3 items, ")
+    assert "without checksum" not in line
+    url = save(f"{root}/step-2", settings={"checksum": "none"})
+    assert "without checksum: 1 objects, 3 items" in run(url, "--full").stdout
+
+
+def test_damage_is_status_1_and_named(root: str, s3: Any) -> None:
+    url = save(f"{root}/step-1")
+    path = damage(s3, url)
+    run(url, status=0)
+    first, problem, last = run(url, "--full", status=1).stdout.splitlines()
+    assert first == f"{url}: damaged"
+    assert problem.startswith(f"  {path}: 'weight' has CRC-64/NVME ")
+    assert "1 problems" in last
+    report = json.loads(run(url, "--full", "--json", status=1).stdout)
+    assert (report["ok"], report["url"], report["mode"]) == (False, url, "full")
+    assert [(found["path"], found["fqn"]) for found in report["problems"]] == [(path, "weight")]
+    assert json.loads(run(url, "--json").stdout)["ok"] is True
+
+
+def test_what_can_not_be_told_is_status_2(root: str, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for arguments in ((f"{root}/none",), (f"s3://{bucket}-not/run",), (f"s3://{bucket}-not/run", "--root"), ("local",)):
+        for more in ((), ("--json",), ("--full",)):
+            result = run(*arguments, *more, status=2)
+            assert result.stdout == ""
+            assert result.stderr.startswith("dcp-s3: ")
+            assert len(result.stderr.splitlines()) == 1
+    monkeypatch.setenv("DCP_S3_PART_SIZE", "much")
+    assert "DCP_S3_PART_SIZE" in run(root, status=2).stderr
+    run(status=2)
+
+
+def test_every_checkpoint_under_a_root(root: str, s3: Any) -> None:
+    assert "no committed checkpoints" in run(root, "--root", status=2).stderr
+    assert json.loads(run(root, "--root", "--json", status=2).stdout) == []
+    for step in (9, 10):
+        save(f"{root}/step-{step}")
+    delete(s3, save(f"{root}/step-11"), ".metadata")
+    lines = run(root, "--root", "--full").stdout.splitlines()
+    assert [line.partition(" ")[0] for line in lines] == [f"{root}/step-9:", f"{root}/step-10:"]
+    assert all(": good (full: " in line for line in lines)
+
+    path = damage(s3, f"{root}/step-9")
+    first, second = run(root, "--root", "--full", status=1).stdout.splitlines()
+    assert first.startswith(f"{root}/step-9: damaged: {path}: 'weight' has ")
+    assert ": good " in second
+    found = json.loads(run(root, "--root", "--full", "--json", status=1).stdout)
+    assert [report["ok"] for report in found] == [False, True]
+
+
+def test_a_root_goes_on_after_one_that_can_not_be_read(root: str, s3: Any, memory_server: Any) -> None:
+    for step in (1, 2, 3):
+        save(f"{root}/step-{step}")
+    data = next(path for path in keys(s3, f"{root}/step-1") if path.endswith(".distcp"))
+    refused = Fault.error(403, "AccessDenied")
+    memory_server.handle.fault = lambda request: refused if request.key.endswith(data) else None
+    try:
+        first, *rest = run(root, "--root", "--full", status=2).stdout.splitlines()
+        assert first.startswith(f"{root}/step-1: could not be verified: ")
+        assert [": good " in line for line in rest] == [True, True]
+        damage(s3, f"{root}/step-3")
+        found = json.loads(run(root, "--root", "--full", "--json", status=1).stdout)
+        assert [report["ok"] for report in found] == [None, True, False]
+        assert "AccessDenied" in found[0]["error"]
+    finally:
+        memory_server.handle.fault = None
+
+
+def test_the_worst_status_wins() -> None:
+    assert worst([]) == 2
+    assert worst([0, 0]) == 0
+    assert worst([0, 2]) == 2
+    assert worst([2, 1, 0]) == 1
+
+
+def test_the_progress_bar_takes_nothing_that_goes_into_a_pipe(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors on a terminal, output into a file: rich would send all to the terminal."""
+    save(f"{root}/step-1")
+    monkeypatch.setattr(Console, "is_terminal", property(lambda self: bool(self.stderr)))
+    result = run(root, "--root", "--full")
+    assert f"{root}/step-1: good" in result.stdout
+    assert "good" not in result.stderr
