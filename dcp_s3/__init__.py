@@ -10,6 +10,7 @@ from dcp_s3 import errors
 from dcp_s3._version import __version__
 from dcp_s3.checkpoint.reader import S3StorageReader
 from dcp_s3.checkpoint.writer import S3StorageWriter
+from dcp_s3.counters import metrics
 from dcp_s3.integrations.dcp import register, unregister
 from dcp_s3.retention.catalog import latest, list_checkpoints
 from dcp_s3.retention.checkpoint_info import CheckpointInfo
@@ -26,6 +27,7 @@ __all__ = [
     "errors",
     "latest",
     "list_checkpoints",
+    "metrics",
     "register",
     "unregister",
 ]
