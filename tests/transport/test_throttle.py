@@ -411,9 +411,11 @@ def test_uploads_and_downloads_share_one_limit(faulty: FaultyServer, first: str)
         held = pool.submit(put if first == "upload" else get, bucket, "held")
         assert begun.wait(LONG)
         other = pool.submit(get if first == "upload" else put, bucket, "k")
-        until(lambda: gate.state.waiting == 1)
-        assert bucket.read("k") == b"abc", "a small request passes"
-        go_on.set()
+        try:
+            until(lambda: gate.state.waiting == 1)
+            assert bucket.read("k") == b"abc", "a small request passes"
+        finally:
+            go_on.set()
         held.result(LONG)
         other.result(LONG)
     assert gate.state.waiting == 0

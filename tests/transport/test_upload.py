@@ -190,3 +190,11 @@ def test_an_interrupt_aborts(faulty: FaultyServer) -> None:
         raise KeyboardInterrupt
     assert faulty.s3.open_uploads("bucket") == []
     assert faulty.s3.objects("bucket") == {}
+
+
+def test_an_object_that_begins_after_the_end_is_cancelled() -> None:
+    with Uploader(make_bucket("bucket"), isolated=True) as uploader:
+        before = uploader.start("before", 1)
+        uploader.stop()
+        assert before.cancel.is_set()
+        assert uploader.start("after", 1).cancel.is_set()
