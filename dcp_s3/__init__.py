@@ -12,6 +12,7 @@ from dcp_s3.checkpoint.reader import S3StorageReader
 from dcp_s3.checkpoint.verify import verify
 from dcp_s3.checkpoint.verify_report import Problem, VerifyReport
 from dcp_s3.checkpoint.writer import S3StorageWriter
+from dcp_s3.counters import metrics
 from dcp_s3.integrations.dcp import register, unregister
 from dcp_s3.retention.catalog import latest, list_checkpoints
 from dcp_s3.retention.checkpoint_info import CheckpointInfo
@@ -30,6 +31,7 @@ __all__ = [
     "errors",
     "latest",
     "list_checkpoints",
+    "metrics",
     "register",
     "unregister",
     "verify",

@@ -284,15 +284,22 @@ def publish(
     Raises:
         CheckpointExistsError: another save committed to this URL meanwhile; what this save uploaded has been deleted,
             unless ``keep_objects``.
+        DeadlineExceededError: the bucket's deadline has passed. What this save uploaded has been deleted, unless S3 may
+            still carry out the commit.
         StorageError: nothing was committed, as far as the answers of S3 tell.
     """
     identity = commit.identity
-    bucket.write(
-        identity.manifest_key,
-        commit.manifest,
-        content_type="application/json",
-        metadata={METADATA_CRC_KEY: crc_hex(crc64nvme(commit.manifest))},
-    )
+    try:
+        bucket.write(
+            identity.manifest_key,
+            commit.manifest,
+            content_type="application/json",
+            metadata={METADATA_CRC_KEY: crc_hex(crc64nvme(commit.manifest))},
+        )
+    except errors.DeadlineExceededError:
+        if not keep_objects:
+            delete_quietly(bucket.for_cleanup(), commit.keys, "of a save that was given up")
+        raise
     try:
         bucket.write(
             identity.metadata_key,
@@ -313,10 +320,21 @@ def publish(
         if not keep_objects:
             delete_quietly(bucket, commit.keys, "of the save that lost")
         raise exists_error(identity.url, replaceable=identity.rank is None) from None
+    except errors.DeadlineExceededError:
+        if not _is_committed_after_all(bucket.for_cleanup(), identity):
+            raise
     if previous.keys:
         delete_quietly(bucket, previous.keys - commit.keys, "of the checkpoint that was overwritten")
     size = sum(entry.size for entry in commit.objects)
     logger.info("committed %s: %d objects, %d bytes", identity.url, len(commit.objects), size)
+
+
+def _is_committed_after_all(bucket: Bucket, identity: SaveIdentity) -> bool:
+    """Whether S3 carried out a commit without answering."""
+    try:
+        return is_committed(bucket, identity)
+    except errors.StorageError:
+        return False
 
 
 def check_metrics(metrics: Mapping[str, Any]) -> None:

@@ -71,6 +71,20 @@ class TransferError(StorageError):
     """A request kept failing (throttling, 5xx, resets, timeouts) until the attempts ran out."""
 
 
+class DeadlineExceededError(StorageError):
+    """A save or load was not done within ``DCP_S3_SAVE_TIMEOUT`` or ``DCP_S3_LOAD_TIMEOUT``, and was given up.
+
+    Attributes:
+        setting: name of the variable.
+        seconds: what it was set to.
+    """
+
+    def __init__(self, message: str, *, setting: str = "", seconds: float = 0.0, **details: Any) -> None:
+        super().__init__(message, **details)
+        self.setting = setting
+        self.seconds = seconds
+
+
 class BucketNotFoundError(StorageError):
     """The bucket does not exist, or not at this endpoint."""
 

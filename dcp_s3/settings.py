@@ -82,6 +82,11 @@ class Settings(BaseSettings):
     """Seconds to wait for a connection."""
     read_timeout: Seconds = Field(default=60.0, gt=0)
     """Seconds without a byte before a request counts as broken."""
+    save_timeout: Seconds | None = Field(default=None, gt=0)
+    """Seconds in which a rank must have written its data, and the coordinator committed. After that the save is given
+    up, with a `DeadlineExceededError`, and what it uploaded is removed. Unset: no limit."""
+    load_timeout: Seconds | None = Field(default=None, gt=0)
+    """Seconds in which a rank must have loaded, from the moment it has the metadata. Unset: no limit."""
 
     prefix_spread: int = Field(default=0, ge=0, le=4)
     """Hex digits of a hash put before object names (``a7/__0_0-....distcp``) to spread the load of very large

@@ -36,9 +36,9 @@ class FaultyServer:
 
 
 @contextlib.contextmanager
-def serve(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
-    """A running `FaultyServer` with a bucket; the environment leads to it."""
-    server = FaultyServer()
+def serve(monkeypatch: pytest.MonkeyPatch, server: FaultyServer | None = None) -> Iterator[FaultyServer]:
+    """A running `FaultyServer` (a new one, or ``server``) with a bucket; the environment leads to it."""
+    server = server or FaultyServer()
     with server.s3:
         monkeypatch.setenv("DCP_S3_ENDPOINT_URL", server.s3.endpoint_url)
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")

@@ -11,6 +11,7 @@ from dcp_s3 import errors
     "error",
     [
         errors.TransferError("text", bucket="b", key="k", operation="PutObject", attempts=3),
+        errors.DeadlineExceededError("text", setting="DCP_S3_SAVE_TIMEOUT", seconds=5, key="k"),
         errors.CheckpointExistsError("text", url="s3://b/x"),
         errors.ShapeMismatchError("text", url="s3://b/x", fqn="model.w"),
         errors.SettingsError("text"),

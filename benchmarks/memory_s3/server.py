@@ -144,6 +144,12 @@ class MemoryS3:
         return f"http://{host}:{port}"
 
     @property
+    def in_flight(self) -> int:
+        """Requests being handled at this moment; a fault function sees its own among them."""
+        with self._lock:
+            return self._in_flight
+
+    @property
     def counters(self) -> Counters:
         """The counters as they stand now."""
         with self._lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures import as_completed
 
 import torch
@@ -22,6 +23,7 @@ from dcp_s3.transport.bucket import Bucket
 from dcp_s3.transport.checksum import crc_hex
 from dcp_s3.transport.download import Target, fetch_into
 from dcp_s3.transport.workers import Workers
+from dcp_s3.units import format_size
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
@@ -29,6 +31,8 @@ logger = logging.getLogger(__name__)
 # Bytes between two extents that are fetched and thrown away rather than asked around: what S3 sends (90 MB/s a
 # connection) in a tenth of a request's latency (about 30 ms). The framing between two items is under 2 KiB.
 MAX_GAP = 256 * 2**10
+
+_TOO_LATE = (FutureTimeoutError, errors.DeadlineExceededError)
 
 
 class LoadExecutor:
@@ -65,6 +69,7 @@ class LoadExecutor:
         Raises:
             DtypeMismatchError: before anything is fetched or changed.
             CorruptCheckpointError: stored bytes are missing, cut short or not what was written.
+            DeadlineExceededError: the bucket's deadline has passed.
             StorageError: S3 failed for good.
         """
         transfers = [self._factory.prepare(number, item, planner) for number, item in enumerate(plan.items)]
@@ -81,15 +86,23 @@ class LoadExecutor:
         if not requests:
             return
         threads = min(self._bucket.settings.concurrency, len(requests))
+        deadline, received = self._bucket.deadline, 0
         pool = Workers(threads, "dcp_s3-download")
         try:
             inference = torch.is_inference_mode_enabled()  # a property of the thread
-            futures = [pool.submit(self._fetch, request, transfers, inference) for request in requests]
-            for future in as_completed(futures):
-                for transfer in future.result():
+            futures = {pool.submit(self._fetch, request, transfers, inference): request for request in requests}
+            for future in as_completed(futures, None if deadline is None else deadline.left):
+                completed = future.result()
+                received += futures[future].length
+                for transfer in completed:
                     self._commit(transfer, planner)
-        except BaseException:
+        except BaseException as error:
             self._cancel.set()
+            if deadline is not None and deadline.passed and isinstance(error, _TOO_LATE):
+                total = format_size(sum(request.length for request in requests))
+                raise deadline.error(
+                    f"the load of {self._url}", f"{format_size(received)} of the {total} of this rank had arrived"
+                ) from error
             raise
         finally:
             pool.close()

@@ -22,7 +22,8 @@ from dcp_s3.format.metadata import load_metadata
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.spill.local import LocalObjects, find_commits
 from dcp_s3.spill.session import open_store
-from dcp_s3.transport.bucket import Bucket
+from dcp_s3.transport.bucket import Bucket, limit_timeouts
+from dcp_s3.transport.deadline import Deadline
 from dcp_s3.units import format_size
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
 
@@ -66,6 +67,7 @@ class S3StorageReader(StorageReader):
         self._load_id = new_save_id()
         self._metadata: Metadata | None = None
         self._error: errors.DcpS3Error | None = None
+        self._deadline: Deadline | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new load, from ``checkpoint_id`` if given.
@@ -162,6 +164,7 @@ class S3StorageReader(StorageReader):
                 f"{type(metadata.storage_data).__name__})",
                 url=str(self.checkpoint_id),
             )
+        self._deadline = Deadline.start("DCP_S3_LOAD_TIMEOUT", self.settings.load_timeout)
         self._metadata = metadata
         shape_check(metadata, enable=True)
 
@@ -180,6 +183,7 @@ class S3StorageReader(StorageReader):
 
         Raises:
             DtypeMismatchError: before any tensor is changed.
+            DeadlineExceededError: `load_timeout` has passed; some tensors are loaded, others are not.
             CorruptCheckpointError, StorageError
         """
         if self._metadata is None:
@@ -212,7 +216,10 @@ class S3StorageReader(StorageReader):
         return self._url
 
     def _bucket(self) -> Bucket:
-        return Bucket(self._require_url().bucket, self.settings)
+        settings = self.settings
+        if settings.load_timeout is not None:
+            settings = limit_timeouts(settings, settings.load_timeout)
+        return Bucket(self._require_url().bucket, settings, deadline=self._deadline)
 
 
 class _UnreadableMetadata(Metadata):

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from dcp_s3.checkpoint._torch import WriterTransforms
 from dcp_s3.checkpoint.items import ItemWriter, WrittenItem
 from dcp_s3.checkpoint.planning import WriteBucket
-from dcp_s3.errors import SpillError, TransferError
+from dcp_s3.errors import DeadlineExceededError, SpillError, TransferError
 from dcp_s3.format.layout import data_object
 from dcp_s3.format.manifest import ObjectEntry
 from dcp_s3.spill.session import SpillSession
@@ -25,6 +25,7 @@ from dcp_s3.transport.parts import choose_part_size
 from dcp_s3.transport.retry import Cancelled, without_tracebacks
 from dcp_s3.transport.upload import WAITING_PARTS, ObjectUpload, UploadedObject, Uploader
 from dcp_s3.transport.workers import Workers
+from dcp_s3.units import format_size
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
@@ -71,8 +72,8 @@ def write_buckets(
 ) -> list[WriteResult]:
     """Write every bucket as one object; a thread per bucket resolves its items, a shared pool sends the parts.
 
-    All or nothing: on any failure, and on KeyboardInterrupt, everything is cancelled, multipart uploads are
-    aborted and objects of this call that were complete are deleted before the error goes on.
+    All or nothing: on any failure, at the bucket's deadline and on KeyboardInterrupt, everything is cancelled,
+    multipart uploads are aborted and objects of this call that were complete are deleted before the error goes on.
 
     Args:
         bucket: where to.
@@ -84,6 +85,10 @@ def write_buckets(
 
     Returns:
         One result per item.
+
+    Raises:
+        DeadlineExceededError: the bucket's deadline has passed.
+        StorageError, SaveProtocolError
     """
     if not buckets:
         return []
@@ -108,6 +113,15 @@ def write_buckets(
                 session.unclean.update(uploader.unclean)
                 if session.spilled:
                     session.seal()
+    except DeadlineExceededError as error:
+        if bucket.deadline is None:
+            raise
+        total = sum(planned.size for planned in buckets)
+        on_disk = f", {format_size(session.size)} on its disk" if session is not None else ""
+        raise bucket.deadline.error(
+            f"the save to {names.url}",
+            f"of about {format_size(total)} of rank {names.rank}, {format_size(uploader.sent)} were on S3{on_disk}",
+        ) from error
     finally:
         if session is not None:
             session.unclean.update(uploader.unclean)
@@ -128,9 +142,12 @@ def _write(buckets: Sequence[WriteBucket], targets: _Targets, device: int | None
 
     try:
         futures = [producers.submit(write, n, planned) for n, planned in enumerate(buckets)]
-        wait(futures, return_when=FIRST_EXCEPTION)
-        if any(future.done() and future.exception() for future in futures):
+        deadline = uploader.bucket.deadline
+        done, pending = wait(futures, None if deadline is None else deadline.left, FIRST_EXCEPTION)
+        if any(future.exception() for future in done):
             uploader.stop()
+        elif pending and deadline is not None:
+            raise deadline.error("the upload")
         return [result for future in futures for result in future.result()]
     except Cancelled:
         raise _cause(uploader, futures) from None
@@ -220,9 +237,11 @@ class _Targets:
         part_size = choose_part_size(planned.size, self.uploader.bucket.settings.part_size)
         file = session.open(number, self._names.key(number), planned.size)
         try:
-            written = [self._item_writer.write(item, file) for item in planned.items]
-            if self.uploader.cancel.is_set():
-                raise Cancelled
+            written = []
+            for planned_item in planned.items:
+                self._check_cancelled()
+                written.append(self._item_writer.write(planned_item, file))
+            self._check_cancelled()
             uploaded = file.finish()
         except BaseException:
             file.abort()
@@ -233,6 +252,10 @@ class _Targets:
         entry = self._entry(number, uploaded)
         session.add(number, entry, uploaded, part_size, reason)
         return self._results(number, written, entry, spilled=True)
+
+    def _check_cancelled(self) -> None:
+        if self.uploader.cancel.is_set():
+            raise Cancelled
 
     def _entry(self, number: int, uploaded: UploadedObject) -> ObjectEntry:
         crc = uploaded.crc64nvme

@@ -33,20 +33,27 @@ from dcp_s3.commit import (
     make_commit,
     publish,
 )
-from dcp_s3.errors import CheckpointError, CheckpointExistsError, MissingURLError, SpillError, TransferError
+from dcp_s3.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    DeadlineExceededError,
+    MissingURLError,
+    SpillError,
+    TransferError,
+)
 from dcp_s3.format.layout import new_nonce, new_save_id
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.spill.background import drain_in_background, wait_until_drained
 from dcp_s3.spill.session import SpillSession, open_store, spill_commit
 from dcp_s3.staging.failure import raise_if_failed
 from dcp_s3.staging.stager import shared_stager
-from dcp_s3.transport.bucket import Bucket
+from dcp_s3.transport.bucket import Bucket, limit_timeouts
+from dcp_s3.transport.deadline import Deadline
 from dcp_s3.transport.retry import without_tracebacks
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
 
 logger = logging.getLogger(__name__)
 
-_TIMEOUTS = ("connect_timeout", "read_timeout")
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0  # seconds between looks at S3
 
 Separate = Sequence[str | Sequence[str]]
@@ -105,6 +112,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         self._unseen = False
         self._began = time.time()
         self._written: str | None = None  # path of an object of the save
+        self._deadline: Deadline | None = None
 
     # --- StorageWriter ------------------------------------------------------------------------------
 
@@ -160,9 +168,11 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         """Upload this rank's items. Returns when all objects are complete, or raises and leaves nothing open.
 
         Raises:
+            DeadlineExceededError: `save_timeout` has passed.
             StorageError, SaveProtocolError
         """
         url = self._require_url()
+        self._deadline = self._start_deadline()
         buckets = plan_buckets(
             plan.items,
             max_buckets=self.settings.buckets_per_rank,
@@ -184,8 +194,10 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         """Commit. Called on the coordinator when every rank has written, or on each rank without collectives.
 
         Raises:
+            DeadlineExceededError: `save_timeout` has passed since this rank began to write.
             CheckpointExistsError, StorageError
         """
+        self._deadline = self._deadline or self._start_deadline()
         metadata.version = CURRENT_DCP_VERSION
         metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
         metadata.storage_meta = self.storage_meta()
@@ -293,12 +305,17 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         return self._url
 
     def _bucket(self) -> Bucket:
-        url, settings = self._require_url(), self.settings
-        if self._store is None:
-            return Bucket(url.bucket, settings)
-        # There is another place for what S3 does not take: find out soon.
-        limits = {name: min(getattr(settings, name), settings.spill_after) for name in _TIMEOUTS}
-        return Bucket(url.bucket, settings.model_copy(update=limits), patience=settings.spill_after)
+        url, settings, patience = self._require_url(), self.settings, None
+        if self._store is not None:
+            # There is another place for what S3 does not take: find out soon.
+            patience = settings.spill_after
+            settings = limit_timeouts(settings, patience)
+        if settings.save_timeout is not None:
+            settings = limit_timeouts(settings, settings.save_timeout)
+        return Bucket(url.bucket, settings, patience, self._deadline)
+
+    def _start_deadline(self) -> Deadline | None:
+        return Deadline.start("DCP_S3_SAVE_TIMEOUT", self.settings.save_timeout)
 
     @contextlib.contextmanager
     def _spill_session(self, names: ObjectNames, count: int) -> Iterator[SpillSession | None]:
@@ -350,13 +367,13 @@ class S3StorageWriter(StorageWriter, AsyncStager):
                     "rank, and this one, which commits when they are on S3, has none. Remedy: set DCP_S3_SPILL_DIR on "
                     "every rank"
                 )
-            publish(self._bucket(), commit, self._previous)
+            self._publish(commit)
             return
         overwrite = self.overwrite and self._use_collectives
         refusal = None
         if not spilled and not self._unseen:
             try:
-                publish(self._bucket(), commit, self._previous, look_again=self._look_again if overwrite else None)
+                self._publish(commit)
             except TransferError as error:
                 logger.warning("the commit of %s waits for S3: %s", commit.identity.url, error)
                 without_tracebacks(error)
@@ -371,7 +388,28 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             raise both(refusal, error) from refusal
         self._drain()
         if self.settings.durability == "s3":
-            wait_until_drained(self._store, save)
+            try:
+                wait_until_drained(self._store, save, timeout=None if self._deadline is None else self._deadline.left)
+            except TimeoutError as error:
+                if self._deadline is None:
+                    raise
+                raise self._deadline.error(
+                    f"the save to {commit.identity.url}",
+                    f"it is complete on local disks ({self.settings.spill_dir}), from where it still goes to S3",
+                ) from error
+
+    def _publish(self, commit: Commit) -> None:
+        overwrite = self.overwrite and self._use_collectives
+        look_again = self._look_again if overwrite and self._store is not None else None
+        try:
+            publish(self._bucket(), commit, self._previous, look_again=look_again)
+        except DeadlineExceededError as error:
+            if self._deadline is None:
+                raise
+            progress = "every rank had written its data, but it was not committed"
+            if error.key == commit.identity.metadata_key and error.attempts:
+                progress += "; S3 may still carry out the commit that it did not answer"
+            raise self._deadline.error(f"the save to {commit.identity.url}", progress) from error
 
     def _look_again(self) -> Previous:
         """What this save overwrites if that is not what was there when it began: an older one that had been spilled."""

@@ -92,6 +92,12 @@ class SpillSession:
         """Whether there is anything for a drain to do."""
         return bool(self._objects or self.unclean)
 
+    @property
+    def size(self) -> int:
+        """Bytes of the objects that were spilled."""
+        with self._lock:
+            return sum(spilled.entry.size for spilled in self._objects)
+
     def seal(self) -> None:
         """Make what was spilled durable, and a drainer's business.
 

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import datetime
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -21,6 +22,7 @@ from aiobotocore.session import get_session
 from dcp_s3.settings import Settings
 from dcp_s3.transport import retry
 from dcp_s3.transport.client import client_options, config_options
+from dcp_s3.transport.throttle import gate_of
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +121,13 @@ class AsyncBucket:
     async def _call(self, operation: str, key: str, request: Callable[[], Awaitable[T]]) -> T:
         async def with_slot() -> T:
             async with self._slots:  # not held while waiting for the next attempt
-                return await request()
+                began = time.monotonic()
+                try:
+                    return await request()
+                except boto.ClientError as error:
+                    if retry.is_throttling(error):
+                        gate_of(self.settings.endpoint_url, self.name, self.settings.concurrency).signal(began)
+                    raise
 
         return await call(
             with_slot,

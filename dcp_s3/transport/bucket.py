@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from dcp_s3 import errors
@@ -13,6 +14,8 @@ from dcp_s3.settings import Settings
 from dcp_s3.transport import retry
 from dcp_s3.transport.checksum import ChecksumAlgorithm, crc32c, crc64nvme, encode_crc
 from dcp_s3.transport.client import forget_client, get_client
+from dcp_s3.transport.deadline import Deadline
+from dcp_s3.transport.throttle import gate_of
 
 logger = logging.getLogger(__name__)
 
@@ -20,6 +23,9 @@ T = TypeVar("T")
 
 # https://docs.aws.amazon.com/AmazonS3/latest/API/API_DeleteObjects.html
 _DELETE_BATCH = 1000
+
+# After a deadline: to abort uploads and delete objects, in all.
+_CLEANUP_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -45,16 +51,25 @@ class Bucket:
         name: bucket name.
         settings: of the writer or reader.
         patience: seconds after which a request that fails is not tried again; None to go by the attempts alone.
+        deadline: after which its requests fail with DeadlineExceededError.
     """
 
     name: str
     settings: Settings
     patience: float | None = None
+    deadline: Deadline | None = None
 
     @property
     def client(self) -> Any:
         """This process's boto3 client."""
         return get_client(self.settings)
+
+    def for_cleanup(self) -> Bucket:
+        """The bucket for removing what a failure left: a deadline is put off a little, for all of that together."""
+        if self.deadline is None:
+            return self
+        deadline = replace(self.deadline, at=max(self.deadline.at, time.monotonic() + _CLEANUP_SECONDS))
+        return replace(self, settings=limit_timeouts(self.settings, _CLEANUP_SECONDS), deadline=deadline)
 
     @property
     def wire_checksum(self) -> ChecksumAlgorithm:
@@ -86,8 +101,9 @@ class Bucket:
         *,
         cancel: threading.Event | None = None,
         recover: Callable[[Exception], T | None] | None = None,
+        data: bool = False,
     ) -> T:
-        """`retry.call` for this bucket."""
+        """`retry.call` for this bucket. A request with ``data`` waits for its turn while S3 throttles."""
         try:
             return retry.call(
                 request,
@@ -96,8 +112,11 @@ class Bucket:
                 key=key,
                 attempts=self.settings.retry_attempts,
                 patience=self.patience,
+                deadline=self.deadline,
                 cancel=cancel,
                 recover=recover,
+                gate=gate_of(self.settings.endpoint_url, self.name, self.settings.concurrency),
+                data=data,
             )
         except errors.CredentialsError:
             forget_client(self.settings)  # the next save or load looks for credentials anew
@@ -276,6 +295,14 @@ class Bucket:
             if not page.get("IsTruncated"):
                 return
             token = {"ContinuationToken": page["NextContinuationToken"]}
+
+
+def limit_timeouts(settings: Settings, seconds: float) -> Settings:
+    """Settings whose requests hang for ``seconds`` at most."""
+    if max(settings.connect_timeout, settings.read_timeout) <= seconds:
+        return settings
+    limits = {"connect_timeout": min(settings.connect_timeout, seconds)}
+    return settings.model_copy(update=limits | {"read_timeout": min(settings.read_timeout, seconds)})
 
 
 def _user_metadata(answer: Mapping[str, Any]) -> dict[str, str]:

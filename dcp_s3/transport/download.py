@@ -94,7 +94,7 @@ def fetch_into(
     while True:
         before = cursor.done
         try:
-            bucket.call("GetObject", key, attempt, cancel=cancel)
+            bucket.call("GetObject", key, attempt, cancel=cancel, data=True)
         except errors.TransferError:
             # All attempts are used up, but the last round moved on: a slow, flaky link, not a dead one.
             if cursor.done > before and not cursor.full and bucket.settings.retry_attempts > 1:

@@ -19,6 +19,8 @@ import botocore.exceptions as boto
 import urllib3.exceptions
 
 from dcp_s3 import errors
+from dcp_s3.transport.deadline import Deadline
+from dcp_s3.transport.throttle import Gate
 
 logger = logging.getLogger(__name__)
 
@@ -38,6 +40,9 @@ _RETRYABLE_CODES = frozenset(
         "XAmzContentChecksumMismatch",
     }
 )  # fmt: skip
+_THROTTLING_CODES = frozenset({"SlowDown", "Throttling", "ThrottlingException", "TooManyRequests"})
+# 503 whatever its code: S3 has two (SlowDown, ServiceUnavailable), other stores their own, answers to HEAD none.
+_THROTTLING_STATUS = frozenset({429, 503})
 _CREDENTIAL_CODES = frozenset(
     {
         "AuthorizationHeaderMalformed", "ExpiredToken", "InvalidAccessKeyId", "InvalidToken",
@@ -91,6 +96,13 @@ def is_retryable(error: Exception) -> bool:
     return isinstance(error, _CONNECTION_ERRORS)
 
 
+def is_throttling(error: BaseException) -> bool:
+    """Whether S3 asks for fewer requests."""
+    return isinstance(error, boto.ClientError) and (
+        status_code(error) in _THROTTLING_STATUS or error_code(error) in _THROTTLING_CODES
+    )
+
+
 def backoff(attempt: int, *, rng: Callable[[], float] = random.random) -> float:
     """Seconds to wait after failed attempt number ``attempt`` (from 1), with full jitter."""
     return float(min(BACKOFF_CAP, BACKOFF_BASE * 2 ** (attempt - 1)) * rng())
@@ -104,8 +116,11 @@ def call(
     key: str = "",
     attempts: int,
     patience: float | None = None,
+    deadline: Deadline | None = None,
     cancel: threading.Event | None = None,
     recover: Callable[[Exception], T | None] | None = None,
+    gate: Gate | None = None,
+    data: bool = False,
 ) -> T:
     """Run ``request`` until it succeeds, fails for good, or ``attempts`` are used up.
 
@@ -115,24 +130,42 @@ def call(
         bucket: for messages.
         key: for messages.
         attempts: tries in all.
-        patience: seconds after which no further attempt is made; None for no such limit.
+        patience: seconds after which no further attempt is made; None for no such limit. Waiting at the gate counts: it
+            is closed only because S3 throttles.
+        deadline: after which no further attempt is made.
         cancel: when set, no further attempt is made.
         recover: called with the error of each failed attempt; may return a result (not None) when the error shows that
             the work is done: the answer to an earlier attempt was lost, or something on the way (a proxy) sent the
             request twice.
+        gate: is told when S3 throttles.
+        data: whether each attempt waits for its turn at the gate.
 
     Raises:
         Cancelled: ``cancel`` was set.
+        DeadlineExceededError: ``deadline`` has passed.
         StorageError: a subclass for the failure.
     """
     attempt = 0
     started = time.monotonic()
-    while True:
+    last = ""  # not the error itself, whose traceback would keep this frame
+
+    def check() -> None:
         if cancel is not None and cancel.is_set():
             raise Cancelled
+        if deadline is not None and deadline.passed:
+            raise _too_late(deadline, operation, bucket, key, attempt, last)
+
+    while True:
+        check()
+        if gate is not None and data:
+            left = [max(0.0, patience - (time.monotonic() - started))] if patience is not None else []
+            left += [deadline.left] if deadline is not None else []
+            if not gate.enter(cancel=cancel, timeout=min(left, default=None)):
+                check()
+                raise _never_admitted(operation, bucket, key, attempt, time.monotonic() - started)
         attempt += 1
         try:
-            return request()
+            return request() if gate is None else _through(gate, request, data=data)
         except _REQUEST_ERRORS as error:
             without_tracebacks(error)  # urllib3's are cycles, with the bytes that were being sent in them
             if recover is not None:
@@ -142,6 +175,9 @@ def call(
             if attempt >= attempts or not is_retryable(error):
                 raise to_storage_error(error, operation, bucket, key, attempt) from error
             wait = backoff(attempt)
+            last = _describe(error)
+            if deadline is not None and wait > deadline.left:
+                raise _too_late(deadline, operation, bucket, key, attempt, last) from error
             if patience is not None and time.monotonic() - started + wait > patience:
                 raise to_storage_error(error, operation, bucket, key, attempt) from error
             logger.debug("%s s3://%s/%s failed (%s); attempt %d of %d, next in %.2f s",
@@ -161,6 +197,45 @@ def without_tracebacks(error: BaseException) -> None:
             seen.add(id(link))
             link.__traceback__ = None
             links += [each for each in (link.__cause__, link.__context__) if each is not None]
+
+
+def _through(gate: Gate, request: Callable[[], T], *, data: bool) -> T:
+    """One attempt, of whose outcome the gate is told; for data, it has been admitted."""
+    began = time.monotonic()
+    try:
+        result = request()
+    except BaseException as error:
+        throttled = is_throttling(error)
+        if data:
+            gate.leave(began, succeeded=False, throttled=throttled)
+        elif throttled:
+            gate.signal(began)
+        raise
+    if data:
+        gate.leave(began, succeeded=True, throttled=False)
+    return result
+
+
+def _too_late(
+    deadline: Deadline, operation: str, bucket: str, key: str, attempts: int, last: str
+) -> errors.DeadlineExceededError:
+    where = f"s3://{bucket}/{key}" if key else f"bucket {bucket!r}"
+    progress = f"{attempts} attempts, the last: {last}" if attempts else "it was not begun"
+    error = deadline.error(f"{operation} on {where}", progress)
+    error.bucket, error.key, error.operation, error.attempts = bucket, key, operation, attempts
+    return error
+
+
+def _never_admitted(operation: str, bucket: str, key: str, attempts: int, seconds: float) -> errors.TransferError:
+    tried = f" after {attempts} attempts" if attempts else ""
+    return errors.TransferError(
+        f"{operation} on s3://{bucket}/{key} failed{tried}: S3 throttles, and its turn did not come in "
+        f"{seconds:.1f} s. Remedy: lower DCP_S3_CONCURRENCY, or spread the load with DCP_S3_PREFIX_SPREAD",
+        bucket=bucket,
+        key=key,
+        operation=operation,
+        attempts=attempts,
+    )
 
 
 def to_storage_error(error: Exception, operation: str, bucket: str, key: str, attempts: int) -> errors.StorageError:

@@ -73,6 +73,8 @@ class Uploader:
         self._left: list[ObjectUpload] = []
         self._all: list[ObjectUpload] = []
         self._completed: list[str] = []
+        self.sent = 0
+        """Bytes that S3 has taken."""
         self.unclean: set[str] = set()
         """Keys with multipart uploads that may have stayed open."""
 
@@ -102,10 +104,11 @@ class Uploader:
                 upload.cancel.set()
 
     def _clean_up(self) -> None:
+        bucket = self.bucket.for_cleanup()
         for upload in [*self._open, *self._left]:
-            upload.abort()
+            upload.abort(bucket)
         try:
-            self.bucket.delete(self._completed)
+            bucket.delete(self._completed)
         except errors.StorageError as error:
             logger.warning("objects of a failed save are left for pruning: %s", error)
 
@@ -118,6 +121,8 @@ class Uploader:
         with self._lock:
             self._open.add(upload)
             self._all.append(upload)
+            if self.cancel.is_set():
+                upload.cancel.set()
         return upload
 
     def submit(self, upload: ObjectUpload, function: Any, pieces: list[Piece], *arguments: Any) -> Future[Any]:
@@ -155,6 +160,11 @@ class Uploader:
         finally:
             _drop_views(pieces)
 
+    def took(self, size: int) -> None:
+        """Book-keeping: S3 has ``size`` bytes more."""
+        with self._lock:
+            self.sent += size
+
     def left(self, upload: ObjectUpload, *, abort_on_failure: bool) -> None:
         """Book-keeping when an upload is left open."""
         with self._lock:
@@ -188,7 +198,7 @@ class ObjectUpload:
         self._pieces: list[Piece] = []
         self._pieces_size = 0
         self._upload_id: str | None = None
-        self._create_attempts = 0
+        self._lost_id = False  # S3 may have created a multipart upload whose id was lost with the answer
         self._parts: list[Future[tuple[str, int | None, int]]] = []
         self._known: dict[int, KnownPart] = {}
 
@@ -272,7 +282,7 @@ class ObjectUpload:
             sent = [part.result() for part in self._parts]
             crc = None if sent[0][1] is None else combine_crc64nvme((c, size) for _, c, size in sent if c is not None)
             self._complete([etag for etag, _, _ in sent], crc)
-            self._abort_strays()
+            self._abort_strays(self._bucket)
         self._uploader.finished(self, completed=True)
         return UploadedObject(self.key, self.size, crc)
 
@@ -282,37 +292,37 @@ class ObjectUpload:
         self._parts.clear()
         self._pieces = []
 
-    def abort(self) -> None:
-        """Abort the multipart upload, if one was created. No part of it may be under way any more.
+    def abort(self, bucket: Bucket) -> None:
+        """Abort the multipart upload, if one was created, by requests of ``bucket``. No part may be under way any more.
 
         Errors are logged: another one is on its way to the user, and `prune` collects what is left.
         """
         self._uploader.finished(self, completed=False)
         upload_id, self._upload_id = self._upload_id, None
         if upload_id is not None:
-            self._abort(upload_id)
-        self._abort_strays()
+            self._abort(bucket, upload_id)
+        self._abort_strays(bucket)
 
-    def _abort(self, upload_id: str) -> None:
-        if not abort_quietly(self._bucket, self.key, upload_id):
+    def _abort(self, bucket: Bucket, upload_id: str) -> None:
+        if not abort_quietly(bucket, self.key, upload_id):
             self._uploader.unclean.add(self.key)
 
-    def _abort_strays(self) -> None:
+    def _abort_strays(self, bucket: Bucket) -> None:
         """Abort uploads of this key that S3 created but whose ids were lost with the answers.
 
         Nobody else uses the key: it carries the nonce of this save.
         """
-        if self._create_attempts < 2:
+        if not self._lost_id:
             return
         try:
-            found = list_uploads(self._bucket, self.key)
+            found = list_uploads(bucket, self.key)
         except errors.StorageError as error:
             logger.warning("cannot look for multipart uploads whose ids were lost: %s", error)
             self._uploader.unclean.add(self.key)
             return
         for upload_id in found:
             if upload_id != self._upload_id:
-                self._abort(upload_id)
+                self._abort(bucket, upload_id)
 
     # --- requests ---------------------------------------------------------------------------------
 
@@ -327,8 +337,11 @@ class ObjectUpload:
             arguments |= {"ChecksumAlgorithm": algorithm.upper(), "ChecksumType": "FULL_OBJECT"}
 
         def attempt() -> Any:
-            self._create_attempts += 1
-            return self._bucket.client.create_multipart_upload(**arguments)
+            try:
+                return self._bucket.client.create_multipart_upload(**arguments)
+            except Exception as error:
+                self._lost_id = self._lost_id or retry.is_retryable(error)
+                raise
 
         answer = self._bucket.call("CreateMultipartUpload", self.key, attempt, cancel=self.cancel)
         return retry.expect(answer, "UploadId", "CreateMultipartUpload", self._bucket.name, self.key)
@@ -346,6 +359,7 @@ class ObjectUpload:
         }
         started = time.monotonic()
         answer = self._send("UploadPart", self._bucket.client.upload_part, arguments, pieces)
+        self._uploader.took(size)
         etag = retry.expect(answer, "ETag", "UploadPart", self._bucket.name, self.key)
         self._check_speed(time.monotonic() - started, size)
         return etag, crc, size
@@ -368,13 +382,16 @@ class ObjectUpload:
             "Key": self.key,
         }
         self._send("PutObject", self._bucket.client.put_object, arguments, pieces)
+        self._uploader.took(size)
         return "", crc, size
 
     def _send(self, operation: str, request: Any, arguments: dict[str, Any], pieces: list[Piece]) -> Any:
         patience = self._bucket.patience if self._uploader.isolated else None
         body = GatherBody(views_of(pieces), self.cancel, patience=patience)
         try:
-            return self._bucket.call(operation, self.key, lambda: request(**arguments, Body=body), cancel=self.cancel)
+            return self._bucket.call(
+                operation, self.key, lambda: request(**arguments, Body=body), cancel=self.cancel, data=True
+            )
         finally:
             body.release()
 

@@ -31,8 +31,8 @@ class Workers:
         try:
             for number in range(count):
                 thread = threading.Thread(target=self._work, name=f"{name}-{number}")
+                self._threads.append(thread)  # first: an interrupt in start() may leave a thread that runs
                 thread.start()
-                self._threads.append(thread)
         except BaseException:
             self.close()
             raise
@@ -55,7 +55,8 @@ class Workers:
         for _ in self._threads:
             self._tasks.put(None)
         for thread in self._threads:
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:

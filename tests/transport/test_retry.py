@@ -10,6 +10,7 @@ import urllib3.exceptions
 
 from dcp_s3 import errors
 from dcp_s3.transport import retry
+from dcp_s3.transport.deadline import Deadline
 
 
 def client_error(code: str, status: int) -> boto.ClientError:
@@ -107,6 +108,30 @@ def test_cancelling_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     request, calls = failing(99, client_error("SlowDown", 503))
     with pytest.raises(retry.Cancelled):
         retry.call(request, operation="GetObject", bucket="b", attempts=5, cancel=cancel)
+    assert len(calls) == 1
+
+
+def deadline_in(seconds: float) -> Deadline:
+    deadline = Deadline.start("DCP_S3_SAVE_TIMEOUT", seconds)
+    assert deadline is not None
+    return deadline
+
+
+def test_no_attempt_is_made_after_the_deadline() -> None:
+    request, calls = failing(0, KeyError())
+    with pytest.raises(errors.DeadlineExceededError, match="it was not begun") as failure:
+        retry.call(request, operation="GetObject", bucket="b", key="k", attempts=5, deadline=deadline_in(0))
+    assert calls == []
+    assert (failure.value.key, failure.value.setting, failure.value.attempts) == ("k", "DCP_S3_SAVE_TIMEOUT", 0)
+
+
+def test_a_wait_that_would_outlast_the_deadline_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "backoff", lambda _: 3600.0)
+    error = client_error("SlowDown", 503)
+    request, calls = failing(99, error)
+    with pytest.raises(errors.DeadlineExceededError, match="1 attempts, the last: SlowDown: no") as failure:
+        retry.call(request, operation="GetObject", bucket="b", attempts=5, deadline=deadline_in(60))
+    assert failure.value.__cause__ is error
     assert len(calls) == 1
 
 

@@ -154,6 +154,14 @@ def test_a_failure_leaves_no_upload_and_no_object(faulty: FaultyServer, operatio
     assert not [t for t in threading.enumerate() if t.name.startswith("dcp_s3-")]
 
 
+def test_an_upload_whose_id_was_lost_with_the_only_answer_is_aborted(faulty: FaultyServer) -> None:
+    seen = faulty.once("CreateMultipartUpload", Fault.apply_then_reset())
+    with pytest.raises(errors.TransferError):
+        upload(make_bucket("bucket", retry_attempts=1), DATA)
+    assert seen
+    assert faulty.s3.open_uploads("bucket") == []
+
+
 def test_damage_on_the_wire_is_noticed_and_repaired(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first body is damaged behind the checksum; the server rejects it, the second is right."""
     from dcp_s3.transport import body
@@ -182,3 +190,11 @@ def test_an_interrupt_aborts(faulty: FaultyServer) -> None:
         raise KeyboardInterrupt
     assert faulty.s3.open_uploads("bucket") == []
     assert faulty.s3.objects("bucket") == {}
+
+
+def test_an_object_that_begins_after_the_end_is_cancelled() -> None:
+    with Uploader(make_bucket("bucket"), isolated=True) as uploader:
+        before = uploader.start("before", 1)
+        uploader.stop()
+        assert before.cancel.is_set()
+        assert uploader.start("after", 1).cancel.is_set()

@@ -40,6 +40,23 @@ def test_close_cancels_what_has_not_begun_and_waits_for_the_rest() -> None:
     assert waiting.cancelled()
 
 
+def test_an_interrupt_while_the_threads_start_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = threading.Thread.start, []
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)  # it runs, but its starter does not hear of it
+        started.append(thread)
+        if len(started) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Workers(3, "dcp_s3-test")
+    for thread in started:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
 def test_work_can_be_submitted_while_the_interpreter_ends() -> None:
     """As in a script whose last asynchronous save nobody waits for."""
     script = """

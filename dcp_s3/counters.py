@@ -1,0 +1,25 @@
+"""What this process has counted, for monitoring."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from dcp_s3.spill.session import spilled_bytes
+from dcp_s3.transport import throttle
+
+
+def metrics() -> dict[str, Any]:
+    """Counters of this process, as plain dicts of numbers.
+
+    ``throttle``
+        by ``{endpoint}/{bucket}``: ``limit``, ``in_flight`` and ``waiting`` (data requests, now), ``throttled``
+        (requests that S3 refused with SlowDown and the like), ``decreases`` (of the limit) and ``waited`` (seconds that
+        data requests were held back, in all).
+    ``spilled_bytes``
+        by reason: ``local durability`` or ``s3`` (which did not take them).
+    """
+    return {
+        "throttle": {name: asdict(state) for name, state in throttle.snapshot().items()},
+        "spilled_bytes": dict(spilled_bytes),
+    }

@@ -1,0 +1,246 @@
+"""How many data requests this process has in flight to one bucket: fewer after S3 throttled, by AIMD.
+
+Until S3 throttles there is no limit but the threads of each save and load. Then the limit is halved, and grows by one
+for each round of requests that succeed, until it is at the ceiling and there is none again. Uploads and downloads share
+it. A forked child begins anew.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import math
+import os
+import threading
+import time
+from dataclasses import dataclass
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.1  # between looks at `cancel` while a request waits
+_LOG_SECONDS = 10.0  # between log lines about one bucket
+
+
+class Aimd:
+    """Additive increase, multiplicative decrease of the number of requests in flight. Not thread safe.
+
+    Of the requests only those count that began after the last decrease: a burst that was in flight together lowers the
+    limit once. Times are seconds of one clock.
+
+    Args:
+        ceiling: the limit at first, and the most that it grows to; at least 1.
+    """
+
+    def __init__(self, ceiling: int) -> None:
+        self.ceiling = ceiling
+        self._value = float(ceiling)
+        self._decreased_at = -math.inf
+
+    @property
+    def limit(self) -> int:
+        """Requests that may be in flight, from 1 to the ceiling."""
+        return int(self._value)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the limit is at its ceiling."""
+        return self._value >= self.ceiling
+
+    def raise_ceiling(self, ceiling: int) -> None:
+        """Let the limit grow to ``ceiling``; one that is open stays so."""
+        if self.is_open:
+            self._value = float(ceiling)
+        self.ceiling = ceiling
+
+    def succeeded(self, began: float) -> None:
+        """A request that began at ``began`` succeeded."""
+        if began > self._decreased_at:
+            self._value = min(float(self.ceiling), self._value + 1 / self._value)
+
+    def throttled(self, began: float, now: float) -> bool:
+        """A request that began at ``began`` was throttled; whether the limit fell."""
+        if began <= self._decreased_at:
+            return False
+        before = self.limit
+        self._value = max(1.0, self._value / 2)
+        self._decreased_at = now
+        return self.limit < before
+
+
+@dataclass(frozen=True)
+class GateState:
+    """A gate at one moment; what counts, counts since the process began.
+
+    Attributes:
+        limit: data requests that may be in flight.
+        in_flight: data requests that are.
+        waiting: data requests that wait for their turn.
+        throttled: requests that S3 throttled, small ones included.
+        decreases: how often the limit fell.
+        waited: seconds that data requests waited, in all.
+    """
+
+    limit: int
+    in_flight: int
+    waiting: int
+    throttled: int
+    decreases: int
+    waited: float
+
+
+class Gate:
+    """Holds data requests back while as many are in flight as the limit says. First come, first served. Thread safe.
+
+    Args:
+        name: of the endpoint and bucket, for logs.
+        ceiling: of the limit.
+    """
+
+    def __init__(self, name: str, ceiling: int) -> None:
+        self._name = name
+        self._lock = threading.Lock()
+        self._aimd = Aimd(ceiling)
+        self._in_flight = 0
+        self._waiting: collections.deque[threading.Event] = collections.deque()
+        self._throttled = 0
+        self._decreases = 0
+        self._waited = 0.0
+        self._logged_at = -math.inf
+
+    def raise_ceiling(self, ceiling: int) -> None:
+        """Let the limit grow to ``ceiling`` if that is more."""
+        if ceiling > self._aimd.ceiling:
+            with self._lock:
+                self._aimd.raise_ceiling(max(ceiling, self._aimd.ceiling))
+                self._admit()
+
+    def enter(self, *, cancel: threading.Event | None = None, timeout: float | None = None) -> bool:
+        """Wait for a data request's turn; True is to be followed by one call of `leave`.
+
+        Args:
+            cancel: ends the wait when it is set.
+            timeout: seconds.
+
+        Returns:
+            False if the turn did not come.
+        """
+        with self._lock:
+            if self._is_free() and not self._waiting:
+                self._in_flight += 1
+                return True
+            turn = threading.Event()
+            self._waiting.append(turn)
+        started = time.monotonic()
+        admitted = False
+        try:
+            admitted = _wait(turn, cancel, None if timeout is None else started + timeout)
+        finally:
+            with self._lock:
+                self._waited += time.monotonic() - started
+                if not admitted:
+                    if turn.is_set():  # at the last moment
+                        self._in_flight -= 1
+                        self._admit()
+                    else:
+                        self._waiting.remove(turn)
+        return admitted
+
+    def leave(self, began: float, *, succeeded: bool, throttled: bool) -> None:
+        """A data request that began at ``began`` (of time.monotonic) has ended."""
+        with self._lock:
+            self._in_flight -= 1
+            if succeeded:
+                self._aimd.succeeded(began)
+            elif throttled:
+                self._decrease(began)
+            self._admit()
+
+    def signal(self, began: float) -> None:
+        """A small request, which does not wait here, was throttled."""
+        with self._lock:
+            self._decrease(began)
+
+    @property
+    def state(self) -> GateState:
+        """As it is now."""
+        with self._lock:
+            return GateState(
+                self._aimd.limit,
+                self._in_flight,
+                len(self._waiting),
+                self._throttled,
+                self._decreases,
+                self._waited,
+            )
+
+    def _is_free(self) -> bool:
+        return self._aimd.is_open or self._in_flight < self._aimd.limit
+
+    def _admit(self) -> None:
+        while self._waiting and self._is_free():
+            self._in_flight += 1
+            self._waiting.popleft().set()
+
+    def _decrease(self, began: float) -> None:
+        now = time.monotonic()
+        self._throttled += 1
+        if not self._aimd.throttled(began, now):
+            return
+        self._decreases += 1
+        if now - self._logged_at >= _LOG_SECONDS:
+            self._logged_at = now
+            logger.info(
+                "S3 throttles (%s): at most %d data requests in flight now, %d decreases so far",
+                self._name, self._aimd.limit, self._decreases,
+            )  # fmt: skip
+
+
+def _wait(turn: threading.Event, cancel: threading.Event | None, until: float | None) -> bool:
+    while True:
+        left = math.inf if until is None else until - time.monotonic()
+        if turn.wait(max(0.0, min(_POLL_SECONDS, left))):
+            return True
+        if left <= 0 or (cancel is not None and cancel.is_set()):
+            return False
+
+
+_gates: dict[tuple[str | None, str], Gate] = {}
+_lock = threading.Lock()
+
+
+def _after_fork_in_child() -> None:
+    # A lock held by another thread at the time of the fork would stay locked for ever.
+    global _lock
+    _lock = threading.Lock()
+    _gates.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def gate_of(endpoint_url: str | None, bucket: str, ceiling: int) -> Gate:
+    """This process's gate for a bucket. Thread safe.
+
+    Args:
+        endpoint_url: of the settings; None for AWS's own chain.
+        bucket: its name.
+        ceiling: ``DCP_S3_CONCURRENCY``; the gate has the highest of those that were given.
+    """
+    key = (endpoint_url, bucket)
+    gate = _gates.get(key)
+    if gate is None:
+        with _lock:
+            gate = _gates.setdefault(key, Gate(_name(*key), ceiling))
+    gate.raise_ceiling(ceiling)
+    return gate
+
+
+def _name(endpoint_url: str | None, bucket: str) -> str:
+    return f"s3://{bucket}" if endpoint_url is None else f"{endpoint_url}/{bucket}"
+
+
+def snapshot() -> dict[str, GateState]:
+    """The gates of this process, by ``{endpoint}/{bucket}`` (``s3://{bucket}`` where AWS's own chain says where)."""
+    with _lock:
+        gates = dict(_gates)
+    return {_name(*key): gate.state for key, gate in gates.items()}
