@@ -463,7 +463,7 @@ def test_a_manifest_with_another_checksum_of_an_object(saved: Saved) -> None:
 
 def test_a_manifest_that_is_lost_or_no_manifest(saved: Saved) -> None:
     path = saved.manifest
-    saved.put(path, b"{}")
+    saved.put(path, b"{}", {})
     assert "not a dcp_s3 manifest" in saved.only_problem(full=False).what
     saved.delete(path)
     problem = saved.only_problem(full=False)
@@ -496,7 +496,7 @@ def test_ranks_that_commit_for_themselves(memory_server: Any, s3: Any, root: str
 
     manifest = next(path for path in saved.sizes if path.endswith(".0.json"))
     original = saved.get(manifest)
-    saved.put(manifest, json.dumps(json.loads(original) | {"world_size": 3, "created_at": 1.0}).encode())
+    saved.put(manifest, json.dumps(json.loads(original) | {"world_size": 3, "created_at": 1.0}).encode(), {})
     problem = saved.only_problem(full=False)
     assert str(problem) == "__0.metadata: is of a save by 3 ranks, the last one was by 2"
     saved.put(manifest, original)
