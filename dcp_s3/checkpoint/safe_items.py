@@ -11,17 +11,19 @@ import threading
 import torch
 from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoint
 
+from dcp_s3.checkpoint.item_limits import check_limits, is_archive
 from dcp_s3.errors import CheckpointError, CorruptCheckpointError, UnsafeItemError
+from dcp_s3.format.unpickle import MalformedPickleError
 
 logger = logging.getLogger(__name__)
 
 # Finding the globals takes 0.1 us for each byte of the pickle.
-MAX_INSPECTED = 64 * 2**10
+MAX_INSPECTED = 32 * 2**10
 _MAX_REASON = 300
 
 
 def check_item(stream: io.BytesIO, *, fqn: str, url: str, verified: bool) -> None:
-    """Check that ``torch.load(stream, weights_only=True)`` takes the item.
+    """Check that ``torch.load(stream, weights_only=True)`` takes the item, and that it is what it seems.
 
     It is loaded so, with tensors on the meta device: their bytes are neither read nor copied. A tensor that can not
     be there (a quantized one, for example) is loaded once more as what it is.
@@ -37,8 +39,9 @@ def check_item(stream: io.BytesIO, *, fqn: str, url: str, verified: bool) -> Non
         CorruptCheckpointError: it is damaged.
     """
     try:
-        _load(stream, "meta")
-    except pickle.UnpicklingError as error:
+        check_limits(stream)
+        _load(stream, "meta" if is_archive(stream) else "cpu")  # in the old format, meta hides errors
+    except (MalformedPickleError, pickle.UnpicklingError) as error:
         raise _explain(error, stream, fqn, url, verified) from None
     except Exception:  # noqa: BLE001 - whatever kernels and constructors raise
         try:
@@ -55,17 +58,19 @@ def _load(stream: io.BytesIO, device: str) -> None:
 
 
 def _explain(error: Exception, stream: io.BytesIO, fqn: str, url: str, verified: bool) -> CheckpointError:
-    names = find_unsafe_globals(stream) if isinstance(error, pickle.UnpicklingError) else []
+    names = find_unsafe_globals(stream) if isinstance(error, (pickle.UnpicklingError, MalformedPickleError)) else []
     if not names and not verified:
         return CorruptCheckpointError(
             f"{fqn!r} in {url} cannot be unpickled: {_reason(error)}. It was saved without a checksum: it is damaged, "
             "or not what torch.save writes; S3StorageReader(weights_only=False) hands it to the planner as it is",
             url=url,
         )
-    what = f"names {', '.join(names)}" if names else f"is refused ({_reason(error)})"
+    if names:
+        what = f"names {', '.join(names)}, which is not in torch's list of what is safe to load: it could run code"
+    else:
+        what = f"is not what torch's weights-only unpickler loads ({_reason(error)})"
     return UnsafeItemError(
-        f"{fqn!r} in {url} {what}: that is not in torch's list of what is safe to load, and unpickling it could run "
-        "code. It was not loaded. Remedy, if you trust whoever wrote the checkpoint: "
+        f"{fqn!r} in {url} {what}. It was not unpickled. Remedy, if you trust whoever wrote the checkpoint: "
         f"torch.serialization.add_safe_globals([{', '.join(names) or 'Class'}]) before the load, or "
         "S3StorageReader(weights_only=False)",
         url=url,
@@ -108,7 +113,7 @@ def warn_of_unsafe_item(fqn: str, stream: io.BytesIO) -> None:
         fqn: of the item.
         stream: what the planner resolved it to; its position stays.
     """
-    safe = hash(frozenset(map(id, get_safe_globals())))
+    safe = hash(frozenset(get_safe_globals()))
     with _lock:
         if _inspected.get(fqn) == safe or stream.getbuffer().nbytes > MAX_INSPECTED:
             return

@@ -14,7 +14,6 @@ from pathlib import PurePath
 from typing import Any, NoReturn, TypeGuard
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_s3.errors import CorruptMetadataError, UnsafeMetadataError
+from dcp_s3.format._torch import StorageInfo
 from dcp_s3.format.layout import is_inside
 from dcp_s3.format.metadata_globals import build_of, find_global
 from dcp_s3.format.unpickle import MalformedPickleError, UnsafeGlobalError, check_nesting, unpickle
@@ -56,7 +56,7 @@ def load_metadata(data: bytes, *, url: str) -> Metadata:
         CorruptMetadataError: truncated, empty, not DCP metadata, or of fields that can not be.
     """
     try:
-        metadata = unpickle(data, find_global, build_of)
+        metadata, _ = unpickle(data, find_global, build_of)
     except UnsafeGlobalError as error:
         raise UnsafeMetadataError(
             f"the metadata of {url} names the global {error}, which DCP's metadata never needs: loading it could "
@@ -132,7 +132,7 @@ def _check_storage(storage_data: Any, url: str) -> None:
                 "checkpoint: it was tampered with, or written by something else than a DCP storage writer",
                 url=url,
             )
-        if type(info) is not _StorageInfo or not _is_range(vars(info)):
+        if type(info) is not StorageInfo or not _is_range(vars(info)):
             _fail(url, index, "lies at no possible range of bytes")
 
 

@@ -9,9 +9,7 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -28,6 +26,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
+from dcp_s3.format._torch import MEMORY_FORMAT_ENCODING, StorageInfo, StoragePrefix
 from dcp_s3.format.unpickle import Constructor, Limits, MalformedPickleError, UnsafeGlobalError
 
 _DCP = "torch.distributed.checkpoint."
@@ -41,8 +40,8 @@ _CLASSES: dict[tuple[str, str], type] = {
         BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta, TensorProperties,
         TensorStorageMetadata,
     )},
-    (_DCP + "filesystem", "_StorageInfo"): _StorageInfo,
-    (_DCP + "filesystem", "_StoragePrefix"): _StoragePrefix,
+    (_DCP + "filesystem", "_StorageInfo"): StorageInfo,
+    (_DCP + "filesystem", "_StoragePrefix"): StoragePrefix,
     # The plans of all ranks, which Megatron-Core keeps in ``Metadata.all_local_plans``.
     **{(_DCP + "planner", cls.__name__): cls for cls in (BytesIOWriteData, SavePlan, TensorWriteData, WriteItem)},
     # What it called its own subclasses of torch's, up to 0.15; it has empty classes of these names now.
@@ -50,7 +49,7 @@ _CLASSES: dict[tuple[str, str], type] = {
     (_MEGATRON, "MCoreMetadata"): Metadata,
 }  # fmt: skip
 _ENUMS: dict[str, type[Enum]] = {
-    f"{_DCP}metadata._MEM_FORMAT_ENCODING": _MEM_FORMAT_ENCODING,
+    f"{_DCP}metadata._MEM_FORMAT_ENCODING": MEMORY_FORMAT_ENCODING,
     f"{_DCP}planner.WriteItemType": WriteItemType,
 }
 # As the factory of a defaultdict; called without arguments by some picklers.
@@ -70,7 +69,7 @@ def find_global(module: str, name: str) -> Any:
     Raises:
         UnsafeGlobalError: metadata never needs it.
     """
-    found = _CONSTRUCTORS.get((_RENAMED.get(module, module), name))
+    found = CONSTRUCTORS.get((_RENAMED.get(module, module), name))
     if found is not None:
         return found
     if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
@@ -97,7 +96,7 @@ def _set_attributes(instance: Any, state: Any) -> None:
 
 
 def _set_properties(instance: TensorProperties, state: Any) -> None:
-    kinds = (torch.dtype, torch.layout, bool, _MEM_FORMAT_ENCODING, bool)
+    kinds = (torch.dtype, torch.layout, bool, MEMORY_FORMAT_ENCODING, bool)
     if type(state) is not tuple or len(state) != len(kinds) or not all(map(isinstance, state, kinds)):
         raise MalformedPickleError("the properties of a tensor are not dtype, layout, flags and memory format")
     instance.__setstate__(state)  # type: ignore[no-untyped-call]
@@ -211,6 +210,14 @@ def _make_interval(cls: type) -> Callable[[tuple[Any, ...], Limits], Any]:
     return make
 
 
+def _make_instance(cls: type) -> Callable[[tuple[Any, ...]], Any]:
+    def make(arguments: tuple[Any, ...]) -> Any:
+        _expect(arguments == (), cls.__name__)
+        return object.__new__(cls)
+
+    return make
+
+
 def _make_member(cls: type[Enum]) -> Callable[[tuple[Any, ...], Limits], Enum]:
     def make(arguments: tuple[Any, ...], limits: Limits) -> Enum:
         _expect(len(arguments) == 1 and type(arguments[0]) is int, cls.__name__)
@@ -253,10 +260,10 @@ _CALLS: dict[tuple[str, str], Callable[[tuple[Any, ...], Limits], Any]] = {
     **{(full.rpartition(".")[0], full.rpartition(".")[2]): _make_member(cls) for full, cls in _ENUMS.items()},
 }  # fmt: skip
 
-_CONSTRUCTORS: dict[tuple[str, str], Constructor] = {
+CONSTRUCTORS: dict[tuple[str, str], Constructor] = {
     **{(module, name): Constructor(f"{module}.{name}", call=call) for (module, name), call in _CALLS.items()},
     **{
-        (module, name): Constructor(f"{module}.{name}", new=lambda cls=cls: object.__new__(cls))  # type: ignore[misc]
+        (module, name): Constructor(f"{module}.{name}", new=_make_instance(cls))
         for (module, name), cls in _CLASSES.items()
     },
 }

@@ -9,14 +9,14 @@ builds is bounded by the length of the pickle.
 from __future__ import annotations
 
 import struct
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 # What may be a key of a dict or a member of a set, beyond strings: hashing the same tuple in a tuple in a tuple takes
 # exponential time, and ints beyond this range can be chosen to have one hash.
-_KEY_NODES = 100
+_KEY_NODES = 1000
 _KEY_INT = 2**60
 
 
@@ -35,14 +35,12 @@ class Constructor:
     Attributes:
         name: for messages.
         call: makes the value of a REDUCE from the argument tuple and `Limits`; None where it must not be called.
-        new: makes an instance without state, whose state may follow; None if there are none.
-        build: sets the state of such an instance.
+        new: makes an instance, whose state may follow, from the argument tuple; None if there are none.
     """
 
     name: str
     call: Callable[[tuple[Any, ...], Limits], Any] | None = None
-    new: Callable[[], Any] | None = None
-    build: Callable[[Any, Any], None] | None = None
+    new: Callable[[tuple[Any, ...]], Any] | None = None
 
 
 class Limits:
@@ -73,9 +71,9 @@ class Limits:
                 elif isinstance(part, int):
                     if not -_KEY_INT < part < _KEY_INT:
                         raise MalformedPickleError("a key that is a huge integer")
-                elif isinstance(part, Constructor) or type(part).__hash__ is None:
+                elif type(part).__hash__ is None:
                     raise MalformedPickleError(f"a key of type {type(part).__name__}")
-                elif is_dataclass(part):
+                elif is_dataclass(part) and not isinstance(part, Constructor):
                     _check_fields(part)
             level = deeper
 
@@ -93,8 +91,11 @@ def unpickle(
     data: bytes,
     find_global: Callable[[str, str], Any],
     build_of: Callable[[type], Callable[[Any, Any], None] | None],
-) -> Any:
-    """The value of a pickle.
+    load_persistent: Callable[[Any], Any] | None = None,
+    *,
+    start: int = 0,
+) -> tuple[Any, int]:
+    """The value of a pickle, and where it ends.
 
     Time and memory are proportional to the length of ``data``. The value may refer to itself and may be nested
     deeply; see `check_nesting`.
@@ -103,13 +104,15 @@ def unpickle(
         data: a pickle of protocol 2 to 5.
         find_global: what stands for a global, given its module and name: a `Constructor` or a constant.
         build_of: sets the state of instances of a type; None if they have none.
+        load_persistent: what stands for a persistent id; without it there must be none.
+        start: where the pickle begins.
 
     Raises:
         MalformedPickleError: damaged, or more than data of this kind needs.
         UnsafeGlobalError: from ``find_global``.
     """
     try:
-        return _run(data, find_global, build_of, Limits(len(data)))
+        return _run(data, start, find_global, build_of, load_persistent, Limits(len(data)))
     except (MalformedPickleError, UnsafeGlobalError):
         raise
     except IndexError:
@@ -120,16 +123,17 @@ def unpickle(
 
 def _run(
     data: bytes,
+    position: int,
     find_global: Callable[[str, str], Any],
     build_of: Callable[[type], Callable[[Any, Any], None] | None],
+    load_persistent: Callable[[Any], Any] | None,
     limits: Limits,
-) -> Any:
+) -> tuple[Any, int]:
     stack: list[Any] = []
     marks: list[int] = []
     memo: dict[int, Any] = {}
     push, pop = stack.append, stack.pop
     check_key = limits.check_key
-    position = 0
 
     def take(length: int) -> bytes:
         nonlocal position
@@ -145,7 +149,7 @@ def _run(
         return items
 
     def set_items(target: Any, items: list[Any]) -> None:
-        if type(target) not in (dict, OrderedDict, defaultdict):
+        if type(target) not in (dict, OrderedDict, defaultdict, Counter):
             raise MalformedPickleError(f"items are set in a {type(target).__name__}")
         for i in range(0, len(items), 2):
             check_key(items[i])
@@ -193,9 +197,9 @@ def _run(
             push(())
         elif op == 0x81:  # NEWOBJ
             arguments, function = pop(), pop()
-            if not isinstance(function, Constructor) or function.new is None or arguments != ():
+            if not isinstance(function, Constructor) or function.new is None or type(arguments) is not tuple:
                 raise MalformedPickleError(f"an instance of {_describe(function)} is made")
-            push(function.new())
+            push(function.new(arguments))
         elif op == 0x62:  # BUILD
             state = pop()
             build = build_of(type(stack[-1]))
@@ -283,7 +287,9 @@ def _run(
                 raise MalformedPickleError(f"its protocol is {data[position]}, expected 2 to 5")
             position += 1
         elif op == 0x2E:  # STOP
-            return pop()
+            return pop(), position
+        elif op == 0x51 and load_persistent is not None:  # BINPERSID
+            push(load_persistent(pop()))
         else:
             raise MalformedPickleError(f"byte {position - 1} is {op:#04x}, not an opcode of data")
 
