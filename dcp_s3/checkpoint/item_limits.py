@@ -22,6 +22,10 @@ from dcp_s3.format.unpickle import Constructor, Limits, MalformedPickleError, un
 _OLD_FORMAT_PICKLES = 5
 
 
+class BadArchiveError(MalformedPickleError):
+    """An item's archive should not be read by anybody: damaged, compressed, or with entries that overlap."""
+
+
 class _Placeholder:
     """Something that the pickle makes."""
 
@@ -40,6 +44,7 @@ def check_limits(stream: io.BytesIO) -> None:
         stream: from its beginning; its position moves.
 
     Raises:
+        BadArchiveError: of the archive around the pickle.
         MalformedPickleError: it would take more, is damaged, or is not what torch.save writes.
     """
     size = stream.getbuffer().nbytes
@@ -52,18 +57,18 @@ def check_limits(stream: io.BytesIO) -> None:
             entries = archive.infolist()
             sizes = {entry.filename.partition("/")[2]: entry.file_size for entry in entries}
         if any(entry.compress_type for entry in entries) or sum(entry.file_size for entry in entries) > size:
-            raise MalformedPickleError("its archive is compressed, or its entries overlap")
+            raise BadArchiveError("its archive is compressed, or its entries overlap")
         stream.seek(0)
         pickled = FileReader(stream).get_record("data.pkl")
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, OSError, ValueError) as error:
-        raise MalformedPickleError(f"its archive is damaged ({type(error).__name__}: {error})") from error
+        raise BadArchiveError(f"its archive is damaged ({type(error).__name__}: {error})") from error
     unpickle(pickled, _find_global, _build_of, _storage_loader(size, sizes))
 
 
 def is_archive(stream: io.BytesIO) -> bool:
     """Whether torch.load takes it for an archive rather than for the old format."""
     with stream.getbuffer() as data:
-        return data[:4] == b"PK\x03\x04"
+        return bytes(data[:4]) == b"PK\x03\x04"
 
 
 def _check_old_format(stream: io.BytesIO, size: int) -> None:

@@ -11,7 +11,7 @@ import threading
 import torch
 from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoint
 
-from dcp_s3.checkpoint.item_limits import check_limits, is_archive
+from dcp_s3.checkpoint.item_limits import BadArchiveError, check_limits, is_archive
 from dcp_s3.errors import CheckpointError, CorruptCheckpointError, UnsafeItemError
 from dcp_s3.format.unpickle import MalformedPickleError
 
@@ -58,7 +58,10 @@ def _load(stream: io.BytesIO, device: str) -> None:
 
 
 def _explain(error: Exception, stream: io.BytesIO, fqn: str, url: str, verified: bool) -> CheckpointError:
-    names = find_unsafe_globals(stream) if isinstance(error, (pickle.UnpicklingError, MalformedPickleError)) else []
+    readable = isinstance(error, (pickle.UnpicklingError, MalformedPickleError)) and not isinstance(
+        error, BadArchiveError
+    )
+    names = find_unsafe_globals(stream) if readable else []
     if not names and not verified:
         return CorruptCheckpointError(
             f"{fqn!r} in {url} cannot be unpickled: {_reason(error)}. It was saved without a checksum: it is damaged, "

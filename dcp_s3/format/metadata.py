@@ -141,7 +141,7 @@ def _is_index(fields: dict[str, Any]) -> bool:
     return (
         type(fields.get("fqn")) is str
         and (offset is None or _is_shape(offset))
-        and (index is None or (type(index) is int and index >= 0))
+        and (index is None or (type(index) is int and 0 <= index < _MAX_INT))
     )
 
 

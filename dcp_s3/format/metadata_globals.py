@@ -69,7 +69,7 @@ def find_global(module: str, name: str) -> Any:
     Raises:
         UnsafeGlobalError: metadata never needs it.
     """
-    found = CONSTRUCTORS.get((_RENAMED.get(module, module), name))
+    found = CONSTRUCTORS.get((module, name)) or CONSTRUCTORS.get(_RENAMED.get((module, name), ("", "")))
     if found is not None:
         return found
     if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
@@ -267,4 +267,8 @@ CONSTRUCTORS: dict[tuple[str, str], Constructor] = {
         for (module, name), cls in _CLASSES.items()
     },
 }
-_RENAMED = {"__builtin__": "builtins"}  # by protocol 2
+_RENAMED = {  # by protocol 2
+    **{("__builtin__", name): (module, name) for module, name in CONSTRUCTORS if module == "builtins"},
+    ("__builtin__", "unicode"): ("builtins", "str"),
+    ("__builtin__", "xrange"): ("builtins", "range"),
+}

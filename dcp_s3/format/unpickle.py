@@ -8,10 +8,11 @@ builds is bounded by the length of the pickle.
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any
 
 # What may be a key of a dict or a member of a set, beyond strings: hashing the same tuple in a tuple in a tuple takes
@@ -310,7 +311,7 @@ def check_nesting(value: Any, *, max_depth: int, max_nodes: int) -> None:
         max_nodes: of the tree that it unfolds to; what occurs several times counts as often.
 
     Raises:
-        MalformedPickleError: it contains itself, a class, or more than that.
+        MalformedPickleError: it contains itself, a class, a dataclass that lacks attributes, or more than that.
     """
     if type(value) in _LEAVES:
         return
@@ -349,7 +350,18 @@ def _children(item: Any) -> list[Any]:
         return [*item.keys(), *item.values()]
     if isinstance(item, (list, tuple, set, frozenset)):
         return list(item)
-    return list(vars(item).values()) if is_dataclass(item) else []
+    if not is_dataclass(item):
+        return []
+    missing = _required(type(item)) - vars(item).keys()
+    if missing:
+        raise MalformedPickleError(f"a {type(item).__name__} has no {min(missing)}")
+    return list(vars(item).values())
+
+
+@functools.cache
+def _required(cls: type) -> frozenset[str]:
+    """Names of the attributes that an instance must have of its own."""
+    return frozenset(field.name for field in fields(cls) if field.default is MISSING)
 
 
 def _width(item: Any) -> int:
