@@ -352,7 +352,8 @@ def _children(item: Any) -> list[Any]:
         return list(item)
     if not is_dataclass(item):
         return []
-    missing = _required(type(item)) - vars(item).keys()
+    cls: type = type(item)
+    missing = _required(cls) - vars(item).keys()
     if missing:
         raise MalformedPickleError(f"a {type(item).__name__} has no {min(missing)}")
     return list(vars(item).values())

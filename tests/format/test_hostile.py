@@ -152,7 +152,8 @@ def test_the_refused_global_is_named() -> None:
 
 WRONG: dict[str, Any] = {
     "None": None, "an int": 7, "negative": -1, "huge": 2**70, "a bool": True, "a float": 0.5, "text": "../x",
-    "bytes": b"x", "a list": [1], "a dict": {"a": 1}, "a tuple": (1, "a"), "a size": torch.Size([1, -2, 3]), "a dtype": torch.int8,
+    "bytes": b"x", "a list": [1], "a dict": {"a": 1}, "a tuple": (1, "a"), "a size": torch.Size([1, -2, 3]),
+    "a dtype": torch.int8,
 }  # fmt: skip
 # Of the fields' values, what may be there.
 RIGHT = {
