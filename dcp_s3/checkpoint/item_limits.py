@@ -20,6 +20,9 @@ from dcp_s3.format.unpickle import Constructor, Limits, MalformedPickleError, un
 
 # Pickles before the bytes of the storages: magic number, protocol, system, value, keys of the storages.
 _OLD_FORMAT_PICKLES = 5
+# That of torch.save. From 3 on, Python's unpickler takes Python 2's names of modules as they are, where torch's
+# weights-only unpickler goes on translating them: what it checks would not be what is imported.
+_PROTOCOL = 2
 
 
 class BadArchiveError(MalformedPickleError):
@@ -62,7 +65,7 @@ def check_limits(stream: io.BytesIO) -> None:
         pickled = FileReader(stream).get_record("data.pkl")
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, OSError, ValueError) as error:
         raise BadArchiveError(f"its archive is damaged ({type(error).__name__}: {error})") from error
-    unpickle(pickled, _find_global, _build_of, _storage_loader(size, sizes))
+    unpickle(pickled, _find_global, _build_of, _storage_loader(size, sizes), max_protocol=_PROTOCOL)
 
 
 def is_archive(stream: io.BytesIO) -> bool:
@@ -74,7 +77,9 @@ def is_archive(stream: io.BytesIO) -> bool:
 def _check_old_format(stream: io.BytesIO, size: int) -> None:
     data, position = stream.getvalue(), 0
     for _ in range(_OLD_FORMAT_PICKLES):
-        _, position = unpickle(data, _find_global, _build_of, _storage_loader(size, None), start=position)
+        _, position = unpickle(
+            data, _find_global, _build_of, _storage_loader(size, None), start=position, max_protocol=_PROTOCOL
+        )
 
 
 def _storage_loader(size: int, sizes: dict[str, int] | None) -> Callable[[Any], _Storage]:

@@ -95,6 +95,7 @@ def unpickle(
     load_persistent: Callable[[Any], Any] | None = None,
     *,
     start: int = 0,
+    max_protocol: int = 5,
 ) -> tuple[Any, int]:
     """The value of a pickle, and where it ends.
 
@@ -102,18 +103,19 @@ def unpickle(
     deeply; see `check_nesting`.
 
     Args:
-        data: a pickle of protocol 2 to 5.
+        data: holds a pickle of protocol 2 to 5.
         find_global: what stands for a global, given its module and name: a `Constructor` or a constant.
         build_of: sets the state of instances of a type; None if they have none.
         load_persistent: what stands for a persistent id; without it there must be none.
         start: where the pickle begins.
+        max_protocol: at least 2.
 
     Raises:
         MalformedPickleError: damaged, or more than data of this kind needs.
         UnsafeGlobalError: from ``find_global``.
     """
     try:
-        return _run(data, start, find_global, build_of, load_persistent, Limits(len(data)))
+        return _run(data, start, find_global, build_of, load_persistent, max_protocol, Limits(len(data)))
     except (MalformedPickleError, UnsafeGlobalError):
         raise
     except IndexError:
@@ -128,6 +130,7 @@ def _run(
     find_global: Callable[[str, str], Any],
     build_of: Callable[[type], Callable[[Any, Any], None] | None],
     load_persistent: Callable[[Any], Any] | None,
+    max_protocol: int,
     limits: Limits,
 ) -> tuple[Any, int]:
     stack: list[Any] = []
@@ -284,8 +287,8 @@ def _run(
         elif op == 0x31:  # POP_MARK
             pop_mark()
         elif op == 0x80:  # PROTO
-            if not 2 <= data[position] <= 5:
-                raise MalformedPickleError(f"its protocol is {data[position]}, expected 2 to 5")
+            if not 2 <= data[position] <= max_protocol:
+                raise MalformedPickleError(f"its protocol is {data[position]}, expected 2 to {max_protocol}")
             position += 1
         elif op == 0x2E:  # STOP
             return pop(), position

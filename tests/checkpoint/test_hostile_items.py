@@ -190,6 +190,14 @@ def test_entries_that_overlap() -> None:
         check_limits(io.BytesIO(data[:central] + entry * 50 + data[central:end] + data[end:]))
 
 
+def test_python_2_s_names_are_not_imported() -> None:
+    """torch's unpickler would take ``UserDict`` for ``collections``, Python's would import a module of that name."""
+    for module, qualified in (("UserDict", "OrderedDict"), ("__builtin__", "set")):
+        data = archive(b"\x80\x03" + name(module, qualified) + b")R.")
+        with pytest.raises(errors.UnsafeItemError, match="protocol"):
+            decode_item(data)
+
+
 @pytest.mark.parametrize("levels", [30, 60])
 def test_keys_that_take_forever_to_hash(levels: int) -> None:
     for data in (archive(stream(b"}" + doubling(levels) + b"K\x01s")), stream(b"}" + doubling(levels) + b"K\x01s")):
@@ -209,7 +217,8 @@ _ITEMS = [
 _TENSORS = [save(torch.arange(4.0).reshape(2, 2), _use_new_zipfile_serialization=new) for new in (True, False)]
 _SNIPPETS = [
     call("tests.hostile", "trip"), name("tests.hostile", "trip"), b"(itests.hostile\ntrip\n", b"R", b"\x81", b"b",
-    b"h\x01", text("tests.hostile") + text("trip") + b"\x93", b"0", b"(", b"]", b"}", b"s", b"u", b"a", b"e", b"\x85", b".", b"Q",
+    b"h\x01", text("tests.hostile") + text("trip") + b"\x93", b"0", b"(", b"]", b"}", b"s", b"u", b"a", b"e",
+    b"\x85", b".", b"Q",
     plain((None, {"x": 1})), hostile.storage(10**9), hostile.tensor(4, 0, plain((9, 9)), plain((9, 1))),
 ]  # fmt: skip
 
@@ -236,10 +245,10 @@ def test_mutated_items(data: bytes) -> None:
     found = io.BytesIO(data)
     with contextlib.suppress(*REFUSED):
         check_item(found, fqn="x", url=hostile.URL, verified=True)
-        # It was taken: then torch takes it, too, and so does a planner.
-        torch.load(found, weights_only=True)
+        # It was taken: then torch takes it, too, and so does a planner (where there is the device that it names).
+        torch.load(found, map_location="cpu", weights_only=True)
         found.seek(0)
-        torch.load(found, weights_only=False)
+        torch.load(found, map_location="cpu", weights_only=False)
     assert not hostile.was_tripped()
 
 
