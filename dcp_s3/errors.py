@@ -162,6 +162,18 @@ class CorruptCheckpointError(CheckpointError):
     """Stored bytes do not match their recorded checksum or length."""
 
 
+class UnsafeItemError(CheckpointError):
+    """An item that is no tensor holds what torch's weights-only unpickler refuses.
+
+    Attributes:
+        fqn: the item's fully qualified name.
+    """
+
+    def __init__(self, message: str, *, url: str = "", fqn: str = "") -> None:
+        super().__init__(message, url=url)
+        self.fqn = fqn
+
+
 class MissingExtensionError(CheckpointError):
     """An item went through a stream extension that the reader's registry does not know."""
 

@@ -25,10 +25,13 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from dcp_s3.checkpoint.blocks import Blocks
 from dcp_s3.errors import ShapeMismatchError
 
+FileReader = torch._C.PyTorchFileReader  # of the archives of torch.save
+
 __all__ = [
     "CURRENT_DCP_VERSION",
     "AsyncCheckpointProcess",
     "ExtensionRegistry",
+    "FileReader",
     "ReaderTransforms",
     "StorageInfo",
     "StreamTransformExtension",

@@ -14,6 +14,7 @@ from dcp_s3.checkpoint._torch import StorageInfo, WriterTransforms, make_storage
 from dcp_s3.checkpoint.blocks import MIN_BLOCK, Blocks, block_size, crcs_of_beginnings, cuts_between, pack_crcs
 from dcp_s3.checkpoint.memory import is_plain, iterate_bytes
 from dcp_s3.checkpoint.ring import shared_ring
+from dcp_s3.checkpoint.safe_items import warn_of_unsafe_item
 from dcp_s3.errors import SaveProtocolError
 from dcp_s3.format.framing import FrameCache, FramingError
 from dcp_s3.transport.checksum import combine_crc64nvme
@@ -116,6 +117,8 @@ class ItemWriter:
             raise SaveProtocolError(
                 f"the planner resolved {item.index.fqn!r} to a {type(data).__name__}, expected a tensor"
             )
+        if isinstance(data, io.BytesIO):
+            warn_of_unsafe_item(item.index.fqn, data)
         if self._transforms.extensions:
             self._write_transformed(written, data, upload)
         elif isinstance(data, torch.Tensor):

@@ -16,6 +16,7 @@ from dcp_s3 import errors
 from dcp_s3.checkpoint._torch import ReaderTransforms
 from dcp_s3.checkpoint.memory import synchronize_accelerator
 from dcp_s3.checkpoint.read_plan import ReadRequest, plan_requests
+from dcp_s3.checkpoint.safe_items import check_item
 from dcp_s3.checkpoint.transfer import ItemTransfer, TransferFactory
 from dcp_s3.spill.local import LocalObjects
 from dcp_s3.transport import retry
@@ -44,6 +45,7 @@ class LoadExecutor:
         metadata: of the checkpoint.
         transforms: torch's stream extensions.
         local: objects that are on this host's disk.
+        weights_only: refuse items that torch's weights-only unpickler refuses.
     """
 
     def __init__(
@@ -53,8 +55,11 @@ class LoadExecutor:
         metadata: Metadata,
         transforms: ReaderTransforms,
         local: LocalObjects | None = None,
+        *,
+        weights_only: bool = True,
     ) -> None:
         self._local = local
+        self._weights_only = weights_only
         self._bucket = bucket
         self._url = url
         self._factory = TransferFactory(url, metadata, transforms, allow_dtype_cast=bucket.settings.allow_dtype_cast)
@@ -68,6 +73,7 @@ class LoadExecutor:
 
         Raises:
             DtypeMismatchError: before anything is fetched or changed.
+            UnsafeItemError: before the planner sees the item.
             CorruptCheckpointError: stored bytes are missing, cut short or not what was written.
             DeadlineExceededError: the bucket's deadline has passed.
             StorageError: S3 failed for good.
@@ -112,6 +118,13 @@ class LoadExecutor:
         if transfer.target is not None:
             planner.commit_tensor(transfer.item, transfer.target)
         elif transfer.loaded is not None:
+            if self._weights_only:
+                check_item(
+                    transfer.loaded,
+                    fqn=transfer.item.storage_index.fqn,
+                    url=str(self._url),
+                    verified=transfer.crc is not None,
+                )
             try:
                 planner.load_bytes(transfer.item, transfer.loaded)
             except Exception as error:

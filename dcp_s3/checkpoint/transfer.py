@@ -23,6 +23,7 @@ from dcp_s3.checkpoint._torch import (
 )
 from dcp_s3.checkpoint.blocks import widen
 from dcp_s3.checkpoint.contents import find_chunk
+from dcp_s3.checkpoint.item_limits import check_limits
 from dcp_s3.checkpoint.memory import is_direct, view_bytes
 from dcp_s3.checkpoint.read_plan import Extent, covering_range, row_major_strides
 from dcp_s3.transport.checksum import combine_crc64nvme
@@ -230,10 +231,11 @@ class TransferFactory:
         def scatter(_: ItemTransfer, buffer: torch.Tensor) -> None:
             with self._naming_damage(item):
                 stream = self._decode(item, info, buffer)
-                seekable = stream if stream.seekable() else io.BytesIO(stream.read(-1))
+                seekable = stream if isinstance(stream, io.BytesIO) else io.BytesIO(stream.read(-1))
+                check_limits(seekable)
+                seekable.seek(0)
                 tensor = cast(torch.Tensor, torch.load(seekable, map_location="cpu", weights_only=True))
-                tensor = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
-            target.copy_(tensor)
+                target.copy_(narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
 
         extent = _extent(number, info, 0, info.length)
         crc = get_crc(info) if get_raw_offset(info) is None else None

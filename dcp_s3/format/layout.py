@@ -18,6 +18,9 @@ SAVE_ID_KEY = "dcp-s3-save-id"
 METADATA_CRC_KEY = "dcp-s3-crc64nvme"
 """User metadata of ``.metadata`` with the CRC-64/NVME of its bytes (16 hex digits)."""
 
+# Control characters, lone surrogates, and the backslash, which separates directories on Windows: no writer uses them.
+_NO_KEY = re.compile(r"[\x00-\x1f\x7f\\\ud800-\udfff]")
+
 _MANIFEST = re.compile(re.escape(CONTROL_PREFIX) + r"manifest-([0-9a-f]+)(?:\.(\d+))?\.json")
 
 
@@ -69,8 +72,14 @@ def parse_manifest_object(relative_path: str) -> str | None:
 
 
 def is_inside(relative_path: str) -> bool:
-    """Whether a path from a checkpoint's metadata stays below the checkpoint's prefix."""
-    return bool(relative_path) and not relative_path.startswith("/") and ".." not in relative_path.split("/")
+    """Whether a path from a checkpoint's metadata stays below the checkpoint's prefix, on S3 and in a directory."""
+    return (
+        bool(relative_path)
+        and not relative_path.startswith("/")
+        and ".." not in relative_path.split("/")
+        and "://" not in relative_path
+        and _NO_KEY.search(relative_path) is None
+    )
 
 
 _STEP = re.compile(r"(\d+)(?!.*\d)")

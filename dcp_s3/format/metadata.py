@@ -1,55 +1,42 @@
 """``.metadata``: DCP's pickled Metadata, read without running what a pickle may hold.
 
-A checkpoint's bucket is often writable by more people than may run code on a cluster. The unpickler knows the
-classes that DCP's planners and storage layers put into metadata, and refuses every other global.
+A checkpoint's bucket is often writable by more people than may run code on a cluster. The unpickler makes what DCP's
+planners and storage layers put into metadata, and nothing else; then every field that loading relies on is checked.
 """
 
 from __future__ import annotations
 
-import io
+import math
 import pickle
-from typing import Any
+import reprlib
+from collections.abc import Callable
+from pathlib import PurePath
+from typing import Any, NoReturn, TypeGuard
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 
 from dcp_s3.errors import CorruptMetadataError, UnsafeMetadataError
+from dcp_s3.format._torch import StorageInfo
 from dcp_s3.format.layout import is_inside
+from dcp_s3.format.metadata_globals import build_of, find_global
+from dcp_s3.format.unpickle import MalformedPickleError, UnsafeGlobalError, check_nesting, unpickle
 
-_DCP = "torch.distributed.checkpoint."
-_ALLOWED: frozenset[tuple[str, str]] = frozenset(
-    {
-        *((_DCP + "metadata", name) for name in (
-            "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
-            "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING",
-        )),
-        (_DCP + "filesystem", "_StorageInfo"),
-        (_DCP + "filesystem", "_StoragePrefix"),
-        ("torch", "Size"),
-        ("torch", "device"),
-        ("torch.serialization", "_get_layout"),
-        ("collections", "OrderedDict"),
-        ("collections", "defaultdict"),
-        # StorageMeta.checkpoint_id of torch's FileSystemWriter.
-        *((module, name) for module in ("pathlib", "pathlib._local") for name in (
-            "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath",
-        )),
-        *(("builtins", name) for name in (
-            "bool", "bytearray", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "range", "set",
-            "slice", "str", "tuple",
-        )),
-        ("_codecs", "encode"),
-    }
-)  # fmt: skip
-
-
-class _AllowListUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _ALLOWED:
-            return super().find_class(module, name)
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        raise UnsafeMetadataError(f"{module}.{name}")
+# An item of one object: S3's largest object is 50 TiB, what is pickled or encoded goes through memory.
+_MAX_ITEM_BYTES = 2**44
+_MAX_INT = 2**63
+# Of what planners add: a plan of a nested state is flat. Values that occur often are pickled once.
+_MAX_DEPTH = 50
+_MAX_UNFOLDING = 1000
+_KNOWN_FIELDS = {"state_dict_metadata", "storage_data", "storage_meta", "version"}
 
 
 def dump_metadata(metadata: Metadata) -> bytes:
@@ -58,7 +45,7 @@ def dump_metadata(metadata: Metadata) -> bytes:
 
 
 def load_metadata(data: bytes, *, url: str) -> Metadata:
-    """Unpickle ``.metadata`` by the allow-list.
+    """Unpickle ``.metadata`` by the allow-list and check it.
 
     Args:
         data: the object's bytes.
@@ -66,70 +53,152 @@ def load_metadata(data: bytes, *, url: str) -> Metadata:
 
     Raises:
         UnsafeMetadataError: a global outside the list, or an object outside the checkpoint's prefix.
-        CorruptMetadataError: truncated, empty, or not DCP metadata.
+        CorruptMetadataError: truncated, empty, not DCP metadata, or of fields that can not be.
     """
     try:
-        metadata = _AllowListUnpickler(io.BytesIO(data)).load()
-    except UnsafeMetadataError as error:
+        metadata, _ = unpickle(data, find_global, build_of)
+    except UnsafeGlobalError as error:
         raise UnsafeMetadataError(
             f"the metadata of {url} names the global {error}, which DCP's metadata never needs: loading it could "
             "run code. Nothing was loaded. If the checkpoint should be trusted, find out who wrote it and with what",
             url=url,
         ) from None
-    except Exception as error:
+    except MalformedPickleError as error:
         raise CorruptMetadataError(
-            f"the metadata of {url} ({len(data)} bytes) can not be read: {type(error).__name__}: {error}. "
+            f"the metadata of {url} ({len(data)} bytes) can not be read: {error}. "
             "It is truncated or damaged: load an earlier checkpoint, or restore the object from a backup",
             url=url,
-        ) from error
-    if not isinstance(metadata, Metadata) or not isinstance(getattr(metadata, "state_dict_metadata", None), dict):
+        ) from None
+    if type(metadata) is not Metadata or type(getattr(metadata, "state_dict_metadata", None)) is not dict:
         raise CorruptMetadataError(
             f"the metadata of {url} is a pickled {type(metadata).__name__}, not DCP metadata",
             url=url,
         )
-    for index, info in (getattr(metadata, "storage_data", None) or {}).items():
-        path = getattr(info, "relative_path", None)
-        if not isinstance(path, str) or not is_inside(path):
-            raise UnsafeMetadataError(
-                f"the metadata of {url} places {getattr(index, 'fqn', index)!r} at {path!r}, outside the "
-                "checkpoint: it was tampered with, or written by something else than a DCP storage writer",
-                url=url,
-            )
-        if not _is_range(getattr(info, "offset", None), getattr(info, "length", None)):
-            raise _contradiction(url, index, "lies at no possible range of bytes")
-    for fqn, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, TensorStorageMetadata) and not _is_complete(entry):
-            raise _contradiction(url, fqn, "has no complete description of its shape, dtype and chunks")
+    _check_entries(metadata.state_dict_metadata, url)
+    _check_storage(metadata.storage_data, url)
+    _check_rest(metadata, url, max_nodes=_MAX_UNFOLDING * len(data))
     return metadata
 
 
-# An item of one object: S3's largest object is 50 TiB, what is pickled or encoded goes through memory.
-_MAX_ITEM_BYTES = 2**44
+def _check_entries(entries: dict[Any, Any], url: str) -> None:
+    for fqn, entry in entries.items():
+        if type(fqn) is not str:
+            _fail(url, fqn, "is a name that is no string")
+        if type(entry) is TensorStorageMetadata:
+            if not _is_tensor(vars(entry)):
+                _fail(url, fqn, "has no complete description of its shape, dtype and chunks")
+        elif type(entry) is not BytesStorageMetadata:
+            _fail(url, fqn, f"is a {type(entry).__name__}")
 
 
-def _is_range(offset: object, length: object) -> bool:
-    return isinstance(offset, int) and isinstance(length, int) and offset >= 0 and 0 <= length <= _MAX_ITEM_BYTES
-
-
-def _is_complete(entry: TensorStorageMetadata) -> bool:
+def _is_tensor(fields: dict[str, Any]) -> bool:
     """Whether everything is there that loading will rely on; a damaged pickle may leave out attributes."""
-    fields = vars(entry)
-    chunks = fields.get("chunks")
-    return (
-        isinstance(fields.get("size"), torch.Size)
-        and isinstance(getattr(fields.get("properties"), "dtype", None), torch.dtype)
-        and isinstance(chunks, list)
-        and all(
-            isinstance(chunk, ChunkStorageMetadata)
-            and isinstance(vars(chunk).get("offsets"), torch.Size)
-            and isinstance(vars(chunk).get("sizes"), torch.Size)
-            for chunk in chunks
+    size, properties, chunks = fields.get("size"), fields.get("properties"), fields.get("chunks")
+    if not _is_shape(size) or type(properties) is not TensorProperties or type(chunks) is not list:
+        return False
+    if not isinstance(vars(properties).get("dtype"), torch.dtype) or math.prod(size) > _MAX_INT // 16:
+        return False
+    for chunk in chunks:
+        if type(chunk) is not ChunkStorageMetadata:
+            return False
+        offsets, sizes = vars(chunk).get("offsets"), vars(chunk).get("sizes")
+        if not _is_shape(offsets) or not _is_shape(sizes) or not len(offsets) == len(sizes) == len(size):
+            return False
+        if any(begin + extent > whole for begin, extent, whole in zip(offsets, sizes, size, strict=True)):
+            return False
+    return True
+
+
+def _is_shape(value: Any) -> TypeGuard[torch.Size]:
+    return type(value) is torch.Size and (not value or min(value) >= 0)
+
+
+def _check_storage(storage_data: Any, url: str) -> None:
+    if storage_data is None:
+        return
+    if type(storage_data) is not dict:
+        raise CorruptMetadataError(
+            f"the metadata of {url} is damaged: where its items lie is a {type(storage_data).__name__}, expected a "
+            "dict. Load an earlier checkpoint",
+            url=url,
         )
+    for index, info in storage_data.items():
+        if type(index) is not MetadataIndex or not _is_index(vars(index)):
+            _fail(url, index, "is not the index of an item")
+        path = getattr(info, "relative_path", None)
+        if not isinstance(path, str) or not is_inside(path):
+            raise UnsafeMetadataError(
+                f"the metadata of {url} places {_name(index)} at {reprlib.repr(path)}, outside the "
+                "checkpoint: it was tampered with, or written by something else than a DCP storage writer",
+                url=url,
+            )
+        if type(info) is not StorageInfo or not _is_range(vars(info)):
+            _fail(url, index, "lies at no possible range of bytes")
+
+
+def _is_index(fields: dict[str, Any]) -> bool:
+    offset, index = fields.get("offset"), fields.get("index")
+    return (
+        type(fields.get("fqn")) is str
+        and (offset is None or _is_shape(offset))
+        and (index is None or (type(index) is int and 0 <= index < _MAX_INT))
     )
 
 
-def _contradiction(url: str, index: object, what: str) -> CorruptMetadataError:
-    return CorruptMetadataError(
-        f"the metadata of {url} is damaged: {getattr(index, 'fqn', index)!r} {what}. Load an earlier checkpoint",
+def _is_range(fields: dict[str, Any]) -> bool:
+    """Whether offset, length and the facts that are added to them (see checkpoint/_torch.py) can be."""
+    offset, length, descriptors = fields.get("offset"), fields.get("length"), fields.get("transform_descriptors")
+    if type(offset) is not int or type(length) is not int or not 0 <= offset < _MAX_INT:
+        return False
+    return (
+        0 <= length <= _MAX_ITEM_BYTES
+        and (descriptors is None or (type(descriptors) in (list, tuple) and all(type(d) is str for d in descriptors)))
+        and _is_int_or_missing(fields, "raw_offset", length + 1)
+        and _is_int_or_missing(fields, "crc64nvme", 2**64)
+    )
+
+
+def _is_int_or_missing(fields: dict[str, Any], name: str, end: int) -> bool:
+    return name not in fields or (type(fields[name]) is int and 0 <= fields[name] < end)
+
+
+def _is_text(value: object) -> bool:
+    return value is None or type(value) is str
+
+
+_STORAGE_META: dict[str, Callable[[Any], bool]] = {
+    "checkpoint_id": lambda value: _is_text(value) or isinstance(value, PurePath),
+    "save_id": _is_text,
+    "load_id": _is_text,
+    "modules": lambda value: type(value) is list and all(map(_is_text, value)),
+}
+
+
+def _check_rest(metadata: Metadata, url: str, *, max_nodes: int) -> None:
+    """What is not needed to load: it must only do no harm to whoever looks at it."""
+    meta = getattr(metadata, "storage_meta", None)
+    if meta is not None:
+        if type(meta) is not StorageMeta:
+            _fail(url, "storage_meta", f"is a {type(meta).__name__}")
+        for name, is_right in _STORAGE_META.items():
+            if name in vars(meta) and not is_right(vars(meta)[name]):
+                _fail(url, f"storage_meta.{name}", f"is a {type(vars(meta)[name]).__name__}")
+    if not _is_text(getattr(metadata, "version", None)):
+        _fail(url, "version", "is no string")
+    rest = {name: value for name, value in vars(metadata).items() if name not in _KNOWN_FIELDS}
+    try:
+        check_nesting(rest, max_depth=_MAX_DEPTH, max_nodes=max_nodes)
+    except MalformedPickleError as error:
+        _fail(url, "planner_data", f"can not be used: {error}")
+
+
+def _name(index: object) -> str:
+    fqn = getattr(index, "fqn", index)
+    return reprlib.repr(fqn) if isinstance(fqn, str) else f"a {type(index).__name__}"
+
+
+def _fail(url: str, index: object, what: str) -> NoReturn:
+    raise CorruptMetadataError(
+        f"the metadata of {url} is damaged: {_name(index)} {what}. Load an earlier checkpoint",
         url=url,
     )

@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 import dcp_s3.checkpoint
 from dcp_s3.checkpoint import _torch
 from dcp_s3.errors import ShapeMismatchError
+from dcp_s3.format import _torch as format_torch
 from dcp_s3.staging import _torch as staging_torch
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -62,6 +63,8 @@ def _moved(what: str, relied_on: str) -> str:
         ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor"),
         ("torch.distributed._shard.sharded_tensor.shard", "Shard"),
         ("torch.utils._python_dispatch", "is_traceable_wrapper_subclass"),
+        ("torch._C", "PyTorchFileReader"),
+        (_DCP + "metadata", "_MEM_FORMAT_ENCODING"),
         (_DCP + "_async_process_executor", "_ProcessBasedAsyncCheckpointExecutor"),
         (_DCP + "_async_process_executor", "_AsyncCheckpointProcess"),
         (_DCP + "_extension", "ExtensionRegistry"),
@@ -70,6 +73,7 @@ def _moved(what: str, relied_on: str) -> str:
         (_DCP + "_fsspec_filesystem", "FsspecWriter"),
         (_DCP + "filesystem", "CURRENT_DCP_VERSION"),
         (_DCP + "filesystem", "_StorageInfo"),
+        (_DCP + "filesystem", "_StoragePrefix"),
         (_DCP + "filesystem", "_StorageReaderTransforms"),
         (_DCP + "filesystem", "_StorageWriterTransforms"),
     ],
@@ -79,11 +83,11 @@ def test_the_names_are_where_they_were(module: str, name: str) -> None:
     assert hasattr(found, name), _moved(f"{module}.{name} is gone", "the import in a module _torch.py of dcp_s3")
 
 
-def test_private_torch_is_imported_in_two_modules_only() -> None:
+def test_private_torch_is_imported_in_three_modules_only() -> None:
     """A private name that somebody imports elsewhere would not be watched by the tests here."""
     elsewhere = []
     for path in sorted(_PACKAGE.rglob("*.py")):
-        if path in (Path(inspect.getfile(_torch)), Path(inspect.getfile(staging_torch))):
+        if path in {Path(inspect.getfile(module)) for module in (_torch, format_torch, staging_torch)}:
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("torch"):

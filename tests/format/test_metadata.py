@@ -1,14 +1,17 @@
 """`.metadata` is read by an allow-list."""
 
 import collections
+import dataclasses
 import os
 import pathlib
 import pickle
 import subprocess
+import sys
+import types
 
 import pytest
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -17,6 +20,13 @@ from torch.distributed.checkpoint.metadata import (
     StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    BytesIOWriteData,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
 )
 
 from dcp_s3.errors import CorruptMetadataError, UnsafeMetadataError
@@ -48,6 +58,74 @@ def test_what_planners_may_add() -> None:
     metadata = _metadata()
     metadata.planner_data = [collections.OrderedDict(a={1, 2}), frozenset({3}), 1j, b"b", torch.float8_e4m3fn, slice(1)]
     assert load_metadata(dump_metadata(metadata), url=URL) == metadata
+
+
+def _megatron_plans() -> list[SavePlan]:
+    """What Megatron-Core puts into ``Metadata.all_local_plans``: the plans of all ranks."""
+    size = torch.Size([4])
+    chunk = ChunkStorageMetadata(torch.Size([0]), size)
+    tensor = TensorWriteData(chunk, TensorProperties(dtype=torch.bfloat16), size)
+    items = [
+        WriteItem(MetadataIndex("w", [0], 0), WriteItemType.SHARD, tensor_data=tensor),
+        WriteItem(MetadataIndex("t"), WriteItemType.TENSOR, tensor_data=tensor),
+        WriteItem(MetadataIndex("x"), WriteItemType.BYTE_IO, bytes_io_data=BytesIOWriteData(10)),
+    ]
+    return [SavePlan(items, storage_data=_StoragePrefix(f"__{rank}_"), planner_data={}) for rank in range(2)]
+
+
+def test_the_plans_that_megatron_keeps() -> None:
+    metadata = _metadata()
+    metadata.all_local_plans = _megatron_plans()  # type: ignore[attr-defined]
+    found = load_metadata(dump_metadata(metadata), url=URL)
+    assert found == metadata
+    assert found.all_local_plans == metadata.all_local_plans  # type: ignore[attr-defined]
+
+
+def test_what_megatron_called_its_own_classes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They load without Megatron, as torch's, with what they had more."""
+    name = "megatron.core.dist_checkpointing.strategies.torch"
+    module = types.ModuleType(name)
+    plan_class = dataclasses.make_dataclass(
+        "MCoreSavePlan", [("mcore_data", object, None)], bases=(SavePlan,), frozen=True
+    )
+    metadata_class = dataclasses.make_dataclass("MCoreMetadata", [("mcore_data", object, None)], bases=(Metadata,))
+    metadata_class.__module__ = plan_class.__module__ = name
+    module.MCoreSavePlan, module.MCoreMetadata = plan_class, metadata_class  # type: ignore[attr-defined]
+    with monkeypatch.context() as patch:
+        for end in range(1, name.count(".") + 1):
+            patch.setitem(sys.modules, name.rsplit(".", end)[0], types.ModuleType("parent"))
+        patch.setitem(sys.modules, name, module)
+        metadata = metadata_class(**vars(_metadata()), mcore_data={"w": {"nd_reformulated_orig_global_shape": (2, 2)}})
+        metadata.all_local_plans = [plan_class(_megatron_plans()[0].items, mcore_data={"w": {}})]
+        data = dump_metadata(metadata)
+    found = load_metadata(data, url=URL)
+    assert type(found) is Metadata
+    assert found.state_dict_metadata == metadata.state_dict_metadata
+    assert found.mcore_data == metadata.mcore_data  # type: ignore[attr-defined]
+    (plan,) = found.all_local_plans  # type: ignore[attr-defined]
+    assert (type(plan), plan.items, plan.mcore_data) == (SavePlan, _megatron_plans()[0].items, {"w": {}})
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_every_protocol(protocol: int) -> None:
+    metadata = _metadata()
+    metadata.planner_data = {
+        "w": ("w", 1, -1, 2**40, 1.5, True, None, b"bytes", b"", "text" * 100, bytearray(b"x"), frozenset({"a"}), {1}),
+        "torch": [torch.sparse_coo, torch.device("cuda", 1), torch.Size([2, 3]), torch.int8],
+        "more": [collections.defaultdict(list, a=[1]), range(3), {i: str(i) for i in range(300)}, pathlib.Path("/a/b")],
+    }
+    if protocol >= 4:  # a memory format can not be pickled before
+        metadata.planner_data["format"] = torch.channels_last
+    found = load_metadata(pickle.dumps(metadata, protocol), url=URL)
+    assert found == metadata
+    assert pickle.loads(pickle.dumps(found)) == metadata
+
+
+def test_members_of_enumerations_by_name() -> None:
+    """The first releases of Python 3.11 pickle ``getattr(class, name)``."""
+    metadata = _metadata()
+    metadata.planner_data = _Evil(getattr, WriteItemType, "SHARD")
+    assert load_metadata(pickle.dumps(metadata), url=URL).planner_data is WriteItemType.SHARD
 
 
 class _Evil:

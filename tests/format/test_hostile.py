@@ -1,0 +1,321 @@
+"""Metadata that somebody made to harm: our errors, and nothing else happens."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.metadata import Metadata
+
+from dcp_s3.errors import CorruptMetadataError, UnsafeMetadataError
+from dcp_s3.format.metadata_globals import CONSTRUCTORS
+from dcp_s3.format.unpickle import MalformedPickleError, check_nesting
+from tests import hostile
+from tests.hostile import call, decode_metadata, make_metadata, metadata_with, name, number, plain, stream, text
+from tests.mutations import mutated
+
+REFUSED = (CorruptMetadataError, UnsafeMetadataError)
+
+
+def test_plain_values_get_through_the_corpus_s_own_tools() -> None:
+    """Otherwise everything below would be refused for the wrong reason."""
+    assert decode_metadata(metadata_with(plain({"w": ("w", 1)}))) == make_metadata({"w": ("w", 1)})
+
+
+# Loaded as they are: nothing of it is large, and nobody is harmed.
+HARMLESS = {"a huge memo", "a huge frame", "a range of 10**12"}
+
+
+@pytest.mark.parametrize("label", hostile.METADATA_BOMBS)
+def test_bombs(label: str) -> None:
+    data = metadata_with(hostile.METADATA_BOMBS[label])
+    if label in HARMLESS:
+        assert isinstance(decode_metadata(data), Metadata)
+    else:
+        with pytest.raises(CorruptMetadataError, match="step-1"):
+            decode_metadata(data)
+
+
+# --- what the allowed globals do ------------------------------------------------------------------------
+
+_ARGUMENTS = {
+    "none": b")",
+    "None": b"N\x85",
+    "a huge integer": number(10**12) + b"\x85",
+    "negative": number(-1) + b"\x85",
+    "text": text("cuda:9") + b"\x85",
+    "bytes": plain((b"latin1",)),
+    "list": plain(([1, "a", [2]],)),
+    "tuple of texts": plain((("a", "b"),)),
+    "dict": plain(({"a": 1},)),
+    "floats": plain((1.5, 2.5)),
+    "text and text": plain(("a", "rot13")),
+    "text and number": plain(("a", 1)),
+    "five": plain((1, "2", 3.0, None, [4])),
+    "trip": name("tests.hostile", "Trip") + b"\x85",
+    "itself": b"q\x01h\x01\x85",
+    "a class and a name": name("torch.distributed.checkpoint.metadata", "Metadata") + text("__init__") + b"\x86",
+    "a class and a dict": name("torch.distributed.checkpoint.metadata", "Metadata") + plain({"a": 1}) + b"\x86",
+}
+_STATES = {
+    "attributes": plain({"__class__": 1, "offset": "x", "fqn": 3}),
+    "slots": plain((None, {"__init__": 1, "relative_path": 2, "cache": 3})),
+    "a number": b"K\x01",
+    "text": text("x"),
+    "numbers as names": plain({1: 2}),
+}
+
+
+def _classes() -> dict[str, dict[str, Any]]:
+    """Everything that is reachable by name and could be changed."""
+    found = {}
+    for module, qualified in CONSTRUCTORS:
+        try:
+            value = getattr(__import__(module, fromlist=["x"]), qualified)
+        except (ImportError, AttributeError):
+            continue
+        found[f"{module}.{qualified}"] = {key: id(item) for key, item in getattr(value, "__dict__", {}).items()}
+    return found
+
+
+@pytest.mark.parametrize(("module", "qualified"), CONSTRUCTORS)
+def test_what_is_allowed_is_harmless(module: str, qualified: str) -> None:
+    """Called, made, given state, appended to, with odd arguments: data, or our error."""
+    before, found = _classes(), name(module, qualified)
+    cases = [found + arguments + opcode for arguments in _ARGUMENTS.values() for opcode in (b"R", b"\x81")]
+    cases += [made + state + b"b" for state in _STATES.values() for made in (found, found + b")\x81", found + b")R")]
+    for arguments in _ARGUMENTS.values():
+        cases += [
+            found + arguments + b"Rq\x01" + use for use in (b"h\x01a", b"K\x01K\x02s", b"(K\x01K\x02e", b"(K\x01\x90")
+        ]
+    cases += [
+        found,
+        b"]" + found + b"a",
+        b"}" + found + b"K\x01s",
+        found + b"Q",
+        found + b"K\x01a",
+        found + b"K\x01K\x02s",
+    ]
+    refused = 0
+    for opcodes in cases:
+        for data in (metadata_with(opcodes), stream(opcodes)):
+            try:
+                loaded = decode_metadata(data)
+            except REFUSED:
+                refused += 1
+            else:
+                assert repr(pickle.loads(pickle.dumps(loaded))) == repr(loaded), "what is loaded is plain data"
+    assert refused > len(cases)
+    assert _classes() == before
+    assert not hostile.was_tripped()
+
+
+@pytest.mark.parametrize(
+    "opcodes",
+    [
+        call("tests.hostile", "trip"),
+        b"(" + text("x") + b"itests.hostile\ntrip\n",
+        b"(" + name("tests.hostile", "trip") + b"o",
+        name("tests", "hostile.trip") + b")R",
+        text("tests.hostile") + text("trip") + b"\x93)R",
+        text("torch") + text("nn.functional.torch.load") + b"\x93)R",
+        name("builtins", "getattr") + name("builtins", "list") + text("__class__") + b"\x86R",
+        name("builtins", "eval"),
+        name("os", "system"),
+        name("torch", "_dynamo"),
+        name("torch.serialization", "load"),
+        name("torch.distributed.checkpoint.metadata", "os.system"),
+        name("torch._utils", "sys.modules"),
+        b"\x82\x01",
+        b"Pid\n",
+        text("id") + b"Q",
+    ],
+)
+def test_no_other_global(opcodes: bytes) -> None:
+    for data in (stream(opcodes), metadata_with(opcodes)):
+        with pytest.raises(REFUSED):
+            decode_metadata(data)
+    assert not hostile.was_tripped()
+
+
+def test_the_refused_global_is_named() -> None:
+    with pytest.raises(UnsafeMetadataError, match=r"tests\.hostile\.trip"):
+        decode_metadata(metadata_with(call("tests.hostile", "trip")))
+
+
+# --- fields ---------------------------------------------------------------------------------------------
+
+WRONG: dict[str, Any] = {
+    "None": None, "an int": 7, "negative": -1, "huge": 2**70, "a bool": True, "a float": 0.5, "text": "../x",
+    "bytes": b"x", "a list": [1], "a dict": {"a": 1}, "a tuple": (1, "a"), "a size": torch.Size([1, -2, 3]),
+    "a dtype": torch.int8,
+}  # fmt: skip
+# Of the fields' values, what may be there.
+RIGHT = {
+    "metadata.planner_data": set(WRONG), "metadata.storage_data": {"None"}, "metadata.storage_meta": {"None"},
+    "metadata.version": {"None", "text"}, "info.raw_offset": {"None", "an int"}, "info.crc64nvme": {"None", "an int"},
+    "info.transform_descriptors": {"None"}, "info.offset": {"an int"}, "info.length": set(), "index.offset": {"None"},
+    "index.index": {"None", "an int"}, "index.fqn": {"text"}, "meta.checkpoint_id": {"None", "text"},
+    "meta.save_id": {"None", "text"}, "meta.load_id": {"None", "text"}, "properties.dtype": {"a dtype"},
+    "properties.requires_grad": {"a bool"}, "properties.pin_memory": {"a bool"},
+}  # fmt: skip
+FIELDS = [
+    *(
+        "metadata." + field
+        for field in ("state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version")
+    ),
+    *("tensor." + field for field in ("properties", "size", "chunks")),
+    *("chunk." + field for field in ("offsets", "sizes")),
+    *("properties." + field for field in ("dtype", "requires_grad", "pin_memory")),
+    *("info." + f for f in ("relative_path", "offset", "length", "transform_descriptors", "raw_offset", "crc64nvme")),
+    *("index." + field for field in ("fqn", "offset", "index")),
+    *("meta." + field for field in ("checkpoint_id", "save_id", "load_id", "modules")),
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("field", FIELDS)
+def test_wrong_types(field: str, wrong: str) -> None:
+    owner, _, attribute = field.partition(".")
+    metadata = make_metadata()
+    index, info = next(iter((metadata.storage_data or {}).items()))
+    tensor: Any = metadata.state_dict_metadata["w"]
+    owners = {
+        "metadata": metadata, "tensor": tensor, "chunk": tensor.chunks[1], "properties": tensor.properties,
+        "info": info, "index": index, "meta": metadata.storage_meta,
+    }  # fmt: skip
+    vars(owners[owner])[attribute] = WRONG[wrong]
+    data = pickle.dumps(metadata)
+    if wrong in RIGHT.get(field, ()):
+        assert isinstance(decode_metadata(data), Metadata)
+    else:
+        with pytest.raises(REFUSED, match="step-1"):
+            decode_metadata(data)
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("place", ["a key", "an entry", "an index", "an info", "a chunk"])
+def test_wrong_entries(place: str, wrong: str) -> None:
+    metadata, value = make_metadata(), WRONG[wrong]
+    entries: Any = metadata.state_dict_metadata
+    items: Any = metadata.storage_data
+    if place in ("a key", "an index") and wrong in ("a list", "a dict"):
+        return  # no keys
+    if place == "a key":
+        entries[value] = entries.pop("w")
+        if wrong == "text":
+            return  # a name
+    elif place == "an entry":
+        entries["w"] = value
+    elif place == "an index":
+        items[value] = items.pop(next(iter(items)))
+    elif place == "an info":
+        items[next(iter(items))] = value
+    else:
+        entries["w"].chunks[0] = value
+    with pytest.raises(REFUSED, match="step-1"):
+        decode_metadata(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize(
+    ("offsets", "sizes"),
+    [
+        ((0,), (2,)),
+        ((0, 0, 0), (2, 2, 1)),
+        ((0, -1), (2, 2)),
+        ((3, 0), (2, 2)),
+        ((0, 0), (5, 2)),
+        ((2**62, 0), (2**62, 2)),
+    ],
+)
+def test_chunks_outside_of_their_tensor(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> None:
+    metadata = make_metadata()
+    chunk = metadata.state_dict_metadata["w"].chunks[0]  # type: ignore[union-attr]
+    chunk.offsets, chunk.sizes = torch.Size(offsets), torch.Size(sizes)
+    with pytest.raises(CorruptMetadataError, match="'w'"):
+        decode_metadata(pickle.dumps(metadata))
+
+
+def test_a_shape_that_no_memory_holds() -> None:
+    metadata = make_metadata()
+    metadata.state_dict_metadata["w"].size = torch.Size([2**40, 2**40])  # type: ignore[union-attr]
+    with pytest.raises(CorruptMetadataError, match="'w'"):
+        decode_metadata(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize(("offset", "length"), [(-1, 5), (0, -5), (2**63, 1), (0, 2**45), (-(2**70), 2**70)])
+def test_impossible_ranges(offset: int, length: int) -> None:
+    metadata = make_metadata()
+    info = next(iter((metadata.storage_data or {}).values()))
+    info.offset, info.length = offset, length
+    with pytest.raises(CorruptMetadataError, match="'w'"):
+        decode_metadata(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["..", "../x", "a/..", "a/../../x", "/x", "//x", "", "a\0b", "\0", "..\\x", "a\\..\\..\\x", "\\x", "C:\\x",
+     "s3://other/x", "http://169.254.0.1/x", "a\nb", "a\x7fb", "\ud800"],
+)  # fmt: skip
+def test_paths_out_of_the_checkpoint(path: str) -> None:
+    metadata = make_metadata()
+    next(iter((metadata.storage_data or {}).values())).relative_path = path
+    with pytest.raises(UnsafeMetadataError, match="'w'"):
+        decode_metadata(pickle.dumps(metadata))
+
+
+@pytest.mark.parametrize(
+    "path", ["a", "xx/__0_0.distcp", "a..b", "...", "a b+ä", "\uff0e\uff0e/x", "\u2025/x", "%2e%2e/x"]
+)
+def test_paths_that_only_look_so(path: str) -> None:
+    """Keys of S3 are bytes: no unicode dot and no escape is ever made a dot."""
+    metadata = make_metadata()
+    next(iter((metadata.storage_data or {}).values())).relative_path = path
+    assert decode_metadata(pickle.dumps(metadata)) == metadata
+
+
+# --- fuzzing --------------------------------------------------------------------------------------------
+
+_VALID = [pickle.dumps(make_metadata(), protocol) for protocol in (2, 4)]
+_SNIPPETS = [
+    call("tests.hostile", "trip"), name("tests.hostile", "trip"), b"(itests.hostile\ntrip\n",
+    text("tests.hostile") + text("trip") + b"\x93", b"R", b"\x81", b"b", b"h\x01", b"0", b"1", b"2", b"(", b"]", b"}",
+    b"s", b"u", b"a", b"e", b"\x85", b"\x91", b".", number(2**70), b"\x8f(", b"\x90",
+    *list(hostile.METADATA_BOMBS.values())[:4],
+]  # fmt: skip
+
+
+@given(st.sampled_from(_VALID).flatmap(lambda data: mutated(data, _SNIPPETS)))
+def test_mutated_metadata(data: bytes) -> None:
+    found: Metadata | None = None
+    with contextlib.suppress(*REFUSED):
+        found = decode_metadata(data)
+    if found is not None:
+        assert repr(pickle.loads(pickle.dumps(found))) == repr(found), "what is loaded is plain data"
+    assert not hostile.was_tripped()
+
+
+# --- nesting --------------------------------------------------------------------------------------------
+
+
+@given(
+    st.recursive(
+        st.none() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
+    )
+)
+def test_what_is_nested_little_is_accepted(value: Any) -> None:
+    check_nesting(value, max_depth=100, max_nodes=10_000)
+
+
+def test_depth_and_size_count_what_occurs_often_as_often() -> None:
+    shared = [[1, 2], [3, 4]]
+    check_nesting([shared] * 100, max_depth=3, max_nodes=1001)
+    with pytest.raises(MalformedPickleError, match="levels"):
+        check_nesting([shared] * 100, max_depth=2, max_nodes=1000)
+    with pytest.raises(MalformedPickleError, match="unfolds"):
+        check_nesting([shared] * 1000, max_depth=3, max_nodes=1000)

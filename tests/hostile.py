@@ -1,0 +1,297 @@
+"""Pickles that nobody should load: bombs, and a function that must never be called.
+
+As a script (`python -m tests.hostile`) it decodes all bombs in a process with little memory, and prints a line of JSON
+for each: its name and the error, or what was loaded.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import resource
+import struct
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import TensorProperties as Properties
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata as TensorMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+from dcp_s3.checkpoint._torch import ReaderTransforms, make_storage_info
+from dcp_s3.checkpoint.safe_items import check_item
+from dcp_s3.checkpoint.transfer import TransferFactory
+from dcp_s3.format.metadata import load_metadata
+from dcp_s3.url import parse_url
+
+URL = "s3://bucket/step-1"
+MEMORY = 2 * 2**30
+"""Bytes of address space that the bombs get."""
+
+_tripped = False
+
+
+def trip(*arguments: Any) -> None:
+    """What a pickle would call if it could."""
+    global _tripped
+    _tripped = True
+
+
+def was_tripped() -> bool:
+    """Whether `trip` was called since this was last asked."""
+    global _tripped
+    tripped, _tripped = _tripped, False
+    return tripped
+
+
+# --- pickles, by opcodes --------------------------------------------------------------------------------
+
+
+def text(value: str) -> bytes:
+    return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
+
+
+def number(value: int) -> bytes:
+    data = value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True)
+    return b"\x8a" + bytes([len(data)]) + data
+
+
+def name(module: str, qualified: str) -> bytes:
+    return f"c{module}\n{qualified}\n".encode()
+
+
+def call(module: str, qualified: str, *arguments: bytes) -> bytes:
+    return name(module, qualified) + b"(" + b"".join(arguments) + b"tR"
+
+
+def plain(value: Any) -> bytes:
+    """The opcodes of a plain value, without memo."""
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer, 2)
+    pickler.fast = True
+    pickler.dump(value)
+    return buffer.getvalue()[2:-1]
+
+
+def stream(opcodes: bytes) -> bytes:
+    return b"\x80\x02" + opcodes + b"."
+
+
+def doubling(levels: int, opcode: bytes = b"\x86", start: bytes = b")") -> bytes:
+    """A tuple of the same tuple twice, of the same tuple twice, ..."""
+    return start + b"".join(b"q\x01h\x01" + opcode for _ in range(levels))
+
+
+def nested(levels: int, kind: str) -> bytes:
+    begin, end = {"list": (b"]", b"a"), "tuple": (b"", b"\x85"), "dict": (b"}K\x01", b"s")}[kind]
+    return begin * levels + b")" + end * levels
+
+
+# --- metadata -------------------------------------------------------------------------------------------
+
+_MARK = "@@planner@@"
+
+
+def make_metadata(planner_data: Any = None) -> Metadata:
+    """A tensor of two chunks and an object."""
+    size = torch.Size([4, 2])
+    chunks = [ChunkStorageMetadata(torch.Size([row, 0]), torch.Size([2, 2])) for row in (0, 2)]
+    return Metadata(
+        {"w": TensorMetadata(Properties(dtype=torch.bfloat16), size, chunks), "x": dcp.metadata.BytesStorageMetadata()},
+        planner_data={"w": ("w",), "x": ("a", 0, "x")} if planner_data is None else planner_data,
+        storage_data={
+            MetadataIndex("w", [0, 0], 0): make_storage_info("__0_0.distcp", 0, 900, raw_offset=500, crc64nvme=2**63),
+            MetadataIndex("w", [2, 0], 1): make_storage_info("__1_0.distcp", 0, 900, raw_offset=500, crc64nvme=1),
+            MetadataIndex("x"): make_storage_info("__0_0.distcp", 900, 100),
+        },
+        storage_meta=StorageMeta(checkpoint_id=URL, save_id="1"),
+        version="1.0.0",
+    )
+
+
+def metadata_with(opcodes: bytes) -> bytes:
+    """Metadata whose planner_data is what ``opcodes`` make. They may use places 1 to 9 of the memo."""
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer, 2)
+    metadata = make_metadata(_MARK)
+    pickler.dump([*(f"place {i}" for i in range(10)), metadata])
+    data = buffer.getvalue()
+    assert data.count(text(_MARK)) == 1
+    # The list is taken off again: all but its last item.
+    return data.replace(text(_MARK), opcodes).replace(b"]q\x00(", b"", 1).removesuffix(b"e.") + b"."
+
+
+def decode_metadata(data: bytes) -> Metadata:
+    return load_metadata(data, url=URL)
+
+
+_SLICE = call("builtins", "slice", b"K\x00", b"K\x00", b"N")
+METADATA_BOMBS: dict[str, bytes] = {
+    "tuples that double": doubling(60),
+    "tuples that double as a key": b"}" + doubling(60) + b"K\x01s",
+    "tuples that double in a set": call("builtins", "frozenset", b"](" + doubling(60) + b"e"),
+    "tuples that double in an index": b"}"
+    + name("torch.distributed.checkpoint.metadata", "MetadataIndex")
+    + b")\x81}"
+    + text("fqn")
+    + doubling(60)
+    + b"sbK\x01s",
+    "lists that double, as text": call("builtins", "str", doubling(60, b"\x86", b"]")),
+    "a deep tuple as a key": b"}" + nested(200_000, "tuple") + b"K\x01s",
+    "a list that doubles itself": b"](K\x01K\x02eq\x01" + (_SLICE + b"h\x01s") * 50,
+    "bytes that double themselves": b"\x96" + struct.pack("<Q", 2) + b"ab" + b"q\x01" + (_SLICE + b"h\x01s") * 50,
+    "a list that is copied": b"(" + b"K\x01" * 200_000 + b"tq\x01(" + call("torch", "Size", b"h\x01") * 20_000 + b"t",
+    "a huge memo": b"K\x01r\xff\xff\xff\x7f",
+    "a huge text": b"\x8d" + struct.pack("<Q", 2**60) + b"x",
+    "a huge integer": b"\x8b\xff\xff\xff\x7f" + b"x",
+    "huge bytes": b"\x8e" + struct.pack("<Q", 2**62),
+    "a huge bytearray by opcode": b"\x96" + struct.pack("<Q", 2**40),
+    "a huge frame": b"\x95" + struct.pack("<Q", 2**63) + b"N",
+    "a bytearray of 1 TB": call("builtins", "bytearray", number(10**12)),
+    "bytes of 1 TB": call("builtins", "bytes", number(10**12)),
+    "a list of 10**12": call("builtins", "list", call("builtins", "range", b"K\x00", number(10**12), b"K\x01")),
+    "a set of 10**12": call("builtins", "set", call("builtins", "range", b"K\x00", number(10**12), b"K\x01")),
+    "a size of 10**12": call("torch", "Size", call("builtins", "range", b"K\x00", number(10**12), b"K\x01")),
+    "a range of 10**12": call("builtins", "range", b"K\x00", number(10**12), b"K\x01"),
+    "keys of one hash": b"}(" + b"".join(number(i * (2**61 - 1)) + b"N" for i in range(50_000)) + b"u",
+    "a dict that contains itself": b"}q\x01K\x01h\x01s",
+    "a list that contains itself": b"]q\x01h\x01a",
+    "10,000 lists": nested(10_000, "list"),
+    "10,000 tuples": nested(10_000, "tuple"),
+    "10,000 dicts": nested(10_000, "dict"),
+    "a million marks": b"(" * 1_000_000,
+    "a huge path": call("pathlib", "PosixPath", *[text("a" * 1000)] * 100),
+    "a slow encoding": call("_codecs", "encode", text("a" * 100_000), text("idna")),
+}
+"""Name -> opcodes of a planner_data."""
+
+
+# --- items ----------------------------------------------------------------------------------------------
+
+
+def save(value: Any, **options: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer, **options)
+    return buffer.getvalue()
+
+
+def archive(pickled: bytes, *entries: tuple[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
+    """What torch.save writes, around any pickle."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", compression) as file:
+        for path, data in (("data.pkl", pickled), ("byteorder", b"little"), ("version", b"3\n"), *entries):
+            file.writestr(f"archive/{path}", data)
+    return buffer.getvalue()
+
+
+def storage(numel: int, kind: str = "FloatStorage", key: str = "0") -> bytes:
+    """Opcodes of a storage."""
+    return b"(" + text("storage") + name("torch", kind) + text(key) + text("cpu") + number(numel) + b"tQ"
+
+
+def tensor(numel: int, offset: int, shape: bytes, strides: bytes) -> bytes:
+    """Opcodes of a tensor."""
+    hooks = call("collections", "OrderedDict")
+    return call(
+        "torch._utils", "_rebuild_tensor_v2", storage(numel), number(offset), shape, strides, b"\x89", hooks
+    )  # fmt: skip
+
+
+_DATA = ("data/0", bytes(16))
+ITEM_BOMBS: dict[str, bytes] = {
+    **{
+        f"{label}, item": archive(stream(METADATA_BOMBS[label]))
+        for label in METADATA_BOMBS
+        if label != "a million marks"
+    },
+    "a tensor of 4 TB": archive(stream(call("torch", "Tensor", number(10**12)))),
+    "a storage of 1 TB": archive(stream(call("torch.storage", "UntypedStorage", number(10**12)))),
+    "a storage beyond its record": archive(stream(storage(10**12)), _DATA),
+    "a storage of negative length": archive(stream(storage(-1)), _DATA),
+    "a tensor beyond its storage": archive(stream(tensor(4, 0, plain((10**12,)), plain((1,)))), _DATA),
+    "a tensor before its storage": archive(stream(tensor(4, -10, plain((2,)), plain((1,)))), _DATA),
+    "a tensor with wide strides": archive(stream(tensor(4, 0, plain((2, 2)), plain((10**12, 1)))), _DATA),
+    "a compressed pickle": archive(stream(plain(bytes(2**24)) + b"0N"), compression=zipfile.ZIP_DEFLATED),
+    "a compressed storage": archive(
+        stream(storage(2**24, "ByteStorage")), ("data/0", bytes(2**24)), compression=zipfile.ZIP_DEFLATED
+    ),
+    "old format, a storage of 4 TB": save(torch.ones(3), _use_new_zipfile_serialization=False).replace(
+        b"K\x03N", number(10**12) + b"N"
+    ),
+    "an old tar": b"storages" + bytes(249) + b"ustar" + bytes(10_000),
+}
+"""Name -> bytes of an item."""
+
+
+def decode_item(data: bytes) -> Any:
+    """An item that is no tensor, as the reader does: checked, then loaded without restriction."""
+    found = io.BytesIO(data)
+    check_item(found, fqn="x", url=URL, verified=True)
+    return torch.load(found, weights_only=False)
+
+
+class _Planner:
+    def __init__(self, target: torch.Tensor) -> None:
+        self._target = target
+
+    def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
+        return self._target
+
+
+def decode_tensor(data: bytes, shape: tuple[int, ...] = (2, 2)) -> torch.Tensor:
+    """A tensor that another writer stored, as the reader does."""
+    size, zeros = torch.Size(shape), torch.Size([0] * len(shape))
+    target = torch.zeros(size)
+    index = MetadataIndex("w", zeros)
+    metadata = Metadata(
+        {"w": TensorMetadata(Properties(dtype=torch.float32), size, [ChunkStorageMetadata(zeros, size)])},
+        storage_data={index: make_storage_info("__0_0.distcp", 0, len(data))},
+    )
+    item = ReadItem(LoadItemType.TENSOR, index, zeros, index, zeros, size)
+    factory = TransferFactory(parse_url(URL), metadata, ReaderTransforms(None), allow_dtype_cast=False)
+    transfer = factory.prepare(0, item, _Planner(target))  # type: ignore[arg-type]
+    if data:
+        transfer.target_for(0, len(data)).view[:] = data
+    transfer.deliver()
+    return target
+
+
+# --- the process ----------------------------------------------------------------------------------------
+
+
+def _cases() -> Iterator[tuple[str, Callable[[bytes], Any], bytes]]:
+    for label, opcodes in METADATA_BOMBS.items():
+        yield label, decode_metadata, metadata_with(opcodes)
+        yield f"{label}, alone", decode_metadata, stream(opcodes)
+    for label, data in ITEM_BOMBS.items():
+        yield label, decode_item, data
+        yield f"{label}, tensor", decode_tensor, data
+
+
+def main() -> None:
+    """Decode every bomb in `MEMORY` bytes more than now."""
+    decode_item(save({"a": torch.ones(3)}))  # what is imported at first use
+    cases = list(_cases())
+    with open("/proc/self/statm") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
+    for label, decode, data in cases:
+        started = time.process_time()
+        try:
+            found = f"loaded {type(decode(data)).__name__}"
+        except Exception as error:  # noqa: BLE001 - which is what is asked
+            found = f"{type(error).__module__}.{type(error).__name__}: {str(error)[:300]}"
+        seconds = time.process_time() - started
+        print(json.dumps({"case": label, "found": found, "seconds": seconds, "bytes": len(data)}), flush=True)
+    with open("/proc/self/status") as file:
+        peak = next(int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM"))
+    print(json.dumps({"peak": peak, "used": used}))
+
+
+if __name__ == "__main__":
+    main()
