@@ -361,11 +361,16 @@ def test_metadata_that_points_to_another_tensor(saved: Saved) -> None:
     assert "the metadata is wrong" in problem.what
 
 
+def move_to_the_end(metadata: Metadata) -> None:
+    info = next(info for index, info in metadata.storage_data.items() if index.fqn == "weight")
+    info.raw_offset = info.length - 1
+
+
 WRONG_METADATA: list[tuple[Callable[[Any], Any], str | None, str]] = [
     (change_info("weight", offset=10**6), "weight", "its object ends at"),
     (change_info("weight", relative_path="__7_0-abc.distcp"), None, "is missing"),
     (change_info("weight", raw_offset=10**6), None, "'weight' lies at no possible range of bytes"),
-    (change_info("weight", raw_offset=999), "weight", "does not fit into its item"),
+    (move_to_the_end, "weight", "does not fit into its item"),
     (change_info("weight", raw_offset=-1), None, "'weight' lies at no possible range of bytes"),
     (change_info("step", raw_offset=0), "step", "is no tensor"),
     (change_info("step", length=0), "step", "has no bytes"),
