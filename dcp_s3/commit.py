@@ -103,14 +103,17 @@ def is_committed(bucket: Bucket, identity: SaveIdentity, path: str | None = None
     """
     try:
         save_id = bucket.head(identity.metadata_key)["Metadata"].get(SAVE_ID_KEY)
+        if save_id is None:  # stores and proxies may lose user metadata
+            found = load_metadata(bucket.read(identity.metadata_key), url=str(identity.url))
+            save_id = getattr(found.storage_meta, "save_id", None)
         if save_id == identity.save_id:
             return True
         if save_id is None or path is None:
             return False
         data = bucket.read(identity.url.key(manifest_object(save_id, identity.rank)))
         return any(entry.path == path for entry in Manifest.from_json(data).objects)
-    except (errors.ObjectNotFoundError, ValueError):
-        return False  # ValueError: the manifest is none of ours
+    except (errors.ObjectNotFoundError, errors.CheckpointError, ValueError):
+        return False  # ValueError: the manifest is none of ours; CheckpointError: the metadata
 
 
 @dataclass(frozen=True)

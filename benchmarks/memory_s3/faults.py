@@ -39,8 +39,8 @@ class RequestInfo:
 
 
 Kind = Literal[
-    "delay", "error", "error_in_200", "delete_partly", "reset", "reset_request", "reset_response", "truncate",
-    "apply_then_reset",
+    "delay", "error", "error_in_200", "delete_partly", "reset", "reset_request", "reset_response", "cut_head",
+    "truncate", "apply_then_reset",
 ]  # fmt: skip
 
 
@@ -93,6 +93,11 @@ class Fault:
     def reset_response(cls, after_bytes: int) -> Fault:
         """Send the whole head and that many bytes of the response body, then reset the connection."""
         return cls("reset_response", after_bytes=after_bytes)
+
+    @classmethod
+    def cut_head(cls, after_bytes: int) -> Fault:
+        """Do what was asked, send that many bytes of the answer's head (its status line at least), then close."""
+        return cls("cut_head", after_bytes=after_bytes)
 
     @classmethod
     def truncate(cls, after_bytes: int) -> Fault:

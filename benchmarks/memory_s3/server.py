@@ -260,6 +260,9 @@ class MemoryS3:
         if fault.kind == "apply_then_reset":
             connection.reset()
             return False
+        if fault.kind == "cut_head":
+            connection.send_head(response, limit=fault.after_bytes)
+            return False
         truncated = fault.kind in ("truncate", "reset_response")
         limit = fault.after_bytes if truncated else None
         keep = not truncated and head.headers.get("connection", "").lower() != "close"
