@@ -1,6 +1,6 @@
 """Saves and loads while a quarter of all requests fails, in every way that the tests' servers can make them fail.
 
-DCP_S3_TEST_CYCLES says how many cycles of save and load there are on the in-memory server (50), and through the proxy
+DCP_S3_TEST_CYCLES says how many cycles of save and load there are on the in-memory server (30), and through the proxy
 (a tenth of it, 3 at least); DCP_S3_TEST_SEED what they do and which faults come (0). The cycle is in the message of a
 failure.
 """
@@ -8,6 +8,7 @@ failure.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import random
 import threading
@@ -29,7 +30,7 @@ from tests.checkpoint.states import assert_same, blank, random_tensor
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.proxy import FaultyProxy
 
-CYCLES = int(os.environ.get("DCP_S3_TEST_CYCLES", "50"))
+CYCLES = int(os.environ.get("DCP_S3_TEST_CYCLES", "30"))
 SEED = int(os.environ.get("DCP_S3_TEST_SEED", "0"))
 OTHER_BUCKET = "other-bucket"
 MIB = 2**20
@@ -169,7 +170,10 @@ def _short_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(retry, "BACKOFF_CAP", 0.02)
     monkeypatch.setenv("DCP_S3_PART_SIZE", "5MiB")
     monkeypatch.setenv("DCP_S3_CONCURRENCY", "4")
+    # pytest keeps the records of the log; urllib3's of heads that were cut off hold the frames that send a staged copy.
+    logging.disable(logging.CRITICAL)
     yield
+    logging.disable(logging.NOTSET)
     close_clients()
 
 
@@ -200,7 +204,7 @@ def test_saves_and_loads_are_right_whatever_fails(monkeypatch: pytest.MonkeyPatc
                 server.s3.reset_counters()  # the log of requests grows
         server.rule = lambda _: None
         check_what_is_there(server, training)
-    if CYCLES >= 50:
+    if CYCLES >= 30:
         assert chaos.due == []
         assert min(training.done.values()) >= 5, training.done
 

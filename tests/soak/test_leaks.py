@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import logging
 import os
 import random
 import sys
@@ -67,8 +68,13 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
     monkeypatch.setenv("DCP_S3_RETRY_ATTEMPTS", "2")
     monkeypatch.setenv("DCP_S3_PART_SIZE", "5MiB")
     monkeypatch.setenv("DCP_S3_CONCURRENCY", "2")
-    with serve(monkeypatch) as running:
-        yield running
+    # pytest keeps the records of the log, those the exceptions that they name, and those the frames with the state.
+    logging.disable(logging.CRITICAL)
+    try:
+        with serve(monkeypatch) as running:
+            yield running
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 def make_state(seed: int) -> dict[str, Any]:
