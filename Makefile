@@ -14,7 +14,7 @@ DEMO_OR_DEV := $(if $(wildcard $(DEV)),$(DEV),$(DEMO))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test lint fmt bench clean
+.PHONY: help install demo test soak lint fmt bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -26,6 +26,11 @@ demo: $(DEMO_OR_DEV) ## the demo on a local S3 server; URL=s3://bucket/prefix ru
 
 test: $(DEV) ## pytest; ARGS=... is passed on
 	@$(PY) -m pytest $(ARGS)
+
+# Each bounded by its counts: about 30 minutes together on two cores.
+soak: $(DEV) ## the tests that break things, with large counts (about 30 minutes); ARGS=... is passed on
+	@DCP_S3_TEST_CYCLES=500 DCP_S3_TEST_LOOPS=1000 DCP_S3_TEST_KILLS=100 \
+		timeout 2400 $(PY) -m pytest --timeout=2400 tests/soak tests/spill/test_kill.py $(ARGS)
 
 lint: $(DEV) ## ruff, mypy, import-linter
 	$(PY) -m ruff check .

@@ -113,7 +113,7 @@ def find_state(bucket: Bucket, identity: SaveIdentity, *, path: str | None, star
         StorageError: cannot tell.
     """
     try:
-        save_id = bucket.head(identity.metadata_key)["Metadata"].get(SAVE_ID_KEY)
+        save_id = _stored_save_id(bucket, identity)
         if save_id == identity.save_id:
             return CommitState.COMMITTED
         data = bucket.read(identity.url.key(manifest_object(save_id or "", identity.rank)))
@@ -133,9 +133,25 @@ def is_committed(bucket: Bucket, identity: SaveIdentity) -> bool:
         StorageError: cannot tell.
     """
     try:
-        return bool(bucket.head(identity.metadata_key)["Metadata"].get(SAVE_ID_KEY) == identity.save_id)
+        return _stored_save_id(bucket, identity) == identity.save_id
     except errors.ObjectNotFoundError:
         return False
+
+
+def _stored_save_id(bucket: Bucket, identity: SaveIdentity) -> str | None:
+    """Of the checkpoint at the URL; None if it is none of ours.
+
+    Raises:
+        ObjectNotFoundError: there is none; other StorageErrors.
+    """
+    save_id: str | None = bucket.head(identity.metadata_key)["Metadata"].get(SAVE_ID_KEY)
+    if save_id is None:  # stores and proxies may lose user metadata
+        try:
+            found = load_metadata(bucket.read(identity.metadata_key), url=str(identity.url))
+        except errors.CheckpointError:
+            return None
+        save_id = getattr(found.storage_meta, "save_id", None)
+    return save_id
 
 
 @dataclass(frozen=True)
@@ -252,7 +268,7 @@ def check_newest(bucket: Bucket, identity: SaveIdentity, previous: Previous, sta
     """
     if previous.etag is None:
         return
-    save_id = bucket.head(identity.metadata_key)["Metadata"].get(SAVE_ID_KEY)
+    save_id = _stored_save_id(bucket, identity)
     try:
         manifest = Manifest.from_json(bucket.read(identity.url.key(manifest_object(save_id or ""))))
     except (errors.ObjectNotFoundError, ValueError):

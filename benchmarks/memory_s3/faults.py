@@ -38,7 +38,10 @@ class RequestInfo:
         return int(number) if number.isdigit() else None
 
 
-Kind = Literal["delay", "error", "error_in_200", "reset", "reset_request", "truncate", "apply_then_reset"]
+Kind = Literal[
+    "delay", "error", "error_in_200", "delete_partly", "reset", "reset_request", "reset_response", "cut_head",
+    "truncate", "apply_then_reset",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,11 @@ class Fault:
         return cls("error_in_200", status=200, code=code)
 
     @classmethod
+    def delete_partly(cls, code: str = "InternalError") -> Fault:
+        """Delete all keys of a DeleteObjects but the first, which is answered with that error inside a 200."""
+        return cls("delete_partly", status=200, code=code)
+
+    @classmethod
     def reset(cls, *, seconds: float = 0.0) -> Fault:
         """Reset the connection (RST) once the head has been read; nothing is applied."""
         return cls("reset", seconds=seconds)
@@ -80,6 +88,16 @@ class Fault:
     def reset_request(cls, after_bytes: int) -> Fault:
         """Reset the connection after reading that many bytes of the request body."""
         return cls("reset_request", after_bytes=after_bytes)
+
+    @classmethod
+    def reset_response(cls, after_bytes: int) -> Fault:
+        """Send the whole head and that many bytes of the response body, then reset the connection."""
+        return cls("reset_response", after_bytes=after_bytes)
+
+    @classmethod
+    def cut_head(cls, after_bytes: int) -> Fault:
+        """Do what was asked, send that many bytes of the answer's head (its status line at least), then close."""
+        return cls("cut_head", after_bytes=after_bytes)
 
     @classmethod
     def truncate(cls, after_bytes: int) -> Fault:

@@ -134,18 +134,19 @@ class Connection:
 
         ``body=False`` answers HEAD; ``limit`` cuts the body short of what the head announces.
         """
-        headers = {"Content-Length": str(len(response.body)), **response.headers}
-        if not keep:
-            headers["Connection"] = "close"
-        lines = [f"HTTP/1.1 {response.status} {_phrase(response.status)}"]
-        lines += [f"{name}: {value}" for name, value in headers.items()]
-        head = "\r\n".join([*lines, "", ""]).encode("utf-8", "surrogateescape")
+        head = _head(response, keep=keep)
         content = response.body if limit is None else response.body.slice(0, limit)
         pieces = content.pieces if body else ()
         self._socket.sendall(head, _MORE if pieces else 0)
         for piece in pieces:
             self._socket.sendall(piece)
         return sum(len(piece) for piece in pieces)
+
+    def send_head(self, response: Response, *, limit: int) -> None:
+        """Write a response's status line, and no more than ``limit`` bytes of its head."""
+        head = _head(response, keep=True)
+        shortest, longest = head.index(b"\r\n") + 2, len(head) - 4
+        self._socket.sendall(head[: min(max(limit, shortest), longest)])
 
     def reset(self) -> None:
         """Close so that the client sees a reset connection (RST) rather than an orderly end."""
@@ -160,6 +161,15 @@ class Connection:
     def close(self) -> None:
         """Release the socket."""
         self._socket.close()
+
+
+def _head(response: Response, *, keep: bool) -> bytes:
+    headers = {"Content-Length": str(len(response.body)), **response.headers}
+    if not keep:
+        headers["Connection"] = "close"
+    lines = [f"HTTP/1.1 {response.status} {_phrase(response.status)}"]
+    lines += [f"{name}: {value}" for name, value in headers.items()]
+    return "\r\n".join([*lines, "", ""]).encode("utf-8", "surrogateescape")
 
 
 @dataclass(frozen=True)

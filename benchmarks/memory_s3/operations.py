@@ -75,6 +75,8 @@ class Call:
     query: Mapping[str, str]
     headers: Mapping[str, str]
     received: Received
+    not_deleted: str = ""
+    """The error code for the first key of a DeleteObjects, which stays."""
 
 
 class Operations:
@@ -204,9 +206,15 @@ class Operations:
         keys, quiet = answers.parse_delete(call.received.body)
         if len(keys) > 1000:
             raise S3Error(400, "MalformedXML", f"{len(keys)} keys to delete, the limit is 1000")
-        self._store.delete(call.bucket, keys)
-        deleted: list[answers.Element] = [("Deleted", [("Key", key)]) for key in keys]
-        return answers.xml("DeleteResult", [] if quiet else deleted)
+        left = keys[:1] if call.not_deleted else []
+        self._store.delete(call.bucket, keys[len(left) :])
+        answer: list[answers.Element] = [
+            ("Error", [("Key", key), ("Code", call.not_deleted), ("Message", "Injected by the fault function.")])
+            for key in left
+        ]
+        if not quiet:
+            answer += [("Deleted", [("Key", key)]) for key in keys[len(left) :]]
+        return answers.xml("DeleteResult", answer)
 
     # Objects
 

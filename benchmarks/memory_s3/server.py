@@ -262,22 +262,27 @@ class MemoryS3:
             drain(connection, head)
             response = self._error(refusal, info)
         else:
-            response = self._perform(connection, head, info)
+            response = self._perform(connection, head, info, fault.code if fault.kind == "delete_partly" else "")
         if fault.kind == "apply_then_reset":
             connection.reset()
             return False
-        truncated = fault.kind == "truncate"
+        if fault.kind == "cut_head":
+            connection.send_head(response, limit=fault.after_bytes)
+            return False
+        truncated = fault.kind in ("truncate", "reset_response")
         limit = fault.after_bytes if truncated else None
         keep = not truncated and head.headers.get("connection", "").lower() != "close"
         self._send(connection, info, response, keep=keep, limit=limit)
+        if fault.kind == "reset_response":
+            connection.reset()
         return keep
 
-    def _perform(self, connection: Connection, head: Head, info: RequestInfo) -> Response:
+    def _perform(self, connection: Connection, head: Head, info: RequestInfo, not_deleted: str) -> Response:
         algorithm = checksums.announced(head.headers) if self._verify_checksums else None
         received = receive(connection, head, self._pool, algorithm)
         with self._lock:
             self._bytes_in += len(received.body)
-        call = Call(info.bucket, info.key, info.query, info.headers, received)
+        call = Call(info.bucket, info.key, info.query, info.headers, received, not_deleted)
         try:
             return self._operations.handle(info.operation, call)
         except S3Error as error:

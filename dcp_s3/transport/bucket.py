@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from botocore.exceptions import ClientError
+
 from dcp_s3 import errors
 from dcp_s3.settings import Settings
 from dcp_s3.transport import retry
@@ -264,22 +266,17 @@ class Bucket:
         pending = list(keys)
         for start in range(0, len(pending), _DELETE_BATCH):
             batch = pending[start : start + _DELETE_BATCH]
-            listed = {"Objects": [{"Key": key} for key in batch], "Quiet": True}
-            answer: Mapping[str, Any] = self.call(
-                "DeleteObjects",
-                batch[0],
-                lambda listed=listed: self.client.delete_objects(**self.common, Delete=listed),  # type: ignore[misc]
-            )
-            if failed := answer.get("Errors"):
-                first = failed[0]
-                raise errors.StorageError(
-                    f"{len(failed)} objects of bucket {self.name!r} were not deleted, the first "
-                    f"{first.get('Key')!r}: {first.get('Code')}: {first.get('Message')}. Remedy: the credentials need "
-                    "s3:DeleteObject",
-                    bucket=self.name,
-                    key=str(first.get("Key")),
-                    operation="DeleteObjects",
-                )
+            self.call("DeleteObjects", batch[0], lambda batch=batch: self._delete_batch(batch))  # type: ignore[misc]
+
+    def _delete_batch(self, batch: list[str]) -> None:
+        """One DeleteObjects. What failed and may pass stays in ``batch`` for the next attempt."""
+        listed = {"Objects": [{"Key": key} for key in batch], "Quiet": True}
+        answer: Mapping[str, Any] = self.client.delete_objects(**self.common, Delete=listed)
+        if failed := [_Failed.of(entry) for entry in answer.get("Errors", ())]:
+            batch[:] = [each.key for each in failed]
+            # One that never will be deleted, if there is one.
+            worst = min(failed, key=lambda each: retry.is_retryable(each.error(len(failed))))
+            raise worst.error(len(failed))
 
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
         """(key, bytes) of every object whose key starts with ``prefix``, in key order."""
@@ -303,6 +300,24 @@ def limit_timeouts(settings: Settings, seconds: float) -> Settings:
         return settings
     limits = {"connect_timeout": min(settings.connect_timeout, seconds)}
     return settings.model_copy(update=limits | {"read_timeout": min(settings.read_timeout, seconds)})
+
+
+@dataclass(frozen=True)
+class _Failed:
+    """A key that DeleteObjects did not delete."""
+
+    key: str
+    code: str
+    message: str
+
+    @classmethod
+    def of(cls, entry: Mapping[str, Any]) -> _Failed:
+        return cls(str(entry.get("Key")), str(entry.get("Code")), str(entry.get("Message")))
+
+    def error(self, count: int) -> ClientError:
+        """As if the whole request had failed."""
+        message = f"{count} objects were not deleted, among them {self.key!r}: {self.message}"
+        return ClientError({"Error": {"Code": self.code, "Message": message}}, "DeleteObjects")
 
 
 def _user_metadata(answer: Mapping[str, Any]) -> dict[str, str]:

@@ -17,6 +17,7 @@ from botocore.config import Config
 
 from dcp_s3._version import __version__
 from dcp_s3.settings import Settings
+from dcp_s3.transport.answers import refuse_incomplete
 from dcp_s3.transport.body import send_without_copy
 
 # A fixed text: botocore's own is put together anew for each request, which takes a sixth of a request's CPU.
@@ -79,6 +80,7 @@ def get_client(settings: Settings) -> Any:
             client = _session().client("s3", config=Config(**config_options(settings)), **client_options(settings))
             for operation in ("UploadPart", "PutObject"):
                 client.meta.events.register(f"before-send.s3.{operation}", send_without_copy)
+            refuse_incomplete(client)
             _clients[cache_key] = client
     return client
 

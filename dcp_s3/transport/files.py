@@ -18,6 +18,7 @@ from s3transfer.subscribers import BaseSubscriber
 
 from dcp_s3.settings import Settings
 from dcp_s3.transport import retry
+from dcp_s3.transport.answers import refuse_incomplete
 from dcp_s3.transport.bucket import Bucket
 from dcp_s3.transport.client import client_options, config_options
 
@@ -84,7 +85,7 @@ def _transfer(
         submitted = [(file, submit(manager, file)) for file in files]
         for file, future in submitted:
             try:
-                future.result()
+                _result(future, lambda file=file: submit(manager, file), bucket.settings.retry_attempts)  # type: ignore[misc]
             except RetriesExceededError as error:
                 cause = error.last_exception if isinstance(error.last_exception, Exception) else error
                 raise retry.to_storage_error(
@@ -94,12 +95,32 @@ def _transfer(
                 raise retry.to_storage_error(error, operation, bucket.name, file.key, 1) from error
 
 
+def _result(future: Any, submit_again: Callable[[], Any], attempts: int) -> None:
+    """Wait for a file. Once more from its beginning if its multipart upload is gone: that may mean that it was
+    completed and the answer was lost, but who knows."""
+    for attempt in range(1, attempts + 1):
+        try:
+            future.result()
+        except boto.ClientError as error:
+            if retry.error_code(error) != "NoSuchUpload" or attempt == attempts:
+                raise
+            future = submit_again()
+        else:
+            return
+
+
 @contextlib.contextmanager
 def _client(settings: Settings) -> Iterator[Any]:
     # Not the process's client: that one leaves retries to its callers, and s3transfer has few of its own.
     options = config_options(settings)
     options["retries"] = {"total_max_attempts": settings.retry_attempts, "mode": "standard"}
     client = boto3.session.Session().client("s3", config=Config(**options), **client_options(settings))
+    refuse_incomplete(client)
+    if owner := _owner(settings):
+        # s3transfer leaves it out when it gives up an upload.
+        client.meta.events.register(
+            "provide-client-params.s3.AbortMultipartUpload", lambda params, **_: {**params, **owner}
+        )
     try:
         yield client
     finally:

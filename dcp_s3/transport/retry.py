@@ -49,6 +49,17 @@ _CREDENTIAL_CODES = frozenset(
         "SignatureDoesNotMatch", "TokenRefreshRequired",
     }
 )  # fmt: skip
+# https://docs.aws.amazon.com/AmazonS3/latest/userguide/using-with-s3-policy-actions.html
+_PERMISSIONS = {
+    "HeadObject": "GetObject",
+    "CreateMultipartUpload": "PutObject",
+    "UploadPart": "PutObject",
+    "CompleteMultipartUpload": "PutObject",
+    "DeleteObjects": "DeleteObject",
+    "ListObjectsV2": "ListBucket",
+    "ListMultipartUploads": "ListBucketMultipartUploads",
+    "ListParts": "ListMultipartUploadParts",
+}
 _CONNECTION_ERRORS: tuple[type[Exception], ...] = (
     boto.HTTPClientError,
     boto.ConnectionError,
@@ -263,13 +274,9 @@ def to_storage_error(error: Exception, operation: str, bucket: str, key: str, at
     elif status == 412:
         cls = errors.PreconditionFailedError
         remedy = "the object was written or changed by someone else meanwhile"
-    elif status in (401, 403):
+    elif status in (401, 403) or code == "AccessDenied":  # DeleteObjects says it of a key inside a 200
         cls = errors.AccessDeniedError
-        remedy = (
-            "the credentials need s3:GetObject, s3:PutObject, s3:AbortMultipartUpload, s3:DeleteObject, s3:ListBucket, "
-            "s3:ListBucketMultipartUploads and s3:ListMultipartUploadParts here (without s3:ListBucket a missing "
-            "object reads as forbidden)"
-        )
+        remedy = _remedy_of_refusal(operation)
     elif is_retryable(error):
         cls = errors.TransferError
         remedy = "check the endpoint and the network; DCP_S3_RETRY_ATTEMPTS and DCP_S3_READ_TIMEOUT give it longer"
@@ -283,6 +290,23 @@ def to_storage_error(error: Exception, operation: str, bucket: str, key: str, at
         operation=operation,
         attempts=attempts,
     )
+
+
+def _remedy_of_refusal(operation: str) -> str:
+    needed = permission_of(operation)
+    why = ""
+    if needed == "s3:GetObject":
+        needed += " and s3:ListBucket"
+        why = " (without s3:ListBucket a missing object reads as forbidden)"
+    return (
+        f"the credentials need {needed} here{why}; with SSE-KMS also kms:GenerateDataKey and kms:Decrypt on the key; "
+        "and the bucket must belong to DCP_S3_EXPECTED_BUCKET_OWNER, if that is set. See docs/security.md"
+    )
+
+
+def permission_of(operation: str) -> str:
+    """The IAM action that allows an S3 operation: most are called like it, those that are not are listed."""
+    return "s3:" + _PERMISSIONS.get(operation, operation)
 
 
 def _describe(error: Exception) -> str:

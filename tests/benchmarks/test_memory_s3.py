@@ -355,6 +355,21 @@ class TestFaults:
             body.read()
         assert memory.counters.bytes_out == 600
 
+    def test_a_reset_inside_the_response_body_is_noticed(self, memory: MemoryS3, s3: Any) -> None:
+        s3.put_object(Bucket=BUCKET, Key="k", Body=b"x" * 8 * MIB)
+        memory.fault = lambda request: Fault.reset_response(after_bytes=100_000)
+        with pytest.raises((*BROKEN, ResponseStreamingError)):
+            s3.get_object(Bucket=BUCKET, Key="k")["Body"].read()
+
+    def test_some_keys_are_not_deleted(self, memory: MemoryS3, s3: Any) -> None:
+        for key in ("a", "b", "c"):
+            s3.put_object(Bucket=BUCKET, Key=key, Body=b"x")
+        memory.fault = lambda request: Fault.delete_partly("SlowDown")
+        keys = {"Objects": [{"Key": key} for key in ("a", "b", "c")], "Quiet": True}
+        (failed,) = s3.delete_objects(Bucket=BUCKET, Delete=keys)["Errors"]
+        assert (failed["Key"], failed["Code"]) == ("a", "SlowDown")
+        assert list(memory.objects(BUCKET)) == ["a"]
+
     def test_apply_then_reset_applies(self, memory: MemoryS3, s3: Any) -> None:
         memory.fault = lambda request: Fault.apply_then_reset()
         with pytest.raises(BROKEN):

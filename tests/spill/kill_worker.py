@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import logging
 import os
@@ -18,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from tests.killing import begin, say
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +79,7 @@ def make_state(seed: int, step: int, world_size: int, rank: int | None = None) -
 
 def train(job: Job) -> None:
     """Save step after step, for ever; report each that is durable as far as this rank knows."""
-    _begin(job)
+    begin(job.environment, job.directory / f"output-{job.life}-{job.rank}.log")
     import torch.distributed as dist
 
     torch.set_num_threads(1)
@@ -92,7 +93,7 @@ def train(job: Job) -> None:
         )
     _die_in_spill_directory(job)
     with job.report.open("a") as report:
-        _say(report, "started")
+        say(report, "started")
         rng = random.Random(job.seed)  # the same on every rank
         for step in range(1 + job.life * STEPS_PER_LIFE, (job.life + 1) * STEPS_PER_LIFE):
             durability = ("local", "s3")[(step + job.seed) % 2]
@@ -100,9 +101,9 @@ def train(job: Job) -> None:
                 _save(job, step, durability, asynchronous=rng.random() < 0.5)
             except BaseException as error:  # torch's CheckpointException is no Exception
                 logger.exception("step %d", step)
-                _say(report, f"step {step} failed {error!r}"[:1000].replace("\n", " "))
+                say(report, f"step {step} failed {error!r}"[:1000].replace("\n", " "))
                 os._exit(1)
-            _say(report, f"step {step} durable {durability}")
+            say(report, f"step {step} durable {durability}")
 
 
 def _save(job: Job, step: int, durability: str, *, asynchronous: bool) -> None:
@@ -121,7 +122,7 @@ def _save(job: Job, step: int, durability: str, *, asynchronous: bool) -> None:
 
 def drain(job: Job, spill_directories: list[Path], *, forever: bool = False) -> None:
     """Drain, until nothing waits unless ``forever``; then write what happened to the report, as JSON."""
-    _begin(job)
+    begin(job.environment, job.directory / f"output-{job.life}-{job.rank}.log")
     from dcp_s3.spill.drain import Drainer
     from dcp_s3.spill.store import SpillStore
 
@@ -142,27 +143,6 @@ def drain(job: Job, spill_directories: list[Path], *, forever: bool = False) -> 
             break
         time.sleep(_DRAIN_PAUSE)
     job.report.write_text(json.dumps(done))
-
-
-def _begin(job: Job) -> None:
-    os.setsid()
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # end with the fork server
-    output = os.open(job.directory / f"output-{job.life}-{job.rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(output, 1)
-    os.dup2(output, 2)
-    os.close(output)
-    os.environ.clear()
-    os.environ.update(job.environment)
-    logging.basicConfig(
-        level=logging.INFO, format=f"%(asctime)s rank {job.rank} %(threadName)s %(message)s", force=True
-    )
-
-
-def _say(report: Any, line: str) -> None:
-    report.write(line + "\n")
-    report.flush()
-    os.fsync(report.fileno())
 
 
 def _die_in_spill_directory(job: Job) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import multiprocessing
 import os
 import random
 import shutil
@@ -18,7 +17,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from benchmarks.memory_s3 import Fault
 from dcp_s3 import S3StorageReader, list_checkpoints
 from tests.checkpoint.states import assert_same, blank
 from tests.faulty import BUCKET, FaultyServer, serve
-from tests.ranks import _PRELOAD
+from tests.killing import AtRequest, kill_all, new_process, read_lines, running, wait_until_quiet
 from tests.spill import kill_worker
 from tests.spill.kill_worker import Job, make_state
 
@@ -178,11 +177,11 @@ class KillPoint:
         self._jobs += jobs
         if self.scene.victims or (change is not None and self.scene.ranks > 1):
             self._bereaved.add(life)
-        trainings = [_process(kill_worker.train, job) for job in jobs]
-        drains = [_process(kill_worker.drain, self._drain_job(life), self._spill, forever=True)] * self.scene.beside
+        trainings = [new_process(kill_worker.train, job) for job in jobs]
+        drains = [new_process(kill_worker.drain, self._drain_job(life), self._spill, forever=True)] * self.scene.beside
         with running([*trainings, *drains]):
             deadline = time.monotonic() + _START_SECONDS
-            while not all(map(_lines, jobs)) and all(process.exitcode is None for process in trainings):
+            while not all(map(_has_begun, jobs)) and all(process.exitcode is None for process in trainings):
                 assert time.monotonic() < deadline, "training did not start"
                 time.sleep(0.01)
             victims = [trainings[rank] for rank in self.scene.victims or range(self.scene.ranks)]
@@ -195,7 +194,7 @@ class KillPoint:
 
     def _drain_and_kill(self, life: int) -> None:
         change = self._rng.randint(1, 30) if self._rng.random() < 0.5 else None
-        with running([_process(kill_worker.drain, self._drain_job(life, change), self._spill)]) as processes:
+        with running([new_process(kill_worker.drain, self._drain_job(life, change), self._spill)]) as processes:
             self._kill_some_time(processes, change)
             assert processes[0].exitcode in (0, -signal.SIGKILL), "the drain failed"
 
@@ -230,7 +229,7 @@ class KillPoint:
 
     def _drain_all(self) -> None:
         job = self._drain_job(life=100)
-        with running([_process(kill_worker.drain, job, sorted(set(self._spill)))]) as (process,):
+        with running([new_process(kill_worker.drain, job, sorted(set(self._spill)))]) as (process,):
             process.join(_DRAIN_SECONDS)
             assert process.exitcode is not None, "the last drain does not end"
             assert process.exitcode == 0, "the last drain failed"
@@ -262,7 +261,9 @@ class KillPoint:
 
     def _durable_steps(self) -> set[int]:
         """Steps that every rank reported."""
-        said = Counter(int(line.split()[1]) for job in self._jobs for line in _lines(job) if " durable " in line)
+        said = Counter(
+            int(line.split()[1]) for job in self._jobs for line in read_lines(job.report) if " durable " in line
+        )
         return {step for step, ranks in said.items() if ranks == self.scene.ranks}
 
     def _failed_saves(self) -> list[str]:
@@ -270,49 +271,13 @@ class KillPoint:
         return [
             f"a save failed on rank {job.rank}: {line}"
             for job in self._jobs
-            for line in _lines(job)
+            for line in read_lines(job.report)
             if " failed " in line and job.life not in self._bereaved
         ]
 
 
-def _lines(job: Job) -> list[str]:
-    try:
-        return job.report.read_text().splitlines()
-    except FileNotFoundError:
-        return []
-
-
-# --- processes ----------------------------------------------------------------------------------------
-
-
-def _process(function: Any, *arguments: Any, **options: Any) -> Any:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
-    return context.Process(target=function, args=arguments, kwargs=options)
-
-
-@contextlib.contextmanager
-def running(processes: list[Any]) -> Iterator[list[Any]]:
-    """Started; at the end none is left."""
-    try:
-        for process in processes:
-            process.start()
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.join()
-
-
-def kill_all(processes: Sequence[Any]) -> None:
-    """SIGKILL, without one seeing the end of another."""
-    for number in (signal.SIGSTOP, signal.SIGKILL):
-        for process in processes:
-            if process.exitcode is None:
-                os.kill(process.pid, number)
-    for process in processes:
-        process.join()
+def _has_begun(job: Job) -> bool:
+    return bool(read_lines(job.report))
 
 
 # --- the server ---------------------------------------------------------------------------------------
@@ -365,53 +330,3 @@ class Weather:
                 return Fault.reset()
             return Fault.apply_then_reset() if amount < 0.6 else Fault.reset_request(int(amount * 5 * 2**20))
         return None
-
-
-class AtRequest:
-    """A moment: the ``count``-th request of a kind has come, and its answer has not gone.
-
-    Args:
-        operation: S3's name of it.
-        count: which one, from 1.
-        applied: whether the server does what was asked; whoever asked is dead by then.
-    """
-
-    def __init__(self, operation: str, count: int, *, applied: bool) -> None:
-        self.reached = threading.Event()
-        self._operation, self._count, self._applied = operation, count, applied
-        self._over = threading.Event()
-        self._lock = threading.Lock()
-
-    def __str__(self) -> str:
-        return f"{self._operation} number {self._count}, {'applied' if self._applied else 'not applied'}"
-
-    @contextlib.contextmanager
-    def on(self, server: FaultyServer) -> Iterator[None]:
-        """Look for it; at the end the request goes on."""
-        rule = server.rule
-
-        def look(request: Any) -> Fault | None:
-            with self._lock:
-                self._count -= request.operation == self._operation
-                mine = self._count <= 0 and not self.reached.is_set()
-                if mine:
-                    self.reached.set()
-            if not mine:
-                return rule(request)
-            self._over.wait(30)
-            return None if self._applied else Fault.reset()
-
-        server.rule = look
-        try:
-            yield
-        finally:
-            server.rule = rule
-            self._over.set()
-
-
-def wait_until_quiet(server: FaultyServer) -> None:
-    """Wait until the server has dealt with everything that the dead had sent."""
-    deadline = time.monotonic() + 30
-    while server.s3._connections:
-        assert time.monotonic() < deadline, "somebody is still connected"
-        time.sleep(0.01)

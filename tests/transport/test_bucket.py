@@ -14,7 +14,7 @@ from dcp_s3 import errors
 from dcp_s3.settings import Settings
 from dcp_s3.transport.bucket import Bucket
 from dcp_s3.transport.client import close_clients, get_client
-from tests.faulty import FaultyServer
+from tests.faulty import BUCKET, FaultyServer
 
 
 @pytest.fixture
@@ -194,3 +194,28 @@ def test_credentials_are_read_anew_after_they_were_refused(
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", memory_server.secret_key)
     with pytest.raises(errors.ObjectNotFoundError):
         Bucket(bucket, settings).read("k")
+
+
+def test_keys_that_s3_could_not_delete_are_deleted_by_the_next_attempt(faulty: FaultyServer) -> None:
+    target = Bucket(BUCKET, Settings())
+    keys = [f"k{number}" for number in range(4)]
+    for key in keys:
+        target.write(key, b"x")
+    faulty.s3.reset_counters()
+    seen = faulty.once("DeleteObjects", Fault.delete_partly("InternalError"))
+    target.delete(keys)
+    assert seen
+    assert faulty.s3.objects(BUCKET) == {}
+    assert faulty.s3.counters.requests["DeleteObjects"] == 2
+
+
+@pytest.mark.parametrize(("code", "said"), [("AccessDenied", "s3:DeleteObject"), ("SlowDown", "RETRY_ATTEMPTS")])
+def test_keys_that_s3_never_deletes_are_an_error(faulty: FaultyServer, code: str, said: str) -> None:
+    target = Bucket(BUCKET, Settings(retry_attempts=3))
+    target.write("k", b"x")
+    faulty.rule = lambda _: Fault.delete_partly(code)
+    with pytest.raises(errors.StorageError, match=said) as failure:
+        target.delete(["k"])
+    assert code in str(failure.value)
+    assert "'k'" in str(failure.value)
+    assert list(faulty.s3.objects(BUCKET)) == ["k"]

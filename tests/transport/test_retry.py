@@ -155,3 +155,23 @@ def test_the_wait_doubles_up_to_a_cap(monkeypatch: pytest.MonkeyPatch, attempt: 
     monkeypatch.undo()
     assert retry.backoff(attempt, rng=lambda: 1.0) == pytest.approx(longest)
     assert retry.backoff(attempt, rng=lambda: 0.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("operation", "permission"),
+    [
+        ("GetObject", "s3:GetObject and s3:ListBucket"),
+        ("HeadObject", "s3:GetObject and s3:ListBucket"),
+        ("PutObject", "s3:PutObject"),
+        ("UploadPart", "s3:PutObject"),
+        ("AbortMultipartUpload", "s3:AbortMultipartUpload"),
+        ("DeleteObjects", "s3:DeleteObject"),
+        ("ListObjectsV2", "s3:ListBucket"),
+        ("ListMultipartUploads", "s3:ListBucketMultipartUploads"),
+        ("ListParts", "s3:ListMultipartUploadParts"),
+    ],
+)
+def test_a_refusal_names_the_permission_that_the_operation_needs(operation: str, permission: str) -> None:
+    error = retry.to_storage_error(client_error("AccessDenied", 403), operation, "b", "k", 1)
+    assert f"the credentials need {permission} here" in str(error)
+    assert "DCP_S3_EXPECTED_BUCKET_OWNER" in str(error)

@@ -1,0 +1,135 @@
+"""Processes that are killed with SIGKILL in the middle of something, and the moments at which they are."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.memory_s3 import Fault
+from tests.faulty import FaultyServer
+from tests.ranks import _PRELOAD
+
+# --- in the test ----------------------------------------------------------------------------------------
+
+
+def new_process(function: Any, *arguments: Any, **options: Any) -> Any:
+    """A process of the fork server, not started yet."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    return context.Process(target=function, args=arguments, kwargs=options)
+
+
+@contextlib.contextmanager
+def running(processes: list[Any]) -> Iterator[list[Any]]:
+    """Started; at the end none is left."""
+    try:
+        for process in processes:
+            process.start()
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+
+
+def kill_all(processes: Sequence[Any]) -> None:
+    """SIGKILL, without one seeing the end of another."""
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for process in processes:
+            if process.exitcode is None:
+                os.kill(process.pid, number)
+    for process in processes:
+        process.join()
+
+
+def read_lines(report: Path) -> list[str]:
+    """What a process has said so far."""
+    try:
+        return report.read_text().splitlines()
+    except FileNotFoundError:
+        return []
+
+
+class AtRequest:
+    """A moment: the ``count``-th request of a kind has come, and its answer has not gone.
+
+    Args:
+        operation: S3's name of it.
+        count: which one, from 1.
+        applied: whether the server does what was asked; whoever asked is dead by then.
+    """
+
+    def __init__(self, operation: str, count: int, *, applied: bool) -> None:
+        self.reached = threading.Event()
+        self._operation, self._count, self._applied = operation, count, applied
+        self._over = threading.Event()
+        self._lock = threading.Lock()
+
+    def __str__(self) -> str:
+        return f"{self._operation} number {self._count}, {'applied' if self._applied else 'not applied'}"
+
+    @contextlib.contextmanager
+    def on(self, server: FaultyServer) -> Iterator[None]:
+        """Look for it; at the end the request goes on."""
+        rule = server.rule
+
+        def look(request: Any) -> Fault | None:
+            with self._lock:
+                self._count -= request.operation == self._operation
+                mine = self._count <= 0 and not self.reached.is_set()
+                if mine:
+                    self.reached.set()
+            if not mine:
+                return rule(request)
+            self._over.wait(30)
+            return None if self._applied else Fault.reset()
+
+        server.rule = look
+        try:
+            yield
+        finally:
+            server.rule = rule
+            self._over.set()
+
+
+def wait_until_quiet(server: FaultyServer) -> None:
+    """Wait until the server has dealt with everything that the dead had sent."""
+    deadline = time.monotonic() + 30
+    while server.s3._connections:
+        assert time.monotonic() < deadline, "somebody is still connected"
+        time.sleep(0.01)
+
+
+# --- in the process that is killed ------------------------------------------------------------------------
+
+
+def begin(environment: Mapping[str, str], output: Path) -> None:
+    """Take on an environment, write all output to a file, and end with the fork server."""
+    os.setsid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
+    number = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(number, 1)
+    os.dup2(number, 2)
+    os.close(number)
+    os.environ.clear()
+    os.environ.update(environment)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(threadName)s %(message)s", force=True)
+
+
+def say(report: Any, line: str) -> None:
+    """Write a line that a kill does not take back."""
+    report.write(line + "\n")
+    report.flush()
+    os.fsync(report.fileno())

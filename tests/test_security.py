@@ -1,0 +1,202 @@
+"""docs/security.md says what is so: operations that are called, their permissions, and what a refusal reads like."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from benchmarks.memory_s3 import Fault
+from dcp_s3 import S3StorageReader, S3StorageWriter, errors, latest, list_checkpoints
+from dcp_s3.checkpoint.copy import download, upload
+from dcp_s3.settings import Settings
+from dcp_s3.spill.drain import Drainer, DrainReport
+from dcp_s3.spill.store import SpillStore
+from dcp_s3.transport import retry
+from dcp_s3.transport.bucket import Bucket
+from dcp_s3.transport.retry import permission_of
+from tests.faulty import BUCKET, FaultyServer, serve
+from tests.spill.making import begin_multipart, large_state
+
+DOCUMENT = (Path(__file__).parents[1] / "docs" / "security.md").read_text()
+ROOT = f"s3://{BUCKET}/run"
+OWNER = "123456789012"
+
+
+def policies() -> dict[str, set[str]]:
+    """The actions of each statement with "Allow" in the document, by Sid."""
+    found: dict[str, set[str]] = {}
+    for block in re.findall(r"```json\n(.*?)```", DOCUMENT, re.DOTALL):
+        for statement in json.loads(block).get("Statement", ()):
+            if statement["Effect"] == "Allow":
+                found[statement["Sid"]] = set(statement["Action"])
+    return found
+
+
+POLICIES = policies()
+TRAINING = POLICIES["TrainingObjects"] | POLICIES["TrainingBucket"]
+READING = POLICIES["ReadingObjects"] | POLICIES["ReadingBucket"]
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
+    monkeypatch.setattr(retry, "BACKOFF_BASE", 0.001)
+    monkeypatch.setattr("dcp_s3.checkpoint.writer.drain_in_background", lambda *_, **__: None)
+    monkeypatch.setenv("DCP_S3_PART_SIZE", "5MiB")
+    monkeypatch.setenv("DCP_S3_EXPECTED_BUCKET_OWNER", OWNER)
+    with serve(monkeypatch) as server:
+        server.s3.reset_counters()
+        yield server
+
+
+def save(url: str, seed: int = 0, **options: Any) -> None:
+    dcp.save(large_state(seed), storage_writer=S3StorageWriter(url, **options))
+
+
+def load(url: str) -> dict[str, torch.Tensor]:
+    state = {"large": torch.zeros(large_state()["large"].shape)}
+    dcp.load(state, storage_reader=S3StorageReader(url))
+    return state
+
+
+def failing_save(server: FaultyServer, operation: str, fault: Fault) -> None:
+    server.rule = lambda request: fault if request.operation == operation else None
+    with pytest.raises(CheckpointException):
+        save(f"{ROOT}/failing", settings={"retry_attempts": 1})
+    server.rule = lambda _: None
+
+
+def drain(directory: Path, url: str) -> DrainReport:
+    """Spill a save whose multipart upload was begun, then drain it."""
+    save(url, settings={"durability": "local", "spill_dir": str(directory), "buckets_per_rank": 1})
+    store = SpillStore(directory)
+    (data,) = [found for found in store.scan() if found.journal.commit is None]
+    (spilled,) = data.journal.objects
+    key = url.removeprefix(f"s3://{BUCKET}/") + "/" + spilled.entry.path
+    begin_multipart(Bucket(BUCKET, Settings()), key, (data.path / spilled.file).read_bytes()[: 5 * 2**20])
+    return Drainer(store).run()
+
+
+def write_everything(server: FaultyServer, tmp_path: Path) -> None:
+    save(f"{ROOT}/a")
+    save(f"{ROOT}/a", 1, overwrite=True)
+    server.once("CreateMultipartUpload", Fault.apply_then_reset())
+    save(f"{ROOT}/b")
+    failing_save(server, "UploadPart", Fault.error(500, "InternalError"))
+    drain(tmp_path / "spill", f"{ROOT}/c")
+    download(f"{ROOT}/a", tmp_path / "copy")
+    upload(tmp_path / "copy", f"{ROOT}/d")
+    server.rule = lambda request: Fault.error(403, "Denied") if request.operation == "UploadPart" else None
+    with pytest.raises(errors.StorageError):
+        upload(tmp_path / "copy", f"{ROOT}/e")
+    server.rule = lambda _: None
+
+
+def read_everything(tmp_path: Path) -> None:
+    load(f"{ROOT}/a")
+    with pytest.raises(CheckpointException):
+        load(f"{ROOT}/nothing")
+    assert latest(ROOT) is not None
+    list_checkpoints(ROOT)
+    download(f"{ROOT}/a", tmp_path / "read")
+
+
+def test_the_policies_allow_what_is_called_and_every_request_carries_the_owner(
+    faulty: FaultyServer, tmp_path: Path
+) -> None:
+    write_everything(faulty, tmp_path)
+    writing = set(faulty.s3.counters.requests)
+    check_owner(faulty)
+    faulty.s3.reset_counters()
+    read_everything(tmp_path)
+    reading = set(faulty.s3.counters.requests)
+    check_owner(faulty)
+    assert {permission_of(operation) for operation in writing | reading} == TRAINING
+    assert {permission_of(operation) for operation in reading} == READING
+    table = set(
+        re.findall(r"`(\w+)`", DOCUMENT.partition("and no others:")[2].partition("`s3:ListBucket` is needed")[0])
+    )
+    assert {name for name in table if name[0].isupper()} == writing | reading
+
+
+def check_owner(server: FaultyServer) -> None:
+    """All requests carry the expected owner, but for the two by which a test plays a process that died."""
+    log = [request for request in server.s3.request_log if request.operation != "CreateBucket"]
+    without = [request.operation for request in log if request.headers.get("x-amz-expected-bucket-owner") != OWNER]
+    assert sorted(without) in ([], ["CreateMultipartUpload", "UploadPart"])
+
+
+def deny(server: FaultyServer, *permissions: str) -> None:
+    server.rule = lambda request: (
+        Fault.error(403, "AccessDenied") if permission_of(request.operation) in permissions else None
+    )
+
+
+@pytest.mark.parametrize("permission", ["s3:GetObject", "s3:PutObject"])
+def test_a_save_that_is_refused_names_the_permission(faulty: FaultyServer, permission: str) -> None:
+    deny(faulty, permission)
+    with pytest.raises(CheckpointException) as failure:
+        save(f"{ROOT}/a")
+    ((error, _),) = failure.value.failures.values()
+    assert isinstance(error, errors.AccessDeniedError)
+    assert permission in str(error)
+    assert faulty.s3.objects(BUCKET) == {}
+    assert faulty.s3.open_uploads(BUCKET) == []
+
+
+def test_without_s3_listbucket_a_missing_checkpoint_reads_as_forbidden(faulty: FaultyServer) -> None:
+    faulty.rule = lambda request: Fault.error(403, "AccessDenied") if request.key.endswith(".metadata") else None
+    for attempt in (save, load):
+        with pytest.raises(CheckpointException) as failure:
+            attempt(f"{ROOT}/a")
+        ((error, _),) = failure.value.failures.values()
+        assert isinstance(error, errors.AccessDeniedError)
+        assert "without s3:ListBucket a missing object reads as forbidden" in str(error)
+
+
+def test_listings_that_are_refused_name_the_permission(faulty: FaultyServer) -> None:
+    deny(faulty, "s3:ListBucket")
+    for look in (latest, list_checkpoints):
+        with pytest.raises(errors.AccessDeniedError, match="s3:ListBucket"):
+            look(ROOT)
+
+
+def test_without_deletes_and_aborts_saves_work_and_say_what_stays(
+    faulty: FaultyServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(f"{ROOT}/a")
+    deny(faulty, "s3:DeleteObject")
+    save(f"{ROOT}/a", 1, overwrite=True)
+    assert "s3:DeleteObject" in caplog.text
+    faulty.rule = lambda _: None
+    assert torch.equal(load(f"{ROOT}/a")["large"], large_state(1)["large"])
+    denied = ("UploadPart", "AbortMultipartUpload")
+    faulty.rule = lambda request: Fault.error(403, "AccessDenied") if request.operation in denied else None
+    with pytest.raises(CheckpointException):
+        save(f"{ROOT}/b")
+    assert "s3:AbortMultipartUpload" in caplog.text
+
+
+@pytest.mark.parametrize("permission", ["s3:ListBucketMultipartUploads", "s3:ListMultipartUploadParts"])
+def test_a_drain_that_is_refused_waits_and_names_the_permission(
+    faulty: FaultyServer, tmp_path: Path, permission: str
+) -> None:
+    deny(faulty, permission)
+    report = drain(tmp_path, f"{ROOT}/a")
+    assert any(permission in reason for reason in report.waiting.values()), report
+    faulty.rule = lambda _: None
+    assert Drainer(SpillStore(tmp_path)).run().committed == [f"{ROOT}/a"]
+
+
+def test_rules_in_the_document_never_expire_objects() -> None:
+    blocks = [json.loads(block) for block in re.findall(r"```json\n(.*?)```", DOCUMENT, re.DOTALL)]
+    (rules,) = [block["Rules"] for block in blocks if "Rules" in block]
+    assert all("Expiration" not in rule for rule in rules)
+    assert all(rule["AbortIncompleteMultipartUpload"]["DaysAfterInitiation"] >= 1 for rule in rules)
