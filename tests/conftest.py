@@ -8,6 +8,7 @@ environment set such that dcp_s3 and boto3 find the server without arguments.
 
 from __future__ import annotations
 
+import gc
 import os
 import uuid
 from collections.abc import Iterator
@@ -30,6 +31,13 @@ settings.load_profile("repeatable")
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 # ListMultipartUploads: NoSuchUpload is rclone's answer for a bucket that has had no upload yet.
 _NO_UPLOADS = {"NoSuchUpload", "NotImplemented", "MethodNotAllowed"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_heap() -> None:
+    """Keep the garbage collector, which many tests call, from what a thousand earlier tests left."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
