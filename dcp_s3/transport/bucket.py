@@ -15,6 +15,7 @@ from dcp_s3 import errors
 from dcp_s3.settings import Settings
 from dcp_s3.transport import retry
 from dcp_s3.transport.checksum import ChecksumAlgorithm, crc32c, crc64nvme, encode_crc
+from dcp_s3.transport.checksum_support import with_or_without
 from dcp_s3.transport.client import forget_client, get_client
 from dcp_s3.transport.deadline import Deadline
 from dcp_s3.transport.throttle import gate_of
@@ -106,7 +107,8 @@ class Bucket:
         data: bool = False,
     ) -> T:
         """`retry.call` for this bucket. A request with ``data`` waits for its turn while S3 throttles."""
-        try:
+
+        def call() -> T:
             return retry.call(
                 request,
                 operation=operation,
@@ -120,6 +122,11 @@ class Bucket:
                 gate=gate_of(self.settings.endpoint_url, self.name, self.settings.concurrency),
                 data=data,
             )
+
+        try:
+            if self.settings.checksum != "auto":
+                return call()
+            return with_or_without(call, operation=operation, endpoint_url=self.settings.endpoint_url)
         except errors.CredentialsError:
             forget_client(self.settings)  # the next save or load looks for credentials anew
             raise
