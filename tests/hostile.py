@@ -256,7 +256,8 @@ def decode_tensor(data: bytes, shape: tuple[int, ...] = (2, 2)) -> torch.Tensor:
     factory = TransferFactory(parse_url(URL), metadata, ReaderTransforms(None), allow_dtype_cast=False)
     transfer = factory.prepare(0, item, _Planner(target))  # type: ignore[arg-type]
     if data:
-        transfer.target_for(0, len(data)).view[:] = data
+        (received,) = transfer.targets_for(0, len(data))
+        received.view[:] = data
     transfer.deliver()
     return target
 

@@ -8,6 +8,7 @@ import socket
 import struct
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from types import TracebackType
 from urllib.parse import urlsplit
 
@@ -25,13 +26,22 @@ class FaultyProxy:
         seed: of the choices.
         share: of the connections that are cut.
         most_bytes: a connection is cut after this many bytes of one direction, or before.
+        directions: in which connections are cut.
     """
 
-    def __init__(self, endpoint_url: str, *, seed: int, share: float = 0.5, most_bytes: int = 6 * 2**20) -> None:
+    def __init__(
+        self,
+        endpoint_url: str,
+        *,
+        seed: int,
+        share: float = 0.5,
+        most_bytes: int = 6 * 2**20,
+        directions: Sequence[str] = ("request", "response"),
+    ) -> None:
         parts = urlsplit(endpoint_url)
         self._server = (parts.hostname or "", parts.port or 80)
         self._rng = random.Random(seed)
-        self._share, self._most_bytes = share, most_bytes
+        self._share, self._most_bytes, self._directions = share, most_bytes, directions
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._sockets: list[socket.socket] = []
@@ -65,7 +75,7 @@ class FaultyProxy:
             except OSError:
                 return  # closed
             self._sockets += [client, server]
-            doomed = self._rng.choice(["request", "response"]) if self._rng.random() < self._share else ""
+            doomed = self._rng.choice(self._directions) if self._rng.random() < self._share else ""
             # Many small limits too: most answers, and many requests, are small.
             limit = int(self._most_bytes ** self._rng.random()) + 200
             for name, source, target in (("request", client, server), ("response", server, client)):

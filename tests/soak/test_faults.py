@@ -260,7 +260,9 @@ def test_saves_and_loads_are_right_through_a_network_that_breaks(
     server: Any, s3: Any, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cycles = max(3, CYCLES // 10)
-    with FaultyProxy(server.endpoint_url, seed=SEED) as proxy:
+    # moto takes a request whose head was cut off for a whole one without a body, which S3's signature rules out.
+    directions = ["response"] if server.name == "moto" else ["request", "response"]
+    with FaultyProxy(server.endpoint_url, seed=SEED, directions=directions) as proxy:
         monkeypatch.setenv("DCP_S3_ENDPOINT_URL", proxy.url)
         training = Training(SEED, [bucket])
         for number in range(cycles):
@@ -269,5 +271,5 @@ def test_saves_and_loads_are_right_through_a_network_that_breaks(
         for url in training.expected:
             training.check(url)
     close_clients()
-    assert set(proxy.cuts) == {"request", "response"}, "both directions were cut"
+    assert set(proxy.cuts) == set(directions)
     assert not s3.list_multipart_uploads(Bucket=bucket).get("Uploads") if server.name == "moto" else True
