@@ -124,7 +124,7 @@ def _states() -> dict[str, Any]:
     shared = torch.arange(12.0).reshape(3, 4)
     return {
         "number": 5, "text": "läuft", "nothing": None, "random": random.getstate(),
-        "nested": {"a": [1, (2.5, {3, "x"}), {"b": b"\0" * 300}, 2**100]}, "dtype": torch.bfloat16,
+        "nested": {"a": [1, (2.5, {"x"}), {"b": b"\0" * 300}, 2**100]}, "dtype": torch.bfloat16,
         "generator": torch.get_rng_state(), "size": torch.Size([2]),
         "device": torch.device("cpu"), "tensors": {"a": shared, "b": shared.t(), "c": shared[1:, ::2], "d": shared[:0]},
         "parameter": torch.nn.Parameter(torch.ones(2)), "state": torch.nn.Linear(2, 2).state_dict(),
