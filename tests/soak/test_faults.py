@@ -1,6 +1,6 @@
 """Saves and loads while a quarter of all requests fails, in every way that the tests' servers can make them fail.
 
-DCP_S3_TEST_CYCLES says how many cycles of save and load there are on the in-memory server (30), and through the proxy
+DCP_S3_TEST_CYCLES says how many cycles of save and load there are on the in-memory server (50), and through the proxy
 (a tenth of it, 3 at least); DCP_S3_TEST_SEED what they do and which faults come (0). The cycle is in the message of a
 failure.
 """
@@ -30,7 +30,7 @@ from tests.checkpoint.states import assert_same, blank, random_tensor
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.proxy import FaultyProxy
 
-CYCLES = int(os.environ.get("DCP_S3_TEST_CYCLES", "30"))
+CYCLES = int(os.environ.get("DCP_S3_TEST_CYCLES", "50"))
 SEED = int(os.environ.get("DCP_S3_TEST_SEED", "0"))
 OTHER_BUCKET = "other-bucket"
 MIB = 2**20
