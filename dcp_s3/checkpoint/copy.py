@@ -28,6 +28,7 @@ from dcp_s3.format.layout import (
     SAVE_ID_KEY,
     manifest_object,
     parse_manifest_object,
+    rank_of_metadata,
 )
 from dcp_s3.format.manifest import Manifest
 from dcp_s3.format.metadata import load_metadata
@@ -39,7 +40,6 @@ from dcp_s3.url import CheckpointURL, parse_url
 
 _MARKER = CONTROL_PREFIX + "download.json"
 """In a directory: a download into it has begun, and of what."""
-_RANK_METADATA = re.compile(r"__(\d+)" + re.escape(METADATA))
 # s3transfer's extension of a file that is not complete.
 _PARTIAL = re.compile(r"\.[0-9a-fA-F]{8}")
 _READ_SIZE = 4 * 2**20
@@ -90,13 +90,8 @@ class _Source:
         return path if path in self.files else None
 
 
-def _rank_of(commit: str) -> int | None:
-    match = _RANK_METADATA.fullmatch(commit)
-    return int(match[1]) if match else None
-
-
 def _manifest_path(commit: str, metadata: Metadata) -> str:
-    return manifest_object(str(getattr(metadata.storage_meta, "save_id", None)), _rank_of(commit))
+    return manifest_object(str(getattr(metadata.storage_meta, "save_id", None)), rank_of_metadata(commit))
 
 
 def _commit_names(paths: Iterable[str]) -> list[str]:
@@ -104,7 +99,11 @@ def _commit_names(paths: Iterable[str]) -> list[str]:
     names = list(paths)
     if METADATA in names:
         return [METADATA]
-    return sorted((name for name in names if _RANK_METADATA.fullmatch(name)), key=lambda name: -(_rank_of(name) or 0))
+    return sorted(filter(_is_rank_metadata, names), key=lambda name: -(rank_of_metadata(name) or 0))
+
+
+def _is_rank_metadata(path: str) -> bool:
+    return rank_of_metadata(path) is not None
 
 
 def _make_source(where: str, listing: Mapping[str, int], read: Callable[[str], bytes]) -> _Source:
@@ -161,7 +160,7 @@ def _belongs(path: str, needed: Mapping[str, int], manifests: set[str]) -> bool:
         return path in needed
     if parse_manifest_object(path) is not None:
         return path in manifests
-    if path in (PIN, _MARKER, METADATA) or _RANK_METADATA.fullmatch(path):
+    if path in (PIN, _MARKER, METADATA) or _is_rank_metadata(path):
         return False
     # Keys may be anything: "./.metadata" must not become the file .metadata, "a/" has no file.
     return not any(segment in ("", ".", "..") for segment in path.split("/"))
@@ -241,7 +240,7 @@ def _prepare_directory(target: Path, url: CheckpointURL, source: _Source, *, ove
         for name in [*_commit_names(os.listdir(target)), *source.files]:
             (target / name).unlink(missing_ok=True)
         for name in os.listdir(target):
-            if name == METADATA or _RANK_METADATA.fullmatch(name):
+            if name == METADATA or _is_rank_metadata(name):
                 (target / name).unlink()
     marker.parent.mkdir(parents=True, exist_ok=True)
     _write_whole(marker, mark)
@@ -371,7 +370,7 @@ def upload(
 
 def _clear_the_way(bucket: Bucket, url: CheckpointURL, source: _Source, *, overwrite: bool) -> frozenset[str]:
     """Refuse to replace a checkpoint, or find out what replacing it leaves over: keys to delete afterwards."""
-    ranks = [_rank_of(name) for name in source.commits]
+    ranks = [rank_of_metadata(name) for name in source.commits]
     if not overwrite:
         for rank in ranks:
             check_absent(bucket, SaveIdentity(url, "", rank))
@@ -379,7 +378,7 @@ def _clear_the_way(bucket: Bucket, url: CheckpointURL, source: _Source, *, overw
     skip = len(url.key(""))
     # All objects directly below the URL that commit something; few requests, and only for an overwrite.
     paths = [key[skip:] for prefix in (METADATA, "__") for key, _ in bucket.list(url.key(prefix))]
-    old = [path for path in paths if path == METADATA or _RANK_METADATA.fullmatch(path)]
+    old = [path for path in paths if path == METADATA or _is_rank_metadata(path)]
     replaced = find_previous(bucket, SaveIdentity(url, "")).keys
     planned = {url.key(path) for path in source.files}
     if old and (replaced & planned or old != [METADATA] or METADATA not in source.commits):

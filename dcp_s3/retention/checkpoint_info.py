@@ -14,6 +14,7 @@ from dcp_s3.format.layout import (
     METRICS,
     data_object,
     parse_manifest_object,
+    rank_of_metadata,
     step_of,
 )
 from dcp_s3.format.manifest import Manifest
@@ -74,16 +75,9 @@ def newest_first(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
 
 # --- names ---------------------------------------------------------------------------------------
 
-_RANK_METADATA = re.compile(r"__(\d+)" + re.escape(METADATA))
 _RANK_MANIFEST = re.compile(re.escape(CONTROL_PREFIX) + r"manifest-[0-9a-f]+\.(\d+)\.json")
 _OUR_DATA = re.compile(r"__(\d+)_(\d+)-([0-9a-f]+)" + re.escape(DATA_SUFFIX))
 _SPREAD = re.compile(r"[0-9a-f]{1,4}")
-
-
-def rank_of_metadata(path: str) -> int | None:
-    """The rank in ``__{rank}.metadata``, None for other names."""
-    match = _RANK_METADATA.fullmatch(path)
-    return int(match[1]) if match else None
 
 
 def is_spread_data(path: str) -> bool:

@@ -233,29 +233,33 @@ class SpillStore:
 
     def scan(self) -> list[SpilledSave]:
         """The saves, oldest first, without those that `list_damaged` tells of."""
-        found = []
-        for path in self._directories():
-            with contextlib.suppress(OSError, JournalError):
-                found.append(SpilledSave(path, Journal.from_bytes((path / JOURNAL).read_bytes())))
-        return found
+        return [SpilledSave(path, found) for path, found in self._read() if isinstance(found, Journal)]
 
     def list_damaged(self) -> list[Refused]:
         """The saves whose journals are not what was written."""
-        return [Refused(path, f"the journal is damaged: {error}") for path, error in self._failures(JournalError)]
+        return [
+            Refused(path, f"the journal is damaged: {found}")
+            for path, found in self._read()
+            if isinstance(found, JournalError)
+        ]
 
     def list_unreadable(self) -> list[Refused]:
         """The saves whose journals can not be read now: too many open files, an error of the disk, permissions."""
-        return [Refused(path, f"the journal can not be read: {error}") for path, error in self._failures(OSError)]
+        return [
+            Refused(path, f"the journal can not be read: {found}")
+            for path, found in self._read()
+            if isinstance(found, OSError)
+        ]
 
-    def _failures(self, kind: type[Exception]) -> Iterator[tuple[Path, Exception]]:
+    def _read(self) -> Iterator[tuple[Path, Journal | JournalError | OSError]]:
+        """Each save's journal, or why there is none."""
         for path in self._directories():
             try:
-                Journal.from_bytes((path / JOURNAL).read_bytes())
+                yield path, Journal.from_bytes((path / JOURNAL).read_bytes())
             except FileNotFoundError:
                 continue  # drained; the journal goes first
             except (OSError, JournalError) as error:
-                if isinstance(error, kind):
-                    yield path, error
+                yield path, error
 
     def tidy(self) -> list[Refused]:
         """For the drainer: set damaged saves aside, and remove what is left of those that were being made or removed
