@@ -14,13 +14,41 @@ from dcp_s3.checkpoint.verify_report import Problem, VerifyReport
 from dcp_s3.checkpoint.writer import S3StorageWriter
 from dcp_s3.counters import metrics
 from dcp_s3.integrations.dcp import register, unregister
-from dcp_s3.retention.catalog import latest, list_checkpoints
+from dcp_s3.retention.catalog import CheckpointCatalog, latest, list_checkpoints
 from dcp_s3.retention.checkpoint_info import CheckpointInfo
+from dcp_s3.retention.marks import annotate, pin, unpin
+from dcp_s3.retention.parse import parse_policy
+from dcp_s3.retention.plan import Decision, Plan, make_plan
+from dcp_s3.retention.policy import (
+    KeepBest,
+    KeepDaily,
+    KeepEvery,
+    KeepHourly,
+    KeepLatest,
+    KeepSteps,
+    KeepWeekly,
+    KeepWithin,
+    Policy,
+)
+from dcp_s3.retention.scan import CatalogSnapshot
 from dcp_s3.settings import Settings
 from dcp_s3.staging.stager import S3Stager
 
 __all__ = [
+    "CatalogSnapshot",
+    "CheckpointCatalog",
     "CheckpointInfo",
+    "Decision",
+    "KeepBest",
+    "KeepDaily",
+    "KeepEvery",
+    "KeepHourly",
+    "KeepLatest",
+    "KeepSteps",
+    "KeepWeekly",
+    "KeepWithin",
+    "Plan",
+    "Policy",
     "Problem",
     "S3Stager",
     "S3StorageReader",
@@ -28,11 +56,16 @@ __all__ = [
     "Settings",
     "VerifyReport",
     "__version__",
+    "annotate",
     "errors",
     "latest",
     "list_checkpoints",
+    "make_plan",
     "metrics",
+    "parse_policy",
+    "pin",
     "register",
+    "unpin",
     "unregister",
     "verify",
 ]

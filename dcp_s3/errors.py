@@ -182,6 +182,20 @@ class SaveProtocolError(CheckpointError):
     """DCP's calls did not come in the documented order, or a planner returned what cannot be stored."""
 
 
+class MetricsError(CheckpointError, ValueError):
+    """Metrics that can not be stored: a name that is no text, or a value that is no number, text or bool."""
+
+
+# --- retention -----------------------------------------------------------------------------------
+
+
+class PolicyError(DcpS3Error, ValueError):
+    """A retention policy is none: text that can not be parsed, a bad argument, or a function that fails."""
+
+
+# --- loading -------------------------------------------------------------------------------------
+
+
 class TensorMismatchError(CheckpointError, ValueError):
     """A tensor to load into does not match the saved one.
 

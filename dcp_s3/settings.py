@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
@@ -111,6 +112,18 @@ class Settings(BaseSettings):
     """When a save is done: ``s3``, when it is committed on S3; ``local``, when every rank has it on its disk
     (``spill_dir``), from where it is uploaded and committed in the background."""
 
+    retention: str | None = None
+    """Policies in one line, for example ``latest:3 best:2:val_loss:min every:10000 within:48h daily:7``: what prune
+    keeps when it is given none. Unset: everything that is committed."""
+    retention_grace: Seconds = Field(default=86400.0, ge=0)
+    """Seconds for which objects of a save that is not committed, and open multipart uploads, count as a save in
+    progress. After that they are leftovers."""
+    reader_lease: Seconds | None = Field(default=None, ge=10, le=30 * 86400)
+    """Seconds for which a load keeps prune from deleting the checkpoint, renewed while it runs. Unset: no lease."""
+    step_pattern: str | None = None
+    """Regular expression with a group of digits that finds the step in a checkpoint's name, for example
+    ``step-(\\d+)``. Unset: the last number in it."""
+
     allow_dtype_cast: bool = False
     """Whether a load may convert a saved tensor to another dtype. Off: `DtypeMismatchError`, because a silent
     conversion is silent damage."""
@@ -133,6 +146,13 @@ class Settings(BaseSettings):
             raise ValueError("expected at least 1MiB, or a fraction like 0.5 or 50%")
         return value
 
+    @field_validator("step_pattern")
+    @classmethod
+    def _one_group(cls, value: str | None) -> str | None:
+        if value is not None:
+            compile_step_pattern(value)
+        return value
+
     @field_validator("endpoint_url")
     @classmethod
     def _plain_http_url(cls, value: str | None) -> str | None:
@@ -144,6 +164,22 @@ class Settings(BaseSettings):
         if parts.username or parts.password:
             raise ValueError("expected a URL without credentials: those belong to AWS's own chain")
         return value.rstrip("/")
+
+
+def compile_step_pattern(pattern: str) -> re.Pattern[str]:
+    """A pattern for `step_pattern`.
+
+    Raises:
+        ValueError: it is no regular expression, or has not exactly one group.
+    """
+    example = r"expected a regular expression with one group around the digits, for example step-(\d+)"
+    try:
+        compiled = re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(f"{example} ({error})") from None
+    if compiled.groups != 1:
+        raise ValueError(f"{example}; this one has {compiled.groups} groups (others: (?:...))")
+    return compiled
 
 
 def _explain(error: ValidationError, given: Mapping[str, Any]) -> str:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
+from collections.abc import Iterable
 
 METADATA = ".metadata"
 DATA_SUFFIX = ".distcp"
 CONTROL_PREFIX = ".dcp_s3/"
 METRICS = CONTROL_PREFIX + "metrics.json"
 PIN = CONTROL_PREFIX + "pin"
+LEASE_PREFIX = CONTROL_PREFIX + "lease-"
+DELETION_PREFIX = CONTROL_PREFIX + "deletion-"
 
 SAVE_ID_KEY = "dcp-s3-save-id"
 """User metadata of ``.metadata`` that says which manifest belongs to it."""
@@ -71,6 +74,37 @@ def parse_manifest_object(relative_path: str) -> str | None:
     return match[1] if match else None
 
 
+def lease_object(lease_id: str, seconds: int) -> str:
+    """Relative path of a reader's lease of ``seconds``: ``.dcp_s3/lease-{id}.{seconds}``.
+
+    The lease ends ``seconds`` after S3 stored the object, so a listing tells it, by S3's clock.
+    """
+    return f"{LEASE_PREFIX}{lease_id}.{seconds}"
+
+
+_LEASE = re.compile(re.escape(LEASE_PREFIX) + r"[0-9a-f]+\.(\d{1,9})")
+
+
+def parse_lease_object(relative_path: str) -> int | None:
+    """Seconds of the lease in a lease's relative path, None if it is not one."""
+    match = _LEASE.fullmatch(relative_path)
+    return int(match[1]) if match else None
+
+
+def deletion_object(save_id: str) -> str:
+    """Relative path of the list of what the deletion of one save removes, there until all of that is gone."""
+    return f"{DELETION_PREFIX}{save_id}.json"
+
+
+_DELETION = re.compile(re.escape(DELETION_PREFIX) + r"([0-9a-f]+)\.json")
+
+
+def parse_deletion_object(relative_path: str) -> str | None:
+    """The save id in a deletion's relative path, None if it is not one."""
+    match = _DELETION.fullmatch(relative_path)
+    return match[1] if match else None
+
+
 def is_inside(relative_path: str) -> bool:
     """Whether a path from a checkpoint's metadata stays below the checkpoint's prefix, on S3 and in a directory."""
     return (
@@ -87,5 +121,13 @@ _STEP = re.compile(r"(\d+)(?!.*\d)")
 
 def step_of(name: str) -> int | None:
     """The step in a checkpoint's name: its last run of digits (``step-00001000`` -> 1000), None without."""
-    match = _STEP.search(name)
-    return int(match[1]) if match else None
+    return step_by_patterns(name, (_STEP,))
+
+
+def step_by_patterns(name: str, patterns: Iterable[re.Pattern[str]]) -> int | None:
+    """The step by the first pattern that is found in ``name`` and whose first group is digits, None if none is."""
+    for pattern in patterns:
+        match = pattern.search(name)
+        if match and match[1] and match[1].isascii() and match[1].isdigit():
+            return int(match[1])
+    return None

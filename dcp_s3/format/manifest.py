@@ -64,7 +64,7 @@ class Manifest:
         """UTF-8 JSON, with the totals repeated for people and for shell scripts."""
         fields = asdict(self)
         fields["total_size"] = self.total_size
-        fields["metrics"] = {name: _to_json(value) for name, value in self.metrics.items()}
+        fields["metrics"] = {name: number_to_json(value) for name, value in self.metrics.items()}
         return (json.dumps(fields, indent=1, allow_nan=False) + "\n").encode()
 
     @classmethod
@@ -90,7 +90,7 @@ class Manifest:
                 world_size=int(fields["world_size"]),
                 objects=objects,
                 items=int(fields["items"]),
-                metrics={name: _from_json(value) for name, value in (fields.get("metrics") or {}).items()},
+                metrics={name: number_from_json(value) for name, value in (fields.get("metrics") or {}).items()},
                 rank=fields.get("rank"),
                 writer=dict(fields.get("writer") or {}),
                 started_at=None if fields.get("started_at") is None else float(fields["started_at"]),
@@ -109,11 +109,13 @@ class Manifest:
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
-def _to_json(value: Any) -> Any:
+def number_to_json(value: Any) -> Any:
+    """A metric's value as JSON has it: text for NaN and the infinities."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
 
 
-def _from_json(value: Any) -> Any:
+def number_from_json(value: Any) -> Any:
+    """The other way round."""
     return _NOT_FINITE.get(value, value) if isinstance(value, str) else value

@@ -1,51 +1,148 @@
 """The catalog: which checkpoints lie under a root, and which of them is the one to resume from.
 
-Requests per checkpoint: two (HEAD of ``.metadata``, GET of the manifest that it names); data objects are not
-touched. Copies that lost the user metadata of ``.metadata`` cost a listing more, foreign checkpoints are listed
-once. `latest` looks closer at the one it returns.
+One listing of the root, and two to four small requests for each checkpoint (`inspect`); data objects are not touched.
+`latest` and `best` look closer at the one they return.
 """
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import logging
-import os
-import threading
-from collections.abc import Awaitable, Coroutine, Iterable
-from typing import Any, TypeVar
+import re
+from collections.abc import Callable, Iterable, Sequence
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.contents import needed_objects
-from dcp_s3.format.layout import CONTROL_PREFIX, METADATA, SAVE_ID_KEY, manifest_object, metadata_object
 from dcp_s3.format.manifest import Manifest
-from dcp_s3.format.metadata import load_metadata
 from dcp_s3.retention.checkpoint_info import (
     CheckpointInfo,
-    Contents,
     age_order,
-    from_contents,
     from_manifest,
-    from_rank_manifests,
-    is_spread_data,
+    in_grace,
     newest_first,
-    shows_checkpoint,
-    sort_out,
-    spread_prefixes,
+    with_step,
 )
-from dcp_s3.settings import Settings, SettingsLike, resolve_settings
+from dcp_s3.retention.inspect import Root, find_damage, run
+from dcp_s3.retention.policy import Mode, best_first
+from dcp_s3.retention.scan import CatalogSnapshot, list_root, merge_local, scan_root
+from dcp_s3.settings import Settings, SettingsLike, compile_step_pattern, resolve_settings
 from dcp_s3.spill.local import find_commits
 from dcp_s3.spill.session import open_store
-from dcp_s3.transport.async_client import AsyncBucket, open_bucket, timestamp
+from dcp_s3.transport.async_client import AsyncBucket, open_bucket
 from dcp_s3.url import CheckpointURL, parse_url
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-Root = str | os.PathLike[str]
 
-# Names between two slashes that no checkpoint URL may have, and our own directory in a root that is a checkpoint.
-_NO_CHILD = frozenset({"", ".", "..", CONTROL_PREFIX.rstrip("/")})
+class CheckpointCatalog:
+    """The checkpoints directly under a root, with all that retention decides on. Holds no connection.
+
+    Args:
+        root: ``s3://bucket/run`` for checkpoints at ``s3://bucket/run/step-1000`` and so on.
+        settings: a `Settings`, or a mapping of those that differ from the environment.
+        patterns: one or more regular expressions, each with a group of digits, that find the step in a checkpoint's
+            name; the first one that is found counts, and a name without any has no step. The default is the setting
+            ``step_pattern``; without that the step is what the manifest says, or the last number in the name.
+
+    Raises:
+        InvalidURLError, SettingsError
+    """
+
+    def __init__(
+        self, root: Root, *, settings: SettingsLike = None, patterns: str | Sequence[str] | None = None
+    ) -> None:
+        self.root = parse_url(root)
+        self.settings = resolve_settings(settings)
+        self._patterns = _compile(patterns, self.settings)
+
+    def checkpoints(self) -> list[CheckpointInfo]:
+        """The checkpoints, oldest first. What is not committed is ``in_progress``, or older than the grace period
+        (setting ``retention_grace``) and a ``leftover``; what waits in this host's spill directory is ``local``.
+
+        Raises:
+            StorageError: missing bucket, credentials, permissions, network.
+        """
+        return run(self._checkpoints())
+
+    def scan(self, *, deep: bool = False) -> CatalogSnapshot:
+        """Everything that a plan needs, with open multipart uploads.
+
+        Args:
+            deep: also look for leftovers in the directories of committed checkpoints, and for damage: two more
+                requests for each checkpoint and 1000 objects.
+
+        Raises:
+            StorageError: missing bucket, credentials, permissions, network.
+        """
+        return run(self._scan(deep))
+
+    def latest(self) -> CheckpointInfo | None:
+        """The one to resume from, as `dcp_s3.latest` says: it can be loaded. None if there is none.
+
+        Raises:
+            StorageError: missing bucket, credentials, permissions, network.
+        """
+        return run(self._first(newest_first))
+
+    def best(self, metric: str, mode: Mode = "min") -> CheckpointInfo | None:
+        """The committed one with the best value of a metric that can be loaded, None if there is none.
+
+        Values that are no finite numbers count as missing; of equal ones the newest is the best.
+
+        Args:
+            metric: its name.
+            mode: ``min`` if low values are better, or ``max``.
+
+        Raises:
+            PolicyError: ``mode`` is neither.
+            StorageError: missing bucket, credentials, permissions, network.
+        """
+        best_first((), metric, mode)
+        return run(self._first(lambda infos: best_first([info for info in infos if info.committed], metric, mode)))
+
+    async def _checkpoints(self) -> list[CheckpointInfo]:
+        async with open_bucket(self.root.bucket, self.settings) as bucket:
+            listing = await list_root(bucket, self.root, self._patterns)
+        grace = self.settings.retention_grace
+        found = merge_local(listing.found, self._local())
+        return sorted((in_grace(info, now=listing.now, grace=grace) for info in found), key=age_order)
+
+    async def _scan(self, deep: bool) -> CatalogSnapshot:
+        async with open_bucket(self.root.bucket, self.settings) as bucket:
+            # First: what is drained meanwhile is then seen twice rather than not at all.
+            local = self._local()
+            return await scan_root(bucket, self.root, self._patterns, deep=deep, local=local)
+
+    def _local(self) -> list[CheckpointInfo]:
+        return [with_step(info, self._patterns) for info in find_local(str(self.root), settings=self.settings)]
+
+    async def _first(self, order: Callable[[Iterable[CheckpointInfo]], list[CheckpointInfo]]) -> CheckpointInfo | None:
+        async with open_bucket(self.root.bucket, self.settings) as bucket:
+            listing = await list_root(bucket, self.root, self._patterns)
+            return await _first_loadable(bucket, self.root, order(listing.found))
+
+
+def _compile(patterns: str | Sequence[str] | None, settings: Settings) -> tuple[re.Pattern[str], ...]:
+    given = [patterns] if isinstance(patterns, str) else patterns
+    if given is None:
+        given = [] if settings.step_pattern is None else [settings.step_pattern]
+    compiled = []
+    for pattern in given:
+        try:
+            compiled.append(compile_step_pattern(pattern))
+        except (ValueError, TypeError) as error:
+            raise errors.SettingsError(f"step pattern {pattern!r} is not allowed: {error}") from None
+    return tuple(compiled)
+
+
+async def _first_loadable(
+    bucket: AsyncBucket, root: CheckpointURL, infos: Iterable[CheckpointInfo]
+) -> CheckpointInfo | None:
+    for info in infos:
+        damage = await find_damage(bucket, root.child(info.name))
+        if damage is None:
+            return info
+        logger.warning("%s is passed over: %s", info.url, damage)
+    return None
 
 
 def list_checkpoints(root: Root, *, settings: SettingsLike = None) -> list[CheckpointInfo]:
@@ -69,7 +166,7 @@ async def list_checkpoints_async(root: Root, *, settings: SettingsLike = None) -
     """`list_checkpoints` for asyncio."""
     url = parse_url(root)
     async with open_bucket(url.bucket, resolve_settings(settings)) as bucket:
-        return await _list(bucket, url)
+        return list((await list_root(bucket, url, _compile(None, bucket.settings))).found)
 
 
 def latest(root: Root, *, include_uncommitted: bool = False, settings: SettingsLike = None) -> CheckpointInfo | None:
@@ -118,168 +215,5 @@ async def latest_async(root: Root, *, settings: SettingsLike = None) -> Checkpoi
     """`latest` for asyncio."""
     url = parse_url(root)
     async with open_bucket(url.bucket, resolve_settings(settings)) as bucket:
-        for info in newest_first(await _list(bucket, url)):
-            damage = await _find_damage(bucket, url.child(info.name))
-            if damage is None:
-                return info
-            logger.warning("%s is passed over: %s", info.url, damage)
-    return None
-
-
-def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run`, in a thread of its own if this one runs an event loop already (a notebook)."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(coroutine)
-    results: list[T] = []
-    failures: list[BaseException] = []
-
-    def target() -> None:
-        try:
-            results.append(asyncio.run(coroutine))
-        except BaseException as error:  # noqa: BLE001 - raised again in the caller's thread
-            failures.append(error)
-
-    thread = threading.Thread(target=target, name="dcp_s3-catalog")
-    thread.start()
-    thread.join()
-    if failures:
-        raise failures[0]
-    return results[0]
-
-
-async def gather(awaitables: Iterable[Awaitable[T]]) -> list[T]:
-    """All results in order; when one fails, the others are cancelled and have ended before it is raised."""
-    tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _list(bucket: AsyncBucket, root: CheckpointURL) -> list[CheckpointInfo]:
-    pages = await bucket.pages(root.key(""), delimiter="/")
-    skip = len(root.key(""))
-    names = [prefix[skip:-1] for page in pages for prefix in page.prefixes]
-    children = [root.child(name) for name in names if name not in _NO_CHILD]
-    found = await gather(inspect_checkpoint(bucket, child) for child in children)
-    return sorted((info for info in found if info is not None), key=age_order)
-
-
-async def inspect_checkpoint(bucket: AsyncBucket, url: CheckpointURL) -> CheckpointInfo | None:
-    """The checkpoint at ``url`` itself, None if there is nothing of one.
-
-    Raises:
-        StorageError
-    """
-    try:
-        head = await bucket.head(url.key(METADATA))
-    except errors.ObjectNotFoundError:
-        return await _inspect_without_metadata(bucket, url)
-    save_id = _save_id(head)
-    manifest = await _read_manifest(bucket, url, save_id, None) if save_id else None
-    if manifest is None:
-        contents = sort_out(url, await bucket.list(url.key(CONTROL_PREFIX)))
-        manifest = await matching_manifest(bucket, url, contents, None)
-    if manifest is not None:
-        return from_manifest(url, manifest)
-    contents = sort_out(url, await bucket.list(url.key("")))
-    return from_contents(url, contents, committed_at=timestamp(head["LastModified"]))
-
-
-async def _inspect_without_metadata(bucket: AsyncBucket, url: CheckpointURL) -> CheckpointInfo | None:
-    # Not a full listing at once: this may be a directory with millions of other things.
-    skip = len(url.key(""))
-    page = await bucket.page(url.key(""), delimiter="/")
-    prefixes = [prefix[skip:] for prefix in page.prefixes]
-    spread = spread_prefixes(prefixes)
-    shown = shows_checkpoint([*(found.key[skip:] for found in page.objects), *prefixes])
-    if not shown and spread:
-        sample = await bucket.page(url.key(spread[0]))
-        shown = any(is_spread_data(found.key[skip:]) for found in sample.objects)
-    if not shown:
-        return None
-    complete = page.next_token is None and not spread and CONTROL_PREFIX not in prefixes
-    contents = sort_out(url, page.objects if complete else await bucket.list(url.key("")))
-    if _belongs_to_parent(url, contents) or not contents.any:
-        return None
-    ranks = [rank for rank in contents.commits if rank is not None]
-    if not ranks:
-        return from_contents(url, contents, committed_at=None)
-    manifests = await gather(matching_manifest(bucket, url, contents, rank) for rank in ranks)
-    by_rank = {rank: manifest for rank, manifest in zip(ranks, manifests, strict=True) if manifest is not None}
-    return from_rank_manifests(url, contents, by_rank)
-
-
-def _belongs_to_parent(url: CheckpointURL, contents: Contents) -> bool:
-    """Whether this directory is not a checkpoint but one of the ``xx/`` of a checkpoint at the URL above."""
-    if contents.commits or contents.manifests or not contents.data:
-        return False
-    skip = len(url.key("")) - len(url.name) - 1
-    return all(is_spread_data(found.key[skip:]) for found in contents.data)
-
-
-async def matching_manifest(
-    bucket: AsyncBucket, url: CheckpointURL, contents: Contents, rank: int | None
-) -> Manifest | None:
-    """The manifest that belongs to the commit of ``rank`` (None: to ``.metadata``): the only one there is, or that
-    of the save which the commit names. None if it is missing or cannot be told.
-
-    Raises:
-        StorageError
-    """
-    save_ids = contents.manifests.get(rank, ())
-    if not save_ids:
-        return None
-    if len(save_ids) == 1:
-        return await _read_manifest(bucket, url, save_ids[0], rank)
-    key = url.key(metadata_object(rank))
-    try:
-        save_id = _save_id(await bucket.head(key))
-        if save_id is None:
-            metadata = load_metadata(await bucket.read(key), url=str(url))
-            save_id = getattr(metadata.storage_meta, "save_id", None)
-    except (errors.ObjectNotFoundError, errors.CheckpointError) as error:
-        logger.warning("cannot tell which manifest of %s is valid: %s", url, error)
-        return None
-    return await _read_manifest(bucket, url, save_id, rank) if save_id in save_ids else None
-
-
-async def _read_manifest(bucket: AsyncBucket, url: CheckpointURL, save_id: str, rank: int | None) -> Manifest | None:
-    try:
-        return Manifest.from_json(await bucket.read(url.key(manifest_object(save_id, rank))))
-    except errors.ObjectNotFoundError:
-        return None  # lost in a copy, or replaced by another save just now
-    except ValueError as error:
-        logger.warning("the manifest %s of %s is not used: %s", manifest_object(save_id, rank), url, error)
-        return None
-
-
-def _save_id(head: Any) -> str | None:
-    fields = {name.lower(): value for name, value in head.get("Metadata", {}).items()}
-    return fields.get(SAVE_ID_KEY)
-
-
-async def _find_damage(bucket: AsyncBucket, url: CheckpointURL) -> str | None:
-    """Why a committed checkpoint can not be loaded, None if it can."""
-    objects = await bucket.list(url.key(""))
-    sizes = {found.key: found.size for found in objects}
-    commits = sort_out(url, objects).commits
-    for rank in [None] if None in commits else sorted(rank for rank in commits if rank is not None):
-        try:
-            data = await bucket.read(url.key(metadata_object(rank)))
-            metadata = load_metadata(data, url=str(url))
-        except (errors.ObjectNotFoundError, errors.CheckpointError) as error:
-            return str(error)
-        if not isinstance(metadata.storage_data, dict):
-            return "its metadata does not say where its items lie"
-        for path, size in needed_objects(metadata).items():
-            stored = sizes.get(url.key(path))
-            if stored is None:
-                return f"its object {path} is not there"
-            if stored < size:
-                return f"its object {path} has {stored} bytes instead of at least {size}"
-    return None if commits else "it was deleted meanwhile"
+        listing = await list_root(bucket, url, _compile(None, bucket.settings))
+        return await _first_loadable(bucket, url, newest_first(listing.found))

@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
+from dcp_s3.format.added_metrics import AddedMetrics
 from dcp_s3.format.layout import (
     CONTROL_PREFIX,
     DATA_SUFFIX,
     METADATA,
     METRICS,
+    PIN,
     data_object,
+    parse_deletion_object,
+    parse_lease_object,
     parse_manifest_object,
     rank_of_metadata,
+    step_by_patterns,
     step_of,
 )
 from dcp_s3.format.manifest import Manifest
 from dcp_s3.transport.async_client import ListedObject
 from dcp_s3.url import CheckpointURL
 
-State = Literal["committed", "incomplete", "local"]
+State = Literal["committed", "incomplete", "in_progress", "leftover", "local"]
 
 
 @dataclass(frozen=True)
@@ -32,14 +37,25 @@ class CheckpointInfo:
         url: ``s3://...`` of the checkpoint.
         name: last part of the URL.
         state: ``committed`` if it has what makes it a checkpoint (``.metadata``, or that of every rank); ``local`` if
-            its commit waits in this host's spill directory.
+            its commit waits in this host's spill directory; otherwise ``incomplete``, which a `CheckpointCatalog`
+            tells apart by its grace period: ``in_progress``, or ``leftover``.
         step: training step; from the manifest, or from the name; None without a number.
         created_at: seconds since the epoch; when it was committed, or if it was not, last written to.
         world_size: ranks that wrote it; None if that is not recorded.
         objects: number of its data objects.
         size: bytes of its data objects.
-        metrics: the user's, as saved.
+        metrics: the user's, as saved, and over them those of `annotate`.
         foreign: whether it was written by something else than dcp_s3: it has no manifest.
+        save_id: of the save that committed it; None for a foreign one, or one that is not committed. Without
+            collectives that of the lowest rank.
+        etag: of ``.metadata``, with quotes; None without one.
+        modified_at: seconds since the epoch on the clock of S3: when ``.metadata`` was written, or if there is none,
+            the newest object.
+        pinned: whether `pin` protects it.
+        leased_until: seconds since the epoch on the clock of S3, when the last reader's lease ends; None without any.
+        waiting: whether a commit of this URL waits in this host's spill directory.
+        deletions: save ids of deletions that were begun and not finished.
+        damage: why it can not be loaded; None if nothing is known of that.
     """
 
     url: str
@@ -52,6 +68,14 @@ class CheckpointInfo:
     size: int | None
     metrics: dict[str, Any] = field(default_factory=dict, hash=False)
     foreign: bool = False
+    save_id: str | None = None
+    etag: str | None = None
+    modified_at: float | None = None
+    pinned: bool = False
+    leased_until: float | None = None
+    waiting: bool = False
+    deletions: tuple[str, ...] = ()
+    damage: str | None = None
 
     @property
     def committed(self) -> bool:
@@ -90,6 +114,11 @@ def is_spread_data(path: str) -> bool:
     return path == data_object(int(match[1]), int(match[2]), match[3], prefix_spread=len(directory))
 
 
+def is_our_data(path: str) -> bool:
+    """Whether a path relative to a checkpoint is named like a data object that dcp_s3 writes there."""
+    return _OUR_DATA.fullmatch(path) is not None or is_spread_data(path)
+
+
 def spread_prefixes(prefixes: Iterable[str]) -> list[str]:
     """Those of some common prefixes (relative, with slash) that may hold spread data."""
     return [prefix for prefix in prefixes if _SPREAD.fullmatch(prefix.rstrip("/"))]
@@ -117,6 +146,7 @@ class Contents:
         manifests: save ids of the manifests by rank, likewise.
         metrics: whether there is a ``metrics.json``.
         newest: when the last object was written, None without any.
+        control: what lies below ``.dcp_s3/``, by relative path.
     """
 
     data: tuple[ListedObject, ...]
@@ -124,6 +154,7 @@ class Contents:
     manifests: Mapping[int | None, tuple[str, ...]]
     metrics: bool
     newest: float | None
+    control: Mapping[str, ListedObject] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -133,7 +164,7 @@ class Contents:
     @property
     def any(self) -> bool:
         """Whether there is anything of a checkpoint."""
-        return bool(self.data or self.commits or self.manifests)
+        return bool(self.data or self.commits or self.manifests or self.control)
 
 
 def sort_out(url: CheckpointURL, objects: Iterable[ListedObject]) -> Contents:
@@ -144,6 +175,7 @@ def sort_out(url: CheckpointURL, objects: Iterable[ListedObject]) -> Contents:
     manifests: dict[int | None, list[str]] = {}
     metrics = False
     newest: float | None = None
+    control: dict[str, ListedObject] = {}
     for found in objects:
         path = found.key[skip:]
         rank = rank_of_metadata(path)
@@ -157,9 +189,56 @@ def sort_out(url: CheckpointURL, objects: Iterable[ListedObject]) -> Contents:
             metrics = True
         elif path.endswith(DATA_SUFFIX):
             data.append(found)
+        if path.startswith(CONTROL_PREFIX):
+            control[path] = found
         newest = max(newest or 0.0, found.modified_at)
     sorted_manifests = {rank: tuple(ids) for rank, ids in manifests.items()}
-    return Contents(tuple(data), commits, sorted_manifests, metrics, newest)
+    return Contents(tuple(data), commits, sorted_manifests, metrics, newest, control)
+
+
+def with_marks(info: CheckpointInfo, contents: Contents) -> CheckpointInfo:
+    """The checkpoint with what the names and times in its listing say besides: pin, leases, deletions, its commit."""
+    leases = [
+        found.modified_at + seconds
+        for path, found in contents.control.items()
+        if (seconds := parse_lease_object(path)) is not None
+    ]
+    deletions = tuple(save_id for path in contents.control if (save_id := parse_deletion_object(path)) is not None)
+    commits = contents.commits.values() if info.committed else ()
+    metadata = contents.commits.get(None)
+    return replace(
+        info,
+        pinned=PIN in contents.control,
+        leased_until=max(leases, default=None),
+        deletions=deletions,
+        modified_at=max((found.modified_at for found in commits), default=contents.newest),
+        etag=metadata.etag if metadata else None,
+    )
+
+
+def in_grace(info: CheckpointInfo, *, now: float, grace: float) -> CheckpointInfo:
+    """An incomplete checkpoint as ``in_progress`` or ``leftover``; others as they are.
+
+    Args:
+        info: the checkpoint.
+        now: seconds since the epoch, on the clock of S3.
+        grace: seconds after its newest object for which a save counts as in progress.
+    """
+    if info.state != "incomplete":
+        return info
+    young = info.modified_at is None or now - info.modified_at < grace
+    return replace(info, state="in_progress" if young else "leftover")
+
+
+def with_step(info: CheckpointInfo, patterns: Sequence[re.Pattern[str]]) -> CheckpointInfo:
+    """The checkpoint with the step that ``patterns`` find in its name. Without patterns it keeps the one it has."""
+    return replace(info, step=step_by_patterns(info.name, patterns)) if patterns else info
+
+
+def with_metrics(info: CheckpointInfo, added: AddedMetrics) -> CheckpointInfo:
+    """The checkpoint with metrics that came after the save, if they are of this save."""
+    identity = info.save_id or info.etag
+    return replace(info, metrics={**info.metrics, **added.metrics}) if identity and added.of == identity else info
 
 
 def from_manifest(url: CheckpointURL, manifest: Manifest) -> CheckpointInfo:
@@ -174,6 +253,7 @@ def from_manifest(url: CheckpointURL, manifest: Manifest) -> CheckpointInfo:
         objects=len(manifest.objects),
         size=manifest.total_size,
         metrics=manifest.metrics,
+        save_id=manifest.save_id,
     )
 
 
@@ -227,4 +307,5 @@ def from_rank_manifests(url: CheckpointURL, contents: Contents, manifests: Mappi
         objects=sum(len(manifest.objects) for manifest in written) if committed else len(contents.data),
         size=sum(manifest.total_size for manifest in written) if committed else contents.size,
         metrics={name: value for manifest in reversed(written) for name, value in manifest.metrics.items()},
+        save_id=written[0].save_id if committed else None,
     )

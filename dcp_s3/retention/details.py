@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.contents import SavedEntry, needed_objects, saved_entries
-from dcp_s3.format.layout import METRICS, metadata_object
+from dcp_s3.format.layout import metadata_object
 from dcp_s3.format.manifest import Manifest
 from dcp_s3.format.metadata import load_metadata
-from dcp_s3.retention.catalog import Root, gather, inspect_checkpoint, matching_manifest, run
 from dcp_s3.retention.checkpoint_info import CheckpointInfo, Contents, sort_out
+from dcp_s3.retention.inspect import Root, gather, inspect_checkpoint, matching_manifest, run
 from dcp_s3.settings import SettingsLike, resolve_settings
-from dcp_s3.transport.async_client import AsyncBucket, open_bucket
+from dcp_s3.transport.async_client import open_bucket
 from dcp_s3.url import CheckpointURL, parse_url
 
 
@@ -89,8 +88,6 @@ async def _describe(url: CheckpointURL, settings: SettingsLike) -> CheckpointDet
             load_metadata(data, url=str(url))
             for data in await gather(bucket.read(url.key(metadata_object(rank))) for rank in ranks)
         ]
-        if contents.metrics:
-            info = replace(info, metrics=info.metrics | await _read_metrics(bucket, url))
     needed: set[str] = set()
     entries: dict[str, SavedEntry] = {}
     for loaded in metadata:
@@ -119,11 +116,3 @@ def _objects(url: CheckpointURL, contents: Contents, manifests: list[Manifest], 
     sizes |= {found.key[skip:]: found.size for found in contents.data}
     crcs = {entry.path: entry.crc64nvme for manifest in manifests for entry in manifest.objects}
     return [StoredObject(path, sizes[path], crcs.get(path), path in needed) for path in sorted(sizes)]
-
-
-async def _read_metrics(bucket: AsyncBucket, url: CheckpointURL) -> dict[str, Any]:
-    try:
-        metrics = json.loads(await bucket.read(url.key(METRICS)))
-    except (errors.ObjectNotFoundError, ValueError):
-        return {}
-    return metrics if isinstance(metrics, dict) else {}

@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
+import email.utils
+import functools
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -19,6 +21,7 @@ import botocore.exceptions as boto
 from aiobotocore.config import AioConfig
 from aiobotocore.session import get_session
 
+from dcp_s3 import errors
 from dcp_s3.settings import Settings
 from dcp_s3.transport import retry
 from dcp_s3.transport.client import client_options, config_options
@@ -78,11 +81,13 @@ class ListedObject:
         key: its key.
         size: bytes.
         modified_at: when it was written, seconds since the epoch.
+        etag: as S3 gave it, with quotes; empty if it gave none.
     """
 
     key: str
     size: int
     modified_at: float
+    etag: str = ""
 
 
 @dataclass(frozen=True)
@@ -93,11 +98,28 @@ class Page:
         objects: in key order.
         prefixes: with a delimiter, the common prefixes, each with the delimiter at its end.
         next_token: asks for the next page; None on the last.
+        server_time: seconds since the epoch on the server's clock, None if its answer does not tell.
     """
 
     objects: tuple[ListedObject, ...]
     prefixes: tuple[str, ...]
     next_token: str | None
+    server_time: float | None = None
+
+
+@dataclass(frozen=True)
+class ListedUpload:
+    """A multipart upload that is neither completed nor aborted.
+
+    Attributes:
+        key: of the object that it would become.
+        upload_id: S3's id of it.
+        initiated_at: when it was begun, seconds since the epoch.
+    """
+
+    key: str
+    upload_id: str
+    initiated_at: float
 
 
 class AsyncBucket:
@@ -108,11 +130,15 @@ class AsyncBucket:
         settings: whose retries and common arguments apply.
         client: an open aiobotocore S3 client.
         max_requests: requests in flight at once.
+
+    Attributes:
+        requests: number of requests so far, each attempt counted.
     """
 
     def __init__(self, name: str, settings: Settings, client: Any, *, max_requests: int) -> None:
         self.name = name
         self.settings = settings
+        self.requests = 0
         self._client = client
         self._slots = asyncio.Semaphore(max_requests)
         owner = settings.expected_bucket_owner
@@ -122,6 +148,7 @@ class AsyncBucket:
         async def with_slot() -> T:
             async with self._slots:  # not held while waiting for the next attempt
                 began = time.monotonic()
+                self.requests += 1
                 try:
                     return await request()
                 except boto.ClientError as error:
@@ -183,11 +210,12 @@ class AsyncBucket:
         )
         return Page(
             objects=tuple(
-                ListedObject(entry["Key"], int(entry["Size"]), timestamp(entry["LastModified"]))
+                ListedObject(entry["Key"], int(entry["Size"]), timestamp(entry["LastModified"]), entry.get("ETag", ""))
                 for entry in answer.get("Contents", ())
             ),
             prefixes=tuple(entry["Prefix"] for entry in answer.get("CommonPrefixes", ())),
             next_token=answer["NextContinuationToken"] if answer.get("IsTruncated") else None,
+            server_time=_server_time(answer),
         )
 
     async def pages(self, prefix: str, *, delimiter: str = "") -> list[Page]:
@@ -204,6 +232,42 @@ class AsyncBucket:
     async def list(self, prefix: str) -> list[ListedObject]:
         """Every object whose key starts with ``prefix``, in key order."""
         return [found for page in await self.pages(prefix) for found in page.objects]
+
+    async def list_uploads(self, prefix: str) -> tuple[ListedUpload, ...]:
+        """Every open multipart upload whose key starts with ``prefix``, by key.
+
+        Raises:
+            BucketNotFoundError: no such bucket; other StorageErrors.
+        """
+        found: list[ListedUpload] = []
+        arguments: dict[str, Any] = {**self._common, "Prefix": prefix, "MaxUploads": PAGE_SIZE}
+        while True:
+            try:
+                answer: Mapping[str, Any] = await self._call(
+                    "ListMultipartUploads",
+                    prefix,
+                    functools.partial(self._client.list_multipart_uploads, **arguments),
+                )
+            except errors.BucketNotFoundError:
+                raise
+            except errors.ObjectNotFoundError:
+                return tuple(found)  # rclone's answer for a bucket without uploads
+            found += [
+                ListedUpload(entry["Key"], entry["UploadId"], timestamp(entry["Initiated"]))
+                for entry in answer.get("Uploads", ())
+                if entry["Key"].startswith(prefix)
+            ]
+            if not answer.get("IsTruncated"):
+                return tuple(found)
+            arguments |= {"KeyMarker": answer["NextKeyMarker"], "UploadIdMarker": answer["NextUploadIdMarker"]}
+
+
+def _server_time(answer: Mapping[str, Any]) -> float | None:
+    headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    try:
+        return timestamp(email.utils.parsedate_to_datetime(headers["date"]))
+    except (KeyError, ValueError, TypeError):
+        return None
 
 
 def timestamp(value: datetime.datetime) -> float:

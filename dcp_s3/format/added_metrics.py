@@ -1,0 +1,67 @@
+"""``.dcp_s3/metrics.json``: metrics that came after the save. Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from dcp_s3.errors import MetricsError
+from dcp_s3.format.manifest import number_from_json, number_to_json
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class AddedMetrics:
+    """Metrics of one save.
+
+    Attributes:
+        of: what they belong to: the save id, or of a foreign checkpoint the ETag of its ``.metadata``.
+        metrics: by name.
+    """
+
+    of: str
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> bytes:
+        """UTF-8 JSON."""
+        metrics = {name: number_to_json(value) for name, value in self.metrics.items()}
+        fields = {"format_version": FORMAT_VERSION, "save_id": self.of, "metrics": metrics}
+        return (json.dumps(fields, indent=1, allow_nan=False) + "\n").encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> AddedMetrics:
+        """Parse `to_json`'s output.
+
+        Raises:
+            ValueError: not such a file, or of a version that this one can not read.
+        """
+        try:
+            fields: dict[str, Any] = json.loads(data)
+            if fields["format_version"] != FORMAT_VERSION:
+                raise ValueError(f"format version {fields['format_version']}, this dcp_s3 reads {FORMAT_VERSION}")
+            metrics = {str(name): number_from_json(value) for name, value in fields["metrics"].items()}
+            return cls(str(fields["save_id"]), metrics)
+        except (KeyError, TypeError, AttributeError, RecursionError, ValueError) as error:
+            raise ValueError(f"not a file of metrics: {error!r}") from error
+
+
+def check_added(metrics: Mapping[str, Any], *, url: str) -> None:
+    """Refuse metrics that can not be added.
+
+    Raises:
+        MetricsError: there are none, a name is no text, or a value no finite number, NaN, text or bool.
+    """
+    if not isinstance(metrics, Mapping) or not metrics:
+        raise MetricsError(f"metrics for {url}: expected a mapping of names to values, found {metrics!r}", url=url)
+    for name, value in metrics.items():
+        good = isinstance(value, (int, str)) or (isinstance(value, float) and not math.isinf(value))
+        if not isinstance(name, str) or not name or not good:
+            raise MetricsError(
+                f"metric {name!r} = {value!r} of {url} cannot be stored: names are text, values finite numbers, NaN, "
+                "text or bools (a tensor: pass tensor.item())",
+                url=url,
+            )

@@ -1,0 +1,302 @@
+"""The plan: what a prune keeps and deletes, each with all its reasons. Pure.
+
+Whatever the policies say, these are kept (the floors):
+
+- the newest committed checkpoint: that with the highest step (`latest`), the one that was committed last if that is
+  another, and of those not known to be damaged the one with the highest step;
+- pinned ones, and those with a reader's lease that has not ended;
+- a checkpoint that is being saved: no commit yet, and its newest object or open upload is younger than the grace
+  period; or one that is being overwritten, by the same rule;
+- those whose commit waits in this host's spill directory;
+- committed ones without a step: retention thins out a sequence, and they have no place in it.
+
+Foreign checkpoints (other writers') are treated like ours. Without a policy every committed one is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from dcp_s3.retention.checkpoint_info import CheckpointInfo, age_order
+from dcp_s3.retention.policy import PolicyFunction, run_policy
+
+Action = Literal["keep", "delete"]
+
+LEASE_MARGIN = 60.0
+"""Seconds for which a lease counts after its end. Both times are of S3's clock; a renewal may be under way."""
+
+
+@dataclass(frozen=True)
+class OpenUpload:
+    """A multipart upload that is neither completed nor aborted.
+
+    Attributes:
+        key: of the object that it would become.
+        upload_id: S3's id of it.
+        initiated_at: seconds since the epoch, on the clock of S3.
+        checkpoint: name of the directory under the root that it would lie in.
+    """
+
+    key: str
+    upload_id: str
+    initiated_at: float
+    checkpoint: str
+
+
+@dataclass(frozen=True)
+class LeftoverObject:
+    """An object in the directory of a committed checkpoint that the checkpoint does not need: of a save that failed,
+    of one that was overwritten, or of a save in progress.
+
+    Attributes:
+        key: its key.
+        size: bytes.
+        modified_at: seconds since the epoch, on the clock of S3.
+        checkpoint: name of the directory under the root.
+        is_lease: whether it is a reader's lease that has ended, and no part of a save.
+    """
+
+    key: str
+    size: int
+    modified_at: float
+    checkpoint: str
+    is_lease: bool = False
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of a checkpoint.
+
+    Attributes:
+        checkpoint: as the catalog saw it.
+        action: ``keep`` or ``delete``.
+        reasons: all of them: floors first, then policies; or why it is deleted.
+    """
+
+    checkpoint: CheckpointInfo
+    action: Action
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class UploadDecision:
+    """What becomes of an open multipart upload.
+
+    Attributes:
+        upload: which one.
+        action: ``keep``, or ``delete`` (abort).
+        reasons: all of them.
+    """
+
+    upload: OpenUpload
+    action: Action
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LeftoverDecision:
+    """What becomes of a leftover object in a committed checkpoint's directory.
+
+    Attributes:
+        leftover: which one.
+        action: ``keep`` or ``delete``.
+        reasons: all of them.
+    """
+
+    leftover: LeftoverObject
+    action: Action
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class UnfinishedDeletion:
+    """A deletion that was begun and cut off: what its list (`layout.deletion_object`) names is to go, nothing else.
+
+    Attributes:
+        checkpoint: name of the directory under the root.
+        save_id: of the save that was being deleted.
+    """
+
+    checkpoint: str
+    save_id: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a prune would do.
+
+    Attributes:
+        now: seconds since the epoch, on the clock of S3.
+        grace: seconds.
+        decisions: one for each checkpoint, oldest first (`age_order`).
+        uploads: one for each open upload, by key.
+        leftovers: one for each leftover object, by key; leftovers of checkpoints that are deleted are not among them.
+        unfinished: deletions to finish.
+    """
+
+    now: float
+    grace: float
+    decisions: tuple[Decision, ...]
+    uploads: tuple[UploadDecision, ...] = ()
+    leftovers: tuple[LeftoverDecision, ...] = ()
+    unfinished: tuple[UnfinishedDeletion, ...] = ()
+
+    @property
+    def kept(self) -> tuple[CheckpointInfo, ...]:
+        """Checkpoints that stay."""
+        return tuple(found.checkpoint for found in self.decisions if found.action == "keep")
+
+    @property
+    def deleted(self) -> tuple[CheckpointInfo, ...]:
+        """Checkpoints to delete."""
+        return tuple(found.checkpoint for found in self.decisions if found.action == "delete")
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to do."""
+        decided: tuple[Decision | UploadDecision | LeftoverDecision, ...]
+        decided = (*self.decisions, *self.uploads, *self.leftovers)
+        return not self.unfinished and all(found.action == "keep" for found in decided)
+
+    @property
+    def freed(self) -> int:
+        """Bytes of the data objects that would go, as far as they are known."""
+        return sum(info.size or 0 for info in self.deleted) + sum(
+            found.leftover.size for found in self.leftovers if found.action == "delete"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, for JSON."""
+        return asdict(self)
+
+
+def make_plan(
+    checkpoints: Iterable[CheckpointInfo],
+    policy: PolicyFunction | None,
+    *,
+    now: float,
+    grace: float,
+    uploads: Iterable[OpenUpload] = (),
+    leftovers: Sequence[LeftoverObject] = (),
+) -> Plan:
+    """Decide what is kept and what is deleted.
+
+    Args:
+        checkpoints: all under one root, in any order.
+        policy: what to keep of the committed ones; None keeps all of them.
+        now: seconds since the epoch, on the clock of S3: what objects were stamped with.
+        grace: seconds for which what is not committed counts as a save in progress.
+        uploads: open multipart uploads under the root.
+        leftovers: objects in committed checkpoints' directories that these do not need.
+
+    Raises:
+        PolicyError: the policy failed or answered nonsense.
+        ValueError: two checkpoints have one name.
+    """
+    infos = sorted(checkpoints, key=age_order)
+    _check_unique(infos)
+    uploads = sorted(uploads, key=lambda each: (each.key, each.upload_id))
+    leftovers = sorted(leftovers, key=lambda each: each.key)
+    active = _active(infos, uploads, leftovers, now - grace)
+    kept = _floors(infos, active, now)
+    committed = [info for info in infos if info.committed]
+    if policy is None:
+        found = {info.name: ["no policy"] for info in committed}
+    else:
+        found = run_policy(policy, committed, now)
+    decisions = tuple(_decide(info, (*kept[info.name], *found.get(info.name, ()))) for info in infos)
+    staying = {each.checkpoint.name for each in decisions if each.action == "keep" and each.checkpoint.committed}
+    return Plan(
+        now=now,
+        grace=grace,
+        decisions=decisions,
+        uploads=tuple(UploadDecision(each, *_act(active.get(each.checkpoint), "upload")) for each in uploads),
+        leftovers=tuple(
+            LeftoverDecision(each, *_act(active.get(each.checkpoint), "object"))
+            for each in leftovers
+            if each.checkpoint in staying
+        ),
+        unfinished=tuple(
+            UnfinishedDeletion(info.name, save_id)
+            for info in infos
+            for save_id in info.deletions
+            if not (info.committed and info.save_id in (None, save_id))
+        ),
+    )
+
+
+def _check_unique(infos: Sequence[CheckpointInfo]) -> None:
+    names = [info.name for info in infos]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"two checkpoints are named {twice!r}: a plan is for those of one root")
+
+
+def _active(
+    infos: Iterable[CheckpointInfo],
+    uploads: Iterable[OpenUpload],
+    leftovers: Iterable[LeftoverObject],
+    since: float,
+) -> dict[str, str]:
+    """Why something is being saved into a directory, by its name: what is there was written after ``since``."""
+    active: dict[str, str] = {}
+    for upload in uploads:
+        if upload.initiated_at > since:
+            active[upload.checkpoint] = "a save is in progress: an upload was begun within the grace period"
+    for leftover in leftovers:
+        if leftover.modified_at > since and not leftover.is_lease:
+            active[leftover.checkpoint] = "a save is in progress: an object was written within the grace period"
+    for info in infos:
+        if not info.committed and info.state != "local" and (info.modified_at is None or info.modified_at > since):
+            active[info.name] = "a save is in progress: an object was written within the grace period"
+        if info.waiting or info.state == "local":
+            active[info.name] = "its commit waits in this host's spill directory"
+    return active
+
+
+def _floors(infos: Sequence[CheckpointInfo], active: Mapping[str, str], now: float) -> dict[str, list[str]]:
+    """What keeps each checkpoint whatever the policies say, by name."""
+    kept: dict[str, list[str]] = {info.name: [] for info in infos}
+    committed = [info for info in infos if info.committed]
+    good = [info for info in committed if info.damage is None]
+    for candidates, order, why in (
+        (committed, age_order, "the newest committed checkpoint"),
+        (good, age_order, "the newest checkpoint that is not known to be damaged"),
+        (committed, _commit_order, "the last one that was committed"),
+        (good, _commit_order, "the last one that was committed and is not known to be damaged"),
+    ):
+        newest = max(candidates, key=order, default=None)
+        if newest is not None and not (kept[newest.name] and candidates is good):
+            kept[newest.name].append(why)
+    for info in infos:
+        reasons = kept[info.name]
+        if info.pinned:
+            reasons.append("pinned")
+        if info.leased_until is not None and now < info.leased_until + LEASE_MARGIN:
+            reasons.append(f"a reader has a lease for {max(0.0, info.leased_until - now):.0f} s more")
+        if info.name in active:
+            reasons.append(active[info.name])
+        if info.committed and info.step is None:
+            reasons.append("has no step, so no place in the sequence that policies thin out")
+    return kept
+
+
+def _commit_order(info: CheckpointInfo) -> tuple[Any, ...]:
+    time = info.created_at if info.modified_at is None else info.modified_at
+    return (-math.inf if time is None or math.isnan(time) else time, *age_order(info))
+
+
+def _decide(info: CheckpointInfo, reasons: tuple[str, ...]) -> Decision:
+    if reasons:
+        return Decision(info, "keep", reasons)
+    why = "no policy keeps it" if info.committed else "left over: not committed, and older than the grace period"
+    return Decision(info, "delete", (why,))
+
+
+def _act(active: str | None, what: str) -> tuple[Action, tuple[str, ...]]:
+    if active is not None:
+        return "keep", (active,)
+    return "delete", (f"left over: the {what} belongs to no checkpoint, and nothing is younger than the grace period",)

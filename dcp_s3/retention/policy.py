@@ -1,0 +1,395 @@
+"""Policies: which checkpoints of a run are to be kept. Pure.
+
+A policy is a function of (checkpoints, now) that returns the reasons for each checkpoint that it keeps, by name. What
+no policy keeps may be deleted; see `plan` for what is kept whatever they say. Policies see committed checkpoints only,
+in `age_order`: by step, then time, then name.
+
+Each policy is idempotent: of what it keeps it keeps all. That makes a second prune after a first one a no-op.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from typing import Any, Literal, Protocol
+
+from dcp_s3.errors import PolicyError
+from dcp_s3.retention.checkpoint_info import CheckpointInfo, age_order
+from dcp_s3.units import parse_duration
+
+Reasons = Mapping[str, Sequence[str]]
+Mode = Literal["min", "max"]
+
+
+class PolicyFunction(Protocol):
+    """What a policy has to be: any function of this shape will do.
+
+    Args:
+        checkpoints: committed ones, oldest first (`age_order`).
+        now: seconds since the epoch, on the clock of S3.
+
+    Returns:
+        For each checkpoint to keep its name and why, as a list of texts. Names that are left out are not kept.
+    """
+
+    def __call__(self, checkpoints: Sequence[CheckpointInfo], now: float, /) -> Reasons: ...
+
+
+class Policy(ABC):
+    """Base of the policies here: `|` makes one that keeps what either keeps. ``str()`` is what `parse_policy` reads."""
+
+    @abstractmethod
+    def __call__(self, checkpoints: Sequence[CheckpointInfo], now: float, /) -> Reasons:
+        """The reasons to keep, by name."""
+
+    def __or__(self, other: PolicyFunction) -> AnyOf:
+        return AnyOf((*_parts(self), *_parts(other))) if callable(other) else NotImplemented
+
+    def __ror__(self, other: PolicyFunction) -> AnyOf:
+        return AnyOf((*_parts(other), *_parts(self))) if callable(other) else NotImplemented
+
+
+def _parts(policy: PolicyFunction) -> tuple[PolicyFunction, ...]:
+    return policy.policies if isinstance(policy, AnyOf) else (policy,)
+
+
+@dataclass(frozen=True)
+class AnyOf(Policy):
+    """What any of several policies keeps, for the reasons of all of them."""
+
+    policies: tuple[PolicyFunction, ...]
+
+    def __call__(self, checkpoints: Sequence[CheckpointInfo], now: float, /) -> Reasons:
+        reasons: dict[str, list[str]] = {}
+        for policy in self.policies:
+            for name, found in run_policy(policy, checkpoints, now).items():
+                reasons.setdefault(name, []).extend(found)
+        return reasons
+
+    def __str__(self) -> str:
+        return " ".join(policy_name(policy) for policy in self.policies)
+
+
+@dataclass(frozen=True)
+class KeepLatest(Policy):
+    """The ``k`` newest: highest step first; of equal steps the newest, then the last name.
+
+    Raises:
+        PolicyError: ``k`` is not a whole number above 0.
+    """
+
+    k: int
+
+    def __post_init__(self) -> None:
+        _check_count(self, "k", self.k)
+
+    def __call__(self, checkpoints: Sequence[CheckpointInfo], now: float, /) -> Reasons:
+        newest = sorted(checkpoints, key=age_order, reverse=True)[: self.k]
+        return {info.name: [f"{self}, number {number}"] for number, info in enumerate(newest, 1)}
+
+    def __str__(self) -> str:
+        return f"latest:{self.k}"
+
+
+@dataclass(frozen=True)
+class KeepBest(Policy):
+    """The ``k`` with the lowest (``min``) or highest (``max``) value of a metric; of equal values the newest.
+
+    A value that is no finite number (NaN, infinite, a text) counts as missing. By default those without a value are
+    kept, too, without taking a place of the k: the metric may come later (`annotate`).
+
+    Args:
+        k: how many.
+        metric: name of the metric.
+        mode: ``min`` or ``max``.
+        missing: ``keep`` or ``drop`` those without a value.
+
+    Raises:
+        PolicyError: an argument is not one of these.
+    """
+
+    k: int
+    metric: str
+    mode: Mode
+    missing: Literal["keep", "drop"] = "keep"
+
+    def __post_init__(self) -> None:
+        _check_count(self, "k", self.k)
+        if not isinstance(self.metric, str) or not self.metric or any(letter.isspace() for letter in self.metric):
+            raise PolicyError(f"KeepBest: metric = {self.metric!r}, expected the name of a metric, without spaces")
+        _check_mode(self.mode)
+        if self.missing not in ("keep", "drop"):
+            raise PolicyError(f"KeepBest: missing = {self.missing!r}, expected 'keep' or 'drop'")
+
+    def __call__(self, checkpoints: Sequence[CheckpointInfo], now: float, /) -> Reasons:
+        best = best_first(checkpoints, self.metric, self.mode)[: self.k]
+        reasons = {info.name: [f"{self}, {self.metric} = {info.metrics[self.metric]:g}"] for info in best}
+        if self.missing == "keep":
+            without = (info for info in checkpoints if metric_value(info, self.metric) is None)
+            reasons |= {info.name: [f"{self}, has no {self.metric}"] for info in without}
+        return reasons
+
+    def __str__(self) -> str:
+        return f"best:{self.k}:{self.metric}:{self.mode}" + (":drop" if self.missing == "drop" else "")
+
+
+@dataclass(frozen=True)
+class KeepEvery(Policy):
+    """For each multiple of ``steps``, the first checkpoint at or after it and before the next; and step 0.
+
+    That is the multiple itself where there is one. All of one step are kept together.
+
+    Raises:
+        PolicyError: ``steps`` is not a whole number above 0.
+    """
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        _check_count(self, "steps", self.steps)
+
+    def __call__(self, checkpoints: Sequence[CheckpointInfo], now: float, /) -> Reasons:
+        first: dict[int, int] = {}
+        for info in checkpoints:
+            if info.step is not None:
+                number = info.step // self.steps
+                first[number] = min(info.step, first.get(number, info.step))
+        kept = {step for number, step in first.items() if number or step == 0}
+        return {
+            info.name: [f"{self}, first from {info.step // self.steps * self.steps} on"]
+            for info in checkpoints
+            if info.step is not None and info.step in kept
+        }
+
+    def __str__(self) -> str:
+        return f"every:{self.steps}"
+
+
+@dataclass(frozen=True)
+class KeepSteps(Policy):
+    """Those with one of these steps.
+
+    Raises:
+        PolicyError: a step is not a whole number, or there are none.
+    """
+
+    steps: Sequence[int]
+
+    def __post_init__(self) -> None:
+        if isinstance(self.steps, (str, bytes)) or not isinstance(self.steps, (Sequence, set, frozenset, range)):
+            raise PolicyError(f"KeepSteps: steps = {self.steps!r}, expected a list of whole numbers")
+        if not self.steps or not all(_is_whole(step) and step >= 0 for step in self.steps):
+            raise PolicyError(f"KeepSteps: steps = {self.steps!r}, expected one or more whole numbers of 0 or more")
+        object.__setattr__(self, "steps", tuple(sorted(set(self.steps))))
+
+    def __call__(self, checkpoints: Sequence[CheckpointInfo], now: float, /) -> Reasons:
+        wanted = set(self.steps)
+        return {info.name: [f"steps:{info.step}"] for info in checkpoints if info.step in wanted}
+
+    def __str__(self) -> str:
+        return f"steps:{','.join(map(str, self.steps))}"
+
+
+@dataclass(frozen=True)
+class KeepWithin(Policy):
+    """Those not older than ``duration``.
+
+    The age is the smaller one of two: since the commit by the clock of the job that saved, and since ``.metadata`` was
+    written by the clock of S3. Times in the future are not old, nor are those that nobody knows.
+
+    Args:
+        duration: seconds, a timedelta, or text like ``48h``.
+
+    Raises:
+        PolicyError: not a duration.
+    """
+
+    duration: float | str | timedelta
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "duration", _seconds(self.duration))
+
+    def __call__(self, checkpoints: Sequence[CheckpointInfo], now: float, /) -> Reasons:
+        oldest = now - float(self.duration)  # type: ignore[arg-type]
+        return {info.name: [str(self)] for info in checkpoints if _newest_time(info, math.inf) >= oldest}
+
+    def __str__(self) -> str:
+        return f"within:{format_duration(float(self.duration))}"  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class _KeepPerPeriod(Policy):
+    """For each of the last ``n`` periods (UTC) that have checkpoints, the newest one of it, by its time of commit.
+
+    A run that pauses keeps what it has: periods without checkpoints do not count. A time in the future counts as now.
+    Those whose time is not known are kept.
+
+    Raises:
+        PolicyError: ``n`` is not a whole number above 0.
+    """
+
+    n: int
+
+    def __post_init__(self) -> None:
+        _check_count(self, "n", self.n)
+
+    def __call__(self, checkpoints: Sequence[CheckpointInfo], now: float, /) -> Reasons:
+        newest: dict[str, CheckpointInfo] = {}
+        reasons: dict[str, list[str]] = {}
+        for info in sorted(checkpoints, key=_time_order):
+            time = info.modified_at if info.created_at is None else info.created_at
+            if time is None or not math.isfinite(time):
+                reasons[info.name] = [f"{self}, its time is not known"]
+            else:
+                newest[self._period(min(time, now))] = info
+        for period in sorted(newest, reverse=True)[: self.n]:
+            reasons[newest[period].name] = [f"{self}, last of {period}"]
+        return reasons
+
+    @abstractmethod
+    def _period(self, time: float) -> str:
+        """Name of the period in which ``time`` (seconds since the epoch) lies; names sort as the periods do."""
+
+
+class KeepHourly(_KeepPerPeriod):
+    __doc__ = _KeepPerPeriod.__doc__
+
+    def _period(self, time: float) -> str:
+        return _utc(time).strftime("%Y-%m-%d %Hh")
+
+    def __str__(self) -> str:
+        return f"hourly:{self.n}"
+
+
+class KeepDaily(_KeepPerPeriod):
+    __doc__ = _KeepPerPeriod.__doc__
+
+    def _period(self, time: float) -> str:
+        return _utc(time).strftime("%Y-%m-%d")
+
+    def __str__(self) -> str:
+        return f"daily:{self.n}"
+
+
+class KeepWeekly(_KeepPerPeriod):
+    __doc__ = _KeepPerPeriod.__doc__
+
+    def _period(self, time: float) -> str:
+        year, week, _ = _utc(time).isocalendar()
+        return f"{year:04}-W{week:02}"
+
+    def __str__(self) -> str:
+        return f"weekly:{self.n}"
+
+
+# --- running -------------------------------------------------------------------------------------
+
+
+def run_policy(policy: PolicyFunction, checkpoints: Sequence[CheckpointInfo], now: float) -> dict[str, list[str]]:
+    """What ``policy`` keeps, checked: a policy that fails or answers nonsense must not delete anything.
+
+    Raises:
+        PolicyError: it raised, or did not return a mapping of the checkpoints' names to lists of text.
+    """
+    if not callable(policy):
+        raise PolicyError(f"{policy!r} is not a policy: expected a function of (checkpoints, now). Remedy: see Policy")
+    try:
+        found: Any = policy(checkpoints, now)
+    except PolicyError:
+        raise
+    except Exception as error:
+        raise PolicyError(f"the policy {policy_name(policy)} failed, nothing is deleted: {error!r}") from error
+    nonsense = f"the policy {policy_name(policy)} returned nonsense, nothing is deleted: "
+    if not isinstance(found, Mapping):
+        raise PolicyError(f"{nonsense}expected a mapping of names to lists of reasons, found {type(found).__name__}")
+    names = {info.name for info in checkpoints}
+    reasons: dict[str, list[str]] = {}
+    for name, texts in found.items():
+        if name not in names:
+            raise PolicyError(f"{nonsense}{name!r} is not the name of a checkpoint")
+        if isinstance(texts, str):
+            texts = [texts]
+        if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
+            raise PolicyError(f"{nonsense}the reasons to keep {name!r} are not a list of text: {texts!r}")
+        reasons[name] = [*texts] or [policy_name(policy)]
+    return reasons
+
+
+def policy_name(policy: Callable[..., Any]) -> str:
+    """How a policy is called in messages: its line of text, or the name of a function."""
+    return str(policy) if isinstance(policy, Policy) else str(getattr(policy, "__name__", repr(policy)))
+
+
+def metric_value(info: CheckpointInfo, metric: str) -> float | None:
+    """A metric's value; None if it is missing, or not a finite number."""
+    value = info.metrics.get(metric)
+    if not isinstance(value, (int, float)):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # an int beyond the floats
+        return None
+
+
+def best_first(checkpoints: Sequence[CheckpointInfo], metric: str, mode: Mode) -> list[CheckpointInfo]:
+    """Those that have the metric, best value first; of equal values the newest first.
+
+    Raises:
+        PolicyError: ``mode`` is neither ``min`` nor ``max``.
+    """
+    _check_mode(mode)
+    sign = 1 if mode == "min" else -1
+    found = [(value, info) for info in checkpoints if (value := metric_value(info, metric)) is not None]
+    found.sort(key=lambda pair: age_order(pair[1]), reverse=True)
+    return [info for _, info in sorted(found, key=lambda pair: sign * pair[0])]
+
+
+def _newest_time(info: CheckpointInfo, unknown: float) -> float:
+    times = [time for time in (info.created_at, info.modified_at) if time is not None and not math.isnan(time)]
+    return max(times, default=unknown)
+
+
+def _time_order(info: CheckpointInfo) -> tuple[Any, ...]:
+    return (info.created_at or info.modified_at or 0.0, *age_order(info))
+
+
+def _utc(time: float) -> datetime:
+    try:
+        return datetime.fromtimestamp(max(time, 0.0), timezone.utc)
+    except (OverflowError, ValueError, OSError):
+        return datetime.max.replace(tzinfo=timezone.utc)
+
+
+def format_duration(seconds: float) -> str:
+    """``172800`` -> ``48h``: what `parse_duration` reads as the same, in the largest unit up to hours that divides."""
+    for unit, length in (("h", 3600), ("m", 60)):
+        if seconds and seconds % length == 0:
+            return f"{seconds / length:.0f}{unit}"
+    return f"{seconds:f}".rstrip("0").rstrip(".") + "s"
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _check_count(policy: Policy, name: str, value: object) -> None:
+    if not _is_whole(value) or value < 1:  # type: ignore[operator]
+        raise PolicyError(f"{type(policy).__name__}: {name} = {value!r}, expected a whole number of 1 or more")
+
+
+def _check_mode(mode: object) -> None:
+    if mode not in ("min", "max"):
+        raise PolicyError(f"mode = {mode!r}, expected 'min' or 'max': whether low or high values are better")
+
+
+def _seconds(duration: object) -> float:
+    try:
+        seconds = duration.total_seconds() if isinstance(duration, timedelta) else parse_duration(duration)
+        if 0 <= seconds < math.inf:
+            return seconds
+    except ValueError:
+        pass
+    raise PolicyError(f"KeepWithin: duration = {duration!r}, expected seconds, a timedelta, or text like 48h")

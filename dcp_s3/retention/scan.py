@@ -1,0 +1,228 @@
+"""Everything under a root that retention decides on, as requests find it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import re
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from dcp_s3.format.layout import (
+    CONTROL_PREFIX,
+    DATA_SUFFIX,
+    METADATA,
+    manifest_object,
+    parse_lease_object,
+    parse_manifest_object,
+)
+from dcp_s3.retention.checkpoint_info import (
+    CheckpointInfo,
+    age_order,
+    is_our_data,
+    is_spread_data,
+    newest_first,
+    sort_out,
+)
+from dcp_s3.retention.inspect import Inspected, find_damage, inspect, map_bounded, save_id_of
+from dcp_s3.retention.plan import LEASE_MARGIN, LeftoverObject, OpenUpload, Plan, make_plan
+from dcp_s3.retention.policy import PolicyFunction
+from dcp_s3.transport.async_client import AsyncBucket, ListedObject, ListedUpload
+from dcp_s3.url import CheckpointURL
+
+logger = logging.getLogger(__name__)
+
+# Names between two slashes that no checkpoint URL may have, and our own directory in a root that is a checkpoint.
+_NO_CHILD = frozenset({"", ".", "..", CONTROL_PREFIX.rstrip("/")})
+
+
+@dataclass(frozen=True)
+class CatalogSnapshot:
+    """What lies under a root at one time.
+
+    Attributes:
+        root: its URL.
+        now: seconds since the epoch, on the clock of S3, before anything else was looked at.
+        checkpoints: oldest first (`age_order`).
+        uploads: open multipart uploads of data objects in directories right under the root, by key.
+        leftovers: objects in committed checkpoints' directories that these do not need, by key; empty unless ``deep``.
+        deep: whether each committed checkpoint's objects were listed.
+        requests: that this took.
+    """
+
+    root: str
+    now: float
+    checkpoints: tuple[CheckpointInfo, ...]
+    uploads: tuple[OpenUpload, ...] = ()
+    leftovers: tuple[LeftoverObject, ...] = ()
+    deep: bool = False
+    requests: int = 0
+
+    def plan(self, policy: PolicyFunction | None, *, grace: float) -> Plan:
+        """`make_plan` for this.
+
+        Raises:
+            PolicyError: the policy failed or answered nonsense.
+        """
+        return make_plan(
+            self.checkpoints, policy, now=self.now, grace=grace, uploads=self.uploads, leftovers=self.leftovers
+        )
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The checkpoints under a root.
+
+    Attributes:
+        found: oldest first.
+        now: seconds since the epoch on the clock of S3, before they were looked at.
+        leftovers: see `CatalogSnapshot`.
+    """
+
+    found: tuple[CheckpointInfo, ...]
+    now: float
+    leftovers: tuple[LeftoverObject, ...] = ()
+
+
+async def list_root(
+    bucket: AsyncBucket, root: CheckpointURL, patterns: Sequence[re.Pattern[str]] = (), *, deep: bool = False
+) -> Listing:
+    """The checkpoints directly under ``root``.
+
+    Args:
+        bucket: of the root.
+        root: the URL above the checkpoints.
+        patterns: that find the step in a name, instead of the rules of `step_of`.
+        deep: also look for leftovers and damage in committed ones: a listing and a HEAD more for each.
+
+    Raises:
+        StorageError
+    """
+    pages = await bucket.pages(root.key(""), delimiter="/")
+    now = pages[0].server_time
+    if now is None:
+        logger.warning("the S3 endpoint does not tell its time; ages are by the clock of this host")
+        now = time.time()
+    skip = len(root.key(""))
+    names = [prefix[skip:-1] for page in pages for prefix in page.prefixes]
+    del pages
+    leftovers: list[LeftoverObject] = []
+
+    async def look(name: str) -> CheckpointInfo | None:
+        url = root.child(name)
+        found = await inspect(bucket, url, patterns)
+        if found is None:
+            return None
+        if not deep:
+            return found.info
+        damage, unneeded = await _look_deeper(bucket, url, found, now)
+        leftovers.extend(unneeded)
+        return dataclasses.replace(found.info, damage=damage)
+
+    looked = await map_bounded(look, [name for name in names if name not in _NO_CHILD])
+    found = sorted((info for info in looked if info is not None), key=age_order)
+    return Listing(tuple(found), now, tuple(sorted(leftovers, key=lambda each: each.key)))
+
+
+async def scan_root(
+    bucket: AsyncBucket,
+    root: CheckpointURL,
+    patterns: Sequence[re.Pattern[str]] = (),
+    *,
+    deep: bool,
+    local: Iterable[CheckpointInfo] = (),
+) -> CatalogSnapshot:
+    """All under ``root`` that a plan needs.
+
+    With ``deep`` the newest checkpoints are looked at like `latest` does, until one can be loaded.
+
+    Args:
+        bucket: of the root.
+        root: the URL above the checkpoints.
+        patterns: that find the step in a name, instead of the rules of `step_of`.
+        deep: also look for leftovers and damage.
+        local: checkpoints whose commits wait in this host's spill directory.
+
+    Raises:
+        StorageError
+    """
+    # Before the objects: an upload that is completed meanwhile is then seen as one or the other, or both.
+    uploads = sorted(await bucket.list_uploads(root.key("")), key=lambda each: (each.key, each.upload_id))
+    listing = await list_root(bucket, root, patterns, deep=deep)
+    found = {info.name: info for info in listing.found}
+    if deep:
+        for info in newest_first(listing.found):
+            damage = info.damage or await find_damage(bucket, root.child(info.name))
+            found[info.name] = dataclasses.replace(info, damage=damage)
+            if damage is None:
+                break
+    return CatalogSnapshot(
+        root=str(root),
+        now=listing.now,
+        checkpoints=tuple(sorted(merge_local(found.values(), local), key=age_order)),
+        uploads=tuple(each for upload in uploads if (each := open_upload(root, upload)) is not None),
+        leftovers=listing.leftovers,
+        deep=deep,
+        requests=bucket.requests,
+    )
+
+
+def merge_local(found: Iterable[CheckpointInfo], local: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
+    """The checkpoints on S3 and those whose commits wait on this host, one for each name."""
+    merged = {info.name: info for info in found}
+    for info in local:
+        before = merged.get(info.name)
+        keep = before if before is not None and before.committed else info
+        merged[info.name] = dataclasses.replace(keep, waiting=True)
+    return list(merged.values())
+
+
+def open_upload(root: CheckpointURL, upload: ListedUpload) -> OpenUpload | None:
+    """An open upload of a data object in a directory right under ``root``; None if it is something else's."""
+    name, _, path = upload.key[len(root.key("")) :].partition("/")
+    if not name or not path.endswith(DATA_SUFFIX) or ("/" in path and not is_spread_data(path)):
+        return None
+    return OpenUpload(upload.key, upload.upload_id, upload.initiated_at, name)
+
+
+async def _look_deeper(
+    bucket: AsyncBucket, url: CheckpointURL, found: Inspected, now: float
+) -> tuple[str | None, list[LeftoverObject]]:
+    """Damage and leftovers of a checkpoint: neither where there is no manifest that is certainly its own."""
+    if found.manifest is None or not found.info.committed:
+        return None, []
+    head = await bucket.head(url.key(METADATA))
+    objects = await bucket.list(url.key(""))
+    listed = sort_out(url, objects).commits.get(None)
+    etags = {found.info.etag, head.get("ETag"), listed.etag if listed else None}
+    if save_id_of(head) != found.manifest.save_id or len({(etag or "").strip('"') for etag in etags}) != 1:
+        return None, []  # a copy without user metadata, or replaced meanwhile
+    return find_unneeded(url, found, objects, now=now)
+
+
+def find_unneeded(
+    url: CheckpointURL, found: Inspected, objects: Sequence[ListedObject], *, now: float
+) -> tuple[str | None, list[LeftoverObject]]:
+    """Damage and leftovers of a checkpoint of ours, by its manifest and a listing. Pure.
+
+    Only what has a name that dcp_s3 gives is a leftover: nobody else's objects are.
+    """
+    assert found.manifest is not None  # noqa: S101
+    skip = len(url.key(""))
+    sizes = {each.key[skip:]: each.size for each in objects}
+    damage = None
+    for entry in found.manifest.objects:
+        if sizes.get(entry.path, -1) < entry.size:
+            stored = f"has {sizes[entry.path]} bytes instead of {entry.size}" if entry.path in sizes else "is not there"
+            damage = f"its object {entry.path} {stored}"
+            break
+    needed = {entry.path for entry in found.manifest.objects} | {manifest_object(found.manifest.save_id)}
+    leftovers = []
+    for each in objects:
+        path = each.key[skip:]
+        lease = parse_lease_object(path)
+        ended = lease is not None and each.modified_at + lease + LEASE_MARGIN < now
+        if ended or ((is_our_data(path) or parse_manifest_object(path) is not None) and path not in needed):
+            leftovers.append(LeftoverObject(each.key, each.size, each.modified_at, url.name, is_lease=ended))
+    return damage, leftovers
