@@ -20,7 +20,6 @@ from dcp_s3 import errors
 from dcp_s3._version import __version__
 from dcp_s3.format.layout import (
     METADATA_CRC_KEY,
-    METRICS,
     SAVE_ID_KEY,
     manifest_object,
     metadata_object,
@@ -197,7 +196,6 @@ def find_previous(bucket: Bucket, identity: SaveIdentity) -> Previous:
         save_id = getattr(metadata.storage_meta, "save_id", None)
         if save_id:
             keys.add(url.key(manifest_object(save_id, rank)))
-        keys.add(url.key(METRICS))
     return Previous(frozenset(keys), etag)
 
 
@@ -235,8 +233,8 @@ def make_commit(
 ) -> Commit:
     """The commit of a save whose ranks have all written.
 
-    The metrics ride in the manifest, so that they are there exactly when the checkpoint is; `METRICS` is for those
-    that come later.
+    The metrics ride in the manifest, so that they are there exactly when the checkpoint is; those that come
+    later lie in ``metrics.json``, which names the save that they belong to.
     """
     manifest = Manifest(
         save_id=identity.save_id,

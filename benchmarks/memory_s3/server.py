@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from email.utils import formatdate
 from types import TracebackType
 from urllib.parse import parse_qsl, unquote
 
@@ -75,7 +76,7 @@ class MemoryS3:
             min_part_size: Smallest part in bytes that CompleteMultipartUpload accepts, but for
                 the last (EntityTooSmall).
             record_requests: Keep every request's head in :attr:`request_log`.
-            clock: Time of modification of what is stored, in seconds since the epoch.
+            clock: The server's time in seconds since the epoch: of what is stored, and in its answers' Date.
 
         """
         self.fault = fault
@@ -83,6 +84,7 @@ class MemoryS3:
         self._access_key = access_key
         self._verify_checksums = verify_checksums
         self._record_requests = record_requests
+        self._clock = clock
         self._store = Store(clock=clock, min_part_size=min_part_size)
         self._operations = Operations(self._store, verify_checksums=verify_checksums)
         self._preallocate = preallocate
@@ -303,7 +305,7 @@ class MemoryS3:
         has_body = info.method != "HEAD" and response.status not in (204, 304)
         headers = {
             "x-amz-request-id": f"{info.number:016X}",
-            "Date": time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime()),
+            "Date": formatdate(self._clock(), usegmt=True),
             "Server": "MemoryS3",
             **response.headers,
         }

@@ -14,10 +14,11 @@ from torch.futures import Future
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint._torch import ExtensionRegistry, ReaderTransforms, shape_check
+from dcp_s3.checkpoint.lease import ReaderLease
 from dcp_s3.checkpoint.read import LoadExecutor
 from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
 from dcp_s3.commit import CommitState, SaveIdentity, find_state
-from dcp_s3.format.layout import metadata_object, new_save_id, rank_of_metadata
+from dcp_s3.format.layout import deletion_id, metadata_object, new_save_id, rank_of_metadata
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.spill.local import LocalObjects, find_commits
@@ -76,6 +77,7 @@ class S3StorageReader(StorageReader):
         self._metadata: Metadata | None = None
         self._error: errors.DcpS3Error | None = None
         self._deadline: Deadline | None = None
+        self._lease: ReaderLease | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new load, from ``checkpoint_id`` if given.
@@ -85,6 +87,8 @@ class S3StorageReader(StorageReader):
         """
         if checkpoint_id is not None:
             self._url = parse_url(checkpoint_id)
+        if self._lease is not None:
+            self._lease.release()
         self._begin_load()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -126,7 +130,18 @@ class S3StorageReader(StorageReader):
         waiting = self._find_uncommitted(rank) if self.include_uncommitted else None
         if waiting is not None:
             return load_metadata(waiting, url=str(url))
-        return check_metadata(fetch_metadata(self._bucket(), url, rank), url)
+        lease = ReaderLease(self._bucket(), url, self.settings.reader_lease)
+        lease.take()
+        try:
+            stored = fetch_metadata(self._bucket(), url, rank)
+            metadata = check_metadata(stored, url)
+            save_id = getattr(metadata.storage_meta, "save_id", None)
+            lease.check_not_deleted(deletion_id(save_id, stored.etag) if rank is None else None)
+        except BaseException:
+            lease.release()
+            raise
+        self._lease = lease
+        return metadata
 
     def _find_uncommitted(self, rank: int | None) -> bytes | None:
         """The metadata of this checkpoint's newest commit that waits on this host; None if S3 has a newer one."""
@@ -198,7 +213,10 @@ class S3StorageReader(StorageReader):
         if self._metadata is None:
             raise errors.SaveProtocolError("read_data was called before set_up_storage_reader")
         url, store = self._require_url(), open_store(self.settings)
-        with contextlib.closing(LocalObjects(store, str(url))) if store else contextlib.nullcontext() as local:
+        with contextlib.ExitStack() as stack:
+            local = stack.enter_context(contextlib.closing(LocalObjects(store, str(url)))) if store else None
+            if self._lease is not None:
+                stack.enter_context(self._lease.renewed())
             LoadExecutor(
                 self._bucket(), url, self._metadata, self._transforms, local, weights_only=self.weights_only
             ).run(plan, planner)

@@ -91,16 +91,22 @@ def parse_lease_object(relative_path: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def deletion_object(save_id: str) -> str:
-    """Relative path of the list of what the deletion of one save removes, there until all of that is gone."""
-    return f"{DELETION_PREFIX}{save_id}.json"
+def deletion_id(save_id: str | None, etag: str | None) -> str:
+    """What the deletion of a checkpoint is known by (hex): the save id, or a hash of a foreign ``.metadata``'s ETag."""
+    return save_id or hashlib.blake2b((etag or "").strip('"').encode(), digest_size=8).hexdigest()
+
+
+def deletion_object(deletion: str) -> str:
+    """Relative path of the list of what a deletion (`deletion_id`) removes: written before ``.metadata`` is deleted,
+    there until all is gone."""
+    return f"{DELETION_PREFIX}{deletion}.json"
 
 
 _DELETION = re.compile(re.escape(DELETION_PREFIX) + r"([0-9a-f]+)\.json")
 
 
 def parse_deletion_object(relative_path: str) -> str | None:
-    """The save id in a deletion's relative path, None if it is not one."""
+    """The `deletion_id` in the relative path of a deletion's list, None if it is not one."""
     match = _DELETION.fullmatch(relative_path)
     return match[1] if match else None
 

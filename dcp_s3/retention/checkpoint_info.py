@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -15,6 +16,7 @@ from dcp_s3.format.layout import (
     METRICS,
     PIN,
     data_object,
+    deletion_id,
     parse_deletion_object,
     parse_lease_object,
     parse_manifest_object,
@@ -54,7 +56,7 @@ class CheckpointInfo:
         pinned: whether `pin` protects it.
         leased_until: seconds since the epoch on the clock of S3, when the last reader's lease ends; None without any.
         waiting: whether a commit of this URL waits in this host's spill directory.
-        deletions: save ids of deletions that were begun and not finished.
+        deletions: ids (`layout.deletion_id`) of deletions that were begun and not finished.
         damage: why it can not be loaded; None if nothing is known of that.
     """
 
@@ -82,6 +84,11 @@ class CheckpointInfo:
         """Whether ``state`` is ``committed``."""
         return self.state == "committed"
 
+    @property
+    def deletion_id(self) -> str:
+        """What a deletion of it is known by."""
+        return deletion_id(self.save_id, self.etag)
+
     def to_dict(self) -> dict[str, Any]:
         """The fields, for JSON."""
         return asdict(self)
@@ -89,7 +96,8 @@ class CheckpointInfo:
 
 def age_order(info: CheckpointInfo) -> tuple[bool, int, float, str]:
     """Sort key: by step (those without one first), then by time, then by name."""
-    return (info.step is not None, info.step or 0, info.created_at or 0.0, info.name)
+    created = info.created_at or 0.0
+    return (info.step is not None, info.step or 0, 0.0 if math.isnan(created) else created, info.name)
 
 
 def newest_first(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:

@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import time
 from collections.abc import Mapping
 from typing import Any
 
-from dcp_s3.retention.inspect import Root
-from dcp_s3.settings import SettingsLike
+from dcp_s3 import errors
+from dcp_s3.format.added_metrics import AddedMetrics, check_added
+from dcp_s3.format.layout import METRICS, PIN
+from dcp_s3.retention.checkpoint_info import CheckpointInfo
+from dcp_s3.retention.inspect import Root, inspect_checkpoint, run
+from dcp_s3.settings import Settings, SettingsLike, resolve_settings
+from dcp_s3.transport import retry
+from dcp_s3.transport.async_client import open_bucket
+from dcp_s3.transport.bucket import Bucket
+from dcp_s3.url import CheckpointURL, parse_url
+
+logger = logging.getLogger(__name__)
+
+_JSON = "application/json"
+
+# Of each round of writers that meet, one gets through.
+_CONFLICTS = 50
 
 
 def annotate(url: Root, metrics: Mapping[str, Any], *, settings: SettingsLike = None) -> dict[str, Any]:
@@ -27,7 +45,38 @@ def annotate(url: Root, metrics: Mapping[str, Any], *, settings: SettingsLike = 
         CheckpointNotFoundError: no committed checkpoint is there.
         InvalidURLError, SettingsError, StorageError
     """
-    raise NotImplementedError
+    where, resolved = parse_url(url), resolve_settings(settings)
+    check_added(metrics, url=str(where))
+    info = _require_committed(where, resolved)
+    of = info.save_id or info.etag or ""
+    bucket, key = Bucket(where.bucket, resolved), where.key(METRICS)
+    conflicts = 0
+    while True:
+        etag, before = _read_metrics(bucket, where, of)
+        added = AddedMetrics(of, {**before, **metrics})
+        try:
+            bucket.write(key, added.to_json(), if_absent=etag is None, if_match=etag, content_type=_JSON)
+        except errors.PreconditionFailedError:
+            conflicts += 1
+            if conflicts == _CONFLICTS:
+                raise
+            time.sleep(retry.backoff(min(conflicts, 4)))
+            continue
+        return dict(added.metrics)
+
+
+def _read_metrics(bucket: Bucket, url: CheckpointURL, of: str) -> tuple[str | None, Mapping[str, Any]]:
+    """The ETag of `METRICS`, None without one, and what it has of the save ``of``."""
+    try:
+        stored = bucket.get(url.key(METRICS))
+    except errors.ObjectNotFoundError:
+        return None, {}
+    try:
+        found = AddedMetrics.from_json(stored.data)
+    except ValueError as error:
+        logger.warning("the metrics that were added to %s are replaced: %s", url, error)
+        return stored.etag, {}
+    return stored.etag, found.metrics if found.of == of else {}
 
 
 def pin(url: Root, reason: str | None = None, *, settings: SettingsLike = None) -> None:
@@ -39,7 +88,16 @@ def pin(url: Root, reason: str | None = None, *, settings: SettingsLike = None) 
         CheckpointNotFoundError: no committed checkpoint is there.
         InvalidURLError, SettingsError, StorageError
     """
-    raise NotImplementedError
+    where, resolved = parse_url(url), resolve_settings(settings)
+    _require_committed(where, resolved)
+    bucket = Bucket(where.bucket, resolved)
+    body = {"reason": reason, "pinned_at": time.time()}
+    bucket.write(where.key(PIN), (json.dumps(body) + "\n").encode(), content_type=_JSON)
+    try:
+        _require_committed(where, resolved)
+    except errors.CheckpointNotFoundError:  # a prune was faster
+        bucket.delete([where.key(PIN)])
+        raise
 
 
 def unpin(url: Root, *, settings: SettingsLike = None) -> bool:
@@ -48,4 +106,24 @@ def unpin(url: Root, *, settings: SettingsLike = None) -> bool:
     Raises:
         InvalidURLError, SettingsError, StorageError
     """
-    raise NotImplementedError
+    where = parse_url(url)
+    bucket = Bucket(where.bucket, resolve_settings(settings))
+    pinned = bucket.exists(where.key(PIN))
+    if pinned:
+        bucket.delete([where.key(PIN)])
+    return pinned
+
+
+def _require_committed(url: CheckpointURL, settings: Settings) -> CheckpointInfo:
+    async def inspect() -> CheckpointInfo | None:
+        async with open_bucket(url.bucket, settings) as bucket:
+            return await inspect_checkpoint(bucket, url)
+
+    info = run(inspect())
+    if info is None or not info.committed:
+        raise errors.CheckpointNotFoundError(
+            f"there is no committed checkpoint at {url}. Remedy: check the URL; `dcp-s3 ls` on its parent shows what "
+            "is there",
+            url=str(url),
+        )
+    return info

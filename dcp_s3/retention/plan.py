@@ -117,11 +117,11 @@ class UnfinishedDeletion:
 
     Attributes:
         checkpoint: name of the directory under the root.
-        save_id: of the save that was being deleted.
+        deletion: its id (`layout.deletion_id`).
     """
 
     checkpoint: str
-    save_id: str
+    deletion: str
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Plan:
         grace: seconds.
         decisions: one for each checkpoint, oldest first (`age_order`).
         uploads: one for each open upload, by key.
-        leftovers: one for each leftover object, by key; leftovers of checkpoints that are deleted are not among them.
+        leftovers: one for each leftover object, by key; also of checkpoints that are deleted.
         unfinished: deletions to finish.
     """
 
@@ -208,22 +208,17 @@ def make_plan(
     else:
         found = run_policy(policy, committed, now)
     decisions = tuple(_decide(info, (*kept[info.name], *found.get(info.name, ()))) for info in infos)
-    staying = {each.checkpoint.name for each in decisions if each.action == "keep" and each.checkpoint.committed}
     return Plan(
         now=now,
         grace=grace,
         decisions=decisions,
         uploads=tuple(UploadDecision(each, *_act(active.get(each.checkpoint), "upload")) for each in uploads),
-        leftovers=tuple(
-            LeftoverDecision(each, *_act(active.get(each.checkpoint), "object"))
-            for each in leftovers
-            if each.checkpoint in staying
-        ),
+        leftovers=tuple(LeftoverDecision(each, *_act(active.get(each.checkpoint), "object")) for each in leftovers),
         unfinished=tuple(
-            UnfinishedDeletion(info.name, save_id)
+            UnfinishedDeletion(info.name, deletion)
             for info in infos
-            for save_id in info.deletions
-            if not (info.committed and info.save_id in (None, save_id))
+            for deletion in info.deletions
+            if not (info.committed and info.deletion_id == deletion)
         ),
     )
 

@@ -240,8 +240,8 @@ class _KeepPerPeriod(Policy):
         newest: dict[str, CheckpointInfo] = {}
         reasons: dict[str, list[str]] = {}
         for info in sorted(checkpoints, key=_time_order):
-            time = info.modified_at if info.created_at is None else info.created_at
-            if time is None or not math.isfinite(time):
+            time = _commit_time(info)
+            if time is None:
                 reasons[info.name] = [f"{self}, its time is not known"]
             else:
                 newest[self._period(min(time, now))] = info
@@ -352,8 +352,13 @@ def _newest_time(info: CheckpointInfo, unknown: float) -> float:
     return max(times, default=unknown)
 
 
+def _commit_time(info: CheckpointInfo) -> float | None:
+    time = info.modified_at if info.created_at is None else info.created_at
+    return time if time is not None and math.isfinite(time) else None
+
+
 def _time_order(info: CheckpointInfo) -> tuple[Any, ...]:
-    return (info.created_at or info.modified_at or 0.0, *age_order(info))
+    return (_commit_time(info) or 0.0, *age_order(info))
 
 
 def _utc(time: float) -> datetime:

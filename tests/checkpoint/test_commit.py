@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from benchmarks.memory_s3 import Fault
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
-from dcp_s3.format.layout import METRICS, manifest_object
+from dcp_s3.format.layout import manifest_object
 from dcp_s3.format.manifest import Manifest
 from dcp_s3.transport import retry
 from tests.checkpoint.states import assert_same, blank, random_tensor
@@ -92,7 +92,6 @@ def test_an_existing_checkpoint_is_refused_before_any_byte_moves(
 
 def test_overwriting_replaces_and_removes_the_old_objects(root: str, s3: Any, bucket: str) -> None:
     save(state_of(1), root)
-    s3.put_object(Bucket=bucket, Key=f"run/{METRICS}", Body=b"{}")
     s3.put_object(Bucket=bucket, Key="run/notes.txt", Body=b"mine")
     old = set(keys(s3, bucket))
     save(state_of(2), root, overwrite=True)

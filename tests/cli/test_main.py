@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from typer.testing import CliRunner
 
 import dcp_s3
+from dcp_s3 import annotate
 from dcp_s3.checkpoint import copy
 from dcp_s3.cli.main import app
 from dcp_s3.cli.tables import format_age
@@ -112,7 +113,7 @@ def test_output_into_a_pipe_is_not_cut_off(root: str) -> None:
 
 def test_show_tells_what_was_saved(root: str, s3: Any) -> None:
     url = save(f"{root}/step-7", metrics={"loss": 0.25})
-    put(s3, url, ".dcp_s3/metrics.json", b'{"accuracy": 0.75}')
+    annotate(url, {"accuracy": 0.75})
     put(s3, url, "__0_9-abcdef.distcp", b"left over")
     details = json.loads(run("show", url, "--json").stdout)
     assert details["info"]["step"] == 7

@@ -60,7 +60,7 @@ def test_info_is_hashable_although_metrics_are_a_dict() -> None:
 
 def test_a_manifest_says_everything() -> None:
     assert from_manifest(URL, _manifest(step=7)) == CheckpointInfo(
-        "s3://bucket/run/step-20", "step-20", "committed", 7, 100.0, 2, 2, 42, {"loss": 1.0}, False
+        "s3://bucket/run/step-20", "step-20", "committed", 7, 100.0, 2, 2, 42, {"loss": 1.0}, False, save_id="ab"
     )
 
 

@@ -1,0 +1,132 @@
+"""A reader's lease: a small object beside a checkpoint that keeps prune from deleting it while it is loaded.
+
+S3 has no locks. Each side writes first and looks then, so that one of them sees the other: a reader writes its lease
+and looks for a deletion of the save that it reads; a prune writes the list of what it deletes (`deletion_object`) and
+looks for leases.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import email.utils
+import json
+import logging
+import math
+import os
+import platform
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+
+from dcp_s3 import errors
+from dcp_s3.format.layout import DELETION_PREFIX, deletion_object, lease_object, new_save_id
+from dcp_s3.transport.bucket import Bucket, limit_timeouts
+from dcp_s3.url import CheckpointURL
+
+logger = logging.getLogger(__name__)
+
+DELETION_BEGINS = 300.0
+"""Seconds after which a deletion that has not removed ``.metadata`` counts as given up."""
+
+# A renewal that hangs must not hold up the end of the load.
+_RENEWAL_TIMEOUT = 10.0
+
+
+class ReaderLease:
+    """One lease. Holds no connection and no thread but in `renewed`.
+
+    Args:
+        bucket: of the URL.
+        url: of the checkpoint.
+        seconds: after which it ends if it is not renewed; None: there is no lease, and nothing here does anything.
+    """
+
+    def __init__(self, bucket: Bucket, url: CheckpointURL, seconds: float | None) -> None:
+        self._bucket, self._url = bucket, url
+        self._seconds = None if seconds is None else math.ceil(seconds)
+        self._key: str | None = None
+
+    def take(self) -> None:
+        """Write it. Without the permission there is none, and a warning.
+
+        Raises:
+            StorageError: it could not be written.
+        """
+        if self._seconds is None:
+            return
+        key = self._url.key(lease_object(new_save_id(), self._seconds))
+        try:
+            self._write(self._bucket, key)
+        except errors.AccessDeniedError as error:
+            logger.warning("a prune may delete %s while it is loaded: no lease could be written: %s", self._url, error)
+            return
+        self._key = key
+
+    def check_not_deleted(self, deletion: str | None) -> None:
+        """Refuse to read what a prune is about to delete, because it may not have seen the lease.
+
+        Args:
+            deletion: `deletion_id` of the checkpoint; None takes any deletion at the URL for its own (without
+                collectives a rank does not know what the others' saves are called).
+
+        Raises:
+            CheckpointNotFoundError: its deletion has begun.
+            StorageError: cannot tell.
+        """
+        if self._key is None:
+            return
+        keys = {key for key, _ in self._bucket.list(self._url.key(DELETION_PREFIX))}
+        if deletion is not None:
+            keys &= {self._url.key(deletion_object(deletion))}
+        if any(self._is_young(key) for key in keys):
+            raise errors.CheckpointNotFoundError(
+                f"{self._url} is being deleted by a prune. Remedy: load another one (`dcp_s3.latest`)",
+                url=str(self._url),
+            )
+
+    def _is_young(self, key: str) -> bool:
+        try:
+            headers = self._bucket.head(key)["ResponseMetadata"]["HTTPHeaders"]
+        except errors.ObjectNotFoundError:
+            return False
+        began, now = (email.utils.parsedate_to_datetime(headers[name]) for name in ("last-modified", "date"))
+        return (now - began).total_seconds() < DELETION_BEGINS
+
+    @contextlib.contextmanager
+    def renewed(self) -> Iterator[None]:
+        """Renew it from time to time while the body runs, then release it."""
+        if self._key is None:
+            yield
+            return
+        done = threading.Event()
+        renewer = threading.Thread(target=self._renew, args=(done,), name="dcp_s3-lease", daemon=True)
+        renewer.start()
+        try:
+            yield
+        finally:
+            done.set()
+            renewer.join()
+            self.release()
+
+    def release(self) -> None:
+        """Delete it. A failure is a warning: it ends by itself."""
+        if self._key is None:
+            return
+        key, self._key = self._key, None
+        try:
+            self._bucket.for_cleanup().delete([key])
+        except errors.StorageError as error:
+            logger.warning("the lease of %s stays until it ends, in at most %s s: %s", self._url, self._seconds, error)
+
+    def _renew(self, done: threading.Event) -> None:
+        settings = limit_timeouts(self._bucket.settings, _RENEWAL_TIMEOUT).model_copy(update={"retry_attempts": 1})
+        bucket = replace(self._bucket, settings=settings, deadline=None)
+        while not done.wait((self._seconds or 0) / 3):
+            try:
+                self._write(bucket, self._key or "")
+            except errors.StorageError as error:
+                logger.warning("the lease of %s could not be renewed now: %s", self._url, error)
+
+    def _write(self, bucket: Bucket, key: str) -> None:
+        holder = {"seconds": self._seconds, "host": platform.node(), "pid": os.getpid()}
+        bucket.write(key, (json.dumps(holder) + "\n").encode(), content_type="application/json")

@@ -1,0 +1,247 @@
+"""What is kept whatever the policies say, and what a plan promises."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcp_s3.errors import PolicyError
+from dcp_s3.retention.checkpoint_info import CheckpointInfo, age_order, in_grace
+from dcp_s3.retention.plan import LEASE_MARGIN, LeftoverObject, OpenUpload, Plan, make_plan
+from dcp_s3.retention.policy import KeepLatest, KeepSteps, Policy
+from tests.retention import histories as random
+from tests.retention.histories import DAY, NOW, info
+
+NOTHING = KeepSteps([10**9])
+"""A policy that keeps nothing."""
+
+
+def plan(*infos: CheckpointInfo, policy: Any = NOTHING, grace: float = DAY, **found: Any) -> Plan:
+    return make_plan(infos, policy, now=NOW, grace=grace, **found)
+
+
+def kept(*infos: CheckpointInfo, **arguments: Any) -> set[str]:
+    return {found.name for found in plan(*infos, **arguments).kept}
+
+
+def reasons(found: Plan) -> dict[str, tuple[str, ...]]:
+    return {each.checkpoint.name: each.reasons for each in found.decisions}
+
+
+def test_the_newest_committed_one_is_kept() -> None:
+    found = plan(info("step-1"), info("step-20"), info("step-3", state="local"), info("step-30", state="incomplete"))
+    assert reasons(found)["step-20"][0] == "the newest committed checkpoint"
+    assert reasons(found)["step-1"] == ("no policy keeps it",)
+    assert found.deleted == (info("step-1"),)
+
+
+def test_after_a_rollback_the_last_committed_one_is_kept_too() -> None:
+    rolled_back = [info("step-900", modified_at=NOW - 3 * DAY), info("step-500", modified_at=NOW - DAY)]
+    assert kept(*rolled_back, info("step-100", modified_at=NOW - 9 * DAY)) == {"step-900", "step-500"}
+
+
+def test_the_clock_of_s3_says_which_one_was_committed_last() -> None:
+    wrong = info("step-1", created_at=NOW + 99 * DAY, modified_at=NOW - 9 * DAY)
+    assert kept(wrong, info("step-2", modified_at=NOW - DAY), info("step-3", modified_at=NOW - 2 * DAY)) == {
+        "step-2", "step-3",
+    }  # fmt: skip
+
+
+def test_a_damaged_newest_one_does_not_cost_the_last_good_one() -> None:
+    found = plan(info("step-1"), info("step-2"), info("step-3", damage="gone"), info("step-4", damage="gone"))
+    assert {each.name for each in found.kept} == {"step-2", "step-4"}
+    assert "not known to be damaged" in reasons(found)["step-2"][0]
+
+
+def test_pinned_leased_and_stepless_ones_are_kept() -> None:
+    infos = [
+        info("step-1", pinned=True),
+        info("step-2", leased_until=NOW + 9),
+        info("step-3", leased_until=NOW - LEASE_MARGIN + 1),
+        info("step-4", leased_until=NOW - LEASE_MARGIN),
+        info("final"),
+        info("step-5", foreign=True),
+        info("step-6"),
+    ]
+    assert kept(*infos) == {"step-1", "step-2", "step-3", "final", "step-6"}
+
+
+def test_a_save_in_progress_is_kept_until_the_grace_period_ends() -> None:
+    for state in ("incomplete", "in_progress", "leftover"):  # by the plan's own grace period, whatever the catalog's
+        infos = [
+            info("step-1", state=state, modified_at=NOW - 99),
+            info("step-2", state=state, modified_at=NOW - 100),
+            info("step-3", state=state, modified_at=NOW + 5),
+            info("step-4", state=state, modified_at=None),
+            info("step-5", state=state, modified_at=NOW - 101, created_at=NOW),
+        ]
+        assert kept(*infos, grace=100) == {"step-1", "step-3", "step-4"}
+
+
+def test_a_pinned_leftover_is_kept() -> None:
+    assert kept(info("step-1", state="incomplete", modified_at=0.0, pinned=True)) == {"step-1"}
+
+
+def test_what_waits_on_this_host_is_kept() -> None:
+    infos = [info("step-1", state="local", modified_at=0.0), info("step-2", waiting=True), info("step-3")]
+    assert kept(*infos) == {"step-1", "step-2", "step-3"}
+    upload = OpenUpload("run/step-2/__0_0-ab.distcp", "u", 0.0, "step-2")
+    assert [each.action for each in plan(*infos, uploads=[upload]).uploads] == ["keep"]
+
+
+def test_a_young_upload_is_a_save_in_progress() -> None:
+    infos = [info("step-1", state="incomplete", modified_at=0.0), info("step-2"), info("step-3")]
+    young = [OpenUpload(f"run/{name}/__0_0-a.distcp", "u", NOW - 60, name) for name in ("step-1", "step-2", "new-4")]
+    old = OpenUpload("run/step-1/__0_1-a.distcp", "u", 0.0, "step-1")
+    found = plan(*infos, uploads=[*young, old])
+    assert found.deleted == ()
+    assert [each.action for each in found.uploads] == ["keep"] * 4  # the old one, too: a slow save is still one
+    later = plan(*infos, uploads=[dataclasses.replace(each, initiated_at=NOW - 2 * DAY) for each in [*young, old]])
+    assert [each.name for each in later.deleted] == ["step-1", "step-2"]
+    assert {each.action for each in later.uploads} == {"delete"}
+
+
+def test_leftovers_of_a_committed_checkpoint_go_together_after_the_grace_period() -> None:
+    def leftover(name: str, age: float, **fields: Any) -> LeftoverObject:
+        return LeftoverObject(f"run/{name}/{age}", 7, NOW - age, name, **fields)
+
+    infos = [info("step-1"), info("step-2"), info("step-3")]
+    found = plan(
+        *infos,
+        leftovers=[
+            leftover("step-1", 60), leftover("step-1", 9 * DAY),
+            leftover("step-2", 8 * DAY), leftover("step-2", 60, is_lease=True),
+            leftover("step-3", 9 * DAY),
+        ],
+    )  # fmt: skip
+    assert {(each.leftover.checkpoint, each.action) for each in found.leftovers} == {
+        ("step-1", "keep"), ("step-2", "delete"), ("step-3", "delete"),
+    }  # fmt: skip
+    assert [each.name for each in found.deleted] == ["step-2"]  # step-1 is being overwritten
+    assert found.freed == infos[1].size + 3 * 7  # type: ignore[operator]
+
+
+def test_without_a_policy_only_leftovers_go() -> None:
+    found = plan(info("step-1"), info("step-2"), info("step-3", state="incomplete", modified_at=0.0), policy=None)
+    assert [each.name for each in found.deleted] == ["step-3"]
+    assert reasons(found)["step-1"] == ("no policy",)
+
+
+def test_deletions_that_were_cut_off_are_finished_unless_the_checkpoint_is_there_again() -> None:
+    foreign = info("step-4", save_id=None)
+    found = plan(
+        info("step-1", state="incomplete", save_id=None, deletions=("ab",)),
+        info("step-2", deletions=("ab", "cd")),
+        dataclasses.replace(foreign, deletions=(foreign.deletion_id,)),
+        policy=None,
+    )
+    assert [(each.checkpoint, each.deletion) for each in found.unfinished] == [("step-1", "ab"), ("step-2", "cd")]
+    assert not found.empty
+
+
+def test_a_policy_that_fails_deletes_nothing() -> None:
+    with pytest.raises(PolicyError, match="nothing is deleted"):
+        plan(info("step-1"), policy=lambda *_: 1 / 0)
+
+
+def test_a_policy_sees_committed_checkpoints_oldest_first() -> None:
+    seen: list[str] = []
+
+    def look(checkpoints: Any, now: float) -> dict[str, list[str]]:
+        seen.extend(found.name for found in checkpoints)
+        assert now == NOW
+        return {}
+
+    plan(info("step-3"), info("step-1"), info("step-2", state="local"), info("step-4", state="incomplete"), policy=look)
+    assert seen == ["step-1", "step-3"]
+
+
+def test_all_reasons_are_told_floors_first() -> None:
+    found = plan(info("step-7", pinned=True), policy=KeepLatest(1) | KeepSteps([7]))
+    assert reasons(found)["step-7"] == (
+        "the newest committed checkpoint", "the last one that was committed", "pinned", "latest:1, number 1", "steps:7",
+    )  # fmt: skip
+
+
+def test_a_plan_is_json() -> None:
+    found = plan(info("step-1"), info("step-2", state="incomplete"), uploads=[OpenUpload("k", "u", 0.0, "x")])
+    assert json.loads(json.dumps(found.to_dict()))["decisions"][0]["action"] == "keep"
+
+
+def test_names_are_those_of_one_root() -> None:
+    with pytest.raises(ValueError, match="step-1"):
+        plan(info("step-1"), info("step-1"))
+
+
+def test_the_state_by_the_grace_period() -> None:
+    states = [in_grace(info(state="incomplete", modified_at=time), now=NOW, grace=60).state
+              for time in (NOW - 59, NOW - 60, NOW + 9, None)]  # fmt: skip
+    assert states == ["in_progress", "leftover", "in_progress", "in_progress"]
+    assert in_grace(info(modified_at=0.0), now=NOW, grace=60).state == "committed"
+
+
+# --- laws ----------------------------------------------------------------------------------------
+
+scenes = st.fixed_dictionaries({"uploads": random.uploads, "leftovers": random.leftovers})
+
+
+@given(random.histories(), random.policies, scenes)
+def test_floors_hold(history: list[CheckpointInfo], policy: Policy, scene: dict[str, Any]) -> None:
+    deleted = {each.name for each in plan(*history, policy=policy, **scene).deleted}
+    committed = sorted((each for each in history if each.committed), key=age_order)
+    good = [each for each in committed if each.damage is None]
+    for newest in (committed[-1:], good[-1:]):
+        assert not deleted & {each.name for each in newest}
+    if committed:
+        last = max(each.modified_at or 0.0 for each in committed)
+        assert any(each.name not in deleted for each in committed if (each.modified_at or 0.0) == last) or last != last
+    for each in history:
+        young = not each.committed and (each.modified_at is None or each.modified_at > NOW - DAY)
+        leased = each.leased_until is not None and each.leased_until > NOW
+        overwritten = any(
+            upload.initiated_at > NOW - DAY for upload in scene["uploads"] if upload.checkpoint == each.name
+        )
+        if each.pinned or leased or young or overwritten or each.waiting or each.state == "local":
+            assert each.name not in deleted
+
+
+@given(random.histories(), random.policies, random.policies, scenes)
+def test_union_law_and_more_policies_never_delete_more(
+    history: list[CheckpointInfo], one: Policy, other: Policy, scene: dict[str, Any]
+) -> None:
+    def found(policy: Any) -> set[str]:
+        return kept(*history, policy=policy, **scene)
+
+    assert found(one | other) == found(one) | found(other)
+    assert found(one) <= found(one | other) <= found(None)
+
+
+@given(random.histories(), random.policies, scenes, st.randoms())
+def test_the_order_does_not_matter(
+    history: list[CheckpointInfo], policy: Policy, scene: dict[str, Any], shuffled: Any
+) -> None:
+    before = plan(*history, policy=policy, **scene)
+    for each in (history, scene["uploads"], scene["leftovers"]):
+        shuffled.shuffle(each)
+    after = plan(*history, policy=policy, **scene)
+    assert repr(before.decisions) == repr(after.decisions)
+    assert {each.upload: each.action for each in before.uploads} == {each.upload: each.action for each in after.uploads}
+
+
+@given(random.histories(), random.policies, scenes)
+def test_a_second_plan_after_the_first_deletes_nothing(
+    history: list[CheckpointInfo], policy: Policy, scene: dict[str, Any]
+) -> None:
+    first = plan(*history, policy=policy, **scene)
+    second = plan(
+        *first.kept,
+        policy=policy,
+        uploads=[each.upload for each in first.uploads if each.action == "keep"],
+        leftovers=[each.leftover for each in first.leftovers if each.action == "keep"],
+    )
+    assert second.empty

@@ -1,0 +1,278 @@
+"""What each policy keeps, and what it makes of odd checkpoints."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import pytest
+from hypothesis import given
+
+from dcp_s3.errors import PolicyError, SettingsError
+from dcp_s3.retention.checkpoint_info import CheckpointInfo, age_order
+from dcp_s3.retention.parse import parse_policy, policy_from_settings
+from dcp_s3.retention.policy import (
+    KeepBest,
+    KeepDaily,
+    KeepEvery,
+    KeepHourly,
+    KeepLatest,
+    KeepSteps,
+    KeepWeekly,
+    KeepWithin,
+    Policy,
+    PolicyFunction,
+    best_first,
+    run_policy,
+)
+from dcp_s3.settings import Settings
+from tests.retention.histories import DAY, NOW, histories, info, policies, single_policies
+
+
+def kept(policy: PolicyFunction, *infos: CheckpointInfo) -> set[str]:
+    return set(run_policy(policy, sorted(infos, key=age_order), NOW))
+
+
+def steps(*numbers: int) -> list[CheckpointInfo]:
+    return [info(f"step-{number}") for number in numbers]
+
+
+def at(name: str, *when: int, **fields: Any) -> CheckpointInfo:
+    """A checkpoint of a time in UTC."""
+    return info(name, created_at=datetime(*when, tzinfo=timezone.utc).timestamp(), **fields)  # type: ignore[arg-type]
+
+
+def test_latest_goes_by_step_then_time_then_name() -> None:
+    assert kept(KeepLatest(2), *steps(5, 40, 7)) == {"step-40", "step-7"}
+    old, new = info("a-3", created_at=NOW - 9), info("b-3", created_at=NOW - 10)
+    assert kept(KeepLatest(1), old, new) == {"a-3"}
+    assert kept(KeepLatest(1), info("a-3"), info("b-3")) == {"b-3"}
+    assert kept(KeepLatest(1), info("late", created_at=NOW), *steps(1)) == {"step-1"}
+    assert kept(KeepLatest(9), *steps(1, 2)) == {"step-1", "step-2"}
+
+
+def test_best_by_either_mode() -> None:
+    infos = [info(f"step-{number}", metrics={"loss": loss}) for number, loss in enumerate((3, 1.5, 2, -1))]
+    assert kept(KeepBest(2, "loss", "min"), *infos) == {"step-1", "step-3"}
+    assert kept(KeepBest(2, "loss", "max"), *infos) == {"step-0", "step-2"}
+
+
+def test_of_equal_values_the_newest_is_the_best() -> None:
+    infos = [info(f"step-{number}", metrics={"loss": 1}) for number in range(4)]
+    assert kept(KeepBest(1, "loss", "min"), *infos) == kept(KeepBest(1, "loss", "max"), *infos) == {"step-3"}
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, "0.1", None, 10**400])
+def test_what_is_no_finite_number_counts_as_missing(value: object) -> None:
+    infos = [info("step-1", metrics={"loss": 5}), info("step-2", metrics={"loss": value}), info("step-3")]
+    for mode in ("min", "max"):
+        assert kept(KeepBest(1, "loss", mode), *infos) == {"step-1", "step-2", "step-3"}  # type: ignore[arg-type]
+        assert kept(KeepBest(1, "loss", mode, missing="drop"), *infos) == {"step-1"}  # type: ignore[arg-type]
+    assert [found.name for found in best_first(infos, "loss", "min")] == ["step-1"]
+
+
+def test_every_takes_the_first_from_each_multiple_on() -> None:
+    assert kept(KeepEvery(100), *steps(0, 50, 100, 150, 200, 250)) == {"step-0", "step-100", "step-200"}
+    assert kept(KeepEvery(100), *steps(50, 90, 110, 190, 310)) == {"step-110", "step-310"}
+    assert kept(KeepEvery(10), info("a-10"), info("b-10"), info("c-11"), info("final")) == {"a-10", "b-10"}
+
+
+def test_steps_by_number() -> None:
+    assert kept(KeepSteps([10, 30]), *steps(10, 20, 30), info("other-30"), info("final")) == {
+        "step-10", "step-30", "other-30",
+    }  # fmt: skip
+
+
+def test_within_goes_by_the_later_of_two_times() -> None:
+    long_ago = NOW - 3 * DAY
+    infos = [
+        info("old-1", created_at=long_ago, modified_at=long_ago),
+        info("copied-2", created_at=long_ago, modified_at=NOW - DAY),
+        info("slow-clock-3", created_at=0.0, modified_at=NOW - DAY),
+        info("fast-clock-4", created_at=NOW + 30 * DAY, modified_at=NOW - DAY),
+        info("unknown-5", created_at=None, modified_at=None),
+        info("nan-6", created_at=math.nan, modified_at=None),
+    ]
+    assert kept(KeepWithin("48h"), *infos) == {"copied-2", "slow-clock-3", "fast-clock-4", "unknown-5", "nan-6"}
+    assert KeepWithin("48h") == KeepWithin(timedelta(days=2)) == KeepWithin(2 * DAY)
+    edge = info("edge-1", created_at=NOW - 60, modified_at=None)
+    assert kept(KeepWithin(60), edge) == {"edge-1"}
+
+
+def test_periods_without_checkpoints_do_not_count() -> None:
+    infos = [
+        at("step-1", 2023, 1, 1, 5),
+        at("step-2", 2023, 1, 1, 23, 59),
+        at("step-3", 2023, 3, 7),
+        at("step-4", 2023, 11, 1),
+    ]
+    assert kept(KeepDaily(2), *infos) == {"step-3", "step-4"}
+    assert kept(KeepDaily(9), *infos) == {"step-2", "step-3", "step-4"}
+    assert kept(KeepHourly(4), *infos) == {"step-1", "step-2", "step-3", "step-4"}
+
+
+def test_weeks_are_iso_weeks() -> None:
+    infos = [at("step-1", 2020, 12, 27), at("step-2", 2020, 12, 28), at("step-3", 2021, 1, 3), at("step-4", 2021, 1, 4)]
+    assert kept(KeepWeekly(9), *infos) == {"step-1", "step-3", "step-4"}
+    assert kept(KeepWeekly(2), *infos) == {"step-3", "step-4"}
+
+
+def test_the_newest_of_a_period_is_the_last_committed_not_the_highest_step() -> None:
+    rolled_back = [at("step-900", 2023, 1, 1, 5), at("step-300", 2023, 1, 1, 9)]
+    assert kept(KeepDaily(1), *rolled_back) == {"step-300"}
+
+
+def test_times_in_the_future_count_as_now_and_unknown_ones_are_kept() -> None:
+    today = info("step-2", created_at=NOW - 60)
+    future = [info(f"step-{number}", created_at=NOW + number * DAY) for number in (3, 4, 5)]
+    yesterday = info("step-1", created_at=NOW - DAY)
+    unknown = info("step-9", created_at=None, modified_at=None)
+    assert kept(KeepDaily(2), today, *future, yesterday, unknown) == {"step-5", "step-1", "step-9"}
+    assert kept(KeepDaily(1), info("step-1", created_at=-1e300), info("step-2", created_at=1e300)) == {"step-2"}
+
+
+def test_a_union_has_the_reasons_of_all() -> None:
+    policy = KeepLatest(1) | KeepEvery(10) | KeepSteps([10])
+    assert run_policy(policy, steps(10, 20, 25), NOW) == {
+        "step-25": ["latest:1, number 1"],
+        "step-10": ["every:10, first from 10 on", "steps:10"],
+        "step-20": ["every:10, first from 20 on"],
+    }
+
+
+def odd_steps(checkpoints: Sequence[CheckpointInfo], now: float) -> Mapping[str, Sequence[str]]:
+    return {found.name: ["odd"] for found in checkpoints if (found.step or 0) % 2}
+
+
+def test_any_function_is_a_policy() -> None:
+    assert kept(odd_steps, *steps(1, 2, 3)) == {"step-1", "step-3"}
+    for policy in (KeepSteps([2]) | odd_steps, odd_steps | KeepSteps([2])):
+        assert kept(policy, *steps(1, 2, 4)) == {"step-1", "step-2"}
+        assert "odd_steps" in str(policy)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (None, "mapping"),
+        (["step-1"], "mapping"),
+        ({"step-7": ["typo"]}, "'step-7' is not the name"),
+        ({"step-1": None}, "step-1"),
+        ({"step-1": [3]}, "step-1"),
+        ({"step-1": b"x"}, "step-1"),
+        (ZeroDivisionError("oops"), "oops"),
+    ],
+)
+def test_nonsense_of_a_users_policy_is_an_error(answer: Any, said: str) -> None:
+    def mine(checkpoints: Sequence[CheckpointInfo], now: float) -> Any:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    for policy in (mine, KeepLatest(1) | mine):
+        with pytest.raises(PolicyError, match=said) as caught:
+            run_policy(policy, steps(1, 2), NOW)
+        assert "mine" in str(caught.value)
+        assert "nothing is deleted" in str(caught.value)
+
+
+def test_a_users_reasons_may_be_one_text_or_none() -> None:
+    assert run_policy(lambda *_: {"step-1": "mine", "step-2": []}, steps(1, 2), NOW) == {
+        "step-1": ["mine"], "step-2": ["<lambda>"],
+    }  # fmt: skip
+
+
+def test_what_is_no_function_is_refused() -> None:
+    with pytest.raises(PolicyError, match="latest:3"):
+        run_policy("latest:3", [], NOW)  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        KeepLatest(1) | "latest:3"  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: KeepLatest(0), lambda: KeepLatest(True), lambda: KeepLatest("3"), lambda: KeepDaily(-1),  # type: ignore[arg-type]
+        lambda: KeepEvery(1.5), lambda: KeepBest(1, "", "min"), lambda: KeepBest(1, "a b", "min"),  # type: ignore[arg-type]
+        lambda: KeepBest(1, "loss", "low"), lambda: KeepBest(1, "loss", "min", missing="no"),  # type: ignore[arg-type]
+        lambda: KeepSteps([]), lambda: KeepSteps("12"), lambda: KeepSteps([1.0]), lambda: KeepSteps(3),  # type: ignore[arg-type, list-item]
+        lambda: KeepWithin("soon"), lambda: KeepWithin(-1), lambda: KeepWithin(math.nan), lambda: KeepWithin(math.inf),
+        lambda: KeepWithin(timedelta(-1)), lambda: best_first([], "loss", "low"),  # type: ignore[arg-type]
+    ],
+)  # fmt: skip
+def test_bad_arguments(make: Any) -> None:
+    with pytest.raises(PolicyError, match="expected"):
+        make()
+
+
+# --- one line ------------------------------------------------------------------------------------
+
+
+def test_a_line_of_policies() -> None:
+    line = "latest:3 best:2:val_loss:min every:10000 within:48h hourly:24 daily:7 weekly:4 steps:5,10"
+    policy = parse_policy(line)
+    assert policy == (
+        KeepLatest(3) | KeepBest(2, "val_loss", "min") | KeepEvery(10000) | KeepWithin("2d") | KeepHourly(24)
+        | KeepDaily(7) | KeepWeekly(4) | KeepSteps([10, 5])
+    )  # fmt: skip
+    assert str(policy) == line
+    assert parse_policy(" latest:3\t") == KeepLatest(3)
+    assert parse_policy("best:1:eval:loss:max:drop") == KeepBest(1, "eval:loss", "max", "drop")
+    assert parse_policy("  ") is None
+
+
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("newest:3", "latest:K.*weekly:N"),
+        ("latest", "latest:K"),
+        ("latest:", "latest:K"),
+        ("latest:0", "1 or more"),
+        ("latest:-1", "latest:K"),
+        ("latest:\u0663", "latest:K"),
+        ("latest:" + "9" * 5000, "latest:K"),
+        ("best:2:val_loss", "best:K:METRIC"),
+        ("best:2:val_loss:low", "min"),
+        ("best:x:val_loss:min", "best:K:METRIC"),
+        ("best:2::min", "metric"),
+        ("every:1k", "every:STEPS"),
+        ("within:soon", "48h"),
+        ("steps:1,,2", "steps:STEP"),
+        ("latest:3,best:2", "latest:K"),
+    ],
+)
+def test_a_bad_word_is_named_with_what_is_allowed(word: str, said: str) -> None:
+    with pytest.raises(PolicyError, match=said) as caught:
+        parse_policy(f"daily:7 {word}")
+    assert repr(word) in str(caught.value)
+
+
+def test_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert policy_from_settings(Settings()) is None
+    monkeypatch.setenv("DCP_S3_RETENTION", "latest:3 daily:7")
+    assert policy_from_settings(Settings()) == KeepLatest(3) | KeepDaily(7)
+    with pytest.raises(SettingsError, match=r"DCP_S3_RETENTION = 'latest:x'.*latest:K"):
+        policy_from_settings(Settings(retention="latest:x"))
+
+
+@given(policies)
+def test_the_text_of_a_policy_is_the_policy(policy: Policy) -> None:
+    parsed = parse_policy(str(policy))
+    assert str(parsed) == str(policy)
+    assert run_policy(parsed, steps(1, 20), NOW) == run_policy(policy, steps(1, 20), NOW)  # type: ignore[arg-type]
+
+
+# --- laws ----------------------------------------------------------------------------------------
+
+
+@given(histories(), single_policies)
+def test_of_what_a_policy_keeps_it_keeps_all(history: list[CheckpointInfo], policy: Policy) -> None:
+    chosen = kept(policy, *history)
+    assert kept(policy, *(found for found in history if found.name in chosen)) == chosen
+
+
+@given(histories(), policies, policies)
+def test_a_union_keeps_what_either_keeps(history: list[CheckpointInfo], one: Policy, other: Policy) -> None:
+    assert kept(one | other, *history) == kept(one, *history) | kept(other, *history)
