@@ -15,7 +15,7 @@ import math
 import os
 import platform
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from dcp_s3 import errors
@@ -62,24 +62,24 @@ class ReaderLease:
             return
         self._key = key
 
-    def check_not_deleted(self, deletion: str | None) -> None:
+    def check_not_deleted(self, deletions: Collection[str] | None) -> None:
         """Refuse to read what a prune is about to delete, because it may not have seen the lease.
 
         Args:
-            deletion: `deletion_id` of the checkpoint; None takes any deletion at the URL for its own (without
-                collectives a rank does not know what the others' saves are called).
+            deletions: what a deletion of the checkpoint may be known by (`deletion_id`); None takes any at the URL for
+                one (without collectives a rank does not know what the others' saves are called).
 
         Raises:
-            CheckpointNotFoundError: its deletion has begun.
+            CheckpointDeletedError: its deletion has begun.
             StorageError: cannot tell.
         """
         if self._key is None:
             return
         keys = {key for key, _ in self._bucket.list(self._url.key(DELETION_PREFIX))}
-        if deletion is not None:
-            keys &= {self._url.key(deletion_object(deletion))}
+        if deletions is not None:
+            keys &= {self._url.key(deletion_object(deletion)) for deletion in deletions}
         if any(self._is_young(key) for key in keys):
-            raise errors.CheckpointNotFoundError(
+            raise errors.CheckpointDeletedError(
                 f"{self._url} is being deleted by a prune. Remedy: load another one (`dcp_s3.latest`)",
                 url=str(self._url),
             )
