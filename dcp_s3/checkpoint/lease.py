@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 DELETION_BEGINS = 300.0
 """Seconds after which a deletion that has not removed ``.metadata`` counts as given up."""
 
-# A renewal that hangs must not hold up the end of the load.
+# Seconds: a renewal that hangs must not hold up the end of the load, nor must the release.
 _RENEWAL_TIMEOUT = 10.0
 
 
@@ -114,7 +114,7 @@ class ReaderLease:
             return
         key, self._key = self._key, None
         try:
-            self._bucket.for_cleanup().delete([key])
+            replace(self._bucket.for_cleanup(), patience=_RENEWAL_TIMEOUT).delete([key])
         except errors.StorageError as error:
             logger.warning("the lease of %s stays until it ends, in at most %s s: %s", self._url, self._seconds, error)
 

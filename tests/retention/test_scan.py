@@ -161,6 +161,22 @@ def test_an_upload_into_a_committed_checkpoint_keeps_it(client: Any) -> None:
     assert [info.name for info in plan.deleted] == ["step-2"]
 
 
+def test_an_overwrite_is_seen_by_its_objects(client: Any, clock: Clock, tmp_path: Path) -> None:
+    ours, foreign = save(f"{ROOT}/step-1"), save_foreign(client, f"{ROOT}/step-2", tmp_path)
+    save(f"{ROOT}/step-3")
+    clock.now += 99 * HOUR
+    for url in (ours, foreign):
+        put(client, url, "__0_0-abcdef.distcp")
+
+    def deleted() -> list[str]:
+        plan = CheckpointCatalog(ROOT).scan(deep=True).plan(KeepLatest(1), grace=HOUR)
+        return [info.name for info in plan.deleted]
+
+    assert deleted() == []
+    clock.now += HOUR
+    assert deleted() == ["step-1", "step-2"]
+
+
 def test_leftovers_of_other_saves_are_found_and_nothing_else(client: Any, clock: Clock) -> None:
     url = save(f"{ROOT}/step-1", settings={"prefix_spread": 2}, separate=["weight"])
     spread = save(f"{ROOT}/other-2", settings={"prefix_spread": 2})
