@@ -162,6 +162,18 @@ class CorruptCheckpointError(CheckpointError):
     """Stored bytes do not match their recorded checksum or length."""
 
 
+class PeerReadError(CheckpointError):
+    """Another rank of the load failed to read, or to send, what this rank needs.
+
+    Attributes:
+        rank: that rank, in the load's process group.
+    """
+
+    def __init__(self, message: str, *, url: str = "", rank: int = -1) -> None:
+        super().__init__(message, url=url)
+        self.rank = rank
+
+
 class UnsafeItemError(CheckpointError):
     """An item that is no tensor holds what torch's weights-only unpickler refuses.
 

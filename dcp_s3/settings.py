@@ -111,6 +111,9 @@ class Settings(BaseSettings):
     """When a save is done: ``s3``, when it is committed on S3; ``local``, when every rank has it on its disk
     (``spill_dir``), from where it is uploaded and committed in the background."""
 
+    load_sharing: bool = True
+    """Whether the ranks of a load read what several of them need once, from S3, and send it to each other. Needs a
+    process group with gloo for CPU tensors; off on one rank is off on all."""
     allow_dtype_cast: bool = False
     """Whether a load may convert a saved tensor to another dtype. Off: `DtypeMismatchError`, because a silent
     conversion is silent damage."""

@@ -78,20 +78,49 @@ class LoadExecutor:
             DeadlineExceededError: the bucket's deadline has passed.
             StorageError: S3 failed for good.
         """
+        transfers = self.prepare(plan, planner)
+        self.read(transfers, range(len(transfers)), planner)
+        synchronize_accelerator(transfer.target for transfer in transfers)
+
+    def prepare(self, plan: LoadPlan, planner: LoadPlanner) -> list[ItemTransfer]:
+        """What is to be done for each item. Nothing is fetched or changed."""
         transfers = [self._factory.prepare(number, item, planner) for number, item in enumerate(plan.items)]
         synchronize_accelerator(transfer.target for transfer in transfers)
+        return transfers
+
+    def cancel(self) -> None:
+        """Let `read` fail soon. From any thread."""
+        self._cancel.set()
+
+    def read(
+        self,
+        transfers: Sequence[ItemTransfer],
+        numbers: Sequence[int],
+        planner: LoadPlanner,
+        *,
+        threads: int | None = None,
+    ) -> None:
+        """Fetch the items of these numbers.
+
+        Args:
+            transfers: of all items.
+            numbers: which of them.
+            planner: called from this thread only.
+            threads: requests at once; as many as the settings allow if None.
+        """
+        chosen = [transfers[number] for number in numbers]
         requests = plan_requests(
-            [transfer.extent for transfer in transfers if transfer.extent is not None],
+            [transfer.extent for transfer in chosen if transfer.extent is not None],
             max_request=self._bucket.settings.part_size,
             max_gap=MAX_GAP,
         )
-        for transfer in transfers:
+        for transfer in chosen:
             if transfer.extent is None:
                 transfer.deliver()
-                self._commit(transfer, planner)
+                self.commit(transfer, planner)
         if not requests:
             return
-        threads = min(self._bucket.settings.concurrency, len(requests))
+        threads = min(threads or self._bucket.settings.concurrency, len(requests))
         deadline, received = self._bucket.deadline, 0
         pool = Workers(threads, "dcp_s3-download")
         try:
@@ -101,7 +130,7 @@ class LoadExecutor:
                 completed = future.result()
                 received += futures[future].length
                 for transfer in completed:
-                    self._commit(transfer, planner)
+                    self.commit(transfer, planner)
         except BaseException as error:
             self._cancel.set()
             if deadline is not None and deadline.passed and isinstance(error, _TOO_LATE):
@@ -112,9 +141,9 @@ class LoadExecutor:
             raise
         finally:
             pool.close()
-        synchronize_accelerator(transfer.target for transfer in transfers)
 
-    def _commit(self, transfer: ItemTransfer, planner: LoadPlanner) -> None:
+    def commit(self, transfer: ItemTransfer, planner: LoadPlanner) -> None:
+        """Hand an item that is in its place to the planner."""
         if transfer.target is not None:
             planner.commit_tensor(transfer.item, transfer.target)
         elif transfer.loaded is not None:
@@ -147,7 +176,7 @@ class LoadExecutor:
             else transfers[segment.item].targets_for(segment.item_offset, segment.length)
             for segment in request.segments
         ]
-        self._receive(request.path, request.start, [target for each in targets for target in each])
+        self.receive(request.path, request.start, [target for each in targets for target in each])
         completed = []
         for segment, received in zip(request.segments, targets, strict=True):
             if segment.item is None:
@@ -171,10 +200,9 @@ class LoadExecutor:
             self._url,
         )
         transfer.forget()
-        if self._local is not None:
-            self._local.distrust(extent.path)
+        self.distrust(extent.path)
         targets = transfer.targets_for(0, extent.length)
-        self._receive(extent.path, extent.start, targets)
+        self.receive(extent.path, extent.start, targets)
         transfer.arrived(0, targets)
         if transfer.found_crc() != expected:
             raise errors.CorruptCheckpointError(
@@ -185,7 +213,13 @@ class LoadExecutor:
                 url=str(self._url),
             )
 
-    def _receive(self, path: str, start: int, targets: list[Target]) -> None:
+    def distrust(self, path: str) -> None:
+        """Take this object from S3 from now on, not from this host's disk."""
+        if self._local is not None:
+            self._local.distrust(path)
+
+    def receive(self, path: str, start: int, targets: list[Target]) -> None:
+        """Fetch the bytes of object ``path`` from ``start`` on. On any thread."""
         if self._local is not None and self._local.read_into(path, start, targets):
             return
         try:

@@ -1,0 +1,361 @@
+"""Which stored bytes several ranks of a load need, and which of them fetches these for all. Pure.
+
+    items of all ranks -> saved chunks -> those that are shared -> parts -> pieces -> owners
+
+A chunk is shared as a whole or not at all: if the ranks would together fetch a quarter more of it than there is. Its
+parts are cut where its checksums are, so that whoever fetches one can verify it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+from dcp_s3.checkpoint._torch import get_blocks, get_crc, get_raw_offset
+from dcp_s3.checkpoint.blocks import MIN_BLOCK
+from dcp_s3.checkpoint.boxes import Box, covering_run
+from dcp_s3.checkpoint.contents import find_chunk
+from dcp_s3.checkpoint.sections import contains
+
+MAX_PIECE = 16 * 2**20
+"""Bytes of a piece at most, unless a block of its checksums is longer."""
+
+_MAX_BLOCK = 64 * 2**20  # a chunk with longer ones is not shared
+_MAX_GAP = 64 * 2**10  # bytes between two parts that are rather fetched and thrown away: the framing of items
+_SMALL = 2**20  # parts up to here share a piece with their neighbours; no part is cut for less
+_RANK = 32  # bits of the number of an item
+
+
+class Offer(NamedTuple):
+    """In the local plan of a rank that can share.
+
+    Attributes:
+        rank: in the load's group.
+        world_size: of the group.
+    """
+
+    rank: int
+    world_size: int
+
+
+class StoredChunk(NamedTuple):
+    """A stored item as bytes to be read.
+
+    Attributes:
+        path: object, relative to the checkpoint.
+        base: first byte in the object.
+        nbytes: length.
+        block: any multiple of this many bytes is a place where it can be cut.
+        sizes: in elements; of items that are read as a whole, the number of bytes.
+        itemsize: bytes of an element.
+        whole: whether it is decoded when all of it is there, rather than raw bytes of a tensor.
+    """
+
+    path: str
+    base: int
+    nbytes: int
+    block: int
+    sizes: tuple[int, ...]
+    itemsize: int
+    whole: bool
+
+
+class SharedPart(NamedTuple):
+    """A run of bytes of a stored chunk, as one rank sees it.
+
+    Attributes:
+        items: numbers of the rank's items that need of it.
+        start: first byte in the chunk.
+        stop: the one behind the last.
+    """
+
+    items: tuple[int, ...]
+    start: int
+    stop: int
+
+
+Boxes = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+"""Offsets and lengths of boxes of a chunk."""
+
+
+class Peer(NamedTuple):
+    """A rank to which the owner of a piece sends.
+
+    Attributes:
+        rank: in the load's group.
+        needs: for each part, the boxes of its items, or None where the one that there is contains the part. None if
+            that is so in all parts.
+    """
+
+    rank: int
+    needs: tuple[Boxes | None, ...] | None
+
+
+class SharedPiece(NamedTuple):
+    """What one request fetches and several ranks need, as one of these sees it.
+
+    Attributes:
+        number: in the order in which all ranks go through them.
+        owner: rank that fetches it.
+        parts: in the order in which they lie in the object.
+        peers: for the owner only: to whom it is sent.
+    """
+
+    number: int
+    owner: int
+    parts: tuple[SharedPart, ...]
+    peers: tuple[Peer, ...]
+
+
+class Assignment(NamedTuple):
+    """What one rank has to do with shared pieces.
+
+    Attributes:
+        item_count: of its plan.
+        pieces: those that it fetches or needs, in order of their numbers.
+    """
+
+    item_count: int
+    pieces: tuple[SharedPiece, ...]
+
+    def shared_items(self) -> set[int]:
+        """Numbers of the items that come by pieces, and by pieces alone."""
+        return {number for piece in self.pieces for part in piece.parts for number in part.items}
+
+
+def all_offered(offers: Sequence[object]) -> bool:
+    """Whether these are the offers of all ranks of a group, in order of ranks."""
+    return all(isinstance(o, Offer) and o == (rank, len(offers)) for rank, o in enumerate(offers))
+
+
+def find_stored(metadata: Metadata, index: MetadataIndex, kind: LoadItemType) -> StoredChunk | None:
+    """How the stored item at ``index`` is read; None if it can not be shared, or the metadata contradicts itself."""
+    info = metadata.storage_data.get(index)
+    if info is None or info.length <= 0:
+        return None
+    saved, raw_offset = metadata.state_dict_metadata.get(index.fqn), get_raw_offset(info)
+    if raw_offset is None or getattr(info, "transform_descriptors", None) or kind == LoadItemType.BYTE_IO:
+        block = MIN_BLOCK if get_crc(info) is None or raw_offset is not None else info.length
+        return StoredChunk(info.relative_path, info.offset, info.length, block, (info.length,), 1, True)
+    if not isinstance(saved, TensorStorageMetadata) or (chunk := find_chunk(saved, index)) is None:
+        return None
+    itemsize = saved.properties.dtype.itemsize
+    nbytes = chunk.sizes.numel() * itemsize
+    if nbytes == 0 or raw_offset + nbytes > info.length:
+        return None
+    blocks = get_blocks(info, nbytes)
+    block = MIN_BLOCK if blocks is None else blocks.size
+    return StoredChunk(info.relative_path, info.offset + raw_offset, nbytes, block, tuple(chunk.sizes), itemsize, False)
+
+
+def box_of(item: ReadItem, stored: StoredChunk) -> Box:
+    """What ``item`` needs of its stored chunk."""
+    if stored.whole:
+        return Box((0,), (stored.nbytes,))
+    return Box(tuple(item.storage_offsets), tuple(item.lengths))
+
+
+class _Want(NamedTuple):
+    """A box of a chunk, and who needs it: ``rank << 32 | number of the item``."""
+
+    box: Box
+    run: tuple[int, int]  # bytes of the chunk, to whole blocks
+    users: list[int]
+
+
+class _Part(NamedTuple):
+    start: int  # in the object
+    stop: int
+    chunk: StoredChunk
+    first: int  # in the chunk
+    wants: tuple[_Want, ...]
+    ranks: tuple[int, ...]
+
+
+def plan_sharing(
+    metadata: Metadata, plans: Sequence[Sequence[ReadItem]], *, max_piece: int = MAX_PIECE
+) -> list[Assignment] | None:
+    """Share out what several ranks need.
+
+    Args:
+        metadata: of the checkpoint.
+        plans: the items of each rank.
+        max_piece: bytes of a piece, unless a block of its checksums is longer.
+
+    Returns:
+        An assignment for each rank, None if there is nothing to share. The same arguments give the same result.
+    """
+    direct = [0] * len(plans)
+    parts: list[_Part] = []
+    for chunk, wants in _find_wants(metadata, plans):
+        found = _share(chunk, wants, max_piece)
+        parts += found
+        if not found:
+            for want in wants:
+                for user in want.users:
+                    direct[user >> _RANK] += want.run[1] - want.run[0]
+    if not parts:
+        return None
+    pieces = _coalesce(parts, max_piece)
+    order = _choose_owners(pieces, direct)
+    return _tell(plans, pieces, order)
+
+
+def _find_wants(metadata: Metadata, plans: Sequence[Sequence[ReadItem]]) -> list[tuple[StoredChunk, list[_Want]]]:
+    users: dict[tuple[object, ...], list[int]] = {}
+    examples: list[tuple[ReadItem, list[int]]] = []
+    for rank, items in enumerate(plans):
+        for number, item in enumerate(items, rank << _RANK):
+            index = item.storage_index
+            key = (index.fqn, index.offset, item.storage_offsets, item.lengths)
+            found = users.get(key)
+            if found is None:
+                found = users[key] = []
+                examples.append((item, found))
+            found.append(number)
+    chunks: dict[tuple[object, ...], tuple[StoredChunk, list[_Want]]] = {}
+    for item, numbers in examples:
+        index = item.storage_index
+        where = (index.fqn, index.offset, item.type)
+        if where not in chunks:
+            stored = find_stored(metadata, index, item.type)
+            if stored is None:
+                continue
+            chunks[where] = stored, []
+        stored, wants = chunks[where]
+        box = box_of(item, stored)
+        try:
+            first, last = covering_run(stored.sizes, box)
+        except ValueError:
+            continue  # whoever reads it says what is wrong
+        if first < last:
+            block, size = stored.block, stored.itemsize
+            run = first * size // block * block, min(stored.nbytes, -(-last * size // block) * block)
+            wants.append(_Want(box, run, numbers))
+    return [chunks[where] for where in chunks if chunks[where][1]]
+
+
+def _share(chunk: StoredChunk, wants: list[_Want], max_piece: int) -> list[_Part]:
+    """The parts of a chunk; none if it is not worth sharing."""
+    if len({user >> _RANK for want in wants for user in want.users}) < 2 or chunk.block > _MAX_BLOCK:
+        return []
+    runs: list[list[int]] = []
+    for start, stop in sorted({want.run for want in wants}):
+        if runs and start <= runs[-1][1]:
+            runs[-1][1] = max(runs[-1][1], stop)
+        else:
+            runs.append([start, stop])
+    union = sum(stop - start for start, stop in runs)
+    if 4 * sum((want.run[1] - want.run[0]) * len(want.users) for want in wants) < 5 * union:
+        return []
+    ends = sorted({end for want in wants for end in want.run})
+    found = []
+    for first, last in runs:
+        cuts = [first]
+        for end in ends:
+            if cuts[-1] + _SMALL <= end <= last - _SMALL:
+                cuts.append(end)
+        for start, stop in zip(cuts, [*cuts[1:], last], strict=True):
+            found += _split(chunk, wants, start, stop, max_piece)
+    return found
+
+
+def _split(chunk: StoredChunk, wants: list[_Want], start: int, stop: int, max_piece: int) -> list[_Part]:
+    step = -(-(stop - start) // -(-(stop - start) // max_piece))  # of equal parts
+    step = min(-(-step // chunk.block), max(1, max_piece // chunk.block)) * chunk.block
+    found = []
+    for first in range(start, stop, step):
+        end = min(first + step, stop)
+        here = tuple(want for want in wants if want.run[0] < end and first < want.run[1])
+        ranks = tuple(sorted({user >> _RANK for want in here for user in want.users}))
+        found.append(_Part(chunk.base + first, chunk.base + end, chunk, first, here, ranks))
+    return found
+
+
+def _coalesce(parts: list[_Part], max_piece: int) -> list[list[_Part]]:
+    """Neighbours that the same ranks need become one piece."""
+    pieces: list[list[_Part]] = []
+    begin = 0
+    for part in sorted(parts, key=lambda p: (p.chunk.path, p.start, p.stop)):
+        last = pieces[-1][-1] if pieces else None
+        if (
+            last is not None
+            and part.chunk.path == last.chunk.path
+            and 0 <= part.start - last.stop <= _MAX_GAP
+            and max(part.stop - part.start, last.stop - last.start) <= _SMALL
+            and part.stop - begin <= max_piece
+            and part.ranks == last.ranks
+        ):
+            pieces[-1].append(part)
+        else:
+            pieces.append([part])
+            begin = part.start
+    return pieces
+
+
+def _choose_owners(pieces: list[list[_Part]], direct: list[int]) -> list[tuple[int, int]]:
+    """(index of the piece, owner) in the order in which all go through them: each owner's first, second, and so on."""
+    load = list(direct)
+    queues: dict[int, list[int]] = {}
+    sizes = [piece[-1].stop - piece[0].start for piece in pieces]
+    for index in sorted(range(len(pieces)), key=lambda i: (-sizes[i], i)):
+        owner = min(pieces[index][0].ranks, key=lambda rank: (load[rank], rank))
+        load[owner] += sizes[index]
+        queues.setdefault(owner, []).append(index)
+    turns = [(turn, owner, index) for owner, queue in queues.items() for turn, index in enumerate(sorted(queue))]
+    return [(index, owner) for _, owner, index in sorted(turns)]
+
+
+def _tell(
+    plans: Sequence[Sequence[ReadItem]], pieces: list[list[_Part]], order: list[tuple[int, int]]
+) -> list[Assignment]:
+    told: list[list[SharedPiece]] = [[] for _ in plans]
+    for number, (index, owner) in enumerate(order):
+        piece = pieces[index]
+        seen: list[dict[int, SharedPart]] = []
+        needs: list[dict[int, Boxes | None]] = []
+        for part in piece:
+            stop = part.first + part.stop - part.start
+            items, kinds = _sort_by_rank(part)
+            views: dict[tuple[int, ...], SharedPart] = {}
+            seen.append({r: views.setdefault(i, SharedPart(i, part.first, stop)) for r, i in items.items()})
+            known: dict[tuple[int, ...], Boxes | None] = {}
+            for kind in set(kinds.values()):
+                known[kind] = find_need(part.chunk, [part.wants[i].box for i in kind], part.first, stop)
+            needs.append({rank: known[kind] for rank, kind in kinds.items()})
+        peers = []
+        for rank in piece[0].ranks:
+            if rank != owner:
+                need = tuple(each[rank] for each in needs)
+                peers.append(Peer(rank, None if all(n is None for n in need) else need))
+                told[rank].append(SharedPiece(number, owner, tuple(each[rank] for each in seen), ()))
+        told[owner].append(SharedPiece(number, owner, tuple(each[owner] for each in seen), tuple(peers)))
+    return [Assignment(len(items), tuple(found)) for items, found in zip(plans, told, strict=True)]
+
+
+def _sort_by_rank(part: _Part) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]:
+    """For each rank its items, in order, and the numbers of their wants."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for kind, want in enumerate(part.wants):
+        for user in want.users:
+            found.setdefault(user >> _RANK, []).append((user & (1 << _RANK) - 1, kind))
+    for each in found.values():
+        if len(each) > 1:
+            each.sort()
+    items = {rank: tuple(item for item, _ in each) for rank, each in found.items()}
+    return items, {rank: tuple(kind for _, kind in each) for rank, each in found.items()}
+
+
+def find_need(chunk: StoredChunk, boxes: Sequence[Box], start: int, stop: int) -> Boxes | None:
+    """What items with these boxes need of bytes ``start`` to ``stop`` of a chunk; None for all of it, once."""
+    if len(boxes) == 1 and contains(chunk.sizes, boxes[0], start // chunk.itemsize, stop // chunk.itemsize):
+        return None
+    return tuple((box.offsets, box.lengths) for box in boxes)
+
+
+def piece_bytes(piece: SharedPiece) -> int:
+    """Bytes of the parts of a piece."""
+    return sum(part.stop - part.start for part in piece.parts)
