@@ -18,7 +18,6 @@ from dcp_s3.checkpoint._torch import get_blocks, get_crc, get_raw_offset
 from dcp_s3.checkpoint.blocks import MIN_BLOCK
 from dcp_s3.checkpoint.boxes import Box, covering_run
 from dcp_s3.checkpoint.contents import find_chunk
-from dcp_s3.checkpoint.sections import contains
 
 MAX_PIECE = 16 * 2**20
 """Bytes of a piece at most, unless a block of its checksums is longer."""
@@ -159,11 +158,23 @@ def box_of(item: ReadItem, stored: StoredChunk) -> Box:
 
 
 class _Want(NamedTuple):
-    """A box of a chunk, and who needs it: ``rank << 32 | number of the item``."""
+    """A box of a chunk, and who needs it."""
 
     box: Box
+    first: int  # element in the chunk
+    last: int
+    dense: bool
     run: tuple[int, int]  # bytes of the chunk, to whole blocks
-    users: list[int]
+    users: list[int]  # rank << 32 | number of the item
+
+
+class _Users(NamedTuple):
+    """Who needs parts of a chunk. By rank: the items, in order, and the numbers of their wants."""
+
+    wants: tuple[_Want, ...]
+    items: dict[int, tuple[int, ...]]
+    kinds: dict[int, tuple[int, ...]]
+    ranks: tuple[int, ...]
 
 
 class _Part(NamedTuple):
@@ -171,8 +182,7 @@ class _Part(NamedTuple):
     stop: int
     chunk: StoredChunk
     first: int  # in the chunk
-    wants: tuple[_Want, ...]
-    ranks: tuple[int, ...]
+    users: _Users
 
 
 def plan_sharing(
@@ -216,31 +226,41 @@ def _find_wants(metadata: Metadata, plans: Sequence[Sequence[ReadItem]]) -> list
                 found = users[key] = []
                 examples.append((item, found))
             found.append(number)
-    chunks: dict[tuple[object, ...], tuple[StoredChunk, list[_Want]]] = {}
+    chunks: dict[tuple[object, ...], tuple[StoredChunk, list[_Want]] | None] = {}
+    covered: dict[tuple[object, ...], tuple[Box, int, int, bool] | None] = {}  # models repeat their shapes
     for item, numbers in examples:
         index = item.storage_index
         where = (index.fqn, index.offset, item.type)
         if where not in chunks:
             stored = find_stored(metadata, index, item.type)
-            if stored is None:
-                continue
-            chunks[where] = stored, []
-        stored, wants = chunks[where]
-        box = box_of(item, stored)
-        try:
-            first, last = covering_run(stored.sizes, box)
-        except ValueError:
-            continue  # whoever reads it says what is wrong
-        if first < last:
+            chunks[where] = None if stored is None else (stored, [])
+        chunk = chunks[where]
+        if chunk is None:
+            continue
+        stored, wants = chunk
+        shape = (stored.sizes, item.storage_offsets, item.lengths)
+        if shape not in covered:
+            covered[shape] = _cover(stored, box_of(item, stored))
+        cover = covered[shape]
+        if cover is not None:
+            _, first, last, _ = cover
             block, size = stored.block, stored.itemsize
             run = first * size // block * block, min(stored.nbytes, -(-last * size // block) * block)
-            wants.append(_Want(box, run, numbers))
-    return [chunks[where] for where in chunks if chunks[where][1]]
+            wants.append(_Want(*cover, run, numbers))
+    return [chunk for chunk in chunks.values() if chunk is not None and chunk[1]]
+
+
+def _cover(stored: StoredChunk, box: Box) -> tuple[Box, int, int, bool] | None:
+    try:
+        first, last = covering_run(stored.sizes, box)
+    except ValueError:
+        return None  # whoever reads it says what is wrong
+    return (box, first, last, last - first == box.numel) if first < last else None
 
 
 def _share(chunk: StoredChunk, wants: list[_Want], max_piece: int) -> list[_Part]:
     """The parts of a chunk; none if it is not worth sharing."""
-    if len({user >> _RANK for want in wants for user in want.users}) < 2 or chunk.block > _MAX_BLOCK:
+    if chunk.block > _MAX_BLOCK or all(user >> _RANK == wants[0].users[0] >> _RANK for w in wants for user in w.users):
         return []
     runs: list[list[int]] = []
     for start, stop in sorted({want.run for want in wants}):
@@ -252,6 +272,7 @@ def _share(chunk: StoredChunk, wants: list[_Want], max_piece: int) -> list[_Part
     if 4 * sum((want.run[1] - want.run[0]) * len(want.users) for want in wants) < 5 * union:
         return []
     ends = sorted({end for want in wants for end in want.run})
+    known: dict[tuple[int, ...], _Users] = {}
     found = []
     for first, last in runs:
         cuts = [first]
@@ -259,20 +280,28 @@ def _share(chunk: StoredChunk, wants: list[_Want], max_piece: int) -> list[_Part
             if cuts[-1] + _SMALL <= end <= last - _SMALL:
                 cuts.append(end)
         for start, stop in zip(cuts, [*cuts[1:], last], strict=True):
-            found += _split(chunk, wants, start, stop, max_piece)
+            step = -(-(stop - start) // -(-(stop - start) // max_piece))  # of equal parts
+            step = min(-(-step // chunk.block), max(1, max_piece // chunk.block)) * chunk.block
+            for begin in range(start, stop, step):
+                end = min(begin + step, stop)
+                here = tuple(i for i, want in enumerate(wants) if want.run[0] < end and begin < want.run[1])
+                if here not in known:
+                    known[here] = _sort_by_rank(tuple(wants[i] for i in here))
+                found.append(_Part(chunk.base + begin, chunk.base + end, chunk, begin, known[here]))
     return found
 
 
-def _split(chunk: StoredChunk, wants: list[_Want], start: int, stop: int, max_piece: int) -> list[_Part]:
-    step = -(-(stop - start) // -(-(stop - start) // max_piece))  # of equal parts
-    step = min(-(-step // chunk.block), max(1, max_piece // chunk.block)) * chunk.block
-    found = []
-    for first in range(start, stop, step):
-        end = min(first + step, stop)
-        here = tuple(want for want in wants if want.run[0] < end and first < want.run[1])
-        ranks = tuple(sorted({user >> _RANK for want in here for user in want.users}))
-        found.append(_Part(chunk.base + first, chunk.base + end, chunk, first, here, ranks))
-    return found
+def _sort_by_rank(wants: tuple[_Want, ...]) -> _Users:
+    found: dict[int, list[tuple[int, int]]] = {}
+    for kind, want in enumerate(wants):
+        for user in want.users:
+            found.setdefault(user >> _RANK, []).append((user & (1 << _RANK) - 1, kind))
+    for each in found.values():
+        if len(each) > 1:
+            each.sort()
+    items = {rank: tuple([item for item, _ in each]) for rank, each in found.items()}
+    kinds = {rank: tuple([kind for _, kind in each]) for rank, each in found.items()}
+    return _Users(wants, items, kinds, tuple(sorted(found)))
 
 
 def _coalesce(parts: list[_Part], max_piece: int) -> list[list[_Part]]:
@@ -287,7 +316,7 @@ def _coalesce(parts: list[_Part], max_piece: int) -> list[list[_Part]]:
             and 0 <= part.start - last.stop <= _MAX_GAP
             and max(part.stop - part.start, last.stop - last.start) <= _SMALL
             and part.stop - begin <= max_piece
-            and part.ranks == last.ranks
+            and part.users.ranks == last.users.ranks
         ):
             pieces[-1].append(part)
         else:
@@ -302,7 +331,7 @@ def _choose_owners(pieces: list[list[_Part]], direct: list[int]) -> list[tuple[i
     queues: dict[int, list[int]] = {}
     sizes = [piece[-1].stop - piece[0].start for piece in pieces]
     for index in sorted(range(len(pieces)), key=lambda i: (-sizes[i], i)):
-        owner = min(pieces[index][0].ranks, key=lambda rank: (load[rank], rank))
+        owner = min(pieces[index][0].users.ranks, key=lambda rank: (load[rank], rank))
         load[owner] += sizes[index]
         queues.setdefault(owner, []).append(index)
     turns = [(turn, owner, index) for owner, queue in queues.items() for turn, index in enumerate(sorted(queue))]
@@ -315,47 +344,48 @@ def _tell(
     told: list[list[SharedPiece]] = [[] for _ in plans]
     for number, (index, owner) in enumerate(order):
         piece = pieces[index]
-        seen: list[dict[int, SharedPart]] = []
-        needs: list[dict[int, Boxes | None]] = []
-        for part in piece:
-            stop = part.first + part.stop - part.start
-            items, kinds = _sort_by_rank(part)
-            views: dict[tuple[int, ...], SharedPart] = {}
-            seen.append({r: views.setdefault(i, SharedPart(i, part.first, stop)) for r, i in items.items()})
-            known: dict[tuple[int, ...], Boxes | None] = {}
-            for kind in set(kinds.values()):
-                known[kind] = find_need(part.chunk, [part.wants[i].box for i in kind], part.first, stop)
-            needs.append({rank: known[kind] for rank, kind in kinds.items()})
+        needs: list[dict[tuple[int, ...], Boxes | None]] = [{} for _ in piece]
         peers = []
-        for rank in piece[0].ranks:
+        views: dict[tuple[tuple[int, ...], ...], SharedPiece] = {}
+        for rank in piece[0].users.ranks:
+            items = tuple([part.users.items[rank] for part in piece])
+            if items not in views:
+                views[items] = SharedPiece(number, owner, _parts_of(piece, items), ())
             if rank != owner:
-                need = tuple(each[rank] for each in needs)
-                peers.append(Peer(rank, None if all(n is None for n in need) else need))
-                told[rank].append(SharedPiece(number, owner, tuple(each[rank] for each in seen), ()))
-        told[owner].append(SharedPiece(number, owner, tuple(each[owner] for each in seen), tuple(peers)))
+                peers.append(Peer(rank, _needs_of(rank, piece, needs)))
+                told[rank].append(views[items])
+            else:
+                own = len(told[rank])
+                told[rank].append(views[items])
+        told[owner][own] = told[owner][own]._replace(peers=tuple(peers))
     return [Assignment(len(items), tuple(found)) for items, found in zip(plans, told, strict=True)]
 
 
-def _sort_by_rank(part: _Part) -> tuple[dict[int, tuple[int, ...]], dict[int, tuple[int, ...]]]:
-    """For each rank its items, in order, and the numbers of their wants."""
-    found: dict[int, list[tuple[int, int]]] = {}
-    for kind, want in enumerate(part.wants):
-        for user in want.users:
-            found.setdefault(user >> _RANK, []).append((user & (1 << _RANK) - 1, kind))
-    for each in found.values():
-        if len(each) > 1:
-            each.sort()
-    items = {rank: tuple(item for item, _ in each) for rank, each in found.items()}
-    return items, {rank: tuple(kind for _, kind in each) for rank, each in found.items()}
+def _parts_of(piece: list[_Part], items: tuple[tuple[int, ...], ...]) -> tuple[SharedPart, ...]:
+    return tuple(
+        [
+            SharedPart(own, part.first, part.first + part.stop - part.start)
+            for own, part in zip(items, piece, strict=True)
+        ]
+    )
 
 
-def find_need(chunk: StoredChunk, boxes: Sequence[Box], start: int, stop: int) -> Boxes | None:
-    """What items with these boxes need of bytes ``start`` to ``stop`` of a chunk; None for all of it, once."""
-    if len(boxes) == 1 and contains(chunk.sizes, boxes[0], start // chunk.itemsize, stop // chunk.itemsize):
+def _needs_of(
+    rank: int, piece: list[_Part], known: list[dict[tuple[int, ...], Boxes | None]]
+) -> tuple[Boxes | None, ...] | None:
+    needs = []
+    for part, found in zip(piece, known, strict=True):
+        kinds = part.users.kinds[rank]
+        if kinds not in found:
+            found[kinds] = _find_need(part, [part.users.wants[kind] for kind in kinds])
+        needs.append(found[kinds])
+    return None if all(need is None for need in needs) else tuple(needs)
+
+
+def _find_need(part: _Part, wants: Sequence[_Want]) -> Boxes | None:
+    size = part.chunk.itemsize
+    start, stop = part.first // size, (part.first + part.stop - part.start) // size
+    want = wants[0]
+    if len(wants) == 1 and want.dense and want.first <= start and stop <= want.last:
         return None
-    return tuple((box.offsets, box.lengths) for box in boxes)
-
-
-def piece_bytes(piece: SharedPiece) -> int:
-    """Bytes of the parts of a piece."""
-    return sum(part.stop - part.start for part in piece.parts)
+    return tuple((want.box.offsets, want.box.lengths) for want in wants)
