@@ -40,8 +40,8 @@ from torch.futures import Future
 from benchmarks.cases import CASES, Target, reason_to_skip
 from benchmarks.measure import measure
 from benchmarks.report import machine
-from benchmarks.save_load import RESULTS, serve
-from benchmarks.units import MIB, parse_size
+from benchmarks.save_load import RESULTS, serve_embedded
+from benchmarks.units import parse_size
 
 #: The reader without I/O.
 ITSELF = "DCP itself"
@@ -231,9 +231,10 @@ def main() -> None:
         elif name != _OURS:
             others.append(name)
     groups = []
-    with serve(options) as (endpoint_url, environment):
+    size = 2 * (options.tensors + options.few) * options.tensor_size
+    with serve_embedded("bench", "us-east-1", size) as (endpoint_url, environment):
         os.environ.update(environment)
-        target = Target(options.bucket, "small", endpoint_url, options.region, 4)
+        target = Target("bench", "small", endpoint_url, "us-east-1", 4)
         plan = [([ITSELF, _OURS], options.tensors)] if _OURS in options.backends else []
         plan += [([ITSELF, *others], options.few)] if others else []
         for names, tensors in plan:
@@ -265,10 +266,7 @@ def _parse_arguments() -> argparse.Namespace:
         help=f"default: {','.join((_OURS, *_OTHERS))}",
     )
     parser.add_argument("--out", type=Path, default=RESULTS / "small_tensors.json", help="default: %(default)s")
-    options = parser.parse_args()
-    options.endpoint_url, options.bucket, options.region = None, "bench", "us-east-1"
-    options.size = max(options.tensors, options.few) * options.tensor_size * 2 + 64 * MIB
-    return options
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
