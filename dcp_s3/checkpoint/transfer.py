@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO, cast
@@ -43,10 +42,11 @@ class ItemTransfer:
         ranges: the runs of bytes in them, with their checksums.
         target: the tensor to load into, None for an item that is not a tensor.
         loaded: what an item that is not a tensor came out as.
+        checked: whether there is a checksum.
         owned: (start, stop) of the bytes that can be received in `memory`, where they belong; None if there are none.
     """
 
-    __slots__ = ("_crcs", "_lock", "_missing", "extents", "item", "loaded", "owned", "ranges", "target")
+    __slots__ = ("_crcs", "_lock", "_missing", "checked", "extents", "item", "loaded", "owned", "ranges", "target")
 
     def __init__(
         self,
@@ -62,14 +62,10 @@ class ItemTransfer:
         self.target = target
         self.loaded: io.BytesIO | None = None
         self.owned = owned
+        self.checked = any(part.crc is not None for part in ranges)
         self._missing = sum([extent.length for extent in extents])
         self._crcs: list[tuple[int, int, int]] = []
         self._lock = threading.Lock()
-
-    @property
-    def checked(self) -> bool:
-        """Whether there is a checksum."""
-        return any(part.crc is not None for part in self.ranges)
 
     def memory(self, start: int, stop: int) -> memoryview:
         """The place of bytes within `owned`."""
@@ -87,10 +83,10 @@ class ItemTransfer:
 
     def is_damaged(self, offset: int, length: int, crc: int) -> bool:
         """Whether these bytes are a range of this item with another checksum."""
-        return any(
-            part.crc is not None and part.crc != crc and part.start == offset and part.stop == offset + length
-            for part in self.ranges
-        )
+        for part in self.ranges:
+            if part.start == offset and part.stop == offset + length:
+                return part.crc is not None and part.crc != crc
+        return False
 
     def mismatches(self) -> list[tuple[ChunkRange, int]]:
         """The ranges whose bytes are not what was saved, with the CRC-64/NVME that was found."""
@@ -130,33 +126,44 @@ def is_whole(item: ReadItem, sizes: torch.Size) -> bool:
 
 
 class TensorTransfer(ItemTransfer):
-    """A box of a saved chunk, whose raw bytes' place is known, into a tensor."""
+    """A box of a saved chunk, whose raw bytes' place is known, into a tensor.
 
-    __slots__ = ("_box", "_dtype", "_sizes")
+    Args:
+        number: of the item.
+        item: of the load plan.
+        path: object, relative to the checkpoint.
+        raw_start: first byte of the chunk in the object.
+        ranges: bytes of the chunk to fetch.
+        target: the tensor to load into, of the shape of the box.
+        sizes: shape of the chunk.
+        dtype: of the chunk.
+    """
+
+    __slots__ = ("_dtype", "_sizes")
 
     def __init__(
         self,
         number: int,
         item: ReadItem,
-        info: StorageInfo,
+        path: str,
         raw_start: int,
         ranges: Sequence[ChunkRange],
         target: torch.Tensor,
         sizes: torch.Size,
         dtype: torch.dtype,
     ) -> None:
-        self._box = Box(item.storage_offsets, item.lengths)
         self._sizes = sizes
         self._dtype = dtype
         owned = None
-        if dtype == target.dtype and target.nbytes and is_direct(target):
-            whole = is_whole(item, sizes)
-            start, stop = (0, math.prod(sizes)) if whole else covering_run(sizes, self._box)
-            if stop - start == target.numel():
-                owned = start * dtype.itemsize, stop * dtype.itemsize
-        extents = [
-            Extent(number, info.relative_path, raw_start + start, stop - start, start) for start, stop, _ in ranges
-        ]
+        if dtype == target.dtype and ranges and is_direct(target):
+            nbytes = target.nbytes
+            if is_whole(item, sizes):
+                owned = 0, nbytes
+            else:
+                start, stop = covering_run(sizes, Box(item.storage_offsets, item.lengths))
+                start, stop = start * dtype.itemsize, stop * dtype.itemsize
+                owned = (start, stop) if stop - start == nbytes else None
+        extents = [Extent(number, path, raw_start + start, stop - start, start) for start, stop, _ in ranges]
         super().__init__(item, extents, ranges, target, owned)
 
     def memory(self, start: int, stop: int) -> memoryview:
@@ -172,11 +179,12 @@ class TensorTransfer(ItemTransfer):
             data = data.clone()
         elements = data.view(self._dtype)
         first = offset // self._dtype.itemsize
+        box = Box(self.item.storage_offsets, self.item.lengths)
         for run in boxes_of_run(self._sizes, first, first + elements.numel()):
             source, elements = elements[: run.numel], elements[run.numel :]
-            wanted = intersect(run, self._box)
+            wanted = intersect(run, box)
             if wanted is not None:
-                place = [start - own for start, own in zip(wanted.offsets, self._box.offsets, strict=True)]
+                place = [start - own for start, own in zip(wanted.offsets, box.offsets, strict=True)]
                 within = [start - own for start, own in zip(wanted.offsets, run.offsets, strict=True)]
                 narrow_tensor_by_index(self.target, place, wanted.lengths).copy_(
                     narrow_tensor_by_index(source.view(run.lengths), within, wanted.lengths)
@@ -257,7 +265,9 @@ class TransferFactory:
         info = self._storage_info(item)
         if item.type == LoadItemType.BYTE_IO:
             return self._prepare_bytes(number, item, info)
-        target = planner.resolve_tensor(item).detach()
+        target = planner.resolve_tensor(item)
+        if target.requires_grad:
+            target = target.detach()
         if target.size() != item.lengths:
             raise errors.ShapeMismatchError(
                 f"{item.dest_index.fqn}: the planner gave a tensor of shape {tuple(target.size())} for "
@@ -307,7 +317,7 @@ class TransferFactory:
             blocks = get_blocks(info, nbytes) if nbytes else None
             box = Box(item.storage_offsets, item.lengths)
             ranges = ranges_of_box(sizes, box, dtype.itemsize, blocks=blocks, max_gap=self._max_gap)
-        return TensorTransfer(number, item, info, info.offset + raw_offset, ranges, target, sizes, dtype)
+        return TensorTransfer(number, item, info.relative_path, info.offset + raw_offset, ranges, target, sizes, dtype)
 
     def _prepare_encoded(self, number: int, item: ReadItem, info: StorageInfo, target: torch.Tensor) -> ItemTransfer:
         """A tensor whose raw bytes' place is not known: written by something else, or through an extension."""
