@@ -8,6 +8,7 @@
 
 from dcp_s3 import errors
 from dcp_s3._version import __version__
+from dcp_s3.checkpoint.load_planner import S3LoadPlanner
 from dcp_s3.checkpoint.reader import S3StorageReader
 from dcp_s3.checkpoint.verify import verify
 from dcp_s3.checkpoint.verify_report import Problem, VerifyReport
@@ -22,6 +23,7 @@ from dcp_s3.staging.stager import S3Stager
 __all__ = [
     "CheckpointInfo",
     "Problem",
+    "S3LoadPlanner",
     "S3Stager",
     "S3StorageReader",
     "S3StorageWriter",
