@@ -17,7 +17,7 @@ from dcp_s3.checkpoint.overlaps import Box, Overlaps, find_overlaps
 
 
 def grid(shape: tuple[int, ...], parts: tuple[int, ...]) -> list[Box]:
-    """The tensor cut into so many pieces in each dimension, as even as it goes; more pieces than elements: empty ones."""
+    """The tensor cut into so many pieces in each dimension, as even as it goes (empty, if there are too many)."""
     cuts = [[(i * n // p, (i + 1) * n // p) for i in range(p)] for n, p in zip(shape, parts, strict=True)]
     return [
         (tuple(start for start, _ in cell), tuple(stop - start for start, stop in cell))
