@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ Box = tuple[Sequence[int], Sequence[int]]
 """Offsets and sizes of a chunk, elements."""
 
 # Below, a loop is done before numpy has its arrays.
-_FEW_PAIRS = 128
+_FEW_PAIRS = 24
 # Pairs that are compared at once: a few hundred KiB of booleans.
 _BLOCK_PAIRS = 2**14
 
@@ -53,14 +54,13 @@ def find_overlaps(saved: Sequence[Box], local: Sequence[Box]) -> Overlaps:
         local: chunks to load into; likewise.
 
     Raises:
-        ValueError: boxes have different numbers of dimensions, or negative sizes.
+        ValueError: boxes have different numbers of dimensions.
     """
     if not saved or not local:
         return Overlaps([], [], [], [], [])
     dims = len(local[0][0])
-    if any(len(offsets) != dims or len(sizes) != dims or (dims and min(sizes) < 0)
-           for boxes in (saved, local) for offsets, sizes in boxes):  # fmt: skip
-        raise ValueError("the chunks of a tensor differ in their number of dimensions, or have negative sizes")
+    if set(map(len, chain.from_iterable(chain(saved, local)))) != {dims}:
+        raise ValueError("the chunks of a tensor differ in their number of dimensions")
     if len(saved) * len(local) <= _FEW_PAIRS or dims == 0:
         return _compare_all(saved, local, dims)
     return _join(saved, local)
@@ -106,7 +106,7 @@ def _compare_all(saved: Sequence[Box], local: Sequence[Box], dims: int) -> Overl
 def _join(saved: Sequence[Box], local: Sequence[Box]) -> Overlaps:
     saved_starts, saved_ends = _bounds(saved)
     local_starts, local_ends = _bounds(local)
-    if (saved_ends < saved_starts).any() or (local_ends < local_starts).any():  # beyond 64 bits
+    if (saved_ends < saved_starts).any() or (local_ends < local_starts).any():  # negative sizes, or beyond 64 bits
         return _compare_all(saved, local, saved_starts.shape[1])
     i, j = _pairs(local_starts, local_ends, saved_starts, saved_ends)
     dim = _longest(np.maximum(saved_ends.max(0), local_ends.max(0)).tolist())
@@ -124,8 +124,9 @@ def _join(saved: Sequence[Box], local: Sequence[Box]) -> Overlaps:
 
 def _bounds(boxes: Sequence[Box]) -> tuple[Any, Any]:
     """Begins and ends, (n, dims) each."""
-    starts = np.array([tuple(offsets) for offsets, _ in boxes], dtype=np.int64)
-    return starts, starts + np.array([tuple(sizes) for _, sizes in boxes], dtype=np.int64)
+    numbers = np.fromiter(chain.from_iterable(chain.from_iterable(boxes)), dtype=np.int64)
+    both = numbers.reshape(len(boxes), 2, -1)
+    return both[:, 0], both[:, 0] + both[:, 1]
 
 
 def _tuples(rows: Any) -> list[tuple[int, ...]]:
@@ -139,8 +140,11 @@ def _pairs(a_starts: Any, a_ends: Any, b_starts: Any, b_ends: Any) -> tuple[Any,
     while work:
         a, b = work.pop()
         if len(a) * len(b) <= _BLOCK_PAIRS:
-            hits = (a_starts[a][:, None] < b_ends[b]) & (b_starts[b] < a_ends[a][:, None])
-            i, j = np.nonzero(hits.all(2))
+            hits = np.ones((len(a), len(b)), dtype=bool)
+            for dim in range(a_starts.shape[1]):
+                hits &= a_starts[a, dim][:, None] < b_ends[b, dim]
+                hits &= b_starts[b, dim] < a_ends[a, dim][:, None]
+            i, j = np.nonzero(hits)
             found.append((a[i], b[j]))
         elif len(a) >= len(b):
             for half in _halves(a, a_starts, a_ends):

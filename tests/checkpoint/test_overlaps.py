@@ -129,5 +129,9 @@ def test_far_fewer_than_all_pairs_are_compared(
 def test_other_numbers_of_dimensions_are_refused() -> None:
     with pytest.raises(ValueError, match="differ in their number of dimensions"):
         find_overlaps([((0,), (1,)), ((0, 0), (1, 1))], [((0,), (1,))])
-    with pytest.raises(ValueError, match="negative"):
-        find_overlaps([((0,), (-1,))], [((0,), (1,))])
+
+
+def test_negative_sizes_are_treated_as_torch_does() -> None:
+    saved: list[Box] = [((i,), (-1,)) for i in range(20)]
+    local: list[Box] = [((0,), (i,)) for i in range(20)]
+    assert find_overlaps(saved, local) == by_torch(saved, local)
