@@ -47,8 +47,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from benchmarks.report import machine
-from benchmarks.save_load import RESULTS
 from dcp_s3 import S3LoadPlanner
+
+RESULTS = Path(__file__).resolve().parent / "results"
 
 Shape = tuple[int, int]
 
