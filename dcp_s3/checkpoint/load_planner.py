@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -16,6 +13,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.tensor import DTensor
 
 from dcp_s3.checkpoint._torch import ShardedTensor, create_chunk_list, shape_mismatch
+from dcp_s3.checkpoint.collection import collector_paused
 from dcp_s3.checkpoint.overlaps import Box, find_overlaps
 from dcp_s3.checkpoint.read_items import make_indices, make_tensor_items
 
@@ -103,7 +101,7 @@ def create_load_plan(state_dict: dict[str, Any], metadata: Metadata, *, strict: 
         else:
             parts.append(create_default_local_load_plan({fqn: entry}, metadata, strict).items)
     items: list[ReadItem] = []
-    with _garbage_kept():
+    with collector_paused():
         for part in parts:
             items += part if isinstance(part, list) else part[1].make_items(part[0])
     return LoadPlan(items)
@@ -196,16 +194,3 @@ def _local_boxes(entry: torch.Tensor) -> _Boxes:
     if kind is ShardedTensor:
         return tuple(map(_SHARD_BOX, entry.local_shards()))  # type: ignore[attr-defined]
     return tuple(map(_BOX, create_chunk_list(entry)))
-
-
-@contextlib.contextmanager
-def _garbage_kept() -> Iterator[None]:
-    """Millions of new objects that all stay: the collector would look through them again and again."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
