@@ -194,6 +194,30 @@ class SaveProtocolError(CheckpointError):
     """DCP's calls did not come in the documented order, or a planner returned what cannot be stored."""
 
 
+class EntryNotFoundError(CheckpointError, LookupError):
+    """A checkpoint has no entry, or no tensor, of the name that was asked for.
+
+    Attributes:
+        fqn: the name, or the pattern.
+    """
+
+    def __init__(self, message: str, *, url: str = "", fqn: str = "") -> None:
+        super().__init__(message, url=url)
+        self.fqn = fqn
+
+
+class TensorIndexError(CheckpointError, IndexError):
+    """An index into a saved tensor is out of range, or not one that can be read.
+
+    Attributes:
+        fqn: the tensor's fully qualified name.
+    """
+
+    def __init__(self, message: str, *, url: str = "", fqn: str = "") -> None:
+        super().__init__(message, url=url)
+        self.fqn = fqn
+
+
 class TensorMismatchError(CheckpointError, ValueError):
     """A tensor to load into does not match the saved one.
 

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint import _fsspec_filesystem as fsspec_filesystem
 from torch.distributed.checkpoint._async_process_executor import (
     _AsyncCheckpointProcess as AsyncCheckpointProcess,
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.filesystem import _StorageReaderTransforms as ReaderTransforms
 from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms as WriterTransforms
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as create_chunk_list
 
 from dcp_s3.checkpoint.blocks import Blocks
 from dcp_s3.errors import ShapeMismatchError
@@ -36,9 +38,11 @@ __all__ = [
     "ExtensionRegistry",
     "FileReader",
     "ReaderTransforms",
+    "ShardedTensor",
     "StorageInfo",
     "StreamTransformExtension",
     "WriterTransforms",
+    "create_chunk_list",
     "find_load_group",
     "fsspec_filesystem",
     "get_blocks",
@@ -47,6 +51,7 @@ __all__ = [
     "make_storage_info",
     "narrow_tensor_by_index",
     "shape_check",
+    "shape_mismatch",
 ]
 
 # Extra attributes of _StorageInfo. Its pickled state is its __dict__, and other readers ignore what they do not
@@ -127,14 +132,13 @@ class _CheckedSize(tuple):  # type: ignore[type-arg]
     def __ne__(self, other: object) -> bool:
         different = tuple.__ne__(self, other)
         if different is True and sys._getframe(1).f_globals.get("__name__") == _PLANNER_MODULE:
-            _raise_mismatch(self, other)
+            raise shape_mismatch(str(sys._getframe(1).f_locals.get("fqn", "?")), self, other)
         return bool(different)
 
 
-def _raise_mismatch(saved: tuple[int, ...], current: Any) -> NoReturn:
-    frame = sys._getframe(2)
-    fqn = str(frame.f_locals.get("fqn", "?"))
-    raise ShapeMismatchError(
+def shape_mismatch(fqn: str, saved: Sequence[int], current: Any) -> ShapeMismatchError:
+    """The error for an entry whose shape is not that of the tensor to load into."""
+    return ShapeMismatchError(
         f"{fqn}: the checkpoint has shape {tuple(saved)}, the state to load into {tuple(current)}. Remedy: build the "
         "model with the configuration that was saved, or leave this entry out of the state and pass "
         "planner=DefaultLoadPlanner(allow_partial_load=True)",

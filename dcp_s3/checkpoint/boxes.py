@@ -53,8 +53,7 @@ def intersect(one: Box, other: Box) -> Box | None:
     """What two boxes of the same array have in common; None if that is nothing."""
     offsets = tuple(map(max, one.offsets, other.offsets))
     ends = (
-        min(a + m, b + n)
-        for a, m, b, n in zip(one.offsets, one.lengths, other.offsets, other.lengths, strict=True)
+        min(a + m, b + n) for a, m, b, n in zip(one.offsets, one.lengths, other.offsets, other.lengths, strict=True)
     )
     lengths = tuple(end - start for start, end in zip(offsets, ends, strict=True))
     return Box(offsets, lengths) if all(length > 0 for length in lengths) else None

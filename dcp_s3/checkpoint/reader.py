@@ -15,6 +15,7 @@ from torch.futures import Future
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint._torch import ExtensionRegistry, ReaderTransforms, find_load_group, shape_check
+from dcp_s3.checkpoint.collection import collector_paused
 from dcp_s3.checkpoint.load_group import LoadGroup, join_load
 from dcp_s3.checkpoint.read import LoadExecutor
 from dcp_s3.checkpoint.shared_read import SharedRead
@@ -200,9 +201,13 @@ class S3StorageReader(StorageReader):
         """Share out what several ranks read, if all of them offer to."""
         assignments = None
         if self._metadata is not None and all_offered([plan.storage_data for plan in plans]):
-            assignments = plan_sharing(
-                self._metadata, [plan.items for plan in plans], max_piece=min(MAX_PIECE, self.settings.part_size)
-            )
+            with collector_paused():
+                assignments = plan_sharing(
+                    self._metadata,
+                    [plan.items for plan in plans],
+                    max_piece=min(MAX_PIECE, self.settings.part_size),
+                    max_gap=self.settings.read_gap,
+                )
         if assignments is not None:
             return [dataclasses.replace(p, storage_data=a) for p, a in zip(plans, assignments, strict=True)]
         return [

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from dcp_s3 import errors
 from dcp_s3.checkpoint._torch import get_blocks, get_crc
 from dcp_s3.checkpoint.blocks import Blocks
+from dcp_s3.checkpoint.collection import collector_paused
 from dcp_s3.checkpoint.exchange import Exchange
 from dcp_s3.checkpoint.load_group import LoadGroup
 from dcp_s3.checkpoint.memory import synchronize_accelerator
@@ -56,22 +57,23 @@ class SharedRead:
         """
         try:
             transfers = self._executor.prepare(plan, planner)
-            work = self._prepare(plan, transfers)
+            with collector_paused():
+                work = self._prepare(plan, transfers)
         except BaseException:
             self._group.agree(False)
             raise
-        ready = [rank for rank, (ok,) in enumerate(self._group.agree(True)) if not ok]
-        if ready:
-            logger.warning("every rank reads %s by itself: ranks %s could not prepare their load", self._url, ready)
-            self._executor.read(transfers, range(len(transfers)), planner)
+        failed = [rank for rank, (ok,) in enumerate(self._group.agree(True)) if not ok]
+        if failed:
+            logger.warning("every rank reads %s by itself: ranks %s could not prepare their load", self._url, failed)
+            self._executor.read(transfers, transfers, planner)
         else:
             self._read(transfers, *work, planner)
         synchronize_accelerator(transfer.target for transfer in transfers)
 
     def _prepare(
         self, plan: LoadPlan, transfers: Sequence[ItemTransfer]
-    ) -> tuple[list[OwnedPiece], list[ReceivedPiece], list[int]]:
-        """The pieces that this rank sends and gets, and the numbers of the items that it reads by itself."""
+    ) -> tuple[list[OwnedPiece], list[ReceivedPiece], list[ItemTransfer]]:
+        """The pieces that this rank sends and gets, and the items that it reads by itself."""
         assignment = plan.storage_data
         if not isinstance(assignment, Assignment) or assignment.item_count != len(plan.items):
             raise errors.SaveProtocolError(f"the load plan of {self._url} is not the one that was shared out")
@@ -84,7 +86,7 @@ class SharedRead:
                 owned.append(OwnedPiece(piece, items, self._executor.receive, self._executor.distrust, self._url))
             elif (incoming := ReceivedPiece(piece, items, self._url)).nbytes:
                 received.append(incoming)
-        return owned, received, [number for number in range(len(transfers)) if number not in shared]
+        return owned, received, [transfer for number, transfer in enumerate(transfers) if number not in shared]
 
     def _make_item(self, transfer: ItemTransfer, *, exclusive: bool) -> SharedItem:
         item = transfer.item
@@ -96,7 +98,7 @@ class SharedRead:
         info = self._metadata.storage_data[item.storage_index]
         saved = self._metadata.state_dict_metadata[item.storage_index.fqn]
         if stored.whole or not isinstance(saved, TensorStorageMetadata) or transfer.target is None:
-            crc = get_crc(info) if transfer.crc is not None else None
+            crc = get_crc(info) if transfer.checked else None
             blocks = None if crc is None else Blocks(stored.nbytes, b"", crc)
             target, dtype, finish = _memory_of(transfer, stored), torch.uint8, self._decode(transfer)
             exclusive = True
@@ -110,7 +112,7 @@ class SharedRead:
 
     def _decode(self, transfer: ItemTransfer) -> Callable[[], None]:
         def finish() -> None:
-            transfer.deliver()
+            transfer.finish()
             self._finished.put(transfer)
 
         return finish
@@ -123,10 +125,10 @@ class SharedRead:
         transfers: Sequence[ItemTransfer],
         owned: Sequence[OwnedPiece],
         received: Sequence[ReceivedPiece],
-        direct: Sequence[int],
+        direct: Sequence[ItemTransfer],
         planner: LoadPlanner,
     ) -> None:
-        mine = sum(extent.length for number in direct if (extent := transfers[number].extent) is not None)
+        mine = sum(extent.length for transfer in direct for extent in transfer.extents)
         threads = self._bucket.settings.concurrency
         fetching = _part_of(threads, sum(piece.nbytes for piece in owned), mine)
         exchange = Exchange(
@@ -162,7 +164,7 @@ def _part_of(threads: int, own: int, other: int) -> int:
 
 def _memory_of(transfer: ItemTransfer, stored: StoredChunk) -> Callable[[], torch.Tensor]:
     """The buffer in which an item is received that is decoded as a whole."""
-    return lambda: torch.frombuffer(transfer.targets_for(0, stored.nbytes)[0].view, dtype=torch.uint8)
+    return lambda: torch.frombuffer(transfer.memory(0, stored.nbytes), dtype=torch.uint8)
 
 
 def _target_of(target: torch.Tensor) -> Callable[[], torch.Tensor]:

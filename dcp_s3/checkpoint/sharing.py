@@ -8,6 +8,7 @@ parts are cut where its checksums are, so that whoever fetches one can verify it
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_s3.checkpoint._torch import get_blocks, get_crc, get_raw_offset
 from dcp_s3.checkpoint.blocks import MIN_BLOCK
-from dcp_s3.checkpoint.boxes import Box, covering_run
+from dcp_s3.checkpoint.boxes import Box, covering_run, runs_of_box
 from dcp_s3.checkpoint.contents import find_chunk
 
 MAX_PIECE = 16 * 2**20
@@ -161,10 +162,8 @@ class _Want(NamedTuple):
     """A box of a chunk, and who needs it."""
 
     box: Box
-    first: int  # element in the chunk
-    last: int
-    dense: bool
-    run: tuple[int, int]  # bytes of the chunk, to whole blocks
+    span: tuple[int, int]  # elements of the chunk, if the box is all of them, else of none
+    runs: tuple[tuple[int, int], ...]  # bytes of the chunk to fetch for it, in whole blocks
     users: list[int]  # rank << 32 | number of the item
 
 
@@ -186,7 +185,7 @@ class _Part(NamedTuple):
 
 
 def plan_sharing(
-    metadata: Metadata, plans: Sequence[Sequence[ReadItem]], *, max_piece: int = MAX_PIECE
+    metadata: Metadata, plans: Sequence[Sequence[ReadItem]], *, max_piece: int = MAX_PIECE, max_gap: int = 0
 ) -> list[Assignment] | None:
     """Share out what several ranks need.
 
@@ -194,19 +193,21 @@ def plan_sharing(
         metadata: of the checkpoint.
         plans: the items of each rank.
         max_piece: bytes of a piece, unless a block of its checksums is longer.
+        max_gap: bytes between two runs of a box that whoever fetches it rather takes along than asks around.
 
     Returns:
         An assignment for each rank, None if there is nothing to share. The same arguments give the same result.
     """
     direct = [0] * len(plans)
     parts: list[_Part] = []
-    for chunk, wants in _find_wants(metadata, plans):
+    for chunk, wants in _find_wants(metadata, plans, max_gap):
         found = _share(chunk, wants, max_piece)
         parts += found
         if not found:
             for want in wants:
+                cost = _cost(want)
                 for user in want.users:
-                    direct[user >> _RANK] += want.run[1] - want.run[0]
+                    direct[user >> _RANK] += cost
     if not parts:
         return None
     pieces = _coalesce(parts, max_piece)
@@ -214,7 +215,9 @@ def plan_sharing(
     return _tell(plans, pieces, order)
 
 
-def _find_wants(metadata: Metadata, plans: Sequence[Sequence[ReadItem]]) -> list[tuple[StoredChunk, list[_Want]]]:
+def _find_wants(
+    metadata: Metadata, plans: Sequence[Sequence[ReadItem]], max_gap: int
+) -> list[tuple[StoredChunk, list[_Want]]]:
     users: dict[tuple[object, ...], list[int]] = {}
     examples: list[tuple[ReadItem, list[int]]] = []
     for rank, items in enumerate(plans):
@@ -227,7 +230,7 @@ def _find_wants(metadata: Metadata, plans: Sequence[Sequence[ReadItem]]) -> list
                 examples.append((item, found))
             found.append(number)
     chunks: dict[tuple[object, ...], tuple[StoredChunk, list[_Want]] | None] = {}
-    covered: dict[tuple[object, ...], tuple[Box, int, int, bool] | None] = {}  # models repeat their shapes
+    covered: dict[tuple[object, ...], _Cover | None] = {}  # models repeat their shapes
     for item, numbers in examples:
         index = item.storage_index
         where = (index.fqn, index.offset, item.type)
@@ -238,24 +241,33 @@ def _find_wants(metadata: Metadata, plans: Sequence[Sequence[ReadItem]]) -> list
         if chunk is None:
             continue
         stored, wants = chunk
-        shape = (stored.sizes, item.storage_offsets, item.lengths)
+        shape = (stored.sizes, stored.itemsize, stored.block, item.storage_offsets, item.lengths)
         if shape not in covered:
-            covered[shape] = _cover(stored, box_of(item, stored))
+            covered[shape] = _cover(stored, box_of(item, stored), max_gap)
         cover = covered[shape]
         if cover is not None:
-            _, first, last, _ = cover
-            block, size = stored.block, stored.itemsize
-            run = first * size // block * block, min(stored.nbytes, -(-last * size // block) * block)
-            wants.append(_Want(*cover, run, numbers))
+            wants.append(_Want(*cover, numbers))
     return [chunk for chunk in chunks.values() if chunk is not None and chunk[1]]
 
 
-def _cover(stored: StoredChunk, box: Box) -> tuple[Box, int, int, bool] | None:
+_Cover = tuple[Box, tuple[int, int], tuple[tuple[int, int], ...]]
+
+
+def _cover(stored: StoredChunk, box: Box, max_gap: int) -> _Cover | None:
+    """The first three fields of a `_Want`; None if it needs nothing, or is not inside the chunk."""
+    size, block = stored.itemsize, stored.block
     try:
         first, last = covering_run(stored.sizes, box)
+        runs = runs_of_box(stored.sizes, box, max(max_gap, block) // size)
     except ValueError:
         return None  # whoever reads it says what is wrong
-    return (box, first, last, last - first == box.numel) if first < last else None
+    merged: list[tuple[int, int]] = []
+    for start, stop in runs:
+        begin = start * size // block * block
+        if merged and begin - merged[-1][1] <= max_gap:
+            begin = merged.pop()[0]
+        merged.append((begin, min(stored.nbytes, -(-stop * size // block) * block)))
+    return (box, (first, last) if last - first == box.numel else (0, 0), tuple(merged)) if merged else None
 
 
 def _share(chunk: StoredChunk, wants: list[_Want], max_piece: int) -> list[_Part]:
@@ -263,15 +275,15 @@ def _share(chunk: StoredChunk, wants: list[_Want], max_piece: int) -> list[_Part
     if chunk.block > _MAX_BLOCK or all(user >> _RANK == wants[0].users[0] >> _RANK for w in wants for user in w.users):
         return []
     runs: list[list[int]] = []
-    for start, stop in sorted({want.run for want in wants}):
+    for start, stop in sorted({run for want in wants for run in want.runs}):
         if runs and start <= runs[-1][1]:
             runs[-1][1] = max(runs[-1][1], stop)
         else:
             runs.append([start, stop])
     union = sum(stop - start for start, stop in runs)
-    if 4 * sum((want.run[1] - want.run[0]) * len(want.users) for want in wants) < 5 * union:
+    if 4 * sum(_cost(want) * len(want.users) for want in wants) < 5 * union:
         return []
-    ends = sorted({end for want in wants for end in want.run})
+    ends = sorted({end for want in wants for run in want.runs for end in run})
     known: dict[tuple[int, ...], _Users] = {}
     found = []
     for first, last in runs:
@@ -284,11 +296,21 @@ def _share(chunk: StoredChunk, wants: list[_Want], max_piece: int) -> list[_Part
             step = min(-(-step // chunk.block), max(1, max_piece // chunk.block)) * chunk.block
             for begin in range(start, stop, step):
                 end = min(begin + step, stop)
-                here = tuple(i for i, want in enumerate(wants) if want.run[0] < end and begin < want.run[1])
+                here = tuple([number for number, want in enumerate(wants) if _touches(want, begin, end)])
                 if here not in known:
                     known[here] = _sort_by_rank(tuple(wants[i] for i in here))
                 found.append(_Part(chunk.base + begin, chunk.base + end, chunk, begin, known[here]))
     return found
+
+
+def _cost(want: _Want) -> int:
+    return sum([stop - start for start, stop in want.runs])
+
+
+def _touches(want: _Want, begin: int, end: int) -> bool:
+    runs = want.runs
+    at = bisect.bisect_left(runs, (end, 0)) - 1 if len(runs) > 1 else 0
+    return at >= 0 and runs[at][0] < end and begin < runs[at][1]
 
 
 def _sort_by_rank(wants: tuple[_Want, ...]) -> _Users:
@@ -386,6 +408,6 @@ def _find_need(part: _Part, wants: Sequence[_Want]) -> Boxes | None:
     size = part.chunk.itemsize
     start, stop = part.first // size, (part.first + part.stop - part.start) // size
     want = wants[0]
-    if len(wants) == 1 and want.dense and want.first <= start and stop <= want.last:
+    if len(wants) == 1 and want.span[0] <= start and stop <= want.span[1]:
         return None
     return tuple((want.box.offsets, want.box.lengths) for want in wants)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import pickle
 from collections.abc import Iterator
 from unittest import mock
@@ -126,7 +127,7 @@ def test_every_byte_comes_from_one_place(case: Case) -> None:
             fetched.append((item.storage_index.fqn, part.start, part.stop))
         assert sum(part.stop - part.start for part in views[owner].parts) <= PIECE
     fetched.sort()
-    for (name, _, stop), (other, start, _) in zip(fetched, fetched[1:], strict=False):
+    for (name, _, stop), (other, start, _) in itertools.pairwise(fetched):
         assert name != other or stop <= start, "fetched twice"
 
 
@@ -284,7 +285,9 @@ def test_damage_at_rest_is_an_error_of_the_owner() -> None:
 def test_damage_between_ranks_is_found() -> None:
     case = make_case({"t": _tensor(40)}, [[("t", Box((0,), (40,)))]] * 2)
     with (
-        mock.patch.object(OwnedPiece, "message", lambda *_: (torch.ones(160, dtype=torch.uint8), crc64nvme(b"other"))),
+        mock.patch.object(
+            OwnedPiece, "message", return_value=(torch.ones(160, dtype=torch.uint8), crc64nvme(b"other"))
+        ),
         pytest.raises(errors.PeerReadError, match="damaged on its way from rank 0") as caught,
     ):
         exchange(case, [[torch.zeros(40)], [torch.zeros(40)]])

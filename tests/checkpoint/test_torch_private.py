@@ -61,6 +61,7 @@ def _moved(what: str, relied_on: str) -> str:
         ("torch.distributed._functional_collectives", "AsyncCollectiveTensor"),
         ("torch.distributed._shard._utils", "narrow_tensor_by_index"),
         ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor"),
+        (_DCP + "planner_helpers", "_create_chunk_list"),
         ("torch.distributed._shard.sharded_tensor.shard", "Shard"),
         ("torch.utils._python_dispatch", "is_traceable_wrapper_subclass"),
         ("torch._C", "PyTorchFileReader"),
@@ -101,6 +102,7 @@ def test_private_torch_is_imported_in_three_modules_only() -> None:
     ("function", "parameters", "relied_on"),
     [
         (_torch.narrow_tensor_by_index, ["tensor", "offsets", "sizes"], "checkpoint/transfer.py, items without offset"),
+        (_torch.create_chunk_list, ["tensor"], "checkpoint/load_planner.py"),
         (_torch.StorageInfo, ["relative_path", "offset", "length", "transform_descriptors"], "make_storage_info"),
         (_torch.WriterTransforms, ["extensions"], "S3StorageWriter(_extensions=...)"),
         (
