@@ -15,6 +15,7 @@ could not load anything else with it. The group's own limit holds.
 from __future__ import annotations
 
 import collections
+import logging
 import struct
 import threading
 from collections.abc import Callable, Sequence
@@ -28,6 +29,8 @@ from dcp_s3 import errors
 from dcp_s3.checkpoint.memory import view_bytes
 from dcp_s3.transport.deadline import Deadline
 from dcp_s3.transport.workers import Workers
+
+logger = logging.getLogger(__name__)
 
 SEND_BYTES = 256 * 2**20
 """Memory of pieces that are being fetched or sent."""
@@ -233,6 +236,9 @@ class Exchange:
         return dist.irecv(tensor, group=self._group, group_src=peer, tag=tag)
 
     def _lose(self, peer: int, error: Exception) -> None:
+        if peer not in self._lost:
+            # DCP's own collective fails next, and what is raised here is lost with it.
+            logger.warning("the connection to rank %d was lost while it loaded %s: %s", peer, self._url, error)
         self._lost.add(peer)
         text = f"the connection to rank {peer} was lost: {error}"
         lost = errors.PeerReadError(

@@ -6,11 +6,11 @@ Starting processes costs more than a load: each test goes through many loads in 
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,10 +28,14 @@ from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+from benchmarks.memory_s3 import Fault
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
 from dcp_s3.checkpoint import exchange
+from dcp_s3.checkpoint._torch import Caller
+from dcp_s3.checkpoint.load_group import join_load
 from dcp_s3.checkpoint.shared_items import SharedItem
 from dcp_s3.checkpoint.shared_pieces import OwnedPiece
+from dcp_s3.settings import Settings
 from tests.checkpoint.states import random_tensor
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.ranks import RankFailed, run_ranks
@@ -356,3 +360,64 @@ def test_every_rank_is_told_what_went_wrong(recording: Recording) -> None:
         assert {kind for kind, _ in told["absent"][0].values()} == {"CheckpointNotFoundError"}
         assert {rank: kind for rank, (kind, _) in told["preparing"][0].items()} == {1: "ValueError"}
     assert recording.metadata_gets("metadata") == 1
+
+
+def _die(_: OwnedPiece) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _killed(folder: Path) -> None:
+    dcp.save(_large(False), storage_writer=S3StorageWriter(f"{RUN}/good", settings=SMALL))
+    with _on_rank(2, mock.patch.object(OwnedPiece, "fetch", _die)):
+        try:
+            _load(f"{RUN}/good", _large(True))
+        except BaseException as error:  # noqa: BLE001 - CheckpointException is none, nor what gloo raises a subclass
+            (folder / str(dist.get_rank())).write_text(repr(error))
+
+
+def test_a_rank_that_is_killed_lets_no_other_hang(recording: Recording, tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match="exit code -9"):
+        run_ranks(3, _killed, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+
+
+def _timed_out() -> list[tuple[dict[int, tuple[str, str]], float]]:
+    dcp.save(_large(False), storage_writer=S3StorageWriter(f"{RUN}/slow", settings=SMALL))
+    told = [_failing(f"{RUN}/slow", load_timeout=1.5)]
+    dist.barrier()
+    state = _load(f"{RUN}/slow", _large(True))  # the group is as good as new
+    for name, value in _large(False).items():
+        assert torch.equal(state[name], value), name
+    return told
+
+
+def test_a_load_ends_at_its_deadline_on_all_ranks(recording: Recording) -> None:
+    hung, released = threading.Event(), threading.Event()
+    record = recording.rule
+
+    def rule(request: Any) -> Fault | None:
+        if request.operation == "GetObject" and "__1_" in request.key and not hung.is_set():
+            hung.set()
+            released.wait(30)
+            return Fault.reset()
+        return record(request)
+
+    recording.rule = rule
+    outcome = run_ranks(3, _timed_out)
+    released.set()
+    for ((failures, _),) in outcome:
+        assert set(failures) == {0, 1, 2}
+        kinds = {kind for kind, _ in failures.values()}
+        assert "DeadlineExceededError" in kinds
+        assert kinds <= {"DeadlineExceededError", "PeerReadError"}
+        assert all("DCP_S3_LOAD_TIMEOUT = 1.5 s" in message for _, message in failures.values())
+
+
+def test_without_gloo_every_rank_reads_by_itself(caplog: pytest.LogCaptureFixture) -> None:
+    caller = Caller(mock.Mock(), 0, 2, 0, True)
+    with (
+        mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl"),
+        caplog.at_level(logging.INFO, "dcp_s3.checkpoint.load_group"),
+    ):
+        assert join_load(caller, f"{RUN}/x", Settings(), willing=True) is None
+    assert 'init_process_group("cpu:gloo,cuda:nccl")' in caplog.text
