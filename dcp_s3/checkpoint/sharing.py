@@ -200,8 +200,17 @@ def plan_sharing(
     """
     direct = [0] * len(plans)
     parts: list[_Part] = []
-    for chunk, wants in _find_wants(metadata, plans, max_gap):
-        found = _share(chunk, wants, max_piece)
+    wanted = _find_wanted(plans)
+    if all(_one_rank(boxes) for boxes in wanted.values()):
+        return None
+    covers: dict[tuple[object, ...], _Cover | None] = {}  # models repeat their shapes
+    for boxes in wanted.values():
+        if _one_rank(boxes):
+            for item, users in boxes.values():
+                direct[users[0] >> _RANK] += _estimate(metadata, item) * len(users)
+            continue
+        chunk, wants = _find_wants(metadata, boxes, covers, max_gap)
+        found = _share(chunk, wants, max_piece) if chunk is not None else []
         parts += found
         if not found:
             for want in wants:
@@ -215,39 +224,59 @@ def plan_sharing(
     return _tell(plans, pieces, order)
 
 
-def _find_wants(
-    metadata: Metadata, plans: Sequence[Sequence[ReadItem]], max_gap: int
-) -> list[tuple[StoredChunk, list[_Want]]]:
-    users: dict[tuple[object, ...], list[int]] = {}
-    examples: list[tuple[ReadItem, list[int]]] = []
+_Boxes = dict[tuple[object, ...], tuple[ReadItem, list[int]]]  # boxes of one chunk: an example, and who needs it
+
+
+def _find_wanted(plans: Sequence[Sequence[ReadItem]]) -> dict[tuple[object, ...], _Boxes]:
+    """By name and offset of the chunk."""
+    wanted: dict[tuple[object, ...], _Boxes] = {}
     for rank, items in enumerate(plans):
         for number, item in enumerate(items, rank << _RANK):
             index = item.storage_index
-            key = (index.fqn, index.offset, item.storage_offsets, item.lengths)
-            found = users.get(key)
+            where = (index.fqn, index.offset)
+            boxes = wanted.get(where)
+            if boxes is None:
+                boxes = wanted[where] = {}
+            box = (item.storage_offsets, item.lengths)
+            found = boxes.get(box)
             if found is None:
-                found = users[key] = []
-                examples.append((item, found))
-            found.append(number)
-    chunks: dict[tuple[object, ...], tuple[StoredChunk, list[_Want]] | None] = {}
-    covered: dict[tuple[object, ...], _Cover | None] = {}  # models repeat their shapes
-    for item, numbers in examples:
-        index = item.storage_index
-        where = (index.fqn, index.offset, item.type)
-        if where not in chunks:
-            stored = find_stored(metadata, index, item.type)
-            chunks[where] = None if stored is None else (stored, [])
-        chunk = chunks[where]
-        if chunk is None:
-            continue
-        stored, wants = chunk
+                boxes[box] = (item, [number])
+            else:
+                found[1].append(number)
+    return wanted
+
+
+def _one_rank(boxes: _Boxes) -> bool:
+    if len(boxes) == 1:
+        ((_, users),) = boxes.values()
+        return users[0] >> _RANK == users[-1] >> _RANK  # they are in order
+    return len({user >> _RANK for _, users in boxes.values() for user in users}) == 1
+
+
+def _estimate(metadata: Metadata, item: ReadItem) -> int:
+    """About what an item fetches that nobody else needs, bytes."""
+    saved = metadata.state_dict_metadata.get(item.storage_index.fqn)
+    return item.lengths.numel() * saved.properties.dtype.itemsize if isinstance(saved, TensorStorageMetadata) else 0
+
+
+def _find_wants(
+    metadata: Metadata, boxes: _Boxes, covers: dict[tuple[object, ...], _Cover | None], max_gap: int
+) -> tuple[StoredChunk | None, list[_Want]]:
+    """The chunk and who needs what of it; None if it can not be shared."""
+    kinds = {item.type for item, _ in boxes.values()}
+    index = next(iter(boxes.values()))[0].storage_index
+    stored = find_stored(metadata, index, kinds.pop()) if len(kinds) == 1 else None
+    if stored is None:
+        return None, []
+    wants = []
+    for item, users in boxes.values():
         shape = (stored.sizes, stored.itemsize, stored.block, item.storage_offsets, item.lengths)
-        if shape not in covered:
-            covered[shape] = _cover(stored, box_of(item, stored), max_gap)
-        cover = covered[shape]
+        if shape not in covers:
+            covers[shape] = _cover(stored, box_of(item, stored), max_gap)
+        cover = covers[shape]
         if cover is not None:
-            wants.append(_Want(*cover, numbers))
-    return [chunk for chunk in chunks.values() if chunk is not None and chunk[1]]
+            wants.append(_Want(*cover, users))
+    return stored, wants
 
 
 _Cover = tuple[Box, tuple[int, int], tuple[tuple[int, int], ...]]
@@ -272,7 +301,7 @@ def _cover(stored: StoredChunk, box: Box, max_gap: int) -> _Cover | None:
 
 def _share(chunk: StoredChunk, wants: list[_Want], max_piece: int) -> list[_Part]:
     """The parts of a chunk; none if it is not worth sharing."""
-    if chunk.block > _MAX_BLOCK or all(user >> _RANK == wants[0].users[0] >> _RANK for w in wants for user in w.users):
+    if chunk.block > _MAX_BLOCK:
         return []
     runs: list[list[int]] = []
     for start, stop in sorted({run for want in wants for run in want.runs}):
