@@ -15,11 +15,12 @@ from torch.futures import Future
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint._torch import ExtensionRegistry, ReaderTransforms, find_load_group, shape_check
+from dcp_s3.checkpoint.assignment import Assignment, Offer, all_offered
 from dcp_s3.checkpoint.collection import collector_paused
 from dcp_s3.checkpoint.load_group import LoadGroup, join_load
 from dcp_s3.checkpoint.read import LoadExecutor
 from dcp_s3.checkpoint.shared_read import SharedRead
-from dcp_s3.checkpoint.sharing import MAX_PIECE, Assignment, Offer, all_offered, plan_sharing
+from dcp_s3.checkpoint.sharing import MAX_PIECE, plan_sharing
 from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
 from dcp_s3.commit import CommitState, SaveIdentity, find_state
 from dcp_s3.format.layout import metadata_object, new_save_id, rank_of_metadata

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from dcp_s3.checkpoint.assignment import StoredChunk
 from dcp_s3.checkpoint.blocks import Blocks
 from dcp_s3.checkpoint.boxes import Box, row_major_strides
 from dcp_s3.checkpoint.memory import is_direct, view_bytes
 from dcp_s3.checkpoint.sections import Section, Strip, find_section, strips_of
-from dcp_s3.checkpoint.sharing import StoredChunk
 
 
 class SharedItem:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from dcp_s3 import errors
+from dcp_s3.checkpoint.assignment import Peer, SharedPiece
 from dcp_s3.checkpoint.blocks import widen
 from dcp_s3.checkpoint.boxes import Box
 from dcp_s3.checkpoint.memory import view_bytes
 from dcp_s3.checkpoint.sections import Section, contains, find_section, lay_out
 from dcp_s3.checkpoint.shared_items import SharedItem, strips_in
-from dcp_s3.checkpoint.sharing import Peer, SharedPiece
 from dcp_s3.transport.checksum import combine_crc64nvme, crc64nvme, crc_hex
 from dcp_s3.transport.download import Target
 

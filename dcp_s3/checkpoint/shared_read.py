@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint._torch import get_blocks, get_crc
+from dcp_s3.checkpoint.assignment import Assignment, StoredChunk, box_of, find_stored
 from dcp_s3.checkpoint.blocks import Blocks
 from dcp_s3.checkpoint.collection import collector_paused
 from dcp_s3.checkpoint.exchange import Exchange
@@ -20,7 +21,6 @@ from dcp_s3.checkpoint.memory import synchronize_accelerator
 from dcp_s3.checkpoint.read import LoadExecutor
 from dcp_s3.checkpoint.shared_items import SharedItem
 from dcp_s3.checkpoint.shared_pieces import OwnedPiece, ReceivedPiece
-from dcp_s3.checkpoint.sharing import Assignment, StoredChunk, box_of, find_stored
 from dcp_s3.checkpoint.transfer import ItemTransfer
 from dcp_s3.transport.bucket import Bucket
 from dcp_s3.url import CheckpointURL

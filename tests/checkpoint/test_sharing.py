@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from dcp_s3 import errors
 from dcp_s3.checkpoint import sharing
 from dcp_s3.checkpoint._torch import get_blocks
+from dcp_s3.checkpoint.assignment import Assignment, Offer, SharedPiece, all_offered, box_of, find_stored
 from dcp_s3.checkpoint.boxes import Box
 from dcp_s3.checkpoint.sections import Section, elements_before, find_section, lay_out, strips_of
 from dcp_s3.checkpoint.shared_items import SharedItem
 from dcp_s3.checkpoint.shared_pieces import OwnedPiece, ReceivedPiece
-from dcp_s3.checkpoint.sharing import Assignment, Offer, all_offered, box_of, find_stored, plan_sharing
+from dcp_s3.checkpoint.sharing import plan_sharing
 from dcp_s3.transport.checksum import crc64nvme
 from dcp_s3.transport.download import Target
 from tests.checkpoint.sharing_cases import BLOCK, PATH, Case, cases, make_case
@@ -86,7 +87,7 @@ def test_every_byte_comes_from_one_place(case: Case) -> None:
         return
     assert len(assignments) == len(case.wants)
     assert pickle.loads(pickle.dumps(assignments)) == assignments
-    seen: dict[int, dict[int, sharing.SharedPiece]] = {}
+    seen: dict[int, dict[int, SharedPiece]] = {}
     for rank, assignment in enumerate(assignments):
         assert assignment.item_count == len(case.plans[rank])
         numbers = [piece.number for piece in assignment.pieces]
