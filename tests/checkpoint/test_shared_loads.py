@@ -34,7 +34,7 @@ from dcp_s3.checkpoint import exchange
 from dcp_s3.checkpoint._torch import Caller
 from dcp_s3.checkpoint.load_group import join_load
 from dcp_s3.checkpoint.shared_items import SharedItem
-from dcp_s3.checkpoint.shared_pieces import OwnedPiece
+from dcp_s3.checkpoint.shared_pieces import OwnedPiece, ReceivedPiece
 from dcp_s3.settings import Settings
 from tests.checkpoint.states import random_tensor
 from tests.faulty import BUCKET, FaultyServer, serve
@@ -359,6 +359,48 @@ def test_every_rank_is_told_what_went_wrong(recording: Recording) -> None:
         assert {kind for kind, _ in told["absent"][0].values()} == {"CheckpointNotFoundError"}
         assert {rank: kind for rank, (kind, _) in told["preparing"][0].items()} == {1: "ValueError"}
     assert recording.metadata_gets("metadata") == 1
+
+
+def _failing_at_random(seed: int, count: int) -> None:
+    """Many small pieces, little memory, and one or two ranks that fail somewhere: it always ends."""
+    url = f"{RUN}/random"
+    dcp.save(_large(False), storage_writer=S3StorageWriter(url, settings=SMALL))
+    draw = random.Random(seed)
+    places = [
+        (OwnedPiece, "fetch"), (OwnedPiece, "message"), (OwnedPiece, "sent"), (ReceivedPiece, "buffer"),
+        (ReceivedPiece, "received"), (DefaultLoadPlanner, "commit_tensor"),
+    ]  # fmt: skip
+    for number in range(count):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch("dcp_s3.checkpoint.reader.MAX_PIECE", 2**18))
+            stack.enter_context(mock.patch.multiple(exchange, SEND_BYTES=draw.choice([1, 10**6]), RECEIVE_BYTES=1))
+            for failing in draw.sample(range(4), draw.choice([1, 2])):
+                (owner, name), after = draw.choice(places), draw.randint(0, 12)
+                method = _raising_later(getattr(owner, name), ValueError(f"rank {failing}"), after)
+                stack.enter_context(_on_rank(failing, mock.patch.object(owner, name, method)))
+            failures, _ = _failing(url)
+        for kind, text in failures.values():
+            assert kind in ("ValueError", "PeerReadError"), (seed, number, failures)
+            assert "rank" in text
+    state = _load(url, _large(True))
+    for name, value in _large(False).items():
+        assert torch.equal(state[name], value), name
+
+
+def _raising_later(method: Callable[..., Any], error: BaseException, after: int) -> Callable[..., Any]:
+    calls: list[None] = []
+
+    def wrapper(*args: Any) -> Any:
+        calls.append(None)
+        if len(calls) > after:
+            raise error
+        return method(*args)
+
+    return wrapper
+
+
+def test_ranks_that_fail_anywhere_let_no_other_hang(recording: Recording) -> None:
+    run_ranks(4, _failing_at_random, 1, 12, timeout=60)
 
 
 def _die(_: OwnedPiece) -> None:
