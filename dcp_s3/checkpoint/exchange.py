@@ -32,11 +32,6 @@ from dcp_s3.transport.workers import Workers
 
 logger = logging.getLogger(__name__)
 
-SEND_BYTES = 256 * 2**20
-"""Memory of pieces that are being fetched or sent."""
-RECEIVE_BYTES = 64 * 2**20
-"""Memory of pieces that are being received."""
-
 # gloo's messages are told apart by sender and tag. Two tags for each piece.
 _FIRST_TAG = 1 << 29
 _HEADER = struct.Struct("<?iQH")  # whether a payload follows; else the rank that failed; CRC-64/NVME; bytes of the text
@@ -130,6 +125,8 @@ class Exchange:
         incoming: those that it gets, in order.
         url: of the checkpoint, for errors.
         threads: that fetch.
+        memory: bytes of pieces that are under way: half of them are being fetched or sent, an eighth received. One
+            piece always is.
         on_failure: called once, from any thread, when anything fails, here or elsewhere.
         deadline: of the load.
     """
@@ -143,11 +140,13 @@ class Exchange:
         *,
         url: str,
         threads: int,
+        memory: int,
         on_failure: Callable[[], None] = lambda: None,
         deadline: Deadline | None = None,
     ) -> None:
         self._group, self._rank, self._url = group, rank, url
         self._outgoing, self._incoming = outgoing, incoming
+        self._send_bytes, self._receive_bytes = memory // 2, memory // 8
         self._on_failure = on_failure
         self._deadline = deadline
         self._changed = threading.Condition()
@@ -264,7 +263,7 @@ class Exchange:
         for index, piece in enumerate(pieces):
             while self._failure is None and len(futures) < len(pieces):
                 size = pieces[len(futures)].nbytes
-                if held == 0 or held + size <= SEND_BYTES:
+                if held == 0 or held + size <= self._send_bytes:
                     future = pool.submit(pieces[len(futures)].fetch)
                     future.add_done_callback(self._notify)
                     futures.append(future)
@@ -275,7 +274,7 @@ class Exchange:
                     break
             fetched = index < len(futures) and self._wait_for(futures[index])
             posted.append(self._send_piece(piece, fetched))
-            while len(posted) > _POSTED or 2 * sum(sent.nbytes for sent in posted) > SEND_BYTES:
+            while len(posted) > _POSTED or 2 * sum(sent.nbytes for sent in posted) > self._send_bytes:
                 held -= self._retire(posted.popleft())
         while posted:
             self._retire(posted.popleft())
@@ -360,7 +359,7 @@ class Exchange:
                 told = f"rank {rank} of the load failed to read {self._url}: {text}"
                 self._fail(_Failure(errors.PeerReadError(told, url=self._url, rank=rank), rank, text))
                 continue
-            while pending and (len(pending) >= _PAYLOADS_AHEAD or held + piece.nbytes > RECEIVE_BYTES):
+            while pending and (len(pending) >= _PAYLOADS_AHEAD or held + piece.nbytes > self._receive_bytes):
                 held -= self._finish(pending.popleft())
             buffer = self._buffer_for(piece)
             held += piece.nbytes

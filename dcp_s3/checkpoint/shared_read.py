@@ -133,7 +133,8 @@ class SharedRead:
         fetching = _part_of(threads, sum(piece.nbytes for piece in owned), mine)
         exchange = Exchange(
             self._group.group, self._group.rank, owned, received,
-            url=self._url, threads=fetching, on_failure=self._stop, deadline=self._bucket.deadline,
+            url=self._url, threads=fetching, memory=self._bucket.settings.load_buffers,
+            on_failure=self._executor.cancel, deadline=self._bucket.deadline,
         )  # fmt: skip
         try:
             exchange.start(on_end=lambda: self._finished.put(None))
@@ -144,9 +145,6 @@ class SharedRead:
         exchange.join()
         if exchange.error is not None:
             raise exchange.error
-
-    def _stop(self) -> None:
-        self._executor.cancel()
 
     def _commit_finished(self, exchange: Exchange, planner: LoadPlanner) -> None:
         """Hand items to the planner as they come, until the exchange is through."""

@@ -30,7 +30,6 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from benchmarks.memory_s3 import Fault
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
-from dcp_s3.checkpoint import exchange
 from dcp_s3.checkpoint._torch import Caller
 from dcp_s3.checkpoint.load_group import join_load
 from dcp_s3.checkpoint.shared_items import SharedItem
@@ -239,8 +238,7 @@ def _random_loads(seed: int, count: int) -> None:
         dcp.save({**saved, "n": number}, storage_writer=S3StorageWriter(url, settings=SMALL))
         state: dict[str, Any] = {f"t{n}": placed(torch.zeros_like(full)) for n, full in enumerate(fulls)}
         state["n"] = -1
-        with mock.patch.multiple(exchange, SEND_BYTES=draw.choice([1, 200_000]), RECEIVE_BYTES=draw.choice([1, 10**6])):
-            _load(url, state)
+        _load(url, state, load_buffers=draw.choice(["1MiB", "10MiB"]))
         assert state["n"] == number
         for n, full in enumerate(fulls):
             found = state[f"t{n}"]
@@ -373,12 +371,11 @@ def _failing_at_random(seed: int, count: int) -> None:
     for number in range(count):
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch("dcp_s3.checkpoint.reader.MAX_PIECE", 2**18))
-            stack.enter_context(mock.patch.multiple(exchange, SEND_BYTES=draw.choice([1, 10**6]), RECEIVE_BYTES=1))
             for failing in draw.sample(range(4), draw.choice([1, 2])):
                 (owner, name), after = draw.choice(places), draw.randint(0, 12)
                 method = _raising_later(getattr(owner, name), ValueError(f"rank {failing}"), after)
                 stack.enter_context(_on_rank(failing, mock.patch.object(owner, name, method)))
-            failures, _ = _failing(url)
+            failures, _ = _failing(url, load_buffers=draw.choice(["1MiB", "4MiB"]))
         for kind, text in failures.values():
             assert kind in ("ValueError", "PeerReadError"), (seed, number, failures)
             assert "rank" in text
