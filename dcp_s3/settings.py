@@ -88,6 +88,13 @@ class Settings(BaseSettings):
     load_timeout: Seconds | None = Field(default=None, gt=0)
     """Seconds in which a rank must have loaded, from the moment it has the metadata. Unset: no limit."""
 
+    hedge_percentile: float = Field(default=95.0, ge=0, lt=100)
+    """A ranged GET that takes longer, to its first byte or between two blocks of its body, than this percentage of
+    those before it is raced by a second one. 0: never. At most one in ten is, and none while S3 throttles."""
+    hedge_min_delay: Seconds = Field(default=0.2, gt=0)
+    """Seconds without a byte before which no request is raced, however fast the others are. 0.2: S3's first byte
+    comes within that of nearly all requests, while those that straggle take seconds."""
+
     prefix_spread: int = Field(default=0, ge=0, le=4)
     """Hex digits of a hash put before object names (``a7/__0_0-....distcp``) to spread the load of very large
     jobs over S3's partitions. 0: none."""
