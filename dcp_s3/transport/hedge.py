@@ -321,7 +321,7 @@ class Race:
         is_late = self._is_late(self._idle, elapsed)
         if hedge is not None:
             # It straggles, too: another one instead of it.
-            if self._is_late(hedge.idle, elapsed) and self._may_start(take=False):
+            if self._is_late(hedge.idle, elapsed) and is_late and self._may_start(take=False):
                 hedge.break_off()
         elif is_late and self._may_start(take=True):
             self._begin()
