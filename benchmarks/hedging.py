@@ -93,9 +93,7 @@ def main() -> None:
     os.environ.setdefault("AWS_DEFAULT_REGION", "us-east-1")
     console = Console(width=110)
     for requests in options.requests:
-        delays = Delays(
-            options.share, options.delay, options.place, requests, options.request_size, options.first_byte
-        )
+        delays = Delays(options.share, options.delay, options.place, requests, options.request_size, options.first_byte)
         with MemoryS3(fault=delays, record_requests=False) as server:
             server.create_bucket(_BUCKET)
             _run(options, delays, server.endpoint_url, requests, console)
