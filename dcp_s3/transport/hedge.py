@@ -32,6 +32,7 @@ _BUDGET_SHARE, _BUDGET_START, _BUDGET_MOST = 0.1, 4, 16
 _MOST_PER_READ = 3
 # At once, and so buffers of at most a request's size: a quarter of the requests, but two.
 _SHARE_AT_ONCE, _LEAST_AT_ONCE = 4, 2
+_MOST_BYTES = 256 * 2**20  # longer requests (by DCP_S3_PART_SIZE) are not made twice
 _CALM = 30.0  # seconds since S3 has throttled, before which nothing is asked for twice
 _BLOCK = 2**20
 
@@ -196,6 +197,7 @@ class _Hedge:
 
     def __init__(self, first: int, size: int, etag: list[str], cancel: threading.Event) -> None:
         self.first = first
+        self.overlap = 0  # of its bytes, those that the reader's own request had received when it won
         self.data = memoryview(mmap.mmap(-1, size))  # not touched before it is received into, unlike a bytearray
         self.cursor = Cursor([Target(self.data)], block=_BLOCK)
         self.etag = etag
@@ -305,7 +307,7 @@ class Race:
             hedge = self._winner
         if hedge is None:
             return False
-        self._cursor.fill(hedge.data[self._cursor.done - hedge.first :])
+        self._cursor.fill(hedge.data[hedge.overlap :])
         return True
 
     # --- the watcher ----------------------------------------------------------------------------------
@@ -331,7 +333,11 @@ class Race:
         return awaits is not None and idle.seconds > self._hedges.patience(self._bucket, awaits)
 
     def _may_start(self, *, take: bool) -> bool:
-        return len(self._threads) < _MOST_PER_READ and self._hedges.may_start(self._bucket, take=take)
+        return (
+            len(self._threads) < _MOST_PER_READ
+            and self._cursor.total - self._cursor.done <= _MOST_BYTES
+            and self._hedges.may_start(self._bucket, take=take)
+        )
 
     def _begin(self) -> None:
         with self._lock:
@@ -357,7 +363,7 @@ class Race:
     # --- the second request ---------------------------------------------------------------------------
 
     def _run(self, hedge: _Hedge) -> None:
-        won, wasted = False, 0
+        won = False
         try:
             timing = self._bucket.call(
                 "GetObject", self._key, lambda: self._fetch(hedge), cancel=hedge.stop, attempts=1, data=True
@@ -371,9 +377,8 @@ class Race:
         finally:
             received = hedge.cursor.done
             with self._lock:
-                wasted = self._cursor.done - hedge.first if won else received
                 self._hedge = None
-            self._hedges.ended(won=won, received=received, wasted=wasted)
+            self._hedges.ended(won=won, received=received, wasted=hedge.overlap if won else received)
 
     def _fetch(self, hedge: _Hedge) -> Timing:
         try:
@@ -395,6 +400,7 @@ class Race:
             if self._cursor.done and hedge.etag != self._etag:
                 return False  # another version of the object than what has arrived
             self._winner = hedge
+            hedge.overlap = self._cursor.done - hedge.first
             self.stop.set()
         self._flight.break_off()
         logger.debug("the second request for s3://%s/%s was faster", self._bucket.name, self._key)

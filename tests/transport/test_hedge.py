@@ -152,6 +152,9 @@ def test_what_the_first_request_received_meanwhile_counts_as_wasted(faulty: Faul
     with pytest.raises(retry.Cancelled):
         race._advance(BLOCK)
     assert cursor.done == BLOCK, "once it is lost, the reader's request moves nothing"
+    assert second.overlap == BLOCK
+    assert race.take()
+    assert (cursor.full, second.overlap) == (True, BLOCK)
 
 
 # --- failures ----------------------------------------------------------------------------------------
@@ -304,6 +307,14 @@ def test_none_beyond_the_budget(faulty: FaultyServer) -> None:
     fetch(bucket)
     fetch(bucket)
     assert len(script.seen) == 3
+
+
+def test_none_of_a_request_that_is_too_long(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hedge, "_MOST_BYTES", len(DATA) - 1)
+    bucket = put()
+    faulty.rule = script = Script(Fault.straggle(0.4))
+    fetch(bucket)
+    assert len(script.seen) == 1
 
 
 def test_none_before_the_delay(faulty: FaultyServer) -> None:
