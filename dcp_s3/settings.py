@@ -95,6 +95,12 @@ class Settings(BaseSettings):
     load_buffers: Size = Field(default=512 * 2**20, ge=2**20)
     """Bytes of host memory, per process, through which a load brings what it can not receive in place: tensors on a
     device, strided ones, other dtypes, parts of rows."""
+    hedge_percentile: float = Field(default=95.0, ge=0, lt=100)
+    """A ranged GET that takes longer, to its first byte or between two blocks of its body, than this percentage of
+    those before it is raced by a second one. 0: never. At most one in ten is, and none while S3 throttles."""
+    hedge_min_delay: Seconds = Field(default=0.2, gt=0)
+    """Seconds without a byte before which no request is raced, however fast the others are. 0.2: S3's first byte
+    comes within that of nearly all requests, while those that straggle take seconds."""
 
     prefix_spread: int = Field(default=0, ge=0, le=4)
     """Hex digits of a hash put before object names (``a7/__0_0-....distcp``) to spread the load of very large
