@@ -10,6 +10,7 @@ import os
 import pickle
 import sys
 import time
+import uuid
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -147,7 +148,7 @@ def compare(names: Sequence[str], target: Target, tensors: int, tensor_bytes: in
     """Save a state by dcp_s3; load it by each reader in every round, after one round that is not counted."""
     saved = make_state(tensors, tensor_bytes)
     loaded = {key: torch.empty_like(tensor) for key, tensor in saved.items()}
-    checkpoint = f"small-{tensors}"
+    checkpoint = uuid.uuid4().hex[:8]
     dcp.save(saved, storage_writer=CASES[_SAVED_BY](target).writer(checkpoint), no_dist=True)
     client = boto3.client("s3", endpoint_url=target.endpoint_url, region_name=target.region)
     answer = client.get_object(Bucket=target.bucket, Key=f"{target.prefix}/{checkpoint}/.metadata")
@@ -161,12 +162,14 @@ def compare(names: Sequence[str], target: Target, tensors: int, tensor_bytes: in
 
 
 def main() -> None:
-    """Compare as the first argument (JSON) says."""
+    """Compare groups of readers, each with a state of so many tensors, as the first argument (JSON) says."""
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     request = json.loads(sys.argv[1])
-    for sample in compare(**request | {"target": Target(**request["target"])}):
-        print(json.dumps(asdict(sample)), flush=True)
+    target = Target(**request["target"])
+    for names, tensors in request["groups"]:
+        for sample in compare(names, target, tensors, request["tensor_bytes"], request["rounds"]):
+            print(json.dumps(asdict(sample)), flush=True)
 
 
 if __name__ == "__main__":

@@ -80,13 +80,13 @@ def test_a_short_run_has_figures_of_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "small.json"
-    arguments = ["--tensors", "60", "--few", "20", "--tensor-size", "256", "--rounds", "2", "--out", str(file)]
+    arguments = ["--tensors", "40", "--few", "40", "--tensor-size", "256", "--rounds", "2", "--out", str(file)]
     monkeypatch.setattr("sys.argv", ["small_tensors", *arguments])
     monkeypatch.setattr(small_tensors, "TARGET_MICROSECONDS", float("inf"))
     small_tensors.main()
     samples = [Sample(**fields) for fields in json.loads(file.read_text())["samples"]]
     others = [name for name in ("s3torchconnector", "fsspec") if not reason_to_skip(name)]
-    expected = [(name, 60) for name in (ITSELF, "dcp_s3")] * 2 + [(name, 20) for name in (ITSELF, *others)] * 2
+    expected = [(name, 40) for name in (ITSELF, "dcp_s3")] * 2 + [(name, 40) for name in (ITSELF, *others)] * 2
     assert [(sample.reader, sample.tensors) for sample in samples] == expected
     for sample in samples:
         assert sum(sample.phases.values()) == pytest.approx(sample.seconds)
@@ -102,7 +102,7 @@ def test_the_status_says_whether_the_target_is_met(
     monkeypatch.setattr(small_tensors, "run_worker", lambda *_: answers)
     monkeypatch.setattr(small_tensors, "serve_embedded", lambda *_: contextlib.nullcontext(("http://server", {})))
     monkeypatch.setattr(small_tensors, "TARGET_MICROSECONDS", limit)  # dcp_s3 takes 20
-    arguments = ["small_tensors", "--backends", "dcp_s3", "--out", str(tmp_path / "small.json")]
+    arguments = ["small_tensors", "--backends", "dcp_s3", "--rounds", "3", "--out", str(tmp_path / "small.json")]
     monkeypatch.setattr("sys.argv", arguments)
     with pytest.raises(SystemExit) if status else contextlib.nullcontext() as error:
         small_tensors.main()
