@@ -25,7 +25,9 @@ def _samples() -> list[Sample]:
     for number, (itself, ours) in enumerate(((10, 30), (20, 25), (30, 70)), start=1):
         for reader, cost in ((ITSELF, itself), ("dcp_s3", ours)):
             phases = {"read_metadata": 1e-6 * cost * 1000 / 2, "read_data": 1e-6 * cost * 1000 / 2, "planning": 0.0}
-            samples.append(Sample(reader, number, 1000, 1e-6 * cost * 1000, 0.001, phases))
+            samples.append(
+                Sample(reader, number, 1000, 1e-6 * cost * 1000, 0.001 if reader == ITSELF else 0.002, phases)
+            )
     return samples
 
 
@@ -44,8 +46,8 @@ def test_the_report_has_a_line_for_each_reader() -> None:
     rows = [line.split("|") for line in console.export_text().splitlines() if line.startswith(("| DCP", "| dcp_s3"))]
     cells = [[cell.strip() for cell in row[1:-1]] for row in rows]
     assert cells == [
-        [ITSELF, "20.0", "10.0", "0.0", "10.0", "", "", "", "", "1.0"],
-        ["dcp_s3", "30.0", "15.0", "0.0", "15.0", "20.0", "10.0", "0.0", "10.0", "1.0"],
+        [ITSELF, "20.0", "10.0", "0.0", "10.0", "1.0", "", "", "", "", ""],
+        ["dcp_s3", "30.0", "15.0", "0.0", "15.0", "2.0", "20.0", "10.0", "0.0", "10.0", "1.0"],
     ]
 
 
