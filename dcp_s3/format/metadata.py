@@ -28,6 +28,7 @@ from dcp_s3.errors import CorruptMetadataError, UnsafeMetadataError
 from dcp_s3.format._torch import StorageInfo
 from dcp_s3.format.layout import is_inside
 from dcp_s3.format.metadata_globals import build_of, find_global
+from dcp_s3.format.records import make_shortcuts
 from dcp_s3.format.unpickle import MalformedPickleError, UnsafeGlobalError, check_nesting, unpickle
 
 # An item of one object: S3's largest object is 50 TiB, what is pickled or encoded goes through memory.
@@ -56,7 +57,7 @@ def load_metadata(data: bytes, *, url: str) -> Metadata:
         CorruptMetadataError: truncated, empty, not DCP metadata, or of fields that can not be.
     """
     try:
-        metadata, _ = unpickle(data, find_global, build_of)
+        metadata, _ = unpickle(data, find_global, build_of, make_shortcuts=make_shortcuts)
     except UnsafeGlobalError as error:
         raise UnsafeMetadataError(
             f"the metadata of {url} names the global {error}, which DCP's metadata never needs: loading it could "

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import struct
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any
 
@@ -42,6 +42,12 @@ class Constructor:
     name: str
     call: Callable[[tuple[Any, ...], Limits], Any] | None = None
     new: Callable[[tuple[Any, ...]], Any] | None = None
+
+
+Shortcut = Callable[[int], tuple[Any, int] | None]
+"""Makes at once what a run of opcodes makes that begins at a position, behind a reference to a `Constructor`: the value
+that takes the constructor's place on the stack, and where the run ends. None, and nothing is changed, if the opcodes
+there are others."""
 
 
 class Limits:
@@ -96,6 +102,7 @@ def unpickle(
     *,
     start: int = 0,
     max_protocol: int = 5,
+    make_shortcuts: Callable[[bytes, list[Any]], Mapping[str, Shortcut]] | None = None,
 ) -> tuple[Any, int]:
     """The value of a pickle, and where it ends.
 
@@ -109,13 +116,17 @@ def unpickle(
         load_persistent: what stands for a persistent id; without it there must be none.
         start: where the pickle begins.
         max_protocol: at least 2.
+        make_shortcuts: for the constructors, by their names, given ``data`` and the memo. They save time, and change
+            nothing else.
 
     Raises:
         MalformedPickleError: damaged, or more than data of this kind needs.
         UnsafeGlobalError: from ``find_global``.
     """
     try:
-        return _run(data, start, find_global, build_of, load_persistent, max_protocol, Limits(len(data)))
+        return _run(
+            data, start, find_global, build_of, load_persistent, max_protocol, Limits(len(data)), make_shortcuts
+        )
     except (MalformedPickleError, UnsafeGlobalError):
         raise
     except IndexError:
@@ -132,10 +143,14 @@ def _run(
     load_persistent: Callable[[Any], Any] | None,
     max_protocol: int,
     limits: Limits,
+    make_shortcuts: Callable[[bytes, list[Any]], Mapping[str, Shortcut]] | None,
 ) -> tuple[Any, int]:
     stack: list[Any] = []
     marks: list[int] = []
-    memo: dict[int, Any] = {}
+    # Places from 0 on, in order; others (any four bytes) in ``scattered``, which no pickler writes.
+    memo: list[Any] = []
+    scattered: dict[int, Any] = {}
+    shortcuts = make_shortcuts(data, memo) if make_shortcuts is not None else {}
     push, pop = stack.append, stack.pop
     check_key = limits.check_key
 
@@ -145,6 +160,17 @@ def _run(
         if position > len(data):
             raise MalformedPickleError(f"it ends before {length} bytes that should be at {start}")
         return data[start:position]
+
+    def put(place: int, value: Any) -> None:
+        nonlocal shortcuts
+        if place == len(memo) and place not in scattered:
+            memo.append(value)
+            return
+        shortcuts = {}  # which add to the memo, and rely on what they found there
+        if place < len(memo):
+            memo[place] = value
+        else:
+            scattered[place] = value
 
     def pop_mark() -> list[Any]:
         start = marks.pop()
@@ -162,17 +188,20 @@ def _run(
     while True:
         op = data[position]
         position += 1
-        if op == 0x94:  # MEMOIZE
-            memo[len(memo)] = stack[-1]
-        elif op == 0x68:  # BINGET
-            push(memo[data[position]])
-            position += 1
+        if op == 0x68 or op == 0x6A:  # BINGET, LONG_BINGET
+            place = int.from_bytes(take(1 if op == 0x68 else 4), "little")
+            value = memo[place] if place < len(memo) else scattered[place]
+            if type(value) is Constructor and value.name in shortcuts:
+                made = shortcuts[value.name](position)
+                if made is not None:
+                    value, position = made
+            push(value)
+        elif op == 0x94:  # MEMOIZE
+            put(len(memo) + len(scattered), stack[-1])
         elif op == 0x8C:  # SHORT_BINUNICODE
             length = data[position]
             position += 1
             push(str(take(length), "utf-8", "surrogatepass"))
-        elif op == 0x6A:  # LONG_BINGET
-            push(memo[int.from_bytes(take(4), "little")])
         elif op == 0x4B:  # BININT1
             push(data[position])
             position += 1
@@ -242,10 +271,10 @@ def _run(
                 raise MalformedPickleError(f"a {type(stack[-1]).__name__} is appended to")
             stack[-1].extend(items)
         elif op == 0x71:  # BINPUT
-            memo[data[position]] = stack[-1]
+            put(data[position], stack[-1])
             position += 1
         elif op == 0x72:  # LONG_BINPUT
-            memo[int.from_bytes(take(4), "little")] = stack[-1]
+            put(int.from_bytes(take(4), "little"), stack[-1])
         elif op == 0x58:  # BINUNICODE
             push(str(take(int.from_bytes(take(4), "little")), "utf-8", "surrogatepass"))
         elif op == 0x8D:  # BINUNICODE8
