@@ -8,7 +8,6 @@ same effect, on the memo too, as its opcodes one by one. What does not match is 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_s3.format._torch import StorageInfo
 from dcp_s3.format.metadata_globals import CONSTRUCTORS, build_of
-from dcp_s3.format.unpickle import Constructor, MalformedPickleError, Shortcut
+from dcp_s3.format.unpickle import Constructor, MalformedPickleError, NoShortcutError, Shortcut
 
 # Every opcode has one length, or says it in its first bytes: there is one way only to take a pickle apart. Names are
 # those of pickletools.
@@ -46,7 +45,20 @@ _CHUNK_PATTERN = re.compile(_CHUNK, re.DOTALL)
 _PROPERTIES_PATTERN = re.compile(_PROPERTIES, re.DOTALL)
 # Of one chunk.
 _TENSOR_PATTERN = re.compile(
-    _BEGIN + _KEY + _KEY + rb"(" + _PROPERTIES + rb")" + _KEY + _SHAPE + _KEY + rb"\]\x94" + _KEY + _CHUNK + rb"a" + _END,
+    _BEGIN
+    + _KEY
+    + _KEY
+    + rb"("
+    + _PROPERTIES
+    + rb")"
+    + _KEY
+    + _SHAPE
+    + _KEY
+    + rb"\]\x94"
+    + _KEY
+    + _CHUNK
+    + rb"a"
+    + _END,
     re.DOTALL,
 )
 _INDEX_PATTERN = re.compile(
@@ -72,10 +84,6 @@ _PROPERTIES_CLASS = _constructor(TensorProperties)
 _new = object.__new__
 
 
-class _Unusual(Exception):  # noqa: N818 - no error
-    """Not what a record has: the unpickler shall decide."""
-
-
 class _Referred(dict[bytes, Any]):
     """GET -> what is at its place of the memo, which never changes."""
 
@@ -85,8 +93,16 @@ class _Referred(dict[bytes, Any]):
     def __missing__(self, token: bytes) -> Any:
         place = int.from_bytes(token[1:], "little")
         if place >= len(self._memo):
-            raise _Unusual
+            raise NoShortcutError
         self[token] = value = self._memo[place]
+        return value
+
+
+class _Numbers(dict[bytes, int]):
+    """Opcodes of a number -> the number; for such as occur often."""
+
+    def __missing__(self, token: bytes) -> int:
+        self[token] = value = _read_int(token)
         return value
 
 
@@ -99,7 +115,7 @@ class _Names(dict[bytes, str]):
     def __missing__(self, token: bytes) -> str:
         value = self._referred[token]
         if type(value) is not str:
-            raise _Unusual
+            raise NoShortcutError
         self[token] = value
         return value
 
@@ -118,7 +134,7 @@ class _Shapes(dict[bytes, tuple[Any, tuple[Any, ...]]]):
         value, added = self._referred[token[:length]], ()
         if len(token) > length:
             if value is not _SIZE:
-                raise _Unusual
+                raise NoShortcutError
             value, added = _make_size(token[length:])
         self[token] = value, added
         return value, added
@@ -130,7 +146,7 @@ def _make_size(opcodes: bytes) -> tuple[torch.Size, tuple[Any, ...]]:
     try:
         size = torch.Size(numbers)
     except (RuntimeError, TypeError, ValueError, OverflowError):
-        raise _Unusual from None
+        raise NoShortcutError from None
     return size, ((numbers, (numbers,), size) if numbers else ((numbers,), size))
 
 
@@ -151,7 +167,7 @@ def make_shortcuts(data: bytes, memo: list[Any]) -> dict[str, Shortcut]:
         memo: of the unpickler; only ever added to, as long as the shortcuts are used.
     """
     referred = _Referred(memo)
-    names, shapes = _Names(referred), _Shapes(referred)
+    names, shapes, numbers = _Names(referred), _Shapes(referred), _Numbers()
     properties: dict[bytes, tuple[tuple[Any, ...], dict[str, Any]]] = {}
 
     def make_properties(opcodes: bytes) -> tuple[TensorProperties, tuple[Any, ...]]:
@@ -161,28 +177,28 @@ def make_shortcuts(data: bytes, memo: list[Any]) -> dict[str, Shortcut]:
             tokens = re.findall(_GET + rb"|" + _BOOL, opcodes[4:-3], re.DOTALL)
             state = tuple(token == b"\x88" if token in (b"\x88", b"\x89") else referred[token] for token in tokens)
             build = build_of(TensorProperties)
-            assert build is not None
             try:
-                build(instance, state)
+                if build is not None:
+                    build(instance, state)
             except MalformedPickleError:
-                raise _Unusual from None
+                raise NoShortcutError from None
             properties[opcodes] = state, dict(vars(instance))
         state, attributes = properties[opcodes]
         instance.__dict__.update(attributes)
         return instance, state
 
-    def size(position: int) -> tuple[Any, int] | None:
+    def size(position: int) -> tuple[Any, int]:
         match = _SIZE_PATTERN.match(data, position)
         if match is None:
-            return None
+            raise NoShortcutError
         value, added = _make_size(match[0])
         memo.extend(added)
         return value, match.end()
 
-    def chunk(position: int) -> tuple[Any, int] | None:
+    def chunk(position: int) -> tuple[Any, int]:
         match = _CHUNK_PATTERN.match(data, position)
         if match is None:
-            return None
+            raise NoShortcutError
         name_1, shape_1, name_2, shape_2 = match.groups()
         value_1, added_1 = shapes[shape_1]
         value_2, added_2 = shapes[shape_2]
@@ -192,13 +208,13 @@ def make_shortcuts(data: bytes, memo: list[Any]) -> dict[str, Shortcut]:
         memo.extend((instance, state, *added_1, *added_2))
         return instance, match.end()
 
-    def tensor(position: int) -> tuple[Any, int] | None:
+    def tensor(position: int) -> tuple[Any, int]:
         match = _TENSOR_PATTERN.match(data, position)
         if match is None:
-            return None
+            raise NoShortcutError
         name_p, class_p, of_p, name_s, shape, name_c, class_c, name_1, shape_1, name_2, shape_2 = match.groups()
         if referred[class_p] is not _PROPERTIES_CLASS or referred[class_c] is not _CHUNK_CLASS:
-            return None
+            raise NoShortcutError
         value, added = shapes[shape]
         value_1, added_1 = shapes[shape_1]
         value_2, added_2 = shapes[shape_2]
@@ -215,16 +231,16 @@ def make_shortcuts(data: bytes, memo: list[Any]) -> dict[str, Shortcut]:
         )  # fmt: skip
         return instance, match.end()
 
-    def index(position: int) -> tuple[Any, int] | None:
+    def index(position: int) -> tuple[Any, int]:
         match = _INDEX_PATTERN.match(data, position)
         if match is None:
-            return None
+            raise NoShortcutError
         name_1, token_1, name_2, token_2, name_3, shape = match.groups()
         op, value_2 = token_2[0], None
         if op == 0x68 or op == 0x6A:
             value_2 = referred[token_2]
         elif op != 0x4E:
-            value_2 = _read_int(token_2)
+            value_2 = numbers[token_2]
         state = {names[name_1]: referred[token_1], names[name_2]: value_2}
         added: tuple[Any, ...] = ()
         if name_3 is not None:
@@ -234,41 +250,34 @@ def make_shortcuts(data: bytes, memo: list[Any]) -> dict[str, Shortcut]:
         memo.extend((instance, state, *added))
         return instance, match.end()
 
-    def info(position: int) -> tuple[Any, int] | None:
+    def info(position: int) -> tuple[Any, int]:
         match = _INFO_PATTERN.match(data, position)
         if match is None:
-            return None
-        (path_name, path, name_1, n_1, name_2, n_2, name_3, n_3, name_4, n_4, name_5, n_5, last, length) = match.groups()
+            raise NoShortcutError
+        (path_name, path, name_1, n_1, name_2, n_2, name_3, n_3, name_4, n_4, name_5, n_5, last, length) = (
+            match.groups()
+        )
         end = match.end()
-        state = {names[path_name]: referred[path], names[name_1]: _read_int(n_1), names[name_2]: _read_int(n_2)}
+        state = {names[path_name]: referred[path], names[name_1]: _read_int(n_1), names[name_2]: numbers[n_2]}
         if n_3 is not None:
-            state[names[name_3]] = _read_int(n_3)
+            state[names[name_3]] = numbers[n_3]
             if n_4 is not None:
                 state[names[name_4]] = _read_int(n_4)
                 if n_5 is not None:
-                    state[names[name_5]] = _read_int(n_5)
+                    state[names[name_5]] = numbers[n_5]
         instance = _new(StorageInfo)
         added: tuple[Any, ...] = ()
         if last is not None:
             start = end
             end += int.from_bytes(length[1:], "little")
             if data[end : end + 3] != b"\x94ub":
-                return None
+                raise NoShortcutError
             state[names[last]] = found = data[start:end]
             end += 3
             added = (found,)
         instance.__dict__.update(state)
         memo.extend((instance, state, *added))
         return instance, end
-
-    def guarded(shortcut: Shortcut) -> Shortcut:
-        def run(position: int) -> tuple[Any, int] | None:
-            try:
-                return shortcut(position)
-            except _Unusual:
-                return None
-
-        return run
 
     made: dict[type, Shortcut] = {
         torch.Size: size,
@@ -277,4 +286,4 @@ def make_shortcuts(data: bytes, memo: list[Any]) -> dict[str, Shortcut]:
         MetadataIndex: index,
         StorageInfo: info,
     }
-    return {_constructor(cls).name: guarded(shortcut) for cls, shortcut in made.items()}
+    return {_constructor(cls).name: shortcut for cls, shortcut in made.items()}

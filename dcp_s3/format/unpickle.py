@@ -16,9 +16,10 @@ from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any
 
 # What may be a key of a dict or a member of a set, beyond strings: hashing the same tuple in a tuple in a tuple takes
-# exponential time, and ints beyond this range can be chosen to have one hash.
+# exponential time, and numbers, or tuples of them, can be chosen to have one hash.
 _KEY_NODES = 1000
 _KEY_INT = 2**60
+_EQUAL_HASHES = 100
 
 
 class MalformedPickleError(Exception):
@@ -44,10 +45,14 @@ class Constructor:
     new: Callable[[tuple[Any, ...]], Any] | None = None
 
 
-Shortcut = Callable[[int], tuple[Any, int] | None]
-"""Makes at once what a run of opcodes makes that begins at a position, behind a reference to a `Constructor`: the value
-that takes the constructor's place on the stack, and where the run ends. None, and nothing is changed, if the opcodes
-there are others."""
+class NoShortcutError(Exception):
+    """The opcodes are not those of a `Shortcut`."""
+
+
+Shortcut = Callable[[int], tuple[Any, int]]
+"""Makes at once what a run of opcodes behind a reference to a `Constructor` makes, given where the run begins: the value
+that takes the constructor's place on the stack, and where the run ends. It adds to the memo what the opcodes would.
+Raises `NoShortcutError` and changes nothing if other opcodes are there."""
 
 
 class Limits:
@@ -55,6 +60,8 @@ class Limits:
 
     def __init__(self, size: int) -> None:
         self._left = size
+        self._by_hash: dict[int, object] = {}
+        self._equal_hashes = 0
 
     def spend(self, count: int) -> None:
         """Raises `MalformedPickleError` when more is copied than the pickle has bytes."""
@@ -62,13 +69,25 @@ class Limits:
         if self._left < 0:
             raise MalformedPickleError("it copies its values again and again")
 
-    def check_key(self, key: object) -> None:
+    def check_key(self, key: Any) -> None:
         """Raises `MalformedPickleError` if ``key`` is nothing that should be hashed."""
-        if type(key) is str:
+        kind = type(key)
+        if kind is str:
             return
+        if _is_record(kind):
+            _check_fields(key)
+        else:
+            self._check_parts(key)
+        first = self._by_hash.setdefault(hash(key), key)
+        if first is not key and first != key:
+            self._equal_hashes += 1
+            if self._equal_hashes > _EQUAL_HASHES:
+                raise MalformedPickleError("keys that were chosen to have equal hashes")
+
+    def _check_parts(self, key: Any) -> None:
         nodes, level = 1, [key]
         while level:
-            deeper: list[object] = []
+            deeper: list[Any] = []
             for part in level:
                 if isinstance(part, tuple):
                     nodes += len(part)
@@ -80,9 +99,15 @@ class Limits:
                         raise MalformedPickleError("a key that is a huge integer")
                 elif type(part).__hash__ is None:
                     raise MalformedPickleError(f"a key of type {type(part).__name__}")
-                elif is_dataclass(part) and not isinstance(part, Constructor):
+                elif _is_record(type(part)):
                     _check_fields(part)
             level = deeper
+
+
+@functools.cache
+def _is_record(kind: type) -> bool:
+    """Whether instances can be keys that hash what a pickle put into them."""
+    return kind.__hash__ is not None and is_dataclass(kind) and kind is not Constructor
 
 
 def _check_fields(part: object) -> None:
@@ -90,8 +115,11 @@ def _check_fields(part: object) -> None:
     for value in vars(part).values():
         if value is None or isinstance(value, (str, int)):
             continue
-        if not isinstance(value, tuple) or len(value) > _KEY_NODES or not all(isinstance(item, int) for item in value):
+        if not isinstance(value, tuple) or len(value) > _KEY_NODES:
             raise MalformedPickleError(f"a key of type {type(part).__name__} with a {type(value).__name__}")
+        for item in value:
+            if not isinstance(item, int):
+                raise MalformedPickleError(f"a key of type {type(part).__name__} with a {type(item).__name__}")
 
 
 def unpickle(
@@ -181,23 +209,39 @@ def _run(
     def set_items(target: Any, items: list[Any]) -> None:
         if type(target) not in (dict, OrderedDict, defaultdict, Counter):
             raise MalformedPickleError(f"items are set in a {type(target).__name__}")
-        for i in range(0, len(items), 2):
-            check_key(items[i])
-            target[items[i]] = items[i + 1]
+        keys, values = items[::2], items[1::2]
+        if len(keys) != len(values):
+            raise MalformedPickleError("a key has no value")
+        for key in keys:
+            if type(key) is not str:
+                check_key(key)
+        if type(target) is dict:
+            target.update(zip(keys, values, strict=True))
+        else:
+            for key, value in zip(keys, values, strict=True):
+                target[key] = value
 
     while True:
         op = data[position]
         position += 1
         if op == 0x68 or op == 0x6A:  # BINGET, LONG_BINGET
-            place = int.from_bytes(take(1 if op == 0x68 else 4), "little")
+            if op == 0x68:
+                place = data[position]
+                position += 1
+            else:
+                place = int.from_bytes(take(4), "little")
             value = memo[place] if place < len(memo) else scattered[place]
             if type(value) is Constructor and value.name in shortcuts:
-                made = shortcuts[value.name](position)
-                if made is not None:
-                    value, position = made
+                try:
+                    value, position = shortcuts[value.name](position)
+                except NoShortcutError:
+                    pass
             push(value)
         elif op == 0x94:  # MEMOIZE
-            put(len(memo) + len(scattered), stack[-1])
+            if scattered:
+                put(len(memo) + len(scattered), stack[-1])
+            else:
+                memo.append(stack[-1])
         elif op == 0x8C:  # SHORT_BINUNICODE
             length = data[position]
             position += 1
