@@ -31,8 +31,9 @@ from dcp_s3.errors import CorruptMetadataError, UnsafeMetadataError
 from dcp_s3.format._torch import StorageInfo
 from dcp_s3.format.layout import is_inside
 from dcp_s3.format.metadata_globals import build_of, find_global
+from dcp_s3.format.nesting import check_nesting
 from dcp_s3.format.records import make_shortcuts
-from dcp_s3.format.unpickle import MalformedPickleError, UnsafeGlobalError, check_nesting, unpickle
+from dcp_s3.format.unpickle import MalformedPickleError, UnsafeGlobalError, unpickle
 
 # An item of one object: S3's largest object is 50 TiB, what is pickled or encoded goes through memory.
 _MAX_ITEM_BYTES = 2**44

@@ -241,7 +241,10 @@ def make_shortcuts(data: bytes, memo: list[Any]) -> dict[str, Shortcut]:
             value_2 = referred[token_2]
         elif op != 0x4E:
             value_2 = numbers[token_2]
-        state = {names[name_1]: referred[token_1], names[name_2]: value_2}
+        place = int.from_bytes(token_1[1:], "little")  # of a name: none occurs often
+        if place >= len(memo):
+            raise NoShortcutError
+        state = {names[name_1]: memo[place], names[name_2]: value_2}
         added: tuple[Any, ...] = ()
         if name_3 is not None:
             state[names[name_3]], added = shapes[shape]

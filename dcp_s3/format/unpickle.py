@@ -12,7 +12,7 @@ import functools
 import struct
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 # What may be a key of a dict or a member of a set, beyond strings: hashing the same tuple in a tuple in a tuple takes
@@ -50,8 +50,8 @@ class NoShortcutError(Exception):
 
 
 Shortcut = Callable[[int], tuple[Any, int]]
-"""Makes at once what a run of opcodes behind a reference to a `Constructor` makes, given where the run begins: the value
-that takes the constructor's place on the stack, and where the run ends. It adds to the memo what the opcodes would.
+"""Makes at once what a run of opcodes behind a reference to a `Constructor` makes, given where the run begins: the
+value that takes the constructor's place on the stack, and where the run ends. Adds to the memo what the opcodes would.
 Raises `NoShortcutError` and changes nothing if other opcodes are there."""
 
 
@@ -71,7 +71,7 @@ class Limits:
 
     def check_key(self, key: Any) -> None:
         """Raises `MalformedPickleError` if ``key`` is nothing that should be hashed."""
-        kind = type(key)
+        kind: Any = type(key)
         if kind is str:
             return
         if _is_record(kind):
@@ -99,7 +99,7 @@ class Limits:
                         raise MalformedPickleError("a key that is a huge integer")
                 elif type(part).__hash__ is None:
                     raise MalformedPickleError(f"a key of type {type(part).__name__}")
-                elif _is_record(type(part)):
+                elif is_dataclass(part) and not isinstance(part, Constructor):
                     _check_fields(part)
             level = deeper
 
@@ -135,7 +135,7 @@ def unpickle(
     """The value of a pickle, and where it ends.
 
     Time and memory are proportional to the length of ``data``. The value may refer to itself and may be nested
-    deeply; see `check_nesting`.
+    deeply; see `nesting.check_nesting`.
 
     Args:
         data: holds a pickle of protocol 2 to 5.
@@ -373,73 +373,3 @@ def _run(
 
 def _describe(function: object) -> str:
     return function.name if isinstance(function, Constructor) else f"a {type(function).__name__}"
-
-
-_LEAVES = (str, int, float, bool, type(None), bytes, complex, bytearray)
-
-
-def check_nesting(value: Any, *, max_depth: int, max_nodes: int) -> None:
-    """Check that whatever walks ``value`` recursively comes to an end.
-
-    Args:
-        value: containers and dataclasses.
-        max_depth: levels.
-        max_nodes: of the tree that it unfolds to; what occurs several times counts as often.
-
-    Raises:
-        MalformedPickleError: it contains itself, a class, a dataclass that lacks attributes, or more than that.
-    """
-    if type(value) in _LEAVES:
-        return
-    # Postorder; id -> (depth, nodes) of what is finished, None of what is being visited.
-    known: dict[int, tuple[int, int] | None] = {}
-    pending: list[tuple[Any, list[Any] | None]] = [(value, None)]
-    while pending:
-        item, children = pending.pop()
-        if children is None:
-            if id(item) in known:
-                if known[id(item)] is None:
-                    raise MalformedPickleError(f"a {type(item).__name__} contains itself")
-                continue
-            children = [child for child in _children(item) if type(child) not in _LEAVES]
-            known[id(item)] = None
-            pending.append((item, children))
-            pending += [(child, None) for child in children]
-            continue
-        depth, nodes = 1, 1 + _width(item)
-        for child in children:
-            found = known[id(child)]
-            if found is None:
-                raise MalformedPickleError(f"a {type(item).__name__} contains itself")
-            depth, nodes = max(depth, found[0] + 1), nodes + found[1]
-        if depth > max_depth:
-            raise MalformedPickleError(f"it is nested more than {max_depth} levels deep")
-        if nodes > max_nodes:
-            raise MalformedPickleError(f"it unfolds to more than {max_nodes} values")
-        known[id(item)] = depth, nodes
-
-
-def _children(item: Any) -> list[Any]:
-    if isinstance(item, Constructor):
-        raise MalformedPickleError(f"it has {item.name} itself where a value belongs")
-    if isinstance(item, dict):
-        return [*item.keys(), *item.values()]
-    if isinstance(item, (list, tuple, set, frozenset)):
-        return list(item)
-    if not is_dataclass(item):
-        return []
-    cls: type = type(item)
-    missing = _required(cls) - vars(item).keys()
-    if missing:
-        raise MalformedPickleError(f"a {type(item).__name__} has no {min(missing)}")
-    return list(vars(item).values())
-
-
-@functools.cache
-def _required(cls: type) -> frozenset[str]:
-    """Names of the attributes that an instance must have of its own."""
-    return frozenset(field.name for field in fields(cls) if field.default is MISSING)
-
-
-def _width(item: Any) -> int:
-    return len(item) if isinstance(item, (dict, list, tuple, set, frozenset)) else 1

@@ -35,7 +35,7 @@ TENSORS = 24
 
 
 def _metadata() -> Metadata:
-    """Tensors of 0 to 5 dimensions, of one to three chunks; CRCs of blocks of some. More than 256 places of the memo."""
+    """Tensors of 0 to 5 dimensions, of one to three chunks; CRCs of blocks of some. The memo has over 256 places."""
     entries: dict[str, Any] = {}
     items: dict[MetadataIndex, Any] = {}
     paths = ["__0_0-abc.distcp", "__1_0-abc.distcp"]
@@ -88,8 +88,8 @@ _VALID = [pickle.dumps(_metadata(), protocol) for protocol in (2, 4, 5)]
 _EVERYTHING_AGAIN = b"".join(b"h" + bytes([place]) for place in range(256))
 _SNIPPETS = [
     call("tests.hostile", "trip"), text("fqn"), text("../x"), b"K\x05q\x09", b"K\x05q\xff", b"Nr\xff\xff\x00\x00",
-    b"h\x09",    b"h\x21K\x01\x85\x94\x85\x94R\x94", b")\x81\x94}\x94(", b"ub", b"0", b"1", b"(", b"u", b"a", b"R", b"\x94", b"\x85",
-    b"\x95" + bytes(8), b"J\xff\xff\xff\xff", number(2**63), b"\x8a\x09" + bytes(8) + b"\x01", _EVERYTHING_AGAIN,
+    b"h\x09", b"h\x21K\x01\x85\x94\x85\x94R\x94", b")\x81\x94}\x94(", b"ub", b"0", b"1", b"(", b"u", b"a", b"R", b"\x94",
+    b"\x85",    b"\x95" + bytes(8), b"J\xff\xff\xff\xff", number(2**63), b"\x8a\x09" + bytes(8) + b"\x01", _EVERYTHING_AGAIN,
 ]  # fmt: skip
 
 
@@ -145,7 +145,8 @@ def test_every_record_is_made_at_once() -> None:
     found, _ = unpickle(pickle.dumps(metadata), find_global, build_of, make_shortcuts=counting)
     assert found == metadata
     items = len(metadata.storage_data or {})
-    several = sum(len(entry.chunks) for entry in metadata.state_dict_metadata.values() if len(entry.chunks) > 1)  # type: ignore[union-attr]
+    chunks = [len(entry.chunks) for entry in metadata.state_dict_metadata.values()]  # type: ignore[union-attr]
+    several = sum(count for count in chunks if count > 1)
     # Behind the first: of one path, of the other, without a CRC, with blocks.
     assert items - 4 <= made["_StorageInfo"] < items
     assert items - 2 <= made["MetadataIndex"] < items
