@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import pickle
+import pickletools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import is_dataclass
@@ -116,18 +117,6 @@ def test_sizes(size: int, extent: int) -> None:
     assert _outcome(data, make_shortcuts) == _outcome(data, None)
 
 
-@pytest.mark.parametrize("place", range(60))
-def test_the_memo_holds_the_same(place: int) -> None:
-    """What is at a place of the memo, after records."""
-    small = _metadata()
-    first = next(iter(small.state_dict_metadata))
-    small.state_dict_metadata = {fqn: small.state_dict_metadata[fqn] for fqn in (first, "layers.1.weight")}
-    data = pickle.dumps(small)
-    for at in (place, 60 + place, 120 + place):
-        again = data[:-1] + b"h" + bytes([at]) + b"."
-        assert _outcome(again, make_shortcuts) == _outcome(again, None)
-
-
 def test_every_record_is_made_at_once() -> None:
     """But the first of each kind, which names its class, and those with texts in them."""
     made: Counter[str] = Counter()
@@ -158,11 +147,30 @@ def test_every_record_is_made_at_once() -> None:
 
 def test_a_place_that_is_written_again_ends_the_shortcuts() -> None:
     """They keep what they found in the memo."""
-    stream = pickle.dumps([torch.Size([1]), torch.Size([1]), torch.Size([1])])
-    last = stream.rindex(b"h")
-    changed = stream[:last] + b"Nq" + stream[last + 1 : last + 2] + b"0" + stream[last:]
+    data = pickle.dumps([MetadataIndex(fqn, [1]) for fqn in "abc"])
+    places = [op.name for op, _, _ in pickletools.genops(data[: data.index(b"offset")])].count("MEMOIZE")
+    last = data.rindex(b"h", 0, data.rindex(b")\x81"))
+    changed = data[:last] + text("another") + b"q" + bytes([places]) + b"0" + data[last:]
+    value, _ = unpickle(changed, find_global, build_of, make_shortcuts=make_shortcuts)
+    assert [list(vars(index)) for index in value] == [["fqn", "index", "offset"]] * 2 + [["fqn", "index", "another"]]
     assert _outcome(changed, make_shortcuts) == _outcome(changed, None)
-    assert _outcome(changed, make_shortcuts)[0] is MalformedPickleError
+
+
+@pytest.mark.parametrize("dimensions", [0, 1, 2, 4])
+def test_what_records_add_to_the_memo(dimensions: int) -> None:
+    """Each place, after records of every kind that were made at once."""
+    size = torch.Size([70_000] * dimensions)
+    entries: dict[str, Any] = {}
+    items = {}
+    for fqn in "abc":
+        chunk = ChunkStorageMetadata(torch.Size([0] * dimensions), torch.Size(size))
+        entries[fqn] = TensorStorageMetadata(TensorProperties(torch.int8), torch.Size(size), [chunk])
+        blocks = Blocks(2**20, fqn.encode() * 8, 2**63)
+        items[MetadataIndex(fqn, size, 0)] = make_storage_info("x", 0, 5, raw_offset=1, crc64nvme=2**63, blocks=blocks)
+    data = pickle.dumps(Metadata(entries, None, items))
+    for place in range(256):
+        again = data[:-1] + b"h" + bytes([place]) + b"."
+        assert _outcome(again, make_shortcuts) == _outcome(again, None)
 
 
 # --- the garbage collector ------------------------------------------------------------------------------
