@@ -226,9 +226,7 @@ def make_shortcuts(data: bytes, memo: list[Any]) -> dict[str, Shortcut]:
         part.__dict__.update(chunk_state)
         instance = _new(TensorStorageMetadata)
         instance.__dict__.update(state)
-        memo.extend(
-            (instance, state, held, held_state, *added, chunks, part, chunk_state, *added_1, *added_2)
-        )  # fmt: skip
+        memo.extend((instance, state, held, held_state, *added, chunks, part, chunk_state, *added_1, *added_2))
         return instance, match.end()
 
     def index(position: int) -> tuple[Any, int]:
