@@ -148,12 +148,13 @@ def test_every_record_is_made_at_once() -> None:
 
 def test_a_place_that_is_written_again_ends_the_shortcuts() -> None:
     """They keep what they found in the memo."""
-    data = pickle.dumps([MetadataIndex(fqn, [1]) for fqn in "abc"])
+    names = ["a", "b", "c"]
+    data = pickle.dumps((names, [MetadataIndex(fqn, [1]) for fqn in names]))
     before = itertools.takewhile(lambda found: found[1] != "offset", pickletools.genops(data))
     places = sum(op.name == "MEMOIZE" for op, _, _ in before)
     last = data.rindex(b"h", 0, data.rindex(b")\x81"))
     changed = data[:last] + text("another") + b"q" + bytes([places]) + b"0" + data[last:]
-    value, _ = unpickle(changed, find_global, build_of, make_shortcuts=make_shortcuts)
+    (_, value), _ = unpickle(changed, find_global, build_of, make_shortcuts=make_shortcuts)
     assert [list(vars(index)) for index in value] == [["fqn", "index", "offset"]] * 2 + [["fqn", "index", "another"]]
     assert _outcome(changed, make_shortcuts) == _outcome(changed, None)
 
