@@ -14,12 +14,12 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint._torch import ReaderTransforms
-from dcp_s3.checkpoint.collection import collector_paused
 from dcp_s3.checkpoint.memory import synchronize_accelerator
 from dcp_s3.checkpoint.read_plan import ReadRequest, plan_requests
 from dcp_s3.checkpoint.receive import Buffer, Reception
 from dcp_s3.checkpoint.safe_items import check_item
 from dcp_s3.checkpoint.transfer import ItemTransfer, TransferFactory
+from dcp_s3.garbage import collector_paused
 from dcp_s3.spill.local import LocalObjects
 from dcp_s3.transport import retry
 from dcp_s3.transport.bucket import Bucket
@@ -129,7 +129,7 @@ class LoadExecutor:
         largest = min(settings.part_size, max(_SMALL_REQUEST, total // (2 * settings.concurrency)))
         if any(transfer.owned is None for transfer in transfers if transfer.extents):
             largest = min(largest, max(_SMALL_BUFFER, settings.load_buffers // settings.concurrency))
-        return plan_requests(extents, max_request=largest, max_gap=settings.read_gap)
+        return plan_requests(extents, max_request=largest, max_gap=settings.read_gap, max_waste=settings.read_waste)
 
     def _commit(self, transfer: ItemTransfer, planner: LoadPlanner) -> None:
         if transfer.target is not None:

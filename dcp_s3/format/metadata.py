@@ -6,13 +6,11 @@ planners and storage layers put into metadata, and nothing else; then every fiel
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import math
 import operator
 import pickle
 import reprlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import PurePath
 from typing import Any, NoReturn, TypeGuard
 
@@ -34,6 +32,7 @@ from dcp_s3.format.metadata_globals import build_of, find_global
 from dcp_s3.format.nesting import check_nesting
 from dcp_s3.format.records import make_shortcuts
 from dcp_s3.format.unpickle import MalformedPickleError, UnsafeGlobalError, unpickle
+from dcp_s3.garbage import collector_paused
 
 # An item of one object: S3's largest object is 50 TiB, what is pickled or encoded goes through memory.
 _MAX_ITEM_BYTES = 2**44
@@ -60,22 +59,8 @@ def load_metadata(data: bytes, *, url: str) -> Metadata:
         UnsafeMetadataError: a global outside the list, or an object outside the checkpoint's prefix.
         CorruptMetadataError: truncated, empty, not DCP metadata, or of fields that can not be.
     """
-    with _no_garbage_collection():
+    with collector_paused():
         return _load(data, url)
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Of the whole process. It would go through what is loaded, which has no garbage, again and again as it grows:
-    that takes several times as long as the loading."""
-    if not gc.isenabled():
-        yield
-        return
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def _load(data: bytes, url: str) -> Metadata:
