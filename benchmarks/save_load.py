@@ -130,19 +130,26 @@ def _case_names(text: str) -> list[str]:
 @contextlib.contextmanager
 def serve(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, str]]]:
     """The endpoint, and the environment in which its clients run."""
-    environment = dict(os.environ) | {
-        "AWS_REGION": options.region,
-        "AWS_DEFAULT_REGION": options.region,
-    }
     if options.endpoint_url:
-        yield options.endpoint_url, environment | {"AWS_ENDPOINT_URL": options.endpoint_url}
+        yield options.endpoint_url, _environment(options.region, options.endpoint_url)
         return
-    # One checkpoint at a time, framing, the unused tail of a block per part, and the warm-up.
-    memory = llama_bytes(options.size) * 5 // 4 + 256 * MIB
-    with MemoryS3Process(preallocate=memory) as server:
-        environment |= _DUMMY_CREDENTIALS | {"AWS_ENDPOINT_URL": server.endpoint_url}
-        _client(server.endpoint_url, environment).create_bucket(Bucket=options.bucket)
+    with serve_embedded(options.bucket, options.region, llama_bytes(options.size)) as served:
+        yield served
+
+
+@contextlib.contextmanager
+def serve_embedded(bucket: str, region: str, size: int) -> Iterator[tuple[str, dict[str, str]]]:
+    """`serve` by an in-memory server of its own, which has ``bucket`` and memory for ``size`` bytes of checkpoints."""
+    # Framing, the unused tail of a block per part, and the warm-up.
+    with MemoryS3Process(preallocate=size * 5 // 4 + 256 * MIB) as server:
+        environment = _environment(region, server.endpoint_url) | _DUMMY_CREDENTIALS
+        _client(server.endpoint_url, environment).create_bucket(Bucket=bucket)
         yield server.endpoint_url, environment
+
+
+def _environment(region: str, endpoint_url: str) -> dict[str, str]:
+    own = {"AWS_REGION": region, "AWS_DEFAULT_REGION": region, "AWS_ENDPOINT_URL": endpoint_url}
+    return dict(os.environ) | own
 
 
 def _client(endpoint_url: str, environment: dict[str, str]) -> Any:

@@ -88,6 +88,14 @@ class Settings(BaseSettings):
     load_timeout: Seconds | None = Field(default=None, gt=0)
     """Seconds in which a rank must have loaded, from the moment it has the metadata. Unset: no limit."""
 
+    read_gap: Size = Field(default=256 * 2**10, ge=0)
+    """Bytes between two ranges of an object that a load rather fetches and throws away than asks around. 256 KiB is
+    what S3 sends on one connection (90 MB/s) in a tenth of a request's latency (about 30 ms): a higher value makes
+    fewer requests, a lower one moves fewer bytes."""
+    load_buffers: Size = Field(default=512 * 2**20, ge=2**20)
+    """Bytes of host memory, per process, through which a load brings what it can not receive in place: tensors on a
+    device, strided ones, other dtypes, parts of rows."""
+
     prefix_spread: int = Field(default=0, ge=0, le=4)
     """Hex digits of a hash put before object names (``a7/__0_0-....distcp``) to spread the load of very large
     jobs over S3's partitions. 0: none."""

@@ -253,12 +253,11 @@ def decode_tensor(data: bytes, shape: tuple[int, ...] = (2, 2)) -> torch.Tensor:
         storage_data={index: make_storage_info("__0_0.distcp", 0, len(data))},
     )
     item = ReadItem(LoadItemType.TENSOR, index, zeros, index, zeros, size)
-    factory = TransferFactory(parse_url(URL), metadata, ReaderTransforms(None), allow_dtype_cast=False)
+    factory = TransferFactory(parse_url(URL), metadata, ReaderTransforms(None), allow_dtype_cast=False, max_gap=0)
     transfer = factory.prepare(0, item, _Planner(target))  # type: ignore[arg-type]
     if data:
-        (received,) = transfer.targets_for(0, len(data))
-        received.view[:] = data
-    transfer.deliver()
+        transfer.memory(0, len(data))[:] = data
+    transfer.finish()
     return target
 
 

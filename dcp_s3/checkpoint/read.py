@@ -16,6 +16,7 @@ from dcp_s3 import errors
 from dcp_s3.checkpoint._torch import ReaderTransforms
 from dcp_s3.checkpoint.memory import synchronize_accelerator
 from dcp_s3.checkpoint.read_plan import ReadRequest, plan_requests
+from dcp_s3.checkpoint.receive import Buffer, Reception
 from dcp_s3.checkpoint.safe_items import check_item
 from dcp_s3.checkpoint.transfer import ItemTransfer, TransferFactory
 from dcp_s3.spill.local import LocalObjects
@@ -29,9 +30,10 @@ from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
 
-# Bytes between two extents that are fetched and thrown away rather than asked around: what S3 sends (90 MB/s a
-# connection) in a tenth of a request's latency (about 30 ms). The framing between two items is under 2 KiB.
-MAX_GAP = 256 * 2**10
+# A load that has fewer requests of `part_size` than twice the connections makes smaller ones, down to this many bytes.
+_SMALL_REQUEST = 8 * 2**20
+# Through a buffer, a request is not smaller than this.
+_SMALL_BUFFER = 2**20
 
 _TOO_LATE = (FutureTimeoutError, errors.DeadlineExceededError)
 
@@ -62,9 +64,16 @@ class LoadExecutor:
         self._weights_only = weights_only
         self._bucket = bucket
         self._url = url
-        self._factory = TransferFactory(url, metadata, transforms, allow_dtype_cast=bucket.settings.allow_dtype_cast)
+        self._factory = TransferFactory(
+            url,
+            metadata,
+            transforms,
+            allow_dtype_cast=bucket.settings.allow_dtype_cast,
+            max_gap=bucket.settings.read_gap,
+        )
         self._cancel = threading.Event()
-        self._discard = memoryview(bytearray(MAX_GAP))
+        self._buffers = threading.local()
+        self._pin = False
 
     def run(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         """Fetch every item of ``plan`` and hand it to ``planner``.
@@ -80,15 +89,12 @@ class LoadExecutor:
         """
         transfers = [self._factory.prepare(number, item, planner) for number, item in enumerate(plan.items)]
         synchronize_accelerator(transfer.target for transfer in transfers)
-        requests = plan_requests(
-            [transfer.extent for transfer in transfers if transfer.extent is not None],
-            max_request=self._bucket.settings.part_size,
-            max_gap=MAX_GAP,
-        )
+        self._pin = any(transfer.target is not None and transfer.target.is_cuda for transfer in transfers)
         for transfer in transfers:
-            if transfer.extent is None:
-                transfer.deliver()
+            if not transfer.extents:
+                transfer.finish()
                 self._commit(transfer, planner)
+        requests = self._plan(transfers)
         if not requests:
             return
         threads = min(self._bucket.settings.concurrency, len(requests))
@@ -114,6 +120,15 @@ class LoadExecutor:
             pool.close()
         synchronize_accelerator(transfer.target for transfer in transfers)
 
+    def _plan(self, transfers: Sequence[ItemTransfer]) -> list[ReadRequest]:
+        settings = self._bucket.settings
+        extents = [extent for transfer in transfers for extent in transfer.extents]
+        total = sum([extent.length for extent in extents])
+        largest = min(settings.part_size, max(_SMALL_REQUEST, total // (2 * settings.concurrency)))
+        if any(transfer.owned is None for transfer in transfers if transfer.extents):
+            largest = min(largest, max(_SMALL_BUFFER, settings.load_buffers // settings.concurrency))
+        return plan_requests(extents, max_request=largest, max_gap=settings.read_gap)
+
     def _commit(self, transfer: ItemTransfer, planner: LoadPlanner) -> None:
         if transfer.target is not None:
             planner.commit_tensor(transfer.item, transfer.target)
@@ -123,12 +138,12 @@ class LoadExecutor:
                     transfer.loaded,
                     fqn=transfer.item.storage_index.fqn,
                     url=str(self._url),
-                    verified=transfer.crc is not None,
+                    verified=transfer.checked,
                 )
             try:
                 planner.load_bytes(transfer.item, transfer.loaded)
             except Exception as error:
-                if transfer.crc is not None:
+                if transfer.checked:
                     raise  # the bytes are what was saved: it is for the caller to know what cannot be unpickled
                 raise errors.CorruptCheckpointError(
                     f"{transfer.item.storage_index.fqn!r} in {self._url} cannot be unpickled: {type(error).__name__}: "
@@ -141,46 +156,48 @@ class LoadExecutor:
 
     def _fetch(self, request: ReadRequest, transfers: Sequence[ItemTransfer], inference: bool) -> list[ItemTransfer]:
         """Carry out one request; returns the items that it completed."""
-        targets = [
-            [Target(self._discard[: segment.length])]
-            if segment.item is None
-            else transfers[segment.item].targets_for(segment.item_offset, segment.length)
-            for segment in request.segments
-        ]
-        self._receive(request.path, request.start, [target for each in targets for target in each])
-        completed = []
-        for segment, received in zip(request.segments, targets, strict=True):
-            if segment.item is None:
-                continue
-            transfer = transfers[segment.item]
-            if transfer.arrived(segment.item_offset, received):
+        with torch.inference_mode(inference):
+            complete = self._transfer(request, transfers)
+            for transfer in complete:
                 self._verify(transfer)
-                with torch.inference_mode(inference):
-                    transfer.deliver()
-                completed.append(transfer)
-        return completed
+                transfer.finish()
+        return complete
+
+    def _transfer(self, request: ReadRequest, transfers: Sequence[ItemTransfer]) -> list[ItemTransfer]:
+        buffer = getattr(self._buffers, "buffer", None)
+        if buffer is None:
+            buffer = self._buffers.buffer = Buffer(pin=self._pin)
+        reception = Reception(request, transfers, buffer)
+        self._receive(request.path, request.start, reception.targets)
+        return reception.deliver()
 
     def _verify(self, transfer: ItemTransfer) -> None:
-        """Compare the checksum; damage on the way is given one more chance, damage at rest is an error."""
-        extent, expected = transfer.extent, transfer.crc
-        if extent is None or expected is None or transfer.found_crc() == expected:
+        """Compare the checksums; damage on the way is given one more chance, damage at rest is an error."""
+        wrong = transfer.mismatches()
+        if not wrong:
             return
         logger.warning(
             "checksum of %r in %s does not match; fetching it again",
             transfer.item.storage_index.fqn,
             self._url,
         )
-        transfer.forget()
-        if self._local is not None:
-            self._local.distrust(extent.path)
-        targets = transfer.targets_for(0, extent.length)
-        self._receive(extent.path, extent.start, targets)
-        transfer.arrived(0, targets)
-        if transfer.found_crc() != expected:
+        for part, _ in wrong:
+            extent = transfer.forget(part)
+            if self._local is not None:
+                self._local.distrust(extent.path)
+            settings = self._bucket.settings
+            for request in plan_requests(
+                [extent._replace(item=0)],
+                max_request=max(_SMALL_BUFFER, min(settings.part_size, settings.load_buffers // settings.concurrency)),
+                max_gap=0,
+            ):
+                self._transfer(request, [transfer])
+        for part, found in transfer.mismatches():
+            extent = transfer.extent_of(part)
             raise errors.CorruptCheckpointError(
                 f"{transfer.item.storage_index.fqn!r} in {self._url}: bytes {extent.start} "
                 f"to {extent.start + extent.length - 1} of {extent.path} have CRC-64/NVME "
-                f"{crc_hex(transfer.found_crc())}, recorded was {crc_hex(expected)}, twice. The stored data is "
+                f"{crc_hex(found)}, recorded was {crc_hex(part.crc or 0)}, twice. The stored data is "
                 "damaged: load an earlier checkpoint",
                 url=str(self._url),
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import IO, cast
@@ -21,105 +22,203 @@ from dcp_s3.checkpoint._torch import (
     get_raw_offset,
     narrow_tensor_by_index,
 )
-from dcp_s3.checkpoint.blocks import widen
+from dcp_s3.checkpoint.boxes import Box, boxes_of_run, covering_run, intersect
 from dcp_s3.checkpoint.contents import find_chunk
 from dcp_s3.checkpoint.item_limits import check_limits
 from dcp_s3.checkpoint.memory import is_direct, view_bytes
-from dcp_s3.checkpoint.read_plan import Extent, covering_range, row_major_strides
+from dcp_s3.checkpoint.read_plan import ChunkRange, Extent, ranges_of_box
 from dcp_s3.transport.checksum import combine_crc64nvme
-from dcp_s3.transport.download import Target
 from dcp_s3.url import CheckpointURL
 
 
 class ItemTransfer:
-    """One read item: where its bytes lie, where they go, and what is done when they are there.
+    """One read item: where its bytes lie, what is to be checked, and where they go.
 
-    Args:
+    The bytes have an offset of the item's own: `TensorTransfer` counts from the beginning of the saved chunk,
+    `StreamTransfer` from that of the stored item.
+
+    Attributes:
         item: of the load plan.
-        extent: bytes to fetch; None if there are none.
+        extents: what is to be fetched.
+        ranges: the runs of bytes in them, with their checksums.
         target: the tensor to load into, None for an item that is not a tensor.
-        direct: whether the bytes are received in the target's own memory.
-        crc: expected CRC-64/NVME of the extent, None if it is not known.
-        scatter: called with the transfer and the received bytes (a uint8 tensor) unless ``direct``.
-        margin: bytes at the beginning of the extent that are fetched for the checksum only, as are, in a ``direct``
-            transfer, those behind the target's.
+        loaded: what an item that is not a tensor came out as.
+        owned: (start, stop) of the bytes that can be received in `memory`, where they belong; None if there are none.
     """
+
+    __slots__ = ("_crcs", "_lock", "_missing", "extents", "item", "loaded", "owned", "ranges", "target")
 
     def __init__(
         self,
         item: ReadItem,
-        extent: Extent | None,
-        *,
+        extents: Sequence[Extent],
+        ranges: Sequence[ChunkRange],
         target: torch.Tensor | None,
-        direct: bool,
-        crc: int | None,
-        scatter: Callable[[ItemTransfer, torch.Tensor], None],
-        margin: int = 0,
+        owned: tuple[int, int] | None,
     ) -> None:
         self.item = item
-        self.extent = extent
+        self.extents = extents
+        self.ranges = ranges
         self.target = target
-        self.crc = crc
         self.loaded: io.BytesIO | None = None
-        """What an item that is not a tensor came out as."""
-        self._direct = direct
-        self._scatter = scatter
-        self._margin = margin
-        self._missing = extent.length if extent else 0
+        self.owned = owned
+        self._missing = sum([extent.length for extent in extents])
         self._crcs: list[tuple[int, int, int]] = []
         self._lock = threading.Lock()
-        self._buffer: torch.Tensor | None = None
-        self._memory: list[memoryview] = []
 
-    def targets_for(self, offset: int, length: int) -> list[Target]:
-        """Where ``length`` bytes of the extent from ``offset`` on are to be received, in order."""
+    @property
+    def checked(self) -> bool:
+        """Whether there is a checksum."""
+        return any(part.crc is not None for part in self.ranges)
+
+    def memory(self, start: int, stop: int) -> memoryview:
+        """The place of bytes within `owned`."""
+        raise NotImplementedError
+
+    def put(self, offset: int, data: torch.Tensor) -> None:
+        """Bring bytes outside of `owned` (uint8, from ``offset`` on) to their place."""
+
+    def arrived(self, offset: int, length: int, crc: int) -> bool:
+        """Count bytes and remember their checksum; True when these were the last."""
         with self._lock:
-            if not self._memory:
-                self._memory = self._allocate()
-            targets, start = [], 0
-            for memory in self._memory:
-                view = memory[max(0, offset - start) : max(0, offset + length - start)]
-                if view.nbytes:
-                    targets.append(Target(view, checksum=self.crc is not None))
-                start += memory.nbytes
-            return targets
-
-    def _allocate(self) -> list[memoryview]:
-        size = self.extent.length if self.extent else 0
-        if self._direct and self.target is not None:
-            memory = view_bytes(self.target)
-            after = size - self._margin - memory.nbytes
-            return [memoryview(bytearray(self._margin)), memory, memoryview(bytearray(after))]
-        self._buffer = torch.empty(size, dtype=torch.uint8)
-        return [view_bytes(self._buffer)]
-
-    def arrived(self, offset: int, targets: Sequence[Target]) -> bool:
-        """Count the bytes of `targets_for`; True when these were the last."""
-        with self._lock:
-            for target in targets:
-                self._crcs.append((offset, target.crc or 0, target.view.nbytes))
-                self._missing -= target.view.nbytes
-                offset += target.view.nbytes
+            self._crcs.append((offset, crc, length))
+            self._missing -= length
             return self._missing == 0
 
-    def found_crc(self) -> int:
-        """CRC-64/NVME of the whole extent as it was received."""
-        return combine_crc64nvme((crc, length) for _, crc, length in sorted(self._crcs))
+    def is_damaged(self, offset: int, length: int, crc: int) -> bool:
+        """Whether these bytes are a range of this item with another checksum."""
+        return any(
+            part.crc is not None and part.crc != crc and part.start == offset and part.stop == offset + length
+            for part in self.ranges
+        )
 
-    def forget(self) -> None:
-        """Make ready to receive everything again."""
+    def mismatches(self) -> list[tuple[ChunkRange, int]]:
+        """The ranges whose bytes are not what was saved, with the CRC-64/NVME that was found."""
+        wrong = []
+        for part in self.ranges:
+            if part.crc is None:
+                continue
+            pieces = self._crcs if len(self.ranges) == 1 else self._pieces(part)
+            found = pieces[0][1] if len(pieces) == 1 else combine_crc64nvme((c, n) for _, c, n in sorted(pieces))
+            if found != part.crc:
+                wrong.append((part, found))
+        return wrong
+
+    def _pieces(self, part: ChunkRange) -> list[tuple[int, int, int]]:
+        return [piece for piece in self._crcs if part.start <= piece[0] < part.stop]
+
+    def forget(self, part: ChunkRange) -> Extent:
+        """Make ready to receive a range again; where it lies."""
         with self._lock:
-            self._crcs = []
-            self._missing = self.extent.length if self.extent else 0
+            self._crcs = [piece for piece in self._crcs if not part.start <= piece[0] < part.stop]
+            self._missing += part.stop - part.start
+        return self.extent_of(part)
 
-    def deliver(self) -> None:
-        """Bring the received bytes to their place; gives up the buffer."""
-        if not self._direct:
-            self._scatter(
-                self,
-                self._buffer if self._buffer is not None else torch.empty(0, dtype=torch.uint8),
-            )
-        self._buffer, self._memory = None, []
+    def extent_of(self, part: ChunkRange) -> Extent:
+        """Where a range lies in its object."""
+        found = next(extent for extent in self.extents if extent.offset <= part.start < extent.offset + extent.length)
+        skipped = part.start - found.offset
+        return found._replace(start=found.start + skipped, length=part.stop - part.start, offset=part.start)
+
+    def finish(self) -> None:
+        """All bytes are at their place, and right."""
+
+
+def is_whole(item: ReadItem, sizes: torch.Size) -> bool:
+    """Whether an item needs all of a saved chunk of ``sizes``."""
+    return item.lengths == sizes and not any(item.storage_offsets)
+
+
+class TensorTransfer(ItemTransfer):
+    """A box of a saved chunk, whose raw bytes' place is known, into a tensor."""
+
+    __slots__ = ("_box", "_dtype", "_sizes")
+
+    def __init__(
+        self,
+        number: int,
+        item: ReadItem,
+        info: StorageInfo,
+        raw_start: int,
+        ranges: Sequence[ChunkRange],
+        target: torch.Tensor,
+        sizes: torch.Size,
+        dtype: torch.dtype,
+    ) -> None:
+        self._box = Box(item.storage_offsets, item.lengths)
+        self._sizes = sizes
+        self._dtype = dtype
+        owned = None
+        if dtype == target.dtype and target.nbytes and is_direct(target):
+            whole = is_whole(item, sizes)
+            start, stop = (0, math.prod(sizes)) if whole else covering_run(sizes, self._box)
+            if stop - start == target.numel():
+                owned = start * dtype.itemsize, stop * dtype.itemsize
+        extents = [
+            Extent(number, info.relative_path, raw_start + start, stop - start, start) for start, stop, _ in ranges
+        ]
+        super().__init__(item, extents, ranges, target, owned)
+
+    def memory(self, start: int, stop: int) -> memoryview:
+        """See `ItemTransfer`."""
+        first = self.owned[0] if self.owned else 0
+        return view_bytes(cast(torch.Tensor, self.target))[start - first : stop - first]
+
+    def put(self, offset: int, data: torch.Tensor) -> None:
+        """See `ItemTransfer`. The bytes are whole elements."""
+        if self.owned is not None or self.target is None:
+            return  # what is needed is received in place; this is there for a checksum
+        if data.storage_offset() % self._dtype.itemsize:
+            data = data.clone()
+        elements = data.view(self._dtype)
+        first = offset // self._dtype.itemsize
+        for run in boxes_of_run(self._sizes, first, first + elements.numel()):
+            source, elements = elements[: run.numel], elements[run.numel :]
+            wanted = intersect(run, self._box)
+            if wanted is not None:
+                place = [start - own for start, own in zip(wanted.offsets, self._box.offsets, strict=True)]
+                within = [start - own for start, own in zip(wanted.offsets, run.offsets, strict=True)]
+                narrow_tensor_by_index(self.target, place, wanted.lengths).copy_(
+                    narrow_tensor_by_index(source.view(run.lengths), within, wanted.lengths)
+                )
+
+
+class StreamTransfer(ItemTransfer):
+    """A whole stored item, decoded when it is there.
+
+    Args:
+        decode: called with the item's bytes (uint8).
+    """
+
+    __slots__ = ("_buffer", "_decode", "_size")
+
+    def __init__(
+        self,
+        number: int,
+        item: ReadItem,
+        info: StorageInfo,
+        crc: int | None,
+        target: torch.Tensor | None,
+        decode: Callable[[StreamTransfer, torch.Tensor], None],
+    ) -> None:
+        size = info.length
+        extents = [Extent(number, info.relative_path, info.offset, size)] if size else []
+        super().__init__(item, extents, [ChunkRange(0, size, crc)] if size else [], target, (0, size))
+        self._size = size
+        self._decode = decode
+        self._buffer: torch.Tensor | None = None
+
+    def memory(self, start: int, stop: int) -> memoryview:
+        """See `ItemTransfer`."""
+        with self._lock:
+            if self._buffer is None:
+                self._buffer = torch.empty(self._size, dtype=torch.uint8)
+            return view_bytes(self._buffer)[start:stop]
+
+    def finish(self) -> None:
+        """Decode the item."""
+        self._decode(self, torch.empty(0, dtype=torch.uint8) if self._buffer is None else self._buffer)
+        self._buffer = None
 
 
 class TransferFactory:
@@ -130,6 +229,7 @@ class TransferFactory:
         metadata: of the checkpoint.
         transforms: torch's stream extensions.
         allow_dtype_cast: whether a tensor may be converted to another dtype.
+        max_gap: bytes between two ranges of a chunk that are rather fetched than asked around.
     """
 
     def __init__(
@@ -139,11 +239,13 @@ class TransferFactory:
         transforms: ReaderTransforms,
         *,
         allow_dtype_cast: bool,
+        max_gap: int,
     ) -> None:
         self._url = url
         self._metadata = metadata
         self._transforms = transforms
         self._allow_dtype_cast = allow_dtype_cast
+        self._max_gap = max_gap
 
     def prepare(self, number: int, item: ReadItem, planner: LoadPlanner) -> ItemTransfer:
         """The transfer for ``item``, number ``number`` of the plan. No I/O.
@@ -192,43 +294,25 @@ class TransferFactory:
     ) -> ItemTransfer:
         dtype = saved.properties.dtype
         sizes = self._chunk_sizes(item, saved)
-        element_size = dtype.itemsize
-        box = covering_range(sizes, item.storage_offsets, item.lengths, element_size)
-        chunk_bytes = sizes.numel() * element_size
-        if raw_offset + chunk_bytes > info.length:
+        nbytes = sizes.numel() * dtype.itemsize
+        if raw_offset + nbytes > info.length:
             raise errors.CorruptMetadataError(
-                f"{item.storage_index.fqn!r} in {self._url}: a chunk of {chunk_bytes} bytes at {raw_offset} does "
+                f"{item.storage_index.fqn!r} in {self._url}: a chunk of {nbytes} bytes at {raw_offset} does "
                 f"not fit into its item of {info.length} bytes: the metadata is damaged",
                 url=str(self._url),
             )
-        strides = row_major_strides(sizes)
-        blocks = get_blocks(info, chunk_bytes) if box.length else None
-        start, stop, crc = (
-            widen(box.start, box.start + box.length, chunk_bytes, blocks)
-            if blocks is not None
-            else (box.start, box.start + box.length, None)
-        )
-        margin = box.start - start
-
-        def scatter(_: ItemTransfer, buffer: torch.Tensor) -> None:
-            if buffer.numel():
-                wanted = buffer[margin : margin + box.length]
-                target.copy_(wanted.view(dtype).as_strided(item.lengths, strides))
-
-        return ItemTransfer(
-            item,
-            _extent(number, info, raw_offset + start, stop - start),
-            target=target,
-            direct=box.dense and dtype == target.dtype and is_direct(target),
-            crc=crc,
-            scatter=scatter,
-            margin=margin,
-        )
+        if is_whole(item, sizes):
+            ranges = [ChunkRange(0, nbytes, get_crc(info))] if nbytes else []
+        else:
+            blocks = get_blocks(info, nbytes) if nbytes else None
+            box = Box(item.storage_offsets, item.lengths)
+            ranges = ranges_of_box(sizes, box, dtype.itemsize, blocks=blocks, max_gap=self._max_gap)
+        return TensorTransfer(number, item, info, info.offset + raw_offset, ranges, target, sizes, dtype)
 
     def _prepare_encoded(self, number: int, item: ReadItem, info: StorageInfo, target: torch.Tensor) -> ItemTransfer:
         """A tensor whose raw bytes' place is not known: written by something else, or through an extension."""
 
-        def scatter(_: ItemTransfer, buffer: torch.Tensor) -> None:
+        def decode(_: StreamTransfer, buffer: torch.Tensor) -> None:
             with self._naming_damage(item):
                 stream = self._decode(item, info, buffer)
                 seekable = stream if isinstance(stream, io.BytesIO) else io.BytesIO(stream.read(-1))
@@ -237,9 +321,8 @@ class TransferFactory:
                 tensor = cast(torch.Tensor, torch.load(seekable, map_location="cpu", weights_only=True))
                 target.copy_(narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
 
-        extent = _extent(number, info, 0, info.length)
         crc = get_crc(info) if get_raw_offset(info) is None else None
-        return ItemTransfer(item, extent, target=target, direct=False, crc=crc, scatter=scatter)
+        return StreamTransfer(number, item, info, crc, target, decode)
 
     def _prepare_bytes(self, number: int, item: ReadItem, info: StorageInfo) -> ItemTransfer:
         if info.length == 0:
@@ -247,12 +330,11 @@ class TransferFactory:
                 f"the metadata of {self._url} is damaged: {item.storage_index.fqn!r} has no bytes", url=str(self._url)
             )
 
-        def scatter(transfer: ItemTransfer, buffer: torch.Tensor) -> None:
+        def decode(transfer: StreamTransfer, buffer: torch.Tensor) -> None:
             with self._naming_damage(item):
                 transfer.loaded = io.BytesIO(self._decode(item, info, buffer).read(-1))
 
-        extent = _extent(number, info, 0, info.length)
-        return ItemTransfer(item, extent, target=None, direct=False, crc=get_crc(info), scatter=scatter)
+        return StreamTransfer(number, item, info, get_crc(info), None, decode)
 
     def _decode(self, item: ReadItem, info: StorageInfo, buffer: torch.Tensor) -> IO[bytes]:
         # A descriptor list is missing in old checkpoints.
@@ -301,7 +383,3 @@ class TransferFactory:
                 f"the metadata of {self._url} has no chunk of {index.fqn!r} at {index.offset}", url=str(self._url)
             )
         return chunk.sizes
-
-
-def _extent(number: int, info: StorageInfo, start: int, length: int) -> Extent | None:
-    return Extent(number, info.relative_path, info.offset + start, length) if length else None
