@@ -8,14 +8,18 @@ item of its class was looked at), and its own head, which is fetched with them, 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
+from dcp_s3.checkpoint.boxes import Box
 from dcp_s3.format.archive import MAX_HEAD, ArchiveHead, HeadError, parse_head
 from dcp_s3.format.framing import FrameCache, FramingError
 from dcp_s3.transport.download import Target
+
+SMALL_ITEM = 64 * 2**10
+"""Bytes up to which an item is rather fetched whole than looked at, or in parts."""
 
 PROBE_SIZE = 4 * 2**10
 """Bytes of the first look at an item; a second one takes `MAX_HEAD`."""
@@ -102,6 +106,13 @@ class ArchiveHeads:
                 self._count += 1
         return head
 
+    def find(self, kind: ItemKind, data: bytes | memoryview) -> ArchiveHead | None:
+        """As `read`; None instead of an error."""
+        try:
+            return self.read(kind, data)
+        except HeadError:
+            return None
+
 
 class HeadProof:
     """The head of one item as it arrives, to be compared with the expected one.
@@ -112,29 +123,49 @@ class HeadProof:
         expected: what was relied on when the item's bytes were asked for.
     """
 
-    __slots__ = ("_expected", "_heads", "_kind", "_received")
+    __slots__ = ("_heads", "_kind", "_received", "expected")
 
     def __init__(self, heads: ArchiveHeads, kind: ItemKind, expected: ArchiveHead) -> None:
         self._heads = heads
         self._kind = kind
-        self._expected = expected
+        self.expected = expected
         self._received = bytearray(expected.length)
 
-    def put(self, start: int, data: memoryview) -> None:
-        """Take bytes of the item from byte ``start`` on; those behind the head are left out."""
-        end = min(start + data.nbytes, self._expected.length)
+    def put(self, offset: int, data: memoryview) -> None:
+        """Take bytes that begin in the head, ``offset`` bytes (negative) before the tensor's own."""
+        start = offset + self.expected.raw_offset
+        end = min(start + data.nbytes, self.expected.length)
         self._received[start:end] = data[: end - start]
 
     def holds(self) -> bool:
         """Whether the item is as expected. All of the head has arrived."""
-        return self.found() == self._expected
+        return self.found() == self.expected
 
     def found(self) -> ArchiveHead | None:
         """What the item has; None if that can not be told from so many bytes."""
-        try:
-            return self._heads.read(self._kind, bytes(self._received))
-        except HeadError:
-            return None
+        return self._heads.find(self._kind, bytes(self._received))
+
+
+def in_order(
+    order: Sequence[int], box: Box, sizes: torch.Size, target: torch.Tensor
+) -> tuple[Box, torch.Size, torch.Tensor]:
+    """A box of a chunk, the chunk's shape and the tensor for the box, with the dimensions in another order."""
+    if list(order) == list(range(len(order))):
+        return box, sizes, target
+    offsets, lengths, permuted = (tuple(values[dim] for dim in order) for values in (*box, sizes))
+    return Box(offsets, lengths), torch.Size(permuted), target.permute(*order)
+
+
+def read_tensor(head: ArchiveHead, item: torch.Tensor) -> torch.Tensor:
+    """The tensor in an item (uint8) that has ``head``; mostly without a copy."""
+    raw = item[head.raw_offset : head.raw_offset + head.nbytes]
+    if raw.storage_offset() % head.dtype.itemsize:
+        raw = raw.clone()
+    elements = raw.view(head.dtype)
+    if head.is_row_major:
+        return elements.view(head.shape)
+    places = [head.order.index(dim) for dim in range(len(head.shape))]
+    return elements.view([head.shape[dim] for dim in head.order]).permute(places)
 
 
 def plan_probes(heads: ArchiveHeads, items: Iterable[Probe]) -> list[Probe]:

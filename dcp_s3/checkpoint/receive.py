@@ -164,8 +164,10 @@ class Reception:
             return
         start, stop = max(offset, transfer.owned[0]), min(offset + length, transfer.owned[1])
         if start < stop:
-            place += start - offset
-            transfer.memory(start, stop)[:] = self._buffer.view(place, place + stop - start)
+            first = place + start - offset
+            transfer.memory(start, stop)[:] = self._buffer.view(first, first + stop - start)
+        if offset < start:
+            transfer.put(offset, self._buffer.tensor(place, place + min(start - offset, length)))
 
 
 def _is_short(segment: Segment, request: ReadRequest) -> bool:

@@ -7,7 +7,7 @@ import io
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import IO, cast
+from typing import IO, NamedTuple, cast
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -22,11 +22,21 @@ from dcp_s3.checkpoint._torch import (
     get_raw_offset,
     narrow_tensor_by_index,
 )
+from dcp_s3.checkpoint.archive_heads import (
+    SMALL_ITEM,
+    ArchiveHeads,
+    HeadProof,
+    ItemKind,
+    Probe,
+    in_order,
+    read_tensor,
+)
 from dcp_s3.checkpoint.boxes import Box, boxes_of_run, covering_run, intersect
 from dcp_s3.checkpoint.contents import find_chunk
 from dcp_s3.checkpoint.item_limits import check_limits
 from dcp_s3.checkpoint.memory import is_direct, view_bytes
 from dcp_s3.checkpoint.read_plan import ChunkRange, Extent, ranges_of_box
+from dcp_s3.format.archive import ArchiveHead
 from dcp_s3.transport.checksum import combine_crc64nvme
 from dcp_s3.url import CheckpointURL
 
@@ -120,8 +130,13 @@ class ItemTransfer:
         skipped = part.start - found.offset
         return found._replace(start=found.start + skipped, length=part.stop - part.start, offset=part.start)
 
-    def finish(self) -> None:
-        """All bytes are at their place, and right."""
+    def finish(self) -> ItemTransfer | None:
+        """All bytes are at their place, and right.
+
+        Returns:
+            What is to be fetched instead, if they are not where they were expected.
+        """
+        return None
 
 
 def is_whole(item: ReadItem, sizes: torch.Size) -> bool:
@@ -130,9 +145,24 @@ def is_whole(item: ReadItem, sizes: torch.Size) -> bool:
 
 
 class TensorTransfer(ItemTransfer):
-    """A box of a saved chunk, whose raw bytes' place is known, into a tensor."""
+    """A box of a saved chunk, whose raw bytes' place is known, into a tensor.
 
-    __slots__ = ("_box", "_dtype", "_sizes")
+    That of another writer's item is expected; its head comes along (before byte 0 of the chunk) and must prove it.
+
+    Args:
+        number: of the item.
+        item: of the load plan.
+        info: where it is stored.
+        raw_start: first byte of the chunk in the object.
+        ranges: of the chunk, to be fetched.
+        target: the tensor to load into.
+        sizes: shape of the chunk.
+        dtype: of the chunk.
+        proof: of another writer's item.
+        instead: makes the transfer to be tried if the proof fails.
+    """
+
+    __slots__ = ("_box", "_dtype", "_instead", "_into", "_proof", "_sizes")
 
     def __init__(
         self,
@@ -144,29 +174,43 @@ class TensorTransfer(ItemTransfer):
         target: torch.Tensor,
         sizes: torch.Size,
         dtype: torch.dtype,
+        proof: HeadProof | None = None,
+        instead: Callable[[ArchiveHead | None], ItemTransfer] | None = None,
     ) -> None:
         self._box = Box(item.storage_offsets, item.lengths)
         self._sizes = sizes
+        self._into = target
         self._dtype = dtype
+        self._proof = proof
+        self._instead = instead
+        whole = is_whole(item, sizes)
+        if proof is not None:
+            # Row-major, as everything else is, with the dimensions in the order in which they are stored.
+            self._box, self._sizes, self._into = in_order(proof.expected.order, self._box, sizes, target)
         owned = None
-        if dtype == target.dtype and target.nbytes and is_direct(target):
-            whole = is_whole(item, sizes)
-            start, stop = (0, math.prod(sizes)) if whole else covering_run(sizes, self._box)
+        if dtype == target.dtype and target.nbytes and is_direct(self._into):
+            start, stop = (0, math.prod(sizes)) if whole else covering_run(self._sizes, self._box)
             if stop - start == target.numel():
                 owned = start * dtype.itemsize, stop * dtype.itemsize
         extents = [
             Extent(number, info.relative_path, raw_start + start, stop - start, start) for start, stop, _ in ranges
         ]
+        if proof is not None:
+            extents = _with_head(extents, number, info, proof.expected)
         super().__init__(item, extents, ranges, target, owned)
 
     def memory(self, start: int, stop: int) -> memoryview:
         """See `ItemTransfer`."""
         first = self.owned[0] if self.owned else 0
-        return view_bytes(cast(torch.Tensor, self.target))[start - first : stop - first]
+        return view_bytes(self._into)[start - first : stop - first]
 
     def put(self, offset: int, data: torch.Tensor) -> None:
         """See `ItemTransfer`. The bytes are whole elements."""
-        if self.owned is not None or self.target is None:
+        if offset < 0 and self._proof is not None:
+            self._proof.put(offset, view_bytes(data))
+            data = data[-offset:]
+            offset = 0
+        if self.owned is not None or not data.numel():
             return  # what is needed is received in place; this is there for a checksum
         if data.storage_offset() % self._dtype.itemsize:
             data = data.clone()
@@ -178,9 +222,24 @@ class TensorTransfer(ItemTransfer):
             if wanted is not None:
                 place = [start - own for start, own in zip(wanted.offsets, self._box.offsets, strict=True)]
                 within = [start - own for start, own in zip(wanted.offsets, run.offsets, strict=True)]
-                narrow_tensor_by_index(self.target, place, wanted.lengths).copy_(
+                narrow_tensor_by_index(self._into, place, wanted.lengths).copy_(
                     narrow_tensor_by_index(source.view(run.lengths), within, wanted.lengths)
                 )
+
+    def finish(self) -> ItemTransfer | None:
+        """See `ItemTransfer`."""
+        if self._proof is None or self._instead is None or self._proof.holds():
+            return None
+        return self._instead(self._proof.found())
+
+
+def _with_head(extents: list[Extent], number: int, info: StorageInfo, head: ArchiveHead) -> list[Extent]:
+    """The head of an item comes along: in one run with the beginning of the chunk, if that is needed."""
+    first = Extent(number, info.relative_path, info.offset, head.length, -head.raw_offset)
+    # Cuts fall on multiples of 64 bytes from where an extent begins, and must not divide elements.
+    if extents and extents[0].start == info.offset + head.length and head.length % 64 == 0:
+        return [first._replace(length=head.length + extents[0].length), *extents[1:]]
+    return [first, *extents]
 
 
 class StreamTransfer(ItemTransfer):
@@ -215,10 +274,25 @@ class StreamTransfer(ItemTransfer):
                 self._buffer = torch.empty(self._size, dtype=torch.uint8)
             return view_bytes(self._buffer)[start:stop]
 
-    def finish(self) -> None:
+    def finish(self) -> ItemTransfer | None:
         """Decode the item."""
         self._decode(self, torch.empty(0, dtype=torch.uint8) if self._buffer is None else self._buffer)
         self._buffer = None
+        return None
+
+
+class UnknownItem(NamedTuple):
+    """An item of another writer of whose kind nothing is known.
+
+    Attributes:
+        number: of the item.
+        probe: where to look.
+        prepare: makes the transfer when that is done.
+    """
+
+    number: int
+    probe: Probe
+    prepare: Callable[[], ItemTransfer]
 
 
 class TransferFactory:
@@ -230,6 +304,11 @@ class TransferFactory:
         transforms: torch's stream extensions.
         allow_dtype_cast: whether a tensor may be converted to another dtype.
         max_gap: bytes between two ranges of a chunk that are rather fetched than asked around.
+
+    Attributes:
+        heads: what is known of items of other writers.
+        unknown: those of which so little is known that one of their kind should be looked at first. What was prepared
+            for them fetches and decodes all of the item.
     """
 
     def __init__(
@@ -246,6 +325,8 @@ class TransferFactory:
         self._transforms = transforms
         self._allow_dtype_cast = allow_dtype_cast
         self._max_gap = max_gap
+        self.heads = ArchiveHeads()
+        self.unknown: list[UnknownItem] = []
 
     def prepare(self, number: int, item: ReadItem, planner: LoadPlanner) -> ItemTransfer:
         """The transfer for ``item``, number ``number`` of the plan. No I/O.
@@ -280,7 +361,7 @@ class TransferFactory:
             )
         raw_offset = get_raw_offset(info)
         if raw_offset is None or info.transform_descriptors:
-            return self._prepare_encoded(number, item, info, target)
+            return self._prepare_archived(number, item, info, target, saved)
         return self._prepare_raw(number, item, info, target, saved, raw_offset)
 
     def _prepare_raw(
@@ -309,10 +390,47 @@ class TransferFactory:
             ranges = ranges_of_box(sizes, box, dtype.itemsize, blocks=blocks, max_gap=self._max_gap)
         return TensorTransfer(number, item, info, info.offset + raw_offset, ranges, target, sizes, dtype)
 
-    def _prepare_encoded(self, number: int, item: ReadItem, info: StorageInfo, target: torch.Tensor) -> ItemTransfer:
-        """A tensor whose raw bytes' place is not known: written by something else, or through an extension."""
+    def _prepare_archived(
+        self, number: int, item: ReadItem, info: StorageInfo, target: torch.Tensor, saved: TensorStorageMetadata
+    ) -> ItemTransfer:
+        """A tensor whose raw bytes' place is not recorded: written by something else, or through an extension."""
+        chunk = find_chunk(saved, item.storage_index)
+        if info.transform_descriptors or chunk is None:
+            return self._prepare_encoded(number, item, info, target, None)
+        kind = ItemKind(saved.properties.dtype, chunk.sizes, info.length)
+        # A recorded checksum is that of the whole item.
+        if info.length <= SMALL_ITEM or get_crc(info) is not None:
+            return self._prepare_encoded(number, item, info, target, kind)
+
+        def again(found: ArchiveHead | None) -> ItemTransfer:
+            return expected(found, lambda _: expected(None, again))
+
+        def expected(head: ArchiveHead | None, instead: Callable[[ArchiveHead | None], ItemTransfer]) -> ItemTransfer:
+            if head is None:
+                return self._prepare_encoded(number, item, info, target, kind)
+            proof = HeadProof(self.heads, kind, head)
+            box, sizes, _ = in_order(head.order, Box(item.storage_offsets, item.lengths), chunk.sizes, target)
+            ranges = ranges_of_box(sizes, box, kind.dtype.itemsize, blocks=None, max_gap=self._max_gap)
+            start = info.offset + head.raw_offset
+            return TensorTransfer(number, item, info, start, ranges, target, chunk.sizes, kind.dtype, proof, instead)
+
+        head = self.heads.expect(kind)
+        if head is None:
+            probe = Probe(kind, info.relative_path, info.offset)
+            self.unknown.append(UnknownItem(number, probe, lambda: expected(self.heads.expect(kind), again)))
+        return expected(head, again)
+
+    def _prepare_encoded(
+        self, number: int, item: ReadItem, info: StorageInfo, target: torch.Tensor, kind: ItemKind | None
+    ) -> ItemTransfer:
+        """A tensor that is fetched with all of its item; ``kind`` is that of an archive."""
 
         def decode(_: StreamTransfer, buffer: torch.Tensor) -> None:
+            head = None if kind is None else self.heads.find(kind, view_bytes(buffer))
+            if head is not None:
+                tensor = read_tensor(head, buffer)
+                target.copy_(narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
+                return
             with self._naming_damage(item):
                 stream = self._decode(item, info, buffer)
                 seekable = stream if isinstance(stream, io.BytesIO) else io.BytesIO(stream.read(-1))
