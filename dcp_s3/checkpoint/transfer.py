@@ -246,10 +246,17 @@ class StreamTransfer(ItemTransfer):
     """A whole stored item, decoded when it is there.
 
     Args:
+        number: of the item.
+        item: of the load plan.
+        info: where it is stored.
+        crc: CRC-64/NVME of the item, None if it is not known.
+        target: the tensor to load into, None for an item that is not a tensor.
         decode: called with the item's bytes (uint8).
+        unpack: as ``decode``, for a small item without checksum: called with bytes that are somebody else's memory
+            as soon as they have come in one piece. Returns whether it could.
     """
 
-    __slots__ = ("_buffer", "_decode", "_size")
+    __slots__ = ("_buffer", "_decode", "_size", "_unpack", "_unpacked")
 
     def __init__(
         self,
@@ -259,12 +266,16 @@ class StreamTransfer(ItemTransfer):
         crc: int | None,
         target: torch.Tensor | None,
         decode: Callable[[StreamTransfer, torch.Tensor], None],
+        unpack: Callable[[torch.Tensor], bool] | None = None,
     ) -> None:
         size = info.length
         extents = [Extent(number, info.relative_path, info.offset, size)] if size else []
-        super().__init__(item, extents, [ChunkRange(0, size, crc)] if size else [], target, (0, size))
+        owned = (0, size) if unpack is None else None
+        super().__init__(item, extents, [ChunkRange(0, size, crc)] if size else [], target, owned)
         self._size = size
         self._decode = decode
+        self._unpack = unpack
+        self._unpacked = False
         self._buffer: torch.Tensor | None = None
 
     def memory(self, start: int, stop: int) -> memoryview:
@@ -274,9 +285,17 @@ class StreamTransfer(ItemTransfer):
                 self._buffer = torch.empty(self._size, dtype=torch.uint8)
             return view_bytes(self._buffer)[start:stop]
 
+    def put(self, offset: int, data: torch.Tensor) -> None:
+        """See `ItemTransfer`."""
+        if self._unpack is not None and data.numel() == self._size and self._unpack(data):
+            self._unpacked = True
+        else:
+            self.memory(offset, offset + data.numel())[:] = view_bytes(data)
+
     def finish(self) -> ItemTransfer | None:
         """Decode the item."""
-        self._decode(self, torch.empty(0, dtype=torch.uint8) if self._buffer is None else self._buffer)
+        if not self._unpacked:
+            self._decode(self, torch.empty(0, dtype=torch.uint8) if self._buffer is None else self._buffer)
         self._buffer = None
         return None
 
@@ -425,11 +444,18 @@ class TransferFactory:
     ) -> ItemTransfer:
         """A tensor that is fetched with all of its item; ``kind`` is that of an archive."""
 
-        def decode(_: StreamTransfer, buffer: torch.Tensor) -> None:
+        def unpack(buffer: torch.Tensor) -> bool:
             head = None if kind is None else self.heads.find(kind, view_bytes(buffer))
-            if head is not None:
-                tensor = read_tensor(head, buffer)
-                target.copy_(narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
+            if head is None:
+                return False
+            tensor = read_tensor(head, buffer)
+            if not is_whole(item, tensor.size()):
+                tensor = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
+            target.copy_(tensor)
+            return True
+
+        def decode(_: StreamTransfer, buffer: torch.Tensor) -> None:
+            if unpack(buffer):
                 return
             with self._naming_damage(item):
                 stream = self._decode(item, info, buffer)
@@ -440,7 +466,8 @@ class TransferFactory:
                 target.copy_(narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
 
         crc = get_crc(info) if get_raw_offset(info) is None else None
-        return StreamTransfer(number, item, info, crc, target, decode)
+        at_once = kind is not None and crc is None and info.length <= SMALL_ITEM
+        return StreamTransfer(number, item, info, crc, target, decode, unpack if at_once else None)
 
     def _prepare_bytes(self, number: int, item: ReadItem, info: StorageInfo) -> ItemTransfer:
         if info.length == 0:
