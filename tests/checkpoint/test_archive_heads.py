@@ -79,13 +79,13 @@ def test_a_proof_comes_in_pieces() -> None:
     heads = ArchiveHeads()
     kind, expected = kind_of(OLD), parse_head(OLD)
     proof = HeadProof(heads, kind, expected)
-    proof.put(100, memoryview(OLD)[100:])
+    proof.put(100 - expected.raw_offset, memoryview(OLD)[100:])
     assert not proof.holds()
-    proof.put(0, memoryview(OLD)[:100])
+    proof.put(-expected.raw_offset, memoryview(OLD)[:100])
     assert proof.holds()
     assert proof.found() == expected
     other = HeadProof(heads, kind_of(PAGES), expected)
-    other.put(0, memoryview(PAGES))
+    other.put(-expected.raw_offset, memoryview(PAGES))
     assert not other.holds()
     assert other.found() is None  # it does not end there
 

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties as Properties
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from dcp_s3 import S3StorageReader, errors
+from dcp_s3.checkpoint import transfer
 from dcp_s3.checkpoint._torch import make_storage_info
 from dcp_s3.transport.checksum import crc64nvme
 from tests.archives import old, oldest, records_of, rewritten, saved, zipped
@@ -111,11 +112,19 @@ WRITERS: dict[str, Callable[[bytes], bytes]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("writer", WRITERS)
-def test_every_dtype_whole_and_in_parts(memory_server: S3Server, s3: Any, bucket: str, root: str, writer: str) -> None:
-    values = {str(dtype): random_tensor((7, 10_000), dtype, i) for i, dtype in enumerate(DTYPES)}
-    values |= {"scalar": random_tensor((), torch.float64), "empty": torch.empty(3, 0)}
-    items = {name: Item(value, WRITERS[writer](saved(value))) for name, value in values.items()}
+def test_every_dtype_whole_and_in_parts(
+    memory_server: S3Server, s3: Any, bucket: str, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "check_limits", lambda stream: pytest.fail("loaded by torch"))
+    tensors = {str(dtype): random_tensor((7, 10_000), dtype, i) for i, dtype in enumerate(DTYPES)}
+    tensors |= {"scalar": random_tensor((), torch.float64), "empty": torch.empty(3, 0)}
+    tensors |= {"transposed": random_tensor((5000, 20), torch.int64).t()}
+    values = {f"{writer} {name}": value for writer in WRITERS for name, value in tensors.items()}
+    items = {
+        f"{writer} {name}": Item(value, write(saved(value)))
+        for writer, write in WRITERS.items()
+        for name, value in tensors.items()
+    }
     put(s3, bucket, items)
     check(load(memory_server, root, blank(items)).state, items)
     parts = {name: (1, 100) for name, value in values.items() if value.numel() > 1}
@@ -133,32 +142,24 @@ BOXES: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("box", "writer", "dtype"),
-    [(box, writer, torch.int32) for box in BOXES for writer in ("this torch", "old")]
-    + [("all", "old", torch.int64), ("columns", "this torch", torch.int64)],
-)
-def test_only_what_is_needed_is_fetched(
-    memory_server: S3Server, s3: Any, bucket: str, root: str, writer: str, box: str, dtype: torch.dtype
-) -> None:
-    (row, column), (rows, columns) = BOXES[box]
+@pytest.mark.parametrize("writer", ["this torch", "old"])
+def test_only_what_is_needed_is_fetched(memory_server: S3Server, s3: Any, bucket: str, root: str, writer: str) -> None:
     values = {f"t{i}": torch.arange(i, 48 * 32768 + i, dtype=torch.int32).view(48, -1) for i in range(2)}
     items = {name: Item(value, WRITERS[writer](saved(value))) for name, value in values.items()}
     overhead = put(s3, bucket, items)
-    found = load(
-        memory_server, root, {name: torch.zeros(rows, columns, dtype=dtype) for name in values},
-        dict.fromkeys(values, (row, column)), allow_dtype_cast=True,
-    )  # fmt: skip
-    wanted = {name: value[row : row + rows, column : column + columns].to(dtype) for name, value in values.items()}
-    assert_same(found.state, wanted)
-    covering = 4 * (rows * 32768 if columns == 32768 else (rows - 1) * 32768 + columns)
     probes = writer != "this torch"
-    # What lies between the head and the box costs less than a request for each, if it is little.
-    gap = 4 * (row * 32768 + column)
-    gap = gap if gap <= 256 * 2**10 else 0
-    assert found.size < 2 * (covering + gap + HEADS) + probes * HEADS + overhead + 4096
-    parts = -(-covering // (5 * MIB))
-    assert found.requests <= 2 * (parts + 1) + probes
+    for (row, column), (rows, columns) in BOXES.values():
+        wanted = {name: value[row : row + rows, column : column + columns] for name, value in values.items()}
+        for dtype in (torch.int32, torch.int64):
+            blank = {name: torch.zeros(rows, columns, dtype=dtype) for name in values}
+            found = load(memory_server, root, blank, dict.fromkeys(values, (row, column)), allow_dtype_cast=True)
+            assert_same(found.state, {name: value.to(dtype) for name, value in wanted.items()})
+            size = 4 * rows * columns
+            # What lies between two runs of bytes is rather fetched if it is little.
+            gaps = [4 * (row * 32768 + column)] + [4 * (32768 - columns)] * (rows - 1)
+            size += sum(gap for gap in gaps if gap <= 256 * 2**10)
+            assert found.size < 2 * (size + HEADS) + probes * HEADS + overhead + 4096
+            assert found.requests <= 2 * (-(-size // (5 * MIB)) + 1) + probes
 
 
 def test_a_look_at_each_kind_and_not_at_each_item(memory_server: S3Server, s3: Any, bucket: str, root: str) -> None:
@@ -204,7 +205,7 @@ def _with_key(value: torch.Tensor) -> bytes:
 ODD: dict[str, Callable[[torch.Tensor], Item]] = {
     "transposed": lambda value: Item(value.t(), saved(value.t())),
     "aligned to pages": lambda value: Item(value, rewritten(saved(value), alignment=4096)),
-    "a part of a storage": lambda value: Item(value[10:], saved(value[10:])),
+    "a part of a storage": lambda value: Item(value[1:], saved(value[1:])),
     "not dense": lambda value: Item(value[:, 1:], saved(value[:, 1:])),
     "another byte order": lambda value: Item(value, _swapped(value)),
     "another key": lambda value: Item(value, _with_key(value)),
@@ -216,23 +217,23 @@ ODD: dict[str, Callable[[torch.Tensor], Item]] = {
 
 
 @pytest.mark.parametrize("writer", ["this torch", "old"])
-@pytest.mark.parametrize("size", [4, 160], ids=["small", "large"])
-@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize("size", [10, 160], ids=["small", "large"])
 def test_one_of_several_is_odd(
-    memory_server: S3Server, s3: Any, bucket: str, root: str, odd: str, size: int, writer: str
+    memory_server: S3Server, s3: Any, bucket: str, root: str, size: int, writer: str
 ) -> None:
-    """Before, between and behind ordinary ones of the same shape, where it is not itself of another."""
-    values = [random_tensor((size + 20, size + 20), torch.int32, i).float() for i in range(3)]
-    ordinary = [Item(value, WRITERS[writer](saved(value))) for value in values]
-    strange = ODD[odd](values[0])
+    """Before and between ordinary ones of the same shape, where it is not itself of another."""
     for place in (0, 2):
-        items = {f"t{i}": item for i, item in enumerate([*ordinary[:place], strange, *ordinary[place:]])}
+        items: dict[str, Item] = {}
+        for i, (odd, make) in enumerate(ODD.items()):
+            values = [random_tensor((size + i, size + i), torch.int32, n).float() for n in range(3)]
+            ordinary = [Item(value, WRITERS[writer](saved(value))) for value in values]
+            ordinary.insert(place, make(values[0]))
+            items |= {f"{odd} {n}": item for n, item in enumerate(ordinary)}
         put(s3, bucket, items)
         check(load(memory_server, root, blank(items)).state, items)
-        offsets = dict.fromkeys(items, (3, 5))
-        wanted = {name: item.value[3:9, 5:11] for name, item in items.items()}
-        found = load(memory_server, root, {name: torch.zeros_like(part) for name, part in wanted.items()}, offsets)
-        assert_same(found.state, wanted)
+        wanted = {name: item.value[3:9, 5:8] for name, item in items.items()}
+        parts = {name: torch.zeros_like(part) for name, part in wanted.items()}
+        assert_same(load(memory_server, root, parts, dict.fromkeys(items, (3, 5))).state, wanted)
 
 
 def test_transposed_ones_are_fetched_in_parts_as_well(memory_server: S3Server, s3: Any, bucket: str, root: str) -> None:
@@ -253,32 +254,27 @@ def failure(root: str, state: dict[str, torch.Tensor]) -> BaseException:
     return next(iter(caught.value.failures.values()))[0]
 
 
-@pytest.mark.parametrize("size", [10, 400], ids=["small", "large"])
-@pytest.mark.parametrize("damage", ["head", "pickle", "nothing there", "cut short"])
-def test_damaged_heads_are_errors(
-    memory_server: S3Server, s3: Any, bucket: str, root: str, size: int, damage: str
-) -> None:
+DAMAGE: list[Callable[[bytes], bytes]] = [
+    lambda data: b"PL" + data[2:],
+    lambda data: data[:64] + bytes(6) + data[70:],
+    lambda data: bytes(len(data)),
+    lambda data: data[: len(data) // 2],
+]
+
+
+@pytest.mark.parametrize("size", [10, 150], ids=["small", "large"])
+def test_damaged_heads_are_errors(memory_server: S3Server, s3: Any, bucket: str, root: str, size: int) -> None:
     value = random_tensor((size, size), torch.float32)
-    data = bytearray(saved(value))
-    if damage == "head":
-        data[:4] = b"PL\x03\x04"
-    elif damage == "pickle":
-        data[64:70] = bytes(6)
-    elif damage == "nothing there":
-        data = bytearray(len(data))
-    else:
-        del data[len(data) // 2 :]
-    put(s3, bucket, {"t": Item(value, bytes(data)), "u": Item(value, saved(value))})
-    error = failure(root, {"t": torch.zeros(size, size), "u": torch.zeros(size, size)})
-    assert isinstance(error, errors.CorruptCheckpointError)
-    assert "'t'" in str(error)
+    for damage in DAMAGE:
+        put(s3, bucket, {"t": Item(value, damage(saved(value))), "u": Item(value, saved(value))})
+        error = failure(root, {"t": torch.zeros(size, size), "u": torch.zeros(size, size)})
+        assert isinstance(error, errors.CorruptCheckpointError)
+        assert "'t'" in str(error)
 
 
-@pytest.mark.parametrize("size", [10, 400], ids=["small", "large"])
-def test_a_checksum_of_the_whole_item_is_compared(
-    memory_server: S3Server, s3: Any, bucket: str, root: str, size: int
-) -> None:
+def test_a_checksum_of_the_whole_item_is_compared(memory_server: S3Server, s3: Any, bucket: str, root: str) -> None:
     """As dcp_s3 records it of tensors that go through torch.save."""
+    size = 150
     value = random_tensor((size, size), torch.float32)
     data = saved(value)
     attributes = {"crc64nvme": crc64nvme(data)}
