@@ -8,12 +8,11 @@ item of its class was looked at), and its own head, which is fetched with them, 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
 
-from dcp_s3.checkpoint.boxes import Box
 from dcp_s3.format.archive import MAX_HEAD, ArchiveHead, HeadError, parse_head
 from dcp_s3.format.framing import FrameCache, FramingError
 from dcp_s3.transport.download import Target
@@ -144,16 +143,6 @@ class HeadProof:
     def found(self) -> ArchiveHead | None:
         """What the item has; None if that can not be told from so many bytes."""
         return self._heads.find(self._kind, bytes(self._received))
-
-
-def in_order(
-    order: Sequence[int], box: Box, sizes: torch.Size, target: torch.Tensor
-) -> tuple[Box, torch.Size, torch.Tensor]:
-    """A box of a chunk, the chunk's shape and the tensor for the box, with the dimensions in another order."""
-    if list(order) == list(range(len(order))):
-        return box, sizes, target
-    offsets, lengths, permuted = (tuple(values[dim] for dim in order) for values in (*box, sizes))
-    return Box(offsets, lengths), torch.Size(permuted), target.permute(*order)
 
 
 def read_tensor(head: ArchiveHead, item: torch.Tensor) -> torch.Tensor:

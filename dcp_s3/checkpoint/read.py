@@ -15,11 +15,13 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from dcp_s3 import errors
 from dcp_s3.checkpoint._torch import ReaderTransforms
 from dcp_s3.checkpoint.archive_heads import look, plan_probes
+from dcp_s3.checkpoint.collection import collector_paused
 from dcp_s3.checkpoint.memory import synchronize_accelerator
+from dcp_s3.checkpoint.prepare import TransferFactory
 from dcp_s3.checkpoint.read_plan import Extent, ReadRequest, plan_requests
 from dcp_s3.checkpoint.receive import Buffer, Reception
 from dcp_s3.checkpoint.safe_items import check_item
-from dcp_s3.checkpoint.transfer import ItemTransfer, TransferFactory
+from dcp_s3.checkpoint.transfer import ItemTransfer
 from dcp_s3.spill.local import LocalObjects
 from dcp_s3.transport import retry
 from dcp_s3.transport.bucket import Bucket
@@ -88,15 +90,17 @@ class LoadExecutor:
             DeadlineExceededError: the bucket's deadline has passed.
             StorageError: S3 failed for good.
         """
-        transfers = [self._factory.prepare(number, item, planner) for number, item in enumerate(plan.items)]
+        with collector_paused():
+            transfers = [self._factory.prepare(number, item, planner) for number, item in enumerate(plan.items)]
         self._look(transfers)
+        with collector_paused():
+            requests = self._plan(transfers)
         synchronize_accelerator(transfer.target for transfer in transfers)
         self._pin = any(transfer.target is not None and transfer.target.is_cuda for transfer in transfers)
         for transfer in transfers:
             if not transfer.extents:
                 transfer.finish()
                 self._commit(transfer, planner)
-        requests = self._plan(transfers)
         if not requests:
             return
         threads = min(self._bucket.settings.concurrency, len(requests))
