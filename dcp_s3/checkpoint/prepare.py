@@ -24,7 +24,7 @@ from dcp_s3.checkpoint.archive_heads import SMALL_ITEM, ArchiveHeads, HeadProof,
 from dcp_s3.checkpoint.boxes import Box
 from dcp_s3.checkpoint.contents import find_chunk
 from dcp_s3.checkpoint.item_limits import check_limits
-from dcp_s3.checkpoint.memory import view_bytes
+from dcp_s3.checkpoint.memory import is_direct, view_bytes
 from dcp_s3.checkpoint.read_plan import ChunkRange, ranges_of_box
 from dcp_s3.checkpoint.transfer import ArchivedTransfer, ItemTransfer, StreamTransfer, TensorTransfer, is_whole
 from dcp_s3.format.archive import ArchiveHead
@@ -174,18 +174,19 @@ class TransferFactory:
     ) -> ItemTransfer:
         """A tensor that is fetched with all of its item; ``kind`` is that of an archive."""
 
-        def unpack(buffer: torch.Tensor) -> bool:
-            head = None if kind is None else self.heads.find(kind, view_bytes(buffer))
-            if head is None:
+        def unpack(data: memoryview) -> bool:
+            head = None if kind is None else self.heads.find(kind, data)
+            if head is None or not head.is_row_major:
                 return False
-            tensor = read_tensor(head, buffer)
-            if not is_whole(item, tensor.size()):
-                tensor = narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths)
-            target.copy_(tensor)
+            if head.nbytes:
+                view_bytes(target)[:] = data[head.raw_offset : head.raw_offset + head.nbytes]
             return True
 
         def decode(_: StreamTransfer, buffer: torch.Tensor) -> None:
-            if unpack(buffer):
+            head = None if kind is None else self.heads.find(kind, view_bytes(buffer))
+            if head is not None:
+                tensor = read_tensor(head, buffer)
+                target.copy_(narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
                 return
             with self._naming_damage(item):
                 stream = self._decode(item, info, buffer)
@@ -196,7 +197,14 @@ class TransferFactory:
                 target.copy_(narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
 
         crc = get_crc(info) if get_raw_offset(info) is None else None
-        at_once = kind is not None and crc is None and info.length <= SMALL_ITEM
+        at_once = (
+            kind is not None
+            and crc is None
+            and info.length <= SMALL_ITEM
+            and kind.dtype == target.dtype
+            and is_whole(item, torch.Size(kind.shape))
+            and is_direct(target)
+        )
         return StreamTransfer(number, item, info, crc, target, decode, unpack if at_once else None)
 
     def _prepare_bytes(self, number: int, item: ReadItem, info: StorageInfo) -> ItemTransfer:

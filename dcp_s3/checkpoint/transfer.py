@@ -64,6 +64,10 @@ class ItemTransfer:
         """The place of bytes within `owned`."""
         raise NotImplementedError
 
+    def take(self, offset: int, data: memoryview) -> bool:
+        """Bring bytes to their place without torch, which costs more than the bytes of a small item; else False."""
+        return False
+
     def put(self, offset: int, data: torch.Tensor) -> None:
         """Bring bytes outside of `owned` (uint8, from ``offset`` on) to their place."""
 
@@ -272,8 +276,8 @@ class StreamTransfer(ItemTransfer):
         crc: CRC-64/NVME of the item, None if it is not known.
         target: the tensor to load into, None for an item that is not a tensor.
         decode: called with the item's bytes (uint8).
-        unpack: as ``decode``, for a small item without checksum: called with bytes that are somebody else's memory
-            as soon as they have come in one piece. Returns whether it could.
+        unpack: as ``decode``, of a small item without checksum: called when it has come in one piece, with its bytes
+            in somebody else's memory. Returns whether it could.
     """
 
     __slots__ = ("_buffer", "_decode", "_size", "_unpack", "_unpacked")
@@ -286,7 +290,7 @@ class StreamTransfer(ItemTransfer):
         crc: int | None,
         target: torch.Tensor | None,
         decode: Callable[[StreamTransfer, torch.Tensor], None],
-        unpack: Callable[[torch.Tensor], bool] | None = None,
+        unpack: Callable[[memoryview], bool] | None = None,
     ) -> None:
         size = info.length
         extents = [Extent(number, info.relative_path, info.offset, size)] if size else []
@@ -305,12 +309,13 @@ class StreamTransfer(ItemTransfer):
                 self._buffer = torch.empty(self._size, dtype=torch.uint8)
             return view_bytes(self._buffer)[start:stop]
 
-    def put(self, offset: int, data: torch.Tensor) -> None:
+    def take(self, offset: int, data: memoryview) -> bool:
         """See `ItemTransfer`."""
-        if self._unpack is not None and data.numel() == self._size and self._unpack(data):
-            self._unpacked = True
-        else:
-            self.memory(offset, offset + data.numel())[:] = view_bytes(data)
+        if self._unpack is not None and data.nbytes == self._size:
+            self._unpacked = self._unpack(data)
+        if not self._unpacked:
+            self.memory(offset, offset + data.nbytes)[:] = data
+        return True
 
     def finish(self) -> ItemTransfer | None:
         """Decode the item."""
