@@ -14,11 +14,13 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint._torch import ReaderTransforms
+from dcp_s3.checkpoint.archive_heads import look, plan_probes
 from dcp_s3.checkpoint.memory import synchronize_accelerator
-from dcp_s3.checkpoint.read_plan import ReadRequest, plan_requests
+from dcp_s3.checkpoint.prepare import TransferFactory
+from dcp_s3.checkpoint.read_plan import Extent, ReadRequest, plan_requests
 from dcp_s3.checkpoint.receive import Buffer, Reception
 from dcp_s3.checkpoint.safe_items import check_item
-from dcp_s3.checkpoint.transfer import ItemTransfer, TransferFactory
+from dcp_s3.checkpoint.transfer import ItemTransfer
 from dcp_s3.garbage import collector_paused
 from dcp_s3.spill.local import LocalObjects
 from dcp_s3.transport import retry
@@ -90,6 +92,8 @@ class LoadExecutor:
         """
         with collector_paused():
             transfers = [self._factory.prepare(number, item, planner) for number, item in enumerate(plan.items)]
+        self._look(transfers)
+        with collector_paused():
             requests = self._plan(transfers)
         synchronize_accelerator(transfer.target for transfer in transfers)
         self._pin = any(transfer.target is not None and transfer.target.is_cuda for transfer in transfers)
@@ -121,6 +125,27 @@ class LoadExecutor:
         finally:
             pool.close()
         synchronize_accelerator(transfer.target for transfer in transfers)
+
+    def _look(self, transfers: list[ItemTransfer]) -> None:
+        """Look at items of other writers, one of each kind that is not known, and prepare these kinds anew."""
+        unknown, heads = self._factory.unknown, self._factory.heads
+        probes = plan_probes(heads, [item.probe for item in unknown])
+        if not probes:
+            return
+        deadline = self._bucket.deadline
+        pool = Workers(min(self._bucket.settings.concurrency, len(probes)), "dcp_s3-look")
+        try:
+            for future in [pool.submit(look, heads, probe, self._receive) for probe in probes]:
+                future.result(None if deadline is None else deadline.left)
+        except BaseException as error:
+            self._cancel.set()
+            if deadline is not None and deadline.passed and isinstance(error, _TOO_LATE):
+                raise deadline.error(f"the load of {self._url}", "nothing of this rank had arrived") from error
+            raise
+        finally:
+            pool.close()
+        for item in unknown:
+            transfers[item.number] = item.prepare()
 
     def _plan(self, transfers: Sequence[ItemTransfer]) -> list[ReadRequest]:
         settings = self._bucket.settings
@@ -162,8 +187,21 @@ class LoadExecutor:
             complete = self._transfer(request, transfers)
             for transfer in complete:
                 self._verify(transfer)
-                transfer.finish()
+                instead = transfer.finish()
+                while instead is not None:
+                    self._fetch_alone(instead, instead.extents)
+                    self._verify(instead)
+                    instead = instead.finish()
         return complete
+
+    def _fetch_alone(self, transfer: ItemTransfer, extents: Sequence[Extent]) -> None:
+        settings = self._bucket.settings
+        for request in plan_requests(
+            [extent._replace(item=0) for extent in extents],
+            max_request=max(_SMALL_BUFFER, min(settings.part_size, settings.load_buffers // settings.concurrency)),
+            max_gap=settings.read_gap,
+        ):
+            self._transfer(request, [transfer])
 
     def _transfer(self, request: ReadRequest, transfers: Sequence[ItemTransfer]) -> list[ItemTransfer]:
         buffer = getattr(self._buffers, "buffer", None)
@@ -187,13 +225,7 @@ class LoadExecutor:
             extent = transfer.forget(part)
             if self._local is not None:
                 self._local.distrust(extent.path)
-            settings = self._bucket.settings
-            for request in plan_requests(
-                [extent._replace(item=0)],
-                max_request=max(_SMALL_BUFFER, min(settings.part_size, settings.load_buffers // settings.concurrency)),
-                max_gap=0,
-            ):
-                self._transfer(request, [transfer])
+            self._fetch_alone(transfer, [extent])
         for part, found in transfer.mismatches():
             extent = transfer.extent_of(part)
             raise errors.CorruptCheckpointError(

@@ -141,7 +141,7 @@ def plan_requests(
     for extent in extents:
         by_path.setdefault(extent.path, []).append(extent)
     groups = {path: list(_groups(sorted(wanted, key=_place))) for path, wanted in by_path.items()}
-    max_gap = min(max_gap, _affordable_gap(groups.values(), max_waste))
+    longest_gap = min(max_gap, _affordable_gap(groups.values(), max_waste))
 
     requests: list[ReadRequest] = []
     for path, found in groups.items():
@@ -150,7 +150,7 @@ def plan_requests(
         shared = False
         for group, stop in found:
             first = group[0].start
-            if together and (first - end > max_gap or stop - start > max_request):
+            if together and (first - end > longest_gap or stop - start > max_request):
                 requests.append(_request(path, start, end, together, shared))
                 together, shared = [], False
             if stop - first > max_request:
