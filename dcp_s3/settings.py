@@ -92,7 +92,7 @@ class Settings(BaseSettings):
     """Bytes between two ranges of an object that a load rather fetches and throws away than asks around. 256 KiB is
     what S3 sends on one connection (90 MB/s) in a tenth of a request's latency (about 30 ms): a higher value makes
     fewer requests, a lower one moves fewer bytes."""
-    read_waste: float = Field(default=0.005, ge=0)
+    read_waste: float = Field(default=0.0025, ge=0)
     """Bytes between ranges that a load fetches and throws away at most, as a share of those that it needs."""
     load_buffers: Size = Field(default=512 * 2**20, ge=2**20)
     """Bytes of host memory, per process, through which a load brings what it can not receive in place: tensors on a
