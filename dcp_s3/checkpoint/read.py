@@ -21,7 +21,7 @@ from dcp_s3.checkpoint.read_plan import Extent, ReadRequest, plan_requests
 from dcp_s3.checkpoint.receive import Buffer, Reception
 from dcp_s3.checkpoint.safe_items import check_item
 from dcp_s3.checkpoint.transfer import ItemTransfer
-from dcp_s3.garbage import collector_paused
+from dcp_s3.garbage import collect_young, collector_paused
 from dcp_s3.spill.local import LocalObjects
 from dcp_s3.transport import retry
 from dcp_s3.transport.bucket import Bucket
@@ -37,6 +37,8 @@ logger = logging.getLogger(__name__)
 _SMALL_REQUEST = 8 * 2**20
 # Through a buffer, a request is not smaller than this.
 _SMALL_BUFFER = 2**20
+# Requests after which what botocore leaves behind in cycles is collected.
+_COLLECT_EVERY = 100
 
 _TOO_LATE = (FutureTimeoutError, errors.DeadlineExceededError)
 
@@ -91,10 +93,12 @@ class LoadExecutor:
             StorageError: S3 failed for good.
         """
         with collector_paused():
-            transfers = [self._factory.prepare(number, item, planner) for number, item in enumerate(plan.items)]
+            self._run(plan, planner)
+
+    def _run(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        transfers = [self._factory.prepare(number, item, planner) for number, item in enumerate(plan.items)]
         self._look(transfers)
-        with collector_paused():
-            requests = self._plan(transfers)
+        requests = self._plan(transfers)
         synchronize_accelerator(transfer.target for transfer in transfers)
         self._pin = any(transfer.target is not None and transfer.target.is_cuda for transfer in transfers)
         for transfer in transfers:
@@ -109,7 +113,9 @@ class LoadExecutor:
         try:
             inference = torch.is_inference_mode_enabled()  # a property of the thread
             futures = {pool.submit(self._fetch, request, transfers, inference): request for request in requests}
-            for future in as_completed(futures, None if deadline is None else deadline.left):
+            for number, future in enumerate(as_completed(futures, None if deadline is None else deadline.left), 1):
+                if number % _COLLECT_EVERY == 0:
+                    collect_young()
                 completed = future.result()
                 received += futures[future].length
                 for transfer in completed:
