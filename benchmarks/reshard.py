@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -22,7 +23,7 @@ from benchmarks.cases import Target, reason_to_skip
 from benchmarks.report import machine
 from benchmarks.reshard_cases import CASES, Layout, Spec, llama_spec, needed_bytes, unique_bytes
 from benchmarks.reshard_report import Load, Results, count, find_misses, save_chart, show
-from benchmarks.reshard_worker import BACKENDS, WARM_UP, Cost, access_key, load_all, save_all
+from benchmarks.reshard_worker import BACKENDS, WARM_UP, Cost, access_key, work
 from benchmarks.save_load import RESULTS, serve_embedded
 from benchmarks.units import MIB, parse_size
 from tests.ranks import RankFailed, RanksTimedOut, run_ranks
@@ -72,27 +73,42 @@ def measure(
     size = sum(tensor.nbytes for tensor in spec.values())
     with serve_embedded(_BUCKET, _REGION, size * len(sources)) as (endpoint_url, environment):
         target = Target(_BUCKET, _PREFIX, endpoint_url, _REGION, threads=4)
+        unsaved = {_key(layout): layout for layout in sources.values()}
         warm_up = {WARM_UP: Layout(WARM_UP, (1,), (None,), (None,), plain=True)}
-        run_ranks(1, save_all, {}, warm_up, target, env=environment)
-        for ranks in sorted({layout.ranks for layout in sources.values()}):
-            layouts = {_key(layout): layout for layout in sources.values() if layout.ranks == ranks}
-            run_ranks(ranks, save_all, spec, layouts, target, timeout=_TIMEOUT_SECONDS, env=environment)
-            say(f"saved: {', '.join(layout.name for layout in layouts.values())}")
-        for number in range(1, rounds + 1):
-            say(f"[bold]round {number} of {rounds}")
-            for ranks in sorted({CASES[name].target.ranks for name in cases}):
-                loads = [(n, backend) for n in cases if CASES[n].target.ranks == ranks for backend in backends]
-                requests = [(_key(CASES[n].source), CASES[n].target, backend) for n, backend in loads]
-                try:
-                    costs = run_ranks(
-                        ranks, load_all, spec, requests, target, timeout=_TIMEOUT_SECONDS, env=environment
-                    )
-                except (RankFailed, RanksTimedOut) as error:
-                    say(f"[red]{ranks} ranks failed:[/]\n{str(error)[-2000:]}")
-                    results.failures.setdefault(f"{ranks} ranks", []).append(str(error)[-2000:])
-                    continue
-                for (name, backend), by_rank in zip(loads, zip(*costs, strict=True), strict=True):
-                    _note(name, backend, number, by_rank, spec, results, say)
+        for number, ranks, only_save in schedule(cases, rounds):
+            saves = {key: layout for key, layout in unsaved.items() if layout.ranks == ranks}
+            unsaved = {key: layout for key, layout in unsaved.items() if key not in saves}
+            here = [] if only_save else [name for name in cases if CASES[name].target.ranks == ranks]
+            loads = [(name, backend) for name in here for backend in backends]
+            requests = [(_key(CASES[name].source), CASES[name].target, backend) for name, backend in loads]
+            arguments = spec, warm_up | saves, requests, target
+            say(f"[bold]{f'round {number}, ' if loads else 'saving, '}{ranks} ranks")
+            warm_up = {}
+            try:
+                costs = run_ranks(ranks, work, *arguments, timeout=_TIMEOUT_SECONDS, env=environment)
+            except (RankFailed, RanksTimedOut) as error:
+                say(f"[red]{ranks} ranks failed:[/]\n{str(error)[-2000:]}")
+                results.failures.setdefault(f"{ranks} ranks", []).append(str(error)[-2000:])
+                continue
+            for (name, backend), by_rank in zip(loads, zip(*costs, strict=True), strict=True):
+                _note(name, backend, number, by_rank, spec, results, say)
+
+
+def schedule(cases: Sequence[str], rounds: int) -> list[tuple[int, int, bool]]:
+    """Groups of ranks to start, in order: round (from 1), number of ranks, whether they save only. Pure.
+
+    Ranks save what is to be saved by as many when they are there for the first time; those with the most loads need
+    not be started for that alone.
+    """
+    loads = Counter(CASES[name].target.ranks for name in cases)
+    savers = sorted({CASES[name].source.ranks for name in cases}, key=lambda ranks: (loads[ranks], ranks))
+    if loads[savers[-1]]:
+        last = savers.pop()
+        loads[last] += sum(loads.values())
+    order = [ranks for ranks, _ in loads.most_common()]
+    return [(1, ranks, True) for ranks in savers] + [
+        (number, ranks, False) for number in range(1, rounds + 1) for ranks in order
+    ]
 
 
 def _key(layout: Layout) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import os
 import time
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
@@ -116,49 +116,37 @@ def check_state(state: State, spec: Spec, layout: Layout, rank: int) -> None:
         raise RuntimeError(f"loaded {found}")
 
 
-def save_all(spec: Spec, layouts: Mapping[str, Layout], target: Target) -> None:
-    """Save the state in each layout, by dcp_s3, as a checkpoint of that name; and one of a few bytes, if there is none.
-
-    All layouts are of as many ranks as there are.
-    """
-    _begin()
-    writer = STORAGE_CASES["dcp_s3"](target).writer
-    for name, layout in layouts.items():
-        dcp.save(make_state(spec, layout, dist.get_rank(), filled=True), storage_writer=writer(name))
-
-
-def load_all(
-    spec: Spec,
-    loads: Sequence[tuple[str, Layout, str]],
-    target: Target,
+def work(
+    spec: Spec, saves: Mapping[str, Layout], loads: Sequence[tuple[str, Layout, str]], target: Target
 ) -> list[Cost]:
-    """Carry out ``loads`` (checkpoint, layout, backend) one by one; compare what came, outside of the measured time.
+    """Save the state in the layouts ``saves``, by dcp_s3, as checkpoints of these names; then carry out ``loads``.
 
-    Each backend first loads ``WARM_UP``, so that imports, clients and threads are there. A failure of one load, which
-    DCP reports on all ranks, does not stop the others.
+    A load (checkpoint, layout, backend) is measured; what came is compared, outside of the measured time. Each backend
+    first loads ``WARM_UP``, which is saved with the others, so that imports, clients and threads are there. A failure
+    of one load, which DCP reports on all ranks, does not stop the others. All layouts are of as many ranks as there
+    are.
     """
-    _begin()
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
     rank, costs = dist.get_rank(), []
+    os.environ["AWS_ACCESS_KEY_ID"] = access_key(rank)
+    for name, layout in saves.items():
+        state = make_state({} if name == WARM_UP else spec, layout, rank, filled=True)
+        dcp.save(state, storage_writer=STORAGE_CASES["dcp_s3"](target).writer(name))
     for backend in dict.fromkeys(backend for _, _, backend in loads):
-        with contextlib.suppress(Exception, dcp.api.CheckpointException), _environment(backend):
+        with contextlib.suppress(Exception, CheckpointException), _environment(backend):
             dcp.load({STEP: torch.tensor(0)}, storage_reader=_reader(backend, target, WARM_UP))
     for checkpoint, layout, backend in loads:
         state = make_state(spec, layout, rank, filled=False)
         try:
             with _environment(backend):
                 cost = _measure(state, backend, target, checkpoint)
-        except (Exception, dcp.api.CheckpointException):  # noqa: BLE001 - whatever a backend raises
+        except (Exception, CheckpointException):  # noqa: BLE001 - whatever a backend raises
             costs.append(Cost(0.0, 0.0, None, traceback.format_exc()[-2000:]))
             continue
         check_state(state, spec, layout, rank)
         costs.append(cost)
     return costs
-
-
-def _begin() -> None:
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
-    os.environ["AWS_ACCESS_KEY_ID"] = access_key(dist.get_rank())
 
 
 @contextlib.contextmanager
@@ -178,7 +166,6 @@ def _reader(backend: str, target: Target, checkpoint: str) -> dcp.StorageReader:
 
 def _measure(state: State, backend: str, target: Target, checkpoint: str) -> Cost:
     first = dist.get_rank() == 0
-    gc.collect()
     dist.barrier()
     if first:
         reset_counters(target.endpoint_url)

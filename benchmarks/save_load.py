@@ -16,6 +16,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -166,17 +167,34 @@ def _client(endpoint_url: str, environment: dict[str, str]) -> Any:
 
 def _run(name: str, number: int, size: int, target: Target, environment: dict[str, str]) -> Round:
     """Run a case in a process of its own."""
-    request = json.dumps({"case": name, "size": size, "target": asdict(target)})
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.worker", request],
-        env=environment,
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    answer = json.loads(done.stdout.splitlines()[-1])
+    request = {"case": name, "size": size, "target": asdict(target)}
+    (answer,) = run_worker("benchmarks.worker", request, environment)
     return Round(number, answer["state_bytes"], Sample(**answer["save"]), Sample(**answer["load"]))
+
+
+def run_worker(module: str, request: dict[str, Any], environment: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """Run ``module`` in a process of its own, with ``request`` as its argument; what it prints, as it comes.
+
+    Raises:
+        subprocess.CalledProcessError: it failed.
+    """
+    command = [sys.executable, "-m", module, json.dumps(request)]
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(
+            command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as process,
+    ):
+        try:
+            for line in process.stdout or ():
+                if line.startswith("{"):
+                    yield json.loads(line)
+        except BaseException:
+            process.kill()
+            raise
+        if process.wait():
+            errors.seek(0)
+            raise subprocess.CalledProcessError(process.returncode, command, stderr=errors.read())
 
 
 def empty(target: Target, environment: dict[str, str]) -> None:

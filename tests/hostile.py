@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata as Tenso
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_s3.checkpoint._torch import ReaderTransforms, make_storage_info
+from dcp_s3.checkpoint.prepare import TransferFactory
 from dcp_s3.checkpoint.safe_items import check_item
-from dcp_s3.checkpoint.transfer import TransferFactory
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.url import parse_url
 

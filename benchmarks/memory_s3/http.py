@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import struct
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -145,6 +147,20 @@ class Connection:
                 count = self._socket.send(piece)
                 self.sent += count
                 piece = piece[count:]
+
+    def send_body(self, data: memoryview) -> None:
+        """Write more of a body."""
+        self._socket.sendall(data)
+
+    def wait_for_end(self, seconds: float) -> bool:
+        """Wait until the client closes the connection; False if it did not in that time."""
+        until = time.monotonic() + seconds
+        poll = select.poll()
+        poll.register(self._socket, getattr(select, "POLLRDHUP", 0))
+        while (left := until - time.monotonic()) > 0:
+            if poll.poll(left * 1000):
+                return True
+        return False
 
     def send_head(self, response: Response, *, limit: int) -> None:
         """Write a response's status line, and no more than ``limit`` bytes of its head."""

@@ -245,7 +245,9 @@ class MemoryS3:
         return True
 
     def _answer_with(self, connection: Connection, head: Head, info: RequestInfo, fault: Fault) -> bool:
-        if fault.seconds:
+        if fault.kind == "straggle":
+            self._wait(connection, fault.seconds)
+        elif fault.seconds and fault.kind != "stall":
             time.sleep(fault.seconds)
         if fault.kind == "reset":
             connection.reset()
@@ -276,10 +278,37 @@ class MemoryS3:
         truncated = fault.kind in ("truncate", "reset_response")
         limit = fault.after_bytes if truncated else None
         keep = not truncated and head.headers.get("connection", "").lower() != "close"
+        if fault.kind in ("stall", "crawl") and len(response.body) > fault.after_bytes:
+            return self._send_slowly(connection, info, response, fault, keep=keep)
         self._send(connection, info, response, keep=keep, limit=limit)
         if fault.kind == "reset_response":
             connection.reset()
         return keep
+
+    def _send_slowly(
+        self, connection: Connection, info: RequestInfo, response: Response, fault: Fault, *, keep: bool
+    ) -> bool:
+        self._send(connection, info, response, keep=keep, limit=fault.after_bytes)
+        rest, sent = response.body.slice(fault.after_bytes, len(response.body)), 0
+        step = max(1, int(fault.bytes_per_second / 50)) if fault.kind == "crawl" else len(rest)
+        while sent < len(rest):
+            size = min(step, len(rest) - sent)
+            self._wait(connection, size / fault.bytes_per_second if fault.kind == "crawl" else fault.seconds)
+            for piece in rest.slice(sent, sent + size).pieces:
+                connection.send_body(piece)
+            with self._lock:
+                self._bytes_out += size
+            sent += size
+        return keep
+
+    def _wait(self, connection: Connection, seconds: float) -> None:
+        """Sleep, but not for a client that has hung up.
+
+        Raises:
+            ConnectionError: it has.
+        """
+        if connection.wait_for_end(seconds):
+            raise ConnectionError("the client hung up")
 
     def _perform(self, connection: Connection, head: Head, info: RequestInfo, not_deleted: str) -> Response:
         algorithm = checksums.announced(head.headers) if self._verify_checksums else None

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from dcp_s3.checkpoint._torch import get_blocks, get_crc, get_raw_offset
+from dcp_s3.checkpoint._torch import get_blocks, get_raw_offset
 from dcp_s3.checkpoint.blocks import MIN_BLOCK
 from dcp_s3.checkpoint.boxes import Box
 from dcp_s3.checkpoint.contents import find_chunk
@@ -123,8 +123,7 @@ def find_stored(metadata: Metadata, index: MetadataIndex, kind: LoadItemType) ->
         return None
     saved, raw_offset = metadata.state_dict_metadata.get(index.fqn), get_raw_offset(info)
     if raw_offset is None or getattr(info, "transform_descriptors", None) or kind == LoadItemType.BYTE_IO:
-        block = MIN_BLOCK if get_crc(info) is None or raw_offset is not None else info.length
-        return StoredChunk(info.relative_path, info.offset, info.length, block, (info.length,), 1, True)
+        return StoredChunk(info.relative_path, info.offset, info.length, info.length, (info.length,), 1, True)
     if not isinstance(saved, TensorStorageMetadata) or (chunk := find_chunk(saved, index)) is None:
         return None
     itemsize = saved.properties.dtype.itemsize

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from dcp_s3.transport.checksum import combine_crc64nvme
 
-MIN_BLOCK = 64 * 2**10
+MIN_BLOCK = 8 * 2**10
 """Bytes of a block at least: 8 bytes of metadata for each."""
 MAX_BLOCK = 4 * 2**20
 """Bytes of a block at most: what is fetched in vain at either end of a part, for its checksum."""

@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.tensor import DTensor
 
 from dcp_s3.checkpoint._torch import ShardedTensor, create_chunk_list, shape_mismatch
-from dcp_s3.checkpoint.collection import collector_paused
 from dcp_s3.checkpoint.overlaps import Box, find_overlaps
 from dcp_s3.checkpoint.read_items import make_indices, make_tensor_items
+from dcp_s3.garbage import collector_paused
 
 _Boxes = tuple[Box, ...]
 

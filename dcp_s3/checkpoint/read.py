@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures import as_completed
 
@@ -14,12 +14,14 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint._torch import ReaderTransforms
-from dcp_s3.checkpoint.collection import collector_paused
+from dcp_s3.checkpoint.archive_heads import look, plan_probes
 from dcp_s3.checkpoint.memory import synchronize_accelerator
-from dcp_s3.checkpoint.read_plan import ReadRequest, plan_requests
+from dcp_s3.checkpoint.prepare import TransferFactory
+from dcp_s3.checkpoint.read_plan import Extent, ReadRequest, plan_requests
 from dcp_s3.checkpoint.receive import Buffer, Reception
 from dcp_s3.checkpoint.safe_items import check_item
-from dcp_s3.checkpoint.transfer import ItemTransfer, TransferFactory
+from dcp_s3.checkpoint.transfer import ItemTransfer
+from dcp_s3.garbage import collect_young, collector_paused
 from dcp_s3.spill.local import LocalObjects
 from dcp_s3.transport import retry
 from dcp_s3.transport.bucket import Bucket
@@ -35,6 +37,8 @@ logger = logging.getLogger(__name__)
 _SMALL_REQUEST = 8 * 2**20
 # Through a buffer, a request is not smaller than this.
 _SMALL_BUFFER = 2**20
+# Requests after which what botocore leaves behind in cycles is collected.
+_COLLECT_EVERY = 100
 
 _TOO_LATE = (FutureTimeoutError, errors.DeadlineExceededError)
 
@@ -88,14 +92,24 @@ class LoadExecutor:
             DeadlineExceededError: the bucket's deadline has passed.
             StorageError: S3 failed for good.
         """
-        transfers = self.prepare(plan, planner)
-        self.read(transfers, transfers, planner)
+        with collector_paused():
+            transfers = self.prepare(plan, planner)
+            self.read(transfers, transfers, planner)
         synchronize_accelerator(transfer.target for transfer in transfers)
 
-    def prepare(self, plan: LoadPlan, planner: LoadPlanner) -> list[ItemTransfer]:
-        """What is to be done for each item. Nothing is fetched or changed."""
-        with collector_paused():
-            transfers = [self._factory.prepare(number, item, planner) for number, item in enumerate(plan.items)]
+    def prepare(self, plan: LoadPlan, planner: LoadPlanner, whole: Collection[int] = ()) -> list[ItemTransfer]:
+        """What is to be done for each item. Nothing is changed, and at most heads of items are fetched.
+
+        Args:
+            plan: of this rank.
+            planner: called from this thread only.
+            whole: numbers of items that, unless their raw bytes' place is recorded, come as a whole.
+        """
+        transfers = [
+            self._factory.prepare(number, item, planner, whole=number in whole)
+            for number, item in enumerate(plan.items)
+        ]
+        self._look(transfers)
         synchronize_accelerator(transfer.target for transfer in transfers)
         self._pin = any(transfer.target is not None and transfer.target.is_cuda for transfer in transfers)
         return transfers
@@ -120,8 +134,7 @@ class LoadExecutor:
             planner: called from this thread only.
             threads: requests at once; as many as the settings allow if None.
         """
-        with collector_paused():
-            requests = self._plan(chosen)
+        requests = self._plan(chosen)
         for transfer in chosen:
             if not transfer.extents:
                 transfer.finish()
@@ -134,7 +147,9 @@ class LoadExecutor:
         try:
             inference = torch.is_inference_mode_enabled()  # a property of the thread
             futures = {pool.submit(self._fetch, request, transfers, inference): request for request in requests}
-            for future in as_completed(futures, None if deadline is None else deadline.left):
+            for number, future in enumerate(as_completed(futures, None if deadline is None else deadline.left), 1):
+                if number % _COLLECT_EVERY == 0:
+                    collect_young()
                 completed = future.result()
                 received += futures[future].length
                 for transfer in completed:
@@ -150,6 +165,27 @@ class LoadExecutor:
         finally:
             pool.close()
 
+    def _look(self, transfers: list[ItemTransfer]) -> None:
+        """Look at items of other writers, one of each kind that is not known, and prepare these kinds anew."""
+        unknown, heads = self._factory.unknown, self._factory.heads
+        probes = plan_probes(heads, [item.probe for item in unknown])
+        if not probes:
+            return
+        deadline = self._bucket.deadline
+        pool = Workers(min(self._bucket.settings.concurrency, len(probes)), "dcp_s3-look")
+        try:
+            for future in [pool.submit(look, heads, probe, self.receive) for probe in probes]:
+                future.result(None if deadline is None else deadline.left)
+        except BaseException as error:
+            self._cancel.set()
+            if deadline is not None and deadline.passed and isinstance(error, _TOO_LATE):
+                raise deadline.error(f"the load of {self._url}", "nothing of this rank had arrived") from error
+            raise
+        finally:
+            pool.close()
+        for item in unknown:
+            transfers[item.number] = item.prepare()
+
     def _plan(self, transfers: Sequence[ItemTransfer]) -> list[ReadRequest]:
         settings = self._bucket.settings
         extents = [extent for transfer in transfers for extent in transfer.extents]
@@ -157,7 +193,7 @@ class LoadExecutor:
         largest = min(settings.part_size, max(_SMALL_REQUEST, total // (2 * settings.concurrency)))
         if any(transfer.owned is None for transfer in transfers if transfer.extents):
             largest = min(largest, max(_SMALL_BUFFER, settings.load_buffers // settings.concurrency))
-        return plan_requests(extents, max_request=largest, max_gap=settings.read_gap)
+        return plan_requests(extents, max_request=largest, max_gap=settings.read_gap, max_waste=settings.read_waste)
 
     def commit(self, transfer: ItemTransfer, planner: LoadPlanner) -> None:
         """Hand an item that is in its place to the planner."""
@@ -191,8 +227,21 @@ class LoadExecutor:
             complete = self._transfer(request, transfers)
             for transfer in complete:
                 self._verify(transfer)
-                transfer.finish()
+                instead = transfer.finish()
+                while instead is not None:
+                    self._fetch_alone(instead, instead.extents)
+                    self._verify(instead)
+                    instead = instead.finish()
         return complete
+
+    def _fetch_alone(self, transfer: ItemTransfer, extents: Sequence[Extent]) -> None:
+        settings = self._bucket.settings
+        for request in plan_requests(
+            [extent._replace(item=0) for extent in extents],
+            max_request=max(_SMALL_BUFFER, min(settings.part_size, settings.load_buffers // settings.concurrency)),
+            max_gap=settings.read_gap,
+        ):
+            self._transfer(request, [transfer])
 
     def _transfer(self, request: ReadRequest, transfers: Sequence[ItemTransfer]) -> list[ItemTransfer]:
         buffer = getattr(self._buffers, "buffer", None)
@@ -215,13 +264,7 @@ class LoadExecutor:
         for part, _ in wrong:
             extent = transfer.forget(part)
             self.distrust(extent.path)
-            settings = self._bucket.settings
-            for request in plan_requests(
-                [extent._replace(item=0)],
-                max_request=max(_SMALL_BUFFER, min(settings.part_size, settings.load_buffers // settings.concurrency)),
-                max_gap=0,
-            ):
-                self._transfer(request, [transfer])
+            self._fetch_alone(transfer, [extent])
         for part, found in transfer.mismatches():
             extent = transfer.extent_of(part)
             raise errors.CorruptCheckpointError(

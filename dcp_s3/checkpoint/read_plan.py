@@ -6,6 +6,7 @@ needs; neighbouring extents share a request, long ones are split over several, t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -114,16 +115,24 @@ def ranges_of_box(
     return [ChunkRange(*widen(start, stop, nbytes, blocks)) for start, stop in merged]
 
 
-def plan_requests(extents: Iterable[Extent], *, max_request: int, max_gap: int) -> list[ReadRequest]:
+# The framing between the raw bytes of two neighbours is less; it is never asked around.
+_FRAMING = 4 * 2**10
+
+
+def plan_requests(
+    extents: Iterable[Extent], *, max_request: int, max_gap: int, max_waste: float = math.inf
+) -> list[ReadRequest]:
     """Requests that fetch every byte of every extent, none of them twice.
 
-    Extents of one object that lie at most ``max_gap`` bytes apart share a request of at most ``max_request`` bytes;
-    longer ones are cut into equal pieces.
+    Extents of one object that lie close to each other share a request of at most ``max_request`` bytes; longer ones
+    are cut into equal pieces.
 
     Args:
         extents: in any order.
         max_request: bytes of one request at most.
         max_gap: bytes between two extents that are rather fetched and thrown away than asked for around.
+        max_waste: bytes thrown away in all, as a share of those needed; the shortest gaps come first. Those that a
+            stored tensor has around it anyway (4 KiB) are neither counted nor ever asked around.
 
     Returns:
         Requests, the largest first, so that the tail of the load is short.
@@ -131,16 +140,17 @@ def plan_requests(extents: Iterable[Extent], *, max_request: int, max_gap: int) 
     by_path: dict[str, list[Extent]] = {}
     for extent in extents:
         by_path.setdefault(extent.path, []).append(extent)
+    groups = {path: list(_groups(sorted(wanted, key=_place))) for path, wanted in by_path.items()}
+    longest_gap = min(max_gap, _affordable_gap(groups.values(), max_waste))
 
     requests: list[ReadRequest] = []
-    for path, wanted in by_path.items():
-        wanted.sort(key=_place)
+    for path, found in groups.items():
         together: list[Extent] = []
         start = end = 0
         shared = False
-        for group, stop in _groups(wanted):
+        for group, stop in found:
             first = group[0].start
-            if together and (first - end > max_gap or stop - start > max_request):
+            if together and (first - end > longest_gap or stop - start > max_request):
                 requests.append(_request(path, start, end, together, shared))
                 together, shared = [], False
             if stop - first > max_request:
@@ -157,11 +167,38 @@ def plan_requests(extents: Iterable[Extent], *, max_request: int, max_gap: int) 
     return requests
 
 
+_Group = tuple[list[Extent], int]
+
+
+def _affordable_gap(by_path: Iterable[list[_Group]], max_waste: float) -> float:
+    """Gaps up to this many bytes are together at most ``max_waste`` of what is needed."""
+    if max_waste == math.inf:
+        return math.inf
+    needed = 0
+    gaps: list[int] = []
+    for groups in by_path:
+        before = None
+        for group, stop in groups:
+            first = group[0].start
+            needed += stop - first
+            if before is not None and first - before > _FRAMING:
+                gaps.append(first - before)
+            before = stop
+    gaps.sort()
+    left: float = max_waste * needed
+    for index, gap in enumerate(gaps):
+        left -= gap
+        if left < 0:
+            # Those of this length do not all fit: none of them.
+            return next((shorter for shorter in reversed(gaps[:index]) if shorter < gap), _FRAMING)
+    return math.inf
+
+
 def _place(extent: Extent) -> tuple[int, int, int]:
     return extent.start, extent.length, extent.item
 
 
-def _groups(extents: Sequence[Extent]) -> Iterable[tuple[list[Extent], int]]:
+def _groups(extents: Sequence[Extent]) -> Iterable[_Group]:
     """Extents that overlap, directly or through others, and the byte behind them."""
     group: list[Extent] = []
     stop = 0

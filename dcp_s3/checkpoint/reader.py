@@ -16,7 +16,6 @@ from torch.futures import Future
 from dcp_s3 import errors
 from dcp_s3.checkpoint._torch import ExtensionRegistry, ReaderTransforms, find_load_group, shape_check
 from dcp_s3.checkpoint.assignment import Assignment, Offer, all_offered
-from dcp_s3.checkpoint.collection import collector_paused
 from dcp_s3.checkpoint.load_group import LoadGroup, join_load
 from dcp_s3.checkpoint.read import LoadExecutor
 from dcp_s3.checkpoint.shared_read import SharedRead
@@ -25,6 +24,7 @@ from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
 from dcp_s3.commit import CommitState, SaveIdentity, find_state
 from dcp_s3.format.layout import metadata_object, new_save_id, rank_of_metadata
 from dcp_s3.format.metadata import load_metadata
+from dcp_s3.garbage import collector_paused
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.spill.local import LocalObjects, find_commits
 from dcp_s3.spill.session import open_store

@@ -160,12 +160,15 @@ class Reception:
 
     def _place(self, transfer: ItemTransfer, offset: int, length: int, place: int) -> None:
         if transfer.owned is None:
-            transfer.put(offset, self._buffer.tensor(place, place + length))
+            if not transfer.take(offset, self._buffer.view(place, place + length)):
+                transfer.put(offset, self._buffer.tensor(place, place + length))
             return
         start, stop = max(offset, transfer.owned[0]), min(offset + length, transfer.owned[1])
         if start < stop:
-            place += start - offset
-            transfer.memory(start, stop)[:] = self._buffer.view(place, place + stop - start)
+            first = place + start - offset
+            transfer.memory(start, stop)[:] = self._buffer.view(first, first + stop - start)
+        if offset < start:
+            transfer.put(offset, self._buffer.tensor(place, place + min(start - offset, length)))
 
 
 def _is_short(segment: Segment, request: ReadRequest) -> bool:

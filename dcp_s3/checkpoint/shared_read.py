@@ -14,7 +14,6 @@ from dcp_s3 import errors
 from dcp_s3.checkpoint._torch import get_blocks, get_crc
 from dcp_s3.checkpoint.assignment import Assignment, StoredChunk, box_of, find_stored
 from dcp_s3.checkpoint.blocks import Blocks
-from dcp_s3.checkpoint.collection import collector_paused
 from dcp_s3.checkpoint.exchange import Exchange
 from dcp_s3.checkpoint.load_group import LoadGroup
 from dcp_s3.checkpoint.memory import synchronize_accelerator
@@ -22,6 +21,7 @@ from dcp_s3.checkpoint.read import LoadExecutor
 from dcp_s3.checkpoint.shared_items import SharedItem
 from dcp_s3.checkpoint.shared_pieces import OwnedPiece, ReceivedPiece
 from dcp_s3.checkpoint.transfer import ItemTransfer
+from dcp_s3.garbage import collector_paused
 from dcp_s3.transport.bucket import Bucket
 from dcp_s3.url import CheckpointURL
 
@@ -55,10 +55,18 @@ class SharedRead:
         Raises:
             PeerReadError: another rank failed.
         """
+        with collector_paused():
+            transfers = self._run(plan, planner)
+        synchronize_accelerator(transfer.target for transfer in transfers)
+
+    def _run(self, plan: LoadPlan, planner: LoadPlanner) -> list[ItemTransfer]:
         try:
-            transfers = self._executor.prepare(plan, planner)
-            with collector_paused():
-                work = self._prepare(plan, transfers)
+            assignment = plan.storage_data
+            if not isinstance(assignment, Assignment) or assignment.item_count != len(plan.items):
+                raise errors.SaveProtocolError(f"the load plan of {self._url} is not the one that was shared out")
+            shared = assignment.shared_items()
+            transfers = self._executor.prepare(plan, planner, shared)
+            owned, received = self._prepare(assignment, shared, transfers)
         except BaseException:
             self._group.agree(False)
             raise
@@ -67,17 +75,14 @@ class SharedRead:
             logger.warning("every rank reads %s by itself: ranks %s could not prepare their load", self._url, failed)
             self._executor.read(transfers, transfers, planner)
         else:
-            self._read(transfers, *work, planner)
-        synchronize_accelerator(transfer.target for transfer in transfers)
+            direct = [transfer for number, transfer in enumerate(transfers) if number not in shared]
+            self._read(transfers, owned, received, direct, planner)
+        return transfers
 
     def _prepare(
-        self, plan: LoadPlan, transfers: Sequence[ItemTransfer]
-    ) -> tuple[list[OwnedPiece], list[ReceivedPiece], list[ItemTransfer]]:
-        """The pieces that this rank sends and gets, and the items that it reads by itself."""
-        assignment = plan.storage_data
-        if not isinstance(assignment, Assignment) or assignment.item_count != len(plan.items):
-            raise errors.SaveProtocolError(f"the load plan of {self._url} is not the one that was shared out")
-        shared = assignment.shared_items()
+        self, assignment: Assignment, shared: set[int], transfers: Sequence[ItemTransfer]
+    ) -> tuple[list[OwnedPiece], list[ReceivedPiece]]:
+        """The pieces that this rank sends, and those that it gets."""
         exclusive = _find_exclusive(transfers)
         items = {number: self._make_item(transfers[number], exclusive=exclusive[number]) for number in shared}
         owned, received = [], []
@@ -86,7 +91,7 @@ class SharedRead:
                 owned.append(OwnedPiece(piece, items, self._executor.receive, self._executor.distrust, self._url))
             elif (incoming := ReceivedPiece(piece, items, self._url)).nbytes:
                 received.append(incoming)
-        return owned, received, [transfer for number, transfer in enumerate(transfers) if number not in shared]
+        return owned, received
 
     def _make_item(self, transfer: ItemTransfer, *, exclusive: bool) -> SharedItem:
         item = transfer.item

@@ -26,6 +26,7 @@ from dcp_s3.checkpoint.assignment import (
     find_stored,
 )
 from dcp_s3.checkpoint.boxes import Box, covering_run, runs_of_box
+from dcp_s3.checkpoint.contents import find_chunk
 
 MAX_PIECE = 16 * 2**20
 """Bytes of a piece at most, unless a block of its checksums is longer."""
@@ -87,7 +88,7 @@ def plan_sharing(
             for item, users in boxes.values():
                 direct[users[0] >> _RANK] += _estimate(metadata, item) * len(users)
             continue
-        chunk, wants = _find_wants(metadata, boxes, covers, max_gap)
+        chunk, wants = _find_wants(metadata, boxes, covers, max_gap, max_piece)
         found = _share(chunk, wants, max_piece) if chunk is not None else []
         parts += found
         if not found:
@@ -138,13 +139,13 @@ def _estimate(metadata: Metadata, item: ReadItem) -> int:
 
 
 def _find_wants(
-    metadata: Metadata, boxes: _Boxes, covers: dict[tuple[object, ...], _Cover | None], max_gap: int
+    metadata: Metadata, boxes: _Boxes, covers: dict[tuple[object, ...], _Cover | None], max_gap: int, max_piece: int
 ) -> tuple[StoredChunk | None, list[_Want]]:
     """The chunk and who needs what of it; None if it can not be shared."""
     kinds = {item.type for item, _ in boxes.values()}
     index = next(iter(boxes.values()))[0].storage_index
     stored = find_stored(metadata, index, kinds.pop()) if len(kinds) == 1 else None
-    if stored is None:
+    if stored is None or (stored.whole and not _is_worth_decoding(metadata, stored, boxes, max_piece)):
         return None, []
     wants = []
     for item, users in boxes.values():
@@ -158,6 +159,19 @@ def _find_wants(
 
 
 _Cover = tuple[Box, tuple[int, int], tuple[tuple[int, int], ...]]
+
+
+def _is_worth_decoding(metadata: Metadata, stored: StoredChunk, boxes: _Boxes, max_piece: int) -> bool:
+    """Whether to share an item that every rank has to decode as a whole: it is small, and all of it is needed."""
+    if stored.nbytes > max_piece:
+        return False
+    for item, _ in boxes.values():
+        saved = metadata.state_dict_metadata.get(item.storage_index.fqn)
+        if isinstance(saved, TensorStorageMetadata):
+            chunk = find_chunk(saved, item.storage_index)
+            if chunk is None or chunk.sizes != item.lengths:
+                return False
+    return True
 
 
 def _cover(stored: StoredChunk, box: Box, max_gap: int) -> _Cover | None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.collection import collector_paused
 from dcp_s3.format.layout import METADATA_CRC_KEY, metadata_object
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.transport.bucket import Bucket, StoredObject
@@ -51,5 +50,4 @@ def check_metadata(stored: StoredObject, url: CheckpointURL) -> Metadata:
             "from a backup",
             url=str(url),
         )
-    with collector_paused():
-        return load_metadata(stored.data, url=str(url))
+    return load_metadata(stored.data, url=str(url))

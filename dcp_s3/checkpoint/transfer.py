@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import IO, cast
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import cast
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import ReadItem
 
-from dcp_s3 import errors
 from dcp_s3.checkpoint._torch import (
-    ReaderTransforms,
     StorageInfo,
-    get_blocks,
-    get_crc,
-    get_raw_offset,
     narrow_tensor_by_index,
 )
+from dcp_s3.checkpoint.archive_heads import HeadProof
 from dcp_s3.checkpoint.boxes import Box, boxes_of_run, covering_run, intersect
-from dcp_s3.checkpoint.contents import find_chunk
-from dcp_s3.checkpoint.item_limits import check_limits
 from dcp_s3.checkpoint.memory import is_direct, view_bytes
 from dcp_s3.checkpoint.read_plan import ChunkRange, Extent, ranges_of_box
+from dcp_s3.format.archive import ArchiveHead
 from dcp_s3.transport.checksum import combine_crc64nvme
-from dcp_s3.url import CheckpointURL
 
 
 class ItemTransfer:
@@ -70,6 +63,10 @@ class ItemTransfer:
     def memory(self, start: int, stop: int) -> memoryview:
         """The place of bytes within `owned`."""
         raise NotImplementedError
+
+    def take(self, offset: int, data: memoryview) -> bool:
+        """Bring bytes to their place without torch, which costs more than the bytes of a small item; else False."""
+        return False
 
     def put(self, offset: int, data: torch.Tensor) -> None:
         """Bring bytes outside of `owned` (uint8, from ``offset`` on) to their place."""
@@ -116,8 +113,13 @@ class ItemTransfer:
         skipped = part.start - found.offset
         return found._replace(start=found.start + skipped, length=part.stop - part.start, offset=part.start)
 
-    def finish(self) -> None:
-        """All bytes are at their place, and right."""
+    def finish(self) -> ItemTransfer | None:
+        """All bytes are at their place, and right.
+
+        Returns:
+            What is to be fetched instead, if they are not where they were expected.
+        """
+        return None
 
 
 def is_whole(item: ReadItem, sizes: torch.Size) -> bool:
@@ -191,14 +193,94 @@ class TensorTransfer(ItemTransfer):
                 )
 
 
+class ArchivedTransfer(ItemTransfer):
+    """A box of a chunk that another writer stored, whose place is expected.
+
+    The head of the item comes along, before byte 0 of the chunk, and must prove it.
+
+    Args:
+        number: of the item.
+        item: of the load plan.
+        info: where it is stored.
+        target: the tensor to load into, of the shape of the box.
+        proof: of the place.
+        max_gap: bytes between two ranges of the chunk that are rather fetched than asked around.
+        instead: makes the transfer to be tried if the proof fails, from the head that was found, if any.
+    """
+
+    __slots__ = ("_inner", "_instead", "_proof")
+
+    def __init__(
+        self,
+        number: int,
+        item: ReadItem,
+        info: StorageInfo,
+        target: torch.Tensor,
+        proof: HeadProof,
+        *,
+        max_gap: int,
+        instead: Callable[[ArchiveHead | None], ItemTransfer],
+    ) -> None:
+        head, inner_item, into = proof.expected, item, target
+        sizes = torch.Size(head.shape)
+        if not head.is_row_major:
+            # Row-major, as everything else is, with the dimensions in the order in which they are stored.
+            offsets, lengths, sizes = (
+                torch.Size(values[dim] for dim in head.order) for values in (item.storage_offsets, item.lengths, sizes)
+            )
+            inner_item = replace(item, storage_offsets=offsets, lengths=lengths)
+            into = target.permute(head.order)
+        box = Box(inner_item.storage_offsets, inner_item.lengths)
+        ranges = ranges_of_box(sizes, box, head.dtype.itemsize, blocks=None, max_gap=max_gap)
+        raw_start = info.offset + head.raw_offset
+        self._inner = TensorTransfer(number, inner_item, info.relative_path, raw_start, ranges, into, sizes, head.dtype)
+        self._proof = proof
+        self._instead = instead
+        extents = _with_head(self._inner.extents, number, info, head)
+        super().__init__(item, extents, ranges, target, self._inner.owned)
+
+    def memory(self, start: int, stop: int) -> memoryview:
+        """See `ItemTransfer`."""
+        return self._inner.memory(start, stop)
+
+    def put(self, offset: int, data: torch.Tensor) -> None:
+        """See `ItemTransfer`."""
+        if offset < 0:
+            self._proof.put(offset, view_bytes(data))
+            data = data[-offset:]
+            offset = 0
+        if data.numel():
+            self._inner.put(offset, data)
+
+    def finish(self) -> ItemTransfer | None:
+        """See `ItemTransfer`."""
+        return None if self._proof.holds() else self._instead(self._proof.found())
+
+
+def _with_head(extents: Sequence[Extent], number: int, info: StorageInfo, head: ArchiveHead) -> list[Extent]:
+    """The head of an item comes along: in one run with the beginning of the chunk, if that is needed."""
+    first = Extent(number, info.relative_path, info.offset, head.length, -head.raw_offset)
+    # Cuts fall on multiples of 64 bytes from where an extent begins, and must not divide elements.
+    if extents and extents[0].start == info.offset + head.length and head.length % 64 == 0:
+        return [first._replace(length=head.length + extents[0].length), *extents[1:]]
+    return [first, *extents]
+
+
 class StreamTransfer(ItemTransfer):
     """A whole stored item, decoded when it is there.
 
     Args:
+        number: of the item.
+        item: of the load plan.
+        info: where it is stored.
+        crc: CRC-64/NVME of the item, None if it is not known.
+        target: the tensor to load into, None for an item that is not a tensor.
         decode: called with the item's bytes (uint8).
+        unpack: as ``decode``, of a small item without checksum: called when it has come in one piece, with its bytes
+            in somebody else's memory. Returns whether it could.
     """
 
-    __slots__ = ("_buffer", "_decode", "_size")
+    __slots__ = ("_buffer", "_decode", "_size", "_unpack", "_unpacked")
 
     def __init__(
         self,
@@ -208,12 +290,16 @@ class StreamTransfer(ItemTransfer):
         crc: int | None,
         target: torch.Tensor | None,
         decode: Callable[[StreamTransfer, torch.Tensor], None],
+        unpack: Callable[[memoryview], bool] | None = None,
     ) -> None:
         size = info.length
         extents = [Extent(number, info.relative_path, info.offset, size)] if size else []
-        super().__init__(item, extents, [ChunkRange(0, size, crc)] if size else [], target, (0, size))
+        owned = (0, size) if unpack is None else None
+        super().__init__(item, extents, [ChunkRange(0, size, crc)] if size else [], target, owned)
         self._size = size
         self._decode = decode
+        self._unpack = unpack
+        self._unpacked = False
         self._buffer: torch.Tensor | None = None
 
     def memory(self, start: int, stop: int) -> memoryview:
@@ -223,173 +309,17 @@ class StreamTransfer(ItemTransfer):
                 self._buffer = torch.empty(self._size, dtype=torch.uint8)
             return view_bytes(self._buffer)[start:stop]
 
-    def finish(self) -> None:
+    def take(self, offset: int, data: memoryview) -> bool:
+        """See `ItemTransfer`."""
+        if self._unpack is not None and data.nbytes == self._size:
+            self._unpacked = self._unpack(data)
+        if not self._unpacked:
+            self.memory(offset, offset + data.nbytes)[:] = data
+        return True
+
+    def finish(self) -> ItemTransfer | None:
         """Decode the item."""
-        self._decode(self, torch.empty(0, dtype=torch.uint8) if self._buffer is None else self._buffer)
+        if not self._unpacked:
+            self._decode(self, torch.empty(0, dtype=torch.uint8) if self._buffer is None else self._buffer)
         self._buffer = None
-
-
-class TransferFactory:
-    """Decides for each read item which bytes it needs and where they go.
-
-    Args:
-        url: of the checkpoint.
-        metadata: of the checkpoint.
-        transforms: torch's stream extensions.
-        allow_dtype_cast: whether a tensor may be converted to another dtype.
-        max_gap: bytes between two ranges of a chunk that are rather fetched than asked around.
-    """
-
-    def __init__(
-        self,
-        url: CheckpointURL,
-        metadata: Metadata,
-        transforms: ReaderTransforms,
-        *,
-        allow_dtype_cast: bool,
-        max_gap: int,
-    ) -> None:
-        self._url = url
-        self._metadata = metadata
-        self._transforms = transforms
-        self._allow_dtype_cast = allow_dtype_cast
-        self._max_gap = max_gap
-
-    def prepare(self, number: int, item: ReadItem, planner: LoadPlanner) -> ItemTransfer:
-        """The transfer for ``item``, number ``number`` of the plan. No I/O.
-
-        Raises:
-            DtypeMismatchError, ShapeMismatchError: the destination does not match what was saved.
-            CorruptMetadataError: the metadata contradicts itself.
-        """
-        info = self._storage_info(item)
-        if item.type == LoadItemType.BYTE_IO:
-            return self._prepare_bytes(number, item, info)
-        target = planner.resolve_tensor(item)
-        if target.requires_grad:
-            target = target.detach()
-        if target.size() != item.lengths:
-            raise errors.ShapeMismatchError(
-                f"{item.dest_index.fqn}: the planner gave a tensor of shape {tuple(target.size())} for "
-                f"{tuple(item.lengths)}", url=str(self._url), fqn=item.dest_index.fqn,
-            )  # fmt: skip
-        saved = self._metadata.state_dict_metadata[item.storage_index.fqn]
-        if not isinstance(saved, TensorStorageMetadata):
-            raise errors.CorruptMetadataError(
-                f"{item.storage_index.fqn!r} in {self._url} is no tensor, but is to be loaded into one: the "
-                "checkpoint was saved from another kind of state",
-                url=str(self._url),
-            )
-        dtype = saved.properties.dtype
-        if dtype != target.dtype and not self._allow_dtype_cast:
-            raise errors.DtypeMismatchError(
-                f"{item.dest_index.fqn}: the checkpoint has {dtype}, the state to load into {target.dtype}. Remedy: "
-                "build the state with the saved dtype, or convert on load with DCP_S3_ALLOW_DTYPE_CAST=1",
-                url=str(self._url),
-                fqn=item.dest_index.fqn,
-            )
-        raw_offset = get_raw_offset(info)
-        if raw_offset is None or info.transform_descriptors:
-            return self._prepare_encoded(number, item, info, target)
-        return self._prepare_raw(number, item, info, target, saved, raw_offset)
-
-    def _prepare_raw(
-        self,
-        number: int,
-        item: ReadItem,
-        info: StorageInfo,
-        target: torch.Tensor,
-        saved: TensorStorageMetadata,
-        raw_offset: int,
-    ) -> ItemTransfer:
-        dtype = saved.properties.dtype
-        sizes = self._chunk_sizes(item, saved)
-        nbytes = sizes.numel() * dtype.itemsize
-        if raw_offset + nbytes > info.length:
-            raise errors.CorruptMetadataError(
-                f"{item.storage_index.fqn!r} in {self._url}: a chunk of {nbytes} bytes at {raw_offset} does "
-                f"not fit into its item of {info.length} bytes: the metadata is damaged",
-                url=str(self._url),
-            )
-        if is_whole(item, sizes):
-            ranges = [ChunkRange(0, nbytes, get_crc(info))] if nbytes else []
-        else:
-            blocks = get_blocks(info, nbytes) if nbytes else None
-            box = Box(item.storage_offsets, item.lengths)
-            ranges = ranges_of_box(sizes, box, dtype.itemsize, blocks=blocks, max_gap=self._max_gap)
-        return TensorTransfer(number, item, info.relative_path, info.offset + raw_offset, ranges, target, sizes, dtype)
-
-    def _prepare_encoded(self, number: int, item: ReadItem, info: StorageInfo, target: torch.Tensor) -> ItemTransfer:
-        """A tensor whose raw bytes' place is not known: written by something else, or through an extension."""
-
-        def decode(_: StreamTransfer, buffer: torch.Tensor) -> None:
-            with self._naming_damage(item):
-                stream = self._decode(item, info, buffer)
-                seekable = stream if isinstance(stream, io.BytesIO) else io.BytesIO(stream.read(-1))
-                check_limits(seekable)
-                seekable.seek(0)
-                tensor = cast(torch.Tensor, torch.load(seekable, map_location="cpu", weights_only=True))
-                target.copy_(narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
-
-        crc = get_crc(info) if get_raw_offset(info) is None else None
-        return StreamTransfer(number, item, info, crc, target, decode)
-
-    def _prepare_bytes(self, number: int, item: ReadItem, info: StorageInfo) -> ItemTransfer:
-        if info.length == 0:
-            raise errors.CorruptMetadataError(
-                f"the metadata of {self._url} is damaged: {item.storage_index.fqn!r} has no bytes", url=str(self._url)
-            )
-
-        def decode(transfer: StreamTransfer, buffer: torch.Tensor) -> None:
-            with self._naming_damage(item):
-                transfer.loaded = io.BytesIO(self._decode(item, info, buffer).read(-1))
-
-        return StreamTransfer(number, item, info, get_crc(info), None, decode)
-
-    def _decode(self, item: ReadItem, info: StorageInfo, buffer: torch.Tensor) -> IO[bytes]:
-        # A descriptor list is missing in old checkpoints.
-        descriptors = getattr(info, "transform_descriptors", None) or ()
-        try:
-            self._transforms.extension_registry.from_descriptor_list(descriptors)
-        except ValueError as error:
-            raise errors.MissingExtensionError(
-                f"{item.storage_index.fqn!r} in {self._url} was saved through the stream extensions "
-                f"{list(descriptors)}: {error}. Remedy: pass an _extension_registry that knows them to S3StorageReader",
-                url=str(self._url),
-            ) from error
-        raw = io.BytesIO(view_bytes(buffer))
-        return self._transforms.transform_load_stream(item, descriptors, raw)
-
-    @contextlib.contextmanager
-    def _naming_damage(self, item: ReadItem) -> Iterator[None]:
-        """Whatever decoding raises says that the stored item is not what it should be."""
-        try:
-            yield
-        except errors.DcpS3Error:
-            raise
-        except Exception as error:
-            raise errors.CorruptCheckpointError(
-                f"{item.storage_index.fqn!r} in {self._url} can not be decoded: {type(error).__name__}: {error}. "
-                "The stored data is damaged: load an earlier checkpoint",
-                url=str(self._url),
-            ) from error
-
-    def _storage_info(self, item: ReadItem) -> StorageInfo:
-        try:
-            return cast(StorageInfo, self._metadata.storage_data[item.storage_index])
-        except KeyError:
-            raise errors.CorruptMetadataError(
-                f"the metadata of {self._url} does not say where {item.storage_index.fqn!r} at "
-                f"{item.storage_index.offset} lies: it is damaged or was merged wrongly",
-                url=str(self._url),
-            ) from None
-
-    def _chunk_sizes(self, item: ReadItem, saved: TensorStorageMetadata) -> torch.Size:
-        """Shape of the saved chunk that ``item`` reads from."""
-        index = item.storage_index
-        chunk = find_chunk(saved, index)
-        if chunk is None:
-            raise errors.CorruptMetadataError(
-                f"the metadata of {self._url} has no chunk of {index.fqn!r} at {index.offset}", url=str(self._url)
-            )
-        return chunk.sizes
+        return None

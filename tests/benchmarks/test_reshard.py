@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from pathlib import Path
@@ -9,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
@@ -20,12 +20,13 @@ from benchmarks.memory_s3 import Counters, Reader, Reads
 from benchmarks.report import machine
 from benchmarks.reshard_cases import CASES, Layout, TensorSpec, llama_spec, needed_bytes, unique_bytes
 from benchmarks.reshard_report import Load, Results, count, find_misses, save_chart, show
-from benchmarks.reshard_worker import OBJECTS, STEP, STEP_VALUE, check_state, make_state, values
+from benchmarks.reshard_worker import OBJECTS, STEP, STEP_VALUE, Cost, check_state, make_state, values
 from benchmarks.units import MIB
-from tests.ranks import run_ranks
+from tests.ranks import RankFailed, run_ranks
 
 PLAIN = Layout("one", (1,), (None,), (None,), plain=True)
 LAYOUTS = list(dict.fromkeys(layout for case in CASES.values() for layout in (case.source, case.target)))
+SPEC = {"a": TensorSpec((8, 4), torch.float32)}
 #: Uneven, fewer rows than ranks, empty.
 SHAPES = [(8, 4), (7, 5), (2, 9), (11,), (2,), (0, 4)]
 
@@ -218,16 +219,56 @@ def test_the_exit_status_is_that_of_the_targets(quick: dict[str, Any]) -> None:
     assert quick["status"] == (1 if missed else 0)
 
 
-def _fails_on_all_ranks(*_: Any) -> None:
-    raise OSError(f"no room for rank {dist.get_rank()}")
+# --- around it ------------------------------------------------------------------------------------
+
+
+def test_every_checkpoint_is_saved_before_it_is_loaded() -> None:
+    assert reshard.schedule(list(CASES), 2) == [
+        (1, 8, True), (1, 2, True), *((number, ranks, False) for number in (1, 2) for ranks in (4, 2, 3)),
+    ]  # fmt: skip
+    assert reshard.schedule(["8to3"], 1) == [(1, 8, True), (1, 3, False)]
+    assert reshard.schedule(["4to2", "2to4"], 1) == [(1, 2, True), (1, 4, False), (1, 2, False)]
+
+
+COUNTED = Counters({"GetObject": 3}, bytes_out=40, reads={Reader("rank-0", "a"): Reads(3, 40)})
+
+
+def _measured(monkeypatch: pytest.MonkeyPatch, answers: list[Any]) -> tuple[Results, str]:
+    """What is made of the ranks' answers, or their failures."""
+
+    def run(*_: Any, **__: Any) -> Any:
+        answer = answers.pop(0)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(reshard, "run_ranks", run)
+    monkeypatch.setattr(reshard, "serve_embedded", lambda *_: contextlib.nullcontext(("http://server", {})))
+    results, said = Results(machine(), {}), []
+    reshard.measure(SPEC, ["4to2"], ["dcp_s3", "fsspec"], 1, results, said.append)
+    return results, "\n".join(said)
+
+
+def test_costs_of_the_ranks_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = Cost(2.0, 0.5, COUNTED), Cost(3.0, 0.25, None)
+    results, _ = _measured(monkeypatch, [[[]] * 4, [[first, first], [second, second]]])
+    assert [load.backend for load in results.loads] == ["dcp_s3", "fsspec"]
+    load = results.loads[0]
+    assert (load.seconds, load.cpu_seconds, load.gets) == (3.0, 0.75, 3)
+    assert (load.needed_bytes, load.unique_bytes, load.fetched_bytes) == ([64, 64], 128, [40, 0])
+
+
+def test_a_backend_that_fails_is_noted_and_the_others_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    failed = Cost(0.0, 0.0, None, "OSError: no room")
+    cost = Cost(1.0, 1.0, COUNTED)
+    results, said = _measured(monkeypatch, [[[]] * 4, [[failed, cost], [failed, cost]]])
+    assert [load.backend for load in results.loads] == ["fsspec"]
+    assert results.failures == {"4to2 dcp_s3": ["OSError: no room"]}
+    assert "no room" in said
 
 
 def test_ranks_that_fail_are_noted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reshard, "load_all", _fails_on_all_ranks)
-    results = Results(machine(), {})
-    spec = {"a": TensorSpec((8, 4), torch.float32)}
-    said: list[str] = []
-    reshard.measure(spec, ["4to2"], ["dcp_s3"], 1, results, said.append)
+    results, said = _measured(monkeypatch, [[[]] * 4, RankFailed(1, "OSError: no room", None)])
     assert results.loads == []
-    assert list(results.failures) == ["2 ranks"]
-    assert "OSError: no room for rank 0" in results.failures["2 ranks"][0]
+    assert "OSError: no room" in results.failures["2 ranks"][0]
+    assert "no room" in said

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import math
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dcp_s3.checkpoint import read_plan
 from dcp_s3.checkpoint.blocks import Blocks, cuts_between, pack_crcs
 from dcp_s3.checkpoint.boxes import Box
-from dcp_s3.checkpoint.read_plan import Extent, plan_requests, ranges_of_box
+from dcp_s3.checkpoint.read_plan import Extent, ReadRequest, plan_requests, ranges_of_box
 from dcp_s3.transport.checksum import crc64nvme
 from tests.checkpoint.test_boxes import chunks_and_boxes, positions
 
@@ -108,3 +110,23 @@ def test_a_long_extent_is_cut_into_equal_aligned_pieces() -> None:
 
 def test_nothing_to_read() -> None:
     assert plan_requests([], max_request=10, max_gap=0) == []
+
+
+@given(extents(), st.integers(0, 500), st.sampled_from([0.0, 0.01, 0.1, 1.0]))
+def test_what_is_thrown_away_is_limited(wanted: list[Extent], max_gap: int, share: float) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(read_plan, "_FRAMING", 10)
+        limited = plan_requests(wanted, max_request=10**6, max_gap=max_gap, max_waste=share)
+    needed = len({(e.path, at) for e in wanted for at in range(e.start, e.start + e.length)})
+    gaps = [gap for request in limited for gap in _gaps(request)]
+    assert sum(gap for gap in gaps if gap > 10) <= share * needed
+    free = plan_requests(wanted, max_request=10**6, max_gap=max_gap)
+    missing = sorted((gap for request in free for gap in _gaps(request)), reverse=True)
+    for gap in gaps:
+        missing.remove(gap)
+    assert not missing or min(missing) > 10  # the shortest are taken along
+
+
+def _gaps(request: ReadRequest) -> list[int]:
+    ends = itertools.accumulate((segment.start + segment.length for segment in request.segments), max)
+    return [gap for segment, end in zip(request.segments[1:], ends, strict=False) if (gap := segment.start - end) > 0]

@@ -103,7 +103,7 @@ def test_private_torch_is_imported_in_three_modules_only() -> None:
 @pytest.mark.parametrize(
     ("function", "parameters", "relied_on"),
     [
-        (_torch.narrow_tensor_by_index, ["tensor", "offsets", "sizes"], "checkpoint/transfer.py, items without offset"),
+        (_torch.narrow_tensor_by_index, ["tensor", "offsets", "sizes"], "checkpoint/prepare.py, items without offset"),
         (_torch.create_chunk_list, ["tensor"], "checkpoint/load_planner.py"),
         (_torch.StorageInfo, ["relative_path", "offset", "length", "transform_descriptors"], "make_storage_info"),
         (_torch.WriterTransforms, ["extensions"], "S3StorageWriter(_extensions=...)"),
@@ -116,7 +116,7 @@ def test_private_torch_is_imported_in_three_modules_only() -> None:
         (
             _torch.ReaderTransforms.transform_load_stream,
             ["self", "read_item", "transform_descriptors", "raw_stream"],
-            "checkpoint/transfer.py, stream extensions",
+            "checkpoint/prepare.py, stream extensions",
         ),
         (
             _torch.AsyncCheckpointProcess.save,

@@ -32,3 +32,8 @@ def collector_paused() -> Iterator[None]:
             _pauses -= 1
             if _pauses == 0 and _was_enabled:
                 gc.enable()
+
+
+def collect_young() -> None:
+    """Collect what was made since the last collection: for long pauses, in which garbage is made as well."""
+    gc.collect(1)
