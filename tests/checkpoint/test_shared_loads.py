@@ -217,6 +217,33 @@ def test_each_byte_is_fetched_once(recording: Recording) -> None:
     assert (recording.metadata_gets("urls_a"), recording.metadata_gets("urls_b")) == (3, 1)
 
 
+def _foreign_loads(folder: Path) -> None:
+    """Items that have to be decoded as a whole: small and needed as a whole, or not."""
+    full = {"small": _full(1, 300, 400), "sliced": _full(2, 300, 40), "large": _full(3, 1_500_000)}
+    mesh = init_device_mesh("cpu", (3,))
+    if dist.get_rank() == 0:
+        dcp.save({**full, "text": "läuft"}, checkpoint_id=folder, no_dist=True)
+        client = boto3.Session().client("s3", endpoint_url=os.environ["DCP_S3_ENDPOINT_URL"])
+        for path in folder.iterdir():
+            client.upload_file(str(path), BUCKET, f"foreign/{path.name}")
+        client.close()
+    dist.barrier()
+    state = {name: torch.zeros_like(value) for name, value in full.items()}
+    state["sliced"] = _place(state["sliced"], mesh, Shard(1))
+    _load(f"{RUN}/foreign", state | {"text": ""})
+    for name in ("small", "large"):
+        assert torch.equal(state[name], full[name]), name
+    assert isinstance(state["sliced"], DTensor)
+    assert torch.equal(state["sliced"].full_tensor(), full["sliced"])
+
+
+def test_what_another_writer_stored_is_shared_where_it_is_small(recording: Recording, tmp_path: Path) -> None:
+    run_ranks(3, _foreign_loads, tmp_path)
+    assert recording.metadata_gets("foreign") == 1
+    small, sliced, large = 4 * 300 * 400, 4 * 300 * 40, 4 * 1_500_000
+    assert 3 * large <= recording.fetched("foreign") <= 3 * large + small + 3 * sliced + 100_000
+
+
 def _random_loads(seed: int, count: int) -> None:
     """States and placements drawn from ``seed``, the same on all ranks; each rank's plan differs."""
     draw = random.Random(seed)
