@@ -164,13 +164,13 @@ def _parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="less of everything: to see that it runs")
     parser.add_argument("--rounds", type=int, help="default: 3, or 1 with --quick")
-    parser.add_argument("--size", type=parse_size, help="of the state; default: 512MiB, or 32MiB with --quick")
+    parser.add_argument("--size", type=parse_size, help="of the state; default: 512MiB, or 64MiB with --quick")
     parser.add_argument(
         "--out", type=Path, default=RESULTS / "reshard.json", help="samples; the chart is beside them; %(default)s"
     )
     options = parser.parse_args()
     options.rounds = options.rounds or (1 if options.quick else 3)
-    options.size = options.size or (32 * MIB if options.quick else 512 * MIB)
+    options.size = options.size or (64 * MIB if options.quick else 512 * MIB)
     return options
 
 

@@ -226,7 +226,8 @@ class TransferFactory:
             with self._naming_damage(item):
                 transfer.loaded = io.BytesIO(self._decode(item, info, buffer).read(-1))
 
-        return StreamTransfer(number, item, info, get_crc(info), None, decode)
+        crc = get_crc(info) if get_raw_offset(info) is None else None  # else it is that of a part of the item
+        return StreamTransfer(number, item, info, crc, None, decode)
 
     def _decode(self, item: ReadItem, info: StorageInfo, buffer: torch.Tensor) -> IO[bytes]:
         # A descriptor list is missing in old checkpoints.
