@@ -146,6 +146,10 @@ class CheckpointNotFoundError(CheckpointError):
     """There is no committed checkpoint (no ``.metadata``) at the URL."""
 
 
+class CheckpointDeletedError(CheckpointNotFoundError):
+    """A prune has begun to delete the checkpoint."""
+
+
 class CheckpointExistsError(CheckpointError):
     """A committed checkpoint is at the URL already and ``overwrite`` was not asked for."""
 

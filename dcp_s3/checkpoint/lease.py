@@ -15,7 +15,7 @@ import math
 import os
 import platform
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from dcp_s3 import errors
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 DELETION_BEGINS = 300.0
 """Seconds after which a deletion that has not removed ``.metadata`` counts as given up."""
 
-# A renewal that hangs must not hold up the end of the load.
+# Seconds: a renewal that hangs must not hold up the end of the load, nor must the release.
 _RENEWAL_TIMEOUT = 10.0
 
 
@@ -62,24 +62,24 @@ class ReaderLease:
             return
         self._key = key
 
-    def check_not_deleted(self, deletion: str | None) -> None:
+    def check_not_deleted(self, deletions: Collection[str] | None) -> None:
         """Refuse to read what a prune is about to delete, because it may not have seen the lease.
 
         Args:
-            deletion: `deletion_id` of the checkpoint; None takes any deletion at the URL for its own (without
-                collectives a rank does not know what the others' saves are called).
+            deletions: what a deletion of the checkpoint may be known by (`deletion_id`); None takes any at the URL for
+                one (without collectives a rank does not know what the others' saves are called).
 
         Raises:
-            CheckpointNotFoundError: its deletion has begun.
+            CheckpointDeletedError: its deletion has begun.
             StorageError: cannot tell.
         """
         if self._key is None:
             return
         keys = {key for key, _ in self._bucket.list(self._url.key(DELETION_PREFIX))}
-        if deletion is not None:
-            keys &= {self._url.key(deletion_object(deletion))}
+        if deletions is not None:
+            keys &= {self._url.key(deletion_object(deletion)) for deletion in deletions}
         if any(self._is_young(key) for key in keys):
-            raise errors.CheckpointNotFoundError(
+            raise errors.CheckpointDeletedError(
                 f"{self._url} is being deleted by a prune. Remedy: load another one (`dcp_s3.latest`)",
                 url=str(self._url),
             )
@@ -114,7 +114,7 @@ class ReaderLease:
             return
         key, self._key = self._key, None
         try:
-            self._bucket.for_cleanup().delete([key])
+            replace(self._bucket.for_cleanup(), patience=_RENEWAL_TIMEOUT).delete([key])
         except errors.StorageError as error:
             logger.warning("the lease of %s stays until it ends, in at most %s s: %s", self._url, self._seconds, error)
 

@@ -18,7 +18,7 @@ from dcp_s3.checkpoint.lease import ReaderLease
 from dcp_s3.checkpoint.read import LoadExecutor
 from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
 from dcp_s3.commit import CommitState, SaveIdentity, find_state
-from dcp_s3.format.layout import deletion_id, metadata_object, new_save_id, rank_of_metadata
+from dcp_s3.format.layout import SAVE_ID_KEY, deletion_id, metadata_object, new_save_id, rank_of_metadata
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.spill.local import LocalObjects, find_commits
@@ -101,6 +101,7 @@ class S3StorageReader(StorageReader):
 
         Raises:
             CheckpointNotFoundError: no committed checkpoint is there.
+            CheckpointDeletedError: a prune is about to delete it (looked for with the setting ``reader_lease`` only).
             CorruptMetadataError, UnsafeMetadataError: it can not, or must not, be unpickled.
             StorageError: missing bucket, credentials, network.
         """
@@ -116,6 +117,8 @@ class S3StorageReader(StorageReader):
                 return _UnreadableMetadata(self._error)
             try:
                 metadata = self._fetch_metadata(rank)
+            except errors.CheckpointDeletedError as error:
+                return _UnreadableMetadata(error)
             except errors.CheckpointNotFoundError as error:
                 return _UnreadableMetadata(self._explain_missing(rank) or self._error or error)
             except errors.DcpS3Error as error:
@@ -135,8 +138,8 @@ class S3StorageReader(StorageReader):
         try:
             stored = fetch_metadata(self._bucket(), url, rank)
             metadata = check_metadata(stored, url)
-            save_id = getattr(metadata.storage_meta, "save_id", None)
-            lease.check_not_deleted(deletion_id(save_id, stored.etag) if rank is None else None)
+            save_ids = stored.metadata.get(SAVE_ID_KEY), getattr(metadata.storage_meta, "save_id", None), None
+            lease.check_not_deleted({deletion_id(each, stored.etag) for each in save_ids} if rank is None else None)
         except BaseException:
             lease.release()
             raise

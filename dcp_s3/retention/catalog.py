@@ -100,16 +100,16 @@ class CheckpointCatalog:
         return run(self._first(lambda infos: best_first([info for info in infos if info.committed], metric, mode)))
 
     async def _checkpoints(self) -> list[CheckpointInfo]:
+        local = self._local()  # first: what is drained meanwhile is then seen twice rather than not at all
         async with open_bucket(self.root.bucket, self.settings) as bucket:
             listing = await list_root(bucket, self.root, self._patterns)
         grace = self.settings.retention_grace
-        found = merge_local(listing.found, self._local())
+        found = merge_local(listing.found, local)
         return sorted((in_grace(info, now=listing.now, grace=grace) for info in found), key=age_order)
 
     async def _scan(self, deep: bool) -> CatalogSnapshot:
+        local = self._local()
         async with open_bucket(self.root.bucket, self.settings) as bucket:
-            # First: what is drained meanwhile is then seen twice rather than not at all.
-            local = self._local()
             return await scan_root(bucket, self.root, self._patterns, deep=deep, local=local)
 
     def _local(self) -> list[CheckpointInfo]:

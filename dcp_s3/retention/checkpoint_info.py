@@ -53,6 +53,8 @@ class CheckpointInfo:
         etag: of ``.metadata``, with quotes; None without one.
         modified_at: seconds since the epoch on the clock of S3: when ``.metadata`` was written, or if there is none,
             the newest object.
+        written_at: seconds since the epoch on the clock of S3, when the newest data object in its directory was
+            written; None if they were not listed.
         pinned: whether `pin` protects it.
         leased_until: seconds since the epoch on the clock of S3, when the last reader's lease ends; None without any.
         waiting: whether a commit of this URL waits in this host's spill directory.
@@ -73,6 +75,7 @@ class CheckpointInfo:
     save_id: str | None = None
     etag: str | None = None
     modified_at: float | None = None
+    written_at: float | None = None
     pinned: bool = False
     leased_until: float | None = None
     waiting: bool = False
@@ -268,7 +271,7 @@ def from_manifest(url: CheckpointURL, manifest: Manifest) -> CheckpointInfo:
 def from_contents(url: CheckpointURL, contents: Contents, *, committed_at: float | None) -> CheckpointInfo:
     """A checkpoint without a manifest: a foreign one, or one that was never committed (``committed_at`` None)."""
     skip = len(url.key(""))
-    ours = bool(contents.manifests) or any(
+    ours = bool(contents.control) or any(
         _OUR_DATA.fullmatch(found.key[skip:].rpartition("/")[2]) for found in contents.data
     )
     return CheckpointInfo(

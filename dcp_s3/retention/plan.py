@@ -245,7 +245,10 @@ def _active(
         if leftover.modified_at > since and not leftover.is_lease:
             active[leftover.checkpoint] = "a save is in progress: an object was written within the grace period"
     for info in infos:
-        if not info.committed and info.state != "local" and (info.modified_at is None or info.modified_at > since):
+        written = info.modified_at
+        if info.committed:  # what is newer than its commit is of a save that goes on, or of a copy
+            written = info.written_at if (info.written_at or 0.0) > (info.modified_at or 0.0) else -math.inf
+        if info.state != "local" and (written is None or written > since):
             active[info.name] = "a save is in progress: an object was written within the grace period"
         if info.waiting or info.state == "local":
             active[info.name] = "its commit waits in this host's spill directory"

@@ -17,6 +17,7 @@ from dcp_s3.format.layout import (
     parse_lease_object,
     parse_manifest_object,
 )
+from dcp_s3.format.manifest import Manifest
 from dcp_s3.retention.checkpoint_info import (
     CheckpointInfo,
     age_order,
@@ -116,9 +117,11 @@ async def list_root(
             return None
         if not deep:
             return found.info
-        damage, unneeded = await _look_deeper(bucket, url, found, now)
+        if not found.info.committed:
+            return found.info
+        info, unneeded = await _look_deeper(bucket, url, found, now)
         leftovers.extend(unneeded)
-        return dataclasses.replace(found.info, damage=damage)
+        return info
 
     looked = await map_bounded(look, [name for name in names if name not in _NO_CHILD])
     found = sorted((info for info in looked if info is not None), key=age_order)
@@ -135,7 +138,7 @@ async def scan_root(
 ) -> CatalogSnapshot:
     """All under ``root`` that a plan needs.
 
-    With ``deep`` the newest checkpoints are looked at like `latest` does, until one can be loaded.
+    With ``deep`` the newest checkpoints are then looked at like `latest` does, until one can be loaded.
 
     Args:
         bucket: of the root.
@@ -188,36 +191,40 @@ def open_upload(root: CheckpointURL, upload: ListedUpload) -> OpenUpload | None:
 
 async def _look_deeper(
     bucket: AsyncBucket, url: CheckpointURL, found: Inspected, now: float
-) -> tuple[str | None, list[LeftoverObject]]:
-    """Damage and leftovers of a checkpoint: neither where there is no manifest that is certainly its own."""
-    if found.manifest is None or not found.info.committed:
-        return None, []
-    head = await bucket.head(url.key(METADATA))
+) -> tuple[CheckpointInfo, list[LeftoverObject]]:
+    """A committed checkpoint with its damage and when it was written, and its leftovers.
+
+    Neither damage nor leftovers where there is no manifest that is certainly its own.
+    """
+    head = await bucket.head(url.key(METADATA)) if found.manifest is not None else {}
     objects = await bucket.list(url.key(""))
-    listed = sort_out(url, objects).commits.get(None)
-    etags = {found.info.etag, head.get("ETag"), listed.etag if listed else None}
-    if save_id_of(head) != found.manifest.save_id or len({(etag or "").strip('"') for etag in etags}) != 1:
-        return None, []  # a copy without user metadata, or replaced meanwhile
-    return find_unneeded(url, found, objects, now=now)
+    contents = sort_out(url, objects)
+    newest = max((each.modified_at for each in contents.data), default=None)
+    info = dataclasses.replace(found.info, written_at=newest)
+    listed = contents.commits.get(None)
+    etags = {(etag or "").strip('"') for etag in (info.etag, head.get("ETag"), listed.etag if listed else None)}
+    if found.manifest is None or save_id_of(head) != found.manifest.save_id or len(etags) != 1:
+        return info, []  # foreign, a copy without user metadata, or replaced meanwhile
+    damage, leftovers = find_unneeded(url, found.manifest, objects, now=now)
+    return dataclasses.replace(info, damage=damage), leftovers
 
 
 def find_unneeded(
-    url: CheckpointURL, found: Inspected, objects: Sequence[ListedObject], *, now: float
+    url: CheckpointURL, manifest: Manifest, objects: Sequence[ListedObject], *, now: float
 ) -> tuple[str | None, list[LeftoverObject]]:
     """Damage and leftovers of a checkpoint of ours, by its manifest and a listing. Pure.
 
     Only what has a name that dcp_s3 gives is a leftover: nobody else's objects are.
     """
-    assert found.manifest is not None  # noqa: S101
     skip = len(url.key(""))
     sizes = {each.key[skip:]: each.size for each in objects}
     damage = None
-    for entry in found.manifest.objects:
+    for entry in manifest.objects:
         if sizes.get(entry.path, -1) < entry.size:
             stored = f"has {sizes[entry.path]} bytes instead of {entry.size}" if entry.path in sizes else "is not there"
             damage = f"its object {entry.path} {stored}"
             break
-    needed = {entry.path for entry in found.manifest.objects} | {manifest_object(found.manifest.save_id)}
+    needed = {entry.path for entry in manifest.objects} | {manifest_object(manifest.save_id)}
     leftovers = []
     for each in objects:
         path = each.key[skip:]

@@ -51,6 +51,7 @@ _infos = st.fixed_dictionaries(
         "step": st.one_of(st.none(), st.integers(0, 60)),
         "created_at": _times,
         "modified_at": _times,
+        "written_at": _times,
         "metrics": st.dictionaries(st.sampled_from(["loss", "acc"]), _values),
         "pinned": st.sampled_from([False] * 9 + [True]),
         "leased_until": st.one_of(st.none(), st.none(), st.floats(NOW - 200, NOW + 200)),

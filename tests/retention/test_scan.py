@@ -10,12 +10,13 @@ import boto3
 import pytest
 
 from benchmarks.memory_s3 import MemoryS3
-from dcp_s3 import CheckpointCatalog, KeepLatest, annotate, pin
+from dcp_s3 import CheckpointCatalog, KeepLatest, KeepSteps, annotate, pin
 from dcp_s3.errors import PolicyError, SettingsError
 from dcp_s3.format.layout import deletion_object, lease_object, parse_manifest_object
 from dcp_s3.retention import inspect
+from dcp_s3.spill.background import stop_draining
+from dcp_s3.spill.store import SpillStore
 from dcp_s3.transport import async_client
-from dcp_s3.url import parse_url
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.retention.making import delete, get, keys, put, save, save_foreign, save_on_ranks
 
@@ -158,6 +159,22 @@ def test_an_upload_into_a_committed_checkpoint_keeps_it(client: Any) -> None:
     open_upload(client, "run/step-1/__0_0-ab.distcp")
     plan = CheckpointCatalog(ROOT).scan().plan(KeepLatest(1), grace=HOUR)
     assert [info.name for info in plan.deleted] == ["step-2"]
+
+
+def test_an_overwrite_is_seen_by_its_objects(client: Any, clock: Clock, tmp_path: Path) -> None:
+    ours, foreign = save(f"{ROOT}/step-1"), save_foreign(client, f"{ROOT}/step-2", tmp_path)
+    save(f"{ROOT}/step-3")
+    clock.now += 99 * HOUR
+    for url in (ours, foreign):
+        put(client, url, "__0_0-abcdef.distcp")
+
+    def deleted() -> list[str]:
+        plan = CheckpointCatalog(ROOT).scan(deep=True).plan(KeepLatest(1), grace=HOUR)
+        return [info.name for info in plan.deleted]
+
+    assert deleted() == []
+    clock.now += HOUR
+    assert deleted() == ["step-1", "step-2"]
 
 
 def test_leftovers_of_other_saves_are_found_and_nothing_else(client: Any, clock: Clock) -> None:
@@ -325,16 +342,18 @@ def test_best_passes_over_what_can_not_be_loaded(client: Any) -> None:
         catalog.best("loss", "low")  # type: ignore[arg-type]
 
 
-def test_what_waits_in_the_spill_directory_is_local(
-    client: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from dcp_s3.spill import background
-
-    monkeypatch.setattr(background, "start_draining", lambda *_, **__: None, raising=False)
-    spilling = {"spill_dir": str(tmp_path), "durability": "local"}
+def test_what_waits_in_the_spill_directory_is_local(client: Any, tmp_path: Path) -> None:
+    local = {"spill_dir": str(tmp_path)}
     save(f"{ROOT}/step-1")
-    save(f"{ROOT}/step-1", overwrite=True, settings=spilling)
-    save(f"{ROOT}/step-2", settings=spilling)
-    found = CheckpointCatalog(ROOT, settings={"spill_dir": str(tmp_path)}).checkpoints()
-    assert parse_url(found[0].url).name == "step-1"
-    assert {info.name for info in found} == {"step-1", "step-2"}
+    save(f"{ROOT}/step-2")
+    with SpillStore(tmp_path).drainer():  # nothing drains it meanwhile
+        for name in ("step-1", "step-3"):
+            save(f"{ROOT}/{name}", overwrite=True, settings={**local, "durability": "local"})
+        here, elsewhere = (CheckpointCatalog(ROOT, settings=each).scan() for each in (local, None))
+        stop_draining()
+    assert [(info.name, info.state, info.waiting) for info in here.checkpoints] == [
+        ("step-1", "committed", True), ("step-2", "committed", False), ("step-3", "local", True),
+    ]  # fmt: skip
+    assert not any(info.waiting for info in elsewhere.checkpoints)
+    assert here.plan(KeepSteps([9]), grace=0.0).deleted == ()
+    assert [info.name for info in elsewhere.plan(KeepSteps([9]), grace=0.0).deleted] == ["step-1"]
