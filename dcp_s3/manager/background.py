@@ -33,7 +33,7 @@ class BackgroundRetention:
         root: for messages.
     """
 
-    def __init__(self, prune: Callable[[Callable[[], None]], object], root: str) -> None:
+    def __init__(self, prune: Callable[[Callable[[], None]], None], root: str) -> None:
         self._prune = prune
         self._root = root
         self._lock = threading.Lock()

@@ -2,49 +2,42 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import logging
 import os
-import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Literal
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.reader import S3StorageReader
 from dcp_s3.checkpoint.writer import S3StorageWriter, Separate
-from dcp_s3.format.layout import step_by_patterns
-from dcp_s3.manager import restore
+from dcp_s3.manager import restore as restoring
+from dcp_s3.manager.arguments import check_step, check_step_pattern, resolve_policy, step_name
 from dcp_s3.manager.background import BackgroundRetention
-from dcp_s3.manager.prune_runs import prune_after_save
 from dcp_s3.manager.ranks import Ranks, portable
+from dcp_s3.manager.saving import Saving, explain_save
 from dcp_s3.retention.catalog import CheckpointCatalog
+from dcp_s3.retention.counts import counting
 from dcp_s3.retention.marks import annotate
-from dcp_s3.retention.parse import parse_policy, policy_from_settings
 from dcp_s3.retention.policy import Mode, PolicyFunction
-from dcp_s3.settings import Settings, SettingsLike, compile_step_pattern, resolve_settings
+from dcp_s3.retention.prune import prune
+from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.staging.stager import S3Stager
-from dcp_s3.transport.retry import without_tracebacks
 from dcp_s3.url import parse_url
 
 logger = logging.getLogger(__name__)
 
 
-@dataclasses.dataclass
-class _Save:
-    """A save under way."""
-
-    step: int
-    url: str
-    future: Future[None]
-    ended: threading.Event
-    """Set when retention knows of it, a moment after the future is done."""
+def _prune(root: str, policy: PolicyFunction, settings: Settings, check: Callable[[], None]) -> None:
+    with counting() as count:
+        count(prune(root, policy, settings=settings, progress=lambda *_: check()))
 
 
 class CheckpointManager:
@@ -56,8 +49,8 @@ class CheckpointManager:
     Saves go on in the background, one at a time. When one is committed, retention runs on the first rank in another
     thread. It never delays or fails the training: what goes wrong is logged and counted (``dcp_s3.metrics()``).
 
-    A save that fails is logged at once, on every rank, and raised (`SaveFailedError`) by that rank's next `save`, `wait`
-    or `close`, once.
+    A save that fails is logged at once, on every rank, and raised (`SaveFailedError`) by that rank's next `save`,
+    `wait` or `close`, once.
 
     Args:
         root: ``s3://bucket/run``.
@@ -94,19 +87,17 @@ class CheckpointManager:
         self.separate = separate
         self.weights_only = weights_only
         self.retention_timeout = retention_timeout
-        self.retention = _resolve_policy(retention, self.settings)
-        _check_step_pattern(self.settings)
+        self.retention = resolve_policy(retention, self.settings)
+        check_step_pattern(self.settings)
         self._catalog = CheckpointCatalog(self.root_url, settings=self.settings)
         self._stager = S3Stager(self.settings)
-        self._saving: _Save | None = None
-        self._failure: errors.SaveFailedError | None = None
         self._closed = False
         self._ranks = Ranks(process_group)
+        self._saving = Saving(self._ranks.rank)
         self._retention: BackgroundRetention | None = None
         if self.retention is not None and self._ranks.is_first:
-            self._retention = BackgroundRetention(
-                prune_after_save(self.root_url, self.retention, self.settings), self.root_url
-            )
+            work = functools.partial(_prune, self.root_url, self.retention, self.settings)
+            self._retention = BackgroundRetention(work, self.root_url)
 
     @property
     def root_url(self) -> str:
@@ -115,7 +106,7 @@ class CheckpointManager:
 
     def url(self, step: int) -> str:
         """Where `save` puts a step."""
-        return str(self.root.child(_name(step)))
+        return str(self.root.child(step_name(step)))
 
     # --- save ----------------------------------------------------------------------------------------
 
@@ -142,8 +133,8 @@ class CheckpointManager:
 
         Raises:
             SaveFailedError: this save with ``blocking``, otherwise an earlier one: this state was not saved then.
-            SaveProtocolError: the ranks save different steps.
-            MetricsError, StagingError
+            SaveProtocolError: the ranks save different steps, or a metric can not be stored.
+            StagingError: the state can not be copied.
         """
         self._check_open()
         problem: BaseException | None = None
@@ -158,19 +149,19 @@ class CheckpointManager:
             )
         except errors.DcpS3Error as error:
             problem = error
-        self._settle()
-        problem, self._failure = self._failure or problem, None
+        self._saving.settle()
+        problem = self._saving.take_failure() or problem
         self._agree_on_save(step, problem)
         assert writer is not None  # noqa: S101 - for mypy
         url = self.url(step)
         if blocking:
             try:
-                dcp.save(state, storage_writer=writer, process_group=self._ranks.group, planner=planner)
+                state_dict_saver.save(state, storage_writer=writer, process_group=self._ranks.group, planner=planner)
             except CheckpointException as error:
-                raise self._explain(step, url, error) from None
+                raise explain_save(step, url, self._ranks.rank, error) from None
             self._saved(writer)
             return
-        future = dcp.async_save(
+        future = state_dict_saver.async_save(
             state,
             storage_writer=writer,
             process_group=self._ranks.group,
@@ -178,20 +169,7 @@ class CheckpointManager:
             planner=planner,
         )
         assert isinstance(future, Future)  # noqa: S101 - the stager is a blocking one
-        ended = threading.Event()
-
-        def end(future: Future[None]) -> None:
-            try:
-                error = future.exception()
-                if error is None:
-                    self._saved(writer)
-                else:
-                    logger.error("the save of step %d to %s failed: %s", step, url, error)
-            finally:
-                ended.set()
-
-        self._saving = _Save(step, url, future, ended)
-        future.add_done_callback(end)
+        self._saving.begin(step, url, future, on_success=lambda: self._saved(writer))
 
     def wait(self) -> None:
         """Wait for the save under way. With ``DCP_S3_DURABILITY=local`` that is until it is on local disks.
@@ -199,8 +177,8 @@ class CheckpointManager:
         Raises:
             SaveFailedError: a save has failed.
         """
-        self._settle()
-        self._raise_failure()
+        self._saving.settle()
+        self._saving.raise_failure()
 
     def annotate(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Add metrics to a checkpoint that was saved, see `dcp_s3.annotate`. Every rank may call it: the first one
@@ -212,8 +190,8 @@ class CheckpointManager:
         """
         if not self._ranks.is_first:
             return
-        if self._saving is not None and self._saving.step == step:
-            self._settle()
+        if self._saving.step == step:
+            self._saving.settle()
         annotate(self.url(step), metrics, settings=self.settings)
 
     def _saved(self, writer: S3StorageWriter) -> None:
@@ -221,35 +199,6 @@ class CheckpointManager:
             # With durability s3, a save that is done is committed.
             local = self.settings.durability == "local"
             self._retention.saved(writer.wait_committed if local else lambda _: None)
-
-    def _settle(self) -> None:
-        """Wait for the save under way, and remember if it failed."""
-        save = self._saving
-        if save is None:
-            return
-        save.ended.wait()
-        error = save.future.exception()
-        if error is not None:
-            self._failure = self._explain(save.step, save.url, error)
-        self._saving = None
-
-    def _explain(self, step: int, url: str, error: BaseException) -> errors.SaveFailedError:
-        failures = {self._ranks.rank: error}
-        if isinstance(error, CheckpointException):
-            failures = {rank: cause for rank, (cause, _) in error.failures.items()}
-        failures = {rank: portable(cause) for rank, cause in failures.items()}
-        without_tracebacks(error)  # they hold the state, and somebody may keep this
-        return errors.SaveFailedError(
-            f"the save of step {step} to {url} failed {restore.explain(failures)}",
-            url=url,
-            step=step,
-            failures=failures,
-        )
-
-    def _raise_failure(self) -> None:
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
 
     def _agree_on_save(self, step: int, problem: BaseException | None) -> None:
         """Raise on all ranks if one of them can not go on, or means another step."""
@@ -265,8 +214,8 @@ class CheckpointManager:
         steps = {rank: step for rank, (step, _) in enumerate(answers)}
         if len(set(steps.values())) > 1:
             raise errors.SaveProtocolError(
-                f"the ranks save different steps to {self.root}: {steps} (by rank). Remedy: call save with the same step "
-                "on all",
+                f"the ranks save different steps to {self.root}: {steps} (by rank). Remedy: call save with the same "
+                "step on all",
                 url=self.root_url,
             )
 
@@ -304,7 +253,7 @@ class CheckpointManager:
             StorageError
         """
         self._check_open()
-        self._settle()
+        self._saving.settle()
         order = self._order(step, metric, mode)
         self._agree_on_request((step, metric, mode))
         passed_over: list[str] = []
@@ -314,14 +263,14 @@ class CheckpointManager:
                 return None
             url, loaded = found
             reader = S3StorageReader(url, weights_only=self.weights_only, settings=self.settings)
-            mine = restore.load(state, reader, group=self._ranks.group, rank=self._ranks.rank, planner=planner)
+            mine = restoring.load(state, reader, group=self._ranks.group, rank=self._ranks.rank, planner=planner)
             failures: dict[int, BaseException] = {}
             for each in self._ranks.gather(mine):
                 failures.update(each)
             if not failures:
                 return loaded
-            why = f"{url} could not be restored: {restore.explain(failures)}"
-            if not restore.is_unusable(failures):
+            why = f"{url} could not be restored: {restoring.explain(failures)}"
+            if not restoring.is_unusable(failures):
                 raise errors.RestoreFailedError(why, url=url, step=loaded, failures=failures)
             if self._ranks.is_first:
                 logger.warning("%s. Looking for another one", why)
@@ -333,7 +282,7 @@ class CheckpointManager:
         Raises:
             CorruptCheckpointError, StorageError
         """
-        found = self._find(restore.latest_order, ())
+        found = self._find(restoring.latest_order, ())
         return None if found is None else found[1]
 
     def best_step(self, metric: str | None = None, mode: Mode | None = None) -> int | None:
@@ -347,15 +296,15 @@ class CheckpointManager:
         found = self._find(self._order("best", metric, mode), ())
         return None if found is None else found[1]
 
-    def _order(self, step: int | str | None, metric: str | None, mode: Mode | None) -> restore.Order:
+    def _order(self, step: int | str | None, metric: str | None, mode: Mode | None) -> restoring.Order:
         if step == "best":
-            return restore.best_order(*restore.best_of(self.retention, metric, mode))
+            return restoring.best_order(*restoring.best_of(self.retention, metric, mode))
         if step is None or step == "latest":
-            return restore.latest_order
-        return restore.step_order(_check_step(step))
+            return restoring.latest_order
+        return restoring.step_order(check_step(step))
 
-    def _find(self, order: restore.Order, passed_over: list[str] | tuple[()]) -> tuple[str, int] | None:
-        info = restore.find(self._catalog, order, passed_over=passed_over)
+    def _find(self, order: restoring.Order, passed_over: list[str] | tuple[()]) -> tuple[str, int] | None:
+        info = restoring.find(self._catalog, order, passed_over=passed_over)
         if info is None or info.step is None:
             return None
         return info.url, info.step
@@ -364,27 +313,27 @@ class CheckpointManager:
         requests = self._ranks.gather(request)
         if len(set(requests)) > 1:
             raise errors.CheckpointError(
-                f"the ranks restore different checkpoints of {self.root}: {dict(enumerate(requests))} (by rank). Remedy: "
-                "call restore with the same arguments on all",
+                f"the ranks restore different checkpoints of {self.root}: {dict(enumerate(requests))} (by rank). "
+                "Remedy: call restore with the same arguments on all",
                 url=self.root_url,
             )
 
     # --- end -----------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Wait for the save under way, then for retention (``retention_timeout`` seconds at most), and free the buffers.
+        """Wait for the save under way, then for retention (at most ``retention_timeout`` seconds); free the buffers.
 
         Raises:
             SaveFailedError: a save has failed.
         """
         if self._closed:
             return
-        self._settle()
+        self._saving.settle()
         self._closed = True
         if self._retention is not None:
             self._retention.close(self.retention_timeout)
         self._stager.close()
-        self._raise_failure()
+        self._saving.raise_failure()
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -409,34 +358,3 @@ class CheckpointManager:
                 "one",
                 url=self.root_url,
             )
-
-
-def _name(step: int) -> str:
-    return f"step-{_check_step(step):08d}"
-
-
-def _check_step(step: object) -> int:
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise errors.CheckpointError(f"step = {step!r}, expected a whole number of 0 or more")
-    return step
-
-
-def _resolve_policy(retention: PolicyFunction | str | None, settings: Settings) -> PolicyFunction | None:
-    if retention is None:
-        return policy_from_settings(settings)
-    if isinstance(retention, str):
-        return parse_policy(retention)
-    if not callable(retention):
-        raise errors.PolicyError(
-            f"retention = {retention!r}, expected a policy, for example KeepLatest(3), or text like 'latest:3'"
-        )
-    return retention
-
-
-def _check_step_pattern(settings: Settings) -> None:
-    pattern = settings.step_pattern
-    if pattern is not None and step_by_patterns(_name(12), [compile_step_pattern(pattern)]) != 12:
-        raise errors.SettingsError(
-            f"DCP_S3_STEP_PATTERN = {pattern!r} does not find the step in the names that CheckpointManager gives, like "
-            f"{_name(12)}. Remedy: unset it, or let it find that, too"
-        )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlanner
 
@@ -123,7 +123,7 @@ def load(
 ) -> dict[int, BaseException]:
     """`dcp.load` in place; what it failed with, by rank."""
     try:
-        dcp.load(state, storage_reader=reader, process_group=group, planner=planner)
+        state_dict_loader.load(state, storage_reader=reader, process_group=group, planner=planner)
     except CheckpointException as error:
         return {failed: portable(cause) for failed, (cause, _) in error.failures.items()}
     except Exception as error:  # noqa: BLE001 - all ranks are told
