@@ -31,6 +31,8 @@ from dcp_s3.retention.policy import (
     KeepWithin,
     Policy,
 )
+from dcp_s3.retention.prune import PruneReport, apply_plan, prune
+from dcp_s3.retention.remove import remove
 from dcp_s3.retention.scan import CatalogSnapshot
 from dcp_s3.settings import Settings
 from dcp_s3.staging.stager import S3Stager
@@ -52,6 +54,7 @@ __all__ = [
     "Plan",
     "Policy",
     "Problem",
+    "PruneReport",
     "S3Stager",
     "S3StorageReader",
     "S3StorageWriter",
@@ -59,6 +62,7 @@ __all__ = [
     "VerifyReport",
     "__version__",
     "annotate",
+    "apply_plan",
     "errors",
     "latest",
     "list_checkpoints",
@@ -66,7 +70,9 @@ __all__ = [
     "metrics",
     "parse_policy",
     "pin",
+    "prune",
     "register",
+    "remove",
     "unpin",
     "unregister",
     "verify",

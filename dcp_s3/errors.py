@@ -150,6 +150,10 @@ class CheckpointDeletedError(CheckpointNotFoundError):
     """A prune has begun to delete the checkpoint."""
 
 
+class CheckpointProtectedError(CheckpointError):
+    """A checkpoint was not deleted: it is pinned, a reader has a lease, or something is being saved there."""
+
+
 class CheckpointExistsError(CheckpointError):
     """A committed checkpoint is at the URL already and ``overwrite`` was not asked for."""
 

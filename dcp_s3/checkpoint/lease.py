@@ -15,11 +15,12 @@ import math
 import os
 import platform
 import threading
+import time
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from dcp_s3 import errors
-from dcp_s3.format.layout import DELETION_PREFIX, deletion_object, lease_object, new_save_id
+from dcp_s3.format.layout import DELETION_PREFIX, METADATA, lease_object, new_save_id, parse_deletion_object
 from dcp_s3.transport.bucket import Bucket, limit_timeouts
 from dcp_s3.url import CheckpointURL
 
@@ -30,6 +31,9 @@ DELETION_BEGINS = 300.0
 
 # Seconds: a renewal that hangs must not hold up the end of the load, nor must the release.
 _RENEWAL_TIMEOUT = 10.0
+
+# Seconds for which a reader waits for a deletion that has begun to be withdrawn, because the prune saw a lease.
+_WITHDRAWAL = 10.0
 
 
 class ReaderLease:
@@ -75,14 +79,25 @@ class ReaderLease:
         """
         if self._key is None:
             return
-        keys = {key for key, _ in self._bucket.list(self._url.key(DELETION_PREFIX))}
-        if deletions is not None:
-            keys &= {self._url.key(deletion_object(deletion)) for deletion in deletions}
-        if any(self._is_young(key) for key in keys):
+        until = time.monotonic() + _WITHDRAWAL
+        wait = 0.05
+        while self._is_being_deleted(deletions):
+            if time.monotonic() < until and (deletions is None or self._bucket.exists(self._url.key(METADATA))):
+                time.sleep(wait)  # it may see a lease, or a pin, and be withdrawn
+                wait = min(2 * wait, 1.0)
+                continue
             raise errors.CheckpointDeletedError(
                 f"{self._url} is being deleted by a prune. Remedy: load another one (`dcp_s3.latest`)",
                 url=str(self._url),
             )
+
+    def _is_being_deleted(self, deletions: Collection[str] | None) -> bool:
+        skip = len(self._url.key(""))
+        for key, _ in self._bucket.list(self._url.key(DELETION_PREFIX)):
+            deletion = parse_deletion_object(key[skip:])
+            if deletion is not None and (deletions is None or deletion in deletions) and self._is_young(key):
+                return True
+        return False
 
     def _is_young(self, key: str) -> bool:
         try:

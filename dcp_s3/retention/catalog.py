@@ -73,7 +73,7 @@ class CheckpointCatalog:
         Raises:
             StorageError: missing bucket, credentials, permissions, network.
         """
-        return run(self._scan(deep))
+        return run(self.scan_async(deep))
 
     def latest(self) -> CheckpointInfo | None:
         """The one to resume from, as `dcp_s3.latest` says: it can be loaded. None if there is none.
@@ -107,7 +107,7 @@ class CheckpointCatalog:
         found = merge_local(listing.found, local)
         return sorted((in_grace(info, now=listing.now, grace=grace) for info in found), key=age_order)
 
-    async def _scan(self, deep: bool) -> CatalogSnapshot:
+    async def scan_async(self, deep: bool) -> CatalogSnapshot:
         local = self._local()
         async with open_bucket(self.root.bucket, self.settings) as bucket:
             return await scan_root(bucket, self.root, self._patterns, deep=deep, local=local)

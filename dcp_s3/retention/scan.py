@@ -119,7 +119,7 @@ async def list_root(
             return found.info
         if not found.info.committed:
             return found.info
-        info, unneeded = await _look_deeper(bucket, url, found, now)
+        info, unneeded = await look_deeper(bucket, url, found, now)
         leftovers.extend(unneeded)
         return info
 
@@ -189,7 +189,7 @@ def open_upload(root: CheckpointURL, upload: ListedUpload) -> OpenUpload | None:
     return OpenUpload(upload.key, upload.upload_id, upload.initiated_at, name)
 
 
-async def _look_deeper(
+async def look_deeper(
     bucket: AsyncBucket, url: CheckpointURL, found: Inspected, now: float
 ) -> tuple[CheckpointInfo, list[LeftoverObject]]:
     """A committed checkpoint with its damage and when it was written, and its leftovers.
