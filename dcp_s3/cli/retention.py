@@ -27,7 +27,8 @@ from dcp_s3.errors import CheckpointNotFoundError, InvalidURLError, MetricsError
 from dcp_s3.retention import marks
 from dcp_s3.retention.details import describe
 from dcp_s3.retention.parse import parse_policy, policy_from_settings
-from dcp_s3.retention.prune import check_grace, remove
+from dcp_s3.retention.prune import check_grace
+from dcp_s3.retention.remove import remove
 from dcp_s3.settings import Settings
 from dcp_s3.units import format_size, parse_duration
 from dcp_s3.url import parse_url
@@ -46,8 +47,8 @@ def prune(
         list[str] | None,
         typer.Argument(
             metavar="[POLICY]...",
-            help="What to keep: latest:K, best:K:METRIC:min|max, every:STEPS, steps:S,S, within:48h, hourly:N, daily:N, "
-            "weekly:N. The default is DCP_S3_RETENTION; without that only leftovers are deleted.",
+            help="What to keep: latest:K, best:K:METRIC:min|max, every:STEPS, steps:S,S, within:48h, hourly:N, "
+            "daily:N, weekly:N. The default is DCP_S3_RETENTION; without that only leftovers are deleted.",
         ),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be done, and why.")] = False,
@@ -91,8 +92,8 @@ def prune(
             raise typer.BadParameter("--every asks nobody. Remedy: --yes, or --dry-run", param_hint="--yes")
     if policy is None:
         note(
-            "no policy (none is given, DCP_S3_RETENTION is not set): every committed checkpoint stays, only what failed "
-            "saves have left is deleted"
+            "no policy (none is given, DCP_S3_RETENTION is not set): every committed checkpoint stays, only what "
+            "failed saves have left is deleted"
         )
     job = pruning.Job(root, policy, settings, seconds, dry_run, all_versions, force)
     if interval is not None:
@@ -171,7 +172,8 @@ def rm(
     url: URL,
     yes: Yes = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Even if it is pinned, being loaded or being saved: whoever does that fails.")
+        bool,
+        typer.Option("--force", help="Even if it is pinned, being loaded or being saved: whoever does that fails."),
     ] = False,
     all_versions: AllVersions = False,
 ) -> None:

@@ -46,7 +46,8 @@ def checkpoints(infos: Iterable[CheckpointInfo], *, now: float) -> Table:
     table = _table(("name", "state", ">step", ">ranks", ">objects", ">size", ">age", "metrics"))
     for info in infos:
         age = "" if info.created_at is None else format_age(now - info.created_at)
-        cells = (info.name, format_state(info, now=now), info.step, info.world_size, info.objects, _size(info.size), age,
+        state = format_state(info, now=now)
+        cells = (info.name, state, info.step, info.world_size, info.objects, _size(info.size), age,
                  format_metrics(info.metrics))  # fmt: skip
         _add(table, cells, style="" if info.committed else "dim")
     return table
@@ -96,14 +97,13 @@ def plan(found: Plan) -> Table:
         created = info.modified_at if info.created_at is None else info.created_at
         age = "" if created is None else format_age(found.now - created)
         _plan_row(table, info.name, decision.action, decision.reasons, info.step, _size(info.size), age)
-    leftovers = Counter[tuple[str, str, tuple[str, ...]]]()
-    sizes = Counter[tuple[str, str, tuple[str, ...]]]()
+    objects = Counter((each.leftover.checkpoint, each.action, each.reasons) for each in found.leftovers)
+    sizes: Counter[tuple[Any, ...]] = Counter()
     for left in found.leftovers:
-        key = (left.leftover.checkpoint, left.action, left.reasons)
-        leftovers[key] += 1
-        sizes[key] += left.leftover.size
-    for key, count in leftovers.items():
-        _plan_row(table, f"{key[0]}: {_count(count, 'leftover object')}", *key[1:], None, _size(sizes[key]))
+        sizes[left.leftover.checkpoint, left.action, left.reasons] += left.leftover.size
+    for (name, action, reasons), count in objects.items():
+        size = _size(sizes[name, action, reasons])
+        _plan_row(table, f"{name}: {_count(count, 'leftover object')}", action, reasons, size=size)
     uploads = Counter((each.upload.checkpoint, each.action, each.reasons) for each in found.uploads)
     for (name, action, reasons), count in uploads.items():
         _plan_row(table, f"{name}: {_count(count, 'open upload')}", action, reasons)

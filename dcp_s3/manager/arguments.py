@@ -6,6 +6,7 @@ from dcp_s3 import errors
 from dcp_s3.format.layout import step_by_patterns
 from dcp_s3.retention.parse import parse_policy, policy_from_settings
 from dcp_s3.retention.policy import PolicyFunction
+from dcp_s3.retention.prune import check_grace
 from dcp_s3.settings import Settings, compile_step_pattern
 
 
@@ -47,12 +48,14 @@ def resolve_policy(retention: PolicyFunction | str | None, settings: Settings) -
     return retention
 
 
-def check_step_pattern(settings: Settings) -> None:
-    """The catalog has to find the steps in the manager's own names.
+def check_settings(settings: Settings) -> None:
+    """What would fail every retention, or hide every checkpoint of the manager's own, later.
 
     Raises:
-        SettingsError: the setting ``step_pattern`` does not.
+        PolicyError: the grace period is too short.
+        SettingsError: the setting ``step_pattern`` does not find the steps in the manager's names.
     """
+    check_grace(settings.retention_grace, force=False)
     pattern = settings.step_pattern
     if pattern is not None and step_by_patterns(step_name(12), [compile_step_pattern(pattern)]) != 12:
         raise errors.SettingsError(

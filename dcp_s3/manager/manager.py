@@ -19,7 +19,7 @@ from dcp_s3 import errors
 from dcp_s3.checkpoint.reader import S3StorageReader
 from dcp_s3.checkpoint.writer import S3StorageWriter, Separate
 from dcp_s3.manager import restore as restoring
-from dcp_s3.manager.arguments import check_step, check_step_pattern, resolve_policy, step_name
+from dcp_s3.manager.arguments import check_settings, check_step, resolve_policy, step_name
 from dcp_s3.manager.background import BackgroundRetention
 from dcp_s3.manager.ranks import Ranks, portable
 from dcp_s3.manager.saving import Saving, explain_save
@@ -88,7 +88,7 @@ class CheckpointManager:
         self.weights_only = weights_only
         self.retention_timeout = retention_timeout
         self.retention = resolve_policy(retention, self.settings)
-        check_step_pattern(self.settings)
+        check_settings(self.settings)
         self._catalog = CheckpointCatalog(self.root_url, settings=self.settings)
         self._stager = S3Stager(self.settings)
         self._closed = False

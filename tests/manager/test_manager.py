@@ -123,7 +123,7 @@ def test_a_failed_save_is_raised_by_the_next_one_and_by_close(
     manager.save(1, state(1), blocking=True)
     faulty.rule = refuse_saves
     manager.save(2, state(2))
-    with pytest.raises(errors.SaveFailedError, match="step 2 .* AccessDeniedError"):
+    with pytest.raises(errors.SaveFailedError, match=r"step 2 .* AccessDeniedError"):
         manager.save(3, state(3))
     assert "the save of step 2" in caplog.text
     with pytest.raises(errors.SaveFailedError, match="step 4"):
@@ -219,7 +219,7 @@ def test_what_a_restore_can_not_do_is_said(root: str, s3: Any) -> None:
     with CheckpointManager(root, retention=KeepLatest(3)) as manager:
         manager.save(1, state(1))
         manager.wait()
-        with pytest.raises(errors.CheckpointNotFoundError, match="1 committed .*steps 1 to 1"):
+        with pytest.raises(errors.CheckpointNotFoundError, match=r"1 committed .*steps 1 to 1"):
             manager.restore(blank(), 2)
         with pytest.raises(errors.PolicyError, match=r"no KeepBest .*metric='val_loss'"):
             manager.restore(blank(), "best")
