@@ -23,7 +23,15 @@ from dcp_s3.cli.common import (
     require_yes,
     wrong_usage,
 )
-from dcp_s3.errors import CheckpointNotFoundError, InvalidURLError, MetricsError, PolicyError, SettingsError
+from dcp_s3.errors import (
+    CheckpointNotFoundError,
+    CorruptMetadataError,
+    InvalidURLError,
+    MetricsError,
+    PolicyError,
+    SettingsError,
+    UnsafeMetadataError,
+)
 from dcp_s3.retention import marks
 from dcp_s3.retention.details import describe
 from dcp_s3.retention.parse import parse_policy, policy_from_settings
@@ -181,7 +189,10 @@ def rm(
     require_yes(yes)
     with _one_checkpoint(url):
         if not yes:
-            tables.make_console().print(tables.facts(describe(url)))
+            try:
+                tables.make_console().print(tables.facts(describe(url)))
+            except (CorruptMetadataError, UnsafeMetadataError) as error:
+                note(str(error))
             ask("Delete it?")
         done = remove(url, force=force, all_versions=all_versions)
     note(f"{url} is deleted: {done.objects} objects, {format_size(done.size)}")
