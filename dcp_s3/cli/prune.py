@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import logging
@@ -133,7 +134,8 @@ async def _repeat(work: Callable[[], Awaitable[None]], interval: float) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, task.cancel)
-    await asyncio.gather(task, return_exceptions=True)
+    with contextlib.suppress(asyncio.CancelledError):
+        await task
 
 
 def say_done(report: PruneReport) -> None:

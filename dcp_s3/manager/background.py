@@ -14,7 +14,6 @@ from dcp_s3.errors import DcpS3Error
 logger = logging.getLogger(__name__)
 
 _SLICE = 1.0  # seconds between looks at whether a commit is done, or not waited for any more
-_EXIT_SECONDS = 5.0
 
 WaitCommitted = Callable[[float], None]
 """Waits at most so many seconds for a save to be committed: TimeoutError if it is not yet."""
@@ -121,6 +120,10 @@ class Stopped(Exception):  # noqa: N818 - no error
 
 @atexit.register
 def _at_exit() -> None:
+    # Not waited for: asyncio can not resolve names any more once the interpreter's executors have ended.
     for left in list(_open):
+        left._stop.set()
         if left._thread is not None:
-            left.close(_EXIT_SECONDS)
+            logger.warning(
+                "retention under %s ends unfinished with the process. Remedy: close the CheckpointManager", left._root
+            )

@@ -180,7 +180,7 @@ class Demo:
         policy = dcp_s3.KeepLatest(1)
         self.report.stage(
             "Retention",
-            f"The first checkpoint is pinned. The policy [bold]{policy}[/] keeps one; nothing else is asked to be kept. "
+            f"The first checkpoint is pinned. The policy [bold]{policy}[/] keeps one more. "
             f"What is left of {torn.name} would be safe for 24 hours, as a save that may still go on; here the grace "
             "period is 0, because nothing is being saved any more.",
         )

@@ -246,6 +246,8 @@ def test_arguments_that_are_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         CheckpointManager(str(tmp_path))
     with pytest.raises(errors.SettingsError, match=r"iter-.* does not find the step .*step-00000012"):
         CheckpointManager(ROOT, settings={"step_pattern": r"iter-(\d+)"})
+    with pytest.raises(errors.PolicyError, match="under 1 h"):
+        CheckpointManager(ROOT, retention="latest:1", settings={"retention_grace": "1m"})
     monkeypatch.setenv("DCP_S3_RETENTION", "latest:3")
     assert str(CheckpointManager(ROOT).retention) == "latest:3"
     assert CheckpointManager(ROOT, retention="").retention is None
