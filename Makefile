@@ -1,5 +1,7 @@
 # Needs Python >= 3.10, pip and make; everything else is installed into .venv.
 PYTHON ?= python3
+# Processes that share the tests.
+JOBS   ?= 2
 VENV   := .venv
 PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check --quiet
@@ -24,8 +26,8 @@ install: $(DEV) ## create .venv with everything (runtime, tests, lint, benchmark
 demo: $(DEMO_OR_DEV) ## the demo on a local S3 server; URL=s3://bucket/prefix runs it on yours, ARGS=... is passed on
 	@$(PY) -m examples.demo $(if $(URL),--url '$(URL)') $(ARGS)
 
-test: $(DEV) ## pytest; ARGS=... is passed on
-	@$(PY) -m pytest $(ARGS)
+test: $(DEV) ## pytest in JOBS processes (2); ARGS=... is passed on
+	@$(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 # Each bounded by its counts: about 30 minutes together on two cores.
 soak: $(DEV) ## the tests that break things, with large counts (about 30 minutes); ARGS=... is passed on
@@ -46,6 +48,11 @@ bench: $(DEV) ## save and load, the stall of training, spilling, against other b
 	@$(PY) -m benchmarks.save_load $(ARGS)
 	@$(PY) -m benchmarks.stall $(ARGS)
 	@$(PY) -m benchmarks.spill $(ARGS)
+	@$(PY) -m benchmarks.reshard
+	@$(PY) -m benchmarks.small_tensors
+	@$(PY) -m benchmarks.foreign
+	@$(PY) -m benchmarks.planning
+	@$(PY) -m benchmarks.hedging
 
 clean: ## remove .venv, caches and build output
 	rm -rf $(VENV) $(CACHE) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -11,16 +11,16 @@ import torch
 _HEAD = 128
 
 
-def llama_shapes(total_bytes: int) -> dict[str, tuple[int, ...]]:
+def llama_shapes(total_bytes: int, *, layers: int = 20) -> dict[str, tuple[int, ...]]:
     """Names and shapes of fp32 parameters that take about ``total_bytes`` (never less).
 
-    Pure. The hidden size is chosen so that the model has about as many layers as a real one; the
-    last layers are added until the size is reached.
+    Pure. The hidden size is chosen so that the model has about ``layers`` layers, by default as many as a real one;
+    the last layers are added until the size is reached.
     """
     if total_bytes <= 0:
         raise ValueError(f"total_bytes is {total_bytes}, expected more than 0")
-    # With some 20 layers of about 10 * hidden**2 parameters each.
-    hidden = max(_HEAD, round(math.sqrt(total_bytes / 4 / 200) / _HEAD) * _HEAD)
+    # About 10 * hidden**2 parameters in each layer.
+    hidden = max(_HEAD, round(math.sqrt(total_bytes / 4 / (10 * layers)) / _HEAD) * _HEAD)
     feed_forward = hidden * 7 // 2
     key_value = max(_HEAD, hidden // 4 // _HEAD * _HEAD)
     vocabulary = 8 * hidden

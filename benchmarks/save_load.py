@@ -16,6 +16,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -130,19 +131,26 @@ def _case_names(text: str) -> list[str]:
 @contextlib.contextmanager
 def serve(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, str]]]:
     """The endpoint, and the environment in which its clients run."""
-    environment = dict(os.environ) | {
-        "AWS_REGION": options.region,
-        "AWS_DEFAULT_REGION": options.region,
-    }
     if options.endpoint_url:
-        yield options.endpoint_url, environment | {"AWS_ENDPOINT_URL": options.endpoint_url}
+        yield options.endpoint_url, _environment(options.region, options.endpoint_url)
         return
-    # One checkpoint at a time, framing, the unused tail of a block per part, and the warm-up.
-    memory = llama_bytes(options.size) * 5 // 4 + 256 * MIB
-    with MemoryS3Process(preallocate=memory) as server:
-        environment |= _DUMMY_CREDENTIALS | {"AWS_ENDPOINT_URL": server.endpoint_url}
-        _client(server.endpoint_url, environment).create_bucket(Bucket=options.bucket)
+    with serve_embedded(options.bucket, options.region, llama_bytes(options.size)) as served:
+        yield served
+
+
+@contextlib.contextmanager
+def serve_embedded(bucket: str, region: str, size: int) -> Iterator[tuple[str, dict[str, str]]]:
+    """`serve` by an in-memory server of its own, which has ``bucket`` and memory for ``size`` bytes of checkpoints."""
+    # Framing, the unused tail of a block per part, and the warm-up.
+    with MemoryS3Process(preallocate=size * 5 // 4 + 256 * MIB) as server:
+        environment = _environment(region, server.endpoint_url) | _DUMMY_CREDENTIALS
+        _client(server.endpoint_url, environment).create_bucket(Bucket=bucket)
         yield server.endpoint_url, environment
+
+
+def _environment(region: str, endpoint_url: str) -> dict[str, str]:
+    own = {"AWS_REGION": region, "AWS_DEFAULT_REGION": region, "AWS_ENDPOINT_URL": endpoint_url}
+    return dict(os.environ) | own
 
 
 def _client(endpoint_url: str, environment: dict[str, str]) -> Any:
@@ -159,17 +167,34 @@ def _client(endpoint_url: str, environment: dict[str, str]) -> Any:
 
 def _run(name: str, number: int, size: int, target: Target, environment: dict[str, str]) -> Round:
     """Run a case in a process of its own."""
-    request = json.dumps({"case": name, "size": size, "target": asdict(target)})
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.worker", request],
-        env=environment,
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    answer = json.loads(done.stdout.splitlines()[-1])
+    request = {"case": name, "size": size, "target": asdict(target)}
+    (answer,) = run_worker("benchmarks.worker", request, environment)
     return Round(number, answer["state_bytes"], Sample(**answer["save"]), Sample(**answer["load"]))
+
+
+def run_worker(module: str, request: dict[str, Any], environment: dict[str, str]) -> Iterator[dict[str, Any]]:
+    """Run ``module`` in a process of its own, with ``request`` as its argument; what it prints, as it comes.
+
+    Raises:
+        subprocess.CalledProcessError: it failed.
+    """
+    command = [sys.executable, "-m", module, json.dumps(request)]
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(
+            command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as process,
+    ):
+        try:
+            for line in process.stdout or ():
+                if line.startswith("{"):
+                    yield json.loads(line)
+        except BaseException:
+            process.kill()
+            raise
+        if process.wait():
+            errors.seek(0)
+            raise subprocess.CalledProcessError(process.returncode, command, stderr=errors.read())
 
 
 def empty(target: Target, environment: dict[str, str]) -> None:

@@ -17,9 +17,7 @@ import argparse
 import json
 import subprocess
 import sys
-import tempfile
 import uuid
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ from rich.console import Console
 
 from benchmarks.cases import Target, reason_to_skip
 from benchmarks.report import machine
-from benchmarks.save_load import RESULTS, ROOT, empty, serve
+from benchmarks.save_load import RESULTS, empty, run_worker, serve
 from benchmarks.stall_report import Stall, StallResults, Training, save_chart, show
 from benchmarks.stall_worker import WAYS, Plan, calibrate
 from benchmarks.units import GIB, MIB, parse_size
@@ -128,7 +126,7 @@ def _collect(
     """Measure in a process of its own, and note what comes."""
     request = request | {"targets": {name: asdict(target) for name, target in targets.items()}}
     try:
-        for answer in _answers(request, environment):
+        for answer in run_worker("benchmarks.stall_worker", request, environment):
             name = answer["case"]
             if "failure" in answer:
                 console.print(f"[red]{name} failed:[/]\n{answer['failure'][-2000:]}")
@@ -147,31 +145,6 @@ def _collect(
     finally:
         for target in targets.values():
             empty(target, environment)
-
-
-def _answers(request: dict[str, Any], environment: dict[str, str]) -> Iterator[dict[str, Any]]:
-    """Run the worker; what it prints, as it comes.
-
-    Raises:
-        subprocess.CalledProcessError: it failed.
-    """
-    command = [sys.executable, "-m", "benchmarks.stall_worker", json.dumps(request)]
-    with (
-        tempfile.TemporaryFile("w+") as errors,
-        subprocess.Popen(
-            command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=errors, text=True
-        ) as process,
-    ):
-        try:
-            for line in process.stdout or ():
-                if line.startswith("{"):
-                    yield json.loads(line)
-        except BaseException:
-            process.kill()
-            raise
-        if process.wait():
-            errors.seek(0)
-            raise subprocess.CalledProcessError(process.returncode, command, stderr=errors.read())
 
 
 if __name__ == "__main__":

@@ -8,7 +8,9 @@
 
 from dcp_s3 import errors
 from dcp_s3._version import __version__
+from dcp_s3.checkpoint.load_planner import S3LoadPlanner
 from dcp_s3.checkpoint.reader import S3StorageReader
+from dcp_s3.checkpoint.tensors import read_tensor, read_tensors
 from dcp_s3.checkpoint.verify import verify
 from dcp_s3.checkpoint.verify_report import Problem, VerifyReport
 from dcp_s3.checkpoint.writer import S3StorageWriter
@@ -55,6 +57,7 @@ __all__ = [
     "Policy",
     "Problem",
     "PruneReport",
+    "S3LoadPlanner",
     "S3Stager",
     "S3StorageReader",
     "S3StorageWriter",
@@ -71,6 +74,8 @@ __all__ = [
     "parse_policy",
     "pin",
     "prune",
+    "read_tensor",
+    "read_tensors",
     "register",
     "remove",
     "unpin",

@@ -7,7 +7,7 @@ from typing import Any
 
 from dcp_s3.retention import counts
 from dcp_s3.spill.session import spilled_bytes
-from dcp_s3.transport import throttle
+from dcp_s3.transport import hedge, throttle
 
 
 def metrics() -> dict[str, Any]:
@@ -17,6 +17,9 @@ def metrics() -> dict[str, Any]:
         by ``{endpoint}/{bucket}``: ``limit``, ``in_flight`` and ``waiting`` (data requests, now), ``throttled``
         (requests that S3 refused with SlowDown and the like), ``decreases`` (of the limit) and ``waited`` (seconds that
         data requests were held back, in all).
+    ``hedges``
+        by ``{endpoint}/{bucket}``: second GETs of ranges whose first one straggled: ``started``, ``won`` (were faster),
+        ``bytes`` (that they received) and ``wasted`` (bytes that were received twice).
     ``spilled_bytes``
         by reason: ``local durability`` or ``s3`` (which did not take them).
     ``retention``
@@ -25,6 +28,7 @@ def metrics() -> dict[str, Any]:
     """
     return {
         "throttle": {name: asdict(state) for name, state in throttle.snapshot().items()},
+        "hedges": {name: asdict(state) for name, state in hedge.snapshot().items()},
         "spilled_bytes": dict(spilled_bytes),
         "retention": counts.snapshot(),
     }

@@ -170,6 +170,18 @@ class CorruptCheckpointError(CheckpointError):
     """Stored bytes do not match their recorded checksum or length."""
 
 
+class PeerReadError(CheckpointError):
+    """Another rank of the load failed to read, or to send, what this rank needs.
+
+    Attributes:
+        rank: that rank, in the load's process group.
+    """
+
+    def __init__(self, message: str, *, url: str = "", rank: int = -1) -> None:
+        super().__init__(message, url=url)
+        self.rank = rank
+
+
 class UnsafeItemError(CheckpointError):
     """An item that is no tensor holds what torch's weights-only unpickler refuses.
 
@@ -226,6 +238,30 @@ class PolicyError(DcpS3Error, ValueError):
 
 
 # --- loading -------------------------------------------------------------------------------------
+
+
+class EntryNotFoundError(CheckpointError, LookupError):
+    """A checkpoint has no entry, or no tensor, of the name that was asked for.
+
+    Attributes:
+        fqn: the name, or the pattern.
+    """
+
+    def __init__(self, message: str, *, url: str = "", fqn: str = "") -> None:
+        super().__init__(message, url=url)
+        self.fqn = fqn
+
+
+class TensorIndexError(CheckpointError, IndexError):
+    """An index into a saved tensor is out of range, or not one that can be read.
+
+    Attributes:
+        fqn: the tensor's fully qualified name.
+    """
+
+    def __init__(self, message: str, *, url: str = "", fqn: str = "") -> None:
+        super().__init__(message, url=url)
+        self.fqn = fqn
 
 
 class TensorMismatchError(CheckpointError, ValueError):

@@ -89,6 +89,22 @@ class Settings(BaseSettings):
     load_timeout: Seconds | None = Field(default=None, gt=0)
     """Seconds in which a rank must have loaded, from the moment it has the metadata. Unset: no limit."""
 
+    read_gap: Size = Field(default=256 * 2**10, ge=0)
+    """Bytes between two ranges of an object that a load rather fetches and throws away than asks around. 256 KiB is
+    what S3 sends on one connection (90 MB/s) in a tenth of a request's latency (about 30 ms): a higher value makes
+    fewer requests, a lower one moves fewer bytes."""
+    read_waste: float = Field(default=0.0025, ge=0)
+    """Bytes between ranges that a load fetches and throws away at most, as a share of those that it needs."""
+    load_buffers: Size = Field(default=512 * 2**20, ge=2**20)
+    """Bytes of host memory, per process, through which a load brings what it can not receive in place: tensors on a
+    device, strided ones, other dtypes, parts of rows."""
+    hedge_percentile: float = Field(default=95.0, ge=0, lt=100)
+    """A ranged GET that takes longer, to its first byte or between two blocks of its body, than this percentage of
+    those before it is raced by a second one. 0: never. At most one in ten is, and none while S3 throttles."""
+    hedge_min_delay: Seconds = Field(default=0.2, gt=0)
+    """Seconds without a byte before which no request is raced, however fast the others are. 0.2: S3's first byte
+    comes within that of nearly all requests, while those that straggle take seconds."""
+
     prefix_spread: int = Field(default=0, ge=0, le=4)
     """Hex digits of a hash put before object names (``a7/__0_0-....distcp``) to spread the load of very large
     jobs over S3's partitions. 0: none."""
@@ -124,6 +140,9 @@ class Settings(BaseSettings):
     """Regular expression with a group of digits that finds the step in a checkpoint's name, for example
     ``step-(\\d+)``. Unset: the last number in it."""
 
+    load_sharing: bool = True
+    """Whether the ranks of a load read what several of them need once, from S3, and send it to each other. Needs a
+    process group with gloo for CPU tensors; off on one rank is off on all."""
     allow_dtype_cast: bool = False
     """Whether a load may convert a saved tensor to another dtype. Off: `DtypeMismatchError`, because a silent
     conversion is silent damage."""

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata as Tenso
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_s3.checkpoint._torch import ReaderTransforms, make_storage_info
+from dcp_s3.checkpoint.prepare import TransferFactory
 from dcp_s3.checkpoint.safe_items import check_item
-from dcp_s3.checkpoint.transfer import TransferFactory
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.url import parse_url
 
@@ -253,12 +253,11 @@ def decode_tensor(data: bytes, shape: tuple[int, ...] = (2, 2)) -> torch.Tensor:
         storage_data={index: make_storage_info("__0_0.distcp", 0, len(data))},
     )
     item = ReadItem(LoadItemType.TENSOR, index, zeros, index, zeros, size)
-    factory = TransferFactory(parse_url(URL), metadata, ReaderTransforms(None), allow_dtype_cast=False)
+    factory = TransferFactory(parse_url(URL), metadata, ReaderTransforms(None), allow_dtype_cast=False, max_gap=0)
     transfer = factory.prepare(0, item, _Planner(target))  # type: ignore[arg-type]
     if data:
-        (received,) = transfer.targets_for(0, len(data))
-        received.view[:] = data
-    transfer.deliver()
+        transfer.memory(0, len(data))[:] = data
+    transfer.finish()
     return target
 
 

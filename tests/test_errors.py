@@ -14,6 +14,8 @@ from dcp_s3 import errors
         errors.DeadlineExceededError("text", setting="DCP_S3_SAVE_TIMEOUT", seconds=5, key="k"),
         errors.CheckpointExistsError("text", url="s3://b/x"),
         errors.ShapeMismatchError("text", url="s3://b/x", fqn="model.w"),
+        errors.EntryNotFoundError("text", url="s3://b/x", fqn="model.w"),
+        errors.TensorIndexError("text", url="s3://b/x", fqn="model.w"),
         errors.SettingsError("text"),
     ],
     ids=lambda e: type(e).__name__,

@@ -19,11 +19,15 @@ From a shell: ``python -m benchmarks.memory_s3 --port 9000 --preallocate 4GiB``.
 Which file to open: ``server`` (sockets and threads), ``http`` (bytes on the wire),
 ``operations`` (what each S3 operation answers), ``answers`` (XML), ``store`` (buckets, objects,
 uploads), ``memory`` (where bodies live), ``checksums``, ``faults`` (failures on demand),
-``process`` (the server in a process of its own).
+``process`` (the server in a process of its own), ``counters`` (what it has done, for any process to ask).
 """
 
+from .counters import Counters, Reader, Reads, fetch_counters, reset_counters
 from .faults import Fault, RequestInfo
 from .process import MemoryS3Process
-from .server import Counters, MemoryS3
+from .server import MemoryS3
 
-__all__ = ["Counters", "Fault", "MemoryS3", "MemoryS3Process", "RequestInfo"]
+__all__ = [
+    "Counters", "Fault", "MemoryS3", "MemoryS3Process", "Reader", "Reads", "RequestInfo", "fetch_counters",
+    "reset_counters",
+]  # fmt: skip

@@ -40,7 +40,7 @@ class RequestInfo:
 
 Kind = Literal[
     "delay", "error", "error_in_200", "delete_partly", "reset", "reset_request", "reset_response", "cut_head",
-    "truncate", "apply_then_reset",
+    "truncate", "apply_then_reset", "straggle", "stall", "crawl",
 ]  # fmt: skip
 
 
@@ -54,7 +54,8 @@ class Fault:
     message: str = "Injected by the fault function."
     after_bytes: int = 0
     seconds: float = 0.0
-    """Waited before anything else happens, whatever the kind."""
+    """Waited before anything else happens, whatever the kind; of a ``stall``, inside of the body."""
+    bytes_per_second: float = 0.0
 
     @classmethod
     def delay(cls, seconds: float) -> Fault:
@@ -108,6 +109,21 @@ class Fault:
     def apply_then_reset(cls) -> Fault:
         """Do what was asked, then reset the connection instead of answering."""
         return cls("apply_then_reset")
+
+    @classmethod
+    def straggle(cls, seconds: float) -> Fault:
+        """Handle the request as usual, ``seconds`` later, unless the client hangs up before that."""
+        return cls("straggle", seconds=seconds)
+
+    @classmethod
+    def stall(cls, after_bytes: int, seconds: float) -> Fault:
+        """Send the head and that many bytes of the response body, and the rest ``seconds`` later."""
+        return cls("stall", after_bytes=after_bytes, seconds=seconds)
+
+    @classmethod
+    def crawl(cls, bytes_per_second: float, *, after_bytes: int = 0) -> Fault:
+        """Send the head and that many bytes of the response body at once, and the rest at that speed."""
+        return cls("crawl", after_bytes=after_bytes, bytes_per_second=bytes_per_second)
 
 
 FaultFunction = Callable[[RequestInfo], "Fault | None"]

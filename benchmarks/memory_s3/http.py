@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import struct
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from http import HTTPStatus
@@ -79,6 +81,7 @@ class Connection:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = sock
         self._buffer = b""
+        self.sent = 0
 
     def read_head(self) -> Head | None:
         """The next request's head, or None when the client has closed the connection."""
@@ -129,18 +132,35 @@ class Connection:
         """Answer ``Expect: 100-continue``: yes, send the body."""
         self._socket.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
 
-    def send(self, response: Response, *, keep: bool, body: bool = True, limit: int | None = None) -> int:
-        """Write a response; returns the bytes of body sent.
+    def send(self, response: Response, *, keep: bool, body: bool = True, limit: int | None = None) -> None:
+        """Write a response; `sent` is then the bytes of its body that were sent, also if the client breaks it off.
 
         ``body=False`` answers HEAD; ``limit`` cuts the body short of what the head announces.
         """
+        self.sent = 0
         head = _head(response, keep=keep)
         content = response.body if limit is None else response.body.slice(0, limit)
         pieces = content.pieces if body else ()
         self._socket.sendall(head, _MORE if pieces else 0)
         for piece in pieces:
-            self._socket.sendall(piece)
-        return sum(len(piece) for piece in pieces)
+            while piece:
+                count = self._socket.send(piece)
+                self.sent += count
+                piece = piece[count:]
+
+    def send_body(self, data: memoryview) -> None:
+        """Write more of a body."""
+        self._socket.sendall(data)
+
+    def wait_for_end(self, seconds: float) -> bool:
+        """Wait until the client closes the connection; False if it did not in that time."""
+        until = time.monotonic() + seconds
+        poll = select.poll()
+        poll.register(self._socket, getattr(select, "POLLRDHUP", 0))
+        while (left := until - time.monotonic()) > 0:
+            if poll.poll(left * 1000):
+                return True
+        return False
 
     def send_head(self, response: Response, *, limit: int) -> None:
         """Write a response's status line, and no more than ``limit`` bytes of its head."""

@@ -9,16 +9,16 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from email.utils import formatdate
 from types import TracebackType
 from urllib.parse import parse_qsl, unquote
 
-from . import answers, checksums
+from . import answers, checksums, counters
+from .counters import Counters, Reader, Reads
 from .faults import Fault, FaultFunction, RequestInfo
 from .http import Connection, Head, MalformedRequestError, Response, discard, drain, receive
-from .memory import Pool
+from .memory import Body, Pool
 from .operations import Call, Operations, identify
 from .store import S3Error, Store
 
@@ -26,22 +26,6 @@ _log = logging.getLogger(__name__)
 
 #: S3's smallest part, but for an upload's last one.
 MIN_PART_SIZE = 5 * 1024 * 1024
-
-
-@dataclass(frozen=True)
-class Counters:
-    """What a server has done since it started or its counters were reset."""
-
-    requests: Mapping[str, int] = field(default_factory=dict)
-    """Requests by operation, those refused included."""
-    answers: Mapping[int, int] = field(default_factory=dict)
-    """Responses by HTTP status."""
-    bytes_in: int = 0
-    """Bytes of request bodies received and kept."""
-    bytes_out: int = 0
-    """Bytes of response bodies sent."""
-    peak_in_flight: int = 0
-    """Most requests being handled at once."""
 
 
 class MemoryS3:
@@ -92,6 +76,7 @@ class MemoryS3:
         self._listener: socket.socket | None = None
         self._acceptor: threading.Thread | None = None
         self._lock = threading.Lock()
+        self._idle = threading.Condition(self._lock)
         self._connections: dict[Connection, threading.Thread] = {}
         self._numbers = itertools.count(1)
         self._request_log: list[RequestInfo] = []
@@ -161,6 +146,7 @@ class MemoryS3:
                 self._bytes_in,
                 self._bytes_out,
                 self._peak_in_flight,
+                {reader: Reads(count, self._read_bytes[reader]) for reader, count in self._read_requests.items()},
             )
 
     def reset_counters(self) -> None:
@@ -168,6 +154,8 @@ class MemoryS3:
         with self._lock:
             self._requests: Counter[str] = Counter()
             self._answers: Counter[int] = Counter()
+            self._read_requests: Counter[Reader] = Counter()
+            self._read_bytes: Counter[Reader] = Counter()
             self._bytes_in = 0
             self._bytes_out = 0
             self._peak_in_flight = self._in_flight
@@ -228,9 +216,13 @@ class MemoryS3:
 
     def _answer(self, connection: Connection, head: Head) -> bool:
         """Handle one request; returns whether the connection can take another."""
+        if head.target == counters.PATH:
+            return self._answer_counters(connection, head)
         info = self._identify(head)
         with self._lock:
             self._requests[info.operation] += 1
+            if info.operation == "GetObject":
+                self._read_requests[_reader(info)] += 1
             self._in_flight += 1
             self._peak_in_flight = max(self._peak_in_flight, self._in_flight)
             if self._record_requests:
@@ -241,9 +233,23 @@ class MemoryS3:
         finally:
             with self._lock:
                 self._in_flight -= 1
+                if not self._in_flight:
+                    self._idle.notify_all()
+
+    def _answer_counters(self, connection: Connection, head: Head) -> bool:
+        # The client of a request has its answer before this server has counted it.
+        with self._lock:
+            self._idle.wait_for(lambda: not self._in_flight)
+        if head.method == "DELETE":
+            self.reset_counters()
+        body = Body.of(self.counters.dump())
+        connection.send(Response(200, body, {"Content-Type": "application/json"}), keep=True)
+        return True
 
     def _answer_with(self, connection: Connection, head: Head, info: RequestInfo, fault: Fault) -> bool:
-        if fault.seconds:
+        if fault.kind == "straggle":
+            self._wait(connection, fault.seconds)
+        elif fault.seconds and fault.kind != "stall":
             time.sleep(fault.seconds)
         if fault.kind == "reset":
             connection.reset()
@@ -274,10 +280,37 @@ class MemoryS3:
         truncated = fault.kind in ("truncate", "reset_response")
         limit = fault.after_bytes if truncated else None
         keep = not truncated and head.headers.get("connection", "").lower() != "close"
+        if fault.kind in ("stall", "crawl") and len(response.body) > fault.after_bytes:
+            return self._send_slowly(connection, info, response, fault, keep=keep)
         self._send(connection, info, response, keep=keep, limit=limit)
         if fault.kind == "reset_response":
             connection.reset()
         return keep
+
+    def _send_slowly(
+        self, connection: Connection, info: RequestInfo, response: Response, fault: Fault, *, keep: bool
+    ) -> bool:
+        self._send(connection, info, response, keep=keep, limit=fault.after_bytes)
+        rest, sent = response.body.slice(fault.after_bytes, len(response.body)), 0
+        step = max(1, int(fault.bytes_per_second / 50)) if fault.kind == "crawl" else len(rest)
+        while sent < len(rest):
+            size = min(step, len(rest) - sent)
+            self._wait(connection, size / fault.bytes_per_second if fault.kind == "crawl" else fault.seconds)
+            for piece in rest.slice(sent, sent + size).pieces:
+                connection.send_body(piece)
+            with self._lock:
+                self._bytes_out += size
+            sent += size
+        return keep
+
+    def _wait(self, connection: Connection, seconds: float) -> None:
+        """Sleep, but not for a client that has hung up.
+
+        Raises:
+            ConnectionError: it has.
+        """
+        if connection.wait_for_end(seconds):
+            raise ConnectionError("the client hung up")
 
     def _perform(self, connection: Connection, head: Head, info: RequestInfo, not_deleted: str) -> Response:
         algorithm = checksums.announced(head.headers) if self._verify_checksums else None
@@ -312,9 +345,13 @@ class MemoryS3:
         response = Response(response.status, response.body, headers)
         with self._lock:
             self._answers[response.status] += 1
-        sent = connection.send(response, keep=keep, body=has_body, limit=limit)
-        with self._lock:
-            self._bytes_out += sent
+        try:
+            connection.send(response, keep=keep, body=has_body, limit=limit)
+        finally:
+            with self._lock:
+                self._bytes_out += connection.sent
+                if info.operation == "GetObject":
+                    self._read_bytes[_reader(info)] += connection.sent
 
     def _identify(self, head: Head) -> RequestInfo:
         path, _, query_string = head.target.partition("?")
@@ -347,3 +384,10 @@ class MemoryS3:
     def _error(self, error: S3Error, info: RequestInfo) -> Response:
         resource = f"/{info.bucket}/{info.key}" if info.key else f"/{info.bucket}"
         return answers.error(error, resource=resource, request_id=f"{info.number:016X}")
+
+
+def _reader(info: RequestInfo) -> Reader:
+    credential = info.headers.get("authorization", "").partition("Credential=")[2] or info.query.get(
+        "X-Amz-Credential", ""
+    )
+    return Reader(credential.partition("/")[0], info.key)

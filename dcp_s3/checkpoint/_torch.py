@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed.checkpoint import _fsspec_filesystem as fsspec_filesystem
 from torch.distributed.checkpoint._async_process_executor import (
     _AsyncCheckpointProcess as AsyncCheckpointProcess,
 )
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.filesystem import _StorageReaderTransforms as ReaderTransforms
 from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms as WriterTransforms
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as create_chunk_list
 
 from dcp_s3.checkpoint.blocks import Blocks
 from dcp_s3.errors import ShapeMismatchError
@@ -30,12 +34,16 @@ FileReader = torch._C.PyTorchFileReader  # of the archives of torch.save
 __all__ = [
     "CURRENT_DCP_VERSION",
     "AsyncCheckpointProcess",
+    "Caller",
     "ExtensionRegistry",
     "FileReader",
     "ReaderTransforms",
+    "ShardedTensor",
     "StorageInfo",
     "StreamTransformExtension",
     "WriterTransforms",
+    "create_chunk_list",
+    "find_load_group",
     "fsspec_filesystem",
     "get_blocks",
     "get_crc",
@@ -43,6 +51,7 @@ __all__ = [
     "make_storage_info",
     "narrow_tensor_by_index",
     "shape_check",
+    "shape_mismatch",
 ]
 
 # Extra attributes of _StorageInfo. Its pickled state is its __dict__, and other readers ignore what they do not
@@ -123,14 +132,13 @@ class _CheckedSize(tuple):  # type: ignore[type-arg]
     def __ne__(self, other: object) -> bool:
         different = tuple.__ne__(self, other)
         if different is True and sys._getframe(1).f_globals.get("__name__") == _PLANNER_MODULE:
-            _raise_mismatch(self, other)
+            raise shape_mismatch(str(sys._getframe(1).f_locals.get("fqn", "?")), self, other)
         return bool(different)
 
 
-def _raise_mismatch(saved: tuple[int, ...], current: Any) -> NoReturn:
-    frame = sys._getframe(2)
-    fqn = str(frame.f_locals.get("fqn", "?"))
-    raise ShapeMismatchError(
+def shape_mismatch(fqn: str, saved: Sequence[int], current: Any) -> ShapeMismatchError:
+    """The error for an entry whose shape is not that of the tensor to load into."""
+    return ShapeMismatchError(
         f"{fqn}: the checkpoint has shape {tuple(saved)}, the state to load into {tuple(current)}. Remedy: build the "
         "model with the configuration that was saved, or leave this entry out of the state and pass "
         "planner=DefaultLoadPlanner(allow_partial_load=True)",
@@ -148,3 +156,57 @@ def shape_check(metadata: Metadata, *, enable: bool) -> None:
     for tensor in metadata.state_dict_metadata.values():
         if isinstance(tensor, TensorStorageMetadata):
             tensor.size = _CheckedSize(tensor.size) if enable else torch.Size(tensor.size)  # type: ignore[assignment]
+
+
+_LOADER_MODULE = "torch.distributed.checkpoint.state_dict_loader"
+_MAX_STEPS = 8
+
+
+class Caller(NamedTuple):
+    """The load that called a storage reader.
+
+    Attributes:
+        group: its process group.
+        rank: of this process in it.
+        world_size: of the group, at least 2.
+        coordinator: rank in the group.
+        plain_finish: whether the planner's `finish_plan` is torch's, which returns what it was given and can not fail.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    world_size: int
+    coordinator: int
+    plain_finish: bool
+
+
+def find_load_group() -> Caller | None:
+    """The process group of the `dcp.load` that is calling `read_metadata`; None where it is not all ranks that do so.
+
+    DCP tells it to no storage reader. It is among the variables of torch's `local_step`, which all ranks of the group
+    go through, and which has no metadata yet the first time it asks for them: a planner that calls `read_metadata`
+    itself, later in `local_step`, gets None, and so does everybody who calls it without `dcp.load`.
+    """
+    frame = sys._getframe(1)
+    for _ in range(_MAX_STEPS):
+        if frame.f_code.co_name == "local_step" and frame.f_globals.get("__name__") == _LOADER_MODULE:
+            return _caller_of(frame.f_locals)
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None
+
+
+def _caller_of(variables: dict[str, Any]) -> Caller | None:
+    wrapper: Any = variables.get("distW")
+    if not getattr(wrapper, "use_dist", False) or variables.get("metadata", wrapper) is not None:
+        return None
+    if variables.get("global_metadata_exc") is not None:
+        return None  # the second try, for the metadata of one rank
+    group = wrapper.group if wrapper.group is not None else dist.group.WORLD
+    world_size = wrapper.get_world_size()
+    if group is None or world_size < 2 or wrapper.rank < 0:
+        return None
+    finish = getattr(variables.get("planner"), "finish_plan", None)
+    plain = getattr(finish, "__func__", None) is DefaultLoadPlanner.finish_plan
+    return Caller(group, wrapper.rank, world_size, wrapper.coordinator_rank, plain)

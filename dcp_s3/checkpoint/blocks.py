@@ -12,16 +12,27 @@ from typing import NamedTuple
 
 from dcp_s3.transport.checksum import combine_crc64nvme
 
-MIN_BLOCK = 256 * 2**10
+MIN_BLOCK = 8 * 2**10
 """Bytes of a block at least: 8 bytes of metadata for each."""
+MAX_BLOCK = 4 * 2**20
+"""Bytes of a block at most: what is fetched in vain at either end of a part, for its checksum."""
 
 _ALIGNMENT = 64
-_MAX_BLOCKS = 64  # at most 1/64 of a chunk is fetched in vain at either end of a part of it
+# Blocks of a chunk, unless that makes them too small or too large: parts are mostly halves, thirds and quarters, and a
+# part that ends where a block ends is fetched without a byte in vain.
+_COUNTS = (64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2)
 
 
 def block_size(nbytes: int) -> int:
     """Bytes of a block of a chunk of ``nbytes``; the last one may be shorter."""
-    return max(MIN_BLOCK, -(-nbytes // (_MAX_BLOCKS * MIN_BLOCK)) * MIN_BLOCK)
+    if nbytes > _COUNTS[0] * MAX_BLOCK:
+        return MAX_BLOCK
+    for count in _COUNTS:
+        size, left = divmod(nbytes, count)
+        if size >= MIN_BLOCK and not left and size % _ALIGNMENT == 0:
+            return size
+    size = max(MIN_BLOCK, -(-nbytes // _COUNTS[0]))
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def cuts_between(start: int, stop: int, block: int) -> tuple[int, ...]:

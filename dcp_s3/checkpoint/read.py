@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures import as_completed
 
@@ -14,10 +14,14 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint._torch import ReaderTransforms
+from dcp_s3.checkpoint.archive_heads import look, plan_probes
 from dcp_s3.checkpoint.memory import synchronize_accelerator
-from dcp_s3.checkpoint.read_plan import ReadRequest, plan_requests
+from dcp_s3.checkpoint.prepare import TransferFactory
+from dcp_s3.checkpoint.read_plan import Extent, ReadRequest, plan_requests
+from dcp_s3.checkpoint.receive import Buffer, Reception
 from dcp_s3.checkpoint.safe_items import check_item
-from dcp_s3.checkpoint.transfer import ItemTransfer, TransferFactory
+from dcp_s3.checkpoint.transfer import ItemTransfer
+from dcp_s3.garbage import collect_young, collector_paused
 from dcp_s3.spill.local import LocalObjects
 from dcp_s3.transport import retry
 from dcp_s3.transport.bucket import Bucket
@@ -29,9 +33,12 @@ from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
 
-# Bytes between two extents that are fetched and thrown away rather than asked around: what S3 sends (90 MB/s a
-# connection) in a tenth of a request's latency (about 30 ms). The framing between two items is under 2 KiB.
-MAX_GAP = 256 * 2**10
+# A load that has fewer requests of `part_size` than twice the connections makes smaller ones, down to this many bytes.
+_SMALL_REQUEST = 8 * 2**20
+# Through a buffer, a request is not smaller than this.
+_SMALL_BUFFER = 2**20
+# Requests after which what botocore leaves behind in cycles is collected.
+_COLLECT_EVERY = 100
 
 _TOO_LATE = (FutureTimeoutError, errors.DeadlineExceededError)
 
@@ -62,9 +69,16 @@ class LoadExecutor:
         self._weights_only = weights_only
         self._bucket = bucket
         self._url = url
-        self._factory = TransferFactory(url, metadata, transforms, allow_dtype_cast=bucket.settings.allow_dtype_cast)
+        self._factory = TransferFactory(
+            url,
+            metadata,
+            transforms,
+            allow_dtype_cast=bucket.settings.allow_dtype_cast,
+            max_gap=bucket.settings.read_gap,
+        )
         self._cancel = threading.Event()
-        self._discard = memoryview(bytearray(MAX_GAP))
+        self._buffers = threading.local()
+        self._pin = False
 
     def run(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         """Fetch every item of ``plan`` and hand it to ``planner``.
@@ -78,30 +92,68 @@ class LoadExecutor:
             DeadlineExceededError: the bucket's deadline has passed.
             StorageError: S3 failed for good.
         """
-        transfers = [self._factory.prepare(number, item, planner) for number, item in enumerate(plan.items)]
+        with collector_paused():
+            transfers = self.prepare(plan, planner)
+            self.read(transfers, transfers, planner)
         synchronize_accelerator(transfer.target for transfer in transfers)
-        requests = plan_requests(
-            [transfer.extent for transfer in transfers if transfer.extent is not None],
-            max_request=self._bucket.settings.part_size,
-            max_gap=MAX_GAP,
-        )
-        for transfer in transfers:
-            if transfer.extent is None:
-                transfer.deliver()
-                self._commit(transfer, planner)
+
+    def prepare(self, plan: LoadPlan, planner: LoadPlanner, whole: Collection[int] = ()) -> list[ItemTransfer]:
+        """What is to be done for each item. Nothing is changed, and at most heads of items are fetched.
+
+        Args:
+            plan: of this rank.
+            planner: called from this thread only.
+            whole: numbers of items that, unless their raw bytes' place is recorded, come as a whole.
+        """
+        transfers = [
+            self._factory.prepare(number, item, planner, whole=number in whole)
+            for number, item in enumerate(plan.items)
+        ]
+        self._look(transfers)
+        synchronize_accelerator(transfer.target for transfer in transfers)
+        self._pin = any(transfer.target is not None and transfer.target.is_cuda for transfer in transfers)
+        return transfers
+
+    def cancel(self) -> None:
+        """Let `read` and `receive` fail soon. From any thread."""
+        self._cancel.set()
+
+    def read(
+        self,
+        transfers: Sequence[ItemTransfer],
+        chosen: Sequence[ItemTransfer],
+        planner: LoadPlanner,
+        *,
+        threads: int | None = None,
+    ) -> None:
+        """Fetch items and hand them to the planner.
+
+        Args:
+            transfers: of all items.
+            chosen: those to fetch.
+            planner: called from this thread only.
+            threads: requests at once; as many as the settings allow if None.
+        """
+        requests = self._plan(chosen)
+        for transfer in chosen:
+            if not transfer.extents:
+                transfer.finish()
+                self.commit(transfer, planner)
         if not requests:
             return
-        threads = min(self._bucket.settings.concurrency, len(requests))
+        threads = min(threads or self._bucket.settings.concurrency, len(requests))
         deadline, received = self._bucket.deadline, 0
         pool = Workers(threads, "dcp_s3-download")
         try:
             inference = torch.is_inference_mode_enabled()  # a property of the thread
             futures = {pool.submit(self._fetch, request, transfers, inference): request for request in requests}
-            for future in as_completed(futures, None if deadline is None else deadline.left):
+            for number, future in enumerate(as_completed(futures, None if deadline is None else deadline.left), 1):
+                if number % _COLLECT_EVERY == 0:
+                    collect_young()
                 completed = future.result()
                 received += futures[future].length
                 for transfer in completed:
-                    self._commit(transfer, planner)
+                    self.commit(transfer, planner)
         except BaseException as error:
             self._cancel.set()
             if deadline is not None and deadline.passed and isinstance(error, _TOO_LATE):
@@ -112,9 +164,39 @@ class LoadExecutor:
             raise
         finally:
             pool.close()
-        synchronize_accelerator(transfer.target for transfer in transfers)
 
-    def _commit(self, transfer: ItemTransfer, planner: LoadPlanner) -> None:
+    def _look(self, transfers: list[ItemTransfer]) -> None:
+        """Look at items of other writers, one of each kind that is not known, and prepare these kinds anew."""
+        unknown, heads = self._factory.unknown, self._factory.heads
+        probes = plan_probes(heads, [item.probe for item in unknown])
+        if not probes:
+            return
+        deadline = self._bucket.deadline
+        pool = Workers(min(self._bucket.settings.concurrency, len(probes)), "dcp_s3-look")
+        try:
+            for future in [pool.submit(look, heads, probe, self.receive) for probe in probes]:
+                future.result(None if deadline is None else deadline.left)
+        except BaseException as error:
+            self._cancel.set()
+            if deadline is not None and deadline.passed and isinstance(error, _TOO_LATE):
+                raise deadline.error(f"the load of {self._url}", "nothing of this rank had arrived") from error
+            raise
+        finally:
+            pool.close()
+        for item in unknown:
+            transfers[item.number] = item.prepare()
+
+    def _plan(self, transfers: Sequence[ItemTransfer]) -> list[ReadRequest]:
+        settings = self._bucket.settings
+        extents = [extent for transfer in transfers for extent in transfer.extents]
+        total = sum([extent.length for extent in extents])
+        largest = min(settings.part_size, max(_SMALL_REQUEST, total // (2 * settings.concurrency)))
+        if any(transfer.owned is None for transfer in transfers if transfer.extents):
+            largest = min(largest, max(_SMALL_BUFFER, settings.load_buffers // settings.concurrency))
+        return plan_requests(extents, max_request=largest, max_gap=settings.read_gap, max_waste=settings.read_waste)
+
+    def commit(self, transfer: ItemTransfer, planner: LoadPlanner) -> None:
+        """Hand an item that is in its place to the planner."""
         if transfer.target is not None:
             planner.commit_tensor(transfer.item, transfer.target)
         elif transfer.loaded is not None:
@@ -123,12 +205,12 @@ class LoadExecutor:
                     transfer.loaded,
                     fqn=transfer.item.storage_index.fqn,
                     url=str(self._url),
-                    verified=transfer.crc is not None,
+                    verified=transfer.checked,
                 )
             try:
                 planner.load_bytes(transfer.item, transfer.loaded)
             except Exception as error:
-                if transfer.crc is not None:
+                if transfer.checked:
                     raise  # the bytes are what was saved: it is for the caller to know what cannot be unpickled
                 raise errors.CorruptCheckpointError(
                     f"{transfer.item.storage_index.fqn!r} in {self._url} cannot be unpickled: {type(error).__name__}: "
@@ -141,51 +223,65 @@ class LoadExecutor:
 
     def _fetch(self, request: ReadRequest, transfers: Sequence[ItemTransfer], inference: bool) -> list[ItemTransfer]:
         """Carry out one request; returns the items that it completed."""
-        targets = [
-            [Target(self._discard[: segment.length])]
-            if segment.item is None
-            else transfers[segment.item].targets_for(segment.item_offset, segment.length)
-            for segment in request.segments
-        ]
-        self._receive(request.path, request.start, [target for each in targets for target in each])
-        completed = []
-        for segment, received in zip(request.segments, targets, strict=True):
-            if segment.item is None:
-                continue
-            transfer = transfers[segment.item]
-            if transfer.arrived(segment.item_offset, received):
+        with torch.inference_mode(inference):
+            complete = self._transfer(request, transfers)
+            for transfer in complete:
                 self._verify(transfer)
-                with torch.inference_mode(inference):
-                    transfer.deliver()
-                completed.append(transfer)
-        return completed
+                instead = transfer.finish()
+                while instead is not None:
+                    self._fetch_alone(instead, instead.extents)
+                    self._verify(instead)
+                    instead = instead.finish()
+        return complete
+
+    def _fetch_alone(self, transfer: ItemTransfer, extents: Sequence[Extent]) -> None:
+        settings = self._bucket.settings
+        for request in plan_requests(
+            [extent._replace(item=0) for extent in extents],
+            max_request=max(_SMALL_BUFFER, min(settings.part_size, settings.load_buffers // settings.concurrency)),
+            max_gap=settings.read_gap,
+        ):
+            self._transfer(request, [transfer])
+
+    def _transfer(self, request: ReadRequest, transfers: Sequence[ItemTransfer]) -> list[ItemTransfer]:
+        buffer = getattr(self._buffers, "buffer", None)
+        if buffer is None:
+            buffer = self._buffers.buffer = Buffer(pin=self._pin)
+        reception = Reception(request, transfers, buffer)
+        self.receive(request.path, request.start, reception.targets)
+        return reception.deliver()
 
     def _verify(self, transfer: ItemTransfer) -> None:
-        """Compare the checksum; damage on the way is given one more chance, damage at rest is an error."""
-        extent, expected = transfer.extent, transfer.crc
-        if extent is None or expected is None or transfer.found_crc() == expected:
+        """Compare the checksums; damage on the way is given one more chance, damage at rest is an error."""
+        wrong = transfer.mismatches()
+        if not wrong:
             return
         logger.warning(
             "checksum of %r in %s does not match; fetching it again",
             transfer.item.storage_index.fqn,
             self._url,
         )
-        transfer.forget()
-        if self._local is not None:
-            self._local.distrust(extent.path)
-        targets = transfer.targets_for(0, extent.length)
-        self._receive(extent.path, extent.start, targets)
-        transfer.arrived(0, targets)
-        if transfer.found_crc() != expected:
+        for part, _ in wrong:
+            extent = transfer.forget(part)
+            self.distrust(extent.path)
+            self._fetch_alone(transfer, [extent])
+        for part, found in transfer.mismatches():
+            extent = transfer.extent_of(part)
             raise errors.CorruptCheckpointError(
                 f"{transfer.item.storage_index.fqn!r} in {self._url}: bytes {extent.start} "
                 f"to {extent.start + extent.length - 1} of {extent.path} have CRC-64/NVME "
-                f"{crc_hex(transfer.found_crc())}, recorded was {crc_hex(expected)}, twice. The stored data is "
+                f"{crc_hex(found)}, recorded was {crc_hex(part.crc or 0)}, twice. The stored data is "
                 "damaged: load an earlier checkpoint",
                 url=str(self._url),
             )
 
-    def _receive(self, path: str, start: int, targets: list[Target]) -> None:
+    def distrust(self, path: str) -> None:
+        """Take this object from S3 from now on, not from this host's disk."""
+        if self._local is not None:
+            self._local.distrust(path)
+
+    def receive(self, path: str, start: int, targets: list[Target]) -> None:
+        """Fetch the bytes of object ``path`` from ``start`` on. On any thread."""
         if self._local is not None and self._local.read_into(path, start, targets):
             return
         try:

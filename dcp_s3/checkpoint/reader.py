@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 from typing import Any, NoReturn
@@ -13,17 +14,22 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint._torch import ExtensionRegistry, ReaderTransforms, shape_check
+from dcp_s3.checkpoint._torch import ExtensionRegistry, ReaderTransforms, find_load_group, shape_check
+from dcp_s3.checkpoint.assignment import Assignment, Offer, all_offered
 from dcp_s3.checkpoint.lease import ReaderLease
+from dcp_s3.checkpoint.load_group import LoadGroup, join_load
 from dcp_s3.checkpoint.read import LoadExecutor
+from dcp_s3.checkpoint.shared_read import SharedRead
+from dcp_s3.checkpoint.sharing import MAX_PIECE, plan_sharing
 from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
 from dcp_s3.commit import CommitState, SaveIdentity, find_state
 from dcp_s3.format.layout import SAVE_ID_KEY, deletion_id, metadata_object, new_save_id, rank_of_metadata
 from dcp_s3.format.metadata import load_metadata
+from dcp_s3.garbage import collector_paused
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.spill.local import LocalObjects, find_commits
 from dcp_s3.spill.session import open_store
-from dcp_s3.transport.bucket import Bucket, limit_timeouts
+from dcp_s3.transport.bucket import Bucket, StoredObject, limit_timeouts
 from dcp_s3.transport.deadline import Deadline
 from dcp_s3.units import format_size
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
@@ -78,6 +84,7 @@ class S3StorageReader(StorageReader):
         self._error: errors.DcpS3Error | None = None
         self._deadline: Deadline | None = None
         self._lease: ReaderLease | None = None
+        self._group: LoadGroup | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new load, from ``checkpoint_id`` if given.
@@ -107,12 +114,17 @@ class S3StorageReader(StorageReader):
         """
         rank: int | None = kwargs.get("rank")
         if rank is None:
+            caller = find_load_group()
+            self._group = None if caller is None else join_load(
+                caller, self.checkpoint_id, self.settings, willing=not self.include_uncommitted
+            )  # fmt: skip
             try:
                 metadata = self._fetch_metadata(None)
             except errors.DcpS3Error as error:
                 self._error = error
                 raise
         else:
+            self._group = None
             if self._error is not None and not isinstance(self._error, errors.CheckpointNotFoundError):
                 return _UnreadableMetadata(self._error)
             try:
@@ -133,18 +145,34 @@ class S3StorageReader(StorageReader):
         waiting = self._find_uncommitted(rank) if self.include_uncommitted else None
         if waiting is not None:
             return load_metadata(waiting, url=str(url))
-        lease = ReaderLease(self._bucket(), url, self.settings.reader_lease)
-        lease.take()
+        bucket, group = self._bucket(), self._group if rank is None else None
+        lease = ReaderLease(bucket, url, self.settings.reader_lease)
+        refused: errors.StorageError | None = None
         try:
-            stored = fetch_metadata(self._bucket(), url, rank)
+            lease.take()
+        except errors.StorageError as error:
+            if group is None:
+                raise
+            refused = error  # the others wait for this rank first
+        try:
+            stored = self._fetch_stored(group, rank)
+            if refused is not None:
+                raise refused
             metadata = check_metadata(stored, url)
             save_ids = stored.metadata.get(SAVE_ID_KEY), getattr(metadata.storage_meta, "save_id", None), None
-            lease.check_not_deleted({deletion_id(each, stored.etag) for each in save_ids} if rank is None else None)
+            deletions = {deletion_id(each, stored.etag) for each in save_ids} if rank is None else None
+            lease.check_not_deleted(deletions, rank=rank)
         except BaseException:
             lease.release()
             raise
         self._lease = lease
         return metadata
+
+    def _fetch_stored(self, group: LoadGroup | None, rank: int | None) -> StoredObject:
+        bucket, url = self._bucket(), self._require_url()
+        if group is None:
+            return fetch_metadata(bucket, url, rank)
+        return group.fetch_once(lambda: fetch_metadata(bucket, url), str(url))
 
     def _find_uncommitted(self, rank: int | None) -> bytes | None:
         """The metadata of this checkpoint's newest commit that waits on this host; None if S3 has a newer one."""
@@ -195,14 +223,30 @@ class S3StorageReader(StorageReader):
         shape_check(metadata, enable=True)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Nothing to add to the plan."""
+        """Offer to share what other ranks read as well."""
         if self._metadata is not None:
             shape_check(self._metadata, enable=False)
-        return plan
+        if self._group is None or not self._group.shares_data or plan.storage_data is not None:
+            return plan
+        return dataclasses.replace(plan, storage_data=Offer(self._group.rank, self._group.world_size))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Nothing to coordinate."""
-        return plans
+        """Share out what several ranks read, if all of them offer to."""
+        assignments = None
+        if self._metadata is not None and all_offered([plan.storage_data for plan in plans]):
+            with collector_paused():
+                assignments = plan_sharing(
+                    self._metadata,
+                    [plan.items for plan in plans],
+                    max_piece=min(MAX_PIECE, self.settings.part_size),
+                    max_gap=self.settings.read_gap,
+                )
+        if assignments is not None:
+            return [dataclasses.replace(p, storage_data=a) for p, a in zip(plans, assignments, strict=True)]
+        return [
+            dataclasses.replace(plan, storage_data=None) if isinstance(plan.storage_data, Offer) else plan
+            for plan in plans
+        ]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Load this rank's items. Returns when all are in place.
@@ -211,6 +255,7 @@ class S3StorageReader(StorageReader):
             DtypeMismatchError: before any tensor is changed.
             DeadlineExceededError: `load_timeout` has passed; some tensors are loaded, others are not.
             UnsafeItemError: an item needs what ``weights_only`` refuses.
+            PeerReadError: another rank failed to read what this one needs as well.
             CorruptCheckpointError, StorageError
         """
         if self._metadata is None:
@@ -220,9 +265,13 @@ class S3StorageReader(StorageReader):
             local = stack.enter_context(contextlib.closing(LocalObjects(store, str(url)))) if store else None
             if self._lease is not None:
                 stack.enter_context(self._lease.renewed())
-            LoadExecutor(
+            executor = LoadExecutor(
                 self._bucket(), url, self._metadata, self._transforms, local, weights_only=self.weights_only
-            ).run(plan, planner)
+            )
+            if self._group is not None and isinstance(plan.storage_data, Assignment):
+                SharedRead(executor, self._bucket(), url, self._metadata, self._group).run(plan, planner)
+            else:
+                executor.run(plan, planner)
             if local is not None and local.read_bytes:
                 logger.info("%s of %s came from %s", format_size(local.read_bytes), url, self.settings.spill_dir)
         future: Future[None] = Future()

@@ -2,306 +2,324 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import IO, cast
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import cast
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import ReadItem
 
-from dcp_s3 import errors
 from dcp_s3.checkpoint._torch import (
-    ReaderTransforms,
     StorageInfo,
-    get_blocks,
-    get_crc,
-    get_raw_offset,
     narrow_tensor_by_index,
 )
-from dcp_s3.checkpoint.blocks import widen
-from dcp_s3.checkpoint.contents import find_chunk
-from dcp_s3.checkpoint.item_limits import check_limits
+from dcp_s3.checkpoint.archive_heads import HeadProof
+from dcp_s3.checkpoint.boxes import Box, boxes_of_run, covering_run, intersect
 from dcp_s3.checkpoint.memory import is_direct, view_bytes
-from dcp_s3.checkpoint.read_plan import Extent, covering_range, row_major_strides
+from dcp_s3.checkpoint.read_plan import ChunkRange, Extent, ranges_of_box
+from dcp_s3.format.archive import ArchiveHead
 from dcp_s3.transport.checksum import combine_crc64nvme
-from dcp_s3.transport.download import Target
-from dcp_s3.url import CheckpointURL
 
 
 class ItemTransfer:
-    """One read item: where its bytes lie, where they go, and what is done when they are there.
+    """One read item: where its bytes lie, what is to be checked, and where they go.
 
-    Args:
+    The bytes have an offset of the item's own: `TensorTransfer` counts from the beginning of the saved chunk,
+    `StreamTransfer` from that of the stored item.
+
+    Attributes:
         item: of the load plan.
-        extent: bytes to fetch; None if there are none.
+        extents: what is to be fetched.
+        ranges: the runs of bytes in them, with their checksums.
         target: the tensor to load into, None for an item that is not a tensor.
-        direct: whether the bytes are received in the target's own memory.
-        crc: expected CRC-64/NVME of the extent, None if it is not known.
-        scatter: called with the transfer and the received bytes (a uint8 tensor) unless ``direct``.
-        margin: bytes at the beginning of the extent that are fetched for the checksum only, as are, in a ``direct``
-            transfer, those behind the target's.
+        loaded: what an item that is not a tensor came out as.
+        checked: whether there is a checksum.
+        owned: (start, stop) of the bytes that can be received in `memory`, where they belong; None if there are none.
     """
+
+    __slots__ = ("_crcs", "_lock", "_missing", "checked", "extents", "item", "loaded", "owned", "ranges", "target")
 
     def __init__(
         self,
         item: ReadItem,
-        extent: Extent | None,
-        *,
+        extents: Sequence[Extent],
+        ranges: Sequence[ChunkRange],
         target: torch.Tensor | None,
-        direct: bool,
-        crc: int | None,
-        scatter: Callable[[ItemTransfer, torch.Tensor], None],
-        margin: int = 0,
+        owned: tuple[int, int] | None,
     ) -> None:
         self.item = item
-        self.extent = extent
+        self.extents = extents
+        self.ranges = ranges
         self.target = target
-        self.crc = crc
         self.loaded: io.BytesIO | None = None
-        """What an item that is not a tensor came out as."""
-        self._direct = direct
-        self._scatter = scatter
-        self._margin = margin
-        self._missing = extent.length if extent else 0
+        self.owned = owned
+        self.checked = any(part.crc is not None for part in ranges)
+        self._missing = sum([extent.length for extent in extents])
         self._crcs: list[tuple[int, int, int]] = []
         self._lock = threading.Lock()
-        self._buffer: torch.Tensor | None = None
-        self._memory: list[memoryview] = []
 
-    def targets_for(self, offset: int, length: int) -> list[Target]:
-        """Where ``length`` bytes of the extent from ``offset`` on are to be received, in order."""
+    def memory(self, start: int, stop: int) -> memoryview:
+        """The place of bytes within `owned`."""
+        raise NotImplementedError
+
+    def take(self, offset: int, data: memoryview) -> bool:
+        """Bring bytes to their place without torch, which costs more than the bytes of a small item; else False."""
+        return False
+
+    def put(self, offset: int, data: torch.Tensor) -> None:
+        """Bring bytes outside of `owned` (uint8, from ``offset`` on) to their place."""
+
+    def arrived(self, offset: int, length: int, crc: int) -> bool:
+        """Count bytes and remember their checksum; True when these were the last."""
         with self._lock:
-            if not self._memory:
-                self._memory = self._allocate()
-            targets, start = [], 0
-            for memory in self._memory:
-                view = memory[max(0, offset - start) : max(0, offset + length - start)]
-                if view.nbytes:
-                    targets.append(Target(view, checksum=self.crc is not None))
-                start += memory.nbytes
-            return targets
-
-    def _allocate(self) -> list[memoryview]:
-        size = self.extent.length if self.extent else 0
-        if self._direct and self.target is not None:
-            memory = view_bytes(self.target)
-            after = size - self._margin - memory.nbytes
-            return [memoryview(bytearray(self._margin)), memory, memoryview(bytearray(after))]
-        self._buffer = torch.empty(size, dtype=torch.uint8)
-        return [view_bytes(self._buffer)]
-
-    def arrived(self, offset: int, targets: Sequence[Target]) -> bool:
-        """Count the bytes of `targets_for`; True when these were the last."""
-        with self._lock:
-            for target in targets:
-                self._crcs.append((offset, target.crc or 0, target.view.nbytes))
-                self._missing -= target.view.nbytes
-                offset += target.view.nbytes
+            self._crcs.append((offset, crc, length))
+            self._missing -= length
             return self._missing == 0
 
-    def found_crc(self) -> int:
-        """CRC-64/NVME of the whole extent as it was received."""
-        return combine_crc64nvme((crc, length) for _, crc, length in sorted(self._crcs))
+    def is_damaged(self, offset: int, length: int, crc: int) -> bool:
+        """Whether these bytes are a range of this item with another checksum."""
+        for part in self.ranges:
+            if part.start == offset and part.stop == offset + length:
+                return part.crc is not None and part.crc != crc
+        return False
 
-    def forget(self) -> None:
-        """Make ready to receive everything again."""
+    def mismatches(self) -> list[tuple[ChunkRange, int]]:
+        """The ranges whose bytes are not what was saved, with the CRC-64/NVME that was found."""
+        wrong = []
+        for part in self.ranges:
+            if part.crc is None:
+                continue
+            pieces = self._crcs if len(self.ranges) == 1 else self._pieces(part)
+            found = pieces[0][1] if len(pieces) == 1 else combine_crc64nvme((c, n) for _, c, n in sorted(pieces))
+            if found != part.crc:
+                wrong.append((part, found))
+        return wrong
+
+    def _pieces(self, part: ChunkRange) -> list[tuple[int, int, int]]:
+        return [piece for piece in self._crcs if part.start <= piece[0] < part.stop]
+
+    def forget(self, part: ChunkRange) -> Extent:
+        """Make ready to receive a range again; where it lies."""
         with self._lock:
-            self._crcs = []
-            self._missing = self.extent.length if self.extent else 0
+            self._crcs = [piece for piece in self._crcs if not part.start <= piece[0] < part.stop]
+            self._missing += part.stop - part.start
+        return self.extent_of(part)
 
-    def deliver(self) -> None:
-        """Bring the received bytes to their place; gives up the buffer."""
-        if not self._direct:
-            self._scatter(
-                self,
-                self._buffer if self._buffer is not None else torch.empty(0, dtype=torch.uint8),
-            )
-        self._buffer, self._memory = None, []
+    def extent_of(self, part: ChunkRange) -> Extent:
+        """Where a range lies in its object."""
+        found = next(extent for extent in self.extents if extent.offset <= part.start < extent.offset + extent.length)
+        skipped = part.start - found.offset
+        return found._replace(start=found.start + skipped, length=part.stop - part.start, offset=part.start)
+
+    def finish(self) -> ItemTransfer | None:
+        """All bytes are at their place, and right.
+
+        Returns:
+            What is to be fetched instead, if they are not where they were expected.
+        """
+        return None
 
 
-class TransferFactory:
-    """Decides for each read item which bytes it needs and where they go.
+def is_whole(item: ReadItem, sizes: torch.Size) -> bool:
+    """Whether an item needs all of a saved chunk of ``sizes``."""
+    return item.lengths == sizes and not any(item.storage_offsets)
+
+
+class TensorTransfer(ItemTransfer):
+    """A box of a saved chunk, whose raw bytes' place is known, into a tensor.
 
     Args:
-        url: of the checkpoint.
-        metadata: of the checkpoint.
-        transforms: torch's stream extensions.
-        allow_dtype_cast: whether a tensor may be converted to another dtype.
+        number: of the item.
+        item: of the load plan.
+        path: object, relative to the checkpoint.
+        raw_start: first byte of the chunk in the object.
+        ranges: bytes of the chunk to fetch.
+        target: the tensor to load into, of the shape of the box.
+        sizes: shape of the chunk.
+        dtype: of the chunk.
     """
+
+    __slots__ = ("_dtype", "_sizes")
 
     def __init__(
         self,
-        url: CheckpointURL,
-        metadata: Metadata,
-        transforms: ReaderTransforms,
-        *,
-        allow_dtype_cast: bool,
+        number: int,
+        item: ReadItem,
+        path: str,
+        raw_start: int,
+        ranges: Sequence[ChunkRange],
+        target: torch.Tensor,
+        sizes: torch.Size,
+        dtype: torch.dtype,
     ) -> None:
-        self._url = url
-        self._metadata = metadata
-        self._transforms = transforms
-        self._allow_dtype_cast = allow_dtype_cast
+        self._sizes = sizes
+        self._dtype = dtype
+        owned = None
+        if dtype == target.dtype and ranges and is_direct(target):
+            nbytes = target.nbytes
+            if is_whole(item, sizes):
+                owned = 0, nbytes
+            else:
+                start, stop = covering_run(sizes, Box(item.storage_offsets, item.lengths))
+                start, stop = start * dtype.itemsize, stop * dtype.itemsize
+                owned = (start, stop) if stop - start == nbytes else None
+        extents = [Extent(number, path, raw_start + start, stop - start, start) for start, stop, _ in ranges]
+        super().__init__(item, extents, ranges, target, owned)
 
-    def prepare(self, number: int, item: ReadItem, planner: LoadPlanner) -> ItemTransfer:
-        """The transfer for ``item``, number ``number`` of the plan. No I/O.
+    def memory(self, start: int, stop: int) -> memoryview:
+        """See `ItemTransfer`."""
+        first = self.owned[0] if self.owned else 0
+        return view_bytes(cast(torch.Tensor, self.target))[start - first : stop - first]
 
-        Raises:
-            DtypeMismatchError, ShapeMismatchError: the destination does not match what was saved.
-            CorruptMetadataError: the metadata contradicts itself.
-        """
-        info = self._storage_info(item)
-        if item.type == LoadItemType.BYTE_IO:
-            return self._prepare_bytes(number, item, info)
-        target = planner.resolve_tensor(item).detach()
-        if target.size() != item.lengths:
-            raise errors.ShapeMismatchError(
-                f"{item.dest_index.fqn}: the planner gave a tensor of shape {tuple(target.size())} for "
-                f"{tuple(item.lengths)}", url=str(self._url), fqn=item.dest_index.fqn,
-            )  # fmt: skip
-        saved = self._metadata.state_dict_metadata[item.storage_index.fqn]
-        if not isinstance(saved, TensorStorageMetadata):
-            raise errors.CorruptMetadataError(
-                f"{item.storage_index.fqn!r} in {self._url} is no tensor, but is to be loaded into one: the "
-                "checkpoint was saved from another kind of state",
-                url=str(self._url),
-            )
-        dtype = saved.properties.dtype
-        if dtype != target.dtype and not self._allow_dtype_cast:
-            raise errors.DtypeMismatchError(
-                f"{item.dest_index.fqn}: the checkpoint has {dtype}, the state to load into {target.dtype}. Remedy: "
-                "build the state with the saved dtype, or convert on load with DCP_S3_ALLOW_DTYPE_CAST=1",
-                url=str(self._url),
-                fqn=item.dest_index.fqn,
-            )
-        raw_offset = get_raw_offset(info)
-        if raw_offset is None or info.transform_descriptors:
-            return self._prepare_encoded(number, item, info, target)
-        return self._prepare_raw(number, item, info, target, saved, raw_offset)
+    def put(self, offset: int, data: torch.Tensor) -> None:
+        """See `ItemTransfer`. The bytes are whole elements."""
+        if self.owned is not None or self.target is None:
+            return  # what is needed is received in place; this is there for a checksum
+        if data.storage_offset() % self._dtype.itemsize:
+            data = data.clone()
+        elements = data.view(self._dtype)
+        first = offset // self._dtype.itemsize
+        box = Box(self.item.storage_offsets, self.item.lengths)
+        for run in boxes_of_run(self._sizes, first, first + elements.numel()):
+            source, elements = elements[: run.numel], elements[run.numel :]
+            wanted = intersect(run, box)
+            if wanted is not None:
+                place = [start - own for start, own in zip(wanted.offsets, box.offsets, strict=True)]
+                within = [start - own for start, own in zip(wanted.offsets, run.offsets, strict=True)]
+                narrow_tensor_by_index(self.target, place, wanted.lengths).copy_(
+                    narrow_tensor_by_index(source.view(run.lengths), within, wanted.lengths)
+                )
 
-    def _prepare_raw(
+
+class ArchivedTransfer(ItemTransfer):
+    """A box of a chunk that another writer stored, whose place is expected.
+
+    The head of the item comes along, before byte 0 of the chunk, and must prove it.
+
+    Args:
+        number: of the item.
+        item: of the load plan.
+        info: where it is stored.
+        target: the tensor to load into, of the shape of the box.
+        proof: of the place.
+        max_gap: bytes between two ranges of the chunk that are rather fetched than asked around.
+        instead: makes the transfer to be tried if the proof fails, from the head that was found, if any.
+    """
+
+    __slots__ = ("_inner", "_instead", "_proof")
+
+    def __init__(
         self,
         number: int,
         item: ReadItem,
         info: StorageInfo,
         target: torch.Tensor,
-        saved: TensorStorageMetadata,
-        raw_offset: int,
-    ) -> ItemTransfer:
-        dtype = saved.properties.dtype
-        sizes = self._chunk_sizes(item, saved)
-        element_size = dtype.itemsize
-        box = covering_range(sizes, item.storage_offsets, item.lengths, element_size)
-        chunk_bytes = sizes.numel() * element_size
-        if raw_offset + chunk_bytes > info.length:
-            raise errors.CorruptMetadataError(
-                f"{item.storage_index.fqn!r} in {self._url}: a chunk of {chunk_bytes} bytes at {raw_offset} does "
-                f"not fit into its item of {info.length} bytes: the metadata is damaged",
-                url=str(self._url),
+        proof: HeadProof,
+        *,
+        max_gap: int,
+        instead: Callable[[ArchiveHead | None], ItemTransfer],
+    ) -> None:
+        head, inner_item, into = proof.expected, item, target
+        sizes = torch.Size(head.shape)
+        if not head.is_row_major:
+            # Row-major, as everything else is, with the dimensions in the order in which they are stored.
+            offsets, lengths, sizes = (
+                torch.Size(values[dim] for dim in head.order) for values in (item.storage_offsets, item.lengths, sizes)
             )
-        strides = row_major_strides(sizes)
-        blocks = get_blocks(info, chunk_bytes) if box.length else None
-        start, stop, crc = (
-            widen(box.start, box.start + box.length, chunk_bytes, blocks)
-            if blocks is not None
-            else (box.start, box.start + box.length, None)
-        )
-        margin = box.start - start
+            inner_item = replace(item, storage_offsets=offsets, lengths=lengths)
+            into = target.permute(head.order)
+        box = Box(inner_item.storage_offsets, inner_item.lengths)
+        ranges = ranges_of_box(sizes, box, head.dtype.itemsize, blocks=None, max_gap=max_gap)
+        raw_start = info.offset + head.raw_offset
+        self._inner = TensorTransfer(number, inner_item, info.relative_path, raw_start, ranges, into, sizes, head.dtype)
+        self._proof = proof
+        self._instead = instead
+        extents = _with_head(self._inner.extents, number, info, head)
+        super().__init__(item, extents, ranges, target, self._inner.owned)
 
-        def scatter(_: ItemTransfer, buffer: torch.Tensor) -> None:
-            if buffer.numel():
-                wanted = buffer[margin : margin + box.length]
-                target.copy_(wanted.view(dtype).as_strided(item.lengths, strides))
+    def memory(self, start: int, stop: int) -> memoryview:
+        """See `ItemTransfer`."""
+        return self._inner.memory(start, stop)
 
-        return ItemTransfer(
-            item,
-            _extent(number, info, raw_offset + start, stop - start),
-            target=target,
-            direct=box.dense and dtype == target.dtype and is_direct(target),
-            crc=crc,
-            scatter=scatter,
-            margin=margin,
-        )
+    def put(self, offset: int, data: torch.Tensor) -> None:
+        """See `ItemTransfer`."""
+        if offset < 0:
+            self._proof.put(offset, view_bytes(data))
+            data = data[-offset:]
+            offset = 0
+        if data.numel():
+            self._inner.put(offset, data)
 
-    def _prepare_encoded(self, number: int, item: ReadItem, info: StorageInfo, target: torch.Tensor) -> ItemTransfer:
-        """A tensor whose raw bytes' place is not known: written by something else, or through an extension."""
-
-        def scatter(_: ItemTransfer, buffer: torch.Tensor) -> None:
-            with self._naming_damage(item):
-                stream = self._decode(item, info, buffer)
-                seekable = stream if isinstance(stream, io.BytesIO) else io.BytesIO(stream.read(-1))
-                check_limits(seekable)
-                seekable.seek(0)
-                tensor = cast(torch.Tensor, torch.load(seekable, map_location="cpu", weights_only=True))
-                target.copy_(narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
-
-        extent = _extent(number, info, 0, info.length)
-        crc = get_crc(info) if get_raw_offset(info) is None else None
-        return ItemTransfer(item, extent, target=target, direct=False, crc=crc, scatter=scatter)
-
-    def _prepare_bytes(self, number: int, item: ReadItem, info: StorageInfo) -> ItemTransfer:
-        if info.length == 0:
-            raise errors.CorruptMetadataError(
-                f"the metadata of {self._url} is damaged: {item.storage_index.fqn!r} has no bytes", url=str(self._url)
-            )
-
-        def scatter(transfer: ItemTransfer, buffer: torch.Tensor) -> None:
-            with self._naming_damage(item):
-                transfer.loaded = io.BytesIO(self._decode(item, info, buffer).read(-1))
-
-        extent = _extent(number, info, 0, info.length)
-        return ItemTransfer(item, extent, target=None, direct=False, crc=get_crc(info), scatter=scatter)
-
-    def _decode(self, item: ReadItem, info: StorageInfo, buffer: torch.Tensor) -> IO[bytes]:
-        # A descriptor list is missing in old checkpoints.
-        descriptors = getattr(info, "transform_descriptors", None) or ()
-        try:
-            self._transforms.extension_registry.from_descriptor_list(descriptors)
-        except ValueError as error:
-            raise errors.MissingExtensionError(
-                f"{item.storage_index.fqn!r} in {self._url} was saved through the stream extensions "
-                f"{list(descriptors)}: {error}. Remedy: pass an _extension_registry that knows them to S3StorageReader",
-                url=str(self._url),
-            ) from error
-        raw = io.BytesIO(view_bytes(buffer))
-        return self._transforms.transform_load_stream(item, descriptors, raw)
-
-    @contextlib.contextmanager
-    def _naming_damage(self, item: ReadItem) -> Iterator[None]:
-        """Whatever decoding raises says that the stored item is not what it should be."""
-        try:
-            yield
-        except errors.DcpS3Error:
-            raise
-        except Exception as error:
-            raise errors.CorruptCheckpointError(
-                f"{item.storage_index.fqn!r} in {self._url} can not be decoded: {type(error).__name__}: {error}. "
-                "The stored data is damaged: load an earlier checkpoint",
-                url=str(self._url),
-            ) from error
-
-    def _storage_info(self, item: ReadItem) -> StorageInfo:
-        try:
-            return cast(StorageInfo, self._metadata.storage_data[item.storage_index])
-        except KeyError:
-            raise errors.CorruptMetadataError(
-                f"the metadata of {self._url} does not say where {item.storage_index.fqn!r} at "
-                f"{item.storage_index.offset} lies: it is damaged or was merged wrongly",
-                url=str(self._url),
-            ) from None
-
-    def _chunk_sizes(self, item: ReadItem, saved: TensorStorageMetadata) -> torch.Size:
-        """Shape of the saved chunk that ``item`` reads from."""
-        index = item.storage_index
-        chunk = find_chunk(saved, index)
-        if chunk is None:
-            raise errors.CorruptMetadataError(
-                f"the metadata of {self._url} has no chunk of {index.fqn!r} at {index.offset}", url=str(self._url)
-            )
-        return chunk.sizes
+    def finish(self) -> ItemTransfer | None:
+        """See `ItemTransfer`."""
+        return None if self._proof.holds() else self._instead(self._proof.found())
 
 
-def _extent(number: int, info: StorageInfo, start: int, length: int) -> Extent | None:
-    return Extent(number, info.relative_path, info.offset + start, length) if length else None
+def _with_head(extents: Sequence[Extent], number: int, info: StorageInfo, head: ArchiveHead) -> list[Extent]:
+    """The head of an item comes along: in one run with the beginning of the chunk, if that is needed."""
+    first = Extent(number, info.relative_path, info.offset, head.length, -head.raw_offset)
+    # Cuts fall on multiples of 64 bytes from where an extent begins, and must not divide elements.
+    if extents and extents[0].start == info.offset + head.length and head.length % 64 == 0:
+        return [first._replace(length=head.length + extents[0].length), *extents[1:]]
+    return [first, *extents]
+
+
+class StreamTransfer(ItemTransfer):
+    """A whole stored item, decoded when it is there.
+
+    Args:
+        number: of the item.
+        item: of the load plan.
+        info: where it is stored.
+        crc: CRC-64/NVME of the item, None if it is not known.
+        target: the tensor to load into, None for an item that is not a tensor.
+        decode: called with the item's bytes (uint8).
+        unpack: as ``decode``, of a small item without checksum: called when it has come in one piece, with its bytes
+            in somebody else's memory. Returns whether it could.
+    """
+
+    __slots__ = ("_buffer", "_decode", "_size", "_unpack", "_unpacked")
+
+    def __init__(
+        self,
+        number: int,
+        item: ReadItem,
+        info: StorageInfo,
+        crc: int | None,
+        target: torch.Tensor | None,
+        decode: Callable[[StreamTransfer, torch.Tensor], None],
+        unpack: Callable[[memoryview], bool] | None = None,
+    ) -> None:
+        size = info.length
+        extents = [Extent(number, info.relative_path, info.offset, size)] if size else []
+        owned = (0, size) if unpack is None else None
+        super().__init__(item, extents, [ChunkRange(0, size, crc)] if size else [], target, owned)
+        self._size = size
+        self._decode = decode
+        self._unpack = unpack
+        self._unpacked = False
+        self._buffer: torch.Tensor | None = None
+
+    def memory(self, start: int, stop: int) -> memoryview:
+        """See `ItemTransfer`."""
+        with self._lock:
+            if self._buffer is None:
+                self._buffer = torch.empty(self._size, dtype=torch.uint8)
+            return view_bytes(self._buffer)[start:stop]
+
+    def take(self, offset: int, data: memoryview) -> bool:
+        """See `ItemTransfer`."""
+        if self._unpack is not None and data.nbytes == self._size:
+            self._unpacked = self._unpack(data)
+        if not self._unpacked:
+            self.memory(offset, offset + data.nbytes)[:] = data
+        return True
+
+    def finish(self) -> ItemTransfer | None:
+        """Decode the item."""
+        if not self._unpacked:
+            self._decode(self, torch.empty(0, dtype=torch.uint8) if self._buffer is None else self._buffer)
+        self._buffer = None
+        return None

@@ -7,6 +7,7 @@ planners and storage layers put into metadata, and nothing else; then every fiel
 from __future__ import annotations
 
 import math
+import operator
 import pickle
 import reprlib
 from collections.abc import Callable
@@ -28,7 +29,10 @@ from dcp_s3.errors import CorruptMetadataError, UnsafeMetadataError
 from dcp_s3.format._torch import StorageInfo
 from dcp_s3.format.layout import is_inside
 from dcp_s3.format.metadata_globals import build_of, find_global
-from dcp_s3.format.unpickle import MalformedPickleError, UnsafeGlobalError, check_nesting, unpickle
+from dcp_s3.format.nesting import check_nesting
+from dcp_s3.format.records import make_shortcuts
+from dcp_s3.format.unpickle import MalformedPickleError, UnsafeGlobalError, unpickle
+from dcp_s3.garbage import collector_paused
 
 # An item of one object: S3's largest object is 50 TiB, what is pickled or encoded goes through memory.
 _MAX_ITEM_BYTES = 2**44
@@ -55,8 +59,13 @@ def load_metadata(data: bytes, *, url: str) -> Metadata:
         UnsafeMetadataError: a global outside the list, or an object outside the checkpoint's prefix.
         CorruptMetadataError: truncated, empty, not DCP metadata, or of fields that can not be.
     """
+    with collector_paused():
+        return _load(data, url)
+
+
+def _load(data: bytes, url: str) -> Metadata:
     try:
-        metadata, _ = unpickle(data, find_global, build_of)
+        metadata, _ = unpickle(data, find_global, build_of, make_shortcuts=make_shortcuts)
     except UnsafeGlobalError as error:
         raise UnsafeMetadataError(
             f"the metadata of {url} names the global {error}, which DCP's metadata never needs: loading it could "
@@ -104,7 +113,7 @@ def _is_tensor(fields: dict[str, Any]) -> bool:
         offsets, sizes = vars(chunk).get("offsets"), vars(chunk).get("sizes")
         if not _is_shape(offsets) or not _is_shape(sizes) or not len(offsets) == len(sizes) == len(size):
             return False
-        if any(begin + extent > whole for begin, extent, whole in zip(offsets, sizes, size, strict=True)):
+        if any(map(operator.gt, map(operator.add, offsets, sizes), size)):
             return False
     return True
 
@@ -122,11 +131,14 @@ def _check_storage(storage_data: Any, url: str) -> None:
             "dict. Load an earlier checkpoint",
             url=url,
         )
+    inside: set[str] = set()
     for index, info in storage_data.items():
         if type(index) is not MetadataIndex or not _is_index(vars(index)):
             _fail(url, index, "is not the index of an item")
         path = getattr(info, "relative_path", None)
-        if not isinstance(path, str) or not is_inside(path):
+        if type(path) is str and path not in inside and is_inside(path):
+            inside.add(path)
+        if type(path) is not str or path not in inside:
             raise UnsafeMetadataError(
                 f"the metadata of {url} places {_name(index)} at {reprlib.repr(path)}, outside the "
                 "checkpoint: it was tampered with, or written by something else than a DCP storage writer",

@@ -11,14 +11,15 @@ from __future__ import annotations
 import functools
 import struct
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, is_dataclass
 from typing import Any
 
 # What may be a key of a dict or a member of a set, beyond strings: hashing the same tuple in a tuple in a tuple takes
-# exponential time, and ints beyond this range can be chosen to have one hash.
+# exponential time, and numbers, or tuples of them, can be chosen to have one hash.
 _KEY_NODES = 1000
 _KEY_INT = 2**60
+_EQUAL_HASHES = 100
 
 
 class MalformedPickleError(Exception):
@@ -44,11 +45,23 @@ class Constructor:
     new: Callable[[tuple[Any, ...]], Any] | None = None
 
 
+class NoShortcutError(Exception):
+    """The opcodes are not those of a `Shortcut`."""
+
+
+Shortcut = Callable[[int], tuple[Any, int]]
+"""Makes at once what a run of opcodes behind a reference to a `Constructor` makes, given where the run begins: the
+value that takes the constructor's place on the stack, and where the run ends. Adds to the memo what the opcodes would.
+Raises `NoShortcutError` and changes nothing if other opcodes are there."""
+
+
 class Limits:
     """How much may still be copied: each byte of a pickle pays for one element."""
 
     def __init__(self, size: int) -> None:
         self._left = size
+        self._by_hash: dict[int, object] = {}
+        self._equal_hashes = 0
 
     def spend(self, count: int) -> None:
         """Raises `MalformedPickleError` when more is copied than the pickle has bytes."""
@@ -56,13 +69,25 @@ class Limits:
         if self._left < 0:
             raise MalformedPickleError("it copies its values again and again")
 
-    def check_key(self, key: object) -> None:
+    def check_key(self, key: Any) -> None:
         """Raises `MalformedPickleError` if ``key`` is nothing that should be hashed."""
-        if type(key) is str:
+        kind: Any = type(key)
+        if kind is str:
             return
+        if _is_record(kind):
+            _check_fields(key)
+        else:
+            self._check_parts(key)
+        first = self._by_hash.setdefault(hash(key), key)
+        if first is not key and first != key:
+            self._equal_hashes += 1
+            if self._equal_hashes > _EQUAL_HASHES:
+                raise MalformedPickleError("keys that were chosen to have equal hashes")
+
+    def _check_parts(self, key: Any) -> None:
         nodes, level = 1, [key]
         while level:
-            deeper: list[object] = []
+            deeper: list[Any] = []
             for part in level:
                 if isinstance(part, tuple):
                     nodes += len(part)
@@ -79,13 +104,22 @@ class Limits:
             level = deeper
 
 
+@functools.cache
+def _is_record(kind: type) -> bool:
+    """Whether instances can be keys that hash what a pickle put into them."""
+    return kind.__hash__ is not None and is_dataclass(kind) and kind is not Constructor
+
+
 def _check_fields(part: object) -> None:
     """A dataclass hashes its fields: they must be simple ones."""
     for value in vars(part).values():
         if value is None or isinstance(value, (str, int)):
             continue
-        if not isinstance(value, tuple) or len(value) > _KEY_NODES or not all(isinstance(item, int) for item in value):
+        if not isinstance(value, tuple) or len(value) > _KEY_NODES:
             raise MalformedPickleError(f"a key of type {type(part).__name__} with a {type(value).__name__}")
+        for item in value:
+            if not isinstance(item, int):
+                raise MalformedPickleError(f"a key of type {type(part).__name__} with a {type(item).__name__}")
 
 
 def unpickle(
@@ -96,11 +130,12 @@ def unpickle(
     *,
     start: int = 0,
     max_protocol: int = 5,
+    make_shortcuts: Callable[[bytes, list[Any]], Mapping[str, Shortcut]] | None = None,
 ) -> tuple[Any, int]:
     """The value of a pickle, and where it ends.
 
     Time and memory are proportional to the length of ``data``. The value may refer to itself and may be nested
-    deeply; see `check_nesting`.
+    deeply; see `nesting.check_nesting`.
 
     Args:
         data: holds a pickle of protocol 2 to 5.
@@ -109,13 +144,17 @@ def unpickle(
         load_persistent: what stands for a persistent id; without it there must be none.
         start: where the pickle begins.
         max_protocol: at least 2.
+        make_shortcuts: for the constructors, by their names, given ``data`` and the memo. They save time, and change
+            nothing else.
 
     Raises:
         MalformedPickleError: damaged, or more than data of this kind needs.
         UnsafeGlobalError: from ``find_global``.
     """
     try:
-        return _run(data, start, find_global, build_of, load_persistent, max_protocol, Limits(len(data)))
+        return _run(
+            data, start, find_global, build_of, load_persistent, max_protocol, Limits(len(data)), make_shortcuts
+        )
     except (MalformedPickleError, UnsafeGlobalError):
         raise
     except IndexError:
@@ -132,10 +171,14 @@ def _run(
     load_persistent: Callable[[Any], Any] | None,
     max_protocol: int,
     limits: Limits,
+    make_shortcuts: Callable[[bytes, list[Any]], Mapping[str, Shortcut]] | None,
 ) -> tuple[Any, int]:
     stack: list[Any] = []
     marks: list[int] = []
-    memo: dict[int, Any] = {}
+    # Places from 0 on, in order; others (any four bytes) in ``scattered``, which no pickler writes.
+    memo: list[Any] = []
+    scattered: dict[int, Any] = {}
+    shortcuts = make_shortcuts(data, memo) if make_shortcuts is not None else {}
     push, pop = stack.append, stack.pop
     check_key = limits.check_key
 
@@ -146,6 +189,17 @@ def _run(
             raise MalformedPickleError(f"it ends before {length} bytes that should be at {start}")
         return data[start:position]
 
+    def put(place: int, value: Any) -> None:
+        nonlocal shortcuts
+        if place == len(memo) and place not in scattered:
+            memo.append(value)
+            return
+        shortcuts = {}  # which add to the memo, and rely on what they found there
+        if place < len(memo):
+            memo[place] = value
+        else:
+            scattered[place] = value
+
     def pop_mark() -> list[Any]:
         start = marks.pop()
         items = stack[start:]
@@ -155,24 +209,43 @@ def _run(
     def set_items(target: Any, items: list[Any]) -> None:
         if type(target) not in (dict, OrderedDict, defaultdict, Counter):
             raise MalformedPickleError(f"items are set in a {type(target).__name__}")
-        for i in range(0, len(items), 2):
-            check_key(items[i])
-            target[items[i]] = items[i + 1]
+        keys, values = items[::2], items[1::2]
+        if len(keys) != len(values):
+            raise MalformedPickleError("a key has no value")
+        for key in keys:
+            if type(key) is not str:
+                check_key(key)
+        if type(target) is dict:
+            target.update(zip(keys, values, strict=True))
+        else:
+            for key, value in zip(keys, values, strict=True):
+                target[key] = value
 
     while True:
         op = data[position]
         position += 1
-        if op == 0x94:  # MEMOIZE
-            memo[len(memo)] = stack[-1]
-        elif op == 0x68:  # BINGET
-            push(memo[data[position]])
-            position += 1
+        if op == 0x68 or op == 0x6A:  # BINGET, LONG_BINGET
+            if op == 0x68:
+                place = data[position]
+                position += 1
+            else:
+                place = int.from_bytes(take(4), "little")
+            value = memo[place] if place < len(memo) else scattered[place]
+            if type(value) is Constructor and value.name in shortcuts:
+                try:
+                    value, position = shortcuts[value.name](position)
+                except NoShortcutError:
+                    pass
+            push(value)
+        elif op == 0x94:  # MEMOIZE
+            if scattered:
+                put(len(memo) + len(scattered), stack[-1])
+            else:
+                memo.append(stack[-1])
         elif op == 0x8C:  # SHORT_BINUNICODE
             length = data[position]
             position += 1
             push(str(take(length), "utf-8", "surrogatepass"))
-        elif op == 0x6A:  # LONG_BINGET
-            push(memo[int.from_bytes(take(4), "little")])
         elif op == 0x4B:  # BININT1
             push(data[position])
             position += 1
@@ -242,10 +315,10 @@ def _run(
                 raise MalformedPickleError(f"a {type(stack[-1]).__name__} is appended to")
             stack[-1].extend(items)
         elif op == 0x71:  # BINPUT
-            memo[data[position]] = stack[-1]
+            put(data[position], stack[-1])
             position += 1
         elif op == 0x72:  # LONG_BINPUT
-            memo[int.from_bytes(take(4), "little")] = stack[-1]
+            put(int.from_bytes(take(4), "little"), stack[-1])
         elif op == 0x58:  # BINUNICODE
             push(str(take(int.from_bytes(take(4), "little")), "utf-8", "surrogatepass"))
         elif op == 0x8D:  # BINUNICODE8
@@ -300,73 +373,3 @@ def _run(
 
 def _describe(function: object) -> str:
     return function.name if isinstance(function, Constructor) else f"a {type(function).__name__}"
-
-
-_LEAVES = (str, int, float, bool, type(None), bytes, complex, bytearray)
-
-
-def check_nesting(value: Any, *, max_depth: int, max_nodes: int) -> None:
-    """Check that whatever walks ``value`` recursively comes to an end.
-
-    Args:
-        value: containers and dataclasses.
-        max_depth: levels.
-        max_nodes: of the tree that it unfolds to; what occurs several times counts as often.
-
-    Raises:
-        MalformedPickleError: it contains itself, a class, a dataclass that lacks attributes, or more than that.
-    """
-    if type(value) in _LEAVES:
-        return
-    # Postorder; id -> (depth, nodes) of what is finished, None of what is being visited.
-    known: dict[int, tuple[int, int] | None] = {}
-    pending: list[tuple[Any, list[Any] | None]] = [(value, None)]
-    while pending:
-        item, children = pending.pop()
-        if children is None:
-            if id(item) in known:
-                if known[id(item)] is None:
-                    raise MalformedPickleError(f"a {type(item).__name__} contains itself")
-                continue
-            children = [child for child in _children(item) if type(child) not in _LEAVES]
-            known[id(item)] = None
-            pending.append((item, children))
-            pending += [(child, None) for child in children]
-            continue
-        depth, nodes = 1, 1 + _width(item)
-        for child in children:
-            found = known[id(child)]
-            if found is None:
-                raise MalformedPickleError(f"a {type(item).__name__} contains itself")
-            depth, nodes = max(depth, found[0] + 1), nodes + found[1]
-        if depth > max_depth:
-            raise MalformedPickleError(f"it is nested more than {max_depth} levels deep")
-        if nodes > max_nodes:
-            raise MalformedPickleError(f"it unfolds to more than {max_nodes} values")
-        known[id(item)] = depth, nodes
-
-
-def _children(item: Any) -> list[Any]:
-    if isinstance(item, Constructor):
-        raise MalformedPickleError(f"it has {item.name} itself where a value belongs")
-    if isinstance(item, dict):
-        return [*item.keys(), *item.values()]
-    if isinstance(item, (list, tuple, set, frozenset)):
-        return list(item)
-    if not is_dataclass(item):
-        return []
-    cls: type = type(item)
-    missing = _required(cls) - vars(item).keys()
-    if missing:
-        raise MalformedPickleError(f"a {type(item).__name__} has no {min(missing)}")
-    return list(vars(item).values())
-
-
-@functools.cache
-def _required(cls: type) -> frozenset[str]:
-    """Names of the attributes that an instance must have of its own."""
-    return frozenset(field.name for field in fields(cls) if field.default is MISSING)
-
-
-def _width(item: Any) -> int:
-    return len(item) if isinstance(item, (dict, list, tuple, set, frozenset)) else 1

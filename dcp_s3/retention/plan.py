@@ -283,7 +283,7 @@ def _floors(infos: Sequence[CheckpointInfo], active: Mapping[str, str], now: flo
 
 
 def _commit_order(info: CheckpointInfo) -> tuple[Any, ...]:
-    time = info.created_at if info.modified_at is None else info.modified_at
+    time = info.modified_at
     return (-math.inf if time is None or math.isnan(time) else time, *age_order(info))
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from dcp_s3 import errors
 from dcp_s3.format.layout import (
     CONTROL_PREFIX,
     DATA_SUFFIX,
@@ -112,14 +113,15 @@ async def list_root(
 
     async def look(name: str) -> CheckpointInfo | None:
         url = root.child(name)
-        found = await inspect(bucket, url, patterns)
-        if found is None:
-            return None
-        if not deep:
-            return found.info
-        if not found.info.committed:
-            return found.info
-        info, unneeded = await look_deeper(bucket, url, found, now)
+        while True:
+            found = await inspect(bucket, url, patterns)
+            if found is None or not deep or not found.info.committed:
+                return None if found is None else found.info
+            try:
+                info, unneeded = await look_deeper(bucket, url, found, now)
+                break
+            except errors.ObjectNotFoundError:
+                continue  # deleted meanwhile
         leftovers.extend(unneeded)
         return info
 
@@ -195,6 +197,9 @@ async def look_deeper(
     """A committed checkpoint with its damage and when it was written, and its leftovers.
 
     Neither damage nor leftovers where there is no manifest that is certainly its own.
+
+    Raises:
+        ObjectNotFoundError: its ``.metadata`` is gone; other StorageErrors.
     """
     head = await bucket.head(url.key(METADATA)) if found.manifest is not None else {}
     objects = await bucket.list(url.key(""))

@@ -18,7 +18,7 @@ from dcp_s3.transport.checksum import ChecksumAlgorithm, crc32c, crc64nvme, enco
 from dcp_s3.transport.checksum_support import with_or_without
 from dcp_s3.transport.client import forget_client, get_client
 from dcp_s3.transport.deadline import Deadline
-from dcp_s3.transport.throttle import gate_of
+from dcp_s3.transport.throttle import Gate, gate_of
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +75,11 @@ class Bucket:
         return replace(self, settings=limit_timeouts(self.settings, _CLEANUP_SECONDS), deadline=deadline)
 
     @property
+    def gate(self) -> Gate:
+        """This process's gate for its data requests."""
+        return gate_of(self.settings.endpoint_url, self.name, self.settings.concurrency)
+
+    @property
     def wire_checksum(self) -> ChecksumAlgorithm:
         """Algorithm of the checksum sent with every part and object."""
         return "crc64nvme" if self.settings.checksum == "auto" else self.settings.checksum
@@ -105,8 +110,12 @@ class Bucket:
         cancel: threading.Event | None = None,
         recover: Callable[[Exception], T | None] | None = None,
         data: bool = False,
+        attempts: int | None = None,
     ) -> T:
-        """`retry.call` for this bucket. A request with ``data`` waits for its turn while S3 throttles."""
+        """`retry.call` for this bucket. A request with ``data`` waits for its turn while S3 throttles.
+
+        ``attempts``: other than the settings say.
+        """
 
         def call() -> T:
             return retry.call(
@@ -114,12 +123,12 @@ class Bucket:
                 operation=operation,
                 bucket=self.name,
                 key=key,
-                attempts=self.settings.retry_attempts,
+                attempts=self.settings.retry_attempts if attempts is None else attempts,
                 patience=self.patience,
                 deadline=self.deadline,
                 cancel=cancel,
                 recover=recover,
-                gate=gate_of(self.settings.endpoint_url, self.name, self.settings.concurrency),
+                gate=self.gate,
                 data=data,
             )
 

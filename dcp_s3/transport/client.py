@@ -20,6 +20,7 @@ from dcp_s3.settings import Settings
 from dcp_s3.transport.answers import refuse_incomplete
 from dcp_s3.transport.body import send_without_copy
 from dcp_s3.transport.checksum_support import drop_checksums
+from dcp_s3.transport.flight import make_abortable
 
 # A fixed text: botocore's own is put together anew for each request, which takes a sixth of a request's CPU.
 _USER_AGENT = f"dcp_s3/{__version__} Boto3/{boto3.__version__} Python/{platform.python_version()}"
@@ -83,6 +84,7 @@ def get_client(settings: Settings) -> Any:
                 client.meta.events.register(f"before-send.s3.{operation}", send_without_copy)
             refuse_incomplete(client)
             drop_checksums(client, settings.endpoint_url)
+            make_abortable(client)
             _clients[cache_key] = client
     return client
 

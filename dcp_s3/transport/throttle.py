@@ -106,6 +106,7 @@ class Gate:
         self._decreases = 0
         self._waited = 0.0
         self._logged_at = -math.inf
+        self._throttled_at = -math.inf
 
     def raise_ceiling(self, ceiling: int) -> None:
         """Let the limit grow to ``ceiling`` if that is more."""
@@ -160,6 +161,11 @@ class Gate:
         with self._lock:
             self._decrease(began)
 
+    def is_calm(self, seconds: float) -> bool:
+        """Whether there is no limit, and S3 has not throttled for that long."""
+        with self._lock:
+            return self._aimd.is_open and time.monotonic() - self._throttled_at >= seconds
+
     @property
     def state(self) -> GateState:
         """As it is now."""
@@ -184,6 +190,7 @@ class Gate:
     def _decrease(self, began: float) -> None:
         now = time.monotonic()
         self._throttled += 1
+        self._throttled_at = now
         if not self._aimd.throttled(began, now):
             return
         self._decreases += 1

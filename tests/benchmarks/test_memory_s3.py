@@ -5,8 +5,10 @@ from __future__ import annotations
 import base64
 import http.client
 import socket
+import threading
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import boto3
@@ -21,7 +23,16 @@ from botocore.exceptions import (
     ResponseStreamingError,
 )
 
-from benchmarks.memory_s3 import Fault, MemoryS3, MemoryS3Process
+from benchmarks.memory_s3 import (
+    Counters,
+    Fault,
+    MemoryS3,
+    MemoryS3Process,
+    Reader,
+    Reads,
+    fetch_counters,
+    reset_counters,
+)
 from benchmarks.memory_s3.memory import BLOCK_SIZE, Pool
 from benchmarks.memory_s3.store import paginate
 
@@ -437,3 +448,55 @@ class TestServer:
             s3.create_bucket(Bucket=BUCKET)
             s3.put_object(Bucket=BUCKET, Key="k", Body=b"x")
             assert s3.get_object(Bucket=BUCKET, Key="k")["Body"].read() == b"x"
+
+
+class TestCounters:
+    def test_reads_are_counted_by_access_key_and_object(self, memory: MemoryS3) -> None:
+        first, second = client(memory, key="first"), client(memory, key="second")
+        first.put_object(Bucket=BUCKET, Key="a/b", Body=b"0123456789")
+        for s3 in (first, first, second):
+            s3.get_object(Bucket=BUCKET, Key="a/b", Range="bytes=2-5")["Body"].read()
+        second.head_object(Bucket=BUCKET, Key="a/b")
+        assert fetch_counters(memory.endpoint_url).reads == {
+            Reader("first", "a/b"): Reads(2, 8),
+            Reader("second", "a/b"): Reads(1, 4),
+        }
+
+    def test_another_process_reads_and_resets_them(self) -> None:
+        with MemoryS3Process() as memory:
+            s3 = client(memory)
+            s3.create_bucket(Bucket=BUCKET)
+            s3.put_object(Bucket=BUCKET, Key="k", Body=b"x" * 1000)
+            s3.get_object(Bucket=BUCKET, Key="k")["Body"].read()
+            counters = fetch_counters(memory.endpoint_url)
+            assert counters.requests == {"CreateBucket": 1, "PutObject": 1, "GetObject": 1}
+            assert counters.answers == {200: 3}
+            assert (counters.bytes_in, counters.bytes_out) == (1000, 1000)
+            reset_counters(memory.endpoint_url)
+            assert fetch_counters(memory.endpoint_url) == Counters()
+
+    def test_they_wait_for_requests_under_way(self, memory: MemoryS3) -> None:
+        begun, go_on = threading.Event(), threading.Event()
+
+        def hold(_: object) -> None:
+            begun.set()
+            assert go_on.wait(30)
+
+        client(memory).put_object(Bucket=BUCKET, Key="k", Body=b"x" * 10)
+        memory.fault = hold
+        with ThreadPoolExecutor(2) as pool:
+            read = pool.submit(lambda: client(memory).get_object(Bucket=BUCKET, Key="k")["Body"].read())
+            assert begun.wait(30)
+            counters = pool.submit(fetch_counters, memory.endpoint_url)
+            go_on.set()
+            assert counters.result().bytes_out == len(read.result()) == 10
+
+    def test_what_a_client_broke_off_counts(self, memory: MemoryS3) -> None:
+        client(memory).put_object(Bucket=BUCKET, Key="k", Body=b"x" * 64 * MIB)
+        sock = raw(memory)
+        sock.request("GET", f"/{BUCKET}/k")
+        answer = sock.getresponse()
+        assert len(answer.read(MIB)) == MIB
+        answer.close()
+        sock.close()
+        assert MIB <= fetch_counters(memory.endpoint_url).bytes_out < 64 * MIB

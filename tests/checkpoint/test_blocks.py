@@ -19,7 +19,16 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 from dcp_s3 import S3StorageReader, S3StorageWriter
 from dcp_s3.checkpoint._torch import get_blocks, get_raw_offset
-from dcp_s3.checkpoint.blocks import MIN_BLOCK, Blocks, block_size, crcs_of_beginnings, cuts_between, pack_crcs, widen
+from dcp_s3.checkpoint.blocks import (
+    MAX_BLOCK,
+    MIN_BLOCK,
+    Blocks,
+    block_size,
+    crcs_of_beginnings,
+    cuts_between,
+    pack_crcs,
+    widen,
+)
 from dcp_s3.errors import CorruptCheckpointError
 from dcp_s3.transport.checksum import crc64nvme
 from dcp_s3.transport.parts import Piece
@@ -71,9 +80,15 @@ def test_every_range_can_be_widened_to_one_with_a_checksum(chunk: tuple[bytes, l
 @given(st.integers(1, 2**45))
 def test_there_are_few_blocks_of_some_size(nbytes: int) -> None:
     size = block_size(nbytes)
-    assert size >= MIN_BLOCK
-    assert -(-nbytes // size) <= 64
-    assert size == MIN_BLOCK or size < nbytes / 64 + MIN_BLOCK
+    assert MIN_BLOCK <= size <= MAX_BLOCK
+    assert size % 64 == 0
+    assert size == MAX_BLOCK or -(-nbytes // size) <= 64
+
+
+@pytest.mark.parametrize("nbytes", [2**18, 2**20, 3 * 2**20, 2**22, 7 * 2**22, 2**26])
+@pytest.mark.parametrize("parts", [2, 4])
+def test_halves_and_quarters_end_where_blocks_end(nbytes: int, parts: int) -> None:
+    assert nbytes // parts % block_size(nbytes) == 0
 
 
 @pytest.mark.parametrize(("size", "count", "nbytes"), [(64, 1, 64), (64, 0, 65), (0, 0, 1), (-64, 0, 1), (63, 1, 100)])
@@ -103,7 +118,7 @@ class BoxPlanner(DefaultLoadPlanner):
 
 
 def save(url: str) -> torch.Tensor:
-    """A tensor of 6 MiB in two parts and 24 blocks."""
+    """A tensor of 6 MiB in two parts and 64 blocks."""
     tensor = torch.arange(6 * MIB // 4, dtype=torch.int32).view(48, -1)
     dcp.save({"t": tensor}, storage_writer=S3StorageWriter(url, settings={"part_size": "5MiB"}))
     return tensor
@@ -137,7 +152,7 @@ def test_a_part_is_loaded_and_little_more_is_fetched(
     found = load_box(f"{root}/c", *box, dtype=dtype)
     assert torch.equal(found, tensor[row : row + rows, column : column + columns].to(dtype))
     covering = 4 * (rows * 32768 if columns == 32768 else (rows - 1) * 32768 + columns)
-    assert bytes_out(memory_server) - before < covering + 2 * MIN_BLOCK + 64 * 1024
+    assert bytes_out(memory_server) - before < covering + 2 * block_size(tensor.nbytes) + 64 * 1024
 
 
 def bytes_out(server: Any) -> int:

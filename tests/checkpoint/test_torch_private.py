@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
@@ -32,13 +33,14 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner
 
 import dcp_s3.checkpoint
 from dcp_s3.checkpoint import _torch
 from dcp_s3.errors import ShapeMismatchError
 from dcp_s3.format import _torch as format_torch
 from dcp_s3.staging import _torch as staging_torch
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -61,6 +63,7 @@ def _moved(what: str, relied_on: str) -> str:
         ("torch.distributed._functional_collectives", "AsyncCollectiveTensor"),
         ("torch.distributed._shard._utils", "narrow_tensor_by_index"),
         ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor"),
+        (_DCP + "planner_helpers", "_create_chunk_list"),
         ("torch.distributed._shard.sharded_tensor.shard", "Shard"),
         ("torch.utils._python_dispatch", "is_traceable_wrapper_subclass"),
         ("torch._C", "PyTorchFileReader"),
@@ -100,7 +103,8 @@ def test_private_torch_is_imported_in_three_modules_only() -> None:
 @pytest.mark.parametrize(
     ("function", "parameters", "relied_on"),
     [
-        (_torch.narrow_tensor_by_index, ["tensor", "offsets", "sizes"], "checkpoint/transfer.py, items without offset"),
+        (_torch.narrow_tensor_by_index, ["tensor", "offsets", "sizes"], "checkpoint/prepare.py, items without offset"),
+        (_torch.create_chunk_list, ["tensor"], "checkpoint/load_planner.py"),
         (_torch.StorageInfo, ["relative_path", "offset", "length", "transform_descriptors"], "make_storage_info"),
         (_torch.WriterTransforms, ["extensions"], "S3StorageWriter(_extensions=...)"),
         (
@@ -112,7 +116,7 @@ def test_private_torch_is_imported_in_three_modules_only() -> None:
         (
             _torch.ReaderTransforms.transform_load_stream,
             ["self", "read_item", "transform_descriptors", "raw_stream"],
-            "checkpoint/transfer.py, stream extensions",
+            "checkpoint/prepare.py, stream extensions",
         ),
         (
             _torch.AsyncCheckpointProcess.save,
@@ -441,3 +445,74 @@ def test_resolved_objects_are_bytes_io_at_their_end_or_start() -> None:
     found = planner.resolve_data(item)
     assert isinstance(found, io.BytesIO), _moved("objects are not resolved to BytesIO", "checkpoint/items.py")
     assert torch.load(io.BytesIO(found.getbuffer()), weights_only=False) == 3
+
+
+# --- the process group of a load -------------------------------------------------------------------------
+
+
+class _Asking(FileSystemReader):
+    """Notes what `find_load_group` says, in the places where somebody might ask."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.asked: list[_torch.Caller | None] = []
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        self.asked.append(_torch.find_load_group())
+        if len(self.asked) == 1 and self.missing:
+            raise FileNotFoundError
+        return super().read_metadata()
+
+    missing = False
+
+
+class _Curious(DefaultLoadPlanner):
+    def __init__(self, reader: _Asking) -> None:
+        super().__init__()
+        self.reader = reader
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        self.reader.read_metadata()
+        super().set_up_planner(*args, **kwargs)
+
+    def finish_plan(self, new_plan: Any) -> Any:
+        return new_plan
+
+
+def _ask(path: Path) -> None:
+    relied_on = "find_load_group, by which ranks read what several of them need once"
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=path)
+    rank = dist.get_rank()
+
+    reader = _Asking(path)
+    dcp.load({"w": torch.zeros(3)}, storage_reader=reader)
+    assert reader.asked == [(dist.group.WORLD, rank, 2, 0, True)], _moved("dcp.load hides its group", relied_on)
+
+    group = dist.new_group([1, 0])
+    reader = _Asking(path)
+    dcp.load({"w": torch.zeros(3)}, storage_reader=reader, process_group=group, planner=_Curious(reader))
+    first, second = reader.asked
+    assert first == (group, dist.get_rank(group), 2, 0, False), _moved("the group is another", relied_on)
+    assert second is None, _moved("a planner's own call looks like the load's", relied_on)
+
+    reader = _Asking(path)
+    reader.missing = True
+    dcp.load({"w": torch.zeros(3)}, storage_reader=reader)
+    assert reader.asked[0] is not None, _moved("dcp.load hides its group", relied_on)
+    assert reader.asked[1] is None, _moved("the metadata of one rank is asked for by all at once", relied_on)
+
+    reader = _Asking(path)
+    dcp.load({"w": torch.zeros(3)}, storage_reader=reader, no_dist=True)
+    reader.read_metadata()
+    assert reader.asked == [None, None], _moved("a load without a group has one", relied_on)
+
+
+def test_the_group_of_a_load_is_where_it_was(tmp_path: Path) -> None:
+    run_ranks(2, _ask, tmp_path)
+
+
+def test_torchs_finish_plan_returns_what_it_was_given() -> None:
+    plan = LoadPlan([])
+    assert DefaultLoadPlanner().finish_plan(plan) is plan, _moved(
+        "DefaultLoadPlanner.finish_plan changes the plan", "plain_finish: plans that are shared out stay what they are"
+    )

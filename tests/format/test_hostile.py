@@ -14,7 +14,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_s3.errors import CorruptMetadataError, UnsafeMetadataError
 from dcp_s3.format.metadata_globals import CONSTRUCTORS
-from dcp_s3.format.unpickle import MalformedPickleError, check_nesting
+from dcp_s3.format.nesting import check_nesting
+from dcp_s3.format.unpickle import MalformedPickleError
 from tests import hostile
 from tests.hostile import call, decode_metadata, make_metadata, metadata_with, name, number, plain, stream, text
 from tests.mutations import mutated

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from typing import Any
 
 import pytest
@@ -197,9 +198,9 @@ def test_floors_hold(history: list[CheckpointInfo], policy: Policy, scene: dict[
     good = [each for each in committed if each.damage is None]
     for newest in (committed[-1:], good[-1:]):
         assert not deleted & {each.name for each in newest}
-    if committed:
-        last = max(each.modified_at or 0.0 for each in committed)
-        assert any(each.name not in deleted for each in committed if (each.modified_at or 0.0) == last) or last != last
+    stamped = [each for each in committed if each.modified_at is not None and not math.isnan(each.modified_at)]
+    last = max((each.modified_at for each in stamped if each.modified_at is not None), default=None)
+    assert last is None or any(each.name not in deleted for each in stamped if each.modified_at == last)
     for each in history:
         young = not each.committed and (each.modified_at is None or each.modified_at > NOW - DAY)
         leased = each.leased_until is not None and each.leased_until > NOW

@@ -232,6 +232,19 @@ def test_objects_of_a_checkpoint_that_is_replaced_meanwhile_are_no_leftovers(fau
     assert [info.damage for info in found.checkpoints] == [None]
 
 
+def test_a_checkpoint_that_is_deleted_meanwhile_is_not_committed(faulty: FaultyServer, client: Any) -> None:
+    url = save(f"{ROOT}/step-1")
+
+    def prune(request: Any) -> None:
+        if request.operation == "HeadObject":
+            faulty.rule = lambda _: None
+            delete(client, url, ".metadata")
+
+    faulty.rule = prune
+    [info] = CheckpointCatalog(ROOT).scan(deep=True).checkpoints
+    assert info.state == "incomplete"
+
+
 def test_damage_is_seen_deep_only_and_does_not_cost_the_last_good_one(client: Any, clock: Clock) -> None:
     for step in (1, 2, 3, 4):
         url = save(f"{ROOT}/step-{step}")

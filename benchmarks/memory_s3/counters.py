@@ -1,0 +1,74 @@
+"""What a server has counted, and how another process asks for it."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
+
+#: GET answers the counters as JSON, DELETE resets them. No bucket can have this name.
+PATH = "/_counters"
+
+
+class Reader(NamedTuple):
+    """Whose reads, of what."""
+
+    access_key: str
+    """That the request was signed in the name of; empty if it was not signed."""
+    key: str
+
+
+class Reads(NamedTuple):
+    """GetObject requests for one key."""
+
+    requests: int
+    bytes_out: int
+
+
+@dataclass(frozen=True)
+class Counters:
+    """What a server has done since it started or its counters were reset."""
+
+    requests: Mapping[str, int] = field(default_factory=dict)
+    """Requests by operation, those refused included."""
+    answers: Mapping[int, int] = field(default_factory=dict)
+    """Responses by HTTP status."""
+    bytes_in: int = 0
+    """Bytes of request bodies received and kept."""
+    bytes_out: int = 0
+    """Bytes of response bodies sent, those that the client broke off included."""
+    peak_in_flight: int = 0
+    """Most requests being handled at once."""
+    reads: Mapping[Reader, Reads] = field(default_factory=dict)
+    """GetObject requests by access key and object."""
+
+    def dump(self) -> bytes:
+        """As JSON."""
+        fields = asdict(self) | {"reads": [[*reader, *reads] for reader, reads in self.reads.items()]}
+        return json.dumps(fields).encode()
+
+    @classmethod
+    def load(cls, text: bytes) -> Counters:
+        """What `dump` wrote."""
+        fields = json.loads(text)
+        fields["answers"] = {int(status): count for status, count in fields["answers"].items()}
+        fields["reads"] = {Reader(a, k): Reads(count, size) for a, k, count, size in fields["reads"]}
+        return cls(**fields)
+
+
+def fetch_counters(endpoint_url: str) -> Counters:
+    """Those of a server in any process, when it has answered every request that it has begun."""
+    return Counters.load(_ask(endpoint_url, "GET"))
+
+
+def reset_counters(endpoint_url: str) -> None:
+    """Let a server count from zero, when it has answered every request that it has begun."""
+    _ask(endpoint_url, "DELETE")
+
+
+def _ask(endpoint_url: str, method: str) -> bytes:
+    with urllib.request.urlopen(urllib.request.Request(endpoint_url + PATH, method=method), timeout=60) as answer:
+        text: bytes = answer.read()
+        return text

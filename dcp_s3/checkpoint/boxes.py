@@ -1,0 +1,140 @@
+"""Boxes of row-major arrays, and the runs of bytes that they are. Pure: integers only.
+
+A box is a rectangular part of an array: an offset and a length in each dimension. A saved chunk lies in its object as
+one run of bytes in row-major order; what a request brings is a run of that run, which is a few boxes again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Box(NamedTuple):
+    """A rectangular part of an array.
+
+    Attributes:
+        offsets: its first element in each dimension.
+        lengths: elements in each dimension.
+    """
+
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.lengths)
+
+
+def row_major_strides(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Strides, in elements, of a contiguous array of ``sizes``."""
+    strides = [1] * len(sizes)
+    for dim in range(len(sizes) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * max(1, sizes[dim + 1])
+    return tuple(strides)
+
+
+def check_box(sizes: Sequence[int], box: Box) -> None:
+    """
+    Raises:
+        ValueError: the box is not inside an array of ``sizes``.
+    """
+    offsets, lengths = box
+    if not len(sizes) == len(offsets) == len(lengths) or any(
+        offset < 0 or length < 0 or offset + length > size
+        for size, offset, length in zip(sizes, offsets, lengths, strict=True)
+    ):
+        raise ValueError(f"box at {tuple(offsets)} of {tuple(lengths)} is not inside a chunk of {tuple(sizes)}")
+
+
+def intersect(one: Box, other: Box) -> Box | None:
+    """What two boxes of the same array have in common; None if that is nothing."""
+    offsets = tuple(map(max, one.offsets, other.offsets))
+    ends = (
+        min(a + m, b + n) for a, m, b, n in zip(one.offsets, one.lengths, other.offsets, other.lengths, strict=True)
+    )
+    lengths = tuple(end - start for start, end in zip(offsets, ends, strict=True))
+    return Box(offsets, lengths) if all(length > 0 for length in lengths) else None
+
+
+def boxes_of_run(sizes: Sequence[int], start: int, stop: int) -> list[Box]:
+    """Elements ``start`` to ``stop`` of an array in row-major order, as boxes in that order.
+
+    At most ``2 * len(sizes) - 1`` (one for an array without dimensions).
+
+    Raises:
+        ValueError: there are no such elements.
+    """
+    if not 0 <= start <= stop <= math.prod(sizes):
+        raise ValueError(f"elements {start} to {stop} are not in an array of {tuple(sizes)}")
+    return list(_boxes_of_run(tuple(sizes), start, stop)) if start < stop else []
+
+
+def _boxes_of_run(sizes: tuple[int, ...], start: int, stop: int) -> list[Box]:
+    if not sizes:
+        return [Box((), ())]
+    inner = sizes[1:]
+    row = math.prod(inner)
+    first, skipped = divmod(start, row)
+    last, left = divmod(stop, row)
+    if first == last:
+        return [_at(first, box) for box in _boxes_of_run(inner, skipped, left)]
+    found: list[Box] = []
+    if skipped:
+        found += [_at(first, box) for box in _boxes_of_run(inner, skipped, row)]
+        first += 1
+    if first < last:
+        found.append(Box((first, *([0] * len(inner))), (last - first, *inner)))
+    if left:
+        found += [_at(last, box) for box in _boxes_of_run(inner, 0, left)]
+    return found
+
+
+def _at(row: int, box: Box) -> Box:
+    return Box((row, *box.offsets), (1, *box.lengths))
+
+
+def covering_run(sizes: Sequence[int], box: Box) -> tuple[int, int]:
+    """The first element of a box in the row-major order of its array, and the one behind its last.
+
+    Raises:
+        ValueError: the box is not inside the array.
+    """
+    check_box(sizes, box)
+    if box.numel == 0:
+        return 0, 0
+    strides = row_major_strides(sizes)
+    first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
+    return first, first + 1 + sum((n - 1) * stride for n, stride in zip(box.lengths, strides, strict=True))
+
+
+def runs_of_box(sizes: Sequence[int], box: Box, max_gap: int) -> list[tuple[int, int]]:
+    """Runs of elements, in row-major order, that together cover a box.
+
+    Args:
+        sizes: of the array.
+        box: in it.
+        max_gap: elements between two runs of the box that are rather taken along than left out.
+
+    Returns:
+        (first element, the one behind the last) of each run, in order, more than ``max_gap`` apart. Nothing for an
+        empty box, one for a box that is dense.
+
+    Raises:
+        ValueError: the box is not inside the array.
+    """
+    start, stop = covering_run(sizes, box)
+    if start == stop:
+        return []
+    strides = row_major_strides(sizes)
+    # From the innermost dimension outwards: a run spans the box in the dimensions from ``dim`` on.
+    dim, span = len(sizes), 1
+    while dim > 0 and (box.lengths[dim - 1] == 1 or strides[dim - 1] - span <= max_gap):
+        dim -= 1
+        span += (box.lengths[dim] - 1) * strides[dim]
+    starts = [start]
+    for outer in range(dim):
+        starts = [at + index * strides[outer] for at in starts for index in range(box.lengths[outer])]
+    return [(at, at + span) for at in starts]

@@ -1,0 +1,194 @@
+"""The read of one rank's plan where a part of it is shared with other ranks."""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+
+from dcp_s3 import errors
+from dcp_s3.checkpoint._torch import get_blocks, get_crc
+from dcp_s3.checkpoint.assignment import Assignment, StoredChunk, box_of, find_stored
+from dcp_s3.checkpoint.blocks import Blocks
+from dcp_s3.checkpoint.exchange import Exchange
+from dcp_s3.checkpoint.load_group import LoadGroup
+from dcp_s3.checkpoint.memory import synchronize_accelerator
+from dcp_s3.checkpoint.read import LoadExecutor
+from dcp_s3.checkpoint.shared_items import SharedItem
+from dcp_s3.checkpoint.shared_pieces import OwnedPiece, ReceivedPiece
+from dcp_s3.checkpoint.transfer import ItemTransfer
+from dcp_s3.garbage import collector_paused
+from dcp_s3.transport.bucket import Bucket
+from dcp_s3.url import CheckpointURL
+
+logger = logging.getLogger(__name__)
+
+
+class SharedRead:
+    """Reads what is this rank's alone, and takes its part in the exchange of the rest.
+
+    Args:
+        executor: reads from S3.
+        bucket: where the checkpoint lies.
+        url: of the checkpoint.
+        metadata: of the checkpoint.
+        group: the ranks of this load; all of them have an assignment.
+    """
+
+    def __init__(
+        self, executor: LoadExecutor, bucket: Bucket, url: CheckpointURL, metadata: Metadata, group: LoadGroup
+    ) -> None:
+        self._executor = executor
+        self._bucket = bucket
+        self._url = str(url)
+        self._metadata = metadata
+        self._group = group
+        self._finished: queue.SimpleQueue[ItemTransfer | None] = queue.SimpleQueue()
+
+    def run(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        """As `LoadExecutor.run`. Collective.
+
+        Raises:
+            PeerReadError: another rank failed.
+        """
+        with collector_paused():
+            transfers = self._run(plan, planner)
+        synchronize_accelerator(transfer.target for transfer in transfers)
+
+    def _run(self, plan: LoadPlan, planner: LoadPlanner) -> list[ItemTransfer]:
+        try:
+            assignment = plan.storage_data
+            if not isinstance(assignment, Assignment) or assignment.item_count != len(plan.items):
+                raise errors.SaveProtocolError(f"the load plan of {self._url} is not the one that was shared out")
+            shared = assignment.shared_items()
+            transfers = self._executor.prepare(plan, planner, shared)
+            owned, received = self._prepare(assignment, shared, transfers)
+        except BaseException:
+            self._group.agree(False)
+            raise
+        failed = [rank for rank, (ok,) in enumerate(self._group.agree(True)) if not ok]
+        if failed:
+            logger.warning("every rank reads %s by itself: ranks %s could not prepare their load", self._url, failed)
+            self._executor.read(transfers, transfers, planner)
+        else:
+            direct = [transfer for number, transfer in enumerate(transfers) if number not in shared]
+            self._read(transfers, owned, received, direct, planner)
+        return transfers
+
+    def _prepare(
+        self, assignment: Assignment, shared: set[int], transfers: Sequence[ItemTransfer]
+    ) -> tuple[list[OwnedPiece], list[ReceivedPiece]]:
+        """The pieces that this rank sends, and those that it gets."""
+        exclusive = _find_exclusive(transfers)
+        items = {number: self._make_item(transfers[number], exclusive=exclusive[number]) for number in shared}
+        owned, received = [], []
+        for piece in assignment.pieces:
+            if piece.owner == self._group.rank:
+                owned.append(OwnedPiece(piece, items, self._executor.receive, self._executor.distrust, self._url))
+            elif (incoming := ReceivedPiece(piece, items, self._url)).nbytes:
+                received.append(incoming)
+        return owned, received
+
+    def _make_item(self, transfer: ItemTransfer, *, exclusive: bool) -> SharedItem:
+        item = transfer.item
+        stored = find_stored(self._metadata, item.storage_index, item.type)
+        if stored is None:
+            raise errors.CorruptMetadataError(
+                f"the metadata of {self._url} does not say how {item.storage_index.fqn!r} is stored", url=self._url
+            )
+        info = self._metadata.storage_data[item.storage_index]
+        saved = self._metadata.state_dict_metadata[item.storage_index.fqn]
+        if stored.whole or not isinstance(saved, TensorStorageMetadata) or transfer.target is None:
+            crc = get_crc(info) if transfer.checked else None
+            blocks = None if crc is None else Blocks(stored.nbytes, b"", crc)
+            target, dtype, finish = _memory_of(transfer, stored), torch.uint8, self._decode(transfer)
+            exclusive = True
+        else:
+            blocks, dtype = get_blocks(info, stored.nbytes), saved.properties.dtype
+            target, finish = _target_of(transfer.target), self._hand_over(transfer)
+        return SharedItem(
+            item.storage_index.fqn, stored, blocks, box_of(item, stored), target, dtype,
+            exclusive=exclusive, finish=finish,
+        )  # fmt: skip
+
+    def _decode(self, transfer: ItemTransfer) -> Callable[[], None]:
+        def finish() -> None:
+            transfer.finish()
+            self._finished.put(transfer)
+
+        return finish
+
+    def _hand_over(self, transfer: ItemTransfer) -> Callable[[], None]:
+        return lambda: self._finished.put(transfer)
+
+    def _read(
+        self,
+        transfers: Sequence[ItemTransfer],
+        owned: Sequence[OwnedPiece],
+        received: Sequence[ReceivedPiece],
+        direct: Sequence[ItemTransfer],
+        planner: LoadPlanner,
+    ) -> None:
+        mine = sum(extent.length for transfer in direct for extent in transfer.extents)
+        threads = self._bucket.settings.concurrency
+        fetching = _part_of(threads, sum(piece.nbytes for piece in owned), mine)
+        exchange = Exchange(
+            self._group.group, self._group.rank, owned, received,
+            url=self._url, threads=fetching, memory=self._bucket.settings.load_buffers,
+            on_failure=self._executor.cancel, deadline=self._bucket.deadline,
+        )  # fmt: skip
+        try:
+            exchange.start(on_end=lambda: self._finished.put(None))
+            self._executor.read(transfers, direct, planner, threads=max(1, threads - fetching))
+            self._commit_finished(exchange, planner)
+        except BaseException as error:  # noqa: BLE001 - the peers must be told
+            exchange.fail(error)
+        exchange.join()
+        if exchange.error is not None:
+            raise exchange.error
+
+    def _commit_finished(self, exchange: Exchange, planner: LoadPlanner) -> None:
+        """Hand items to the planner as they come, until the exchange is through."""
+        while (transfer := self._finished.get()) is not None:
+            if exchange.error is None:
+                self._executor.commit(transfer, planner)
+
+
+def _part_of(threads: int, own: int, other: int) -> int:
+    """How many of ``threads`` go to ``own`` bytes of both."""
+    if not own:
+        return 0
+    return max(1, min(threads - 1 if other else threads, round(threads * own / (own + other))))
+
+
+def _memory_of(transfer: ItemTransfer, stored: StoredChunk) -> Callable[[], torch.Tensor]:
+    """The buffer in which an item is received that is decoded as a whole."""
+    return lambda: torch.frombuffer(transfer.memory(0, stored.nbytes), dtype=torch.uint8)
+
+
+def _target_of(target: torch.Tensor) -> Callable[[], torch.Tensor]:
+    return lambda: target
+
+
+def _find_exclusive(transfers: Sequence[ItemTransfer]) -> list[bool]:
+    """For each item, whether no other is loaded into any of its memory: tied parameters are."""
+    spans: list[tuple[int, int, int]] = []
+    for number, transfer in enumerate(transfers):
+        target = transfer.target
+        if target is None or target.device.type != "cpu" or target.numel() == 0 or target.layout != torch.strided:
+            continue
+        span = 1 + sum((size - 1) * stride for size, stride in zip(target.shape, target.stride(), strict=True))
+        spans.append((target.data_ptr(), target.data_ptr() + span * target.element_size(), number))
+    spans.sort()
+    found = [True] * len(transfers)
+    end, last = -1, -1
+    for start, stop, number in spans:
+        if start < end:
+            found[number] = found[last] = False
+        if stop > end:
+            end, last = stop, number
+    return found

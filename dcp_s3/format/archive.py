@@ -1,0 +1,348 @@
+"""Where the bytes of a tensor lie in what torch.save wrote, from the beginning of it alone.
+
+torch.save writes a zip archive: ``data.pkl`` (how the tensor is made from a storage), small records, the storage's raw
+bytes as ``data/0``, and more records. Every record stands behind a local header. The sizes in those are zero: a record
+ends where a data descriptor says that it does, which follows it, and of the pickle and of the storage we know it.
+Nothing is unpickled by Python or torch: of globals only those that make an ordinary tensor are known, and work and
+memory are bounded by `MAX_HEAD`.
+"""
+
+from __future__ import annotations
+
+import struct
+import sys
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from dcp_s3.format.unpickle import Constructor, Limits, MalformedPickleError, UnsafeGlobalError, unpickle
+
+MAX_HEAD = 64 * 2**10
+"""Bytes before a storage at most. torch 2.13 writes 704 for a usual tensor, 20 KiB if it aligns to pages."""
+
+_MAX_RECORDS = 16
+_MAX_SMALL_RECORD = 256
+_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
+_LOCAL_SIGNATURE = b"PK\x03\x04"
+_DESCRIPTOR_SIGNATURE = b"PK\x07\x08"
+_HAS_DESCRIPTOR = 0x8
+_UTF8_NAMES = 0x800
+_PROTOCOL = 2  # of torch.save
+
+
+class HeadError(Exception):
+    """The bytes are not the beginning of an ordinary tensor, as torch.save writes it. ``args[0]`` says why.
+
+    Attributes:
+        truncated: whether more bytes might change that.
+    """
+
+    def __init__(self, reason: str, *, truncated: bool = False) -> None:
+        super().__init__(reason)
+        self.truncated = truncated
+
+
+@dataclass(frozen=True)
+class ArchiveHead:
+    """What the beginning of a torch.save archive says about its tensor.
+
+    Attributes:
+        length: bytes before those of the storage.
+        raw_offset: of the tensor's first byte in the archive.
+        nbytes: of the tensor, which is one run of bytes.
+        dtype: of the tensor.
+        shape: of the tensor.
+        order: its dimensions as they lie in the bytes, the outermost first; ``(0, 1, ...)`` is row-major.
+    """
+
+    length: int
+    raw_offset: int
+    nbytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+
+    @property
+    def is_row_major(self) -> bool:
+        """Whether the bytes are those of a contiguous tensor of this shape."""
+        return self.order == tuple(range(len(self.shape)))
+
+
+def parse_head(data: bytes) -> ArchiveHead:
+    """The head of the archive that begins with ``data``, of which at most `MAX_HEAD` bytes are looked at.
+
+    Raises:
+        HeadError: it is compressed, damaged, not of this machine's byte order, not dense, or something else than a
+            tensor with a storage of its own; or ``data`` ends before the storage.
+    """
+    more = len(data) < MAX_HEAD
+    data = data[:MAX_HEAD]
+    tensor: _Tensor | None = None
+    prefix, byteorder, position = "", "little", 0  # torch takes an archive without the record for little-endian
+    for number in range(_MAX_RECORDS):
+        record = _read_local_header(data, position, more)
+        if number == 0:
+            folder, _, name = record.name.partition("/")
+            prefix = folder + "/"
+            if name != "data.pkl":
+                raise HeadError(f"its first record is {record.name!r}, not data.pkl")
+            tensor, end = _read_pickle(data, record.start, more)
+        else:
+            if not record.name.startswith(prefix):
+                raise HeadError(f"it has a record {record.name!r} outside of {prefix}")
+            name = record.name.removeprefix(prefix)
+            if tensor is not None and name == f"data/{tensor.storage.key}":
+                if byteorder != sys.byteorder:
+                    raise HeadError(f"its byte order is {byteorder!r}")
+                _check_size(record, tensor.storage.nbytes)
+                return _describe(tensor, record.start)
+            if name.startswith("data/"):
+                raise HeadError("it has another storage than the tensor's")
+            end = _find_end(data, record, more)
+            if name == "byteorder":
+                byteorder = data[record.start : end].decode("latin-1")
+        _check_size(record, end - record.start)
+        position = _skip_descriptor(data, end, end - record.start, more) if record.has_descriptor else end
+    raise HeadError(f"it has {_MAX_RECORDS} records before its storage")
+
+
+# --- the archive ----------------------------------------------------------------------------------
+
+
+class _Record(NamedTuple):
+    """A record of the archive: its name, where its bytes begin, and their number (None: a descriptor has it)."""
+
+    name: str
+    start: int
+    size: int | None
+
+    @property
+    def has_descriptor(self) -> bool:
+        return self.size is None
+
+
+def _read_local_header(data: bytes, position: int, more: bool) -> _Record:
+    if len(data) < position + _LOCAL_HEADER.size:
+        raise HeadError("it ends within its records", truncated=more)
+    signature, _, flags, method, _, _, _, stored, size, name_length, extra_length = _LOCAL_HEADER.unpack_from(
+        data, position
+    )
+    if signature != _LOCAL_SIGNATURE:
+        raise HeadError("it is no zip archive" if position == 0 else f"no record begins at its byte {position}")
+    if method or flags & ~(_HAS_DESCRIPTOR | _UTF8_NAMES):
+        raise HeadError("it is compressed or encrypted")
+    name_start = position + _LOCAL_HEADER.size
+    start = name_start + name_length + extra_length
+    if len(data) < start:
+        raise HeadError("it ends within its records", truncated=more)
+    try:
+        name = data[name_start : name_start + name_length].decode("utf-8")
+    except UnicodeDecodeError:
+        raise HeadError("the name of a record is no text") from None
+    if flags & _HAS_DESCRIPTOR:
+        return _Record(name, start, None)
+    if stored != size:
+        raise HeadError("it is compressed or encrypted")
+    return _Record(name, start, size)
+
+
+def _check_size(record: _Record, size: int) -> None:
+    if record.size is not None and record.size != size:
+        raise HeadError(f"{record.name} has {record.size} bytes, expected {size}")
+
+
+def _find_end(data: bytes, record: _Record, more: bool) -> int:
+    """The end of a record that is neither the pickle nor the storage."""
+    if record.size is not None:
+        end = record.start + record.size
+        if record.size > _MAX_SMALL_RECORD:
+            raise HeadError(f"{record.name} has {record.size} bytes")
+    else:
+        limit = record.start + _MAX_SMALL_RECORD + len(_DESCRIPTOR_SIGNATURE)
+        end = data.find(_DESCRIPTOR_SIGNATURE, record.start, limit)
+        if end < 0:
+            raise HeadError(f"{record.name} has no end", truncated=more and len(data) < limit)
+    if end > len(data):
+        raise HeadError("it ends within its records", truncated=more)
+    return end
+
+
+def _skip_descriptor(data: bytes, position: int, size: int, more: bool) -> int:
+    """Where the data descriptor ends that begins at ``position`` and must tell ``size``.
+
+    Its sizes have 4 bytes each, or 8: then the second 4 of the first are zero, where the others would tell ``size``.
+    """
+    if len(data) < position + 24:
+        raise HeadError("it ends within its records", truncated=more)
+    if data[position : position + 4] == _DESCRIPTOR_SIGNATURE:
+        for form in ("<II", "<QQ"):
+            end = position + 8 + struct.calcsize(form)
+            if struct.unpack_from(form, data, position + 8) == (size, size) and data[end : end + 2] == b"PK":
+                return end
+    raise HeadError(f"a record does not end at its byte {position}")
+
+
+# --- the pickle -----------------------------------------------------------------------------------
+
+
+class _Storage(NamedTuple):
+    key: str
+    nbytes: int
+    dtype: torch.dtype | None
+    """None of a storage of mere bytes."""
+
+
+class _Tensor(NamedTuple):
+    storage: _Storage
+    dtype: torch.dtype
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class _StorageType(NamedTuple):
+    dtype: torch.dtype | None
+
+
+def _read_pickle(data: bytes, start: int, more: bool) -> tuple[_Tensor, int]:
+    try:
+        found, end = unpickle(data, _find_global, _no_state, _load_storage, start=start, max_protocol=_PROTOCOL)
+    except UnsafeGlobalError as error:
+        raise HeadError(f"it needs {error.args[0]}") from None
+    except MalformedPickleError as error:
+        raise HeadError(f"its pickle is no tensor's: {error}", truncated=more) from None
+    if not isinstance(found, _Tensor):
+        raise HeadError("its pickle is no tensor's")
+    return found, end
+
+
+def _no_state(cls: type) -> None:
+    return None
+
+
+def _load_storage(found: Any) -> _Storage:
+    # ("storage", type, key, location, number of elements)
+    if type(found) is not tuple or len(found) != 5 or found[0] != "storage":
+        raise MalformedPickleError("a storage is not described as torch does")
+    _, kind, key, location, numel = found
+    if not isinstance(kind, _StorageType) or type(key) is not str or type(location) is not str or not _is_count(numel):
+        raise MalformedPickleError("a storage is not described as torch does")
+    return _Storage(key, numel * (kind.dtype.itemsize if kind.dtype else 1), kind.dtype)
+
+
+def _make_tensor(arguments: tuple[Any, ...], limits: Limits) -> _Tensor:
+    """`_rebuild_tensor_v2`: storage, offset, shape, strides, requires_grad, hooks, and what is unusual."""
+    storage, offset, shape, strides, *_ = arguments
+    if len(arguments) != 6 or not isinstance(storage, _Storage) or storage.dtype is None:
+        raise MalformedPickleError("a tensor that is not an ordinary one")
+    return _checked(_Tensor(storage, storage.dtype, offset, shape, strides))
+
+
+def _make_typed_tensor(arguments: tuple[Any, ...], limits: Limits) -> _Tensor:
+    """`_rebuild_tensor_v3`: as v2, of a storage of bytes, with a dtype behind the hooks."""
+    storage, offset, shape, strides, _, _, dtype, *_ = arguments
+    if (
+        len(arguments) != 7
+        or not isinstance(storage, _Storage)
+        or storage.dtype is not None
+        or not isinstance(dtype, torch.dtype)
+    ):
+        raise MalformedPickleError("a tensor that is not an ordinary one")
+    return _checked(_Tensor(storage, dtype, offset, shape, strides))
+
+
+def _checked(tensor: _Tensor) -> _Tensor:
+    if not (_is_count(tensor.offset) and _are_counts(tensor.shape) and _are_counts(tensor.strides)):
+        raise MalformedPickleError("a tensor without a shape")
+    if len(tensor.shape) != len(tensor.strides):
+        raise MalformedPickleError("a tensor whose shape and strides differ in length")
+    return tensor
+
+
+def _make_parameter(arguments: tuple[Any, ...], limits: Limits) -> _Tensor:
+    """`_rebuild_parameter`: tensor, requires_grad, hooks."""
+    if len(arguments) != 3 or not isinstance(arguments[0], _Tensor):
+        raise MalformedPickleError("a parameter without a tensor")
+    return arguments[0]
+
+
+def _make_hooks(arguments: tuple[Any, ...], limits: Limits) -> OrderedDict[Any, Any]:
+    if arguments:
+        raise MalformedPickleError("hooks that are not empty")
+    return OrderedDict()
+
+
+_MAX_COUNT = 2**62
+
+
+def _is_count(value: object) -> bool:
+    return type(value) is int and 0 <= value < _MAX_COUNT
+
+
+def _are_counts(values: object) -> bool:
+    return type(values) is tuple and all(map(_is_count, values))
+
+
+_STORAGES = {
+    "Double": torch.float64, "Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16,
+    "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8,
+    "Bool": torch.bool, "ComplexDouble": torch.complex128, "ComplexFloat": torch.complex64,
+}  # fmt: skip
+_GLOBALS: dict[str, Any] = {
+    **{f"torch.{name}Storage": _StorageType(dtype) for name, dtype in _STORAGES.items()},
+    "torch.storage.UntypedStorage": _StorageType(None),
+    "torch._utils._rebuild_tensor_v2": Constructor("a tensor", call=_make_tensor),
+    "torch._utils._rebuild_tensor_v3": Constructor("a tensor", call=_make_typed_tensor),
+    "torch._utils._rebuild_parameter": Constructor("a parameter", call=_make_parameter),
+    "collections.OrderedDict": Constructor("an OrderedDict", call=_make_hooks),
+}
+
+
+def _find_global(module: str, name: str) -> Any:
+    found = _GLOBALS.get(f"{module}.{name}")
+    if found is None and module == "torch":
+        constant = vars(torch).get(name)
+        found = constant if isinstance(constant, torch.dtype) else None
+    if found is None:
+        raise UnsafeGlobalError(f"{module}.{name}")
+    return found
+
+
+# --- the tensor -----------------------------------------------------------------------------------
+
+
+def _describe(tensor: _Tensor, start: int) -> ArchiveHead:
+    numel = 1
+    for size in tensor.shape:
+        numel *= size
+        if numel > _MAX_COUNT:
+            raise HeadError("its tensor is larger than its storage")
+    order = find_order(tensor.shape, tensor.strides)
+    if order is None:
+        raise HeadError("its tensor is not dense")
+    itemsize = tensor.dtype.itemsize
+    if (tensor.offset + numel) * itemsize > tensor.storage.nbytes:
+        raise HeadError("its tensor is larger than its storage")
+    return ArchiveHead(start, start + tensor.offset * itemsize, numel * itemsize, tensor.dtype, tensor.shape, order)
+
+
+def find_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:
+    """The order of dimensions in which a tensor is row-major, the outermost first; None if it is not dense.
+
+    Dimensions of one element stay where they are as far as the others allow.
+    """
+    natural = tuple(range(len(shape)))
+    if 0 in shape:
+        return natural
+    wide = [dim for dim in natural if shape[dim] != 1]
+    by_stride = sorted(wide, key=lambda dim: -strides[dim])
+    expected = 1
+    for dim in reversed(by_stride):
+        if strides[dim] != expected:
+            return None
+        expected *= shape[dim]
+    moved = iter(by_stride)
+    return tuple(dim if shape[dim] == 1 else next(moved) for dim in natural)

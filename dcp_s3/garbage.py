@@ -1,0 +1,39 @@
+"""Python's cyclic garbage collector, out of the way while many objects are made that all stay.
+
+Metadata and plans of a large checkpoint are millions of objects. The collector goes through all that there are again
+and again while they are made, which takes as long as making them, and finds nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+from collections.abc import Iterator
+
+_lock = threading.Lock()
+_pauses = 0
+_was_enabled = False
+
+
+@contextlib.contextmanager
+def collector_paused() -> Iterator[None]:
+    """No automatic collection in this process meanwhile. Pauses may overlap; the last one puts back what was found."""
+    global _pauses, _was_enabled
+    with _lock:
+        if _pauses == 0:
+            _was_enabled = gc.isenabled()
+            gc.disable()
+        _pauses += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _pauses -= 1
+            if _pauses == 0 and _was_enabled:
+                gc.enable()
+
+
+def collect_young() -> None:
+    """Collect what was made since the last collection: for long pauses, in which garbage is made as well."""
+    gc.collect(1)
