@@ -69,7 +69,8 @@ def is_empty(plan: Plan) -> bool:
 
 def run_once(job: Job, *, yes: bool, as_json: bool) -> PruneReport:
     """Plan; show it; ask, unless ``yes``; act; say what was done."""
-    report = prune(job.root, dry_run=True, **job.arguments)
+    with progress_of_steps("plan"):  # without a number: a bar that moves
+        report = prune(job.root, dry_run=True, **job.arguments)
     shown = job.dry_run or not yes or tables.make_console().is_terminal
     if shown and not as_json and not is_empty(report.plan):
         tables.make_console().print(tables.plan(report.plan))

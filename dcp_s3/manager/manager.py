@@ -346,7 +346,7 @@ class CheckpointManager:
     ) -> None:
         try:
             self.close()
-        except errors.SaveFailedError as failure:
+        except Exception as failure:
             if error is None:
                 raise
             logger.error("while %s went through the manager: %s", type(error).__name__, failure)  # noqa: TRY400
