@@ -48,14 +48,15 @@ def resolve_policy(retention: PolicyFunction | str | None, settings: Settings) -
     return retention
 
 
-def check_settings(settings: Settings) -> None:
+def check_settings(settings: Settings, *, prunes: bool) -> None:
     """What would fail every retention, or hide every checkpoint of the manager's own, later.
 
     Raises:
         PolicyError: the grace period is too short.
         SettingsError: the setting ``step_pattern`` does not find the steps in the manager's names.
     """
-    check_grace(settings.retention_grace, force=False)
+    if prunes:
+        check_grace(settings.retention_grace, force=False)
     pattern = settings.step_pattern
     if pattern is not None and step_by_patterns(step_name(12), [compile_step_pattern(pattern)]) != 12:
         raise errors.SettingsError(

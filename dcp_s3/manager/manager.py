@@ -88,7 +88,7 @@ class CheckpointManager:
         self.weights_only = weights_only
         self.retention_timeout = retention_timeout
         self.retention = resolve_policy(retention, self.settings)
-        check_settings(self.settings)
+        check_settings(self.settings, prunes=self.retention is not None)
         self._catalog = CheckpointCatalog(self.root_url, settings=self.settings)
         self._stager = S3Stager(self.settings)
         self._closed = False
