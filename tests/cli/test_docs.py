@@ -51,6 +51,14 @@ def test_commands_in_the_docs_parse(page: Path) -> None:
         assert parse_policy(line) is not None
 
 
+def test_the_policy_for_jobs_is_the_one_that_is_tested() -> None:
+    (policy,) = (
+        block for kind, block in _FENCED.findall((_ROOT / "docs" / "retention.md").read_text()) if kind == "json"
+    )
+    tested = [block for kind, block in _FENCED.findall((_ROOT / "docs" / "security.md").read_text()) if kind == "json"]
+    assert json.loads(policy) in [json.loads(block) for block in tested]
+
+
 def test_the_examples_are_found() -> None:
     """Lest the test above looks at nothing."""
     found = commands((_ROOT / "docs" / "retention.md").read_text())
