@@ -16,6 +16,7 @@ from dcp_s3.checkpoint.verify_report import Problem, VerifyReport
 from dcp_s3.checkpoint.writer import S3StorageWriter
 from dcp_s3.counters import metrics
 from dcp_s3.integrations.dcp import register, unregister
+from dcp_s3.manager.manager import CheckpointManager
 from dcp_s3.retention.catalog import CheckpointCatalog, latest, list_checkpoints
 from dcp_s3.retention.checkpoint_info import CheckpointInfo
 from dcp_s3.retention.marks import annotate, pin, unpin
@@ -32,6 +33,8 @@ from dcp_s3.retention.policy import (
     KeepWithin,
     Policy,
 )
+from dcp_s3.retention.prune import PruneReport, apply_plan, prune
+from dcp_s3.retention.remove import remove
 from dcp_s3.retention.scan import CatalogSnapshot
 from dcp_s3.settings import Settings
 from dcp_s3.staging.stager import S3Stager
@@ -40,6 +43,7 @@ __all__ = [
     "CatalogSnapshot",
     "CheckpointCatalog",
     "CheckpointInfo",
+    "CheckpointManager",
     "Decision",
     "KeepBest",
     "KeepDaily",
@@ -52,6 +56,7 @@ __all__ = [
     "Plan",
     "Policy",
     "Problem",
+    "PruneReport",
     "S3LoadPlanner",
     "S3Stager",
     "S3StorageReader",
@@ -60,6 +65,7 @@ __all__ = [
     "VerifyReport",
     "__version__",
     "annotate",
+    "apply_plan",
     "errors",
     "latest",
     "list_checkpoints",
@@ -67,9 +73,11 @@ __all__ = [
     "metrics",
     "parse_policy",
     "pin",
+    "prune",
     "read_tensor",
     "read_tensors",
     "register",
+    "remove",
     "unpin",
     "unregister",
     "verify",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -322,6 +322,12 @@ def publish(
             if_match=previous.etag,
             metadata={SAVE_ID_KEY: identity.save_id, METADATA_CRC_KEY: crc_hex(crc64nvme(commit.metadata))},
         )
+    except errors.ObjectNotFoundError:
+        if previous.etag is None:
+            raise
+        # A prune has deleted what was to be replaced.
+        publish(bucket, commit, replace(previous, etag=None), look_again=look_again, keep_objects=keep_objects)
+        return
     except errors.PreconditionFailedError:
         if look_again is not None:
             try:

@@ -150,6 +150,10 @@ class CheckpointDeletedError(CheckpointNotFoundError):
     """A prune has begun to delete the checkpoint."""
 
 
+class CheckpointProtectedError(CheckpointError):
+    """A checkpoint was not deleted: it is pinned, a reader has a lease, or something is being saved there."""
+
+
 class CheckpointExistsError(CheckpointError):
     """A committed checkpoint is at the URL already and ``overwrite`` was not asked for."""
 
@@ -196,6 +200,30 @@ class MissingExtensionError(CheckpointError):
 
 class SaveProtocolError(CheckpointError):
     """DCP's calls did not come in the documented order, or a planner returned what cannot be stored."""
+
+
+class StepFailedError(CheckpointError):
+    """What a `CheckpointManager` did for a step failed.
+
+    Attributes:
+        step: the step.
+        failures: the causes by rank.
+    """
+
+    def __init__(
+        self, message: str, *, url: str = "", step: int | None = None, failures: dict[int, BaseException] | None = None
+    ) -> None:
+        super().__init__(message, url=url)
+        self.step = step
+        self.failures = failures or {}
+
+
+class SaveFailedError(StepFailedError):
+    """A save of a `CheckpointManager` failed; what was committed before is untouched."""
+
+
+class RestoreFailedError(StepFailedError):
+    """A `CheckpointManager` could not load a checkpoint; the state may be loaded in part."""
 
 
 class MetricsError(CheckpointError, ValueError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import re
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from benchmarks.memory_s3 import Fault
-from dcp_s3 import S3StorageReader, S3StorageWriter, errors, latest, list_checkpoints
+from dcp_s3 import S3StorageReader, S3StorageWriter, errors, latest, list_checkpoints, prune, remove
 from dcp_s3.checkpoint.copy import download, upload
 from dcp_s3.settings import Settings
 from dcp_s3.spill.drain import Drainer, DrainReport
@@ -41,7 +42,11 @@ def policies() -> dict[str, set[str]]:
 
 
 POLICIES = policies()
+OPERATIONS = set(
+    re.findall(r"`(\w+)`", DOCUMENT.partition("and no others:")[2].partition("`s3:ListBucket` is needed")[0])
+)
 TRAINING = POLICIES["TrainingObjects"] | POLICIES["TrainingBucket"]
+PRUNING = POLICIES["PruningObjects"] | POLICIES["PruningLists"] | POLICIES["PruningBucket"]
 READING = POLICIES["ReadingObjects"] | POLICIES["ReadingBucket"]
 
 
@@ -108,6 +113,22 @@ def read_everything(tmp_path: Path) -> None:
     download(f"{ROOT}/a", tmp_path / "read")
 
 
+def test_pruning_needs_its_policy(faulty: FaultyServer) -> None:
+    for step in (1, 2, 3):
+        save(f"{ROOT}/step-{step}")
+    begin_multipart(Bucket(BUCKET, Settings()), "run/step-1/__0_0-ab.distcp", b"x" * 5 * 2**20)
+    faulty.s3.reset_counters()
+    remove(f"{ROOT}/step-1", force=True)
+    assert prune(ROOT, "latest:1").deleted
+    check_owner(faulty)
+    called = set(faulty.s3.counters.requests)
+    assert {permission_of(operation) for operation in called} == PRUNING
+    assert {name for name in OPERATIONS if name[0].isupper()} >= called
+    puts = [request.key for request in faulty.s3.request_log if request.operation == "PutObject"]
+    assert len(puts) == 2
+    assert all(fnmatch.fnmatch(key, "run/*/.dcp_s3/deletion-*") for key in puts)
+
+
 def test_the_policies_allow_what_is_called_and_every_request_carries_the_owner(
     faulty: FaultyServer, tmp_path: Path
 ) -> None:
@@ -120,10 +141,8 @@ def test_the_policies_allow_what_is_called_and_every_request_carries_the_owner(
     check_owner(faulty)
     assert {permission_of(operation) for operation in writing | reading} == TRAINING
     assert {permission_of(operation) for operation in reading} == READING
-    table = set(
-        re.findall(r"`(\w+)`", DOCUMENT.partition("and no others:")[2].partition("`s3:ListBucket` is needed")[0])
-    )
-    assert {name for name in table if name[0].isupper()} == writing | reading
+    pruning = {"DeleteObject", "ListObjectVersions"}
+    assert {name for name in OPERATIONS if name[0].isupper()} == writing | reading | pruning
 
 
 def check_owner(server: FaultyServer) -> None:

@@ -67,10 +67,11 @@ def _parse(body: Body) -> ElementTree.Element:
     return root
 
 
-def parse_delete(body: Body) -> tuple[list[str], bool]:
-    """Keys to delete, and whether the client wants to hear of failures only."""
+def parse_delete(body: Body) -> tuple[dict[str, str], bool]:
+    """Keys to delete with the ETags that they must have (``*``: any), and whether the client wants to hear of failures
+    only."""
     root = _parse(body)
-    keys = [element.findtext("Key", "") for element in root.iter("Object")]
+    keys = {element.findtext("Key", ""): element.findtext("ETag", "*") for element in root.iter("Object")}
     return keys, root.findtext("Quiet", "false").strip().lower() == "true"
 
 

@@ -203,17 +203,22 @@ class Operations:
         return page, children
 
     def _delete_objects(self, call: Call) -> Response:
-        keys, quiet = answers.parse_delete(call.received.body)
+        etags, quiet = answers.parse_delete(call.received.body)
+        keys = list(etags)
         if len(keys) > 1000:
             raise S3Error(400, "MalformedXML", f"{len(keys)} keys to delete, the limit is 1000")
         left = keys[:1] if call.not_deleted else []
-        self._store.delete(call.bucket, keys[len(left) :])
+        refused = self._store.delete(call.bucket, keys[len(left) :], etags)
         answer: list[answers.Element] = [
             ("Error", [("Key", key), ("Code", call.not_deleted), ("Message", "Injected by the fault function.")])
             for key in left
         ]
+        answer += [
+            ("Error", [("Key", key), ("Code", "PreconditionFailed"), ("Message", "It has another ETag.")])
+            for key in refused
+        ]
         if not quiet:
-            answer += [("Deleted", [("Key", key)]) for key in keys[len(left) :]]
+            answer += [("Deleted", [("Key", key)]) for key in keys[len(left) :] if key not in refused]
         return answers.xml("DeleteResult", answer)
 
     # Objects
@@ -263,7 +268,9 @@ class Operations:
         return (start, start + sizes[number - 1]) if stored.size else None
 
     def _delete_object(self, call: Call) -> Response:
-        self._store.delete(call.bucket, [call.key])
+        etag = call.headers.get("if-match", "*")
+        if self._store.delete(call.bucket, [call.key], {call.key: etag}):
+            raise S3Error(412, "PreconditionFailed", "It has another ETag.")
         return Response(204)
 
     def _copy_object(self, call: Call) -> Response:

@@ -215,12 +215,19 @@ class Store:
                 message = "The specified key does not exist."
                 raise S3Error(404, "NoSuchKey", message) from None
 
-    def delete(self, bucket: str, keys: Iterable[str]) -> None:
-        """Remove objects; those that do not exist are no error."""
+    def delete(self, bucket: str, keys: Iterable[str], etags: Mapping[str, str] | None = None) -> list[str]:
+        """Remove objects; those that do not exist are no error. Returns those that have another ETag than ``etags``
+        says, and stay."""
         with self._lock:
             target = self._bucket(bucket)
+            refused = []
             for key in keys:
-                target.remove(key)
+                wanted, found = (etags or {}).get(key, "*"), target.objects.get(key)
+                if wanted != "*" and found is not None and found.etag.strip('"') != wanted.strip('"'):
+                    refused.append(key)
+                else:
+                    target.remove(key)
+            return refused
 
     def objects(self, bucket: str) -> dict[str, StoredObject]:
         """Everything in a bucket, sorted by key."""

@@ -15,11 +15,12 @@ import math
 import os
 import platform
 import threading
+import time
 from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from dcp_s3 import errors
-from dcp_s3.format.layout import DELETION_PREFIX, deletion_object, lease_object, new_save_id
+from dcp_s3.format.layout import DELETION_PREFIX, lease_object, metadata_object, new_save_id, parse_deletion_object
 from dcp_s3.transport.bucket import Bucket, limit_timeouts
 from dcp_s3.url import CheckpointURL
 
@@ -30,6 +31,9 @@ DELETION_BEGINS = 300.0
 
 # Seconds: a renewal that hangs must not hold up the end of the load, nor must the release.
 _RENEWAL_TIMEOUT = 10.0
+
+# Seconds for which a reader waits for a deletion that has begun to be withdrawn, because the prune saw a lease.
+_WITHDRAWAL = 10.0
 
 
 class ReaderLease:
@@ -62,35 +66,19 @@ class ReaderLease:
             return
         self._key = key
 
-    def check_not_deleted(self, deletions: Collection[str] | None) -> None:
+    def check_not_deleted(self, deletions: Collection[str] | None, *, rank: int | None = None) -> None:
         """Refuse to read what a prune is about to delete, because it may not have seen the lease.
 
         Args:
-            deletions: what a deletion of the checkpoint may be known by (`deletion_id`); None takes any at the URL for
-                one (without collectives a rank does not know what the others' saves are called).
+            deletions: see `check_not_deleted`.
+            rank: whose metadata was read, without collectives.
 
         Raises:
             CheckpointDeletedError: its deletion has begun.
             StorageError: cannot tell.
         """
-        if self._key is None:
-            return
-        keys = {key for key, _ in self._bucket.list(self._url.key(DELETION_PREFIX))}
-        if deletions is not None:
-            keys &= {self._url.key(deletion_object(deletion)) for deletion in deletions}
-        if any(self._is_young(key) for key in keys):
-            raise errors.CheckpointDeletedError(
-                f"{self._url} is being deleted by a prune. Remedy: load another one (`dcp_s3.latest`)",
-                url=str(self._url),
-            )
-
-    def _is_young(self, key: str) -> bool:
-        try:
-            headers = self._bucket.head(key)["ResponseMetadata"]["HTTPHeaders"]
-        except errors.ObjectNotFoundError:
-            return False
-        began, now = (email.utils.parsedate_to_datetime(headers[name]) for name in ("last-modified", "date"))
-        return (now - began).total_seconds() < DELETION_BEGINS
+        if self._key is not None:
+            check_not_deleted(self._bucket, self._url, deletions, rank=rank)
 
     @contextlib.contextmanager
     def renewed(self) -> Iterator[None]:
@@ -130,3 +118,56 @@ class ReaderLease:
     def _write(self, bucket: Bucket, key: str) -> None:
         holder = {"seconds": self._seconds, "host": platform.node(), "pid": os.getpid()}
         bucket.write(key, (json.dumps(holder) + "\n").encode(), content_type="application/json")
+
+
+def check_not_deleted(
+    bucket: Bucket, url: CheckpointURL, deletions: Collection[str] | None, *, rank: int | None = None
+) -> None:
+    """After a lease or a pin was written: make sure that no prune, which may not have seen it, deletes the checkpoint.
+
+    One that has begun may see it and withdraw; that is waited for.
+
+    Args:
+        bucket: of the URL.
+        url: of the checkpoint.
+        deletions: what a deletion of the checkpoint may be known by (`deletion_id`); None takes any at the URL for one
+            (without collectives a rank does not know what the others' saves are called).
+        rank: whose metadata makes it a checkpoint, without collectives.
+
+    Raises:
+        CheckpointDeletedError: a deletion has begun, or is done.
+        StorageError: cannot tell.
+    """
+    metadata = url.key(metadata_object(rank))
+    until = time.monotonic() + _WITHDRAWAL
+    wait = 0.05
+    while _is_being_deleted(bucket, url, deletions):
+        if time.monotonic() > until or not bucket.exists(metadata):
+            break
+        time.sleep(wait)
+        wait = min(2 * wait, 1.0)
+    else:
+        # A list stays until all is gone: there was none, so what is there now stays.
+        if bucket.exists(metadata):
+            return
+    raise errors.CheckpointDeletedError(
+        f"{url} is being deleted by a prune. Remedy: load another one (`dcp_s3.latest`)", url=str(url)
+    )
+
+
+def _is_being_deleted(bucket: Bucket, url: CheckpointURL, deletions: Collection[str] | None) -> bool:
+    skip = len(url.key(""))
+    for key, _ in bucket.list(url.key(DELETION_PREFIX)):
+        deletion = parse_deletion_object(key[skip:])
+        if deletion is not None and (deletions is None or deletion in deletions) and _is_young(bucket, key):
+            return True
+    return False
+
+
+def _is_young(bucket: Bucket, key: str) -> bool:
+    try:
+        headers = bucket.head(key)["ResponseMetadata"]["HTTPHeaders"]
+    except errors.ObjectNotFoundError:
+        return False
+    began, now = (email.utils.parsedate_to_datetime(headers[name]) for name in ("last-modified", "date"))
+    return (now - began).total_seconds() < DELETION_BEGINS

@@ -160,7 +160,8 @@ class S3StorageReader(StorageReader):
                 raise refused
             metadata = check_metadata(stored, url)
             save_ids = stored.metadata.get(SAVE_ID_KEY), getattr(metadata.storage_meta, "save_id", None), None
-            lease.check_not_deleted({deletion_id(each, stored.etag) for each in save_ids} if rank is None else None)
+            deletions = {deletion_id(each, stored.etag) for each in save_ids} if rank is None else None
+            lease.check_not_deleted(deletions, rank=rank)
         except BaseException:
             lease.release()
             raise

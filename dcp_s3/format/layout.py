@@ -96,13 +96,13 @@ def deletion_id(save_id: str | None, etag: str | None) -> str:
     return save_id or hashlib.blake2b((etag or "").strip('"').encode(), digest_size=8).hexdigest()
 
 
-def deletion_object(deletion: str) -> str:
+def deletion_object(deletion: str, attempt: str = "0") -> str:
     """Relative path of the list of what a deletion (`deletion_id`) removes: written before ``.metadata`` is deleted,
-    there until all is gone."""
-    return f"{DELETION_PREFIX}{deletion}.json"
+    there until all is gone. Each attempt (hex) has one of its own, so that nobody withdraws another's."""
+    return f"{DELETION_PREFIX}{deletion}-{attempt}.json"
 
 
-_DELETION = re.compile(re.escape(DELETION_PREFIX) + r"([0-9a-f]+)\.json")
+_DELETION = re.compile(re.escape(DELETION_PREFIX) + r"([0-9a-f]+)-[0-9a-f]+\.json")
 
 
 def parse_deletion_object(relative_path: str) -> str | None:

@@ -21,7 +21,7 @@ from dcp_s3.retention.checkpoint_info import (
     newest_first,
     with_step,
 )
-from dcp_s3.retention.inspect import Root, find_damage, run
+from dcp_s3.retention.inspect import Root, find_damage, inspect_checkpoint, run
 from dcp_s3.retention.policy import Mode, best_first
 from dcp_s3.retention.scan import CatalogSnapshot, list_root, merge_local, scan_root
 from dcp_s3.settings import Settings, SettingsLike, compile_step_pattern, resolve_settings
@@ -73,7 +73,7 @@ class CheckpointCatalog:
         Raises:
             StorageError: missing bucket, credentials, permissions, network.
         """
-        return run(self._scan(deep))
+        return run(self.scan_async(deep))
 
     def latest(self) -> CheckpointInfo | None:
         """The one to resume from, as `dcp_s3.latest` says: it can be loaded. None if there is none.
@@ -107,7 +107,7 @@ class CheckpointCatalog:
         found = merge_local(listing.found, local)
         return sorted((in_grace(info, now=listing.now, grace=grace) for info in found), key=age_order)
 
-    async def _scan(self, deep: bool) -> CatalogSnapshot:
+    async def scan_async(self, deep: bool) -> CatalogSnapshot:
         local = self._local()
         async with open_bucket(self.root.bucket, self.settings) as bucket:
             return await scan_root(bucket, self.root, self._patterns, deep=deep, local=local)
@@ -117,8 +117,7 @@ class CheckpointCatalog:
 
     async def _first(self, order: Callable[[Iterable[CheckpointInfo]], list[CheckpointInfo]]) -> CheckpointInfo | None:
         async with open_bucket(self.root.bucket, self.settings) as bucket:
-            listing = await list_root(bucket, self.root, self._patterns)
-            return await _first_loadable(bucket, self.root, order(listing.found))
+            return await _first_loadable(bucket, self.root, self._patterns, order)
 
 
 def _compile(patterns: str | Sequence[str] | None, settings: Settings) -> tuple[re.Pattern[str], ...]:
@@ -135,14 +134,25 @@ def _compile(patterns: str | Sequence[str] | None, settings: Settings) -> tuple[
 
 
 async def _first_loadable(
-    bucket: AsyncBucket, root: CheckpointURL, infos: Iterable[CheckpointInfo]
+    bucket: AsyncBucket,
+    root: CheckpointURL,
+    patterns: Sequence[re.Pattern[str]],
+    order: Callable[[Iterable[CheckpointInfo]], list[CheckpointInfo]],
 ) -> CheckpointInfo | None:
-    for info in infos:
-        damage = await find_damage(bucket, root.child(info.name))
-        if damage is None:
-            return info
-        logger.warning("%s is passed over: %s", info.url, damage)
-    return None
+    while True:
+        vanished = False
+        for info in order((await list_root(bucket, root, patterns)).found):
+            url = root.child(info.name)
+            damage = await find_damage(bucket, url)
+            if damage is None:
+                return info
+            now = await inspect_checkpoint(bucket, url)
+            if now is None or not now.committed:
+                vanished = True  # a prune was faster: there is a newer one
+                break
+            logger.warning("%s is passed over: %s", info.url, damage)
+        if not vanished:
+            return None
 
 
 def list_checkpoints(root: Root, *, settings: SettingsLike = None) -> list[CheckpointInfo]:
@@ -215,5 +225,4 @@ async def latest_async(root: Root, *, settings: SettingsLike = None) -> Checkpoi
     """`latest` for asyncio."""
     url = parse_url(root)
     async with open_bucket(url.bucket, resolve_settings(settings)) as bucket:
-        listing = await list_root(bucket, url, _compile(None, bucket.settings))
-        return await _first_loadable(bucket, url, newest_first(listing.found))
+        return await _first_loadable(bucket, url, _compile(None, bucket.settings), newest_first)

@@ -214,14 +214,14 @@ def with_marks(info: CheckpointInfo, contents: Contents) -> CheckpointInfo:
         for path, found in contents.control.items()
         if (seconds := parse_lease_object(path)) is not None
     ]
-    deletions = tuple(save_id for path in contents.control if (save_id := parse_deletion_object(path)) is not None)
+    deletions = {each for path in contents.control if (each := parse_deletion_object(path)) is not None}
     commits = contents.commits.values() if info.committed else ()
     metadata = contents.commits.get(None)
     return replace(
         info,
         pinned=PIN in contents.control,
         leased_until=max(leases, default=None),
-        deletions=deletions,
+        deletions=tuple(sorted(deletions)),
         modified_at=max((found.modified_at for found in commits), default=contents.newest),
         etag=metadata.etag if metadata else None,
     )

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dcp_s3 import errors
+from dcp_s3.checkpoint.lease import check_not_deleted
 from dcp_s3.format.added_metrics import AddedMetrics, check_added
 from dcp_s3.format.layout import METRICS, PIN
 from dcp_s3.retention.checkpoint_info import CheckpointInfo
@@ -86,16 +87,17 @@ def pin(url: Root, reason: str | None = None, *, settings: SettingsLike = None) 
 
     Raises:
         CheckpointNotFoundError: no committed checkpoint is there.
+        CheckpointDeletedError: a prune is deleting it; it is not pinned.
         InvalidURLError, SettingsError, StorageError
     """
     where, resolved = parse_url(url), resolve_settings(settings)
-    _require_committed(where, resolved)
+    info = _require_committed(where, resolved)
     bucket = Bucket(where.bucket, resolved)
     body = {"reason": reason, "pinned_at": time.time()}
     bucket.write(where.key(PIN), (json.dumps(body) + "\n").encode(), content_type=_JSON)
     try:
-        _require_committed(where, resolved)
-    except errors.CheckpointNotFoundError:  # a prune was faster
+        check_not_deleted(bucket, where, {info.deletion_id}, rank=None if info.etag else 0)
+    except errors.CheckpointDeletedError:  # a prune was faster
         bucket.delete([where.key(PIN)])
         raise
 

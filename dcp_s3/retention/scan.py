@@ -118,7 +118,7 @@ async def list_root(
             if found is None or not deep or not found.info.committed:
                 return None if found is None else found.info
             try:
-                info, unneeded = await _look_deeper(bucket, url, found, now)
+                info, unneeded = await look_deeper(bucket, url, found, now)
                 break
             except errors.ObjectNotFoundError:
                 continue  # deleted meanwhile
@@ -191,7 +191,7 @@ def open_upload(root: CheckpointURL, upload: ListedUpload) -> OpenUpload | None:
     return OpenUpload(upload.key, upload.upload_id, upload.initiated_at, name)
 
 
-async def _look_deeper(
+async def look_deeper(
     bucket: AsyncBucket, url: CheckpointURL, found: Inspected, now: float
 ) -> tuple[CheckpointInfo, list[LeftoverObject]]:
     """A committed checkpoint with its damage and when it was written, and its leftovers.

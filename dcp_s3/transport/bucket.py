@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # https://docs.aws.amazon.com/AmazonS3/latest/API/API_DeleteObjects.html
-_DELETE_BATCH = 1000
+DELETE_BATCH = 1000
 
 # After a deadline: to abort uploads and delete objects, in all.
 _CLEANUP_SECONDS = 10.0
@@ -280,8 +280,8 @@ class Bucket:
             StorageError: some could not be deleted.
         """
         pending = list(keys)
-        for start in range(0, len(pending), _DELETE_BATCH):
-            batch = pending[start : start + _DELETE_BATCH]
+        for start in range(0, len(pending), DELETE_BATCH):
+            batch = pending[start : start + DELETE_BATCH]
             self.call("DeleteObjects", batch[0], lambda batch=batch: self._delete_batch(batch))  # type: ignore[misc]
 
     def _delete_batch(self, batch: list[str]) -> None:

@@ -57,6 +57,7 @@ _PERMISSIONS = {
     "CompleteMultipartUpload": "PutObject",
     "DeleteObjects": "DeleteObject",
     "ListObjectsV2": "ListBucket",
+    "ListObjectVersions": "ListBucketVersions",
     "ListMultipartUploads": "ListBucketMultipartUploads",
     "ListParts": "ListMultipartUploadParts",
 }

@@ -14,9 +14,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from benchmarks.memory_s3 import Fault, MemoryS3
 from dcp_s3 import CheckpointCatalog, S3StorageReader
+from dcp_s3.checkpoint import lease
 from dcp_s3.checkpoint.lease import DELETION_BEGINS, ReaderLease
 from dcp_s3.errors import CheckpointDeletedError, CheckpointNotFoundError, SettingsError
-from dcp_s3.format.layout import DELETION_PREFIX, LEASE_PREFIX, deletion_object, parse_lease_object
+from dcp_s3.format.layout import LEASE_PREFIX, deletion_object, parse_lease_object
 from dcp_s3.settings import Settings
 from dcp_s3.transport.bucket import Bucket
 from dcp_s3.url import parse_url
@@ -42,6 +43,7 @@ def clock() -> Clock:
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Iterator[FaultyServer]:
     monkeypatch.setenv("DCP_S3_READER_LEASE", "10m")
+    monkeypatch.setattr(lease, "_WITHDRAWAL", 0.0)
     server = FaultyServer()
     server.s3 = MemoryS3(fault=lambda request: server.rule(request), clock=clock)
     with serve(monkeypatch, server):
@@ -201,8 +203,39 @@ def test_a_deletion_of_a_foreign_checkpoint_is_seen(faulty: FaultyServer, client
 
 def test_a_deletion_of_ranks_without_collectives_is_seen(faulty: FaultyServer, client: Any) -> None:
     save_on_ranks(URL, 1)
-    put(client, URL, f"{DELETION_PREFIX}ab.json")
+    put(client, URL, deletion_object("ab"))
     assert "is being deleted" in str(failure_of_load())
+
+
+def test_a_deletion_that_is_withdrawn_is_waited_for(
+    faulty: FaultyServer, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease, "_WITHDRAWAL", 60.0)
+    save(URL)
+    [info] = CheckpointCatalog(ROOT).checkpoints()
+    put(client, URL, deletion_object(info.deletion_id))
+    looks = []
+
+    def withdraw(request: Any) -> None:
+        if request.operation == "ListObjectsV2" and "deletion-" in request.query["prefix"]:
+            looks.append(request)
+            if len(looks) == 2:
+                faulty.s3._store.delete(BUCKET, [f"run/step-1/{deletion_object(info.deletion_id)}"])
+
+    faulty.rule = withdraw
+    assert torch.equal(load()["weight"], state()["weight"])
+    assert len(looks) == 2
+
+
+def test_a_deletion_that_was_done_between_metadata_and_look_is_seen(faulty: FaultyServer, client: Any) -> None:
+    save(URL)
+
+    def delete_all(request: Any) -> None:
+        if request.operation == "ListObjectsV2" and "deletion-" in request.query["prefix"]:
+            faulty.s3._store.delete(BUCKET, [key for key in faulty.s3.objects(BUCKET) if "lease" not in key])
+
+    faulty.rule = delete_all
+    assert isinstance(failure_of_load(), CheckpointDeletedError)
 
 
 @pytest.mark.parametrize("value", ["5s", "31d", "soon"])

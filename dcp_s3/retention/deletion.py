@@ -1,0 +1,390 @@
+"""How one checkpoint is deleted, so that it may be cut off anywhere and meet readers, saves and other prunes.
+
+1. Look: it is still what the plan saw.
+2. Write down what goes (`DeletionList`), with ETags.
+3. Look again, for readers' leases and pins that came meanwhile: whoever takes one writes first and looks for the list.
+4. Delete what makes it a checkpoint, on condition that it still has its ETag. From here on it is none.
+5. Delete the rest; at last the list.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from dcp_s3 import errors
+from dcp_s3.checkpoint.contents import needed_objects
+from dcp_s3.checkpoint.lease import DELETION_BEGINS
+from dcp_s3.format.deletion_list import DeletionList
+from dcp_s3.format.layout import (
+    CONTROL_PREFIX,
+    DELETION_PREFIX,
+    METADATA,
+    METRICS,
+    PIN,
+    deletion_object,
+    manifest_object,
+    metadata_object,
+    new_nonce,
+    parse_deletion_object,
+    parse_lease_object,
+    parse_manifest_object,
+)
+from dcp_s3.format.metadata import load_metadata
+from dcp_s3.retention.belongings import (
+    Belongings,
+    commit_steps,
+    is_begun,
+    other_targets,
+    sort_belongings,
+    still_there,
+)
+from dcp_s3.retention.checkpoint_info import CheckpointInfo, sort_out
+from dcp_s3.retention.inspect import Inspected, gather, inspect, matching_manifest, save_id_of
+from dcp_s3.retention.plan import LEASE_MARGIN, LeftoverObject
+from dcp_s3.retention.scan import look_deeper
+from dcp_s3.transport import multipart
+from dcp_s3.transport.async_client import AsyncBucket, ListedObject
+from dcp_s3.transport.bucket import Bucket
+from dcp_s3.transport.delete import Target, batches, delete_batch, list_versions, old_versions
+from dcp_s3.transport.workers import Workers
+from dcp_s3.url import CheckpointURL
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+WORKERS = 8
+"""Requests that delete in flight; each of 1000 keys counts as 1000 for S3, which takes 3500 a second."""
+
+
+class LeftAloneError(errors.DcpS3Error):
+    """Something was not deleted because it is not what the plan saw, or is protected."""
+
+
+@dataclass(frozen=True)
+class Deletion:
+    """What was deleted of one checkpoint's directory.
+
+    Attributes:
+        name: of the checkpoint.
+        objects: how many; its list and other small marks do not count.
+        size: bytes.
+    """
+
+    name: str
+    objects: int
+    size: int
+
+
+class Remover:
+    """Deletes what lies under one root.
+
+    Args:
+        bucket: to look at it.
+        workers: threads for the requests that change something.
+        all_versions: whether, in a bucket with versions, all of an object's go instead of a delete marker being put.
+        force: whether pins, leases and saves in progress count for nothing.
+    """
+
+    def __init__(self, bucket: AsyncBucket, workers: Workers, *, all_versions: bool, force: bool = False) -> None:
+        self._bucket = bucket
+        self._writing = Bucket(bucket.name, bucket.settings)
+        self._workers = workers
+        self._all_versions = all_versions
+        self._force = force
+
+    async def delete_committed(
+        self, url: CheckpointURL, planned: CheckpointInfo, *, since: float, newest: CheckpointURL | None = None
+    ) -> Deletion:
+        """Delete a committed checkpoint.
+
+        Args:
+            url: of the checkpoint.
+            planned: what the plan saw.
+            since: what was written later (seconds since the epoch on the clock of S3) and is not the checkpoint's is
+                of a save in progress.
+            newest: of the checkpoint that has to be there for this one to be deleted.
+
+        Raises:
+            LeftAloneError: it changed, is protected, or something is being saved there.
+            StorageError, CheckpointError
+        """
+        found = await inspect(self._bucket, url)
+        if found is None or not found.info.committed:
+            raise LeftAloneError("it is gone, or no longer committed")
+        _check_unchanged(planned, found.info)
+        needed = await self._needed(url, found)
+        objects, now = await self._list(url.key(""))
+        self._check_marks(url, objects, now)
+        belongings = sort_belongings(url, objects, needed, since=since, now=now)
+        if belongings.being_saved and not self._force:
+            raise LeftAloneError(f"a save is in progress: {belongings.being_saved} was written")
+        if planned.etag is not None and not _same(planned.etag, belongings.commits.get(METADATA)):
+            raise LeftAloneError("it was overwritten")
+        await self._delete(url, planned, belongings, newest)
+        return Deletion(url.name, len(belongings.commits) + len(belongings.objects), belongings.size)
+
+    async def _delete(
+        self, url: CheckpointURL, planned: CheckpointInfo, belongings: Belongings, newest: CheckpointURL | None
+    ) -> None:
+        listed = belongings.to_list(planned.save_id, all_versions=self._all_versions)
+        path = deletion_object(planned.deletion_id, new_nonce())
+        began = time.monotonic()
+        try:
+            await self._run(self._write, url.key(path), listed.to_json())
+            lists = await self._look_again(url, planned, listed, newest)
+            if time.monotonic() - began > DELETION_BEGINS / 2:
+                raise LeftAloneError("S3 is too slow for its readers to be seen")
+        except (LeftAloneError, errors.StorageError):
+            await self._withdraw(url, [path])
+            raise
+        for step in commit_steps(url, listed):
+            if await self._delete_all(step):
+                await self._withdraw(url, [path])
+                raise LeftAloneError("it was overwritten")
+        await self._delete_rest(url, listed, {path, *lists})
+
+    async def _delete_rest(self, url: CheckpointURL, listed: DeletionList, lists: Iterable[str]) -> None:
+        """What is left to do when the checkpoint is none any more."""
+        await self._delete_all(other_targets(url, listed))
+        if listed.all_versions or self._all_versions:
+            await self._purge(url, listed)
+        await self._delete_all([Target(url.key(path)) for path in lists])
+        if listed.all_versions or self._all_versions:
+            await self._purge(url, DeletionList(None, {}, dict.fromkeys(lists, "")))
+
+    async def _look_again(
+        self, url: CheckpointURL, planned: CheckpointInfo, listed: DeletionList, newest: CheckpointURL | None
+    ) -> list[str]:
+        """The last look before something goes; the lists of other deletions of the same checkpoint."""
+        if newest is not None and not await self._exists(newest):
+            raise LeftAloneError(f"{newest}, which was to stay as the newest, is gone")
+        if planned.etag is not None:
+            try:
+                head = await self._bucket.head(url.key(METADATA))
+            except errors.ObjectNotFoundError:
+                raise LeftAloneError("another prune deletes it") from None
+            if head.get("ETag", "").strip('"') != planned.etag.strip('"'):
+                raise LeftAloneError("it was overwritten")
+        skip = len(url.key(""))
+        objects, now = await self._list(url.key(CONTROL_PREFIX))
+        self._check_marks(url, objects, now)
+        lists = []
+        for each in objects:
+            path = each.key[skip:]
+            if path == METRICS and not self._force and not _same(listed.objects.get(path), each):
+                raise LeftAloneError("metrics were added to it")
+            if parse_manifest_object(path) is not None and path not in listed.objects and not self._force:
+                raise LeftAloneError("a save is in progress: it has written its manifest")
+            if parse_deletion_object(path) == planned.deletion_id:
+                lists.append(path)
+        return lists
+
+    async def delete_uncommitted(self, url: CheckpointURL, *, since: float) -> Deletion:
+        """Delete what a save that was never committed left.
+
+        Args:
+            url: of the directory.
+            since: nothing in it may have been written later: seconds since the epoch on the clock of S3.
+
+        Raises:
+            LeftAloneError: it was committed meanwhile, is being saved, or is protected.
+            StorageError, CheckpointError
+        """
+        found = await inspect(self._bucket, url)
+        if found is None:
+            return Deletion(url.name, 0, 0)  # somebody else was faster
+        if found.info.committed:
+            raise LeftAloneError("it was committed")
+        objects, now = await self._list(url.key(""))
+        self._check_marks(url, objects, now)
+        belongings = sort_belongings(url, objects, (), since=since, now=now)
+        if METADATA in belongings.commits:
+            raise LeftAloneError("it was committed")
+        young = [path for path, each in belongings.commits.items() if each.modified_at > since]
+        if (belongings.being_saved or young) and not self._force:
+            raise LeftAloneError(f"a save is in progress: {belongings.being_saved or young[0]} was written")
+        skip = len(url.key(""))
+        for each in objects:  # everything in our own directory goes, but what protects and what is to be finished
+            path = each.key[skip:]
+            if (
+                path.startswith(CONTROL_PREFIX)
+                and path != PIN
+                and parse_lease_object(path) is None
+                and parse_deletion_object(path) is None
+            ):
+                belongings.objects[path] = each
+        listed = belongings.to_list(None, all_versions=self._all_versions)
+        for step in commit_steps(url, listed):
+            await self._delete_all(step)
+        await self._delete_rest(url, listed, ())
+        return Deletion(url.name, len(belongings.commits) + len(belongings.objects), belongings.size)
+
+    async def finish(self, url: CheckpointURL, deletion: str) -> Deletion:
+        """Finish a deletion that was cut off: exactly what its lists name goes, as far as it is what it was.
+
+        Args:
+            url: of the checkpoint.
+            deletion: its id.
+
+        Raises:
+            LeftAloneError: the checkpoint is still there.
+            CheckpointError: a list can not be read.
+            StorageError
+        """
+        objects, _ = await self._list(url.key(""))
+        skip = len(url.key(""))
+        sizes = {each.key[skip:]: each.size for each in objects}
+        gone: set[str] = set()
+        for path in [path for path in sizes if parse_deletion_object(path) == deletion]:
+            try:
+                listed = DeletionList.from_json(await self._bucket.read(url.key(path)))
+            except errors.ObjectNotFoundError:
+                continue  # another prune has finished it
+            except ValueError as error:
+                raise errors.CheckpointError(
+                    f"the list of a deletion s3://{self._bucket.name}/{url.key(path)} can not be read: {error}. "
+                    "Remedy: delete it; what it names is then left over, and goes after the grace period",
+                    url=str(url),
+                ) from None
+            if not is_begun(url, listed, objects) or await self._has_save(url, listed.save_id, sizes):
+                raise LeftAloneError("a deletion was begun and given up; the checkpoint is still there")
+            rest = still_there(url, listed, objects)
+            for step in commit_steps(url, rest):
+                await self._delete_all(step)
+            # With versions, what has its delete marker already may still have older ones.
+            await self._delete_rest(url, listed if listed.all_versions else rest, [path])
+            gone |= {*rest.commits, *rest.objects}
+        return Deletion(url.name, len(gone), sum(sizes[path] for path in gone))
+
+    async def withdraw_given_up(self, url: CheckpointURL, deletion: str) -> None:
+        """Remove the lists of deletions of a checkpoint that is still there, which were cut off before they began."""
+        objects, now = await self._list(url.key(DELETION_PREFIX))
+        skip = len(url.key(""))
+        old = [each.key[skip:] for each in objects if each.modified_at < now - DELETION_BEGINS]
+        await self._delete_all([Target(url.key(path)) for path in old if parse_deletion_object(path) == deletion])
+
+    async def delete_leftovers(
+        self, url: CheckpointURL, planned: Sequence[LeftoverObject], *, since: float
+    ) -> Deletion:
+        """Delete objects of other saves in the directory of a committed checkpoint.
+
+        Raises:
+            LeftAloneError: a save is in progress.
+            StorageError
+        """
+        _, now = await self._list(url.key(DELETION_PREFIX))
+        found = await inspect(self._bucket, url)
+        unneeded = (await look_deeper(self._bucket, url, found, now))[1] if found and found.info.committed else []
+        if any(each.modified_at > since and not each.is_lease for each in unneeded):
+            raise LeftAloneError("a save is in progress: an object was written")
+        gone = [each for each in planned if each in unneeded]
+        await self._delete_all([Target(each.key) for each in gone])
+        if self._all_versions:
+            skip = len(url.key(""))
+            await self._purge(url, DeletionList(None, {}, {each.key[skip:]: "" for each in gone}))
+        return Deletion(url.name, len(gone), sum(each.size for each in gone))
+
+    async def abort(self, key: str, upload_id: str) -> None:
+        """Abort an open multipart upload; one that is not there any more is no error."""
+        await self._run(multipart.abort, self._writing, key, upload_id)
+
+    def _check_marks(self, url: CheckpointURL, objects: Iterable[ListedObject], now: float) -> None:
+        if self._force:
+            return
+        skip = len(url.key(""))
+        for each in objects:
+            seconds = parse_lease_object(each.key[skip:])
+            if each.key[skip:] == PIN:
+                raise LeftAloneError("it is pinned")
+            if seconds is not None and now < each.modified_at + seconds + LEASE_MARGIN:
+                raise LeftAloneError("a reader has a lease")
+
+    async def _needed(self, url: CheckpointURL, found: Inspected) -> set[str]:
+        """Relative paths of the data objects and manifests that a checkpoint's metadata names."""
+        if found.manifest is not None:
+            return {entry.path for entry in found.manifest.objects} | {manifest_object(found.manifest.save_id)}
+        needed: set[str] = set()
+        ranks = [None] if None in found.contents.commits else list(found.contents.commits)
+        for rank in ranks:
+            manifest = await matching_manifest(self._bucket, url, found.contents, rank)
+            if manifest is not None:
+                needed |= {entry.path for entry in manifest.objects} | {manifest_object(manifest.save_id, rank)}
+                continue
+            try:
+                metadata = load_metadata(await self._bucket.read(url.key(metadata_object(rank))), url=str(url))
+            except errors.ObjectNotFoundError:
+                raise LeftAloneError("another prune deletes it") from None
+            except errors.CheckpointError as error:
+                logger.warning("what %s consists of can not be read, so that only old objects go: %s", url, error)
+                continue
+            needed |= set(needed_objects(metadata))
+        return needed
+
+    async def _has_save(self, url: CheckpointURL, save_id: str | None, there: Iterable[str]) -> bool:
+        """Whether the checkpoint at the URL is of that save, though its ``.metadata`` may have another ETag: one that
+        was brought back from a copy."""
+        if save_id is None or METADATA not in there:
+            return False
+        try:
+            return save_id_of(await self._bucket.head(url.key(METADATA))) == save_id
+        except errors.ObjectNotFoundError:
+            return False
+
+    async def _exists(self, url: CheckpointURL) -> bool:
+        found = await self._bucket.page(url.key("."))
+        contents = sort_out(url, found.objects)
+        return None in contents.commits or any(
+            each.key == url.key(metadata_object(0)) for each in (await self._bucket.page(url.key("__0."))).objects
+        )
+
+    async def _list(self, prefix: str) -> tuple[list[ListedObject], float]:
+        """Objects, and the time on S3's clock."""
+        pages = await self._bucket.pages(prefix)
+        now = pages[0].server_time
+        return [each for page in pages for each in page.objects], time.time() if now is None else now
+
+    def _write(self, key: str, data: bytes) -> None:
+        self._writing.write(key, data, content_type="application/json")
+
+    async def _withdraw(self, url: CheckpointURL, paths: Iterable[str]) -> None:
+        try:
+            await self._delete_all([Target(url.key(path)) for path in paths])
+        except errors.StorageError as error:
+            logger.warning("a deletion of %s was given up, and its list stays until the next prune: %s", url, error)
+
+    async def _delete_all(self, targets: Sequence[Target]) -> list[str]:
+        """Keys that have another ETag and were left alone."""
+        changed = await gather([self._run(delete_batch, self._writing, batch) for batch in batches(targets)])
+        return [key for each in changed for key in each]
+
+    async def _purge(self, url: CheckpointURL, listed: DeletionList) -> None:
+        """All versions but a current one, which was written since."""
+        commits, keys = ({url.key(path) for path in paths} for paths in (listed.commits, listed.objects))
+        if commits or keys:
+            for step in old_versions(await self._run(list_versions, self._writing, url.key("")), commits, keys):
+                await self._delete_all(step)
+
+    async def _run(self, function: Callable[..., T], *arguments: object) -> T:
+        """In a thread: these requests are boto3's."""
+        result: T = await asyncio.wrap_future(self._workers.submit(function, *arguments))
+        return result
+
+
+def _check_unchanged(planned: CheckpointInfo, now: CheckpointInfo) -> None:
+    """Raises LeftAloneError unless a checkpoint is what the plan saw."""
+    if (planned.save_id, planned.modified_at) != (now.save_id, now.modified_at) or (planned.etag or "").strip('"') != (
+        now.etag or ""
+    ).strip('"'):
+        raise LeftAloneError("it was overwritten")
+    if repr(sorted(planned.metrics.items())) != repr(sorted(now.metrics.items())):
+        raise LeftAloneError("metrics were added to it")
+
+
+def _same(etag: str | None, found: ListedObject | None) -> bool:
+    return etag is not None and found is not None and found.etag.strip('"') == etag.strip('"')

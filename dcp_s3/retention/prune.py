@@ -1,0 +1,333 @@
+"""Prune: acts on a plan. `deletion` says how one checkpoint goes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+from dcp_s3 import errors
+from dcp_s3.retention.catalog import CheckpointCatalog
+from dcp_s3.retention.checkpoint_info import CheckpointInfo, age_order
+from dcp_s3.retention.deletion import WORKERS, Deletion, LeftAloneError, Remover
+from dcp_s3.retention.inspect import Root, map_bounded, run
+from dcp_s3.retention.parse import parse_policy, policy_from_settings
+from dcp_s3.retention.plan import LeftoverObject, OpenUpload, Plan
+from dcp_s3.retention.policy import PolicyFunction
+from dcp_s3.settings import SettingsLike, resolve_settings
+from dcp_s3.transport.async_client import open_bucket
+from dcp_s3.transport.bucket import Bucket
+from dcp_s3.transport.delete import check_versions
+from dcp_s3.transport.workers import Workers
+from dcp_s3.units import parse_duration
+from dcp_s3.url import CheckpointURL, parse_url
+
+logger = logging.getLogger(__name__)
+
+MIN_GRACE = 3600.0
+"""Seconds: a shorter grace period has to be forced. A save of one large object shows nothing new for a while."""
+
+_CHECKPOINTS_AT_ONCE = 16
+
+_Step = tuple[str, Callable[[], Awaitable[None]]]
+
+Progress = Callable[[int, int], None]
+"""Is told how many of how many steps (checkpoints, groups of leftovers, uploads) are done. Called in another thread if
+the caller's runs an event loop."""
+
+
+@dataclass(frozen=True)
+class LeftAlone:
+    """What a plan wanted to delete and a prune did not.
+
+    Attributes:
+        name: of the checkpoint.
+        reason: why: it changed since the plan, or is protected now.
+    """
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class PruneFailure:
+    """What could not be deleted, or not all of it. The next prune tries again.
+
+    Attributes:
+        name: of the checkpoint.
+        error: the error's name and message.
+    """
+
+    name: str
+    error: str
+
+
+@dataclass(frozen=True)
+class PruneReport:
+    """What a prune did.
+
+    Attributes:
+        root: its URL.
+        plan: what it acted on.
+        dry_run: whether nothing was deleted.
+        deleted: checkpoints that were deleted, committed or left over.
+        finished: deletions that an earlier prune had begun.
+        leftovers: objects deleted out of directories of checkpoints that stay.
+        aborted: multipart uploads that were aborted.
+        left_alone: what changed since the plan.
+        failures: what went wrong, of which the rest of the prune knew nothing.
+    """
+
+    root: str
+    plan: Plan
+    dry_run: bool = False
+    deleted: tuple[Deletion, ...] = ()
+    finished: tuple[Deletion, ...] = ()
+    leftovers: tuple[Deletion, ...] = ()
+    aborted: tuple[OpenUpload, ...] = ()
+    left_alone: tuple[LeftAlone, ...] = ()
+    failures: tuple[PruneFailure, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing failed."""
+        return not self.failures
+
+    @property
+    def objects(self) -> int:
+        """How many were deleted."""
+        return sum(each.objects for each in (*self.deleted, *self.finished, *self.leftovers))
+
+    @property
+    def size(self) -> int:
+        """Bytes that were deleted."""
+        return sum(each.size for each in (*self.deleted, *self.finished, *self.leftovers))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields and what follows from them, for JSON."""
+        return asdict(self) | {"ok": self.ok, "objects": self.objects, "size": self.size}
+
+
+def prune(
+    root: Root,
+    policy: PolicyFunction | str | None = None,
+    *,
+    grace: float | str | None = None,
+    dry_run: bool = False,
+    all_versions: bool = False,
+    force: bool = False,
+    settings: SettingsLike = None,
+    patterns: str | Sequence[str] | None = None,
+    progress: Progress | None = None,
+) -> PruneReport:
+    """Delete the checkpoints under ``root`` that no policy keeps, and what failed saves left behind.
+
+    The floors of `make_plan` are kept whatever the policy says. Interrupted anywhere, the next prune finishes; several
+    at a time are harmless. One checkpoint that can not be deleted does not stop the others.
+
+    Args:
+        root: the URL above the checkpoints.
+        policy: what to keep, as an object or in one line (`parse_policy`). None: the setting ``retention``, and if that
+            is unset, everything that is committed.
+        grace: seconds, or text like ``24h``, for which what is not committed counts as a save in progress. None: the
+            setting ``retention_grace``.
+        dry_run: only make the plan.
+        all_versions: in a bucket with versions, delete all versions of the objects, for good. Otherwise they get
+            delete markers.
+        force: allow a grace period under an hour. A save that is going on may then be taken for a leftover, and lose
+            its objects.
+        settings: a `Settings`, or a mapping of those that differ from the environment.
+        patterns: see `CheckpointCatalog`.
+        progress: told how far it is.
+
+    Raises:
+        PolicyError: not a policy, or it failed; or a grace period that has to be forced. Nothing was deleted.
+        InvalidURLError, SettingsError
+        StorageError: the root could not be looked at; nothing was deleted.
+    """
+    return run(
+        prune_async(root, policy, grace=grace, dry_run=dry_run, all_versions=all_versions, force=force,
+                    settings=settings, patterns=patterns, progress=progress)
+    )  # fmt: skip
+
+
+async def prune_async(
+    root: Root,
+    policy: PolicyFunction | str | None = None,
+    *,
+    grace: float | str | None = None,
+    dry_run: bool = False,
+    all_versions: bool = False,
+    force: bool = False,
+    settings: SettingsLike = None,
+    patterns: str | Sequence[str] | None = None,
+    progress: Progress | None = None,
+) -> PruneReport:
+    """`prune` for asyncio."""
+    resolved = resolve_settings(settings)
+    keep = parse_policy(policy) if isinstance(policy, str) else policy
+    keep = policy_from_settings(resolved) if policy is None else keep
+    seconds = check_grace(resolved.retention_grace if grace is None else grace, force=force)
+    snapshot = await CheckpointCatalog(root, settings=resolved, patterns=patterns).scan_async(deep=True)
+    plan = snapshot.plan(keep, grace=seconds)
+    if dry_run:
+        return PruneReport(snapshot.root, plan, dry_run=True)
+    return await apply_plan_async(root, plan, all_versions=all_versions, settings=resolved, progress=progress)
+
+
+def check_grace(grace: float | str, *, force: bool) -> float:
+    """The grace period in seconds.
+
+    Raises:
+        PolicyError: not a duration, or under an hour and not forced.
+    """
+    try:
+        seconds = parse_duration(grace)
+        if not 0 <= seconds < math.inf:
+            raise ValueError
+    except ValueError:
+        raise errors.PolicyError(f"grace = {grace!r}, expected seconds, or text like 24h") from None
+    if seconds < MIN_GRACE and not force:
+        raise errors.PolicyError(
+            f"grace = {grace!r} is under {MIN_GRACE / 3600:.0f} h: a save that is going on could be taken for a "
+            "leftover, and lose its objects. Remedy: a longer one; or force it, if nothing is being saved there"
+        )
+    return seconds
+
+
+def apply_plan(
+    root: Root,
+    plan: Plan,
+    *,
+    all_versions: bool = False,
+    settings: SettingsLike = None,
+    progress: Progress | None = None,
+) -> PruneReport:
+    """Do what a plan says, as far as it still holds: see `prune`. Each thing is looked at again before it is deleted.
+
+    Raises:
+        InvalidURLError, SettingsError
+        StorageError: nothing could be begun.
+    """
+    return run(apply_plan_async(root, plan, all_versions=all_versions, settings=settings, progress=progress))
+
+
+async def apply_plan_async(
+    root: Root,
+    plan: Plan,
+    *,
+    all_versions: bool = False,
+    settings: SettingsLike = None,
+    progress: Progress | None = None,
+) -> PruneReport:
+    """`apply_plan` for asyncio."""
+    where, resolved = parse_url(root), resolve_settings(settings)
+    async with open_bucket(where.bucket, resolved) as bucket:
+        with contextlib.closing(Workers(WORKERS, "dcp_s3-prune")) as workers:
+            if all_versions and not plan.empty:  # fails before anything is deleted
+                await asyncio.wrap_future(workers.submit(check_versions, Bucket(where.bucket, resolved), where.key("")))
+            remover = Remover(bucket, workers, all_versions=all_versions)
+            return await _Application(where, plan, remover, progress).run()
+
+
+class _Application:
+    """One plan being applied."""
+
+    def __init__(self, root: CheckpointURL, plan: Plan, remover: Remover, progress: Progress | None) -> None:
+        self._root, self._plan, self._remover = root, plan, remover
+        self._progress = progress
+        self._since = plan.now - plan.grace
+        self._newest = _newest_kept(plan)
+        self._done = self._steps = 0
+        self._deleted: list[Deletion] = []
+        self._finished: list[Deletion] = []
+        self._leftovers: list[Deletion] = []
+        self._aborted: list[OpenUpload] = []
+        self._left_alone: list[LeftAlone] = []
+        self._failures: list[PruneFailure] = []
+
+    async def run(self) -> PruneReport:
+        """All that the plan says, a few checkpoints at a time."""
+        plan = self._plan
+        deleted = {info.name for info in plan.deleted}
+        leftovers: dict[str, list[LeftoverObject]] = {}
+        for decision in plan.leftovers:
+            if decision.action == "delete" and decision.leftover.checkpoint not in deleted:
+                leftovers.setdefault(decision.leftover.checkpoint, []).append(decision.leftover)
+        uploads = [decision.upload for decision in plan.uploads if decision.action == "delete"]
+        given_up = [info for info in plan.kept if info.committed and info.deletion_id in info.deletions]
+        first: list[_Step] = [
+            (each.checkpoint, partial(self._finish, each.checkpoint, each.deletion)) for each in plan.unfinished
+        ]
+        then: list[_Step] = [
+            *((info.name, partial(self._delete, info)) for info in plan.deleted),
+            *((name, partial(self._delete_leftovers, name, found)) for name, found in leftovers.items()),
+            *((upload.checkpoint, partial(self._abort, upload)) for upload in uploads),
+            *((info.name, partial(self._withdraw, info)) for info in given_up),
+        ]
+        self._steps = len(first) + len(then)
+        for steps in (first, then):
+            await map_bounded(self._step, steps, limit=_CHECKPOINTS_AT_ONCE)
+        return PruneReport(
+            root=str(self._root),
+            plan=plan,
+            deleted=_sorted(self._deleted),
+            finished=_sorted(self._finished),
+            leftovers=_sorted(self._leftovers),
+            aborted=tuple(sorted(self._aborted, key=lambda each: (each.key, each.upload_id))),
+            left_alone=tuple(sorted(self._left_alone, key=lambda each: each.name)),
+            failures=tuple(sorted(self._failures, key=lambda each: each.name)),
+        )
+
+    async def _step(self, step: _Step) -> None:
+        name, work = step
+        try:
+            await work()
+        except LeftAloneError as error:
+            logger.info("%s is left alone: %s", self._root.child(name), error)
+            self._left_alone.append(LeftAlone(name, str(error)))
+        except errors.DcpS3Error as error:
+            logger.warning("%s could not be pruned: %s", self._root.child(name), error)
+            self._failures.append(PruneFailure(name, f"{type(error).__name__}: {error}"))
+        self._done += 1
+        if self._progress is not None:
+            self._progress(self._done, self._steps)
+
+    async def _finish(self, name: str, deletion: str) -> None:
+        self._finished.append(await self._remover.finish(self._root.child(name), deletion))
+
+    async def _delete(self, info: CheckpointInfo) -> None:
+        url = self._root.child(info.name)
+        if info.committed:
+            newest = None if self._newest is None else self._root.child(self._newest)
+            done = await self._remover.delete_committed(url, info, since=self._since, newest=newest)
+        else:
+            done = await self._remover.delete_uncommitted(url, since=self._since)
+        logger.info("deleted %s: %d objects, %d bytes", url, done.objects, done.size)
+        self._deleted.append(done)
+
+    async def _delete_leftovers(self, name: str, found: Sequence[LeftoverObject]) -> None:
+        url = self._root.child(name)
+        self._leftovers.append(await self._remover.delete_leftovers(url, found, since=self._since))
+
+    async def _abort(self, upload: OpenUpload) -> None:
+        await self._remover.abort(upload.key, upload.upload_id)
+        self._aborted.append(upload)
+
+    async def _withdraw(self, info: CheckpointInfo) -> None:
+        await self._remover.withdraw_given_up(self._root.child(info.name), info.deletion_id)
+
+
+def _sorted(found: Iterable[Deletion]) -> tuple[Deletion, ...]:
+    return tuple(sorted((each for each in found if each.objects), key=lambda each: each.name))
+
+
+def _newest_kept(plan: Plan) -> str | None:
+    """The checkpoint that a run would go on from after this plan."""
+    kept = [info for info in plan.kept if info.committed and info.damage is None]
+    return max(kept, key=age_order).name if kept else None

@@ -1,0 +1,108 @@
+"""One checkpoint deleted because somebody says so."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+
+from dcp_s3 import errors
+from dcp_s3.retention.catalog import find_local
+from dcp_s3.retention.checkpoint_info import CheckpointInfo
+from dcp_s3.retention.deletion import WORKERS, Deletion, LeftAloneError, Remover
+from dcp_s3.retention.inspect import Root, inspect_checkpoint, run
+from dcp_s3.retention.plan import LEASE_MARGIN
+from dcp_s3.retention.scan import open_upload
+from dcp_s3.settings import Settings, SettingsLike, resolve_settings
+from dcp_s3.transport.async_client import ListedUpload, open_bucket
+from dcp_s3.transport.workers import Workers
+from dcp_s3.url import CheckpointURL, parse_url
+
+
+def remove(
+    url: Root,
+    *,
+    force: bool = False,
+    all_versions: bool = False,
+    settings: SettingsLike = None,
+) -> Deletion:
+    """Delete one checkpoint whatever the policies say, even the newest; also one that was never committed.
+
+    Args:
+        url: of the checkpoint.
+        force: also if it is pinned, being read, or being saved: whoever does that fails.
+        all_versions: see `prune`.
+        settings: a `Settings`, or a mapping of those that differ from the environment.
+
+    Raises:
+        CheckpointNotFoundError: nothing of a checkpoint is there.
+        CheckpointProtectedError: it is pinned, a reader has a lease, something was written there within the grace
+            period (setting ``retention_grace``), or its commit waits in this host's spill directory.
+        InvalidURLError, SettingsError
+        StorageError: it is not gone, or not all of it; `prune` or another `remove` finish it.
+    """
+    return run(_remove(parse_url(url), resolve_settings(settings), force=force, all_versions=all_versions))
+
+
+async def _remove(url: CheckpointURL, settings: Settings, *, force: bool, all_versions: bool) -> Deletion:
+    parent = url.prefix.rpartition("/")[0]
+    root = CheckpointURL(url.bucket, parent)
+    waiting = any(info.name == url.name for info in find_local(str(root), settings=settings))
+    async with open_bucket(url.bucket, settings) as bucket:
+        with contextlib.closing(Workers(WORKERS, "dcp_s3-remove")) as workers:
+            remover = Remover(bucket, workers, all_versions=all_versions, force=force)
+            now = (await bucket.page(url.key(""))).server_time
+            since = math.inf if force or now is None else now - settings.retention_grace
+            uploads = [
+                each
+                for each in await bucket.list_uploads(url.key(""))
+                if (upload := open_upload(root, each)) is not None and upload.checkpoint == url.name
+            ]
+            info = await inspect_checkpoint(bucket, url)
+            if info is None and not uploads:
+                raise errors.CheckpointNotFoundError(
+                    f"there is nothing of a checkpoint at {url}. Remedy: check the URL; `dcp-s3 ls` on its parent "
+                    "shows what is there",
+                    url=str(url),
+                )
+            why = "its commit waits in this host's spill directory" if waiting else None
+            if any(each.initiated_at > since for each in uploads):
+                why = "a save is in progress: an upload was begun within the grace period"
+            if info is not None and info.leased_until is not None:
+                live = now is None or now < info.leased_until + LEASE_MARGIN
+                why = "a reader has a lease" if live else why
+            if info is not None and info.pinned:
+                why = "it is pinned"
+            if why is not None and not force:
+                raise _protected(url, why)
+            return await _remove_found(remover, url, info, uploads, since=since)
+
+
+async def _remove_found(
+    remover: Remover, url: CheckpointURL, info: CheckpointInfo | None, uploads: Sequence[ListedUpload], *, since: float
+) -> Deletion:
+    done = Deletion(url.name, 0, 0)
+    try:
+        for deletion in info.deletions if info is not None else ():
+            if not info.committed or deletion != info.deletion_id:  # type: ignore[union-attr]
+                finished = await remover.finish(url, deletion)
+                done = Deletion(url.name, done.objects + finished.objects, done.size + finished.size)
+        if info is not None:
+            deleted = await (
+                remover.delete_committed(url, info, since=since)
+                if info.committed
+                else remover.delete_uncommitted(url, since=since)
+            )
+            done = Deletion(url.name, done.objects + deleted.objects, done.size + deleted.size)
+    except LeftAloneError as error:
+        raise _protected(url, str(error)) from None
+    for upload in uploads:
+        await remover.abort(upload.key, upload.upload_id)
+    return done
+
+
+def _protected(url: CheckpointURL, why: str) -> errors.CheckpointProtectedError:
+    return errors.CheckpointProtectedError(
+        f"{url} was not deleted: {why}. Remedy: `unpin` it, wait, or force it, if nobody needs what is there",
+        url=str(url),
+    )
