@@ -91,12 +91,20 @@ def find(catalog: CheckpointCatalog, order: Order, *, passed_over: Collection[st
             f"{steps[0]} to {steps[-1]}). Remedy: `dcp-s3 ls {catalog.root}` shows their steps and metrics",
             url=str(catalog.root),
         )
-    left = [info for info in candidates if info.url not in passed_over]
-    usable = run(_first_loadable(catalog, left))
-    if usable is None and (candidates or passed_over):
+    tried: set[str] = set()
+    usable = None
+    while usable is None:
+        left = [info for info in candidates if info.url not in passed_over and info.url not in tried]
+        if not left:
+            break
+        usable = run(_first_loadable(catalog, left))
+        tried |= {info.url for info in left}
+        if usable is None:  # a prune may have been faster: then there are newer ones
+            candidates = order([info for info in catalog.checkpoints() if info.committed and info.step is not None])
+    if usable is None and (tried or passed_over):
         raise errors.CorruptCheckpointError(
             f"there are checkpoints under {catalog.root}, and none of those asked for can be loaded: "
-            f"{', '.join(dict.fromkeys([*passed_over, *(info.url for info in candidates)]))}. Remedy: `dcp-s3 verify` "
+            f"{', '.join(sorted({*passed_over, *tried}))}. Remedy: `dcp-s3 verify` "
             "says what is wrong with each",
             url=str(catalog.root),
         )
