@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import threading
 from collections.abc import Iterator
 
@@ -18,7 +19,8 @@ _was_enabled = False
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """No automatic collection in this process meanwhile. Pauses may overlap; the last one puts back what was found."""
+    """No automatic collection in this process meanwhile. Pauses may overlap; the last one puts back what was found,
+    whatever `gc.disable` and `gc.enable` were called meanwhile."""
     global _pauses, _was_enabled
     with _lock:
         if _pauses == 0:
@@ -29,9 +31,21 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         with _lock:
-            _pauses -= 1
+            _pauses = max(0, _pauses - 1)  # 0 in a child that was forked meanwhile
             if _pauses == 0 and _was_enabled:
                 gc.enable()
+
+
+def _begin_anew() -> None:
+    """A forked child has none of the threads that pause: they would never end it."""
+    global _lock, _pauses
+    _lock = threading.Lock()
+    if _pauses and _was_enabled:
+        gc.enable()
+    _pauses = 0
+
+
+os.register_at_fork(after_in_child=_begin_anew)
 
 
 def collect_young() -> None:

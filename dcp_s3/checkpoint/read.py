@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint._torch import ReaderTransforms
+from dcp_s3.checkpoint.aliases import read_in_turn
 from dcp_s3.checkpoint.archive_heads import look, plan_probes
 from dcp_s3.checkpoint.memory import synchronize_accelerator
 from dcp_s3.checkpoint.prepare import TransferFactory
@@ -94,7 +95,8 @@ class LoadExecutor:
         """
         with collector_paused():
             transfers = self.prepare(plan, planner)
-            self.read(transfers, transfers, planner)
+            for numbers in read_in_turn(transfers):
+                self.read(transfers, [transfers[number] for number in numbers], planner)
         synchronize_accelerator(transfer.target for transfer in transfers)
 
     def prepare(self, plan: LoadPlan, planner: LoadPlanner, whole: Collection[int] = ()) -> list[ItemTransfer]:
@@ -191,9 +193,16 @@ class LoadExecutor:
         extents = [extent for transfer in transfers for extent in transfer.extents]
         total = sum([extent.length for extent in extents])
         largest = min(settings.part_size, max(_SMALL_REQUEST, total // (2 * settings.concurrency)))
+        buffered = min(largest, max(_SMALL_BUFFER, settings.load_buffers // settings.concurrency))
         if any(transfer.owned is None for transfer in transfers if transfer.extents):
-            largest = min(largest, max(_SMALL_BUFFER, settings.load_buffers // settings.concurrency))
-        return plan_requests(extents, max_request=largest, max_gap=settings.read_gap, max_waste=settings.read_waste)
+            largest = buffered
+        return plan_requests(
+            extents,
+            max_request=largest,
+            max_gap=settings.read_gap,
+            max_waste=settings.read_waste,
+            max_shared=buffered,
+        )
 
     def commit(self, transfer: ItemTransfer, planner: LoadPlanner) -> None:
         """Hand an item that is in its place to the planner."""

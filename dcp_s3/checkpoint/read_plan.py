@@ -98,9 +98,9 @@ def ranges_of_box(
     Raises:
         ValueError: the box is not inside the chunk.
     """
-    runs = [
-        (start * element_size, stop * element_size) for start, stop in runs_of_box(sizes, box, max_gap // element_size)
-    ]
+    # Runs closer than a block are widened into each other anyway.
+    gap = max_gap if blocks is None else max(max_gap, blocks.size)
+    runs = [(start * element_size, stop * element_size) for start, stop in runs_of_box(sizes, box, gap // element_size)]
     if blocks is None:
         return [ChunkRange(start, stop, None) for start, stop in runs]
     nbytes = element_size
@@ -120,7 +120,12 @@ _FRAMING = 4 * 2**10
 
 
 def plan_requests(
-    extents: Iterable[Extent], *, max_request: int, max_gap: int, max_waste: float = math.inf
+    extents: Iterable[Extent],
+    *,
+    max_request: int,
+    max_gap: int,
+    max_waste: float = math.inf,
+    max_shared: int | None = None,
 ) -> list[ReadRequest]:
     """Requests that fetch every byte of every extent, none of them twice.
 
@@ -133,6 +138,7 @@ def plan_requests(
         max_gap: bytes between two extents that are rather fetched and thrown away than asked for around.
         max_waste: bytes thrown away in all, as a share of those needed; the shortest gaps come first. Those that a
             stored tensor has around it anyway (4 KiB) are neither counted nor ever asked around.
+        max_shared: bytes of one request at most where extents overlap; None: as ``max_request``.
 
     Returns:
         Requests, the largest first, so that the tail of the load is short.
@@ -150,11 +156,12 @@ def plan_requests(
         shared = False
         for group, stop in found:
             first = group[0].start
-            if together and (first - end > longest_gap or stop - start > max_request):
+            limit = max_request if len(group) == 1 else min(max_request, max_shared or max_request)
+            if together and (first - end > longest_gap or stop - start > limit):
                 requests.append(_request(path, start, end, together, shared))
                 together, shared = [], False
-            if stop - first > max_request:
-                requests += _split(path, group, stop, max_request)
+            if stop - first > limit:
+                requests += _split(path, group, stop, limit)
                 continue
             if not together:
                 start = first
@@ -226,10 +233,12 @@ def _split(path: str, group: Sequence[Extent], stop: int, max_request: int) -> l
     count = -(-(stop - start) // max_request)
     size = -(-(stop - start) // count)
     size = min(max(1, max_request // _ALIGNMENT) * _ALIGNMENT, -(-size // _ALIGNMENT) * _ALIGNMENT)
-    return [
-        _request(path, at, min(at + size, stop), _clip(group, at, min(at + size, stop)), len(group) > 1)
-        for at in range(start, stop, size)
-    ]
+    requests = []
+    for at in range(start, stop, size):
+        end = min(at + size, stop)
+        clipped = list(_clip(group, at, end))
+        requests.append(_request(path, at, end, clipped, len(clipped) > 1))
+    return requests
 
 
 def _clip(group: Iterable[Extent], start: int, stop: int) -> Iterable[Extent]:

@@ -8,7 +8,7 @@ import fnmatch
 import io
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -214,8 +214,8 @@ class _Source:
                     torch.Size(saved_offsets),
                     torch.Size(lengths),
                 )
-        if sum(math.prod(lengths) for _, lengths in items) < math.prod(selection.lengths):
-            raise self._contradiction(fqn, "its chunks do not cover it")
+        if sum(math.prod(lengths) for _, lengths in items) != math.prod(selection.lengths) or _overlap(items):
+            raise self._contradiction(fqn, "its chunks do not cover it, each element once")
         return list(items.values())
 
     def _contradiction(self, fqn: str, what: str) -> errors.CorruptMetadataError:
@@ -269,3 +269,7 @@ class _Planner(LoadPlanner):
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
         """As it is."""
         return central_plan
+
+
+def _overlap(boxes: Collection[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
+    return len(find_overlaps(list(boxes), list(boxes)).saved) > len(boxes)

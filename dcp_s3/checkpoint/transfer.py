@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import io
 import threading
 from collections.abc import Callable, Sequence
@@ -80,25 +81,31 @@ class ItemTransfer:
 
     def is_damaged(self, offset: int, length: int, crc: int) -> bool:
         """Whether these bytes are a range of this item with another checksum."""
-        for part in self.ranges:
-            if part.start == offset and part.stop == offset + length:
-                return part.crc is not None and part.crc != crc
-        return False
+        if not self.checked:
+            return False
+        place = bisect.bisect_left(self.ranges, (offset,))
+        if place == len(self.ranges):
+            return False
+        start, stop, expected = self.ranges[place]
+        return (start, stop) == (offset, offset + length) and expected is not None and expected != crc
 
     def mismatches(self) -> list[tuple[ChunkRange, int]]:
         """The ranges whose bytes are not what was saved, with the CRC-64/NVME that was found."""
+        if not self.checked:
+            return []
         wrong = []
+        pieces = sorted(self._crcs)
+        at = 0
         for part in self.ranges:
-            if part.crc is None:
-                continue
-            pieces = self._crcs if len(self.ranges) == 1 else self._pieces(part)
-            found = pieces[0][1] if len(pieces) == 1 else combine_crc64nvme((c, n) for _, c, n in sorted(pieces))
-            if found != part.crc:
+            first = at
+            while at < len(pieces) and pieces[at][0] < part.stop:
+                at += 1
+            found = (
+                pieces[first][1] if at - first == 1 else combine_crc64nvme((crc, n) for _, crc, n in pieces[first:at])
+            )
+            if part.crc is not None and found != part.crc:
                 wrong.append((part, found))
         return wrong
-
-    def _pieces(self, part: ChunkRange) -> list[tuple[int, int, int]]:
-        return [piece for piece in self._crcs if part.start <= piece[0] < part.stop]
 
     def forget(self, part: ChunkRange) -> Extent:
         """Make ready to receive a range again; where it lies."""

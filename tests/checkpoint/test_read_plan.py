@@ -83,6 +83,8 @@ def test_every_needed_byte_is_fetched_once_and_waste_is_bounded(
             end = max(end, segment.start + segment.length)
         assert request.segments[0].start == 0
         assert end == request.length
+        overlaps = (b.start < a.start + a.length for a, b in itertools.combinations(request.segments, 2))
+        assert request.shared == any(overlaps)
     for extent in wanted:
         pieces = sorted(received[extent.item])
         assert sum(length for _, length in pieces) == extent.length

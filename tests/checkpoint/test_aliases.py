@@ -1,0 +1,60 @@
+"""Entries of a state that lie in the same memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from dcp_s3 import S3StorageReader, S3StorageWriter
+from tests.servers import S3Server
+
+_SETTINGS = {"part_size": "5MiB", "concurrency": 16}
+
+
+def save(url: str, state: dict[str, Any]) -> None:
+    dcp.save(state, storage_writer=S3StorageWriter(url, settings=_SETTINGS))
+
+
+def load(url: str, state: dict[str, Any]) -> None:
+    dcp.load(state, storage_reader=S3StorageReader(url, settings=_SETTINGS))
+
+
+@pytest.mark.servers("memory")
+def test_of_different_contents_the_last_one_in_the_plan_stays(root: str) -> None:
+    saved = {name: torch.full((3 * 2**20,), value) for name, value in (("a", 1.0), ("b", 2.0), ("c", 3.0))}
+    save(f"{root}/untied", saved)
+    for _ in range(4):
+        tied = torch.zeros(3 * 2**20)
+        state = {"b": tied, "a": tied, "c": torch.zeros(3 * 2**20)}
+        load(f"{root}/untied", state)
+        assert torch.equal(tied, saved["b"])  # DCP sorts the names
+        assert torch.equal(state["c"], saved["c"])
+
+
+def test_parts_that_overlap_are_read_in_turn(memory_server: S3Server, root: str) -> None:
+    saved = {"head": torch.full((10,), 1.0), "tail": torch.full((10,), 2.0)}
+    save(f"{root}/parts", saved)
+    memory = torch.zeros(15)
+    load(f"{root}/parts", {"head": memory[:10], "tail": memory[5:]})
+    assert memory.tolist() == [1.0] * 5 + [2.0] * 10
+
+
+def test_tied_parameters_of_one_content_are_read_at_once(memory_server: S3Server, root: str) -> None:
+    weight = torch.arange(1000.0)
+    save(f"{root}/tied", {"in": weight, "out": weight})
+    memory_server.handle.reset_counters()
+    tied = torch.zeros(1000)
+    load(f"{root}/tied", {"in": tied, "out": tied})
+    assert torch.equal(tied, weight)
+    assert memory_server.handle.counters.requests["GetObject"] == 2  # .metadata, and both in one
+
+
+def test_entries_that_interleave(memory_server: S3Server, root: str) -> None:
+    saved = {"q": torch.full((8, 4), 1.0), "k": torch.full((8, 4), 2.0)}
+    save(f"{root}/columns", saved)
+    fused = torch.zeros(8, 8)
+    load(f"{root}/columns", {"q": fused[:, :4], "k": fused[:, 4:]})
+    assert torch.equal(fused, torch.cat([saved["q"], saved["k"]], dim=1))
