@@ -136,10 +136,10 @@ class CheckpointManager:
             SaveProtocolError: the ranks save different steps, or a metric can not be stored.
             StagingError: the state can not be copied.
         """
-        self._check_open()
         problem: BaseException | None = None
         writer = None
         try:
+            self._check_open()
             writer = S3StorageWriter(
                 self.url(step),
                 overwrite=self.overwrite,
@@ -147,7 +147,7 @@ class CheckpointManager:
                 separate=self.separate,
                 settings=self.settings,
             )
-        except errors.DcpS3Error as error:
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for this one
             problem = error
         self._saving.settle()
         problem = self._saving.take_failure() or problem
@@ -252,10 +252,15 @@ class CheckpointManager:
             PolicyError: what is best can not be told.
             StorageError
         """
-        self._check_open()
+        problem: Exception | None = None
+        order: restoring.Order = restoring.latest_order
+        try:
+            self._check_open()
+            order = self._order(step, metric, mode)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for this one
+            problem = error
         self._saving.settle()
-        order = self._order(step, metric, mode)
-        self._agree_on_request((step, metric, mode))
+        self._agree_on_request((step, metric, mode), problem)
         passed_over: list[str] = []
         while True:
             found = self._ranks.from_first(lambda: self._find(order, passed_over))
@@ -309,8 +314,17 @@ class CheckpointManager:
             return None
         return info.url, info.step
 
-    def _agree_on_request(self, request: tuple[Any, ...]) -> None:
-        requests = self._ranks.gather(request)
+    def _agree_on_request(self, request: tuple[Any, ...], problem: Exception | None) -> None:
+        answers = self._ranks.gather((request, None if problem is None else portable(problem)))
+        if problem is not None:
+            raise problem
+        for rank, (_, other) in enumerate(answers):
+            if other is not None:
+                raise errors.CheckpointError(
+                    f"nothing is restored: rank {rank} can not go on: {type(other).__name__}: {other}",
+                    url=self.root_url,
+                )
+        requests = [request for request, _ in answers]
         if len(set(requests)) > 1:
             raise errors.CheckpointError(
                 f"the ranks restore different checkpoints of {self.root}: {dict(enumerate(requests))} (by rank). "
