@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from dcp_s3.checkpoint.transfer import ItemTransfer
 
 _Span = tuple[object, int, int, str]  # device, first and last byte, name
@@ -19,6 +21,8 @@ def read_in_turn(transfers: Sequence[ItemTransfer]) -> list[list[int]]:
 
     One round, unless entries of different contents (or of contents that are not known) share memory.
     """
+    if not _may_overlap(transfers):
+        return [list(range(len(transfers)))]
     by_name: dict[str, list[int]] = {}
     for number, transfer in enumerate(transfers):
         by_name.setdefault(transfer.item.dest_index.fqn, []).append(number)
@@ -32,6 +36,25 @@ def read_in_turn(transfers: Sequence[ItemTransfer]) -> list[list[int]]:
     for number, transfer in enumerate(transfers):
         rounds[turns[transfer.item.dest_index.fqn]].append(number)
     return rounds
+
+
+def _may_overlap(transfers: Sequence[ItemTransfer]) -> bool:
+    """Whether any two items may have memory in common. Quick: nearly always the answer is no."""
+    spans = []
+    for transfer in transfers:
+        target = transfer.target
+        if target is not None:
+            if target.layout != torch.strided or not target.is_contiguous():
+                return True
+            start = target.data_ptr()
+            spans.append((start, start + target.nbytes))
+    spans.sort()
+    end = 0
+    for start, stop in spans:
+        if start < end:
+            return True
+        end = stop
+    return False
 
 
 def _sharing(transfers: Sequence[ItemTransfer], by_name: dict[str, list[int]]) -> list[list[str]]:

@@ -112,8 +112,9 @@ class LoadExecutor:
             for number, item in enumerate(plan.items)
         ]
         self._look(transfers)
-        synchronize_accelerator(transfer.target for transfer in transfers)
-        self._pin = any(transfer.target is not None and transfer.target.is_cuda for transfer in transfers)
+        by_device = {transfer.target.device: transfer.target for transfer in transfers if transfer.target is not None}
+        synchronize_accelerator(by_device.values())
+        self._pin = any(device.type == "cuda" for device in by_device)
         return transfers
 
     def cancel(self) -> None:
