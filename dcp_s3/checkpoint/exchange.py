@@ -26,7 +26,9 @@ import torch
 import torch.distributed as dist
 
 from dcp_s3 import errors
+from dcp_s3.checkpoint.interrupts import wait_through
 from dcp_s3.checkpoint.memory import view_bytes
+from dcp_s3.transport import retry
 from dcp_s3.transport.deadline import Deadline
 from dcp_s3.transport.workers import Workers
 
@@ -116,7 +118,7 @@ class _Received(NamedTuple):
 
 
 class Exchange:
-    """One rank's part of an exchange.
+    """One rank's part of an exchange: `prepare`, then either `abandon`, or `start` and `join`.
 
     Args:
         group: with gloo for CPU tensors.
@@ -128,6 +130,7 @@ class Exchange:
         memory: bytes of pieces that are under way: half of them are being fetched or sent, an eighth received. One
             piece always is.
         on_failure: called once, from any thread, when anything fails, here or elsewhere.
+        on_end: called when this rank is through with all pieces.
         deadline: of the load.
     """
 
@@ -142,40 +145,46 @@ class Exchange:
         threads: int,
         memory: int,
         on_failure: Callable[[], None] = lambda: None,
+        on_end: Callable[[], None] = lambda: None,
         deadline: Deadline | None = None,
     ) -> None:
         self._group, self._rank, self._url = group, rank, url
         self._outgoing, self._incoming = outgoing, incoming
         self._send_bytes, self._receive_bytes = memory // 2, memory // 8
-        self._on_failure = on_failure
+        self._on_failure, self._on_end = on_failure, on_end
         self._deadline = deadline
         self._changed = threading.Condition()
         self._failure: _Failure | None = None
         self._lost: set[int] = set()
         self._count = min(threads, len(outgoing))
-        self._threads: list[threading.Thread] = []
-        self._running = 0
-        self._on_end: Callable[[], None] = lambda: None
+        self._pool: Workers | None = None
+        self._dropped = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._running = 2
+        self._begun, self._abandoned, self._ended = threading.Event(), False, threading.Event()
 
-    def start(self, on_end: Callable[[], None] = lambda: None) -> None:
-        """Begin. `join` must follow.
+    def prepare(self) -> None:
+        """Get the threads and the memory without which the peers would wait for ever."""
+        # Not touched, so no more than addresses, unless something fails.
+        size = max((piece.nbytes for piece in self._incoming), default=0)
+        self._dropped = torch.empty(size, dtype=torch.uint8, device="cpu")
+        self._pool = Workers(self._count, "dcp_s3-fetch")
+        for name, function in {"send": self._send_all, "receive": self._receive_all}.items():
+            threading.Thread(target=self._guard, args=(function,), name=f"dcp_s3-{name}").start()
 
-        Args:
-            on_end: called when this rank is through with all pieces.
-        """
-        self._on_end = on_end
-        functions = {"send": self._send_all, "receive": self._receive_all}
-        self._running = len(functions)
-        for name, function in functions.items():
-            thread = threading.Thread(target=self._guard, args=(function,), name=f"dcp_s3-{name}")
-            self._threads.append(thread)
-            thread.start()
+    def abandon(self) -> None:
+        """End what `prepare` began; nothing is sent or received."""
+        self._abandoned = True
+        self._begun.set()
+        if self._pool is not None:
+            self._pool.close()
+
+    def start(self) -> None:
+        """Begin. `join` must follow."""
+        self._begun.set()
 
     def join(self) -> None:
-        """Wait until this rank is through with all pieces, failed or not."""
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join()
+        """Wait until this rank is through with all pieces, failed or not. An interrupt of that is a failure."""
+        wait_through(self._ended, self.fail)
 
     def fail(self, error: BaseException) -> None:
         """Send no more, and tell the peers why. Only the first failure counts."""
@@ -195,6 +204,9 @@ class Exchange:
         self._on_failure()
 
     def _guard(self, function: Callable[[], None]) -> None:
+        self._begun.wait()
+        if self._abandoned:
+            return
         try:
             function()
         except BaseException as error:  # noqa: BLE001 - the caller's thread raises it
@@ -205,6 +217,7 @@ class Exchange:
                 last = self._running == 0
             if last:
                 self._on_end()
+                self._ended.set()
 
     # --- gloo -------------------------------------------------------------------------------------------
 
@@ -249,7 +262,9 @@ class Exchange:
     # --- sending ----------------------------------------------------------------------------------------
 
     def _send_all(self) -> None:
-        pool = Workers(self._count, "dcp_s3-fetch")
+        pool = self._pool
+        if pool is None:
+            raise RuntimeError("the exchange was not prepared")
         try:
             self._send_pieces(pool)
         finally:
@@ -295,6 +310,9 @@ class Exchange:
                 self.fail(self._deadline.error(f"the load of {self._url}"))
             return False
         error = future.exception()
+        if isinstance(error, retry.Cancelled):  # because of something that is about to be told
+            with self._changed:
+                self._changed.wait_for(lambda: self._failure is not None, left)
         if error is not None:
             self.fail(error)
         return error is None
@@ -374,7 +392,7 @@ class Exchange:
                 return piece.buffer()
             except BaseException as error:  # noqa: BLE001 - the schedule goes on
                 self.fail(error)
-        return torch.empty(piece.nbytes, dtype=torch.uint8, device="cpu")
+        return self._dropped[: piece.nbytes]
 
     def _finish(self, received: _Received) -> int:
         """Wait for a piece and bring it to its place; its bytes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures import as_completed
 
@@ -125,6 +125,7 @@ class LoadExecutor:
         planner: LoadPlanner,
         *,
         threads: int | None = None,
+        on_error: Callable[[BaseException], None] = lambda _: None,
     ) -> None:
         """Fetch items and hand them to the planner.
 
@@ -133,6 +134,7 @@ class LoadExecutor:
             chosen: those to fetch.
             planner: called from this thread only.
             threads: requests at once; as many as the settings allow if None.
+            on_error: called with what will be raised, before what is under way is cancelled because of it.
         """
         requests = self._plan(chosen)
         for transfer in chosen:
@@ -155,12 +157,16 @@ class LoadExecutor:
                 for transfer in completed:
                     self.commit(transfer, planner)
         except BaseException as error:
-            self._cancel.set()
+            failure = error
             if deadline is not None and deadline.passed and isinstance(error, _TOO_LATE):
                 total = format_size(sum(request.length for request in requests))
-                raise deadline.error(
+                failure = deadline.error(
                     f"the load of {self._url}", f"{format_size(received)} of the {total} of this rank had arrived"
-                ) from error
+                )
+            on_error(failure)
+            self._cancel.set()
+            if failure is not error:
+                raise failure from error
             raise
         finally:
             pool.close()
