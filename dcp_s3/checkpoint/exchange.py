@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import collections
 import logging
-import struct
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -26,8 +25,8 @@ import torch
 import torch.distributed as dist
 
 from dcp_s3 import errors
+from dcp_s3.checkpoint.exchange_header import HEADER_BYTES, pack_header, unpack_header
 from dcp_s3.checkpoint.interrupts import wait_through
-from dcp_s3.checkpoint.memory import view_bytes
 from dcp_s3.transport import retry
 from dcp_s3.transport.deadline import Deadline
 from dcp_s3.transport.workers import Workers
@@ -36,8 +35,6 @@ logger = logging.getLogger(__name__)
 
 # gloo's messages are told apart by sender and tag. Two tags for each piece.
 _FIRST_TAG = 1 << 29
-_HEADER = struct.Struct("<?iQH")  # whether a payload follows; else the rank that failed; CRC-64/NVME; bytes of the text
-_HEADER_BYTES = 512
 _HEADERS_AHEAD = 32
 _PAYLOADS_AHEAD = 4
 _POSTED = 64
@@ -333,7 +330,7 @@ class Exchange:
             kept.append(header)
             works = [(peer, self._post(self._send, header, peer, tag)) for peer in piece.peers]
         for peer, message, crc in messages:
-            header = _pack_header(True, self._rank, crc, "")
+            header = pack_header(True, self._rank, crc, "")
             kept += [header, message]
             works.append((peer, self._post(self._send, header, peer, tag)))
             works.append((peer, self._post(self._send, message, peer, tag + 1)))
@@ -342,8 +339,8 @@ class Exchange:
     def _failed_header(self) -> torch.Tensor:
         failure = self._failure
         if failure is None:
-            return _pack_header(False, self._rank, 0, "it failed")
-        return _pack_header(False, failure.rank, 0, failure.text)
+            return pack_header(False, self._rank, 0, "it failed")
+        return pack_header(False, failure.rank, 0, failure.text)
 
     def _retire(self, sent: _Sent) -> int:
         """Wait until a piece is through; its bytes."""
@@ -364,7 +361,7 @@ class Exchange:
         held = 0
         while True:
             while len(headers) < _HEADERS_AHEAD and (piece := next(upcoming, None)) is not None:
-                header = torch.empty(_HEADER_BYTES, dtype=torch.uint8, device="cpu")
+                header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
                 tag = _FIRST_TAG + 2 * piece.number
                 headers.append((piece, header, self._post(self._receive, header, piece.owner, tag)))
             if not headers:
@@ -372,7 +369,7 @@ class Exchange:
             piece, header, work = headers.popleft()
             if not self._wait(work, piece.owner):
                 continue
-            follows, rank, crc, text = _unpack_header(header)
+            follows, rank, crc, text = unpack_header(header)
             if not follows:
                 told = f"rank {rank} of the load failed to read {self._url}: {text}"
                 self._fail(_Failure(errors.PeerReadError(told, url=self._url, rank=rank), rank, text))
@@ -402,15 +399,3 @@ class Exchange:
             except BaseException as error:  # noqa: BLE001 - the schedule goes on
                 self.fail(error)
         return received.piece.nbytes
-
-
-def _pack_header(follows: bool, rank: int, crc: int, text: str) -> torch.Tensor:
-    encoded = text.encode()[: _HEADER_BYTES - _HEADER.size]
-    packed = _HEADER.pack(follows, rank, crc, len(encoded)) + encoded
-    return torch.frombuffer(bytearray(packed.ljust(_HEADER_BYTES, b"\0")), dtype=torch.uint8)
-
-
-def _unpack_header(header: torch.Tensor) -> tuple[bool, int, int, str]:
-    view = bytes(view_bytes(header))
-    follows, rank, crc, length = _HEADER.unpack_from(view)
-    return follows, rank, crc, view[_HEADER.size : _HEADER.size + length].decode(errors="replace")
