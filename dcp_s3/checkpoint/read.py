@@ -156,18 +156,21 @@ class LoadExecutor:
                 received += futures[future].length
                 for transfer in completed:
                     self.commit(transfer, planner)
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - raised again below
             failure = error
             if deadline is not None and deadline.passed and isinstance(error, _TOO_LATE):
                 total = format_size(sum(request.length for request in requests))
                 failure = deadline.error(
                     f"the load of {self._url}", f"{format_size(received)} of the {total} of this rank had arrived"
                 )
-            on_error(failure)
-            self._cancel.set()
-            if failure is not error:
-                raise failure from error
-            raise
+            try:
+                on_error(failure)
+                self._cancel.set()
+                if failure is not error:
+                    raise failure from error
+                raise
+            finally:
+                del failure  # its traceback has this frame
         finally:
             pool.close()
 
