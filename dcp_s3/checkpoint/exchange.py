@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import collections
 import logging
-import struct
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -26,7 +25,9 @@ import torch
 import torch.distributed as dist
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.memory import view_bytes
+from dcp_s3.checkpoint.exchange_header import HEADER_BYTES, pack_header, unpack_header
+from dcp_s3.checkpoint.interrupts import wait_through
+from dcp_s3.transport import retry
 from dcp_s3.transport.deadline import Deadline
 from dcp_s3.transport.workers import Workers
 
@@ -34,8 +35,6 @@ logger = logging.getLogger(__name__)
 
 # gloo's messages are told apart by sender and tag. Two tags for each piece.
 _FIRST_TAG = 1 << 29
-_HEADER = struct.Struct("<?iQH")  # whether a payload follows; else the rank that failed; CRC-64/NVME; bytes of the text
-_HEADER_BYTES = 512
 _HEADERS_AHEAD = 32
 _PAYLOADS_AHEAD = 4
 _POSTED = 64
@@ -116,7 +115,7 @@ class _Received(NamedTuple):
 
 
 class Exchange:
-    """One rank's part of an exchange.
+    """One rank's part of an exchange: `prepare`, then either `abandon`, or `start` and `join`.
 
     Args:
         group: with gloo for CPU tensors.
@@ -128,6 +127,7 @@ class Exchange:
         memory: bytes of pieces that are under way: half of them are being fetched or sent, an eighth received. One
             piece always is.
         on_failure: called once, from any thread, when anything fails, here or elsewhere.
+        on_end: called when this rank is through with all pieces.
         deadline: of the load.
     """
 
@@ -142,40 +142,46 @@ class Exchange:
         threads: int,
         memory: int,
         on_failure: Callable[[], None] = lambda: None,
+        on_end: Callable[[], None] = lambda: None,
         deadline: Deadline | None = None,
     ) -> None:
         self._group, self._rank, self._url = group, rank, url
         self._outgoing, self._incoming = outgoing, incoming
         self._send_bytes, self._receive_bytes = memory // 2, memory // 8
-        self._on_failure = on_failure
+        self._on_failure, self._on_end = on_failure, on_end
         self._deadline = deadline
         self._changed = threading.Condition()
         self._failure: _Failure | None = None
         self._lost: set[int] = set()
         self._count = min(threads, len(outgoing))
-        self._threads: list[threading.Thread] = []
-        self._running = 0
-        self._on_end: Callable[[], None] = lambda: None
+        self._pool: Workers | None = None
+        self._dropped = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._running = 2
+        self._begun, self._abandoned, self._ended = threading.Event(), False, threading.Event()
 
-    def start(self, on_end: Callable[[], None] = lambda: None) -> None:
-        """Begin. `join` must follow.
+    def prepare(self) -> None:
+        """Get the threads and the memory without which the peers would wait for ever."""
+        # Not touched, so no more than addresses, unless something fails.
+        size = max((piece.nbytes for piece in self._incoming), default=0)
+        self._dropped = torch.empty(size, dtype=torch.uint8, device="cpu")
+        self._pool = Workers(self._count, "dcp_s3-fetch")
+        for name, function in {"send": self._send_all, "receive": self._receive_all}.items():
+            threading.Thread(target=self._guard, args=(function,), name=f"dcp_s3-{name}").start()
 
-        Args:
-            on_end: called when this rank is through with all pieces.
-        """
-        self._on_end = on_end
-        functions = {"send": self._send_all, "receive": self._receive_all}
-        self._running = len(functions)
-        for name, function in functions.items():
-            thread = threading.Thread(target=self._guard, args=(function,), name=f"dcp_s3-{name}")
-            self._threads.append(thread)
-            thread.start()
+    def abandon(self) -> None:
+        """End what `prepare` began; nothing is sent or received."""
+        self._abandoned = True
+        self._begun.set()
+        if self._pool is not None:
+            self._pool.close()
+
+    def start(self) -> None:
+        """Begin. `join` must follow."""
+        self._begun.set()
 
     def join(self) -> None:
-        """Wait until this rank is through with all pieces, failed or not."""
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join()
+        """Wait until this rank is through with all pieces, failed or not. An interrupt of that is a failure."""
+        wait_through(self._ended, self.fail)
 
     def fail(self, error: BaseException) -> None:
         """Send no more, and tell the peers why. Only the first failure counts."""
@@ -195,6 +201,9 @@ class Exchange:
         self._on_failure()
 
     def _guard(self, function: Callable[[], None]) -> None:
+        self._begun.wait()
+        if self._abandoned:
+            return
         try:
             function()
         except BaseException as error:  # noqa: BLE001 - the caller's thread raises it
@@ -205,6 +214,7 @@ class Exchange:
                 last = self._running == 0
             if last:
                 self._on_end()
+                self._ended.set()
 
     # --- gloo -------------------------------------------------------------------------------------------
 
@@ -249,7 +259,9 @@ class Exchange:
     # --- sending ----------------------------------------------------------------------------------------
 
     def _send_all(self) -> None:
-        pool = Workers(self._count, "dcp_s3-fetch")
+        pool = self._pool
+        if pool is None:
+            raise RuntimeError("the exchange was not prepared")
         try:
             self._send_pieces(pool)
         finally:
@@ -295,6 +307,9 @@ class Exchange:
                 self.fail(self._deadline.error(f"the load of {self._url}"))
             return False
         error = future.exception()
+        if isinstance(error, retry.Cancelled):  # because of something that is about to be told
+            with self._changed:
+                self._changed.wait_for(lambda: self._failure is not None, left)
         if error is not None:
             self.fail(error)
         return error is None
@@ -315,7 +330,7 @@ class Exchange:
             kept.append(header)
             works = [(peer, self._post(self._send, header, peer, tag)) for peer in piece.peers]
         for peer, message, crc in messages:
-            header = _pack_header(True, self._rank, crc, "")
+            header = pack_header(True, self._rank, crc, "")
             kept += [header, message]
             works.append((peer, self._post(self._send, header, peer, tag)))
             works.append((peer, self._post(self._send, message, peer, tag + 1)))
@@ -324,8 +339,8 @@ class Exchange:
     def _failed_header(self) -> torch.Tensor:
         failure = self._failure
         if failure is None:
-            return _pack_header(False, self._rank, 0, "it failed")
-        return _pack_header(False, failure.rank, 0, failure.text)
+            return pack_header(False, self._rank, 0, "it failed")
+        return pack_header(False, failure.rank, 0, failure.text)
 
     def _retire(self, sent: _Sent) -> int:
         """Wait until a piece is through; its bytes."""
@@ -346,7 +361,7 @@ class Exchange:
         held = 0
         while True:
             while len(headers) < _HEADERS_AHEAD and (piece := next(upcoming, None)) is not None:
-                header = torch.empty(_HEADER_BYTES, dtype=torch.uint8, device="cpu")
+                header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
                 tag = _FIRST_TAG + 2 * piece.number
                 headers.append((piece, header, self._post(self._receive, header, piece.owner, tag)))
             if not headers:
@@ -354,7 +369,7 @@ class Exchange:
             piece, header, work = headers.popleft()
             if not self._wait(work, piece.owner):
                 continue
-            follows, rank, crc, text = _unpack_header(header)
+            follows, rank, crc, text = unpack_header(header)
             if not follows:
                 told = f"rank {rank} of the load failed to read {self._url}: {text}"
                 self._fail(_Failure(errors.PeerReadError(told, url=self._url, rank=rank), rank, text))
@@ -374,7 +389,7 @@ class Exchange:
                 return piece.buffer()
             except BaseException as error:  # noqa: BLE001 - the schedule goes on
                 self.fail(error)
-        return torch.empty(piece.nbytes, dtype=torch.uint8, device="cpu")
+        return self._dropped[: piece.nbytes]
 
     def _finish(self, received: _Received) -> int:
         """Wait for a piece and bring it to its place; its bytes."""
@@ -384,15 +399,3 @@ class Exchange:
             except BaseException as error:  # noqa: BLE001 - the schedule goes on
                 self.fail(error)
         return received.piece.nbytes
-
-
-def _pack_header(follows: bool, rank: int, crc: int, text: str) -> torch.Tensor:
-    encoded = text.encode()[: _HEADER_BYTES - _HEADER.size]
-    packed = _HEADER.pack(follows, rank, crc, len(encoded)) + encoded
-    return torch.frombuffer(bytearray(packed.ljust(_HEADER_BYTES, b"\0")), dtype=torch.uint8)
-
-
-def _unpack_header(header: torch.Tensor) -> tuple[bool, int, int, str]:
-    view = bytes(view_bytes(header))
-    follows, rank, crc, length = _HEADER.unpack_from(view)
-    return follows, rank, crc, view[_HEADER.size : _HEADER.size + length].decode(errors="replace")

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint._torch import Caller
+from dcp_s3.checkpoint.interrupts import run_through
 from dcp_s3.checkpoint.memory import view_bytes
 from dcp_s3.settings import Settings
 from dcp_s3.transport.bucket import StoredObject
@@ -47,10 +48,12 @@ def join_load(caller: Caller, url: str | None, settings: Settings, *, willing: b
     group = LoadGroup(caller)
     share = willing and settings.load_sharing and url is not None
     where = hash_text(f"{settings.endpoint_url or ''} {url}")
-    told = group.agree(share, share and caller.plain_finish, where)
+    told, group.raised = run_through(lambda: group.agree(share, share and caller.plain_finish, where))
     if not all(metadata and other == where for metadata, _, other in told):
         if share:
             logger.info("every rank reads %s by itself: not all of them share, or not this URL", url)
+        if group.raised is not None:
+            raise group.raised
         return None
     group.shares_data = all(data for _, data, _ in told)
     return group
@@ -64,10 +67,12 @@ class LoadGroup:
 
     Attributes:
         shares_data: whether they share more than the metadata.
+        raised: by a signal while this rank agreed with the others, who now wait for it: to be given to `fetch_once`.
     """
 
     def __init__(self, caller: Caller) -> None:
         self.shares_data = False
+        self.raised: BaseException | None = None
         self.group = caller.group
         self.rank = caller.rank
         self.world_size = caller.world_size
@@ -81,30 +86,45 @@ class LoadGroup:
         dist.all_gather(found, own, group=self.group)
         return [each.tolist() for each in found]
 
-    def fetch_once(self, fetch: Callable[[], StoredObject], url: str) -> StoredObject:
+    def fetch_once(
+        self, fetch: Callable[[], StoredObject], url: str, failure: BaseException | None = None
+    ) -> StoredObject:
         """What ``fetch`` returns, or raises, on the coordinator: on all ranks. Collective.
 
+        Args:
+            fetch: called on the coordinator.
+            url: of the checkpoint, for errors.
+            failure: this rank has failed already. It takes part, and raises that.
+
         Raises:
-            PeerReadError: what it raised is no error of dcp_s3.
+            PeerReadError: what the coordinator raised is no error of dcp_s3.
         """
         stored: StoredObject | None = None
-        failure: BaseException | None = None
-        if self.is_coordinator:
+        if self.is_coordinator and failure is None:
             try:
                 stored = fetch()
             except BaseException as error:  # noqa: BLE001 - the others wait, whatever it is
                 failure = error
-        head: list[Any] = [None]
-        if stored is not None:
-            head = [(len(stored.data), dict(stored.metadata), stored.etag)]
-        elif failure is not None:
-            head = [_for_others(failure, url, self.rank)]
-        dist.broadcast_object_list(head, src=self._coordinator, group=self.group, device=torch.device("cpu"))
+        told = None if failure is None else _for_others(failure, url, self.rank)
+        found, raised = run_through(lambda: self._broadcast(stored, told))
+        failure = failure or raised
         if failure is not None:
             raise failure
+        if isinstance(found, errors.DcpS3Error):
+            raise found
+        return found
+
+    def _broadcast(
+        self, stored: StoredObject | None, failure: errors.DcpS3Error | None
+    ) -> StoredObject | errors.DcpS3Error:
+        """What the coordinator has: one of the two. Collective."""
+        head: list[Any] = [failure]
+        if stored is not None:
+            head = [(len(stored.data), dict(stored.metadata), stored.etag)]
+        dist.broadcast_object_list(head, src=self._coordinator, group=self.group, device=torch.device("cpu"))
         told = head[0]
         if isinstance(told, errors.DcpS3Error):
-            raise told
+            return told
         size, metadata, etag = told
         data = (
             torch.frombuffer(bytearray(stored.data or b"\0"), dtype=torch.uint8)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures import as_completed
 
@@ -128,6 +128,7 @@ class LoadExecutor:
         planner: LoadPlanner,
         *,
         threads: int | None = None,
+        on_error: Callable[[BaseException], None] = lambda _: None,
     ) -> None:
         """Fetch items and hand them to the planner.
 
@@ -136,6 +137,7 @@ class LoadExecutor:
             chosen: those to fetch.
             planner: called from this thread only.
             threads: requests at once; as many as the settings allow if None.
+            on_error: called with what will be raised, before what is under way is cancelled because of it.
         """
         requests = self._plan(chosen)
         for transfer in chosen:
@@ -157,14 +159,21 @@ class LoadExecutor:
                 received += futures[future].length
                 for transfer in completed:
                     self.commit(transfer, planner)
-        except BaseException as error:
-            self._cancel.set()
+        except BaseException as error:  # noqa: BLE001 - raised again below
+            failure = error
             if deadline is not None and deadline.passed and isinstance(error, _TOO_LATE):
                 total = format_size(sum(request.length for request in requests))
-                raise deadline.error(
+                failure = deadline.error(
                     f"the load of {self._url}", f"{format_size(received)} of the {total} of this rank had arrived"
-                ) from error
-            raise
+                )
+            try:
+                on_error(failure)
+                self._cancel.set()
+                if failure is not error:
+                    raise failure from error
+                raise
+            finally:
+                del failure  # its traceback has this frame
         finally:
             pool.close()
 

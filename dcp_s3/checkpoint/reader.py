@@ -19,7 +19,7 @@ from dcp_s3.checkpoint.assignment import Assignment, Offer, all_offered
 from dcp_s3.checkpoint.lease import ReaderLease
 from dcp_s3.checkpoint.load_group import LoadGroup, join_load
 from dcp_s3.checkpoint.read import LoadExecutor
-from dcp_s3.checkpoint.shared_read import SharedRead
+from dcp_s3.checkpoint.shared_read import SharedRead, decline
 from dcp_s3.checkpoint.sharing import MAX_PIECE, plan_sharing
 from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
 from dcp_s3.commit import CommitState, SaveIdentity, find_state
@@ -29,7 +29,7 @@ from dcp_s3.garbage import collector_paused
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.spill.local import LocalObjects, find_commits
 from dcp_s3.spill.session import open_store
-from dcp_s3.transport.bucket import Bucket, StoredObject, limit_timeouts
+from dcp_s3.transport.bucket import Bucket, limit_timeouts
 from dcp_s3.transport.deadline import Deadline
 from dcp_s3.units import format_size
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
@@ -147,17 +147,19 @@ class S3StorageReader(StorageReader):
             return load_metadata(waiting, url=str(url))
         bucket, group = self._bucket(), self._group if rank is None else None
         lease = ReaderLease(bucket, url, self.settings.reader_lease)
-        refused: errors.StorageError | None = None
+        failure = None if group is None else group.raised
         try:
-            lease.take()
-        except errors.StorageError as error:
+            if failure is None:
+                lease.take()
+        except BaseException as error:
             if group is None:
                 raise
-            refused = error  # the others wait for this rank first
+            failure = error  # the others wait for this rank first
         try:
-            stored = self._fetch_stored(group, rank)
-            if refused is not None:
-                raise refused
+            if group is None:
+                stored = fetch_metadata(bucket, url, rank)
+            else:
+                stored = group.fetch_once(lambda: fetch_metadata(bucket, url), str(url), failure)
             metadata = check_metadata(stored, url)
             save_ids = stored.metadata.get(SAVE_ID_KEY), getattr(metadata.storage_meta, "save_id", None), None
             deletions = {deletion_id(each, stored.etag) for each in save_ids} if rank is None else None
@@ -167,12 +169,6 @@ class S3StorageReader(StorageReader):
             raise
         self._lease = lease
         return metadata
-
-    def _fetch_stored(self, group: LoadGroup | None, rank: int | None) -> StoredObject:
-        bucket, url = self._bucket(), self._require_url()
-        if group is None:
-            return fetch_metadata(bucket, url, rank)
-        return group.fetch_once(lambda: fetch_metadata(bucket, url), str(url))
 
     def _find_uncommitted(self, rank: int | None) -> bytes | None:
         """The metadata of this checkpoint's newest commit that waits on this host; None if S3 has a newer one."""
@@ -260,16 +256,23 @@ class S3StorageReader(StorageReader):
         """
         if self._metadata is None:
             raise errors.SaveProtocolError("read_data was called before set_up_storage_reader")
-        url, store = self._require_url(), open_store(self.settings)
+        url, group = self._require_url(), self._group if isinstance(plan.storage_data, Assignment) else None
         with contextlib.ExitStack() as stack:
-            local = stack.enter_context(contextlib.closing(LocalObjects(store, str(url)))) if store else None
-            if self._lease is not None:
-                stack.enter_context(self._lease.renewed())
-            executor = LoadExecutor(
-                self._bucket(), url, self._metadata, self._transforms, local, weights_only=self.weights_only
-            )
-            if self._group is not None and isinstance(plan.storage_data, Assignment):
-                SharedRead(executor, self._bucket(), url, self._metadata, self._group).run(plan, planner)
+            try:
+                store = open_store(self.settings)
+                local = stack.enter_context(contextlib.closing(LocalObjects(store, str(url)))) if store else None
+                if self._lease is not None:
+                    stack.enter_context(self._lease.renewed())
+                executor = LoadExecutor(
+                    self._bucket(), url, self._metadata, self._transforms, local, weights_only=self.weights_only
+                )
+                shared = None if group is None else SharedRead(executor, self._bucket(), url, self._metadata, group)
+            except BaseException:
+                if group is not None:
+                    decline(group)
+                raise
+            if shared is not None:
+                shared.run(plan, planner)
             else:
                 executor.run(plan, planner)
             if local is not None and local.read_bytes:

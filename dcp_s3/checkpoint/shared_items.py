@@ -41,7 +41,7 @@ class SharedItem:
         finish: Callable[[], None],
     ) -> None:
         self.name, self.stored, self.blocks, self.box, self.dtype = name, stored, blocks, box, dtype
-        self._make_target = target
+        self._make_target: Callable[[], torch.Tensor] | None = target
         self._target: torch.Tensor | None = None
         self._exclusive = exclusive
         self._finish = finish
@@ -53,6 +53,8 @@ class SharedItem:
         """The tensor to load into."""
         with self._lock:
             if self._target is None:
+                if self._make_target is None:
+                    raise RuntimeError(f"{self.name!r} has been handed on")
                 self._target = self._make_target()
             return self._target
 
@@ -96,12 +98,14 @@ class SharedItem:
         return found
 
     def arrived(self, section: Section) -> None:
-        """Count a section that is at its place; after the last the item is finished."""
+        """Count a section that is at its place; after the last the item is finished, its memory let go."""
         with self._lock:
             self._missing -= section.stop - section.start
             done = self._missing == 0 and section.stop > section.start
         if done:
             self._finish()
+            with self._lock:
+                self._target = self._make_target = None
 
 
 def strips_in(

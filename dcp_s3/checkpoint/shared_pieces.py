@@ -178,6 +178,7 @@ class OwnedPiece:
         with torch.inference_mode(self._inference):
             for _, item, section in self._own_sections():
                 item.arrived(section)
+        self._items, self._stored = {}, []
 
 
 class ReceivedPiece:

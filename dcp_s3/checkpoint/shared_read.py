@@ -15,6 +15,7 @@ from dcp_s3.checkpoint._torch import get_blocks, get_crc
 from dcp_s3.checkpoint.assignment import Assignment, StoredChunk, box_of, find_stored
 from dcp_s3.checkpoint.blocks import Blocks
 from dcp_s3.checkpoint.exchange import Exchange
+from dcp_s3.checkpoint.interrupts import run_through
 from dcp_s3.checkpoint.load_group import LoadGroup
 from dcp_s3.checkpoint.memory import synchronize_accelerator
 from dcp_s3.checkpoint.read import LoadExecutor
@@ -60,6 +61,7 @@ class SharedRead:
         synchronize_accelerator(transfer.target for transfer in transfers)
 
     def _run(self, plan: LoadPlan, planner: LoadPlanner) -> list[ItemTransfer]:
+        exchange: Exchange | None = None
         try:
             assignment = plan.storage_data
             if not isinstance(assignment, Assignment) or assignment.item_count != len(plan.items):
@@ -67,17 +69,35 @@ class SharedRead:
             shared = assignment.shared_items()
             transfers = self._executor.prepare(plan, planner, shared)
             owned, received = self._prepare(assignment, shared, transfers)
-        except BaseException:
-            self._group.agree(False)
-            raise
-        failed = [rank for rank, (ok,) in enumerate(self._group.agree(True)) if not ok]
-        if failed:
-            logger.warning("every rank reads %s by itself: ranks %s could not prepare their load", self._url, failed)
-            self._executor.read(transfers, transfers, planner)
-        else:
             direct = [transfer for number, transfer in enumerate(transfers) if number not in shared]
-            self._read(transfers, owned, received, direct, planner)
+            exchange, threads = self._make_exchange(owned, received, direct)
+            exchange.prepare()
+        except BaseException:
+            if exchange is not None:
+                exchange.abandon()
+            decline(self._group)
+            raise
+        failed, raised = run_through(lambda: self._begin(exchange))
+        if not failed:
+            self._read(exchange, raised, lambda: self._read_direct(exchange, transfers, direct, planner, threads))
+            return transfers
+        if raised is not None:
+            raise raised
+        logger.warning("every rank reads %s by itself: ranks %s could not prepare their load", self._url, failed)
+        self._executor.read(transfers, transfers, planner)
         return transfers
+
+    def _begin(self, exchange: Exchange) -> list[int]:
+        """Start the exchange, or not: because of the ranks that could not prepare theirs. Collective."""
+        failed = None
+        try:
+            failed = [rank for rank, (ok,) in enumerate(self._group.agree(True)) if not ok]
+        finally:
+            if failed == []:
+                exchange.start()
+            else:
+                exchange.abandon()
+        return failed
 
     def _prepare(
         self, assignment: Assignment, shared: set[int], transfers: Sequence[ItemTransfer]
@@ -125,37 +145,54 @@ class SharedRead:
     def _hand_over(self, transfer: ItemTransfer) -> Callable[[], None]:
         return lambda: self._finished.put(transfer)
 
-    def _read(
-        self,
-        transfers: Sequence[ItemTransfer],
-        owned: Sequence[OwnedPiece],
-        received: Sequence[ReceivedPiece],
-        direct: Sequence[ItemTransfer],
-        planner: LoadPlanner,
-    ) -> None:
+    def _make_exchange(
+        self, owned: Sequence[OwnedPiece], received: Sequence[ReceivedPiece], direct: Sequence[ItemTransfer]
+    ) -> tuple[Exchange, int]:
+        """The exchange, and how many threads are left for what is read directly."""
         mine = sum(extent.length for transfer in direct for extent in transfer.extents)
         threads = self._bucket.settings.concurrency
         fetching = _part_of(threads, sum(piece.nbytes for piece in owned), mine)
         exchange = Exchange(
             self._group.group, self._group.rank, owned, received,
             url=self._url, threads=fetching, memory=self._bucket.settings.load_buffers,
-            on_failure=self._executor.cancel, deadline=self._bucket.deadline,
+            on_failure=self._executor.cancel, on_end=lambda: self._finished.put(None), deadline=self._bucket.deadline,
         )  # fmt: skip
+        return exchange, max(1, threads - fetching)
+
+    def _read(self, exchange: Exchange, raised: BaseException | None, read: Callable[[], None]) -> None:
+        """Go through an exchange that has started, and meanwhile ``read``, if nothing was ``raised`` before."""
         try:
-            exchange.start(on_end=lambda: self._finished.put(None))
-            self._executor.read(transfers, direct, planner, threads=max(1, threads - fetching))
-            self._commit_finished(exchange, planner)
+            if raised is not None:
+                raise raised
+            read()
         except BaseException as error:  # noqa: BLE001 - the peers must be told
             exchange.fail(error)
-        exchange.join()
+        finally:
+            exchange.join()
         if exchange.error is not None:
             raise exchange.error
+
+    def _read_direct(
+        self,
+        exchange: Exchange,
+        transfers: Sequence[ItemTransfer],
+        direct: Sequence[ItemTransfer],
+        planner: LoadPlanner,
+        threads: int,
+    ) -> None:
+        self._executor.read(transfers, direct, planner, threads=threads, on_error=exchange.fail)
+        self._commit_finished(exchange, planner)
 
     def _commit_finished(self, exchange: Exchange, planner: LoadPlanner) -> None:
         """Hand items to the planner as they come, until the exchange is through."""
         while (transfer := self._finished.get()) is not None:
             if exchange.error is None:
                 self._executor.commit(transfer, planner)
+
+
+def decline(group: LoadGroup) -> None:
+    """Tell the other ranks that this one does not take part in an exchange; they read by themselves. Collective."""
+    run_through(lambda: group.agree(False))
 
 
 def _part_of(threads: int, own: int, other: int) -> int:

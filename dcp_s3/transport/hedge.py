@@ -397,8 +397,8 @@ class Race:
         with self._lock:
             if self._closed or self._cursor.full:
                 return False
-            if self._cursor.done and hedge.etag != self._etag:
-                return False  # another version of the object than what has arrived
+            if self._cursor.done and (not self._etag or hedge.etag != self._etag):
+                return False  # it could be, or is, another version of the object than what has arrived
             self._winner = hedge
             hedge.overlap = self._cursor.done - hedge.first
             self.stop.set()

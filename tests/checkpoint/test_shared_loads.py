@@ -31,10 +31,14 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from benchmarks.memory_s3 import Fault
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
 from dcp_s3.checkpoint._torch import Caller
-from dcp_s3.checkpoint.load_group import join_load
+from dcp_s3.checkpoint.exchange import Exchange
+from dcp_s3.checkpoint.load_group import LoadGroup, join_load
+from dcp_s3.checkpoint.read import LoadExecutor
 from dcp_s3.checkpoint.shared_items import SharedItem
 from dcp_s3.checkpoint.shared_pieces import OwnedPiece, ReceivedPiece
 from dcp_s3.settings import Settings
+from dcp_s3.transport import retry
+from dcp_s3.transport.workers import Workers
 from tests.checkpoint.states import random_tensor
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.ranks import RankFailed, run_ranks
@@ -425,6 +429,146 @@ def _raising_later(method: Callable[..., Any], error: BaseException, after: int)
 
 def test_ranks_that_fail_anywhere_let_no_other_hang(recording: Recording) -> None:
     run_ranks(4, _failing_at_random, 1, 12, timeout=60)
+
+
+# --- interrupts ---------------------------------------------------------------------------------------
+
+
+class _Interrupts:
+    """Raises KeyboardInterrupt on the main thread, from any."""
+
+    def __init__(self) -> None:
+        self._raised = threading.Semaphore(0)
+        signal.signal(signal.SIGUSR1, self._handle)
+
+    def _handle(self, *_: object) -> None:
+        self._raised.release()
+        raise KeyboardInterrupt
+
+    def send(self) -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+        assert self._raised.acquire(timeout=10)
+
+
+def _interrupted() -> dict[str, dict[int, tuple[str, str]]]:
+    url = f"{RUN}/good"
+    dcp.save(_large(False), storage_writer=S3StorageWriter(url, settings=SMALL))
+    interrupts, told = _Interrupts(), {}
+    agree, received = LoadGroup.agree, ReceivedPiece.received
+
+    def interrupt_after(number: int) -> Any:
+        calls: list[None] = []
+
+        def method(group: LoadGroup, *values: int) -> Any:
+            found = agree(group, *values)
+            calls.append(None)
+            if len(calls) == number:
+                interrupts.send()
+            return found
+
+        return mock.patch.object(LoadGroup, "agree", method)
+
+    for rank in (0, 1):
+        for number, name in enumerate(("metadata", "data"), 1):
+            with _on_rank(rank, interrupt_after(number)):
+                told[f"{name}{rank}"], _ = _failing(url)
+
+    first, returned, early = threading.Event(), threading.Event(), []
+
+    def interrupt_twice(piece: ReceivedPiece, crc: int) -> None:
+        if not first.is_set():
+            first.set()
+            interrupts.send()
+            interrupts.send()
+            early.append(returned.wait(0.3))
+        received(piece, crc)
+
+    with _on_rank(0, mock.patch.object(ReceivedPiece, "received", interrupt_twice)):
+        try:
+            told["twice"], _ = _failing(url)
+        finally:
+            returned.set()
+    assert early == ([False] if dist.get_rank() == 0 else []), "nothing is written any more when the load has failed"
+    state = _load(url, _large(True))
+    for name, value in _large(False).items():
+        assert torch.equal(state[name], value), name
+    return told
+
+
+def test_an_interrupt_lets_no_other_hang(recording: Recording) -> None:
+    for told in run_ranks(2, _interrupted, timeout=40):
+        kinds = {name: {rank: kind for rank, (kind, _) in failures.items()} for name, failures in told.items()}
+        assert kinds.pop("twice")[0] == "KeyboardInterrupt"  # the other may have got all it needs by then
+        assert kinds == {
+            "metadata0": {0: "KeyboardInterrupt", 1: "PeerReadError"},
+            "metadata1": {1: "KeyboardInterrupt"},
+            "data0": {0: "KeyboardInterrupt", 1: "PeerReadError"},
+            "data1": {0: "PeerReadError", 1: "KeyboardInterrupt"},
+        }
+
+
+def _unprepared() -> list[dict[int, tuple[str, str]]]:
+    url = f"{RUN}/good"
+    dcp.save(_large(False), storage_writer=S3StorageWriter(url, settings=SMALL))
+    told = []
+    for place in ("reader.open_store", "exchange.Workers"):
+        with _on_rank(1, mock.patch(f"dcp_s3.checkpoint.{place}", _raising(RuntimeError(place)))):
+            told.append(_failing(url)[0])
+    return told
+
+
+def test_a_rank_that_can_not_begin_its_exchange_lets_no_other_hang(recording: Recording) -> None:
+    for told in run_ranks(2, _unprepared, timeout=40):
+        assert told == [{1: ("RuntimeError", place)} for place in ("reader.open_store", "exchange.Workers")]
+
+
+def _cancelled() -> dict[int, tuple[str, str]]:
+    """Rank 1 fails with what it reads alone, and what it fetches for both is cancelled because of that."""
+    url = f"{RUN}/both"
+    mesh = init_device_mesh("cpu", (2,))
+    own = _place(_full(20, 400, 300), mesh, Shard(0))
+    dcp.save({**_large(False), "own": own}, storage_writer=S3StorageWriter(url, settings=SMALL))
+    fetching, failed = threading.Event(), threading.Event()
+    fail = Exchange._fail
+
+    def fetch(*_: Any) -> Any:
+        assert fetching.wait(10)
+        raise ValueError("the cause")
+
+    def receive(executor: LoadExecutor, *_: Any) -> None:
+        fetching.set()
+        assert executor._cancel.wait(10)
+        raise retry.Cancelled
+
+    def note(exchange: Exchange, failure: Any) -> None:
+        fail(exchange, failure)
+        failed.set()
+
+    class Slow(Workers):
+        """The requests that are still under way when the first has failed take a while."""
+
+        def close(self) -> None:
+            assert failed.wait(10)
+            super().close()
+
+    with contextlib.ExitStack() as stack:
+        for patch in (
+            mock.patch.object(LoadExecutor, "_fetch", fetch), mock.patch.object(LoadExecutor, "receive", receive),
+            mock.patch.object(Exchange, "_fail", note), mock.patch("dcp_s3.checkpoint.read.Workers", Slow),
+        ):  # fmt: skip
+            stack.enter_context(_on_rank(1, patch))
+        try:
+            _load(url, {**_large(True), "own": _place(torch.zeros(400, 300), mesh, Shard(0))})
+        except CheckpointException as error:
+            return {rank: (type(cause).__name__, str(cause)) for rank, (cause, _) in error.failures.items()}
+    return {}
+
+
+def test_what_is_cancelled_is_not_the_cause(recording: Recording) -> None:
+    for failures in run_ranks(2, _cancelled, timeout=40):
+        assert failures[1] == ("ValueError", "the cause")
+        assert failures[0][0] == "PeerReadError"
+        assert "ValueError: the cause" in failures[0][1]
 
 
 def _die(_: OwnedPiece) -> None:

@@ -233,17 +233,20 @@ def test_an_object_replaced_meanwhile_is_not_mixed(faulty: FaultyServer) -> None
     assert state_of(bucket).won == 0
 
 
-@pytest.mark.parametrize(("ours", "done", "wins"), [("a", 4, True), ("b", 4, False), ("b", 0, True)])
+@pytest.mark.parametrize(
+    ("ours", "theirs", "done", "wins"),
+    [("a", "a", 4, True), ("b", "a", 4, False), ("b", "a", 0, True), (None, None, 4, False), (None, None, 0, True)],
+)
 def test_a_second_request_wins_only_with_the_version_of_what_is_there(
-    faulty: FaultyServer, ours: str, done: int, wins: bool
+    faulty: FaultyServer, ours: str | None, theirs: str | None, done: int, wins: bool
 ) -> None:
-    """The first one's head may come after the second was begun, of any version."""
+    """The first one's head may come after the second was begun, of any version, or of one without an ETag."""
     bucket = put()
     cursor = Cursor([Target(memoryview(bytearray(10)))])
     race = Race(bucket, "k", 0, cursor, None)
-    second = hedge._Hedge(0, 10, ["a"], threading.Event())
+    second = hedge._Hedge(0, 10, [theirs] if theirs else [], threading.Event())
     second.cursor.fill(memoryview(bytes(range(10))))
-    race._etag.append(ours)
+    race._etag += [ours] if ours else []
     if done:
         race._advance(done)
     assert race._has_won(second) is wins
