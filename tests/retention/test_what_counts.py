@@ -23,8 +23,11 @@ from dcp_s3.transport.async_client import ListedObject
 from dcp_s3.transport.bucket import Bucket
 from dcp_s3.url import CheckpointURL
 from tests.faulty import BUCKET, FaultyServer
+from tests.retention import test_prune
 from tests.retention.making import delete, get, keys, put, save, save_locally, save_on_ranks
-from tests.retention.test_prune import DAY, ROOT, Clock, client, clock, faulty, steps  # noqa: F401
+from tests.retention.test_prune import DAY, ROOT, Clock, steps
+
+client, clock, faulty = test_prune.client, test_prune.clock, test_prune.faulty
 
 URL = CheckpointURL("bucket", "run/step-20")
 
@@ -63,7 +66,7 @@ def test_ranks_without_manifests_that_can_be_read_stay(
     client: Any,
     clock: Clock,
     tmp_path: Path,
-    kind: str,  # noqa: F811
+    kind: str,
 ) -> None:
     url = f"{ROOT}/step-1"
     if kind == "foreign":
@@ -112,7 +115,7 @@ def test_a_nested_checkpoint_named_like_a_hash_is_not_taken(
     faulty: FaultyServer,
     client: Any,
     clock: Clock,
-    committed: bool,  # noqa: F811
+    committed: bool,
 ) -> None:
     if committed:
         save(ROOT)
@@ -128,7 +131,7 @@ def test_a_nested_checkpoint_named_like_a_hash_is_not_taken(
     assert ("__0_0.distcp" in keys(client, ROOT)) is False
 
 
-def test_a_copy_whose_name_has_no_number_is_kept(faulty: FaultyServer, client: Any) -> None:  # noqa: F811
+def test_a_copy_whose_name_has_no_number_is_kept(faulty: FaultyServer, client: Any) -> None:
     steps(1, 2, 3)
     for path in keys(client, f"{ROOT}/step-1"):
         source = {"Bucket": BUCKET, "Key": f"run/step-1/{path}"}
@@ -144,7 +147,7 @@ def test_without_the_servers_time_a_save_in_progress_is_not_removed(
     faulty: FaultyServer,
     client: Any,
     clock: Clock,
-    monkeypatch: pytest.MonkeyPatch,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(async_client, "_server_time", lambda _: None)
     clock.now = time.time()
@@ -157,7 +160,7 @@ def test_without_the_servers_time_a_save_in_progress_is_not_removed(
     assert keys(client, f"{ROOT}/step-1") == {}
 
 
-def test_metadata_that_is_listed_and_not_there_ends_the_look(faulty: FaultyServer) -> None:  # noqa: F811
+def test_metadata_that_is_listed_and_not_there_ends_the_look(faulty: FaultyServer) -> None:
     steps(1, 2)
     asked = []
 
