@@ -169,5 +169,6 @@ def _is_young(bucket: Bucket, key: str) -> bool:
         headers = bucket.head(key)["ResponseMetadata"]["HTTPHeaders"]
     except errors.ObjectNotFoundError:
         return False
-    began, now = (email.utils.parsedate_to_datetime(headers[name]) for name in ("last-modified", "date"))
-    return (now - began).total_seconds() < DELETION_BEGINS
+    began = email.utils.parsedate_to_datetime(headers["last-modified"]).timestamp()
+    now = email.utils.parsedate_to_datetime(headers["date"]).timestamp() if "date" in headers else time.time()
+    return now - began < DELETION_BEGINS

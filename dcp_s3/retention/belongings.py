@@ -15,7 +15,7 @@ from dcp_s3.format.layout import (
     parse_manifest_object,
     rank_of_metadata,
 )
-from dcp_s3.retention.checkpoint_info import is_our_data, is_spread_data
+from dcp_s3.retention.checkpoint_info import is_our_data, is_spread_data, own_data
 from dcp_s3.retention.plan import LEASE_MARGIN
 from dcp_s3.transport.async_client import ListedObject
 from dcp_s3.transport.delete import Target
@@ -66,6 +66,8 @@ def sort_belongings(
         now: likewise; leases that ended before go, too.
     """
     skip = len(url.key(""))
+    objects = list(objects)
+    own = own_data((each.key[skip:] for each in objects), needed)
     commits: dict[str, ListedObject] = {}
     found: dict[str, ListedObject] = {}
     commit_time = 0.0
@@ -86,7 +88,7 @@ def sort_belongings(
         elif is_data(path) or parse_manifest_object(path) is not None:
             if each.modified_at > since:
                 being_saved = path
-            else:
+            elif path in own or parse_manifest_object(path) is not None:
                 found[path] = each
     if commits:  # a save that writes over names that are in use, as other libraries' do
         late = [p for p in needed if p in found and found[p].modified_at > max(commit_time, since)]

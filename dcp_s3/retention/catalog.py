@@ -41,7 +41,7 @@ class CheckpointCatalog:
         settings: a `Settings`, or a mapping of those that differ from the environment.
         patterns: one or more regular expressions, each with a group of digits, that find the step in a checkpoint's
             name; the first one that is found counts, and a name without any has no step. The default is the setting
-            ``step_pattern``; without that the step is what the manifest says, or the last number in the name.
+            ``step_pattern``; without that the step is the last number in the name.
 
     Raises:
         InvalidURLError, SettingsError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
@@ -41,7 +41,7 @@ class CheckpointInfo:
         state: ``committed`` if it has what makes it a checkpoint (``.metadata``, or that of every rank); ``local`` if
             its commit waits in this host's spill directory; otherwise ``incomplete``, which a `CheckpointCatalog`
             tells apart by its grace period: ``in_progress``, or ``leftover``.
-        step: training step; from the manifest, or from the name; None without a number.
+        step: training step, from the name; None without a number.
         created_at: seconds since the epoch; when it was committed, or if it was not, last written to.
         world_size: ranks that wrote it; None if that is not recorded.
         objects: number of its data objects.
@@ -59,7 +59,8 @@ class CheckpointInfo:
         leased_until: seconds since the epoch on the clock of S3, when the last reader's lease ends; None without any.
         waiting: whether a commit of this URL waits in this host's spill directory.
         deletions: ids (`layout.deletion_id`) of deletions that were begun and not finished.
-        damage: why it can not be loaded; None if nothing is known of that.
+        damage: why it can not be loaded; None if nothing is known of that. Of one that is not committed: why that can
+            not be told, so that it may be a checkpoint.
     """
 
     url: str
@@ -112,6 +113,7 @@ def newest_first(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
 
 _RANK_MANIFEST = re.compile(re.escape(CONTROL_PREFIX) + r"manifest-[0-9a-f]+\.(\d+)\.json")
 _OUR_DATA = re.compile(r"__(\d+)_(\d+)-([0-9a-f]+)" + re.escape(DATA_SUFFIX))
+_RANK_DATA = re.compile(r"(?:[^/]*/)?__(\d+)_\d+[^/]*" + re.escape(DATA_SUFFIX))
 _SPREAD = re.compile(r"[0-9a-f]{1,4}")
 
 
@@ -128,6 +130,33 @@ def is_spread_data(path: str) -> bool:
 def is_our_data(path: str) -> bool:
     """Whether a path relative to a checkpoint is named like a data object that dcp_s3 writes there."""
     return _OUR_DATA.fullmatch(path) is not None or is_spread_data(path)
+
+
+def own_data(paths: Iterable[str], needed: Collection[str] = ()) -> set[str]:
+    """Of a listing below a checkpoint, the data objects of saves to this very directory.
+
+    Directories in it may be checkpoints of their own, whose names are spread hashes by chance. Spread data counts if
+    it lies like that of the checkpoint, and not in a directory that is a checkpoint. If nothing is needed (it was
+    never committed), it counts if there is no other data and no such directory.
+
+    Args:
+        paths: all relative paths below it.
+        needed: those that its manifest or metadata names.
+    """
+    data: set[str] = set()
+    below: set[str] = set()
+    nested: set[str] = set()
+    for path in paths:
+        directory, slash, rest = path.partition("/")
+        if slash and (rest == METADATA or rest.startswith(CONTROL_PREFIX) or rank_of_metadata(rest) is not None):
+            nested.add(directory)
+        elif path.endswith(DATA_SUFFIX):
+            (below if slash else data).add(path)
+    widths = {path.index("/") for path in (needed or below) if is_spread_data(path)}
+    if not needed and (data or nested or len(widths) > 1 or not all(map(is_spread_data, below))):
+        return data
+    spread = {path for path in below if is_spread_data(path) and path.partition("/")[0] not in nested}
+    return data | {path for path in spread if path.index("/") in widths}
 
 
 def spread_prefixes(prefixes: Iterable[str]) -> list[str]:
@@ -258,7 +287,7 @@ def from_manifest(url: CheckpointURL, manifest: Manifest) -> CheckpointInfo:
         url=str(url),
         name=url.name,
         state="committed",
-        step=step_of(url.name) if manifest.step is None else manifest.step,
+        step=step_of(url.name),
         created_at=manifest.created_at,
         world_size=manifest.world_size,
         objects=len(manifest.objects),
@@ -292,15 +321,19 @@ def from_rank_manifests(url: CheckpointURL, contents: Contents, manifests: Mappi
 
     The manifest that was written last says how many ranks there must be. It is committed if each of them has
     committed and says the same: after a save that was to overwrite another with a different number of ranks, and
-    was cut off, they do not.
+    was cut off, they do not. Where there are no manifests at all (other writers'), it is committed if no rank is
+    missing. What can not be told has ``damage``.
 
     Args:
         url: of the checkpoint.
         contents: its listing.
         manifests: by rank; a rank whose manifest cannot be told is left out, and is then not committed.
     """
+    by_rank = {rank: found for rank, found in contents.commits.items() if rank is not None}
     if not manifests:
-        return from_contents(url, contents, committed_at=None)
+        if not any(rank in contents.manifests for rank in by_rank) and _no_rank_missing(url, contents, by_rank):
+            return from_contents(url, contents, committed_at=max(found.modified_at for found in by_rank.values()))
+        return replace(from_contents(url, contents, committed_at=None), damage=_untold(by_rank, manifests))
     last = max(manifests.values(), key=lambda manifest: manifest.created_at)
     ranks = range(last.world_size)
     committed = bool(ranks) and all(
@@ -312,11 +345,30 @@ def from_rank_manifests(url: CheckpointURL, contents: Contents, manifests: Mappi
         url=str(url),
         name=url.name,
         state="committed" if committed else "incomplete",
-        step=step_of(url.name) if last.step is None else last.step,
+        step=step_of(url.name),
         created_at=last.created_at if committed else contents.newest,
         world_size=last.world_size,
         objects=sum(len(manifest.objects) for manifest in written) if committed else len(contents.data),
         size=sum(manifest.total_size for manifest in written) if committed else contents.size,
         metrics={name: value for manifest in reversed(written) for name, value in manifest.metrics.items()},
         save_id=written[0].save_id if committed else None,
+        damage=None if committed else _untold(by_rank, manifests),
     )
+
+
+def _no_rank_missing(url: CheckpointURL, contents: Contents, commits: Collection[int]) -> bool:
+    """Whether ranks 0 to n have committed, and no other has data there."""
+    skip = len(url.key(""))
+    writers = {int(match[1]) for found in contents.data if (match := _RANK_DATA.fullmatch(found.key[skip:]))}
+    return bool(commits) and set(range(len(commits))) == set(commits) and writers <= set(commits)
+
+
+def _untold(commits: Collection[int], manifests: Mapping[int, Manifest]) -> str | None:
+    """Why it can not be told whether all ranks have committed; None if some certainly have not."""
+    unknown = sorted(set(commits) - set(manifests))
+    if unknown:
+        return f"it may be complete: the manifest of rank {unknown[0]} is missing or can not be read"
+    for size in sorted({manifest.world_size for manifest in manifests.values()}):
+        if all(rank in commits and rank in manifests and manifests[rank].world_size == size for rank in range(size)):
+            return f"it may be complete: {size} ranks say so, and others do not"
+    return None

@@ -76,12 +76,18 @@ def _parse_best(text: str) -> Policy:
     return KeepBest(_number(count), metric, mode, missing)  # type: ignore[arg-type]  # checked there
 
 
+def _parse_within(text: str) -> Policy:
+    if text[-1:].isdigit() or text.endswith("."):
+        raise PolicyError("without a unit nobody knows whether seconds or hours are meant")
+    return KeepWithin(text)
+
+
 _WORDS: dict[str, tuple[str, Callable[[str], Policy]]] = {
     "latest": ("latest:K", lambda text: KeepLatest(_number(text))),
     "best": ("best:K:METRIC:min|max[:keep|drop]", _parse_best),
     "every": ("every:STEPS", lambda text: KeepEvery(_number(text))),
     "steps": ("steps:STEP[,STEP...]", lambda text: KeepSteps([_number(step) for step in text.split(",")])),
-    "within": ("within:DURATION (for example 48h)", KeepWithin),
+    "within": ("within:DURATION (for example 48h)", _parse_within),
     "hourly": ("hourly:N", lambda text: KeepHourly(_number(text))),
     "daily": ("daily:N", lambda text: KeepDaily(_number(text))),
     "weekly": ("weekly:N", lambda text: KeepWeekly(_number(text))),

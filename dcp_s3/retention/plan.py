@@ -8,6 +8,7 @@ Whatever the policies say, these are kept (the floors):
 - a checkpoint that is being saved: no commit yet, and its newest object or open upload is younger than the grace
   period; or one that is being overwritten, by the same rule;
 - those whose commit waits in this host's spill directory;
+- ranks that committed for themselves, where it can not be told whether all did;
 - committed ones without a step: retention thins out a sequence, and they have no place in it.
 
 Foreign checkpoints (other writers') are treated like ours. Without a policy every committed one is kept.
@@ -277,6 +278,8 @@ def _floors(infos: Sequence[CheckpointInfo], active: Mapping[str, str], now: flo
             reasons.append(f"a reader has a lease for {max(0.0, info.leased_until - now):.0f} s more")
         if info.name in active:
             reasons.append(active[info.name])
+        if not info.committed and info.damage is not None:
+            reasons.append(info.damage)
         if info.committed and info.step is None:
             reasons.append("has no step, so no place in the sequence that policies thin out")
     return kept

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
+import time
 from collections.abc import Sequence
 
 from dcp_s3 import errors
@@ -17,6 +19,8 @@ from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.transport.async_client import ListedUpload, open_bucket
 from dcp_s3.transport.workers import Workers
 from dcp_s3.url import CheckpointURL, parse_url
+
+logger = logging.getLogger(__name__)
 
 
 def remove(
@@ -52,7 +56,10 @@ async def _remove(url: CheckpointURL, settings: Settings, *, force: bool, all_ve
         with contextlib.closing(Workers(WORKERS, "dcp_s3-remove")) as workers:
             remover = Remover(bucket, workers, all_versions=all_versions, force=force)
             now = (await bucket.page(url.key(""))).server_time
-            since = math.inf if force or now is None else now - settings.retention_grace
+            if now is None:
+                logger.warning("the S3 endpoint does not tell its time; ages are by the clock of this host")
+                now = time.time()
+            since = math.inf if force else now - settings.retention_grace
             uploads = [
                 each
                 for each in await bucket.list_uploads(url.key(""))
@@ -69,7 +76,7 @@ async def _remove(url: CheckpointURL, settings: Settings, *, force: bool, all_ve
             if any(each.initiated_at > since for each in uploads):
                 why = "a save is in progress: an upload was begun within the grace period"
             if info is not None and info.leased_until is not None:
-                live = now is None or now < info.leased_until + LEASE_MARGIN
+                live = now < info.leased_until + LEASE_MARGIN
                 why = "a reader has a lease" if live else why
             if info is not None and info.pinned:
                 why = "it is pinned"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 import re
@@ -25,6 +26,7 @@ from dcp_s3.retention.checkpoint_info import (
     is_our_data,
     is_spread_data,
     newest_first,
+    own_data,
     sort_out,
 )
 from dcp_s3.retention.inspect import Inspected, find_damage, inspect, map_bounded, save_id_of
@@ -37,6 +39,9 @@ logger = logging.getLogger(__name__)
 
 # Names between two slashes that no checkpoint URL may have, and our own directory in a root that is a checkpoint.
 _NO_CHILD = frozenset({"", ".", "..", CONTROL_PREFIX.rstrip("/")})
+
+# Times that a checkpoint is looked at which is listed, and whose .metadata is not there a moment later.
+_LOOKS = 4
 
 
 @dataclass(frozen=True)
@@ -113,17 +118,21 @@ async def list_root(
 
     async def look(name: str) -> CheckpointInfo | None:
         url = root.child(name)
-        while True:
+        found = None
+        for attempt in range(_LOOKS):
+            await asyncio.sleep(0.05 * (2**attempt - 1))
             found = await inspect(bucket, url, patterns)
             if found is None or not deep or not found.info.committed:
                 return None if found is None else found.info
             try:
                 info, unneeded = await look_deeper(bucket, url, found, now)
-                break
             except errors.ObjectNotFoundError:
                 continue  # deleted meanwhile
-        leftovers.extend(unneeded)
-        return info
+            leftovers.extend(unneeded)
+            return info
+        if found is None:
+            return None
+        return dataclasses.replace(found.info, damage="its .metadata is listed, but can not be read")
 
     looked = await map_bounded(look, [name for name in names if name not in _NO_CHILD])
     found = sorted((info for info in looked if info is not None), key=age_order)
@@ -223,6 +232,7 @@ def find_unneeded(
     """
     skip = len(url.key(""))
     sizes = {each.key[skip:]: each.size for each in objects}
+    own = {path for path in own_data(sizes, {entry.path for entry in manifest.objects}) if is_our_data(path)}
     damage = None
     for entry in manifest.objects:
         if sizes.get(entry.path, -1) < entry.size:
@@ -235,6 +245,6 @@ def find_unneeded(
         path = each.key[skip:]
         lease = parse_lease_object(path)
         ended = lease is not None and each.modified_at + lease + LEASE_MARGIN < now
-        if ended or ((is_our_data(path) or parse_manifest_object(path) is not None) and path not in needed):
+        if ended or ((path in own or parse_manifest_object(path) is not None) and path not in needed):
             leftovers.append(LeftoverObject(each.key, each.size, each.modified_at, url.name, is_lease=ended))
     return damage, leftovers

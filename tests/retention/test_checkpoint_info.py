@@ -60,12 +60,12 @@ def test_info_is_hashable_although_metrics_are_a_dict() -> None:
 
 def test_a_manifest_says_everything() -> None:
     assert from_manifest(URL, _manifest(step=7)) == CheckpointInfo(
-        "s3://bucket/run/step-20", "step-20", "committed", 7, 100.0, 2, 2, 42, {"loss": 1.0}, False, save_id="ab"
+        "s3://bucket/run/step-20", "step-20", "committed", 20, 100.0, 2, 2, 42, {"loss": 1.0}, False, save_id="ab"
     )
 
 
-def test_without_a_step_in_the_manifest_the_name_gives_it() -> None:
-    assert from_manifest(URL, _manifest(step=None)).step == 20
+def test_a_name_without_a_number_has_no_step() -> None:
+    assert from_manifest(CheckpointURL("bucket", "run/final"), _manifest(step=7)).step is None
 
 
 def test_listing_is_sorted_out() -> None:
@@ -111,7 +111,7 @@ def _rank_state(commits: dict[int, float], worlds: dict[int, int]) -> str:
         pytest.param({0: 1}, {0: 2}, "incomplete", id="one of two"),
         pytest.param({1: 1}, {0: 2, 1: 2}, "incomplete", id="manifest without commit"),
         pytest.param({0: 1, 1: 1}, {0: 2}, "incomplete", id="commit without manifest"),
-        pytest.param({0: 1, 1: 1}, {}, "incomplete", id="no manifests"),
+        pytest.param({0: 1, 1: 1}, {}, "committed", id="no manifests"),
         pytest.param({0: 9, 1: 9, 2: 1, 3: 1}, {0: 2, 1: 2, 2: 4, 3: 4}, "committed", id="overwritten by fewer"),
         pytest.param({0: 9, 1: 1, 2: 1, 3: 1}, {0: 2, 1: 4, 2: 4, 3: 4}, "incomplete", id="half overwritten by fewer"),
         pytest.param({0: 1, 1: 9}, {0: 2, 1: 4}, "incomplete", id="half overwritten by more"),

@@ -1,0 +1,192 @@
+"""What counts as a checkpoint and as its own: nothing that may be one is deleted."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.memory_s3 import Fault
+from dcp_s3 import CheckpointCatalog, parse_policy, prune, remove
+from dcp_s3.checkpoint.lease import _is_young
+from dcp_s3.errors import CheckpointProtectedError, PolicyError
+from dcp_s3.format.layout import data_object, new_nonce, parse_manifest_object
+from dcp_s3.format.manifest import Manifest
+from dcp_s3.retention.checkpoint_info import CheckpointInfo, from_rank_manifests, own_data, sort_out, with_marks
+from dcp_s3.retention.plan import make_plan
+from dcp_s3.transport import async_client
+from dcp_s3.transport.async_client import ListedObject
+from dcp_s3.transport.bucket import Bucket
+from dcp_s3.url import CheckpointURL
+from tests.faulty import BUCKET, FaultyServer
+from tests.retention import test_prune
+from tests.retention.making import delete, get, keys, put, save, save_locally, save_on_ranks
+from tests.retention.test_prune import DAY, ROOT, Clock, steps
+
+client, clock, faulty = test_prune.client, test_prune.clock, test_prune.faulty
+
+URL = CheckpointURL("bucket", "run/step-20")
+
+
+def _ranks(paths: list[str], worlds: dict[int, int]) -> CheckpointInfo:
+    contents = sort_out(URL, [ListedObject(URL.key(path), 10, 50.0) for path in paths])
+    manifests = {rank: Manifest(f"a{rank}", 1.0 + rank, 20, world, (), 5) for rank, world in worlds.items()}
+    return with_marks(from_rank_manifests(URL, contents, manifests), contents)
+
+
+@pytest.mark.parametrize(
+    ("paths", "worlds", "state", "kept"),
+    [
+        (["__0.metadata", "__1.metadata", "__0_0.distcp", "__1_0.distcp"], {}, "committed", True),
+        (["__0.metadata", "__0_0.distcp", "__1_0.distcp"], {}, "incomplete", True),
+        (["__1.metadata"], {}, "incomplete", True),
+        (["__0.metadata", ".dcp_s3/manifest-ab.0.json"], {}, "incomplete", True),
+        (["__0.metadata", "__1.metadata"], {0: 2}, "incomplete", True),
+        (["__0.metadata", "__1.metadata", "__2.metadata"], {0: 2, 1: 2, 2: 4}, "incomplete", True),
+        (["__0.metadata", "__1.metadata"], {0: 2, 1: 4}, "incomplete", False),
+        (["__0.metadata"], {0: 2}, "incomplete", False),
+    ],
+)
+def test_ranks_are_left_over_only_if_some_are_certainly_missing(
+    paths: list[str], worlds: dict[int, int], state: str, kept: bool
+) -> None:
+    info = _ranks(paths, worlds)
+    assert info.state == state
+    plan = make_plan([info], None, now=1e9, grace=DAY)
+    assert (plan.deleted == ()) is kept
+
+
+@pytest.mark.parametrize("kind", ["foreign", "lost manifests", "newer manifest"])
+def test_ranks_without_manifests_that_can_be_read_stay(
+    faulty: FaultyServer,
+    client: Any,
+    clock: Clock,
+    tmp_path: Path,
+    kind: str,
+) -> None:
+    url = f"{ROOT}/step-1"
+    if kind == "foreign":
+        for file in save_locally(tmp_path).iterdir():
+            put(client, url, file.name.replace(".metadata", "__0.metadata"), file.read_bytes())
+    else:
+        save_on_ranks(url, 1)
+        [path] = [path for path in keys(client, url) if parse_manifest_object(path)]
+        if kind == "lost manifests":
+            delete(client, url, path)
+        else:
+            newer = json.loads(get(client, url, path)) | {"format_version": 2}
+            put(client, url, path, json.dumps(newer).encode())
+    steps(2)
+    before = keys(client, url)
+    clock.now += 2 * DAY
+    prune(ROOT)
+    assert keys(client, url) == before
+
+
+def _named(directory: str) -> str:
+    """A data object whose spread hash is ``directory``."""
+    while True:
+        name = data_object(0, 0, new_nonce())
+        if hashlib.blake2b(name.encode(), digest_size=8).hexdigest().startswith(directory):
+            return name
+
+
+def test_spread_data_that_is_not_the_checkpoints_own() -> None:
+    near, other = f"5/{_named('5')}", f"7/{_named('7')}"
+    wide = data_object(0, 0, "ab", prefix_spread=2)
+    assert own_data([near, other, "__0_0-ab.distcp"], [other]) == {near, other, "__0_0-ab.distcp"}
+    assert own_data([near, other], ["__0_0-ab.distcp"]) == set()
+    assert own_data([wide, other], [other]) == {other}
+    for marks in ("5/.metadata", "5/.dcp_s3/pin", "5/__0.metadata"):
+        assert own_data([near, other, marks], [other]) == {other}
+        assert own_data([near, other, marks]) == set()
+    assert own_data([near, other]) == {near, other}  # of a save that was not committed
+    assert own_data([near, other, wide]) == set()
+    assert own_data([near, "6/__0_0.distcp"]) == set()
+    assert own_data([near, "__0_0.distcp"]) == {"__0_0.distcp"}
+
+
+@pytest.mark.parametrize("committed", [True, False])
+def test_a_nested_checkpoint_named_like_a_hash_is_not_taken(
+    faulty: FaultyServer,
+    client: Any,
+    clock: Clock,
+    committed: bool,
+) -> None:
+    if committed:
+        save(ROOT)
+    else:
+        put(client, ROOT, "__0_0.distcp")
+    nested = [f"5/{_named('5')}", f"10/{_named('10')}"]
+    for path in nested:
+        put(client, ROOT, path)
+    put(client, ROOT, "10/.metadata")
+    clock.now += 2 * DAY
+    prune(f"s3://{BUCKET}")
+    assert set(nested) <= keys(client, ROOT).keys()
+    assert ("__0_0.distcp" in keys(client, ROOT)) is False
+
+
+def test_a_copy_whose_name_has_no_number_is_kept(faulty: FaultyServer, client: Any) -> None:
+    steps(1, 2, 3)
+    for path in keys(client, f"{ROOT}/step-1"):
+        source = {"Bucket": BUCKET, "Key": f"run/step-1/{path}"}
+        client.copy_object(Bucket=BUCKET, Key=f"run/final/{path}", CopySource=source)
+    found = CheckpointCatalog(ROOT).latest()
+    assert found is not None
+    assert found.name == "step-3"
+    assert [each.name for each in prune(ROOT, "latest:1").deleted] == ["step-1", "step-2"]
+    assert {info.name: info.step for info in CheckpointCatalog(ROOT).checkpoints()} == {"final": None, "step-3": 3}
+
+
+def test_without_the_servers_time_a_save_in_progress_is_not_removed(
+    faulty: FaultyServer,
+    client: Any,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(async_client, "_server_time", lambda _: None)
+    clock.now = time.time()
+    path = data_object(0, 0, "ab12")
+    put(client, f"{ROOT}/step-1", path)
+    with pytest.raises(CheckpointProtectedError, match="in progress"):
+        remove(f"{ROOT}/step-1")
+    assert path in keys(client, f"{ROOT}/step-1")
+    remove(f"{ROOT}/step-1", force=True)
+    assert keys(client, f"{ROOT}/step-1") == {}
+
+
+def test_metadata_that_is_listed_and_not_there_ends_the_look(faulty: FaultyServer) -> None:
+    steps(1, 2)
+    asked = []
+
+    def missing(request: Any) -> Fault | None:
+        if request.operation == "HeadObject" and request.key == "run/step-1/.metadata" and len(asked) < 50:
+            asked.append(request)
+            return Fault.error(404, "NoSuchKey")
+        return None
+
+    faulty.rule = missing
+    snapshot = CheckpointCatalog(ROOT).scan(deep=True)
+    assert len(asked) < 10
+    assert {info.name: info.damage for info in snapshot.checkpoints} == {
+        "step-1": "its .metadata is listed, but can not be read", "step-2": None,
+    }  # fmt: skip
+
+
+def test_the_age_of_a_deletion_without_the_servers_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    headers = {"last-modified": "Wed, 21 Oct 2015 07:28:00 GMT"}
+    monkeypatch.setattr(Bucket, "head", lambda *_: {"ResponseMetadata": {"HTTPHeaders": headers}})
+    assert not _is_young(object.__new__(Bucket), "key")
+    monkeypatch.setattr(time, "time", lambda: 1445412480.0 + 5)
+    assert _is_young(object.__new__(Bucket), "key")
+
+
+@pytest.mark.parametrize("word", ["within:48", "within:4.5", "within:7."])
+def test_within_needs_a_unit(word: str) -> None:
+    with pytest.raises(PolicyError, match="unit"):
+        parse_policy(word)
