@@ -396,8 +396,22 @@ class Remover:
         except LeftAloneError:
             await self._withdraw(url, [path])
             raise
-        await self._delete_rest(url, replace(listed, objects={}), [path], purged=listed)
+        left = {each.key[skip:] for each in unneeded} - set(listed.objects)
+        lists = await self._spent_lists(url, left)
+        await self._delete_rest(url, replace(listed, objects={}), {path, *lists}, purged=listed)
         return Deletion(url.name, len(gone), sum(each.size for each in gone))
+
+    async def _spent_lists(self, url: CheckpointURL, left: Collection[str]) -> list[str]:
+        """Lists of leftovers of which none is left, from prunes that were cut off."""
+        spent = []
+        for each in (await self._list(url.key(DELETION_PREFIX)))[0]:
+            try:
+                listed = DeletionList.from_json(await self._bucket.read(each.key))
+            except (errors.ObjectNotFoundError, ValueError):
+                continue
+            if not listed.commits and not listed.objects.keys() & left:
+                spent.append(each.key[len(url.key("")) :])
+        return spent
 
     async def abort(self, key: str, upload_id: str) -> None:
         """Abort an open multipart upload; one that is not there any more is no error."""

@@ -95,9 +95,7 @@ def test_a_commit_between_a_prunes_look_and_its_deletes_is_withdrawn(
         load(URL)
 
 
-def test_what_was_committed_after_the_listing_is_left_alone(
-    faulty: FaultyServer, client: Any, clock: Clock
-) -> None:
+def test_what_was_committed_after_the_listing_is_left_alone(faulty: FaultyServer, client: Any, clock: Clock) -> None:
     save(f"{ROOT}/step-9")
     save(URL)
     metadata = get(client, URL, ".metadata")
