@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_s3 import errors
 from dcp_s3._version import __version__
+from dcp_s3.completeness import find_loss
 from dcp_s3.format.layout import (
     METADATA_CRC_KEY,
     SAVE_ID_KEY,
@@ -28,8 +29,9 @@ from dcp_s3.format.layout import (
 )
 from dcp_s3.format.manifest import Manifest, ObjectEntry
 from dcp_s3.format.metadata import dump_metadata, load_metadata
-from dcp_s3.transport.bucket import Bucket
+from dcp_s3.transport.bucket import Bucket, StoredObject
 from dcp_s3.transport.checksum import crc64nvme, crc_hex
+from dcp_s3.transport.delete import Target, delete_one
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
@@ -285,6 +287,7 @@ def publish(
     *,
     look_again: Callable[[], Previous] | None = None,
     keep_objects: bool = False,
+    is_late: Callable[[], bool] = lambda: False,
 ) -> None:
     """Write the manifest, then ``.metadata``; then remove the objects that it replaced.
 
@@ -294,8 +297,11 @@ def publish(
         previous: what is replaced.
         look_again: called once if that is not what is there any more; what is there then is replaced.
         keep_objects: whether the objects of a save that loses stay where they are, invisible.
+        is_late: whether the save began so long ago that a prune may take its objects for leftovers: before and after
+            ``.metadata`` is written they are looked for.
 
     Raises:
+        CheckpointDeletedError: they are gone; what was to be replaced is as it was.
         CheckpointExistsError: another save committed to this URL meanwhile; what this save uploaded has been deleted,
             unless ``keep_objects``.
         DeadlineExceededError: the bucket's deadline has passed. What this save uploaded has been deleted, unless S3 may
@@ -303,6 +309,7 @@ def publish(
         StorageError: nothing was committed, as far as the answers of S3 tell.
     """
     identity = commit.identity
+    replaced = None
     try:
         bucket.write(
             identity.manifest_key,
@@ -314,6 +321,9 @@ def publish(
         if not keep_objects:
             delete_quietly(bucket.for_cleanup(), commit.keys, "of a save that was given up")
         raise
+    if is_late():
+        _check_whole(bucket, commit, keep_objects=keep_objects)
+        replaced = _find_replaced(bucket, commit, previous)
     try:
         bucket.write(
             identity.metadata_key,
@@ -326,7 +336,8 @@ def publish(
         if previous.etag is None:
             raise
         # A prune has deleted what was to be replaced.
-        publish(bucket, commit, replace(previous, etag=None), look_again=look_again, keep_objects=keep_objects)
+        without = replace(previous, etag=None)
+        publish(bucket, commit, without, look_again=look_again, keep_objects=keep_objects, is_late=is_late)
         return
     except errors.PreconditionFailedError:
         if look_again is not None:
@@ -335,7 +346,7 @@ def publish(
             except errors.CheckpointExistsError:
                 delete_quietly(bucket, commit.keys, "of the save that lost")
                 raise
-            publish(bucket, commit, now, keep_objects=keep_objects)
+            publish(bucket, commit, now, keep_objects=keep_objects, is_late=is_late)
             return
         if not keep_objects:
             delete_quietly(bucket, commit.keys, "of the save that lost")
@@ -343,10 +354,63 @@ def publish(
     except errors.DeadlineExceededError:
         if not _is_committed_after_all(bucket.for_cleanup(), identity):
             raise
+    # Whoever deletes says so first and looks for commits then: one of the two sees the other.
+    if is_late():
+        _check_still_whole(bucket.for_cleanup(), commit, replaced, keep_objects=keep_objects)
     if previous.keys:
         delete_quietly(bucket, previous.keys - commit.keys, "of the checkpoint that was overwritten")
     size = sum(entry.size for entry in commit.objects)
     logger.info("committed %s: %d objects, %d bytes", identity.url, len(commit.objects), size)
+
+
+def _check_whole(bucket: Bucket, commit: Commit, *, keep_objects: bool) -> None:
+    """Raises CheckpointDeletedError if something of a save is gone, or about to go."""
+    loss = find_loss(bucket, commit.identity.url, commit.objects)
+    if loss is None:
+        return
+    if not keep_objects:
+        delete_quietly(bucket, commit.keys, "of a save that was given up")
+    raise _lost_error(commit, loss)
+
+
+def _find_replaced(bucket: Bucket, commit: Commit, previous: Previous) -> StoredObject | None:
+    """The ``.metadata`` that is about to be replaced, to be put back if need be."""
+    if previous.etag is None:
+        return None
+    try:
+        found = bucket.get(commit.identity.metadata_key)
+    except errors.ObjectNotFoundError:
+        return None
+    return found if found.etag == previous.etag else None
+
+
+def _check_still_whole(bucket: Bucket, commit: Commit, replaced: StoredObject | None, *, keep_objects: bool) -> None:
+    """Withdraw a commit whose objects are gone, or about to go. Raises CheckpointDeletedError."""
+    key = commit.identity.metadata_key
+    loss = find_loss(bucket, commit.identity.url, commit.objects)
+    if loss is None:
+        return
+    try:
+        found = bucket.get(key)
+        if found.data == commit.metadata:
+            if replaced is None:
+                delete_one(bucket, Target(key, found.etag))
+            else:
+                bucket.write(key, replaced.data, if_match=found.etag, metadata=replaced.metadata)
+    except (errors.ObjectNotFoundError, errors.PreconditionFailedError):
+        pass  # somebody else deleted or replaced it
+    if not keep_objects:
+        delete_quietly(bucket, commit.keys, "of a save that was given up")
+    raise _lost_error(commit, loss)
+
+
+def _lost_error(commit: Commit, loss: str) -> errors.CheckpointDeletedError:
+    return errors.CheckpointDeletedError(
+        f"the save to {commit.identity.url} was not committed: {loss}. It took longer than a prune waits for saves, so "
+        "that one took it for a leftover; what was there before is untouched. Remedy: save again, and prune with a "
+        "grace period (DCP_S3_RETENTION_GRACE) that is longer than any save",
+        url=str(commit.identity.url),
+    )
 
 
 def _is_committed_after_all(bucket: Bucket, identity: SaveIdentity) -> bool:

@@ -26,8 +26,8 @@ from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
 
-DELETION_BEGINS = 300.0
-"""Seconds after which a deletion that has not removed ``.metadata`` counts as given up."""
+DELETION_BEGINS = 900.0
+"""Seconds after which a deletion that has not removed ``.metadata`` counts as given up. It tries for half of them."""
 
 # Seconds: a renewal that hangs must not hold up the end of the load, nor must the release.
 _RENEWAL_TIMEOUT = 10.0

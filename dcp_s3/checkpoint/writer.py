@@ -33,6 +33,7 @@ from dcp_s3.commit import (
     make_commit,
     publish,
 )
+from dcp_s3.completeness import Beginning
 from dcp_s3.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -110,7 +111,8 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         self._use_collectives = True
         self._previous = Previous()
         self._unseen = False
-        self._began = time.time()
+        self._beginning = Beginning()
+        self._began = self._beginning.at
         self._written: str | None = None  # path of an object of the save
         self._deadline: Deadline | None = None
 
@@ -195,7 +197,8 @@ class S3StorageWriter(StorageWriter, AsyncStager):
 
         Raises:
             DeadlineExceededError: `save_timeout` has passed since this rank began to write.
-            CheckpointExistsError, StorageError
+            CheckpointDeletedError: the save took so long that a prune took what it wrote for a leftover.
+        CheckpointExistsError, StorageError
         """
         self._deadline = self._deadline or self._start_deadline()
         metadata.version = CURRENT_DCP_VERSION
@@ -402,7 +405,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         overwrite = self.overwrite and self._use_collectives
         look_again = self._look_again if overwrite and self._store is not None else None
         try:
-            publish(self._bucket(), commit, self._previous, look_again=look_again)
+            publish(self._bucket(), commit, self._previous, look_again=look_again, is_late=self._beginning.is_late)
         except DeadlineExceededError as error:
             if self._deadline is None:
                 raise

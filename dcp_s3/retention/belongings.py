@@ -119,11 +119,23 @@ def other_targets(url: CheckpointURL, listed: DeletionList) -> list[Target]:
 def is_begun(url: CheckpointURL, listed: DeletionList, objects: Iterable[ListedObject]) -> bool:
     """Whether a deletion whose list was found has come so far that the checkpoint is none any more."""
     there = _unchanged(url, listed.commits, objects)
+    if not listed.commits:  # it was never committed
+        skip = len(url.key(""))
+        return not any(is_commit(each.key[skip:]) for each in objects)
     return METADATA not in there if METADATA in listed.commits else len(there) < len(listed.commits)
 
 
-def still_there(url: CheckpointURL, listed: DeletionList, objects: Sequence[ListedObject]) -> DeletionList:
-    """Of a list that was found, what is still there and unchanged."""
+def is_commit(path: str) -> bool:
+    """Whether a relative path is that of ``.metadata``, or of a single rank's."""
+    return path == METADATA or rank_of_metadata(path) is not None
+
+
+def still_there(
+    url: CheckpointURL, listed: DeletionList, objects: Sequence[ListedObject], *, written_at: float
+) -> DeletionList:
+    """Of a list that was found, and written at that time (seconds since the epoch on the clock of S3), what is still
+    there and unchanged. What is younger than the list is another save's, though its bytes may be the same."""
+    objects = [each for each in objects if each.modified_at <= written_at]
     commits = _unchanged(url, listed.commits, objects)
     return DeletionList(listed.save_id, commits, _unchanged(url, listed.objects, objects), listed.all_versions)
 

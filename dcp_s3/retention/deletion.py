@@ -2,7 +2,8 @@
 
 1. Look: it is still what the plan saw.
 2. Write down what goes (`DeletionList`), with ETags.
-3. Look again, for readers' leases and pins that came meanwhile: whoever takes one writes first and looks for the list.
+3. Look again, for readers' leases and pins that came meanwhile, and for commits of saves that took long: whoever writes
+   one of these looks for the list then.
 4. Delete what makes it a checkpoint, on condition that it still has its ETag. From here on it is none.
 5. Delete the rest; at last the list.
 """
@@ -12,8 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from dcp_s3 import errors
@@ -26,6 +27,7 @@ from dcp_s3.format.layout import (
     METADATA,
     METRICS,
     PIN,
+    deletion_id,
     deletion_object,
     manifest_object,
     metadata_object,
@@ -39,6 +41,7 @@ from dcp_s3.retention.belongings import (
     Belongings,
     commit_steps,
     is_begun,
+    is_commit,
     other_targets,
     sort_belongings,
     still_there,
@@ -49,7 +52,8 @@ from dcp_s3.retention.plan import LEASE_MARGIN, LeftoverObject
 from dcp_s3.retention.scan import look_deeper
 from dcp_s3.transport import multipart
 from dcp_s3.transport.async_client import AsyncBucket, ListedObject
-from dcp_s3.transport.bucket import Bucket
+from dcp_s3.transport.bucket import Bucket, limit_timeouts
+from dcp_s3.transport.deadline import Deadline
 from dcp_s3.transport.delete import Target, batches, delete_batch, list_versions, old_versions
 from dcp_s3.transport.workers import Workers
 from dcp_s3.url import CheckpointURL
@@ -60,6 +64,9 @@ T = TypeVar("T")
 
 WORKERS = 8
 """Requests that delete in flight; each of 1000 keys counts as 1000 for S3, which takes 3500 a second."""
+
+_ATTEMPT_SECONDS = 30.0
+"""For which one attempt to delete a commit may hang."""
 
 
 class LeftAloneError(errors.DcpS3Error):
@@ -134,26 +141,64 @@ class Remover:
     ) -> None:
         listed = belongings.to_list(planned.save_id, all_versions=self._all_versions)
         path = deletion_object(planned.deletion_id, new_nonce())
-        began = time.monotonic()
+        deadline = _CommitDeadline.begin()
         try:
             await self._run(self._write, url.key(path), listed.to_json())
             lists = await self._look_again(url, planned, listed, newest)
-            if time.monotonic() - began > DELETION_BEGINS / 2:
-                raise LeftAloneError("S3 is too slow for its readers to be seen")
+            if deadline.passed:
+                raise LeftAloneError(_TOO_SLOW)
         except (LeftAloneError, errors.StorageError):
             await self._withdraw(url, [path])
             raise
+        settings = limit_timeouts(self._writing.settings, _ATTEMPT_SECONDS)
+        in_time = replace(self._writing, settings=settings, deadline=deadline)
         for step in commit_steps(url, listed):
-            if await self._delete_all(step):
+            try:
+                changed = await self._delete_all(step, bucket=in_time)
+            except errors.StorageError as error:
+                await self._give_up(url, path, listed, error)
+                raise
+            if changed:
                 await self._withdraw(url, [path])
                 raise LeftAloneError("it was overwritten")
         await self._delete_rest(url, listed, {path, *lists})
 
-    async def _delete_rest(self, url: CheckpointURL, listed: DeletionList, lists: Iterable[str]) -> None:
-        """What is left to do when the checkpoint is none any more."""
-        await self._delete_all(other_targets(url, listed))
+    async def _give_up(self, url: CheckpointURL, path: str, listed: DeletionList, error: errors.StorageError) -> None:
+        """Withdraw the list if S3 has certainly not deleted a commit, and never will: readers wait for no one."""
+        late = isinstance(error, errors.DeadlineExceededError)
+        if isinstance(error, errors.TransferError) or (late and error.attempts):
+            return  # S3 may still carry it out
+        try:
+            for commit, etag in listed.commits.items():
+                if (await self._bucket.head(url.key(commit))).get("ETag", "").strip('"') != etag.strip('"'):
+                    return
+        except errors.StorageError:
+            return
+        await self._withdraw(url, [path])
+        if late:
+            raise LeftAloneError(_TOO_SLOW)
+
+    async def _delete_rest(
+        self,
+        url: CheckpointURL,
+        listed: DeletionList,
+        lists: Iterable[str],
+        *,
+        purged: DeletionList | None = None,
+        look: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """What is left to do when the checkpoint is none any more.
+
+        Args:
+            url: of the checkpoint.
+            listed: what goes.
+            lists: relative paths of the lists that are done with then.
+            purged: whose old versions go, if that is more.
+            look: called before each request, and raises if nothing more may go.
+        """
+        await self._delete_all(other_targets(url, listed), look=look)
         if listed.all_versions or self._all_versions:
-            await self._purge(url, listed)
+            await self._purge(url, purged or listed)
         await self._delete_all([Target(url.key(path)) for path in lists])
         if listed.all_versions or self._all_versions:
             await self._purge(url, DeletionList(None, {}, dict.fromkeys(lists, "")))
@@ -219,11 +264,56 @@ class Remover:
                 and parse_deletion_object(path) is None
             ):
                 belongings.objects[path] = each
-        listed = belongings.to_list(None, all_versions=self._all_versions)
-        for step in commit_steps(url, listed):
-            await self._delete_all(step)
-        await self._delete_rest(url, listed, ())
+        everything = belongings.to_list(None, all_versions=self._all_versions)
+        seen = {**everything.commits, **everything.objects}
+        known = set(everything.commits)
+
+        async def look() -> None:
+            if not self._force:
+                await self._look_for_commits(url, seen, known)
+
+        # It is none, whatever goes first; and what is written down must not make a part of it look like one.
+        listed = replace(everything, commits={}, objects=everything.objects)
+        path = await self._announce(url, listed, look)
+        try:
+            for step in commit_steps(url, everything):
+                await self._delete_all(step, look=look)
+            known.clear()
+            await self._delete_rest(url, listed, (), look=look)
+        except LeftAloneError:
+            await self._withdraw(url, [path])
+            raise
+        await self._delete_rest(url, replace(listed, objects={}), [path])
         return Deletion(url.name, len(belongings.commits) + len(belongings.objects), belongings.size)
+
+    async def _announce(self, url: CheckpointURL, listed: DeletionList, look: Callable[[], Awaitable[None]]) -> str:
+        """Write down what goes, for saves that are about to commit, and look for those that have; the list's path."""
+        path = deletion_object(deletion_id(None, new_nonce()), new_nonce())
+        try:
+            await self._run(self._write, url.key(path), listed.to_json())
+            await look()
+        except (LeftAloneError, errors.StorageError):
+            await self._withdraw(url, [path])
+            raise
+        return path
+
+    async def _look_for_commits(self, url: CheckpointURL, seen: Mapping[str, str], known: Collection[str]) -> None:
+        """Raises LeftAloneError if a save was committed, or is about to be, since a listing.
+
+        Args:
+            url: of the checkpoint.
+            seen: ETag by relative path of what was listed.
+            known: relative paths of the commits in it that may be there still.
+        """
+        skip = len(url.key(""))
+        objects, now = await self._list(url.key("."))
+        self._check_marks(url, objects, now)
+        for each in (*objects, *await self._bucket.list(url.key("__"))):
+            path = each.key[skip:]
+            if is_commit(path) and not (path in known and _same(seen.get(path), each)):
+                raise LeftAloneError("it was committed")
+            if parse_manifest_object(path) is not None and not _same(seen.get(path), each):
+                raise LeftAloneError("a save is in progress: it has written its manifest")
 
     async def finish(self, url: CheckpointURL, deletion: str) -> Deletion:
         """Finish a deletion that was cut off: exactly what its lists name goes, as far as it is what it was.
@@ -237,9 +327,10 @@ class Remover:
             CheckpointError: a list can not be read.
             StorageError
         """
-        objects, _ = await self._list(url.key(""))
+        objects, now = await self._list(url.key(""))
         skip = len(url.key(""))
         sizes = {each.key[skip:]: each.size for each in objects}
+        written = {each.key[skip:]: each.modified_at for each in objects}
         gone: set[str] = set()
         for path in [path for path in sizes if parse_deletion_object(path) == deletion]:
             try:
@@ -253,12 +344,16 @@ class Remover:
                     url=str(url),
                 ) from None
             if not is_begun(url, listed, objects) or await self._has_save(url, listed.save_id, sizes):
+                if not listed.commits:  # of leftovers, or of a save that was committed after all
+                    if written[path] < now - DELETION_BEGINS or not listed.objects.keys() & sizes.keys():
+                        await self._withdraw(url, [path])
+                    continue
                 raise LeftAloneError("a deletion was begun and given up; the checkpoint is still there")
-            rest = still_there(url, listed, objects)
+            rest = still_there(url, listed, objects, written_at=written[path])
             for step in commit_steps(url, rest):
                 await self._delete_all(step)
             # With versions, what has its delete marker already may still have older ones.
-            await self._delete_rest(url, listed if listed.all_versions else rest, [path])
+            await self._delete_rest(url, rest, [path], purged=listed)
             gone |= {*rest.commits, *rest.objects}
         return Deletion(url.name, len(gone), sum(sizes[path] for path in gone))
 
@@ -284,11 +379,39 @@ class Remover:
         if any(each.modified_at > since and not each.is_lease for each in unneeded):
             raise LeftAloneError("a save is in progress: an object was written")
         gone = [each for each in planned if each in unneeded]
-        await self._delete_all([Target(each.key) for each in gone])
-        if self._all_versions:
-            skip = len(url.key(""))
-            await self._purge(url, DeletionList(None, {}, {each.key[skip:]: "" for each in gone}))
+        if not gone or found is None:
+            return Deletion(url.name, 0, 0)
+        before = found.info
+
+        async def look() -> None:
+            now = await inspect(self._bucket, url)
+            if now is None or (now.info.save_id, now.info.etag) != (before.save_id, before.etag):
+                raise LeftAloneError("it was overwritten")
+
+        skip = len(url.key(""))
+        listed = DeletionList(None, {}, dict.fromkeys((each.key[skip:] for each in gone), ""), self._all_versions)
+        path = await self._announce(url, listed, look)
+        try:
+            await self._delete_all([Target(each.key) for each in gone], look=look)
+        except LeftAloneError:
+            await self._withdraw(url, [path])
+            raise
+        left = {each.key[skip:] for each in unneeded} - set(listed.objects)
+        lists = await self._spent_lists(url, left)
+        await self._delete_rest(url, replace(listed, objects={}), {path, *lists}, purged=listed)
         return Deletion(url.name, len(gone), sum(each.size for each in gone))
+
+    async def _spent_lists(self, url: CheckpointURL, left: Collection[str]) -> list[str]:
+        """Lists of leftovers of which none is left, from prunes that were cut off."""
+        spent = []
+        for each in (await self._list(url.key(DELETION_PREFIX)))[0]:
+            try:
+                listed = DeletionList.from_json(await self._bucket.read(each.key))
+            except (errors.ObjectNotFoundError, ValueError):
+                continue
+            if not listed.commits and not listed.objects.keys() & left:
+                spent.append(each.key[len(url.key("")) :])
+        return spent
 
     async def abort(self, key: str, upload_id: str) -> None:
         """Abort an open multipart upload; one that is not there any more is no error."""
@@ -337,7 +460,7 @@ class Remover:
             return False
 
     async def _exists(self, url: CheckpointURL) -> bool:
-        found = await self._bucket.page(url.key("."))
+        found = await self._bucket.page(url.key(METADATA))
         contents = sort_out(url, found.objects)
         return None in contents.commits or any(
             each.key == url.key(metadata_object(0)) for each in (await self._bucket.page(url.key("__0."))).objects
@@ -358,9 +481,21 @@ class Remover:
         except errors.StorageError as error:
             logger.warning("a deletion of %s was given up, and its list stays until the next prune: %s", url, error)
 
-    async def _delete_all(self, targets: Sequence[Target]) -> list[str]:
-        """Keys that have another ETag and were left alone."""
-        changed = await gather([self._run(delete_batch, self._writing, batch) for batch in batches(targets)])
+    async def _delete_all(
+        self,
+        targets: Sequence[Target],
+        *,
+        bucket: Bucket | None = None,
+        look: Callable[[], Awaitable[None]] | None = None,
+    ) -> list[str]:
+        """Keys that have another ETag and were left alone. With ``look``, that is called before each request."""
+        if look is not None:
+            found = []
+            for batch in batches(targets):
+                await look()
+                found += await self._run(delete_batch, bucket or self._writing, batch)
+            return found
+        changed = await gather([self._run(delete_batch, bucket or self._writing, batch) for batch in batches(targets)])
         return [key for each in changed for key in each]
 
     async def _purge(self, url: CheckpointURL, listed: DeletionList) -> None:
@@ -374,6 +509,37 @@ class Remover:
         """In a thread: these requests are boto3's."""
         result: T = await asyncio.wrap_future(self._workers.submit(function, *arguments))
         return result
+
+
+_TOO_SLOW = "S3 is too slow for its readers to be seen"
+
+
+@dataclass(frozen=True)
+class _CommitDeadline(Deadline):
+    """By which a deletion's commits must be gone, so that readers may rely on its list; by two clocks, because one
+    stops while a host sleeps.
+
+    Attributes:
+        wall: when it passes, seconds since the epoch.
+    """
+
+    wall: float = 0.0
+
+    @classmethod
+    def begin(cls) -> _CommitDeadline:
+        """It is now that the list is written."""
+        seconds = DELETION_BEGINS / 2
+        return cls("DELETION_BEGINS / 2", seconds, time.monotonic() + seconds, time.time() + seconds)
+
+    @property
+    def left(self) -> float:
+        """Seconds until it passes by either clock, 0 if it has."""
+        return max(0.0, min(self.at - time.monotonic(), self.wall - time.time()))
+
+    @property
+    def passed(self) -> bool:
+        """Whether it has passed by either clock."""
+        return self.left <= 0
 
 
 def _check_unchanged(planned: CheckpointInfo, now: CheckpointInfo) -> None:

@@ -23,6 +23,7 @@ from dcp_s3.commit import (
     is_committed,
     publish,
 )
+from dcp_s3.completeness import Beginning
 from dcp_s3.settings import Settings
 from dcp_s3.spill.files import upload_file
 from dcp_s3.spill.journal import SpilledCommit, State
@@ -177,7 +178,11 @@ class Drainer:
             if reason := self._why_incomplete(bucket, url, spilled):
                 report.waiting[save.name] = reason
                 return
-            publish(bucket, commit, previous, keep_objects=True)
+            late = Beginning(save.journal.created_at, None).is_late
+            publish(bucket, commit, previous, keep_objects=True, is_late=late)
+        except errors.CheckpointDeletedError as error:
+            report.waiting[save.name] = str(error)
+            return
         except errors.CheckpointExistsError:
             # Perhaps it is ours: S3 may carry out a request long after its client gave up on it.
             if not is_committed(bucket, identity):
