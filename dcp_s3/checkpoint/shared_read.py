@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint._torch import get_blocks, get_crc
+from dcp_s3.checkpoint.aliases import read_in_turn
 from dcp_s3.checkpoint.assignment import Assignment, StoredChunk, box_of, find_stored
 from dcp_s3.checkpoint.blocks import Blocks
 from dcp_s3.checkpoint.exchange import Exchange
@@ -69,7 +70,8 @@ class SharedRead:
             shared = assignment.shared_items()
             transfers = self._executor.prepare(plan, planner, shared)
             owned, received = self._prepare(assignment, shared, transfers)
-            direct = [transfer for number, transfer in enumerate(transfers) if number not in shared]
+            now, *later = read_in_turn(transfers)
+            direct = [transfers[number] for number in now if number not in shared]
             exchange, threads = self._make_exchange(owned, received, direct)
             exchange.prepare()
         except BaseException:
@@ -80,12 +82,20 @@ class SharedRead:
         failed, raised = run_through(lambda: self._begin(exchange))
         if not failed:
             self._read(exchange, raised, lambda: self._read_direct(exchange, transfers, direct, planner, threads))
+            self._read_again(plan, later, planner)
             return transfers
         if raised is not None:
             raise raised
         logger.warning("every rank reads %s by itself: ranks %s could not prepare their load", self._url, failed)
-        self._executor.read(transfers, transfers, planner)
+        for numbers in (now, *later):
+            self._executor.read(transfers, [transfers[number] for number in numbers], planner)
         return transfers
+
+    def _read_again(self, plan: LoadPlan, later: Sequence[Sequence[int]], planner: LoadPlanner) -> None:
+        """Entries of other contents that lie in the memory of those before them: the last one stays."""
+        items = [plan.items[number] for numbers in later for number in numbers]
+        if items:
+            self._executor.run(LoadPlan(items), planner)
 
     def _begin(self, exchange: Exchange) -> list[int]:
         """Start the exchange, or not: because of the ranks that could not prepare theirs. Collective."""

@@ -246,6 +246,8 @@ class Remover:
             return Deletion(url.name, 0, 0)  # somebody else was faster
         if found.info.committed:
             raise LeftAloneError("it was committed")
+        if found.info.damage is not None and not self._force:
+            raise LeftAloneError(found.info.damage)
         objects, now = await self._list(url.key(""))
         self._check_marks(url, objects, now)
         belongings = sort_belongings(url, objects, (), since=since, now=now)
