@@ -19,21 +19,12 @@ from dcp_s3.spill.drain import Drainer
 from dcp_s3.spill.store import SpillStore
 from dcp_s3.transport import retry
 from tests.faulty import BUCKET, FaultyServer, serve
+from tests.retention.catalogs import Clock
 from tests.retention.making import delete, get, keys, put, save, save_foreign, save_on_ranks
 
 ROOT = f"s3://{BUCKET}/run"
 HOUR = 3600.0
 DAY = 24 * HOUR
-
-
-class Clock:
-    """The server's: far from that of this host."""
-
-    def __init__(self) -> None:
-        self.now = 1_000_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
