@@ -16,6 +16,7 @@ from dcp_s3.checkpoint.verify_report import Problem, VerifyReport
 from dcp_s3.checkpoint.writer import S3StorageWriter
 from dcp_s3.counters import metrics
 from dcp_s3.integrations.dcp import register, unregister
+from dcp_s3.manager.manager import CheckpointManager
 from dcp_s3.retention.catalog import CheckpointCatalog, latest, list_checkpoints
 from dcp_s3.retention.checkpoint_info import CheckpointInfo
 from dcp_s3.retention.marks import annotate, pin, unpin
@@ -42,6 +43,7 @@ __all__ = [
     "CatalogSnapshot",
     "CheckpointCatalog",
     "CheckpointInfo",
+    "CheckpointManager",
     "Decision",
     "KeepBest",
     "KeepDaily",

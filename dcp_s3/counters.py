@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from dcp_s3.retention import counts
 from dcp_s3.spill.session import spilled_bytes
 from dcp_s3.transport import hedge, throttle
 
@@ -21,9 +22,13 @@ def metrics() -> dict[str, Any]:
         ``bytes`` (that they received) and ``wasted`` (bytes that were received twice).
     ``spilled_bytes``
         by reason: ``local durability`` or ``s3`` (which did not take them).
+    ``retention``
+        of a `CheckpointManager` and of ``dcp-s3 prune``: ``runs``, ``failed`` (runs), ``deleted`` (checkpoints),
+        ``freed_bytes`` and ``last_success`` (seconds since the epoch; 0 before the first).
     """
     return {
         "throttle": {name: asdict(state) for name, state in throttle.snapshot().items()},
         "hedges": {name: asdict(state) for name, state in hedge.snapshot().items()},
         "spilled_bytes": dict(spilled_bytes),
+        "retention": counts.snapshot(),
     }

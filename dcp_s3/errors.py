@@ -202,6 +202,30 @@ class SaveProtocolError(CheckpointError):
     """DCP's calls did not come in the documented order, or a planner returned what cannot be stored."""
 
 
+class StepFailedError(CheckpointError):
+    """What a `CheckpointManager` did for a step failed.
+
+    Attributes:
+        step: the step.
+        failures: the causes by rank.
+    """
+
+    def __init__(
+        self, message: str, *, url: str = "", step: int | None = None, failures: dict[int, BaseException] | None = None
+    ) -> None:
+        super().__init__(message, url=url)
+        self.step = step
+        self.failures = failures or {}
+
+
+class SaveFailedError(StepFailedError):
+    """A save of a `CheckpointManager` failed; what was committed before is untouched."""
+
+
+class RestoreFailedError(StepFailedError):
+    """A `CheckpointManager` could not load a checkpoint; the state may be loaded in part."""
+
+
 class MetricsError(CheckpointError, ValueError):
     """Metrics that can not be stored: a name that is no text, or a value that is no number, text or bool."""
 

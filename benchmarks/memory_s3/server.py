@@ -28,6 +28,10 @@ _log = logging.getLogger(__name__)
 MIN_PART_SIZE = 5 * 1024 * 1024
 
 
+# Seconds in which an answer that a client has got is counted. Requests that are held up are not waited for longer.
+_SETTLES = 0.5
+
+
 class MemoryS3:
     """An S3 server in memory, on threads of this process.
 
@@ -138,8 +142,9 @@ class MemoryS3:
 
     @property
     def counters(self) -> Counters:
-        """The counters as they stand now."""
+        """The counters as they stand now, or in a moment: clients have their answers before these are counted."""
         with self._lock:
+            self._idle.wait_for(lambda: not self._in_flight, _SETTLES)
             return Counters(
                 dict(self._requests),
                 dict(self._answers),

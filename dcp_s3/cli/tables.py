@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from rich.text import Text
 from dcp_s3.checkpoint.contents import SavedEntry
 from dcp_s3.retention.checkpoint_info import CheckpointInfo
 from dcp_s3.retention.details import CheckpointDetails, StoredObject
+from dcp_s3.retention.plan import LEASE_MARGIN, Plan
 from dcp_s3.settings import ENV_PREFIX, Settings
 from dcp_s3.units import format_size
 
@@ -44,11 +46,19 @@ def checkpoints(infos: Iterable[CheckpointInfo], *, now: float) -> Table:
     table = _table(("name", "state", ">step", ">ranks", ">objects", ">size", ">age", "metrics"))
     for info in infos:
         age = "" if info.created_at is None else format_age(now - info.created_at)
-        state = info.state + (" (foreign)" if info.foreign else "")
+        state = format_state(info, now=now)
         cells = (info.name, state, info.step, info.world_size, info.objects, _size(info.size), age,
                  format_metrics(info.metrics))  # fmt: skip
         _add(table, cells, style="" if info.committed else "dim")
     return table
+
+
+def format_state(info: CheckpointInfo, *, now: float) -> str:
+    """``committed (foreign, pinned)``."""
+    leased = info.leased_until is not None and now < info.leased_until + LEASE_MARGIN
+    marks = {"foreign": info.foreign, "pinned": info.pinned, "leased": leased, "damaged": info.damage is not None}
+    shown = ", ".join(mark for mark, is_so in marks.items() if is_so)
+    return f"{info.state} ({shown})" if shown else info.state
 
 
 def facts(details: CheckpointDetails) -> Table:
@@ -64,7 +74,7 @@ def facts(details: CheckpointDetails) -> Table:
     writer = "something else than dcp_s3" if info.foreign else ""
     rows: Mapping[str, Any] = {
         "url": info.url,
-        "state": info.state,
+        "state": format_state(info, now=time.time()),
         "step": info.step,
         "ranks": info.world_size,
         "size": None if info.size is None else f"{format_size(info.size)} in {info.objects} objects",
@@ -77,6 +87,59 @@ def facts(details: CheckpointDetails) -> Table:
         if value not in (None, ""):
             _add(table, (name, value))
     return table
+
+
+def plan(found: Plan) -> Table:
+    """One line per checkpoint, and one for each kind of thing that is left over; what is to be deleted in red."""
+    table = _table(("checkpoint", "action", ">step", ">size", ">age", "reasons"))
+    for decision in found.decisions:
+        info = decision.checkpoint
+        created = info.modified_at if info.created_at is None else info.created_at
+        age = "" if created is None else format_age(found.now - created)
+        _plan_row(table, info.name, decision.action, decision.reasons, info.step, _size(info.size), age)
+    objects = Counter((each.leftover.checkpoint, each.action, each.reasons) for each in found.leftovers)
+    sizes: Counter[tuple[Any, ...]] = Counter()
+    for left in found.leftovers:
+        sizes[left.leftover.checkpoint, left.action, left.reasons] += left.leftover.size
+    for (name, action, reasons), count in objects.items():
+        size = _size(sizes[name, action, reasons])
+        _plan_row(table, f"{name}: {_count(count, 'leftover object')}", action, reasons, size=size)
+    uploads = Counter((each.upload.checkpoint, each.action, each.reasons) for each in found.uploads)
+    for (name, action, reasons), count in uploads.items():
+        _plan_row(table, f"{name}: {_count(count, 'open upload')}", action, reasons)
+    for unfinished in found.unfinished:
+        _plan_row(table, unfinished.checkpoint, "delete", ("its deletion was begun, and not finished",))
+    return table
+
+
+def _plan_row(
+    table: Table,
+    name: str,
+    action: str,
+    reasons: Sequence[str],
+    step: int | None = None,
+    size: str | None = None,
+    age: str | None = None,
+) -> None:
+    _add(table, (name, action, step, size, age, "; ".join(reasons)), style="red" if action == "delete" else "")
+
+
+def plan_summary(found: Plan) -> str:
+    """``to keep: 3 checkpoints; to delete: 2 checkpoints, 1 leftover object (1.2 GiB)``."""
+    parts = [
+        (len(found.deleted), "checkpoint"),
+        (sum(each.action == "delete" for each in found.leftovers), "leftover object"),
+        (sum(each.action == "delete" for each in found.uploads), "open upload"),
+        (len(found.unfinished), "unfinished deletion"),
+    ]
+    what = ", ".join(_count(count, noun) for count, noun in parts if count)
+    return f"to keep: {_count(len(found.kept), 'checkpoint')}; to delete: " + (
+        f"{what} ({format_size(found.freed)})" if what else "nothing"
+    )
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def objects(stored: Iterable[StoredObject]) -> Table:

@@ -1,4 +1,4 @@
-"""Kills a training run in the middle of a save to S3, restarts it elsewhere, and checks every bit.
+"""Kills a training run in the middle of a save to S3, restarts it elsewhere, checks every bit, and tidies up.
 
 ``python -m examples.demo`` needs nothing: the S3 server is moto, in this process. With
 ``--url s3://bucket/prefix`` the same happens on a real bucket, with the credentials that AWS's own
@@ -82,6 +82,7 @@ def _run(url: str | None, folder: Path, report: Report) -> int:
         demo.restart(newest, torn)
         demo.compare(newest)
         demo.show_storage(torn)
+        demo.retain(torn)
         report.checks(demo.checks, time.monotonic() - started)
     return 0 if all(check.holds for check in demo.checks) else 1
 

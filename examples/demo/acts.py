@@ -175,6 +175,35 @@ class Demo:
             )
         )
 
+    def retain(self, torn: Directory) -> None:
+        """Delete what no policy keeps, and what the kill has left."""
+        policy = dcp_s3.KeepLatest(1)
+        self.report.stage(
+            "Retention",
+            f"The first checkpoint is pinned. The policy [bold]{policy}[/] keeps one more. "
+            f"What is left of {torn.name} would be safe for 24 hours, as a save that may still go on; here the grace "
+            "period is 0, because nothing is being saved any more.",
+        )
+        complete = [d.name for d in self.storage.look() if d.committed]
+        keep = {complete[0], complete[-1]}
+        dcp_s3.pin(f"{self.storage.root}/{complete[0]}", "shown in the demo")
+        report = dcp_s3.prune(self.storage.root, policy, grace=0, force=True)
+        self.report.plan(report.plan)
+        left = self.storage.look()
+        newest = dcp_s3.verify(f"{self.storage.root}/{complete[-1]}")
+        freed = format_size(report.size)
+        self.checks.append(
+            Check(
+                report.ok
+                and {d.name for d in left if d.objects or d.uploads} == keep
+                and not any(d.uploads for d in left)
+                and newest.ok
+                and self._latest_name() == complete[-1],
+                f"retention left {' and '.join(sorted(keep))}, whole; the others and what was left of {torn.name} are "
+                f"gone ({freed})",
+            )
+        )
+
     def _latest_name(self) -> str | None:
         newest = dcp_s3.latest(self.storage.root)
         return None if newest is None else str(newest.name)

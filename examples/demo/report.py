@@ -12,7 +12,9 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
+from dcp_s3.cli import tables
 from dcp_s3.retention.checkpoint_info import CheckpointInfo
+from dcp_s3.retention.plan import Plan
 from dcp_s3.units import format_size
 from examples.demo.storage import Directory
 
@@ -96,6 +98,10 @@ class Report:
                 _age(directory.modified),
             )
         self._console.print(Padding(table, (1, 0, 0, 2), expand=False))
+
+    def plan(self, plan: Plan) -> None:
+        """What is kept and what is deleted, with the reasons: the table of ``dcp-s3 prune``."""
+        self._console.print(Padding(tables.plan(plan), (1, 0, 0, 2), expand=False))
 
     def checks(self, checks: Sequence[Check], seconds: float) -> None:
         """The summary."""

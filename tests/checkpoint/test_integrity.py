@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
 from dcp_s3.checkpoint._torch import get_crc, get_raw_offset
-from dcp_s3.transport import download
+from dcp_s3.transport import ranged
 from dcp_s3.transport.checksum import crc64nvme, crc_hex
 from tests.checkpoint.states import assert_same, blank, every_kind, random_tensor
 
@@ -256,7 +256,7 @@ def test_an_object_of_another_checkpoint(memory_server: Any, s3: Any, bucket: st
 
 def flip_in_flight(monkeypatch: pytest.MonkeyPatch, value: bytes, *, times: int) -> list[int]:
     """Change one bit of what is received, where ``value`` passes by; the list says how often that was."""
-    receive, seen = download.readinto_response, []
+    receive, seen = ranged.readinto_response, []
 
     def readinto(body: Any, view: memoryview) -> int:
         count = receive(body, view)
@@ -266,7 +266,7 @@ def flip_in_flight(monkeypatch: pytest.MonkeyPatch, value: bytes, *, times: int)
             view[position] ^= 1
         return count
 
-    monkeypatch.setattr(download, "readinto_response", readinto)
+    monkeypatch.setattr(ranged, "readinto_response", readinto)
     return seen
 
 

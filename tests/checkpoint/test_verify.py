@@ -26,7 +26,7 @@ from dcp_s3.checkpoint._torch import get_raw_offset
 from dcp_s3.checkpoint.verify_decode import UnknownExtensionError, find_damage
 from dcp_s3.checkpoint.verify_plan import StoredItem
 from dcp_s3.format.layout import METADATA_CRC_KEY, SAVE_ID_KEY
-from dcp_s3.transport import download
+from dcp_s3.transport import download, ranged
 from dcp_s3.transport.bucket import Bucket
 from dcp_s3.transport.checksum import crc64nvme, crc_hex
 from dcp_s3.url import parse_url
@@ -296,7 +296,7 @@ def test_what_is_left_of_a_short_object_is_checked(saved: Saved) -> None:
 
 
 def flip_in_flight(monkeypatch: pytest.MonkeyPatch, value: bytes, *, times: int) -> list[int]:
-    receive, seen = download.readinto_response, []
+    receive, seen = ranged.readinto_response, []
 
     def readinto(body: Any, view: memoryview) -> int:
         count = receive(body, view)
@@ -306,7 +306,7 @@ def flip_in_flight(monkeypatch: pytest.MonkeyPatch, value: bytes, *, times: int)
             view[position] ^= 1
         return count
 
-    monkeypatch.setattr(download, "readinto_response", readinto)
+    monkeypatch.setattr(ranged, "readinto_response", readinto)
     return seen
 
 

@@ -75,7 +75,7 @@ def test_ls_shows_a_line_for_each_committed_checkpoint(root: str, s3: Any) -> No
     assert lines[0][-1] == "loss=0.25"
     assert "1 incomplete checkpoint not shown" in result.stderr
     everything = run("ls", root, "--all").stdout.splitlines()
-    assert [line.split()[:2] for line in everything if "step-" in line][-1] == ["step-11", "incomplete"]
+    assert [line.split()[:2] for line in everything if "step-" in line][-1] == ["step-11", "in_progress"]
 
 
 def test_ls_prints_json(root: str, s3: Any) -> None:
@@ -86,7 +86,7 @@ def test_ls_prints_json(root: str, s3: Any) -> None:
     assert only["metrics"] == {"loss": 0.25}
     assert [info["state"] for info in json.loads(run("ls", root, "--json", "--all").stdout)] == [
         "committed",
-        "incomplete",
+        "in_progress",
     ]
 
 

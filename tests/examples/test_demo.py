@@ -39,10 +39,11 @@ def test_the_demo_tears_a_save_and_restores_every_bit_on_another_number_of_ranks
     status, output = _demo()
     assert status == 0, output
     passed = [line.strip() for line in output.splitlines() if line.strip().startswith("PASS")]
-    assert len(passed) == 5, output
+    assert len(passed) == 6, output
     assert "FAIL" not in output
     assert "restored on 3 ranks is bit-identical to the one saved on 2" in output
     assert "torn (invisible)" in output
+    assert "no policy keeps it" in output
     assert "Traceback" not in output
 
 

@@ -1,0 +1,187 @@
+"""``dcp-s3 ls``, ``show``, ``download``, ``upload``, ``verify``, ``drain`` and ``config``."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dcp_s3.checkpoint import copy
+from dcp_s3.cli import drain as draining
+from dcp_s3.cli import tables
+from dcp_s3.cli import verify as verifying
+from dcp_s3.cli.common import (
+    FAILED,
+    NOTHING_THERE,
+    ROOT,
+    URL,
+    AsJSON,
+    Overwrite,
+    app,
+    note,
+    print_json,
+    print_line,
+    progress,
+    stop_on_signals,
+)
+from dcp_s3.errors import DcpS3Error
+from dcp_s3.retention.catalog import CheckpointCatalog
+from dcp_s3.retention.details import describe
+from dcp_s3.settings import Settings
+from dcp_s3.units import format_size
+
+
+@app.command()
+def ls(
+    root: ROOT,
+    as_json: AsJSON = False,
+    everything: Annotated[bool, typer.Option("--all", help="Show incomplete ones too.")] = False,
+) -> None:
+    """List the checkpoints under ROOT, oldest first."""
+    found = CheckpointCatalog(root).checkpoints()
+    shown = [info for info in found if everything or info.committed]
+    if as_json:
+        print_json([info.to_dict() for info in shown])
+    elif shown:
+        tables.make_console().print(tables.checkpoints(shown, now=time.time()))
+    hidden = len(found) - len(shown)
+    if hidden:
+        note(f"{hidden} incomplete checkpoint{'s' if hidden > 1 else ''} not shown: see --all")
+    elif not shown:
+        note(f"no checkpoints under {root} (for one checkpoint: dcp-s3 show)")
+    if not shown:
+        raise typer.Exit(NOTHING_THERE)
+
+
+@app.command()
+def show(url: URL, as_json: AsJSON = False) -> None:
+    """Show one checkpoint: its facts, its objects and what was saved."""
+    details = describe(url)
+    if as_json:
+        print_json(details.to_dict())
+        return
+    console = tables.make_console()
+    console.print(tables.facts(details))
+    console.print(tables.objects(details.objects))
+    if details.entries:
+        console.print(tables.entries(details.entries))
+
+
+@app.command()
+def download(
+    url: URL,
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Empty, or of a download that was cut off.")],
+    overwrite: Overwrite = False,
+) -> None:
+    """Copy a checkpoint into DIR, where torch's FileSystemReader reads it."""
+    with progress("download") as callbacks:
+        result = copy.download(url, directory, overwrite=overwrite, **callbacks)
+    note(f"{directory}: {result.files} files, {format_size(result.size)} ({format_size(result.moved)} moved)")
+
+
+@app.command()
+def upload(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Holds .metadata and what belongs to it.")],
+    url: URL,
+    overwrite: Overwrite = False,
+) -> None:
+    """Copy the checkpoint in DIR to S3."""
+    with progress("upload") as callbacks:
+        result = copy.upload(directory, url, overwrite=overwrite, **callbacks)
+    note(f"{url}: {result.files} objects, {format_size(result.size)}")
+
+
+@app.command()
+def verify(
+    url: URL,
+    full: Annotated[bool, typer.Option("--full", help="Read all data and compare checksums.")] = False,
+    root: Annotated[bool, typer.Option("--root", help="Verify every committed checkpoint under URL.")] = False,
+    as_json: AsJSON = False,
+) -> None:
+    """Check whether a checkpoint is still what was saved.
+
+    Without --full: metadata, manifest, and that every object is there with its size. With --full also every byte.
+
+    Exit status 0: good. 1: damaged. 2: it can not be told (S3 failed, or no checkpoint is there).
+    """
+    answers: list[verifying.Answer] = []
+    try:
+        with progress("verify") as callbacks:
+            if root:
+                for found in verifying.answer_all(url, full=full, callbacks=callbacks):
+                    answers.append(found)
+                    if not as_json:
+                        print_line(verifying.line(found))
+            else:
+                answers.append(verifying.answer(url, full=full, callbacks=callbacks))
+    except BrokenPipeError:
+        raise
+    except (DcpS3Error, OSError) as error:
+        note(f"dcp-s3: {error}")
+        raise typer.Exit(verifying.UNKNOWN) from None
+    if root:
+        if as_json:
+            print_json([found.to_dict() for found in answers])
+        if not answers:
+            note(f"no committed checkpoints under {url}")
+    elif answers[0].report is None:
+        note(f"dcp-s3: {answers[0].error}")
+    elif as_json:
+        print_json(answers[0].to_dict())
+    else:
+        verifying.print_report(answers[0], print_line)
+    status = verifying.worst([found.status for found in answers])
+    if status:
+        raise typer.Exit(status)
+
+
+@app.command()
+def drain(
+    directory: Annotated[
+        Path | None, typer.Argument(metavar="[DIR]", help="Spill directory; the default is DCP_S3_SPILL_DIR.")
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Go on until SIGTERM or Ctrl-C.")] = False,
+    status: Annotated[bool, typer.Option("--status", help="Only show what is there.")] = False,
+    as_json: AsJSON = False,
+) -> None:
+    """Upload what a crash or an outage of S3 left in a spill directory, and commit what is complete then.
+
+    Exit status 0: nothing is left. 1: something waits or was set aside, with the reason.
+    """
+    settings = Settings()
+    store = draining.open_directory(directory, settings.spill_dir)
+    found = draining.status(store)
+    if status:
+        if as_json:
+            print_json(found)
+        else:
+            draining.print_status(found)
+        return
+    stop = stop_on_signals()
+    with progress("drain") as callbacks:
+        callbacks["on_total"](None if watch else sum(save["size"] for save in found["saves"]))
+        report = draining.drain(
+            store,
+            stop=stop,
+            watch=watch,
+            patience=settings.spill_after,
+            on_progress=callbacks["on_progress"],
+            note=note,
+        )
+    if as_json:
+        print_json(asdict(report))
+    if not draining.report_done(store, report, note):
+        raise typer.Exit(FAILED)
+
+
+@app.command()
+def config(as_json: AsJSON = False) -> None:
+    """Show the settings in effect, and which environment variable each comes from."""
+    settings = Settings()
+    if as_json:
+        print_json(tables.settings_rows(settings))
+    else:
+        tables.make_console().print(tables.settings_table(settings))

@@ -1,0 +1,169 @@
+"""The app of ``dcp-s3``, and what its commands share."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
+
+import typer
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from typer.core import TyperGroup
+
+from dcp_s3._version import __version__
+from dcp_s3.cli import tables
+from dcp_s3.errors import DcpS3Error
+
+FAILED = 1
+NOTHING_THERE = 3
+
+
+class _Group(TyperGroup):
+    """Turns what goes wrong into a message and an exit status."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise  # click's: the reader of our output has gone
+        except (DcpS3Error, OSError) as error:
+            tables.make_console(stderr=True).print(f"dcp-s3: {error}", soft_wrap=True)
+            raise typer.Exit(FAILED) from None
+
+
+app = typer.Typer(
+    name="dcp-s3",
+    cls=_Group,
+    help="PyTorch distributed checkpoints on S3: look at them, copy them, and keep what is to be kept.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+URL = Annotated[str, typer.Argument(metavar="URL", help="s3://bucket/prefix of the checkpoint.")]
+ROOT = Annotated[str, typer.Argument(metavar="ROOT", help="s3://bucket/prefix above the checkpoints.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        typer.echo(f"dcp-s3 {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """PyTorch distributed checkpoints on S3: look at them, copy them, and keep what is to be kept."""
+
+
+def print_json(value: Any) -> None:
+    """For programs."""
+    json.dump(value, sys.stdout, indent=1)
+    sys.stdout.write("\n")
+
+
+def print_line(text: str) -> None:
+    """A line for people, above the progress bar if there is one."""
+    sys.stdout.write(text + "\n")
+
+
+def note(text: str) -> None:
+    """For people, beside what is printed for programs."""
+    tables.make_console(stderr=True).print(text, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def progress(label: str) -> Iterator[dict[str, Any]]:
+    """A bar for bytes, on a terminal only: what the callbacks ``on_total`` and ``on_progress`` are told."""
+    with _bar(BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as bar:
+        task = bar.add_task(label, total=None)
+        yield {
+            "on_total": lambda total: bar.update(task, total=total),
+            "on_progress": lambda count: bar.update(task, advance=count),
+        }
+
+
+@contextlib.contextmanager
+def progress_of_steps(label: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar for steps, on a terminal only: the function is told how many of how many are done."""
+    with _bar(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()) as bar:
+        task = bar.add_task(label, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _bar(*columns: ProgressColumn) -> Progress:
+    console = tables.make_console(stderr=True)
+    return Progress(
+        *columns,
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+        redirect_stdout=sys.stdout.isatty(),  # what goes into a pipe stays out of the terminal
+    )
+
+
+def stop_on_signals() -> threading.Event:
+    """Set by SIGTERM and Ctrl-C from now on: for commands that end by themselves then."""
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    return stop
+
+
+def someone_is_there() -> bool:
+    """Whether a question can be asked and answered."""
+    return sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def require_yes(yes: bool) -> None:
+    """Without a terminal nobody can be asked.
+
+    Raises:
+        typer.BadParameter: nobody is there, and ``--yes`` was not given.
+    """
+    if not yes and not someone_is_there():
+        raise typer.BadParameter(
+            "there is no terminal to ask on. Remedy: --yes deletes without a question, --dry-run only shows",
+            param_hint="--yes",
+        )
+
+
+def ask(question: str) -> None:
+    """Ask, and end the command unless the answer is yes."""
+    if not typer.confirm(question, err=True):
+        note("nothing was deleted")
+        raise typer.Exit(FAILED)
+
+
+@contextlib.contextmanager
+def wrong_usage(*kinds: type[Exception], hint: str) -> Iterator[None]:
+    """Errors of these kinds in the body come from what was typed: exit status 2.
+
+    Args:
+        kinds: the errors.
+        hint: the argument or option.
+    """
+    try:
+        yield
+    except kinds as error:
+        raise typer.BadParameter(str(error), param_hint=hint) from None

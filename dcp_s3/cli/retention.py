@@ -1,0 +1,210 @@
+"""``dcp-s3 prune``, ``pin``, ``unpin``, ``annotate`` and ``rm``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+
+from dcp_s3.cli import prune as pruning
+from dcp_s3.cli import tables
+from dcp_s3.cli.common import (
+    FAILED,
+    NOTHING_THERE,
+    ROOT,
+    URL,
+    AsJSON,
+    app,
+    ask,
+    note,
+    print_line,
+    require_yes,
+    wrong_usage,
+)
+from dcp_s3.errors import (
+    CheckpointNotFoundError,
+    CorruptMetadataError,
+    InvalidURLError,
+    MetricsError,
+    PolicyError,
+    SettingsError,
+    UnsafeMetadataError,
+)
+from dcp_s3.retention import marks
+from dcp_s3.retention.details import describe
+from dcp_s3.retention.parse import parse_policy, policy_from_settings
+from dcp_s3.retention.prune import check_grace
+from dcp_s3.retention.remove import remove
+from dcp_s3.settings import Settings
+from dcp_s3.units import format_size, parse_duration
+from dcp_s3.url import parse_url
+
+Yes = Annotated[bool, typer.Option("--yes", help="Delete without a question; needed where there is no terminal.")]
+AllVersions = Annotated[
+    bool,
+    typer.Option("--all-versions", help="In a bucket with versions: delete them all, for good. Else: delete markers."),
+]
+
+
+@app.command()
+def prune(
+    root: ROOT,
+    policies: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[POLICY]...",
+            help="What to keep: latest:K, best:K:METRIC:min|max, every:STEPS, steps:S,S, within:48h, hourly:N, "
+            "daily:N, weekly:N. The default is DCP_S3_RETENTION; without that only leftovers are deleted.",
+        ),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be done, and why.")] = False,
+    yes: Yes = False,
+    as_json: AsJSON = False,
+    grace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="24h",
+            help="How long what is not committed counts as a save in progress; the default is DCP_S3_RETENTION_GRACE.",
+        ),
+    ] = None,
+    every: Annotated[
+        str | None, typer.Option(metavar="10m", help="Go on until SIGTERM or Ctrl-C, with this pause between runs.")
+    ] = None,
+    all_versions: AllVersions = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Allow a --grace under an hour: saves that go on may lose their objects.")
+    ] = False,
+) -> None:
+    """Delete the checkpoints under ROOT that no policy keeps, and what failed saves have left.
+
+    Never deleted: the newest checkpoint, pinned ones, one that is being loaded with a lease or being saved.
+
+    Exit status 0: done. 1: something failed. 2: wrong usage. 3: nothing is there.
+    """
+    with wrong_usage(InvalidURLError, hint="ROOT"):
+        parse_url(root)
+    settings = Settings()
+    with wrong_usage(PolicyError, hint="POLICY"):
+        policy = parse_policy(" ".join(policies or ()))
+    if policy is None:
+        with wrong_usage(SettingsError, hint="POLICY"):
+            policy = policy_from_settings(settings)
+    with wrong_usage(PolicyError, hint="--grace"):
+        seconds = check_grace(settings.retention_grace if grace is None else grace, force=force)
+    interval = None if every is None else _interval(every)
+    if not dry_run:
+        require_yes(yes)
+        if interval is not None and not yes:
+            raise typer.BadParameter("--every asks nobody. Remedy: --yes, or --dry-run", param_hint="--yes")
+    if policy is None:
+        note(
+            "no policy (none is given, DCP_S3_RETENTION is not set): every committed checkpoint stays, only what "
+            "failed saves have left is deleted"
+        )
+    job = pruning.Job(root, policy, settings, seconds, dry_run, all_versions, force)
+    if interval is not None:
+        pruning.run_every(job, interval, as_json=as_json)
+        return
+    report = pruning.run_once(job, yes=yes, as_json=as_json)
+    if pruning.is_empty(report.plan):
+        note(f"no checkpoints under {root}")
+        raise typer.Exit(NOTHING_THERE)
+    if not report.ok:
+        raise typer.Exit(FAILED)
+
+
+def _interval(text: str) -> float:
+    with wrong_usage(ValueError, hint="--every"):
+        seconds = parse_duration(text)
+        if seconds < 1:
+            raise ValueError("expected a second or more")
+    return seconds
+
+
+@app.command()
+def pin(
+    url: URL,
+    reason: Annotated[str | None, typer.Option(help="Why, for whoever looks at it later.")] = None,
+) -> None:
+    """Protect a checkpoint from every policy, until `unpin`."""
+    with _one_checkpoint(url):
+        marks.pin(url, reason)
+    note(f"{url} is pinned")
+
+
+@app.command()
+def unpin(url: URL) -> None:
+    """Remove the pin of a checkpoint."""
+    with _one_checkpoint(url):
+        pinned = marks.unpin(url)
+    if not pinned:
+        note(f"{url} is not pinned")
+        raise typer.Exit(NOTHING_THERE)
+    note(f"{url} is not pinned any more")
+
+
+@app.command()
+def annotate(
+    url: URL,
+    metrics: Annotated[
+        list[str],
+        typer.Argument(metavar="NAME=VALUE...", help="Numbers, true, false or text; for example val_loss=1.23."),
+    ],
+) -> None:
+    """Add metrics to a checkpoint, or replace some."""
+    with wrong_usage(ValueError, hint="NAME=VALUE"):
+        given = dict(_metric(text) for text in metrics)
+    with _one_checkpoint(url), wrong_usage(MetricsError, hint="NAME=VALUE"):
+        added = marks.annotate(url, given)
+    print_line(tables.format_metrics(added))
+
+
+def _metric(text: str) -> tuple[str, float | int | bool | str]:
+    name, equals, value = text.partition("=")
+    if not name or not equals:
+        raise ValueError(f"{text!r} is not NAME=VALUE")
+    if value in ("true", "false"):
+        return name, value == "true"
+    for number in (int, float):
+        try:
+            return name, number(value)
+        except ValueError:
+            pass
+    return name, value
+
+
+@app.command()
+def rm(
+    url: URL,
+    yes: Yes = False,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Even if it is pinned, being loaded or being saved: whoever does that fails."),
+    ] = False,
+    all_versions: AllVersions = False,
+) -> None:
+    """Delete one checkpoint, committed or not."""
+    require_yes(yes)
+    with _one_checkpoint(url):
+        if not yes:
+            try:
+                tables.make_console().print(tables.facts(describe(url)))
+            except (CorruptMetadataError, UnsafeMetadataError) as error:
+                note(str(error))
+            ask("Delete it?")
+        done = remove(url, force=force, all_versions=all_versions)
+    note(f"{url} is deleted: {done.objects} objects, {format_size(done.size)}")
+
+
+@contextlib.contextmanager
+def _one_checkpoint(url: str) -> Iterator[None]:
+    """Exit status 2 for a URL that is none, 3 if nothing is there."""
+    with wrong_usage(InvalidURLError, hint="URL"):
+        parse_url(url)
+    try:
+        yield
+    except CheckpointNotFoundError as error:
+        note(f"dcp-s3: {error}")
+        raise typer.Exit(NOTHING_THERE) from None

@@ -1,0 +1,129 @@
+"""Retention behind the training: a prune after each committed save, on a thread of its own."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+from dcp_s3.errors import DcpS3Error
+
+logger = logging.getLogger(__name__)
+
+_SLICE = 1.0  # seconds between looks at whether a commit is done, or not waited for any more
+
+WaitCommitted = Callable[[float], None]
+"""Waits at most so many seconds for a save to be committed: TimeoutError if it is not yet."""
+
+_open: weakref.WeakSet[BackgroundRetention] = weakref.WeakSet()
+
+
+class BackgroundRetention:
+    """Runs one prune at a time; saves that commit meanwhile share the next one.
+
+    The thread lives only while there is something to do. It is a daemon: a prune may end anywhere, the next one
+    finishes it. No failure leaves it.
+
+    Args:
+        prune: does the work, and counts; given a function that raises when it is to end early.
+        root: for messages.
+    """
+
+    def __init__(self, prune: Callable[[Callable[[], None]], None], root: str) -> None:
+        self._prune = prune
+        self._root = root
+        self._lock = threading.Lock()
+        self._pending: WaitCommitted | None = None
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        _open.add(self)
+
+    def saved(self, wait_committed: WaitCommitted) -> None:
+        """A save is done: prune as soon as it is committed. Returns at once."""
+        with self._lock:
+            if self._stop.is_set():
+                return
+            self._pending = wait_committed
+            if self._thread is None:
+                thread = threading.Thread(target=self._work, name="dcp_s3-retention", daemon=True)
+                try:
+                    thread.start()  # it waits for the lock
+                except RuntimeError as error:  # the interpreter ends
+                    logger.warning("retention under %s did not run: %s", self._root, error)
+                    return
+                self._thread = thread
+
+    def close(self, timeout: float) -> bool:
+        """Wait for what is under way and for what is still to come, but not for ever; whether all was done.
+
+        Args:
+            timeout: seconds. After that the prune is told to end, and not waited for.
+        """
+        deadline = time.monotonic() + timeout
+        while (thread := self._thread) is not None and time.monotonic() < deadline:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        self._stop.set()
+        _open.discard(self)
+        if thread is None:
+            return True
+        logger.warning(
+            "retention under %s was not done within %.0f s and is left to the next run, or to `dcp-s3 prune`",
+            self._root,
+            timeout,
+        )
+        return False
+
+    def _work(self) -> None:
+        while True:
+            with self._lock:
+                wait_committed, self._pending = self._pending, None
+                if wait_committed is None or self._stop.is_set():
+                    self._thread = None
+                    return
+            try:
+                if self._wait(wait_committed):
+                    self._prune(self._raise_if_stopped)
+            except Stopped:
+                pass
+            except Exception:
+                logger.exception(
+                    "retention under %s failed: nothing else is affected, and it is tried again after the next save",
+                    self._root,
+                )
+
+    def _wait(self, wait_committed: WaitCommitted) -> bool:
+        """Wait for the commit; False if a later save has taken its place, or if it will not come."""
+        while True:
+            try:
+                wait_committed(_SLICE)
+            except TimeoutError:
+                self._raise_if_stopped()
+                if self._pending is not None:
+                    return False
+            except DcpS3Error as error:
+                logger.warning("retention under %s waits for the next save: %s", self._root, error)
+                return False
+            else:
+                return True
+
+    def _raise_if_stopped(self) -> None:
+        if self._stop.is_set():
+            raise Stopped
+
+
+class Stopped(Exception):  # noqa: N818 - no error
+    """A prune was told to end early."""
+
+
+@atexit.register
+def _at_exit() -> None:
+    # Not waited for: asyncio can not resolve names any more once the interpreter's executors have ended.
+    for left in list(_open):
+        left._stop.set()
+        if left._thread is not None:
+            logger.warning(
+                "retention under %s ends unfinished with the process. Remedy: close the CheckpointManager", left._root
+            )

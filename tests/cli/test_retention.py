@@ -1,0 +1,325 @@
+"""``dcp-s3 prune`` and what goes with it, as people and cron use it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import boto3
+import pytest
+from typer.testing import CliRunner
+
+import dcp_s3
+from benchmarks.memory_s3 import Fault, MemoryS3
+from dcp_s3.cli import common
+from dcp_s3.cli.main import app
+from tests.faulty import BUCKET, FaultyServer, serve
+from tests.retention.making import delete, keys, put, save
+
+ROOT = f"s3://{BUCKET}/run"
+_COMMAND = [sys.executable, "-m", "dcp_s3.cli.main"]
+
+
+class Clock:
+    """The server's: ahead of ours by so many seconds."""
+
+    ahead = 0.0
+
+    def __call__(self) -> float:
+        return time.time() + self.ahead
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> Iterator[FaultyServer]:
+    monkeypatch.setenv("DCP_S3_RETRY_ATTEMPTS", "1")
+    server = FaultyServer()
+    server.s3 = MemoryS3(fault=lambda request: server.rule(request), clock=clock)
+    with serve(monkeypatch, server):
+        yield server
+
+
+@pytest.fixture
+def run_of_four(faulty: FaultyServer) -> str:
+    for step in (1, 2, 3, 4):
+        save(f"{ROOT}/step-{step}", metrics={"loss": 1.0 / step})
+    return ROOT
+
+
+@pytest.fixture
+def s3(faulty: FaultyServer) -> Iterator[Any]:
+    client = boto3.Session().client("s3", endpoint_url=faulty.s3.endpoint_url)
+    yield client
+    client.close()
+
+
+@pytest.fixture
+def someone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "someone_is_there", lambda: True)
+
+
+def run(*arguments: object, status: int = 0, input: str | None = None) -> Any:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments], input=input)
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == status, result.output
+    return result
+
+
+def steps() -> list[int | None]:
+    return [info.step for info in dcp_s3.list_checkpoints(ROOT) if info.committed]
+
+
+def rows(output: str) -> dict[str, list[str]]:
+    """The lines of a table by their first word."""
+    return {line.split()[0]: line.split()[1:] for line in output.splitlines() if line.strip().startswith("step-")}
+
+
+# --- prune ---------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_shows_everything_with_reasons_and_deletes_nothing(run_of_four: str) -> None:
+    dcp_s3.pin(f"{ROOT}/step-2")
+    result = run("prune", ROOT, "latest:2", "best:1:loss:max", "--dry-run")
+    found = rows(result.stdout)
+    assert [row[0] for row in found.values()] == ["keep", "keep", "keep", "keep"]
+    assert "best:1:loss:max, loss = 1" in " ".join(found["step-1"])
+    assert found["step-2"][-1] == "pinned"
+    assert "the newest committed checkpoint; " in " ".join(found["step-4"])
+    assert "latest:2, number 1" in " ".join(found["step-4"])
+    assert "to keep: 4 checkpoints; to delete: nothing" in result.stderr
+    result = run("prune", ROOT, "latest:2", "--dry-run")
+    assert rows(result.stdout)["step-1"][0] == "delete"
+    assert " ".join(rows(result.stdout)["step-1"]).endswith("no policy keeps it")
+    assert steps() == [1, 2, 3, 4]
+
+
+def test_without_a_terminal_yes_is_required(run_of_four: str, faulty: FaultyServer) -> None:
+    for command in (["prune", ROOT, "latest:2"], ["rm", f"{ROOT}/step-1"]):
+        message = run(*command, status=2).stderr
+        assert "no terminal" in message
+        assert "--dry-run" in message
+    assert steps() == [1, 2, 3, 4]
+    result = run("prune", ROOT, "latest:2", "--yes")
+    assert [line.split()[1] for line in result.stdout.splitlines()] == [f"{ROOT}/step-1", f"{ROOT}/step-2"]
+    assert "2 checkpoints deleted, 2 kept" in result.stderr
+    assert "no policy keeps it" in result.stdout
+    assert steps() == [3, 4]
+    assert run("prune", ROOT, "latest:2", "--yes").stdout == ""
+
+
+def test_on_a_terminal_there_is_a_question(run_of_four: str, someone: None) -> None:
+    result = run("prune", ROOT, "latest:2", input="n\n", status=1)
+    assert rows(result.stdout)["step-1"][0] == "delete"
+    assert "nothing was deleted" in result.stderr
+    assert steps() == [1, 2, 3, 4]
+    run("prune", ROOT, "latest:2", input="y\n")
+    assert steps() == [3, 4]
+    run("prune", ROOT, "latest:2", input="")  # nothing to do, so nothing to ask
+
+
+def test_policies_come_from_the_environment_and_none_deletes_no_checkpoint(
+    run_of_four: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "no policy" in run("prune", ROOT, "--yes").stderr
+    assert steps() == [1, 2, 3, 4]
+    monkeypatch.setenv("DCP_S3_RETENTION", "latest:3")
+    assert "no policy" not in run("prune", ROOT, "--yes").stderr
+    assert steps() == [2, 3, 4]
+    run("prune", ROOT, "latest:1", "--yes")
+    assert steps() == [4]
+    monkeypatch.setenv("DCP_S3_RETENTION", "latest:x")
+    assert "DCP_S3_RETENTION" in run("prune", ROOT, "--yes", status=2).stderr
+
+
+def test_leftovers_are_shown_and_collected(run_of_four: str, s3: Any, clock: Clock) -> None:
+    delete(s3, f"{ROOT}/step-2", ".metadata")
+    put(s3, f"{ROOT}/step-3", "__0_0-abcdef012345.distcp", b"left over")
+    found = rows(run("prune", ROOT, "--dry-run").stdout)
+    assert found["step-2"][0] == "keep"
+    assert found["step-3:"][:4] == ["1", "leftover", "object", "keep"]
+    assert "under 1 h" in run("prune", ROOT, "--dry-run", "--grace", "1m", status=2).stderr
+    clock.ahead = 120
+    result = run("prune", ROOT, "--grace", "1m", "--force", "--yes")
+    assert "step-2 " in result.stdout
+    assert f"deleted 1 leftover objects of {ROOT}/step-3" in result.stdout
+    assert keys(s3, f"{ROOT}/step-2") == {}
+    assert steps() == [1, 3, 4]
+
+
+def test_json_is_the_report(run_of_four: str) -> None:
+    report = json.loads(run("prune", ROOT, "latest:2", "--dry-run", "--json").stdout)
+    assert report["dry_run"]
+    assert [each["action"] for each in report["plan"]["decisions"]] == ["delete", "delete", "keep", "keep"]
+    report = json.loads(run("prune", ROOT, "latest:2", "--yes", "--json").stdout)
+    assert report["ok"]
+    assert [each["name"] for each in report["deleted"]] == ["step-1", "step-2"]
+    assert report["size"] > 0
+
+
+def test_the_status_says_what_happened(run_of_four: str, faulty: FaultyServer) -> None:
+    assert "no checkpoints under" in run("prune", f"{ROOT}-other", "latest:1", "--yes", status=3).stderr
+    for bad in (
+        ["latest"],
+        ["latest:1", "--grace", "soon"],
+        ["latest:1", "--every", "0s"],
+        ["latest:1", "--every", "never"],
+        ["--nothing"],
+    ):
+        run("prune", ROOT, *bad, "--yes", status=2)
+    run("prune", "http://example.com", "latest:1", "--yes", status=2)
+    faulty.rule = lambda request: Fault.error(403, "AccessDenied") if "Delete" in request.operation else None
+    result = run("prune", ROOT, "latest:3", "--yes", status=1)
+    assert f"failed: {ROOT}/step-1: AccessDeniedError" in result.stderr
+    assert "1 failures" in result.stderr
+    faulty.rule = lambda _: Fault.error(403, "AccessDenied")
+    assert "AccessDenied" in run("prune", ROOT, "latest:3", "--yes", status=1).stderr
+    faulty.rule = lambda _: None
+    assert steps() == [1, 2, 3, 4]
+
+
+# --- prune --every -------------------------------------------------------------------------------
+
+
+def _start(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen([*_COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_every_goes_on_after_a_failure_and_ends_cleanly(run_of_four: str, faulty: FaultyServer) -> None:
+    refused = faulty.once("ListObjectsV2", Fault.error(403, "AccessDenied"))
+    process = _start("prune", ROOT, "latest:2", "--every", "1s", "--yes", "--json")
+    try:
+        assert process.stdout is not None
+        first, second = (json.loads(process.stdout.readline()) for _ in range(2))
+        process.send_signal(signal.SIGTERM)
+        _, messages = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 0
+    assert refused
+    assert "failed, it is tried again" in messages
+    assert "AccessDenied" in messages
+    assert "Traceback" not in messages
+    assert [each["name"] for each in first["deleted"]] == ["step-1", "step-2"]
+    assert second["deleted"] == []
+    assert steps() == [3, 4]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_every_ends_cleanly_in_the_middle_of_a_run(
+    run_of_four: str, faulty: FaultyServer, number: signal.Signals
+) -> None:
+    process: subprocess.Popen[str] | None = None
+    hit: list[str] = []
+
+    def rule(request: Any) -> Fault | None:
+        if request.operation == "DeleteObjects" and process is not None and not hit:
+            hit.append(request.operation)
+            process.send_signal(number)
+            return Fault.delay(0.5)
+        return None
+
+    faulty.rule = rule
+    process = _start("prune", ROOT, "latest:1", "--every", "10m", "--yes")
+    try:
+        _, messages = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert hit
+    assert process.returncode == 0, messages
+    assert "Traceback" not in messages
+    assert "ended" in messages
+    faulty.rule = lambda _: None
+    run("prune", ROOT, "latest:1", "--yes")
+    assert steps() == [4]
+
+
+def test_every_asks_nobody(run_of_four: str, someone: None) -> None:
+    assert "--every asks nobody" in run("prune", ROOT, "latest:1", "--every", "1m", status=2).stderr
+
+
+def test_a_real_terminal_is_asked(run_of_four: str) -> None:
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen([*_COMMAND, "rm", f"{ROOT}/step-1"], stdin=theirs, stdout=theirs, stderr=theirs)
+    os.close(theirs)
+    shown = ""
+    try:
+        answered = False
+        while True:
+            try:
+                shown += os.read(ours, 4096).decode(errors="replace")
+            except OSError:  # the other end is closed
+                break
+            if "Delete it? [y/N]" in shown and not answered:
+                os.write(ours, b"y\n")
+                answered = True
+        assert process.wait(60) == 0, shown
+    finally:
+        process.kill()
+        os.close(ours)
+    assert "step-1 is deleted" in shown
+    assert steps() == [2, 3, 4]
+
+
+# --- one checkpoint ------------------------------------------------------------------------------
+
+
+def test_pin_protects_until_unpin(run_of_four: str) -> None:
+    assert "is pinned" in run("pin", f"{ROOT}/step-1", "--reason", "the paper's").stderr
+    assert rows(run("ls", ROOT).stdout)["step-1"][:2] == ["committed", "(pinned)"]
+    run("prune", ROOT, "latest:1", "--yes")
+    assert steps() == [1, 4]
+    assert "pinned" in run("rm", f"{ROOT}/step-1", "--yes", status=1).stderr
+    run("unpin", f"{ROOT}/step-1")
+    assert "is not pinned" in run("unpin", f"{ROOT}/step-1", status=3).stderr
+    run("prune", ROOT, "latest:1", "--yes")
+    assert steps() == [4]
+
+
+def test_rm_deletes_one(run_of_four: str, someone: None) -> None:
+    dcp_s3.pin(f"{ROOT}/step-2")
+    result = run("rm", f"{ROOT}/step-3", input="n\n", status=1)
+    assert "loss=0.333333" in result.stdout
+    run("rm", f"{ROOT}/step-3", input="y\n")
+    result = run("rm", f"{ROOT}/step-2", "--yes", "--force")
+    assert "is deleted: " in result.stderr
+    assert steps() == [1, 4]
+
+
+def test_annotate_adds_metrics(run_of_four: str) -> None:
+    result = run("annotate", f"{ROOT}/step-1", "val_loss=1.25", "epoch=3", "good=true", "note=a=b", "bad=nan")
+    assert set(result.stdout.split()) == {"val_loss=1.25", "epoch=3", "good=True", "note=a=b", "bad=nan"}
+    [info] = [info for info in dcp_s3.list_checkpoints(ROOT) if info.step == 1]
+    assert info.metrics["loss"] == 1.0
+    assert info.metrics["val_loss"] == 1.25
+    assert info.metrics["good"] is True
+    for bad in ("val_loss", "=1", "val_loss=inf"):
+        run("annotate", f"{ROOT}/step-1", bad, status=2)
+
+
+@pytest.mark.parametrize("command", [["pin"], ["annotate", "loss=1"], ["rm", "--yes"]])
+def test_nothing_there_is_status_3_and_no_url_is_2(faulty: FaultyServer, command: list[str]) -> None:
+    name, *rest = command
+    assert "step-9" in run(name, f"{ROOT}/step-9", *rest, status=3).stderr
+    run(name, "step-9", *rest, status=2)
+
+
+def test_ls_shows_leases_and_saves_in_progress(run_of_four: str, s3: Any, clock: Clock) -> None:
+    put(s3, f"{ROOT}/step-1", ".dcp_s3/lease-0123456789abcdef.600")
+    delete(s3, f"{ROOT}/step-2", ".metadata")
+    found = rows(run("ls", ROOT, "--all").stdout)
+    assert found["step-1"][:2] == ["committed", "(leased)"]
+    assert found["step-2"][0] == "in_progress"
+    clock.ahead = 2 * 86400
+    assert rows(run("ls", ROOT, "--all").stdout)["step-2"][0] == "leftover"

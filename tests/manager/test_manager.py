@@ -1,0 +1,282 @@
+"""CheckpointManager in one process."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dcp_s3
+from benchmarks.memory_s3 import Fault
+from dcp_s3 import CheckpointManager, KeepBest, KeepLatest, errors
+from dcp_s3.url import parse_url
+from tests.faulty import BUCKET, FaultyServer, serve
+from tests.manager.making import blank, is_of, state
+from tests.retention.making import delete, keys, put, save
+
+ROOT = f"s3://{BUCKET}/run"
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
+    monkeypatch.setenv("DCP_S3_RETRY_ATTEMPTS", "1")
+    with serve(monkeypatch) as server:
+        yield server
+
+
+def names(root: str) -> list[str]:
+    return [info.name for info in dcp_s3.list_checkpoints(root) if info.committed]
+
+
+def refuse_saves(request: Any) -> Fault | None:
+    return Fault.error(403, "AccessDenied") if request.operation == "PutObject" else None
+
+
+# --- saves and restores --------------------------------------------------------------------------
+
+
+@pytest.mark.servers("memory", "moto")
+def test_a_run_is_saved_restored_and_thinned_out(root: str, s3: Any) -> None:
+    retention = KeepLatest(2) | KeepBest(1, "loss", "min")
+    with CheckpointManager(root, retention=retention) as manager:
+        assert manager.restore(blank()) is None
+        assert manager.latest_step() is None
+        assert manager.best_step() is None
+        current = state(0)
+        for step, loss in ((100, 0.5), (200, 0.25), (300, 0.75), (400, 1.0), (500, 2.0)):
+            current["weight"].fill_(step)
+            current["step"] = step
+            manager.save(step, current, {"loss": loss})
+        current["weight"].fill_(-1)  # the copy is what is saved
+        manager.wait()
+        assert manager.latest_step() == 500
+        assert manager.best_step() == 200
+        assert manager.best_step("loss", "max") == 500
+        loaded = blank()
+        assert manager.restore(loaded) == 500
+        assert is_of(loaded, 500)
+        assert manager.restore(loaded, "best") == 200
+        assert is_of(loaded, 200)
+        assert manager.restore(loaded, 400) == 400
+        assert is_of(loaded, 400)
+    assert names(root) == ["step-00000200", "step-00000400", "step-00000500"]
+
+
+@pytest.mark.servers("memory")
+def test_a_blocking_save_is_committed_when_it_returns(root: str) -> None:
+    with CheckpointManager(root) as manager:
+        manager.save(7, state(7), blocking=True)
+        assert manager.latest_step() == 7
+
+
+@pytest.mark.servers("memory")
+def test_metrics_that_come_later_wait_for_their_save(root: str) -> None:
+    with CheckpointManager(root) as manager:
+        manager.save(1, state(1), {"loss": 3.0})
+        manager.annotate(1, {"loss": 1.0, "note": "evaluated"})
+        manager.save(2, state(2), {"loss": 2.0})
+        manager.wait()
+        assert manager.best_step("loss") == 1
+        with pytest.raises(errors.CheckpointNotFoundError, match="step-00000009"):
+            manager.annotate(9, {"loss": 0.0})
+
+
+@pytest.mark.servers("memory")
+def test_a_step_that_is_there_is_an_error_unless_overwritten(root: str) -> None:
+    with CheckpointManager(root) as manager:
+        manager.save(5, state(5))
+        manager.save(5, state(55))
+        with pytest.raises(errors.SaveFailedError, match=r"step 5 to .*step-00000005 failed on rank 0") as caught:
+            manager.wait()
+        assert caught.value.step == 5
+        assert isinstance(caught.value.failures[0], errors.CheckpointExistsError)
+        manager.wait()  # said once
+        loaded = blank()
+        assert manager.restore(loaded) == 5
+        assert is_of(loaded, 5)
+    with CheckpointManager(root, overwrite=True) as manager:
+        manager.save(5, state(55))
+        loaded = blank()
+        assert manager.restore(loaded) == 5  # waits for the save
+        assert is_of(loaded, 55)
+
+
+@pytest.mark.servers("memory")
+def test_other_writers_checkpoints_under_the_root_count(root: str) -> None:
+    save(f"{root}/checkpoint-12")
+    save(f"{root}/final")
+    with CheckpointManager(root) as manager:
+        assert manager.latest_step() == 12
+        assert manager.restore({"step": 0}) == 12
+
+
+# --- what goes wrong -----------------------------------------------------------------------------
+
+
+def test_a_failed_save_is_raised_by_the_next_one_and_by_close(
+    faulty: FaultyServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = CheckpointManager(ROOT, retention="latest:1")
+    manager.save(1, state(1), blocking=True)
+    faulty.rule = refuse_saves
+    manager.save(2, state(2))
+    with pytest.raises(errors.SaveFailedError, match=r"step 2 .* AccessDeniedError"):
+        manager.save(3, state(3))
+    assert "the save of step 2" in caplog.text
+    with pytest.raises(errors.SaveFailedError, match="step 4"):
+        manager.save(4, state(4), blocking=True)
+    manager.save(5, state(5))
+    with pytest.raises(errors.SaveFailedError, match="step 5"):
+        manager.close()
+    manager.close()
+    with pytest.raises(errors.CheckpointError, match="was closed"):
+        manager.save(6, state(6))
+    faulty.rule = lambda _: None
+    assert names(ROOT) == ["step-00000001"]
+
+
+def test_an_error_in_the_with_block_is_not_masked_by_a_failed_save(
+    faulty: FaultyServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ZeroDivisionError), CheckpointManager(ROOT) as manager:  # noqa: PT012
+        faulty.rule = refuse_saves
+        manager.save(1, state(1))
+        raise ZeroDivisionError
+    assert "while ZeroDivisionError went through the manager: the save of step 1" in caplog.text
+
+
+def test_retention_that_fails_is_counted_and_saves_go_on(
+    faulty: FaultyServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = dcp_s3.metrics()["retention"]
+
+    def broken(*_: Any) -> Any:
+        raise ZeroDivisionError("in the policy")
+
+    with CheckpointManager(ROOT, retention=broken) as manager:
+        manager.save(1, state(1))
+        manager.save(2, state(2))
+    assert names(ROOT) == ["step-00000001", "step-00000002"]
+    after = dcp_s3.metrics()["retention"]
+    assert after["failed"] > before["failed"]
+    assert after["failed"] - before["failed"] == after["runs"] - before["runs"]
+    assert "in the policy" in caplog.text
+
+
+@pytest.mark.servers("memory")
+def test_the_latest_that_is_damaged_or_vanishes_is_passed_over(
+    root: str, s3: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with CheckpointManager(root) as manager:
+        for step in (1, 2, 3, 4):
+            manager.save(step, state(step))
+        manager.wait()
+        url = manager.url(4)
+        data = next(path for path in keys(s3, url) if path.endswith(".distcp"))
+        delete(s3, url, data)
+        loaded = blank()
+        # 4 is found to be damaged when it is chosen, 3 goes away between that and the load.
+        find = manager._find
+
+        def find_and_delete(*arguments: Any) -> Any:
+            found = find(*arguments)
+            if found is not None and found[1] == 3:
+                delete(s3, found[0], ".metadata")
+            return found
+
+        monkeypatch.setattr(manager, "_find", find_and_delete)
+        assert manager.restore(loaded) == 2
+        assert is_of(loaded, 2)
+        assert "step-00000004 is passed over" in caplog.text
+        assert "step-00000003 could not be restored" in caplog.text
+        assert "Looking for another one" in caplog.text
+
+
+@pytest.mark.servers("memory")
+def test_damaged_data_is_passed_over_too(root: str, s3: Any) -> None:
+    with CheckpointManager(root) as manager:
+        manager.save(1, state(1))
+        manager.save(2, state(2), {"loss": 1.0})
+        manager.wait()
+        url = manager.url(2)
+        path, size = next((path, size) for path, size in keys(s3, url).items() if path.endswith(".distcp"))
+        put(s3, url, path, b"\0" * size)
+        loaded = blank()
+        with pytest.raises(errors.CorruptCheckpointError, match="step-00000002"):
+            manager.restore(loaded, 2)
+        assert manager.restore(loaded) == 1
+        assert is_of(loaded, 1)
+        delete(s3, manager.url(1), ".metadata")
+        with pytest.raises(errors.CorruptCheckpointError, match="none of those asked for can be loaded"):
+            manager.restore(loaded)  # never None: that would begin the run anew
+
+
+@pytest.mark.servers("memory")
+def test_what_a_restore_can_not_do_is_said(root: str, s3: Any) -> None:
+    with CheckpointManager(root, retention=KeepLatest(3)) as manager:
+        manager.save(1, state(1))
+        manager.wait()
+        with pytest.raises(errors.CheckpointNotFoundError, match=r"1 committed .*steps 1 to 1"):
+            manager.restore(blank(), 2)
+        with pytest.raises(errors.PolicyError, match=r"no KeepBest .*metric='val_loss'"):
+            manager.restore(blank(), "best")
+        with pytest.raises(errors.CheckpointNotFoundError):
+            manager.best_step("loss")
+        with pytest.raises(errors.CheckpointError, match="step = -1"):
+            manager.save(-1, state(0))
+        with pytest.raises(errors.CheckpointError, match="step = 'bset'"):
+            manager.restore(blank(), "bset")  # type: ignore[arg-type]
+        with pytest.raises(errors.SaveProtocolError, match="metric 'loss'"):
+            manager.save(2, state(2), {"loss": object()})
+        wrong = blank() | {"other": blank()["weight"]}
+        with pytest.raises(errors.RestoreFailedError, match="on rank 0") as caught:
+            manager.restore(wrong)
+        assert caught.value.step == 1
+        assert list(caught.value.failures) == [0]
+
+
+def test_arguments_that_are_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for bad in ("latest:x", 3):
+        with pytest.raises(errors.PolicyError):
+            CheckpointManager(ROOT, retention=bad)  # type: ignore[arg-type]
+    with pytest.raises(errors.InvalidURLError):
+        CheckpointManager(str(tmp_path))
+    with pytest.raises(errors.SettingsError, match=r"iter-.* does not find the step .*step-00000012"):
+        CheckpointManager(ROOT, settings={"step_pattern": r"iter-(\d+)"})
+    with pytest.raises(errors.PolicyError, match="under 1 h"):
+        CheckpointManager(ROOT, retention="latest:1", settings={"retention_grace": "1m"})
+    monkeypatch.setenv("DCP_S3_RETENTION", "latest:3")
+    assert str(CheckpointManager(ROOT).retention) == "latest:3"
+    assert CheckpointManager(ROOT, retention="").retention is None
+    monkeypatch.setenv("DCP_S3_RETENTION", "latest")
+    with pytest.raises(errors.SettingsError, match="DCP_S3_RETENTION"):
+        CheckpointManager(ROOT)
+
+
+# --- local durability ----------------------------------------------------------------------------
+
+
+def test_retention_waits_for_a_save_that_is_only_on_local_disk(
+    faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("DCP_S3_SPILL_AFTER", "2s")
+    settings = {"spill_dir": str(tmp_path / "spill"), "durability": "local"}
+    before = dcp_s3.metrics()["retention"]["runs"]
+    manager = CheckpointManager(ROOT, retention="latest:1", settings=settings, retention_timeout=30)
+    manager.save(1, state(1))
+    manager.wait()
+    dcp_s3.S3StorageWriter(manager.url(1), settings=settings).wait_committed(30)
+    faulty.rule = lambda request: Fault.error(503, "SlowDown") if request.key.startswith("run/") else None
+    manager.save(2, state(2))
+    manager.wait()
+    with caplog.at_level(logging.ERROR):
+        during = dcp_s3.metrics()["retention"]["runs"]
+    faulty.rule = lambda _: None
+    manager.close()
+    assert during <= before + 1  # that of the first save at most
+    assert dcp_s3.metrics()["retention"]["runs"] > during
+    assert names(ROOT) == ["step-00000002"]
+    assert parse_url(manager.url(2)).name == "step-00000002"
