@@ -46,7 +46,7 @@ from dcp_s3.retention.belongings import (
     sort_belongings,
     still_there,
 )
-from dcp_s3.retention.checkpoint_info import CheckpointInfo, sort_out
+from dcp_s3.retention.checkpoint_info import CheckpointInfo
 from dcp_s3.retention.inspect import Inspected, gather, inspect, matching_manifest, save_id_of
 from dcp_s3.retention.plan import LEASE_MARGIN, LeftoverObject
 from dcp_s3.retention.scan import look_deeper
@@ -462,11 +462,11 @@ class Remover:
             return False
 
     async def _exists(self, url: CheckpointURL) -> bool:
-        found = await self._bucket.page(url.key(METADATA))
-        contents = sort_out(url, found.objects)
-        return None in contents.commits or any(
-            each.key == url.key(metadata_object(0)) for each in (await self._bucket.page(url.key("__0."))).objects
-        )
+        for name in (METADATA, metadata_object(0)):
+            page = await self._bucket.page(url.key(name))
+            if any(each.key == url.key(name) for each in page.objects):
+                return True
+        return False
 
     async def _list(self, prefix: str) -> tuple[list[ListedObject], float]:
         """Objects, and the time on S3's clock."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,25 +13,18 @@ import pytest
 from benchmarks.memory_s3 import Fault, MemoryS3
 from dcp_s3 import CheckpointCatalog, KeepLatest, annotate, apply_plan, latest, pin, prune, remove
 from dcp_s3.checkpoint.lease import DELETION_BEGINS
-from dcp_s3.errors import CheckpointNotFoundError, CheckpointProtectedError, PolicyError
+from dcp_s3.errors import CheckpointDeletedError, CheckpointNotFoundError, CheckpointProtectedError, PolicyError
 from dcp_s3.format.layout import deletion_object, lease_object
+from dcp_s3.spill.drain import Drainer
+from dcp_s3.spill.store import SpillStore
 from dcp_s3.transport import retry
 from tests.faulty import BUCKET, FaultyServer, serve
+from tests.retention.catalogs import Clock
 from tests.retention.making import delete, get, keys, put, save, save_foreign, save_on_ranks
 
 ROOT = f"s3://{BUCKET}/run"
 HOUR = 3600.0
 DAY = 24 * HOUR
-
-
-class Clock:
-    """The server's: far from that of this host."""
-
-    def __init__(self) -> None:
-        self.now = 1_000_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
 
 
 @pytest.fixture
@@ -333,6 +327,64 @@ def test_the_list_of_a_deletion_that_was_given_up_is_withdrawn_when_readers_igno
     assert [info.damage for info in CheckpointCatalog(ROOT).scan(deep=True).checkpoints] == [None, None]
 
 
+def test_a_pin_that_comes_after_a_deletion_is_none(faulty: FaultyServer, client: Any) -> None:
+    steps(1, 2)
+
+    def delete_it(request: Any) -> None:
+        if request.operation == "PutObject" and request.key.endswith("/pin"):
+            faulty.rule = lambda _: None
+            prune(ROOT, "latest:1")
+
+    faulty.rule = delete_it
+    with pytest.raises(CheckpointDeletedError):
+        pin(f"{ROOT}/step-1")
+    assert keys(client, f"{ROOT}/step-1") == {}
+
+
+def test_a_pin_that_comes_after_the_last_look_waits_and_says_that_it_was_late(
+    faulty: FaultyServer, client: Any
+) -> None:
+    steps(1, 2)
+    written = threading.Event()
+    caught: list[BaseException] = []
+
+    def pin_it() -> None:
+        try:
+            pin(f"{ROOT}/step-1")
+        except CheckpointDeletedError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=pin_it)
+
+    def meanwhile(request: Any) -> None:
+        if request.operation == "DeleteObject" and request.key.endswith("step-1/.metadata"):
+            thread.start()
+            assert written.wait(30)
+        elif request.operation == "ListObjectsV2" and "deletion-" in request.query["prefix"]:
+            written.set()  # by the pin, which looks for deletions
+
+    faulty.rule = meanwhile
+    assert [each.name for each in prune(ROOT, "latest:1").deleted] == ["step-1"]
+    thread.join()
+    assert caught
+    assert keys(client, f"{ROOT}/step-1") == {}
+
+
+def test_latest_looks_again_when_its_choice_is_pruned(faulty: FaultyServer, client: Any) -> None:
+    steps(1)
+
+    def go_on(request: Any) -> None:
+        if request.operation == "GetObject" and request.key.endswith(".metadata"):
+            faulty.rule = lambda _: None
+            steps(2, 3)
+            prune(ROOT, "latest:1")
+
+    faulty.rule = go_on
+    found = latest(ROOT)
+    assert found is not None
+    assert found.name == "step-3"
+
+
 # --- rm ------------------------------------------------------------------------------------------
 
 
@@ -374,3 +426,33 @@ def test_remove_refuses_what_is_protected_unless_forced(
     left = keys(client, url)
     assert all(".dcp_s3/pin" in path or "lease" in path for path in left)
     assert faulty.s3.open_uploads(BUCKET) == []
+
+
+# --- the spill tier ------------------------------------------------------------------------------
+
+
+def test_a_spilled_save_that_waits_on_this_host_loses_nothing(
+    faulty: FaultyServer, client: Any, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its objects are on S3 for two days already; its commit is not."""
+    monkeypatch.setattr("dcp_s3.checkpoint.writer.drain_in_background", lambda *_, **__: None)
+    spilling = {"spill_dir": str(tmp_path), "durability": "local", "retry_attempts": 1}
+    steps(1, 2)
+    save(f"{ROOT}/step-3", settings=spilling)
+    faulty.rule = lambda request: Fault.error(500, "InternalError") if request.key.endswith(".json") else None
+    Drainer(SpillStore(tmp_path)).run()
+    faulty.rule = lambda _: None
+    before = keys(client, f"{ROOT}/step-3")
+    files = sorted(tmp_path.rglob("*"))
+    assert [path.endswith(".distcp") for path in before] == [True]
+    clock.now += 2 * DAY
+    with pytest.raises(CheckpointProtectedError, match="spill directory"):
+        remove(f"{ROOT}/step-3", settings=spilling)
+    report = prune(ROOT, "latest:1", settings=spilling)
+    assert [each.name for each in report.deleted] == ["step-1"]
+    assert keys(client, f"{ROOT}/step-3") == before
+    assert sorted(tmp_path.rglob("*")) == files
+    assert Drainer(SpillStore(tmp_path)).run().committed == [f"{ROOT}/step-3"]
+    found = latest(ROOT)
+    assert found is not None
+    assert found.name == "step-3"
