@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
+from dcp_s3.checkpoint.memory import is_plain
 from dcp_s3.checkpoint.transfer import ItemTransfer
 
 _Span = tuple[object, int, int, str]  # device, first and last byte, name
@@ -21,7 +22,7 @@ def read_in_turn(transfers: Sequence[ItemTransfer]) -> list[list[int]]:
 
     One round, unless entries of different contents (or of contents that are not known) share memory.
     """
-    if not _may_overlap(transfers):
+    if all(find_exclusive(transfers)):
         return [list(range(len(transfers)))]
     by_name: dict[str, list[int]] = {}
     for number, transfer in enumerate(transfers):
@@ -38,23 +39,33 @@ def read_in_turn(transfers: Sequence[ItemTransfer]) -> list[list[int]]:
     return rounds
 
 
-def _may_overlap(transfers: Sequence[ItemTransfer]) -> bool:
-    """Whether any two items may have memory in common. Quick: nearly always the answer is no."""
+def find_exclusive(transfers: Sequence[ItemTransfer]) -> list[bool]:
+    """For each item, whether no other is loaded into any of its memory."""
     spans = []
-    for transfer in transfers:
-        target = transfer.target
-        if target is not None:
-            if target.layout != torch.strided or not target.is_contiguous():
-                return True
-            start = target.data_ptr()
-            spans.append((start, start + target.nbytes))
+    for number, transfer in enumerate(transfers):
+        span = _span(transfer.target)
+        if span is not None:
+            spans.append((*span, number))
     spans.sort()
-    end = 0
-    for start, stop in spans:
+    found = [True] * len(transfers)
+    end, last = -1, -1
+    for start, stop, number in spans:
         if start < end:
-            return True
-        end = stop
-    return False
+            found[number] = found[last] = False
+        if stop > end:
+            end, last = stop, number
+    return found
+
+
+def _span(target: torch.Tensor | None) -> tuple[int, int] | None:
+    """Address of the first byte of a tensor and of the one behind its last; None if it has no memory of its own."""
+    if target is None or not is_plain(target) or target.numel() == 0:
+        return None
+    start = target.data_ptr()
+    if target.is_contiguous():
+        return start, start + target.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(target.shape, target.stride(), strict=True))
+    return start, start + (last + 1) * target.element_size()
 
 
 def _sharing(transfers: Sequence[ItemTransfer], by_name: dict[str, list[int]]) -> list[list[str]]:
@@ -80,19 +91,11 @@ def _spans(name: str, transfers: Sequence[ItemTransfer]) -> list[_Span]:
     """Of an entry, one for each storage. Parts of one tensor may interleave; what lies between them is its own."""
     spans: dict[tuple[object, int], tuple[int, int]] = {}
     for transfer in transfers:
-        target = transfer.target
-        if target is None or target.numel() == 0:
-            continue
-        try:
-            start = target.data_ptr()
-            storage = target.untyped_storage().data_ptr()
-            strides = target.stride()
-        except (RuntimeError, NotImplementedError):
-            continue  # no memory of its own: sparse, or a wrapper
-        last = sum((size - 1) * stride for size, stride in zip(target.shape, strides, strict=True))
-        stop = start + (last + 1) * target.element_size()
-        low, high = spans.get((target.device, storage), (start, stop))
-        spans[target.device, storage] = min(low, start), max(high, stop)
+        span, target = _span(transfer.target), transfer.target
+        if span is not None and target is not None:
+            where = target.device, target.untyped_storage().data_ptr()
+            low, high = spans.get(where, span)
+            spans[where] = min(low, span[0]), max(high, span[1])
     return [(device, start, stop, name) for (device, _), (start, stop) in spans.items()]
 
 

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint._torch import get_blocks, get_crc
-from dcp_s3.checkpoint.aliases import read_in_turn
+from dcp_s3.checkpoint.aliases import find_exclusive, read_in_turn
 from dcp_s3.checkpoint.assignment import Assignment, StoredChunk, box_of, find_stored
 from dcp_s3.checkpoint.blocks import Blocks
 from dcp_s3.checkpoint.exchange import Exchange
@@ -113,7 +113,7 @@ class SharedRead:
         self, assignment: Assignment, shared: set[int], transfers: Sequence[ItemTransfer]
     ) -> tuple[list[OwnedPiece], list[ReceivedPiece]]:
         """The pieces that this rank sends, and those that it gets."""
-        exclusive = _find_exclusive(transfers)
+        exclusive = find_exclusive(transfers)
         items = {number: self._make_item(transfers[number], exclusive=exclusive[number]) for number in shared}
         owned, received = [], []
         for piece in assignment.pieces:
@@ -219,23 +219,3 @@ def _memory_of(transfer: ItemTransfer, stored: StoredChunk) -> Callable[[], torc
 
 def _target_of(target: torch.Tensor) -> Callable[[], torch.Tensor]:
     return lambda: target
-
-
-def _find_exclusive(transfers: Sequence[ItemTransfer]) -> list[bool]:
-    """For each item, whether no other is loaded into any of its memory: tied parameters are."""
-    spans: list[tuple[int, int, int]] = []
-    for number, transfer in enumerate(transfers):
-        target = transfer.target
-        if target is None or target.device.type != "cpu" or target.numel() == 0 or target.layout != torch.strided:
-            continue
-        span = 1 + sum((size - 1) * stride for size, stride in zip(target.shape, target.stride(), strict=True))
-        spans.append((target.data_ptr(), target.data_ptr() + span * target.element_size(), number))
-    spans.sort()
-    found = [True] * len(transfers)
-    end, last = -1, -1
-    for start, stop, number in spans:
-        if start < end:
-            found[number] = found[last] = False
-        if stop > end:
-            end, last = stop, number
-    return found

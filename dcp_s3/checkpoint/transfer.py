@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import io
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import cast
@@ -24,7 +25,7 @@ from dcp_s3.format.archive import ArchiveHead
 from dcp_s3.transport.checksum import combine_crc64nvme
 
 
-class ItemTransfer:
+class ItemTransfer(ABC):
     """One read item: where its bytes lie, what is to be checked, and where they go.
 
     The bytes have an offset of the item's own: `TensorTransfer` counts from the beginning of the saved chunk,
@@ -61,14 +62,15 @@ class ItemTransfer:
         self._crcs: list[tuple[int, int, int]] = []
         self._lock = threading.Lock()
 
+    @abstractmethod
     def memory(self, start: int, stop: int) -> memoryview:
         """The place of bytes within `owned`."""
-        raise NotImplementedError
 
     def take(self, offset: int, data: memoryview) -> bool:
         """Bring bytes to their place without torch, which costs more than the bytes of a small item; else False."""
         return False
 
+    @abstractmethod
     def put(self, offset: int, data: torch.Tensor) -> None:
         """Bring bytes outside of `owned` (uint8, from ``offset`` on) to their place."""
 
@@ -323,6 +325,10 @@ class StreamTransfer(ItemTransfer):
         if not self._unpacked:
             self.memory(offset, offset + data.nbytes)[:] = data
         return True
+
+    def put(self, offset: int, data: torch.Tensor) -> None:
+        """See `ItemTransfer`."""
+        self.take(offset, view_bytes(data))
 
     def finish(self) -> ItemTransfer | None:
         """Decode the item."""

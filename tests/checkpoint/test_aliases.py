@@ -58,3 +58,30 @@ def test_entries_that_interleave(memory_server: S3Server, root: str) -> None:
     fused = torch.zeros(8, 8)
     load(f"{root}/columns", {"q": fused[:, :4], "k": fused[:, 4:]})
     assert torch.equal(fused, torch.cat([saved["q"], saved["k"]], dim=1))
+
+
+class Wrapped(torch.Tensor):
+    """A tensor without memory of its own."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapped:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined, no-any-return]
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, arguments: Any = (), kwargs: Any = None) -> Any:
+        def unwrap(value: Any) -> Any:
+            return value.inner if isinstance(value, Wrapped) else value
+
+        found = function(*map(unwrap, arguments), **(kwargs or {}))
+        return Wrapped(found) if isinstance(found, torch.Tensor) and arguments[0] is not found else found
+
+
+def test_a_tensor_without_memory_of_its_own_is_loaded(memory_server: S3Server, root: str) -> None:
+    save(f"{root}/wrapped", {"w": torch.arange(10.0), "x": torch.ones(3)})
+    wrapped, plain = Wrapped(torch.zeros(10)), torch.zeros(3)
+    load(f"{root}/wrapped", {"w": wrapped, "x": plain})
+    assert torch.equal(wrapped.inner, torch.arange(10.0))
+    assert torch.equal(plain, torch.ones(3))
