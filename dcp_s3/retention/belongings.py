@@ -144,3 +144,8 @@ def _unchanged(url: CheckpointURL, etags: Mapping[str, str], objects: Iterable[L
     skip = len(url.key(""))
     found = {each.key[skip:]: each.etag.strip('"') for each in objects}
     return {path: etag for path, etag in etags.items() if found.get(path) == etag.strip('"')}
+
+
+def same_etag(etag: str | None, found: ListedObject | None) -> bool:
+    """Whether an object has this ETag, with or without quotes."""
+    return etag is not None and found is not None and found.etag.strip('"') == etag.strip('"')

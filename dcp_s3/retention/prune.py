@@ -14,8 +14,10 @@ from typing import Any
 from dcp_s3 import errors
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.checkpoint_info import CheckpointInfo, age_order
-from dcp_s3.retention.deletion import WORKERS, Deletion, LeftAloneError, Remover
+from dcp_s3.retention.deleter import WORKERS, Deleter, Deletion, LeftAloneError
+from dcp_s3.retention.deletion import Remover
 from dcp_s3.retention.inspect import Root, map_bounded, run
+from dcp_s3.retention.leftovers import LeftoverRemover
 from dcp_s3.retention.parse import parse_policy, policy_from_settings
 from dcp_s3.retention.plan import LeftoverObject, OpenUpload, Plan
 from dcp_s3.retention.policy import PolicyFunction
@@ -231,15 +233,16 @@ async def apply_plan_async(
         with contextlib.closing(Workers(WORKERS, "dcp_s3-prune")) as workers:
             if all_versions and not plan.empty:  # fails before anything is deleted
                 await asyncio.wrap_future(workers.submit(check_versions, Bucket(where.bucket, resolved), where.key("")))
-            remover = Remover(bucket, workers, all_versions=all_versions)
-            return await _Application(where, plan, remover, progress).run()
+            deleter = Deleter(bucket, workers, all_versions=all_versions)
+            return await _Application(where, plan, deleter, progress).run()
 
 
 class _Application:
     """One plan being applied."""
 
-    def __init__(self, root: CheckpointURL, plan: Plan, remover: Remover, progress: Progress | None) -> None:
-        self._root, self._plan, self._remover = root, plan, remover
+    def __init__(self, root: CheckpointURL, plan: Plan, deleter: Deleter, progress: Progress | None) -> None:
+        self._root, self._plan, self._deleter = root, plan, deleter
+        self._remover, self._leftover_remover = Remover(deleter), LeftoverRemover(deleter)
         self._progress = progress
         self._since = plan.now - plan.grace
         self._newest = _newest_kept(plan)
@@ -307,16 +310,16 @@ class _Application:
             newest = None if self._newest is None else self._root.child(self._newest)
             done = await self._remover.delete_committed(url, info, since=self._since, newest=newest)
         else:
-            done = await self._remover.delete_uncommitted(url, since=self._since)
+            done = await self._leftover_remover.delete_uncommitted(url, since=self._since)
         logger.info("deleted %s: %d objects, %d bytes", url, done.objects, done.size)
         self._deleted.append(done)
 
     async def _delete_leftovers(self, name: str, found: Sequence[LeftoverObject]) -> None:
         url = self._root.child(name)
-        self._leftovers.append(await self._remover.delete_leftovers(url, found, since=self._since))
+        self._leftovers.append(await self._leftover_remover.delete_leftovers(url, found, since=self._since))
 
     async def _abort(self, upload: OpenUpload) -> None:
-        await self._remover.abort(upload.key, upload.upload_id)
+        await self._deleter.abort(upload.key, upload.upload_id)
         self._aborted.append(upload)
 
     async def _withdraw(self, info: CheckpointInfo) -> None:

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from dcp_s3 import errors
 from dcp_s3.retention.catalog import find_local
 from dcp_s3.retention.checkpoint_info import CheckpointInfo
-from dcp_s3.retention.deletion import WORKERS, Deletion, LeftAloneError, Remover
+from dcp_s3.retention.deleter import WORKERS, Deleter, Deletion, LeftAloneError
+from dcp_s3.retention.deletion import Remover
 from dcp_s3.retention.inspect import Root, inspect_checkpoint, run
+from dcp_s3.retention.leftovers import LeftoverRemover
 from dcp_s3.retention.plan import LEASE_MARGIN
 from dcp_s3.retention.scan import open_upload
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
@@ -54,7 +56,7 @@ async def _remove(url: CheckpointURL, settings: Settings, *, force: bool, all_ve
     waiting = any(info.name == url.name for info in find_local(str(root), settings=settings))
     async with open_bucket(url.bucket, settings) as bucket:
         with contextlib.closing(Workers(WORKERS, "dcp_s3-remove")) as workers:
-            remover = Remover(bucket, workers, all_versions=all_versions, force=force)
+            deleter = Deleter(bucket, workers, all_versions=all_versions, force=force)
             now = (await bucket.page(url.key(""))).server_time
             if now is None:
                 logger.warning("the S3 endpoint does not tell its time; ages are by the clock of this host")
@@ -82,13 +84,13 @@ async def _remove(url: CheckpointURL, settings: Settings, *, force: bool, all_ve
                 why = "it is pinned"
             if why is not None and not force:
                 raise _protected(url, why)
-            return await _remove_found(remover, url, info, uploads, since=since)
+            return await _remove_found(deleter, url, info, uploads, since=since)
 
 
 async def _remove_found(
-    remover: Remover, url: CheckpointURL, info: CheckpointInfo | None, uploads: Sequence[ListedUpload], *, since: float
+    deleter: Deleter, url: CheckpointURL, info: CheckpointInfo | None, uploads: Sequence[ListedUpload], *, since: float
 ) -> Deletion:
-    done = Deletion(url.name, 0, 0)
+    done, remover = Deletion(url.name, 0, 0), Remover(deleter)
     try:
         for deletion in info.deletions if info is not None else ():
             if not info.committed or deletion != info.deletion_id:  # type: ignore[union-attr]
@@ -98,13 +100,13 @@ async def _remove_found(
             deleted = await (
                 remover.delete_committed(url, info, since=since)
                 if info.committed
-                else remover.delete_uncommitted(url, since=since)
+                else LeftoverRemover(deleter).delete_uncommitted(url, since=since)
             )
             done = Deletion(url.name, done.objects + deleted.objects, done.size + deleted.size)
     except LeftAloneError as error:
         raise _protected(url, str(error)) from None
     for upload in uploads:
-        await remover.abort(upload.key, upload.upload_id)
+        await deleter.abort(upload.key, upload.upload_id)
     return done
 
 

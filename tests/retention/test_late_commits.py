@@ -13,7 +13,7 @@ from dcp_s3.checkpoint import writer
 from dcp_s3.commit import publish
 from dcp_s3.errors import CheckpointDeletedError
 from dcp_s3.format.layout import lease_object
-from dcp_s3.retention import belongings, deletion
+from dcp_s3.retention import belongings, deleter, deletion
 from tests.faulty import FaultyServer
 from tests.retention.making import delete, get, keys, put, save, zeros
 from tests.retention.test_prune import DAY, ROOT, Clock, client, clock, faulty
@@ -67,7 +67,7 @@ def test_a_commit_between_a_prunes_look_and_its_deletes_is_withdrawn(
     before = keys(client, URL)
     metadata = get(client, URL, ".metadata") if overwrite else b""
     monkeypatch.setattr(completeness, "LATE", -1.0)
-    real, commits, raised = deletion.delete_batch, list[Any](), list[Exception]()
+    real, commits, raised = deleter.delete_batch, list[Any](), list[Exception]()
 
     def later(*arguments: Any, **options: Any) -> None:
         commits.append((arguments, options))
@@ -86,7 +86,7 @@ def test_a_commit_between_a_prunes_look_and_its_deletes_is_withdrawn(
     monkeypatch.setattr(writer, "publish", later)
     save(URL, overwrite=overwrite)
     clock.now += 2 * DAY
-    monkeypatch.setattr(deletion, "delete_batch", delete_batch)
+    monkeypatch.setattr(deleter, "delete_batch", delete_batch)
     assert prune(ROOT, "latest:3").ok
     assert [str(each).count("about to delete") for each in raised] == [1]
     assert keys(client, URL) == before
@@ -155,7 +155,7 @@ def test_what_is_written_again_with_equal_bytes_is_no_part_of_a_deletion_that_wa
     [path] = lists(client, url)
     listed = deletion.DeletionList.from_json(get(client, url, path))
     found = [
-        deletion.ListedObject(f"run/step-1/{path}", len(data[path]), clock.now + 1, etag)
+        deleter.ListedObject(f"run/step-1/{path}", len(data[path]), clock.now + 1, etag)
         for path, etag in listed.objects.items()
     ]
     where = deletion.CheckpointURL("bucket", "run/step-1")

@@ -1,0 +1,178 @@
+"""The requests of which deletions are made: lists of what goes, batches of keys, what protects a checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from dcp_s3 import errors
+from dcp_s3.format.deletion_list import DeletionList
+from dcp_s3.format.layout import (
+    PIN,
+    parse_lease_object,
+)
+from dcp_s3.retention.belongings import (
+    other_targets,
+)
+from dcp_s3.retention.inspect import gather
+from dcp_s3.retention.plan import LEASE_MARGIN
+from dcp_s3.transport import multipart
+from dcp_s3.transport.async_client import AsyncBucket, ListedObject
+from dcp_s3.transport.bucket import Bucket
+from dcp_s3.transport.delete import Target, batches, delete_batch, list_versions, old_versions
+from dcp_s3.transport.workers import Workers
+from dcp_s3.url import CheckpointURL
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+WORKERS = 8
+"""Requests that delete in flight; each of 1000 keys counts as 1000 for S3, which takes 3500 a second."""
+
+
+class LeftAloneError(errors.DcpS3Error):
+    """Something was not deleted because it is not what the plan saw, or is protected."""
+
+
+@dataclass(frozen=True)
+class Deletion:
+    """What was deleted of one checkpoint's directory.
+
+    Attributes:
+        name: of the checkpoint.
+        objects: how many; its list and other small marks do not count.
+        size: bytes.
+    """
+
+    name: str
+    objects: int
+    size: int
+
+
+class Deleter:
+    """Deletes objects under one root.
+
+    Args:
+        bucket: to look at it.
+        workers: threads for the requests that change something.
+        all_versions: whether, in a bucket with versions, all of an object's go instead of a delete marker being put.
+        force: whether pins, leases and saves in progress count for nothing.
+
+    Attributes:
+        writing: the bucket, for requests that change something.
+        bucket, all_versions, force: as given.
+    """
+
+    def __init__(self, bucket: AsyncBucket, workers: Workers, *, all_versions: bool, force: bool = False) -> None:
+        self.bucket = bucket
+        self.writing = Bucket(bucket.name, bucket.settings)
+        self.all_versions = all_versions
+        self.force = force
+        self._workers = workers
+
+    def check_marks(self, url: CheckpointURL, objects: Iterable[ListedObject], now: float) -> None:
+        """
+        Raises:
+            LeftAloneError: a pin, or a lease that has not ended by ``now`` (of S3's clock), is among the objects.
+        """
+        if self.force:
+            return
+        skip = len(url.key(""))
+        for each in objects:
+            seconds = parse_lease_object(each.key[skip:])
+            if each.key[skip:] == PIN:
+                raise LeftAloneError("it is pinned")
+            if seconds is not None and now < each.modified_at + seconds + LEASE_MARGIN:
+                raise LeftAloneError("a reader has a lease")
+
+    async def list_objects(self, prefix: str) -> tuple[list[ListedObject], float]:
+        """Objects, and the time on S3's clock."""
+        pages = await self.bucket.pages(prefix)
+        now = pages[0].server_time
+        return [each for page in pages for each in page.objects], time.time() if now is None else now
+
+    async def write_list(self, url: CheckpointURL, path: str, listed: DeletionList) -> None:
+        """Write down what goes."""
+        await self._run(self._write, url.key(path), listed.to_json())
+
+    async def withdraw(self, url: CheckpointURL, paths: Iterable[str]) -> None:
+        """Remove lists of what will not go after all. A failure is a warning."""
+        try:
+            await self.delete_all([Target(url.key(path)) for path in paths])
+        except errors.StorageError as error:
+            logger.warning("a deletion of %s was given up, and its list stays until the next prune: %s", url, error)
+
+    async def delete_all(
+        self,
+        targets: Sequence[Target],
+        *,
+        bucket: Bucket | None = None,
+        look: Callable[[], Awaitable[None]] | None = None,
+    ) -> list[str]:
+        """Delete keys, on condition of their ETags.
+
+        Args:
+            targets: what goes.
+            bucket: with a deadline of its own; None: `writing`.
+            look: called before each request, and raises if nothing more may go.
+
+        Returns:
+            Keys that have another ETag and were left alone.
+        """
+        if look is not None:
+            found = []
+            for batch in batches(targets):
+                await look()
+                found += await self._run(delete_batch, bucket or self.writing, batch)
+            return found
+        changed = await gather([self._run(delete_batch, bucket or self.writing, batch) for batch in batches(targets)])
+        return [key for each in changed for key in each]
+
+    async def delete_rest(
+        self,
+        url: CheckpointURL,
+        listed: DeletionList,
+        lists: Iterable[str],
+        *,
+        purged: DeletionList | None = None,
+        look: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        """What is left to do when the checkpoint is none any more.
+
+        Args:
+            url: of the checkpoint.
+            listed: what goes.
+            lists: relative paths of the lists that are done with then.
+            purged: whose old versions go, if that is more.
+            look: called before each request, and raises if nothing more may go.
+        """
+        await self.delete_all(other_targets(url, listed), look=look)
+        if listed.all_versions or self.all_versions:
+            await self._purge(url, purged or listed)
+        await self.delete_all([Target(url.key(path)) for path in lists])
+        if listed.all_versions or self.all_versions:
+            await self._purge(url, DeletionList(None, {}, dict.fromkeys(lists, "")))
+
+    async def _purge(self, url: CheckpointURL, listed: DeletionList) -> None:
+        """All versions but a current one, which was written since."""
+        commits, keys = ({url.key(path) for path in paths} for paths in (listed.commits, listed.objects))
+        if commits or keys:
+            for step in old_versions(await self._run(list_versions, self.writing, url.key("")), commits, keys):
+                await self.delete_all(step)
+
+    async def abort(self, key: str, upload_id: str) -> None:
+        """Abort an open multipart upload; one that is not there any more is no error."""
+        await self._run(multipart.abort, self.writing, key, upload_id)
+
+    def _write(self, key: str, data: bytes) -> None:
+        self.writing.write(key, data, content_type="application/json")
+
+    async def _run(self, function: Callable[..., T], *arguments: object) -> T:
+        """In a thread: these requests are boto3's."""
+        result: T = await asyncio.wrap_future(self._workers.submit(function, *arguments))
+        return result
