@@ -6,6 +6,7 @@ Everything here was seen in torch 2.13.0; ``tests/checkpoint/test_torch_private.
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -159,6 +160,7 @@ def shape_check(metadata: Metadata, *, enable: bool) -> None:
 
 
 _LOADER_MODULE = "torch.distributed.checkpoint.state_dict_loader"
+_SAVER_MODULE = "torch.distributed.checkpoint.state_dict_saver"
 _MAX_STEPS = 8
 
 
@@ -187,14 +189,41 @@ def find_load_group() -> Caller | None:
     go through, and which has no metadata yet the first time it asks for them: a planner that calls `read_metadata`
     itself, later in `local_step`, gets None, and so does everybody who calls it without `dcp.load`.
     """
-    frame = sys._getframe(1)
+    variables = _local_step_variables(_LOADER_MODULE)
+    return None if variables is None else _caller_of(variables)
+
+
+def find_save_group() -> str | None:
+    """Name of the process group of the save that calls a storage writer; None if its ranks tell each other nothing.
+
+    DCP tells it to no storage writer; like that of a load, it is among the variables of torch's `local_step`.
+    """
+    variables = _local_step_variables(_SAVER_MODULE) or {}
+    wrapper: Any = variables.get("distW")
+    if not getattr(wrapper, "use_dist", False) or variables.get("use_collectives") is False:
+        return None
+    group = wrapper.group if wrapper.group is not None else dist.group.WORLD
+    return None if group is None or wrapper.get_world_size() < 2 else str(group.group_name)
+
+
+def _local_step_variables(module: str) -> dict[str, Any] | None:
+    """Of torch's `local_step` in ``module`` that called us."""
+    frame = sys._getframe(2)
     for _ in range(_MAX_STEPS):
-        if frame.f_code.co_name == "local_step" and frame.f_globals.get("__name__") == _LOADER_MODULE:
-            return _caller_of(frame.f_locals)
+        if frame.f_code.co_name == "local_step" and frame.f_globals.get("__name__") == module:
+            return frame.f_locals
         if frame.f_back is None:
             return None
         frame = frame.f_back
     return None
+
+
+_ASYNC_THREAD = "AsyncCheckpointExecutor"
+
+
+def ends_with_its_save(thread: threading.Thread) -> bool:
+    """Whether this is a thread that `dcp.async_save` has made for one save."""
+    return thread.name.startswith(_ASYNC_THREAD)
 
 
 def _caller_of(variables: dict[str, Any]) -> Caller | None:

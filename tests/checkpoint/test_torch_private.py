@@ -15,6 +15,7 @@ import pickle
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -509,6 +510,52 @@ def _ask(path: Path) -> None:
 
 def test_the_group_of_a_load_is_where_it_was(tmp_path: Path) -> None:
     run_ranks(2, _ask, tmp_path)
+
+
+class _AskingWriter(FileSystemWriter):
+    """Asks for its group, and notes the thread, where S3StorageWriter does."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.asked: list[str | None] = []
+        self.threads: list[threading.Thread] = []
+
+    def storage_meta(self) -> Any:
+        self.asked.append(_torch.find_save_group())
+        return super().storage_meta()
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self.asked.append(_torch.find_save_group())
+        self.threads.append(threading.current_thread())
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+
+
+def _ask_in_saves(path: Path) -> None:
+    relied_on = "turns of saves that share a process group"
+    state, group = {"w": torch.zeros(3)}, dist.new_group(backend="gloo")
+    for each in (None, group):
+        writer = _AskingWriter(path)
+        dcp.save(state, storage_writer=writer, process_group=each)
+        name = (each or dist.group.WORLD).group_name
+        assert writer.asked[:2] == [name, name], _moved("dcp.save hides its group", relied_on)
+    for apart in ({"no_dist": True}, {"use_collectives": False}):
+        writer = _AskingWriter(path / str(dist.get_rank()))
+        dcp.save(state, storage_writer=writer, **apart)
+        assert writer.asked[:2] == [None, None], _moved("a save without collectives has a group", relied_on)
+
+
+def test_the_group_of_a_save_is_where_it_was(tmp_path: Path) -> None:
+    run_ranks(2, _ask_in_saves, tmp_path)
+
+
+def test_an_asynchronous_save_has_a_thread_that_ends_with_it(tmp_path: Path) -> None:
+    writer = _AskingWriter(tmp_path)
+    dcp.async_save({"w": torch.zeros(3)}, storage_writer=writer).result(60)
+    relied_on = "turns: a later save waits until the thread of the earlier one has ended"
+    [thread] = writer.threads
+    assert _torch.ends_with_its_save(thread), _moved(f"the thread is called {thread.name}", relied_on)
+    thread.join(60)
+    assert not thread.is_alive(), _moved("the thread lives on", relied_on)
 
 
 def test_torchs_finish_plan_returns_what_it_was_given() -> None:

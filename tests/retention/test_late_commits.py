@@ -9,7 +9,7 @@ import torch.distributed.checkpoint as dcp
 
 from benchmarks.memory_s3 import Fault
 from dcp_s3 import S3StorageReader, completeness, latest, pin, prune
-from dcp_s3.checkpoint import writer
+from dcp_s3.checkpoint import save as saving
 from dcp_s3.commit import publish
 from dcp_s3.errors import CheckpointDeletedError
 from dcp_s3.format.layout import lease_object
@@ -46,7 +46,7 @@ def test_a_save_whose_objects_a_prune_took_is_not_committed(
         prune(ROOT, "latest:3")
         publish(*arguments, **options)
 
-    monkeypatch.setattr(writer, "publish", late)
+    monkeypatch.setattr(saving, "publish", late)
     with pytest.raises(dcp.api.CheckpointException) as caught:
         save(URL, overwrite=overwrite)
     [error] = [each[0] for each in caught.value.failures.values()]
@@ -83,7 +83,7 @@ def test_a_commit_between_a_prunes_look_and_its_deletes_is_withdrawn(
             raised.append(caught.value)
         return real(bucket, targets)
 
-    monkeypatch.setattr(writer, "publish", later)
+    monkeypatch.setattr(saving, "publish", later)
     save(URL, overwrite=overwrite)
     clock.now += 2 * DAY
     monkeypatch.setattr(deleter, "delete_batch", delete_batch)

@@ -83,7 +83,7 @@ def configure(root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Spi
         "SPILL_AFTER": "5s",
     }.items():
         monkeypatch.setenv(f"DCP_S3_{name}", value)
-    monkeypatch.setattr("dcp_s3.checkpoint.writer.drain_in_background", lambda *_, **__: None)  # the test drains
+    monkeypatch.setattr("dcp_s3.checkpoint.save.drain_in_background", lambda *_, **__: None)  # the test drains
     return Spill(root, path)
 
 

@@ -40,7 +40,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
         "BUCKETS_PER_RANK": "1",
     }.items():
         monkeypatch.setenv(f"DCP_S3_{name}", value)
-    monkeypatch.setattr("dcp_s3.checkpoint.writer.drain_in_background", lambda *_, **__: None)  # the test drains
+    monkeypatch.setattr("dcp_s3.checkpoint.save.drain_in_background", lambda *_, **__: None)  # the test drains
     with serve(monkeypatch) as server:
         yield server
 

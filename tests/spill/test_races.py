@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from benchmarks.memory_s3 import Fault
 from dcp_s3 import S3StorageReader, S3StorageWriter, latest
-from dcp_s3.checkpoint import writer as writer_module
+from dcp_s3.checkpoint import save as save_module
 from dcp_s3.commit import Commit, Previous, publish
 from dcp_s3.errors import CheckpointError, CheckpointExistsError, SpillError, TransferError
 from dcp_s3.spill import background
@@ -79,13 +79,13 @@ def test_the_drain_of_an_earlier_save_does_not_make_the_next_one_fail(
     spill, url = faulty_spill, faulty_spill.url("last")
     spill.save_to_s3(url, large_state(0), overwrite=True)
     spill.save(url, large_state(1), overwrite=True)
-    write = writer_module.write_buckets
+    write = save_module.write_buckets
 
     def write_after_the_drain(*arguments: Any) -> Any:
         assert spill.drain().committed == [url]
         return write(*arguments)
 
-    monkeypatch.setattr(writer_module, "write_buckets", write_after_the_drain)
+    monkeypatch.setattr(save_module, "write_buckets", write_after_the_drain)
     writer = S3StorageWriter(url, overwrite=True)
     dcp.save(large_state(2), storage_writer=writer)
     writer.wait_committed(10)
@@ -107,7 +107,7 @@ def test_a_commit_that_neither_s3_nor_the_disk_takes_names_both(faulty_spill: Sp
     url = faulty_spill.url("step-1")
     faulty.rule = lambda request: refuse_all(request) if "manifest" in request.key else None
     full = SpillError("No space left")
-    with mock.patch.object(writer_module, "spill_commit", side_effect=full):
+    with mock.patch.object(save_module, "spill_commit", side_effect=full):
         cause = cause_of(lambda: dcp.save(large_state(1), storage_writer=S3StorageWriter(url)))
     assert isinstance(cause, TransferError)
     assert "SlowDown" in str(cause)
@@ -134,7 +134,7 @@ def test_an_object_that_came_out_otherwise_the_second_time_is_sent_again(
     faulty_spill: Spill, faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """S3 applied the PUT of the first, but said nothing; what is on disk has other bytes of the same number."""
-    monkeypatch.setattr(writer_module, "wait_until_drained", lambda *_, **__: None)
+    monkeypatch.setattr(save_module, "wait_until_drained", lambda *_, **__: None)
     spill, url = faulty_spill, faulty_spill.url("step-1")
     state = {"counter": Counter()}
     faulty.rule = lambda request: Fault.apply_then_reset() if request.operation == "PutObject" else None
@@ -229,7 +229,7 @@ def test_a_drain_that_fails_leaves_no_file_open(faulty_spill: Spill, faulty: Fau
 def test_a_state_that_was_spilled_is_let_go_of(
     faulty_spill: Spill, faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch, operation: str
 ) -> None:
-    monkeypatch.setattr(writer_module, "wait_until_drained", lambda *_, **__: None)
+    monkeypatch.setattr(save_module, "wait_until_drained", lambda *_, **__: None)
     lease = Buffer(12 * MIB, "private").lease()
     alive = weakref.ref(lease)
     state = {"large": torch.frombuffer(lease, dtype=torch.float32).fill_(1)}

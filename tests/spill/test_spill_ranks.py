@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from benchmarks.memory_s3 import Fault
 from dcp_s3 import S3StorageReader, S3StorageWriter
-from dcp_s3.checkpoint import writer as writer_module
+from dcp_s3.checkpoint import save as save_module
 from dcp_s3.settings import Settings
 from dcp_s3.spill.drain import Drainer, DrainReport
 from dcp_s3.spill.store import SpillStore
@@ -59,7 +59,7 @@ def _use(directories: list[str], *, drain: bool) -> None:
     os.environ["DCP_S3_SPILL_DIR"] = directories[dist.get_rank() % len(directories)]
     if not drain:  # the test does
         for name in ("drain_in_background", "wait_until_drained"):
-            setattr(writer_module, name, lambda *_, **__: None)
+            setattr(save_module, name, lambda *_, **__: None)
 
 
 def _save(directories: list[str], durability: str, drain: bool, options: dict[str, Any]) -> None:

@@ -1,0 +1,247 @@
+"""One writer for several saves: each keeps its URL, its id and its arguments, whatever overlaps."""
+
+from __future__ import annotations
+
+import io
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.staging import AsyncStager
+
+from dcp_s3 import S3Stager, S3StorageReader, S3StorageWriter, errors, latest, list_checkpoints, verify
+from tests.ranks import run_ranks
+from tests.servers import S3Server
+
+pytestmark = [
+    pytest.mark.servers("memory"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
+]
+
+_PATIENCE_SECONDS = 60
+
+
+class _Planner(DefaultSavePlanner):
+    """Says when the save is at its first item, and does not go on before it may."""
+
+    def __init__(self, *, hold: bool = False) -> None:
+        super().__init__()
+        self.writing, self.go = threading.Event(), threading.Event()
+        self.storage_meta: StorageMeta | None = None
+        if not hold:
+            self.go.set()
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        self.storage_meta = storage_meta
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        self.writing.set()
+        assert self.go.wait(_PATIENCE_SECONDS)
+        return super().resolve_data(write_item)
+
+
+def _state(step: int) -> dict[str, Any]:
+    return {"w": torch.full((1000,), float(step)), "step": step}
+
+
+def _assert_holds(url: str, step: int) -> None:
+    found = _state(-1)
+    dcp.load(found, storage_reader=S3StorageReader(url))
+    assert found["step"] == step
+    assert torch.equal(found["w"], torch.full((1000,), float(step)))
+    assert verify(url, full=True).ok
+
+
+@pytest.mark.parametrize("before", [False, True], ids=["new", "overwriting"])
+@pytest.mark.parametrize("stager", [None, S3Stager], ids=["writer stages", "S3Stager"])
+@pytest.mark.parametrize("held", [1, 2], ids=["the second is done first", "the first is done first"])
+def test_two_saves_at_once(root: str, held: int, stager: type[S3Stager] | None, before: bool) -> None:
+    writer = S3StorageWriter(overwrite=True)
+    if before:
+        for step in (1, 2):
+            dcp.save(_state(-step), checkpoint_id=f"{root}/step-{step}", storage_writer=writer)
+    planners = {step: _Planner(hold=step == held) for step in (1, 2)}
+    stagers = stager(asynchronous=True) if stager else None
+    saves = {}
+    for step, planner in planners.items():
+        saves[step] = dcp.async_save(
+            _state(step),
+            checkpoint_id=f"{root}/step-{step}",
+            storage_writer=writer,
+            planner=planner,
+            async_stager=stagers,
+        )
+        assert planner.writing.wait(_PATIENCE_SECONDS)
+    futures = {step: getattr(save, "upload_completion", save) for step, save in saves.items()}
+    futures[3 - held].result(_PATIENCE_SECONDS)
+    planners[held].go.set()
+    futures[held].result(_PATIENCE_SECONDS)
+    if stagers:
+        stagers.close()
+    for step in (1, 2):
+        _assert_holds(f"{root}/step-{step}", step)
+    assert {info.name for info in list_checkpoints(root)} == {"step-1", "step-2"}
+
+
+def test_saves_to_one_url_replace_each_other_in_their_order(root: str) -> None:
+    writer, first, second = S3StorageWriter(root, overwrite=True), _Planner(hold=True), _Planner()
+    futures = [dcp.async_save(_state(1), storage_writer=writer, planner=first)]
+    assert first.writing.wait(_PATIENCE_SECONDS)
+    futures.append(dcp.async_save(_state(2), storage_writer=writer, planner=second))
+    assert not second.writing.wait(0.2)
+    first.go.set()
+    for future in futures:
+        future.result(_PATIENCE_SECONDS)
+    _assert_holds(root, 2)
+
+
+def test_each_save_has_its_own_arguments(root: str) -> None:
+    writer, first = S3StorageWriter(metrics={"loss": 1.0}), _Planner(hold=True)
+    future = dcp.async_save(_state(1), checkpoint_id=f"{root}/step-1", storage_writer=writer, planner=first)
+    assert first.writing.wait(_PATIENCE_SECONDS)
+    writer.metrics["loss"] = 2.0
+    dcp.save(_state(2), checkpoint_id=f"{root}/step-2", storage_writer=writer)
+    first.go.set()
+    future.result(_PATIENCE_SECONDS)
+    assert {info.step: info.metrics for info in list_checkpoints(root)} == {1: {"loss": 1.0}, 2: {"loss": 2.0}}
+
+
+def test_a_save_has_one_id(root: str) -> None:
+    writer = S3StorageWriter(overwrite=True)
+    seen = set()
+    for step, target in enumerate([f"{root}/a", f"{root}/b", None, None]):
+        planner = _Planner()
+        metadata = dcp.save(_state(step), checkpoint_id=target, storage_writer=writer, planner=planner)
+        assert metadata.storage_meta == planner.storage_meta
+        assert metadata.storage_meta is not None
+        assert metadata.storage_meta.save_id == writer.save_id
+        assert metadata.storage_meta.checkpoint_id == writer.checkpoint_id == (target or f"{root}/b")
+        seen.add(writer.save_id)
+    assert len(seen) == 4
+    _assert_holds(f"{root}/a", 0)
+    _assert_holds(f"{root}/b", 3)
+
+
+class _HeldStager(AsyncStager):
+    """Stages when it is told to, so that DCP's thread does not begin before."""
+
+    def __init__(self) -> None:
+        self.held: list[tuple[Future[dict[str, Any]], dict[str, Any]]] = []
+
+    def stage(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:  # type: ignore[override]
+        self.held.append((Future(), state_dict))
+        return self.held[-1][0]
+
+    def go(self) -> None:
+        for future, state in self.held:
+            future.set_result(state)
+
+    def close(self) -> None:
+        """Nothing to close."""
+
+
+def test_a_url_that_changes_before_the_save_begins_is_refused(root: str) -> None:
+    writer, stager = S3StorageWriter(), _HeldStager()
+    saves = []
+    for step in (1, 2):
+        writer.reset(f"{root}/step-{step}")
+        saves.append(dcp.async_save(_state(step), storage_writer=writer, async_stager=stager))
+    stager.go()
+    for save in saves:
+        with pytest.raises(CheckpointException, match=r"cannot be told which URL .*step-1, .*step-2.*checkpoint_id"):
+            save.upload_completion.result(_PATIENCE_SECONDS)
+    assert latest(root) is None
+
+
+def test_a_url_given_beforehand_is_that_of_an_asynchronous_save(root: str) -> None:
+    writer = S3StorageWriter()
+    for step in (1, 2):
+        writer.reset(f"{root}/step-{step}")
+        dcp.async_save(_state(step), storage_writer=writer).result(_PATIENCE_SECONDS)
+    for step in (1, 2):
+        _assert_holds(f"{root}/step-{step}", step)
+
+
+# --- on several ranks ------------------------------------------------------------------------------------
+
+
+def _overlapping(url: str, own_groups: bool) -> None:
+    rank = dist.get_rank()
+    writer = S3StorageWriter(overwrite=True)
+    groups = [dist.new_group(backend="gloo") if own_groups else None for _ in range(2)]
+    planners = [_Planner(hold=True), _Planner(hold=own_groups)]
+    futures = []
+    for step, (planner, group) in enumerate(zip(planners, groups, strict=True)):
+        futures.append(
+            dcp.async_save(
+                {**_state(step), f"of_{rank}": torch.tensor(10 * step + rank)},
+                checkpoint_id=f"{url}/step-{step}",
+                storage_writer=writer,
+                planner=planner,
+                process_group=group,
+            )
+        )
+        if own_groups or step == 0:
+            assert planner.writing.wait(_PATIENCE_SECONDS)
+    if not own_groups:
+        assert not planners[1].writing.wait(0.2)  # waits for its turn
+    for planner in reversed(planners):
+        planner.go.set()
+    for future in futures:
+        future.result(_PATIENCE_SECONDS)
+
+
+@pytest.mark.parametrize("own_groups", [False, True], ids=["one group", "a group each"])
+def test_two_saves_at_once_on_two_ranks(root: str, memory_server: S3Server, own_groups: bool) -> None:
+    run_ranks(2, _overlapping, root, own_groups)
+    for step in range(2):
+        _assert_holds(f"{root}/step-{step}", step)
+        found = {f"of_{rank}": torch.tensor(-1) for rank in range(2)}
+        dcp.load(found, storage_reader=S3StorageReader(f"{root}/step-{step}"))
+        assert found == {f"of_{rank}": torch.tensor(10 * step + rank) for rank in range(2)}
+
+
+def _mixed(url: str, save: Callable[[str, int], Any], proper: int) -> list[str]:
+    for step in range(proper):
+        save(f"{url}/proper-{step}", step)
+    with pytest.raises(CheckpointException) as caught:
+        save(f"{url}/of-{dist.get_rank()}", proper)
+    return [f"{type(error).__name__}: {error}" for error, _ in caught.value.failures.values()]
+
+
+def _save_plainly(url: str, step: int) -> None:
+    dcp.save(_state(step), checkpoint_id=url, storage_writer=S3StorageWriter())
+
+
+def _save_with_cached_plan(url: str, step: int) -> None:
+    planner = DefaultSavePlanner(enable_plan_caching=True)
+    dcp.save(
+        {"w": torch.full((1000,), float(step))}, checkpoint_id=url, storage_writer=S3StorageWriter(), planner=planner
+    )
+
+
+@pytest.mark.parametrize(
+    ("save", "proper"), [(_save_plainly, 0), (_save_with_cached_plan, 2)], ids=["plans", "cached plans"]
+)
+def test_two_saves_that_meet_are_refused(
+    root: str, bucket: str, memory_server: S3Server, save: Callable[[str, int], None], proper: int
+) -> None:
+    for messages in run_ranks(2, _mixed, root, save, proper):
+        assert messages
+        for message in messages:
+            assert message.startswith("SaveProtocolError: two saves met: rank 1 saves to")
+            assert errors.SaveProtocolError.__name__ in message
+    left = [key for key in memory_server.handle.objects(bucket) if "/of-" in key]
+    assert not [key for key in left if key.endswith(".metadata")]
+    if not proper:
+        assert left == []  # refused before a byte moved
