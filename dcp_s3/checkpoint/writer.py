@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dcp_s3.checkpoint._torch import CURRENT_DCP_VERSION, StreamTransformExtension, WriterTransforms
+from dcp_s3.checkpoint.boundary import called_by_dcp
 from dcp_s3.checkpoint.planning import plan_buckets
 from dcp_s3.checkpoint.write import ItemWriteResult, ObjectNames, both, write_buckets
 from dcp_s3.commit import (
@@ -118,6 +119,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
 
     # --- StorageWriter ------------------------------------------------------------------------------
 
+    @called_by_dcp
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new save, to ``checkpoint_id`` if given.
 
@@ -128,6 +130,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             self._url = parse_url(checkpoint_id)
         self._begin_save()
 
+    @called_by_dcp
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Called by DCP on every rank before planning."""
         self._begin_save()
@@ -136,6 +139,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         self._drain()  # what an earlier process left goes to S3, too
         self._use_collectives = bool(kwargs.get("use_collectives", True))
 
+    @called_by_dcp
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Check the URL before any byte moves: on the coordinator, or on every rank without collectives.
 
@@ -166,6 +170,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         """Nothing to coordinate: names are unique by rank and nonce."""
         return plans
 
+    @called_by_dcp
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Upload this rank's items. Returns when all objects are complete, or raises and leaves nothing open.
 
@@ -192,6 +197,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         future.set_result(results)
         return future
 
+    @called_by_dcp
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit. Called on the coordinator when every rank has written, or on each rank without collectives.
 
@@ -222,6 +228,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         spilled = any(result.spilled for rank in results for result in rank if isinstance(result, ItemWriteResult))
         self._commit(commit, spilled=spilled)
 
+    @called_by_dcp
     def storage_meta(self) -> StorageMeta | None:
         """URL and id of this save, for DCP's logs and for ``.metadata``."""
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
@@ -270,6 +277,11 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         if state is CommitState.REPLACED:
             raise CheckpointError(f"{url} holds a checkpoint that began later: this save was replaced", url=str(url))
         return state is CommitState.COMMITTED
+
+    @called_by_dcp
+    def __getstate__(self) -> dict[str, Any]:
+        # For AsyncCheckpointerType.PROCESS: from here on DCP alone knows how the save ends.
+        return self.__dict__.copy()
 
     @property
     def checkpoint_id(self) -> str | None:
