@@ -3,7 +3,7 @@
 Each message names the thing (bucket, key, setting, FQN), what was expected, what was found and what to do
 about it. All of them pickle, because torch.distributed carries them from the failing rank to the others:
 `dcp.save` and `dcp.load` raise torch's ``CheckpointException`` (a BaseException), whose ``failures`` maps each
-failing rank to one of these.
+failing rank to one of these. Their tracebacks end where DCP calls dcp_s3; the whole ones are in the log at level DEBUG.
 """
 
 from __future__ import annotations

@@ -6,8 +6,9 @@ Everything here was seen in torch 2.13.0; ``tests/checkpoint/test_torch_private.
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -45,10 +46,13 @@ __all__ = [
     "WriterTransforms",
     "create_chunk_list",
     "find_load_group",
+    "find_save_group",
+    "find_upload_future",
     "fsspec_filesystem",
     "get_blocks",
     "get_crc",
     "get_raw_offset",
+    "is_first_look",
     "make_storage_info",
     "narrow_tensor_by_index",
     "shape_check",
@@ -189,8 +193,21 @@ def find_load_group() -> Caller | None:
     go through, and which has no metadata yet the first time it asks for them: a planner that calls `read_metadata`
     itself, later in `local_step`, gets None, and so does everybody who calls it without `dcp.load`.
     """
-    variables = _local_step_variables(_LOADER_MODULE)
+    variables = _first_look()
     return None if variables is None else _caller_of(variables)
+
+
+def is_first_look() -> bool:
+    """Whether `dcp.load` is calling `read_metadata` for the metadata of all ranks, before it asks for that of one."""
+    return _first_look() is not None
+
+
+def _first_look() -> dict[str, Any] | None:
+    """The variables of torch's `local_step`, if that is what calls, and has not asked for metadata before."""
+    variables = _local_step_variables(_LOADER_MODULE)
+    if variables is None or variables.get("metadata", ...) is not None or variables.get("global_metadata_exc"):
+        return None
+    return variables
 
 
 def find_save_group() -> str | None:
@@ -207,31 +224,21 @@ def find_save_group() -> str | None:
 
 
 def _local_step_variables(module: str) -> dict[str, Any] | None:
-    """Of torch's `local_step` in ``module`` that called us."""
-    frame = sys._getframe(2)
+    """Of torch's `local_step` in ``module``, if that is what calls."""
+    frame: FrameType | None = sys._getframe(2)
     for _ in range(_MAX_STEPS):
+        if frame is None:
+            return None
         if frame.f_code.co_name == "local_step" and frame.f_globals.get("__name__") == module:
             return frame.f_locals
-        if frame.f_back is None:
-            return None
         frame = frame.f_back
     return None
 
 
-_ASYNC_THREAD = "AsyncCheckpointExecutor"
-
-
-def ends_with_its_save(thread: threading.Thread) -> bool:
-    """Whether this is a thread that `dcp.async_save` has made for one save."""
-    return thread.name.startswith(_ASYNC_THREAD)
-
-
 def _caller_of(variables: dict[str, Any]) -> Caller | None:
     wrapper: Any = variables.get("distW")
-    if not getattr(wrapper, "use_dist", False) or variables.get("metadata", wrapper) is not None:
+    if not getattr(wrapper, "use_dist", False):
         return None
-    if variables.get("global_metadata_exc") is not None:
-        return None  # the second try, for the metadata of one rank
     group = wrapper.group if wrapper.group is not None else dist.group.WORLD
     world_size = wrapper.get_world_size()
     if group is None or world_size < 2 or wrapper.rank < 0:
@@ -239,3 +246,28 @@ def _caller_of(variables: dict[str, Any]) -> Caller | None:
     finish = getattr(variables.get("planner"), "finish_plan", None)
     plain = getattr(finish, "__func__", None) is DefaultLoadPlanner.finish_plan
     return Caller(group, wrapper.rank, world_size, wrapper.coordinator_rank, plain)
+
+
+_DCP = "torch.distributed.checkpoint."
+# What the thread of an asynchronous save runs, by AsyncCheckpointerType.
+_UPLOADS = {(_DCP + "_async_thread_executor", "save_wrapper"), (_DCP + "_async_process_executor", "_execute_save_impl")}
+
+
+def find_upload_future() -> Future[Any] | None:
+    """The future of the `dcp.async_save` whose thread calls this; None in a `dcp.save`, which raises to its caller.
+
+    DCP gives it to nobody but the caller of `async_save`. It is that of the task which the thread runs.
+    """
+    frame, found = sys._getframe(1).f_back, False
+    while frame is not None:
+        module = frame.f_globals.get("__name__")
+        if found and module == "concurrent.futures.thread":
+            variables = frame.f_locals
+            future = getattr(variables.get("self"), "future", None)
+            if type(variables) is dict:
+                variables.clear()  # before Python 3.13 a copy that stays with the frame, and would keep the state
+            if isinstance(future, Future):
+                return future
+        found = found or (module, frame.f_code.co_name) in _UPLOADS
+        frame = frame.f_back
+    return None

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 from torch.distributed.tensor import DTensor
 
 from dcp_s3.checkpoint._torch import ShardedTensor, create_chunk_list, shape_mismatch
+from dcp_s3.checkpoint.boundary import called_by_dcp
 from dcp_s3.checkpoint.overlaps import Box, find_overlaps
 from dcp_s3.checkpoint.read_items import make_indices, make_tensor_items
 from dcp_s3.garbage import collector_paused
@@ -36,6 +37,7 @@ class S3LoadPlanner(DefaultLoadPlanner):
 
     _found: tuple[MetadataIndex, object, torch.Tensor] | None = None
 
+    @called_by_dcp
     def create_local_plan(self) -> LoadPlan:
         """The plan for this rank.
 

@@ -14,8 +14,9 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint._torch import ExtensionRegistry, ReaderTransforms, find_load_group, shape_check
+from dcp_s3.checkpoint._torch import ExtensionRegistry, ReaderTransforms, find_load_group, is_first_look, shape_check
 from dcp_s3.checkpoint.assignment import Assignment, Offer, all_offered
+from dcp_s3.checkpoint.boundary import called_by_dcp
 from dcp_s3.checkpoint.lease import ReaderLease
 from dcp_s3.checkpoint.load_group import LoadGroup, join_load
 from dcp_s3.checkpoint.read import LoadExecutor
@@ -86,6 +87,7 @@ class S3StorageReader(StorageReader):
         self._lease: ReaderLease | None = None
         self._group: LoadGroup | None = None
 
+    @called_by_dcp
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new load, from ``checkpoint_id`` if given.
 
@@ -98,13 +100,16 @@ class S3StorageReader(StorageReader):
             self._lease.release()
         self._begin_load()
 
+    @called_by_dcp
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Fetch and unpickle the checkpoint's metadata.
 
         Args:
             rank: read that of one rank, of a save with ``use_collectives=False``. DCP's loader asks for it when
-                the global metadata could not be read; it then replaces whatever is raised here by an
-                AssertionError, so with ``rank`` a failure is raised when the returned object is used instead.
+                the global metadata could not be read.
+
+        To DCP's loader a failure is raised when the returned object is used: the loader says of what is raised here
+        that there is no metadata, and replaces it by an AssertionError.
 
         Raises:
             CheckpointNotFoundError: no committed checkpoint is there.
@@ -122,6 +127,8 @@ class S3StorageReader(StorageReader):
                 metadata = self._fetch_metadata(None)
             except errors.DcpS3Error as error:
                 self._error = error
+                if is_first_look() and not self._may_be_of_ranks(error):
+                    return _UnreadableMetadata(error)
                 raise
         else:
             self._group = None
@@ -188,14 +195,23 @@ class S3StorageReader(StorageReader):
             return metadata
         return metadata if state is CommitState.WAITING else None
 
-    def _explain_missing(self, rank: int) -> errors.CheckpointNotFoundError | None:
-        """The error for a checkpoint of single ranks that has none of this rank; None where there is nothing."""
+    def _find_ranks(self) -> list[int] | None:
+        """The ranks whose metadata is on S3, of a save without collectives; None if S3 does not say."""
         url = self._require_url()
         try:
             listed = (key.removeprefix(url.key("")) for key, _ in self._bucket().list(url.key("__")))
-            ranks = sorted(found for found in map(rank_of_metadata, listed) if found is not None)
+            return sorted(found for found in map(rank_of_metadata, listed) if found is not None)
         except errors.StorageError:
             return None
+
+    def _may_be_of_ranks(self, error: errors.DcpS3Error) -> bool:
+        """Whether there may be metadata of single ranks, where that of all is not there because of ``error``."""
+        missing = isinstance(error, errors.CheckpointNotFoundError)
+        return missing and (self.include_uncommitted or self._find_ranks() != [])
+
+    def _explain_missing(self, rank: int) -> errors.CheckpointNotFoundError | None:
+        """The error for a checkpoint of single ranks that has none of this rank; None where there is nothing."""
+        url, ranks = self._require_url(), self._find_ranks()
         if not ranks:
             return None
         return errors.CheckpointNotFoundError(
@@ -204,6 +220,7 @@ class S3StorageReader(StorageReader):
             url=str(url),
         )
 
+    @called_by_dcp
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Called by DCP on every rank before planning."""
         if isinstance(metadata, _UnreadableMetadata):
@@ -218,6 +235,7 @@ class S3StorageReader(StorageReader):
         self._metadata = metadata
         shape_check(metadata, enable=True)
 
+    @called_by_dcp
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Offer to share what other ranks read as well."""
         if self._metadata is not None:
@@ -226,6 +244,7 @@ class S3StorageReader(StorageReader):
             return plan
         return dataclasses.replace(plan, storage_data=Offer(self._group.rank, self._group.world_size))
 
+    @called_by_dcp
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Share out what several ranks read, if all of them offer to."""
         assignments = None
@@ -244,6 +263,7 @@ class S3StorageReader(StorageReader):
             for plan in plans
         ]
 
+    @called_by_dcp
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Load this rank's items. Returns when all are in place.
 

@@ -15,8 +15,9 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dcp_s3.checkpoint._torch import StreamTransformExtension, WriterTransforms, find_save_group
+from dcp_s3.checkpoint.boundary import called_by_dcp
 from dcp_s3.checkpoint.save import Save, SaveOptions, wait_committed
-from dcp_s3.checkpoint.turns import take_turn
+from dcp_s3.checkpoint.save_turns import take_turn
 from dcp_s3.commit import check_metrics
 from dcp_s3.errors import MissingURLError, SaveProtocolError
 from dcp_s3.format.layout import new_save_id
@@ -90,7 +91,9 @@ class S3StorageWriter(StorageWriter, AsyncStager):
     def _begin_here(self) -> None:
         self._home, self._here = threading.get_ident(), _Here()
 
+    @called_by_dcp
     def __getstate__(self) -> dict[str, Any]:
+        # For AsyncCheckpointerType.PROCESS: from here on DCP alone knows how the save ends.
         return {**self.__dict__, "_home": None, "_here": None, "_last": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -99,6 +102,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
 
     # --- StorageWriter ------------------------------------------------------------------------------
 
+    @called_by_dcp
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new save, to ``checkpoint_id`` if given.
 
@@ -115,6 +119,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
                 self._unused.add(self._url)
         self._here.save_id = None
 
+    @called_by_dcp
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Called by DCP on every rank before planning: here the save begins.
 
@@ -141,6 +146,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         self._last = save
         save.begin()
 
+    @called_by_dcp
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Check the URL before any byte moves: on the coordinator, or on every rank without collectives.
 
@@ -151,6 +157,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         raise_if_failed(item.index.fqn for item in plan.items)
         return self._save.prepare_local_plan(plan)
 
+    @called_by_dcp
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Check that the ranks' plans are of one save; there is nothing else to coordinate.
 
@@ -159,6 +166,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         """
         return self._save.prepare_global_plan(plans)
 
+    @called_by_dcp
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Upload this rank's items. Returns when all objects are complete, or raises and leaves nothing open.
 
@@ -170,6 +178,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         future.set_result(self._save.write_data(plan, planner))
         return future
 
+    @called_by_dcp
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit. Called on the coordinator when every rank has written, or on each rank without collectives.
 
@@ -181,6 +190,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         """
         self._save.finish(metadata, results)
 
+    @called_by_dcp
     def storage_meta(self) -> StorageMeta | None:
         """URL and id of the save under way in this thread, or of its next one; for DCP's logs and planners."""
         here = self._here

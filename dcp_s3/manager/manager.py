@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from dcp_s3 import errors
+from dcp_s3.checkpoint.boundary import explain
 from dcp_s3.checkpoint.reader import S3StorageReader
 from dcp_s3.checkpoint.writer import S3StorageWriter, Separate
 from dcp_s3.manager import restore as restoring
@@ -274,7 +275,7 @@ class CheckpointManager:
                 failures.update(each)
             if not failures:
                 return loaded
-            why = f"{url} could not be restored: {restoring.explain(failures)}"
+            why = f"{url} could not be restored: {explain(failures)}"
             if not restoring.is_unusable(failures):
                 raise errors.RestoreFailedError(why, url=url, step=loaded, failures=failures)
             if self._ranks.is_first:

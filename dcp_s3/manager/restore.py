@@ -142,10 +142,3 @@ def load(
 def is_unusable(failures: dict[int, BaseException]) -> bool:
     """Whether a load failed only because the checkpoint has vanished or is damaged."""
     return bool(failures) and all(isinstance(error, _UNUSABLE) for error in failures.values())
-
-
-def explain(failures: dict[int, BaseException]) -> str:
-    """``on rank 1: AccessDeniedError: ...``; one rank where all failed alike."""
-    rank, error = next(iter(failures.items()))
-    more = f" (and on {len(failures) - 1} more)" if len(failures) > 1 else ""
-    return f"on rank {rank}{more}: {type(error).__name__}: {error}"

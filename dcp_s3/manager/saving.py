@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from torch.distributed.checkpoint.api import CheckpointException
 
+from dcp_s3.checkpoint.boundary import explain
 from dcp_s3.errors import SaveFailedError
 from dcp_s3.manager.ranks import portable
-from dcp_s3.manager.restore import explain
 from dcp_s3.transport.retry import without_tracebacks
 
 logger = logging.getLogger(__name__)

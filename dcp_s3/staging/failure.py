@@ -7,12 +7,16 @@ first collective step, and there it raises on its rank, which makes the save fai
 
 from __future__ import annotations
 
+import logging
 import pickle
 from collections.abc import Iterable
 from typing import Any, NoReturn
 from uuid import uuid4
 
 from dcp_s3.errors import StagingError
+from dcp_s3.transport.retry import without_tracebacks
+
+logger = logging.getLogger(__name__)
 
 MARK = "__dcp_s3_staging_failed__"
 
@@ -26,6 +30,7 @@ class _RaiseWhenSaved:
         self._error = error
 
     def __reduce__(self) -> NoReturn:
+        logger.error("a state could not be staged: %s: %s", type(self._error).__name__, self._error)
         raise self._error
 
 
@@ -38,7 +43,7 @@ class FailedStaging(dict[str, Any]):
 
     def __init__(self, error: BaseException) -> None:
         self.error = error = _portable(error)
-        _forget_tracebacks(error)
+        without_tracebacks(error)
         # A name of its own in each failure: plans that DCP caches must not be taken for those of another.
         self.name = f"{MARK}{uuid4().hex}"
         super().__init__({self.name: _RaiseWhenSaved(error)})
@@ -57,13 +62,6 @@ def _portable(error: BaseException) -> BaseException:
 def forget(state: FailedStaging) -> None:
     """The failure is another process's business now."""
     _failures.pop(state.name, None)
-
-
-def _forget_tracebacks(error: BaseException | None) -> None:
-    """Their frames hold the state that could not be staged, and buffers."""
-    while error is not None:
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__
 
 
 def raise_if_failed(names: Iterable[str]) -> None:

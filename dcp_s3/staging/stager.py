@@ -124,7 +124,9 @@ class S3Stager(AsyncStager):
             snapshot = Snapshot(state_dict)
             versions, copier = Versions(snapshot.tensors), Copier()
             events = copier.mark(snapshot.tensors)
-            return self._background.submit(self._guard, lambda: self._copy(snapshot, copier, events, versions))
+            copying = self._background.submit(self._guard, lambda: self._copy(snapshot, copier, events, versions))
+            copying.add_done_callback(_log_failure)
+            return copying
 
         begun: Any = self._guard(begin)
         if isinstance(begun, Future):
@@ -156,11 +158,18 @@ class S3Stager(AsyncStager):
         try:
             return work()
         except Exception as error:
+            logger.debug("staging failed:", exc_info=True)
             traceback.clear_frames(error.__traceback__)  # they hold a generation, and somebody may keep the error
             if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
                 raise
-            logger.exception("staging failed")
             return FailedStaging(error)
+
+
+def _log_failure(copying: Future[dict[str, Any]]) -> None:
+    """Log why a copy in the background failed: the save ends before its writer learns of it."""
+    error = copying.exception()
+    if error is not None:
+        logger.error("the asynchronous save failed: its state could not be staged: %s: %s", type(error).__name__, error)
 
 
 def shared_stager(settings: Settings) -> S3Stager:

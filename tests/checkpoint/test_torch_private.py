@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import gc
 import importlib
 import inspect
 import io
@@ -15,10 +16,11 @@ import pickle
 import subprocess
 import sys
 import textwrap
-import threading
+import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -32,9 +34,11 @@ from torch.distributed.checkpoint import (
     state_dict_loader,
 )
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import dcp_s3.checkpoint
 from dcp_s3.checkpoint import _torch
@@ -513,12 +517,11 @@ def test_the_group_of_a_load_is_where_it_was(tmp_path: Path) -> None:
 
 
 class _AskingWriter(FileSystemWriter):
-    """Asks for its group, and notes the thread, where S3StorageWriter does."""
+    """Asks for its group where S3StorageWriter does."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.asked: list[str | None] = []
-        self.threads: list[threading.Thread] = []
 
     def storage_meta(self) -> Any:
         self.asked.append(_torch.find_save_group())
@@ -526,7 +529,6 @@ class _AskingWriter(FileSystemWriter):
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         self.asked.append(_torch.find_save_group())
-        self.threads.append(threading.current_thread())
         super().set_up_storage_writer(is_coordinator, *args, **kwargs)
 
 
@@ -548,18 +550,88 @@ def test_the_group_of_a_save_is_where_it_was(tmp_path: Path) -> None:
     run_ranks(2, _ask_in_saves, tmp_path)
 
 
-def test_an_asynchronous_save_has_a_thread_that_ends_with_it(tmp_path: Path) -> None:
-    writer = _AskingWriter(tmp_path)
-    dcp.async_save({"w": torch.zeros(3)}, storage_writer=writer).result(60)
-    relied_on = "turns: a later save waits until the thread of the earlier one has ended"
-    [thread] = writer.threads
-    assert _torch.ends_with_its_save(thread), _moved(f"the thread is called {thread.name}", relied_on)
-    thread.join(60)
-    assert not thread.is_alive(), _moved("the thread lives on", relied_on)
-
-
 def test_torchs_finish_plan_returns_what_it_was_given() -> None:
     plan = LoadPlan([])
     assert DefaultLoadPlanner().finish_plan(plan) is plan, _moved(
         "DefaultLoadPlanner.finish_plan changes the plan", "plain_finish: plans that are shared out stay what they are"
     )
+
+
+def _first_looks(path: Path, *, missing: bool, planner: bool) -> list[bool]:
+    asked: list[bool] = []
+
+    class Reader(FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            asked.append(_torch.is_first_look())
+            if missing and len(asked) == 1:
+                raise FileNotFoundError
+            return super().read_metadata()
+
+    reader: Any = Reader(path)
+    dcp.load({"w": torch.zeros(3)}, storage_reader=reader, planner=_Curious(reader) if planner else None)
+    reader.read_metadata()
+    return asked
+
+
+def test_the_first_look_of_a_load_can_be_told_from_others(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path)
+    relied_on = "S3StorageReader.read_metadata, which raises except to dcp.load"
+    for missing, planner in ((False, False), (False, True), (True, False)):
+        first, *others = _first_looks(tmp_path, missing=missing, planner=planner)
+        assert first, _moved("dcp.load asks for metadata from elsewhere", relied_on)
+        assert not any(others), _moved("other callers look like dcp.load", relied_on)
+
+
+# --- the future of an asynchronous save ------------------------------------------------------------------
+
+
+class _Noting(FileSystemWriter):
+    """Notes the futures that `find_upload_future` finds in this process, when it is used and when it is pickled."""
+
+    found: ClassVar[list[Any]] = []
+
+    def storage_meta(self) -> Any:
+        self.found.append(_torch.find_upload_future())
+        return super().storage_meta()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.found.append(_torch.find_upload_future())
+        return self.__dict__.copy()
+
+
+def _save_and_find(path: Path) -> None:
+    relied_on = "checkpoint/boundary.py, which logs asynchronous saves that fail"
+    for kind in AsyncCheckpointerType:
+        _Noting.found.clear()
+        future = dcp.async_save(
+            {"w": torch.ones(3)}, storage_writer=_Noting(path / kind.name), async_checkpointer_type=kind
+        )
+        assert isinstance(future, Future)
+        future.result(60)
+        assert set(_Noting.found) == {future}, _moved(f"the future of {kind} is not found", relied_on)
+    _Noting.found.clear()
+    dcp.save({"w": torch.ones(3)}, storage_writer=_Noting(path / "waited for"))
+    assert set(_Noting.found) == {None}, _moved("a save that is waited for has a future", relied_on)
+
+
+def test_the_future_of_an_asynchronous_save_is_where_it_was(tmp_path: Path) -> None:
+    run_ranks(1, _save_and_find, tmp_path)
+
+
+class _Failing(DefaultSavePlanner):
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        self.staged = weakref.ref(state_dict["w"])
+        raise ZeroDivisionError
+
+
+def test_to_find_the_future_keeps_nothing_of_the_save(tmp_path: Path) -> None:
+    """Whoever keeps the future of a failed save keeps its traceback, with the frame in which it was found."""
+    planner = _Failing()
+    future: Any = dcp.async_save(
+        {"w": torch.ones(3)}, storage_writer=_Noting(tmp_path), planner=planner, use_collectives=False
+    )
+    trace = future.exception(60).__traceback__
+    assert trace.tb_frame.f_globals["__name__"] == "concurrent.futures.thread"
+    trace.tb_next = None
+    gc.collect()
+    assert planner.staged() is None, _moved("the frame of the task keeps the state", "find_upload_future")
