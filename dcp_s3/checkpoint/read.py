@@ -16,6 +16,7 @@ from dcp_s3 import errors
 from dcp_s3.checkpoint._torch import ReaderTransforms
 from dcp_s3.checkpoint.aliases import read_in_turn
 from dcp_s3.checkpoint.archive_heads import look, plan_probes
+from dcp_s3.checkpoint.dtypes import warn_of_narrowing
 from dcp_s3.checkpoint.memory import counted_as_change, synchronize_accelerator
 from dcp_s3.checkpoint.prepare import TransferFactory
 from dcp_s3.checkpoint.read_plan import Extent, ReadRequest, plan_requests
@@ -87,7 +88,7 @@ class LoadExecutor:
         The planner is called from this thread only.
 
         Raises:
-            DtypeMismatchError: before anything is fetched or changed.
+            DtypeMismatchError: before anything is fetched or changed; only without ``allow_dtype_cast``.
             UnsafeItemError: before the planner sees the item.
             CorruptCheckpointError: stored bytes are missing, cut short or not what was written.
             DeadlineExceededError: the bucket's deadline has passed.
@@ -108,11 +109,14 @@ class LoadExecutor:
             planner: called from this thread only.
             whole: numbers of items that, unless their raw bytes' place is recorded, come as a whole.
         """
+        known = len(self._factory.narrowed)  # of an earlier round of the same load
         transfers = [
             self._factory.prepare(number, item, planner, whole=number in whole)
             for number, item in enumerate(plan.items)
         ]
         self._look(transfers)
+        if len(self._factory.narrowed) > known:
+            warn_of_narrowing(self._factory.narrowed, str(self._url))
         by_device = {transfer.target.device: transfer.target for transfer in transfers if transfer.target is not None}
         synchronize_accelerator(by_device.values())
         self._pin = any(device.type == "cuda" for device in by_device)
