@@ -341,7 +341,7 @@ def find_changing(transfers: Sequence[ItemTransfer], planner: LoadPlanner) -> li
     """The tensors that a load changes: targets, and the DTensors and other wrappers of the state that they lie in.
 
     A wrapper has a version of its own, which is that of the parameter; what `resolve_tensor` gives of it often has one
-    that nobody else knows. Planners that keep no ``state_dict``, as torch's do, do not tell.
+    that nobody else knows. Torch's planners have the wrappers in ``state_dict``; of others only the targets are known.
     """
     found = [transfer.target for transfer in transfers if transfer.target is not None]
     state = getattr(planner, "state_dict", None)
