@@ -17,7 +17,7 @@ from torch.futures import Future
 from dcp_s3.checkpoint._torch import StreamTransformExtension, WriterTransforms, find_save_group
 from dcp_s3.checkpoint.boundary import called_by_dcp
 from dcp_s3.checkpoint.save import Save, SaveOptions, wait_committed
-from dcp_s3.checkpoint.save_turns import take_turn
+from dcp_s3.checkpoint.turns import take_turn
 from dcp_s3.commit import check_metrics
 from dcp_s3.errors import MissingURLError, SaveProtocolError
 from dcp_s3.format.layout import new_save_id

@@ -100,6 +100,7 @@ def test_existing_checkpoint(root: str, s3: Any, bucket: str) -> None:
     before = contents(s3, bucket)
     error = failure_of_save(root)
     assert isinstance(error, errors.CheckpointExistsError)
+    assert "Checkpoint already exists" in str(error), "the words of torch's own writers"
     assert "overwrite=True" in str(error)
     assert contents(s3, bucket) == before
 
@@ -126,16 +127,6 @@ def test_shape_mismatch(memory_server: Any, root: str) -> None:
     assert "(3, 4)" in str(error)
     assert "(4, 3)" in str(error)
     assert (target["model"]["w"] == 7).all()
-
-
-def test_dtype_mismatch_changes_nothing(memory_server: Any, root: str) -> None:
-    dcp.save({"a": torch.ones(3), "w": torch.ones(3)}, storage_writer=S3StorageWriter(root))
-    target = {"a": torch.full((3,), 7.0), "w": torch.full((3,), 7.0, dtype=torch.float16)}
-    error = failure_of_load(root, target)
-    assert isinstance(error, errors.DtypeMismatchError)
-    assert error.fqn == "w"
-    assert "DCP_S3_ALLOW_DTYPE_CAST" in str(error)
-    assert (target["a"] == 7).all()
 
 
 def test_meta_tensors_cannot_be_saved(memory_server: Any, root: str, s3: Any, bucket: str) -> None:
