@@ -67,7 +67,7 @@ def _run(tmp_path: Path, body: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-W", "ignore", str(script), _URL, str(tmp_path / "rendezvous")],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
 
