@@ -179,7 +179,7 @@ def test_the_latest_that_is_damaged_or_vanishes_is_passed_over(
         delete(s3, url, data)
         loaded = blank()
         # 4 is found to be damaged when it is chosen, 3 goes away between that and the load.
-        find = manager._find
+        find = manager._restoring.find
 
         def find_and_delete(*arguments: Any) -> Any:
             found = find(*arguments)
@@ -187,7 +187,7 @@ def test_the_latest_that_is_damaged_or_vanishes_is_passed_over(
                 delete(s3, found[0], ".metadata")
             return found
 
-        monkeypatch.setattr(manager, "_find", find_and_delete)
+        monkeypatch.setattr(manager._restoring, "find", find_and_delete)
         assert manager.restore(loaded) == 2
         assert is_of(loaded, 2)
         assert "step-00000004 is passed over" in caplog.text

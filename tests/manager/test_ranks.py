@@ -132,7 +132,7 @@ def _vanish(root: str) -> int | None:
         for step in (1, 2, 3):
             manager.save(step, _state(step))
         manager.wait()
-        find = manager._find
+        find = manager._restoring.find
 
         def find_and_delete(*arguments: Any) -> Any:  # runs on the first rank only
             assert dist.get_rank() == 0
@@ -141,7 +141,7 @@ def _vanish(root: str) -> int | None:
                 delete(_client(), found[0], ".metadata")
             return found
 
-        manager._find = find_and_delete  # type: ignore[method-assign]
+        manager._restoring.find = find_and_delete  # type: ignore[method-assign]
         loaded = _state(0)
         step = manager.restore(loaded)
         assert _is_of(loaded, 1)
