@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
 
 from dcp_s3 import errors
@@ -42,7 +43,7 @@ def check_step(step: object) -> int:
     return step
 
 
-def check_save(step: object, state: object, metrics: object) -> None:
+def check_save(step: object, state: object, metrics: object, planner: object) -> None:
     """What `CheckpointManager.save` was given.
 
     Raises:
@@ -56,16 +57,27 @@ def check_save(step: object, state: object, metrics: object) -> None:
         )
     check_step(step)
     check_state(state)
-    check_given_metrics(metrics)
+    _check_metrics(metrics)
+    _check_planner(planner, SavePlanner)
 
 
-def check_given_metrics(metrics: object) -> None:
-    """Metrics by name, or None.
+def check_annotate(step: object, metrics: object) -> None:
+    """What `CheckpointManager.annotate` was given.
 
     Raises:
-        CheckpointError: neither.
+        CheckpointError: something is not what it should be.
         SaveProtocolError: a metric can not be stored.
     """
+    if isinstance(step, Mapping) and not isinstance(metrics, Mapping):
+        raise errors.CheckpointError(
+            f"step is a {_kind(step)} and metrics a {_kind(metrics)}: the step comes first. Remedy: "
+            "manager.annotate(step, metrics)"
+        )
+    check_step(step)
+    _check_metrics(metrics)
+
+
+def _check_metrics(metrics: object) -> None:
     if metrics is None:
         return
     if not isinstance(metrics, Mapping):
@@ -79,7 +91,7 @@ def check_given_metrics(metrics: object) -> None:
     check_metrics(metrics)
 
 
-def check_restore(state: object, step: object) -> None:
+def check_restore(state: object, step: object, planner: object) -> None:
     """What `CheckpointManager.restore` was given, but for what best means.
 
     Raises:
@@ -91,8 +103,14 @@ def check_restore(state: object, step: object) -> None:
             "manager.restore(state, step)"
         )
     check_state(state)
-    if step not in (None, "best", "latest"):
+    if step is not None and not (isinstance(step, str) and step in ("best", "latest")):
         check_step(step)
+    _check_planner(planner, LoadPlanner)
+
+
+def _check_planner(planner: object, kind: type) -> None:
+    if planner is not None and not isinstance(planner, kind):
+        raise errors.CheckpointError(f"planner is a {_kind(planner)}, expected a {kind.__name__} or None")
 
 
 def check_state(state: object) -> None:
@@ -142,7 +160,11 @@ class Configuration:
 
 
 def configure(
-    root: str | os.PathLike[str], retention: PolicyFunction | str | None, settings: SettingsLike
+    root: str | os.PathLike[str],
+    retention: PolicyFunction | str | None,
+    settings: SettingsLike,
+    separate: object,
+    timeouts: Mapping[str, object],
 ) -> Configuration:
     """Check what a manager was given.
 
@@ -152,6 +174,11 @@ def configure(
     """
     if not isinstance(root, (str, os.PathLike)):
         raise errors.InvalidURLError(f"root is a {_kind(root)}, expected text like 's3://bucket/run'")
+    if isinstance(separate, str):
+        raise errors.SettingsError(f"separate is text, expected a list of FQN prefixes. Remedy: [{_show(separate)}]")
+    for name, seconds in timeouts.items():
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds >= 0:
+            raise errors.SettingsError(f"{name} = {_show(seconds)}, expected seconds, 0 or more")
     resolved = resolve_settings(settings)
     policy = resolve_policy(retention, resolved)
     check_settings(resolved, prunes=policy is not None)

@@ -97,7 +97,8 @@ class CheckpointManager:
         self._ranks = Ranks(process_group)
 
         def configure() -> tuple[str, frozenset[str]]:
-            found = arguments.configure(root, retention, settings)
+            timeouts = {"retention_timeout": retention_timeout, "drain_timeout": drain_timeout}
+            found = arguments.configure(root, retention, settings, separate, timeouts)
             self.root, self.settings, self.retention = found.root, found.settings, found.retention
             self._catalog = CheckpointCatalog(str(found.root), settings=found.settings)
             self._stager = S3Stager(found.settings)
@@ -162,7 +163,7 @@ class CheckpointManager:
             self._saving.settle()
             self._saving.raise_failure()
             self._check_open()
-            arguments.check_save(step, state, metrics)
+            arguments.check_save(step, state, metrics, planner)
             url = self.url(step)
             writer = S3StorageWriter(
                 url,
@@ -229,6 +230,7 @@ class CheckpointManager:
             MetricsError, StorageError
             CheckpointNotFoundError: there is no committed checkpoint of this step.
         """
+        arguments.check_annotate(step, metrics)
         if not self._ranks.is_first:
             return
         if self._saving.step == step:
@@ -288,7 +290,7 @@ class CheckpointManager:
         def begin() -> tuple[int | str | None, str | None, Mode | None]:
             self._saving.settle()
             self._check_open()
-            arguments.check_restore(state, step)
+            arguments.check_restore(state, step, planner)
             orders.append(self._order(step, metric, mode))
             return step, metric, mode
 
