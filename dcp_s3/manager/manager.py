@@ -33,6 +33,7 @@ from dcp_s3.retention.marks import annotate
 from dcp_s3.retention.policy import Mode, PolicyFunction
 from dcp_s3.retention.prune import prune
 from dcp_s3.settings import Settings, SettingsLike
+from dcp_s3.staging.failure import FailedStaging
 from dcp_s3.staging.stager import S3Stager
 
 logger = logging.getLogger(__name__)
@@ -52,8 +53,10 @@ class CheckpointManager:
     Saves go on in the background, one at a time. When one is committed, retention runs on the first rank in another
     thread. It never delays or fails the training: what goes wrong is logged and counted (``dcp_s3.metrics()``).
 
-    A save that fails is logged at once, on every rank, and raised (`SaveFailedError`) by that rank's next `save`,
-    `wait` or `close`, once.
+    A save that fails is logged at once, in one line, and raised (`SaveFailedError`) by each rank's next `save`, `wait`
+    or `close`, once.
+
+    What is wrong on one rank is an error on all of them: on the others a CheckpointError that names it.
 
     Args:
         root: ``s3://bucket/run``.
@@ -152,7 +155,8 @@ class CheckpointManager:
             planner: see `dcp.save`.
 
         Raises:
-            SaveFailedError: this save with ``blocking``, otherwise an earlier one: this state was not saved then.
+            SaveFailedError: this save with ``blocking``, otherwise an earlier one: this state was not saved then. Or a
+                rank can not go on, or a ``state_dict`` in the state raised on one.
             SaveProtocolError: the ranks save different steps, or a metric can not be stored.
             StagingError: the state can not be copied.
         """
@@ -203,13 +207,23 @@ class CheckpointManager:
             self._saving.last_good = step
             self._saved(writer)
             return
-        future = state_dict_saver.async_save(
-            collected,
-            storage_writer=writer,
-            process_group=self._ranks.group,
-            async_stager=self._stager,
-            planner=planner,
-        )
+        try:
+            future = state_dict_saver.async_save(
+                collected,
+                storage_writer=writer,
+                process_group=self._ranks.group,
+                async_stager=self._stager,
+                planner=planner,
+            )
+        except Exception as error:
+            if self._ranks.size == 1:
+                raise
+            # No thread, say. The others' saves wait for this rank: it takes part, with what makes them fail.
+            try:
+                state_dict_saver.save(FailedStaging(error), storage_writer=writer, process_group=self._ranks.group)
+            except CheckpointException as failed:
+                raise self._saving.fail(step, url, failed) from error
+            raise
         assert isinstance(future, Future)  # noqa: S101 - the stager is a blocking one
         self._saving.begin(step, url, future, on_success=lambda: self._saved(writer))
 
@@ -264,6 +278,9 @@ class CheckpointManager:
         planner: LoadPlanner | None = None,
     ) -> int | None:
         """Load a checkpoint into ``state``, in place. Every rank calls it; the first one chooses for all.
+
+        Checkpoints that wait on disk for S3 count (``DCP_S3_DURABILITY=local``, or S3 was away when they were saved). One
+        that every rank has whole on its own disk is loaded from there; otherwise it goes to S3 first.
 
         If the latest or the best one turns out to be gone or damaged, the next one is loaded, with a warning in the
         log; what had been loaded is overwritten. Other failures are raised.

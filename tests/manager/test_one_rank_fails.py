@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,34 @@ def test_arguments_of_calls_that_are_wrong_on_one_rank_are_an_error_on_all(memor
     assert [kind for kind, _ in alone] == ["SaveProtocolError", "CheckpointError", "CheckpointError"]
     assert [kind for kind, _ in first] == ["SaveFailedError", "SaveFailedError", "CheckpointError"]
     assert all("rank 1 can not go on" in text for _, text in first)
+
+
+def _no_thread(root: str) -> list[Any]:
+    seen = []
+    state = {f"of-{dist.get_rank()}": torch.ones(10)}
+    submit = ThreadPoolExecutor.submit
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    with CheckpointManager(root) as manager:
+        if dist.get_rank() == 1:
+            ThreadPoolExecutor.submit = refuse  # type: ignore[method-assign]
+        seen.append(_caught(lambda: manager.save(1, state)))
+        ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
+        if dist.get_rank() == 0:
+            seen[0] = _caught(manager.wait)
+        manager.save(2, state)
+        manager.wait()
+        assert manager.restore(state) == 2
+    return seen
+
+
+def test_a_save_that_can_not_be_begun_on_one_rank_fails_on_all(memory_server: Any, root: str) -> None:
+    for kind, text, ranks in (seen for (seen,) in run_ranks(2, _no_thread, root)):
+        assert (kind, ranks) == ("SaveFailedError", [1])
+        assert "the save of step 1" in text
+        assert "on rank 1: RuntimeError: can't start new thread" in text
 
 
 # --- what the log says -----------------------------------------------------------------------------------
