@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_s3.checkpoint._torch import find_upload_future
+from dcp_s3.checkpoint.failures import explain
 from dcp_s3.errors import DcpS3Error
 from dcp_s3.transport.retry import without_tracebacks
 
@@ -54,6 +55,8 @@ def called_by_dcp(method: F) -> F:
 
 def _watch(called: Any) -> None:
     """Have the failure of the asynchronous save logged that this is part of, if it is part of one."""
+    if getattr(called, "caller_reports", False):
+        return
     future = find_upload_future()
     if future is not None and future not in _watched:
         _watched.add(future)
@@ -70,10 +73,3 @@ def _log_failure(url: str | None, future: Future[Any]) -> None:
     else:
         cause = f": {type(error).__name__}: {error}"
     logger.error("the asynchronous save%s failed%s", where, cause)
-
-
-def explain(failures: dict[int, BaseException]) -> str:
-    """``on rank 1: AccessDeniedError: ...``; one rank where all failed alike."""
-    rank, error = next(iter(failures.items()))
-    more = f" (and on {len(failures) - 1} more)" if len(failures) > 1 else ""
-    return f"on rank {rank}{more}: {type(error).__name__}: {error}"

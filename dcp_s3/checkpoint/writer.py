@@ -65,6 +65,10 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         SaveProtocolError: a metric cannot be stored.
     """
 
+    caller_reports = False
+    """Whether the caller logs asynchronous saves that fail. Otherwise they are logged here: nobody may ever look at the
+    future."""
+
     def __init__(
         self,
         url: str | os.PathLike[str] | None = None,

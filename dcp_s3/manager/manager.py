@@ -16,22 +16,25 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.boundary import explain
-from dcp_s3.checkpoint.reader import S3StorageReader
+from dcp_s3.checkpoint.failures import name_failed
 from dcp_s3.checkpoint.writer import S3StorageWriter, Separate
-from dcp_s3.manager import restore as restoring
-from dcp_s3.manager.arguments import check_settings, check_step, resolve_policy, step_name
+from dcp_s3.format.layout import step_of
+from dcp_s3.manager import arguments
+from dcp_s3.manager.arguments import check_step, step_name
 from dcp_s3.manager.background import BackgroundRetention
-from dcp_s3.manager.ranks import Ranks, portable
-from dcp_s3.manager.saving import Saving, explain_save
+from dcp_s3.manager.choosing import Order, best_of, best_order, latest_order, step_order
+from dcp_s3.manager.ranks import Failures, Ranks
+from dcp_s3.manager.restore import Restoring
+from dcp_s3.manager.saving import Saving
+from dcp_s3.manager.waiting import look_at_disk
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.counts import counting
 from dcp_s3.retention.marks import annotate
 from dcp_s3.retention.policy import Mode, PolicyFunction
 from dcp_s3.retention.prune import prune
-from dcp_s3.settings import Settings, SettingsLike, resolve_settings
+from dcp_s3.settings import Settings, SettingsLike
+from dcp_s3.staging.failure import FailedStaging
 from dcp_s3.staging.stager import S3Stager
-from dcp_s3.url import parse_url
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +53,10 @@ class CheckpointManager:
     Saves go on in the background, one at a time. When one is committed, retention runs on the first rank in another
     thread. It never delays or fails the training: what goes wrong is logged and counted (``dcp_s3.metrics()``).
 
-    A save that fails is logged at once, on every rank, and raised (`SaveFailedError`) by that rank's next `save`,
-    `wait` or `close`, once.
+    A save that fails is logged at once, in one line, and raised (`SaveFailedError`) by each rank's next `save`, `wait`
+    or `close`, once.
+
+    What is wrong on one rank is an error on all of them: on the others a CheckpointError that names it.
 
     Args:
         root: ``s3://bucket/run``.
@@ -64,6 +69,8 @@ class CheckpointManager:
         separate: FQN prefixes that get objects of their own, see `S3StorageWriter`.
         weights_only: see `S3StorageReader`.
         retention_timeout: seconds for which `close` waits for retention.
+        drain_timeout: seconds for which `restore` waits for a checkpoint on the disks of several hosts to go to S3,
+            counted from when something last did. Then it takes an older one.
 
     Raises:
         InvalidURLError, SettingsError
@@ -81,20 +88,35 @@ class CheckpointManager:
         separate: Separate | None = None,
         weights_only: bool = True,
         retention_timeout: float = 60.0,
+        drain_timeout: float = 600.0,
     ) -> None:
-        self.settings: Settings = resolve_settings(settings)
-        self.root = parse_url(root)
         self.overwrite = overwrite
         self.separate = separate
         self.weights_only = weights_only
         self.retention_timeout = retention_timeout
-        self.retention = resolve_policy(retention, self.settings)
-        check_settings(self.settings, prunes=self.retention is not None)
-        self._catalog = CheckpointCatalog(self.root_url, settings=self.settings)
-        self._stager = S3Stager(self.settings)
+        self.drain_timeout = drain_timeout
         self._closed = False
+        # First of all: the group is how the other ranks learn of what is wrong with the arguments of one.
         self._ranks = Ranks(process_group)
+
+        def configure() -> tuple[str, frozenset[str]]:
+            timeouts = {"retention_timeout": retention_timeout, "drain_timeout": drain_timeout}
+            found = arguments.configure(root, retention, settings, separate, timeouts)
+            self.root, self.settings, self.retention = found.root, found.settings, found.retention
+            self._catalog = CheckpointCatalog(str(found.root), settings=found.settings)
+            self._stager = S3Stager(found.settings)
+            waiting = look_at_disk(self._catalog).commits
+            return self.root_url, frozenset(each.info.url for each in waiting)
+
+        told = self._ranks.agree(configure, self._refuse("no CheckpointManager is made"))
+        roots = {rank: url for rank, (url, _) in enumerate(told)}
+        if len(set(roots.values())) > 1:
+            raise errors.CheckpointError(f"the ranks have different roots: {roots} (by rank). Remedy: pass the same")
+        self._left = frozenset[str]().union(*(urls for _, urls in told))
+        """URLs of what an earlier run left on disk and this one has not come to yet: if it saves there, it has gone
+        another way, and replaces it."""
         self._saving = Saving(self._ranks.rank)
+        self._restoring = Restoring(self._catalog, self._ranks, weights_only=weights_only, drain_timeout=drain_timeout)
         self._retention: BackgroundRetention | None = None
         if self.retention is not None and self._ranks.is_first:
             work = functools.partial(_prune, self.root_url, self.retention, self.settings)
@@ -133,42 +155,76 @@ class CheckpointManager:
             planner: see `dcp.save`.
 
         Raises:
-            SaveFailedError: this save with ``blocking``, otherwise an earlier one: this state was not saved then.
+            SaveFailedError: this save with ``blocking``, otherwise an earlier one: this state was not saved then. Or a
+                rank can not go on, or a ``state_dict`` in the state raised on one.
             SaveProtocolError: the ranks save different steps, or a metric can not be stored.
             StagingError: the state can not be copied.
         """
-        problem: BaseException | None = None
-        writer = None
-        try:
+        made: list[S3StorageWriter] = []
+        collected: dict[str, Any] = {}
+
+        def begin() -> tuple[int, bool]:
+            self._saving.settle()
+            self._saving.raise_failure()
             self._check_open()
+            arguments.check_save(step, state, metrics, planner)
+            url = self.url(step)
             writer = S3StorageWriter(
-                self.url(step),
-                overwrite=self.overwrite,
+                url,
+                overwrite=self.overwrite or url in self._left,
                 metrics=metrics,
                 separate=self.separate,
                 settings=self.settings,
             )
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for this one
-            problem = error
-        self._saving.settle()
-        problem = self._saving.take_failure() or problem
-        self._agree_on_save(step, problem)
-        assert writer is not None  # noqa: S101 - for mypy
-        url = self.url(step)
+            writer.caller_reports = True
+            made.append(writer)
+            return step, arguments.has_stateful(state)
+
+        told = self._ranks.agree(begin, self._refuse_save(step))
+        steps = {rank: each for rank, (each, _) in enumerate(told)}
+        if len(set(steps.values())) > 1:
+            raise errors.SaveProtocolError(
+                f"the ranks save different steps to {self.root}: {steps} (by rank). Remedy: call save with the same "
+                "step on all",
+                url=self.root_url,
+            )
+        if any(stateful for _, stateful in told):
+            # By itself: a `state_dict` may talk to the other ranks, so all must have come here.
+            self._ranks.agree(lambda: collected.update(arguments.collect(state)), self._refuse_save(step), alike=True)
+        else:
+            collected.update(state)
+        url, writer = self.url(step), made[0]
+        if url in self._left:
+            self._left -= {url}
+            if self._ranks.is_first:
+                logger.warning("%s waited on disk from an earlier run: it is saved again, and replaced", url)
         if blocking:
             try:
-                state_dict_saver.save(state, storage_writer=writer, process_group=self._ranks.group, planner=planner)
+                state_dict_saver.save(
+                    collected, storage_writer=writer, process_group=self._ranks.group, planner=planner
+                )
             except CheckpointException as error:
-                raise explain_save(step, url, self._ranks.rank, error) from None
+                raise self._saving.fail(step, url, error) from None
+            self._saving.last_good = step
             self._saved(writer)
             return
-        future = state_dict_saver.async_save(
-            state,
-            storage_writer=writer,
-            process_group=self._ranks.group,
-            async_stager=self._stager,
-            planner=planner,
-        )
+        try:
+            future = state_dict_saver.async_save(
+                collected,
+                storage_writer=writer,
+                process_group=self._ranks.group,
+                async_stager=self._stager,
+                planner=planner,
+            )
+        except Exception as error:
+            if self._ranks.size == 1:
+                raise
+            # No thread, say. The others' saves wait for this rank: it takes part, with what makes them fail.
+            try:
+                state_dict_saver.save(FailedStaging(error), storage_writer=writer, process_group=self._ranks.group)
+            except CheckpointException as failed:
+                raise self._saving.fail(step, url, failed) from error
+            raise
         assert isinstance(future, Future)  # noqa: S101 - the stager is a blocking one
         self._saving.begin(step, url, future, on_success=lambda: self._saved(writer))
 
@@ -189,6 +245,7 @@ class CheckpointManager:
             MetricsError, StorageError
             CheckpointNotFoundError: there is no committed checkpoint of this step.
         """
+        arguments.check_annotate(step, metrics)
         if not self._ranks.is_first:
             return
         if self._saving.step == step:
@@ -201,24 +258,14 @@ class CheckpointManager:
             local = self.settings.durability == "local"
             self._retention.saved(writer.wait_committed if local else lambda _: None)
 
-    def _agree_on_save(self, step: int, problem: BaseException | None) -> None:
-        """Raise on all ranks if one of them can not go on, or means another step."""
-        answers = self._ranks.gather((step, None if problem is None else portable(problem)))
-        if problem is not None:
-            raise problem
-        for rank, (_, other) in enumerate(answers):
-            if other is not None:
-                raise errors.SaveFailedError(
-                    f"step {step} is not saved: rank {rank} can not go on: {other}", url=self.url(step), step=step,
-                    failures={rank: other},
-                )  # fmt: skip
-        steps = {rank: step for rank, (step, _) in enumerate(answers)}
-        if len(set(steps.values())) > 1:
-            raise errors.SaveProtocolError(
-                f"the ranks save different steps to {self.root}: {steps} (by rank). Remedy: call save with the same "
-                "step on all",
-                url=self.root_url,
-            )
+    def _refuse_save(self, step: int) -> Callable[[Failures], errors.SaveFailedError]:
+        """Makes the error of a save that was not begun, since ranks can not go on."""
+        return lambda failures: errors.SaveFailedError(
+            f"step {step} is not saved: {name_failed(failures)}", url=self.url(step), step=step, failures=failures
+        )
+
+    def _refuse(self, what: str) -> Callable[[Failures], errors.CheckpointError]:
+        return lambda failures: errors.CheckpointError(f"{what}: {name_failed(failures)}")
 
     # --- restore -------------------------------------------------------------------------------------
 
@@ -232,6 +279,9 @@ class CheckpointManager:
         planner: LoadPlanner | None = None,
     ) -> int | None:
         """Load a checkpoint into ``state``, in place. Every rank calls it; the first one chooses for all.
+
+        Checkpoints that wait on disk for S3 count (``DCP_S3_DURABILITY=local``, or S3 was away when they were saved).
+        One that every rank has whole on its own disk is loaded from there; otherwise it goes to S3 first.
 
         If the latest or the best one turns out to be gone or damaged, the next one is loaded, with a warning in the
         log; what had been loaded is overwritten. Other failures are raised.
@@ -253,34 +303,29 @@ class CheckpointManager:
             PolicyError: what is best can not be told.
             StorageError
         """
-        problem: Exception | None = None
-        order: restoring.Order = restoring.latest_order
-        try:
+        orders: list[Order] = []
+
+        def begin() -> tuple[int | str | None, str | None, Mode | None]:
+            self._saving.settle()
             self._check_open()
-            order = self._order(step, metric, mode)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks wait for this one
-            problem = error
-        self._saving.settle()
-        self._agree_on_request((step, metric, mode), problem)
-        passed_over: list[str] = []
-        while True:
-            found = self._ranks.from_first(lambda: self._find(order, passed_over))
-            if found is None:
-                return None
-            url, loaded = found
-            reader = S3StorageReader(url, weights_only=self.weights_only, settings=self.settings)
-            mine = restoring.load(state, reader, group=self._ranks.group, rank=self._ranks.rank, planner=planner)
-            failures: dict[int, BaseException] = {}
-            for each in self._ranks.gather(mine):
-                failures.update(each)
-            if not failures:
-                return loaded
-            why = f"{url} could not be restored: {explain(failures)}"
-            if not restoring.is_unusable(failures):
-                raise errors.RestoreFailedError(why, url=url, step=loaded, failures=failures)
-            if self._ranks.is_first:
-                logger.warning("%s. Looking for another one", why)
-            passed_over.append(url)
+            arguments.check_restore(state, step, planner)
+            orders.append(self._order(step, metric, mode))
+            return step, metric, mode
+
+        requests = self._ranks.agree(begin, self._refuse("nothing is restored"))
+        if len(set(requests)) > 1:
+            raise errors.CheckpointError(
+                f"the ranks restore different checkpoints of {self.root}: {dict(enumerate(requests))} (by rank). "
+                "Remedy: call restore with the same arguments on all",
+                url=self.root_url,
+            )
+        found = self._restoring.restore(state, orders[0], planner)
+        if found is None:
+            return None
+        # Up to here, what an earlier run left is this run's own past.
+        self._left = frozenset(url for url in self._left if (step_of(url) or 0) > found.step)
+        self._saving.last_good = found.step
+        return found.step
 
     def latest_step(self) -> int | None:
         """The step that `restore` would load, as this rank sees it; None if there is none.
@@ -288,8 +333,7 @@ class CheckpointManager:
         Raises:
             CorruptCheckpointError, StorageError
         """
-        found = self._find(restoring.latest_order, ())
-        return None if found is None else found[1]
+        return self._restoring.step(latest_order)
 
     def best_step(self, metric: str | None = None, mode: Mode | None = None) -> int | None:
         """The step with the best value of a metric, as this rank sees it; None if there is none.
@@ -299,39 +343,14 @@ class CheckpointManager:
             PolicyError: what is best can not be told.
             CorruptCheckpointError, StorageError
         """
-        found = self._find(self._order("best", metric, mode), ())
-        return None if found is None else found[1]
+        return self._restoring.step(self._order("best", metric, mode))
 
-    def _order(self, step: int | str | None, metric: str | None, mode: Mode | None) -> restoring.Order:
+    def _order(self, step: int | str | None, metric: str | None, mode: Mode | None) -> Order:
         if step == "best":
-            return restoring.best_order(*restoring.best_of(self.retention, metric, mode))
+            return best_order(*best_of(self.retention, metric, mode))
         if step is None or step == "latest":
-            return restoring.latest_order
-        return restoring.step_order(check_step(step))
-
-    def _find(self, order: restoring.Order, passed_over: list[str] | tuple[()]) -> tuple[str, int] | None:
-        info = restoring.find(self._catalog, order, passed_over=passed_over)
-        if info is None or info.step is None:
-            return None
-        return info.url, info.step
-
-    def _agree_on_request(self, request: tuple[Any, ...], problem: Exception | None) -> None:
-        answers = self._ranks.gather((request, None if problem is None else portable(problem)))
-        if problem is not None:
-            raise problem
-        for rank, (_, other) in enumerate(answers):
-            if other is not None:
-                raise errors.CheckpointError(
-                    f"nothing is restored: rank {rank} can not go on: {type(other).__name__}: {other}",
-                    url=self.root_url,
-                )
-        requests = [request for request, _ in answers]
-        if len(set(requests)) > 1:
-            raise errors.CheckpointError(
-                f"the ranks restore different checkpoints of {self.root}: {dict(enumerate(requests))} (by rank). "
-                "Remedy: call restore with the same arguments on all",
-                url=self.root_url,
-            )
+            return latest_order
+        return step_order(check_step(step))
 
     # --- end -----------------------------------------------------------------------------------------
 

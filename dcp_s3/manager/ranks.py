@@ -11,6 +11,8 @@ import torch.distributed as dist
 from dcp_s3.errors import CheckpointError
 
 T = TypeVar("T")
+Failures = dict[int, BaseException]
+"""Causes by rank."""
 
 
 class Ranks:
@@ -19,6 +21,9 @@ class Ranks:
     Args:
         group: its collectives run on the CPU. None: a new group (gloo) of all ranks, which every rank must then make
             at the same time, or no group if torch.distributed is not initialised.
+
+    Raises:
+        CheckpointError: this process is not in the group.
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -29,6 +34,11 @@ class Ranks:
         self.group = group
         self.rank = dist.get_rank(group) if distributed else 0
         self.size = dist.get_world_size(group) if distributed else 1
+        if self.rank < 0:
+            raise CheckpointError(
+                "this process is not in process_group. Remedy: make the CheckpointManager on the ranks of the group "
+                "only, or leave process_group out"
+            )
 
     @property
     def is_first(self) -> bool:
@@ -43,17 +53,46 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
+    def agree(self, work: Callable[[], T], refuse: Callable[[Failures], Exception], *, alike: bool = False) -> list[T]:
+        """What ``work`` returns on each rank, in rank order. If it raises on one, all raise.
+
+        What can fail on one rank alone belongs in here: the others wait in their next collective for whoever left.
+
+        Args:
+            work: without collectives.
+            refuse: makes the error of the ranks on which it did not fail. The others raise what ``work`` raised.
+            alike: they raise what ``refuse`` makes, too, with that as the cause: ``work`` calls what is not ours.
+        """
+        failure: BaseException | None = None
+        value: T | None = None
+        try:
+            value = work()
+        except BaseException as error:  # noqa: BLE001 - whatever it is, the other ranks wait for this one
+            failure = error
+        answers = self.gather((value, None if failure is None else portable(failure)))
+        if failure is not None and not (alike and isinstance(failure, Exception)):
+            raise failure
+        failures = {rank: error for rank, (_, error) in enumerate(answers) if error is not None}
+        if failures:
+            raise refuse(failures) from failure
+        values: list[Any] = [value for value, _ in answers]
+        return values
+
     def from_first(self, function: Callable[[], T]) -> T:
         """What ``function`` returns on the first rank, where alone it runs; what it raises is raised on all."""
         if self.size == 1:
             return function()
         answer: list[Any] = [None]
+        failure: BaseException | None = None
         if self.is_first:
             try:
                 answer = [(True, function())]
-            except Exception as error:  # noqa: BLE001 - it goes to all ranks
+            except BaseException as error:  # noqa: BLE001 - it goes to all ranks
+                failure = error
                 answer = [(False, portable(error))]
         dist.broadcast_object_list(answer, group=self.group, group_src=0)
+        if failure is not None:
+            raise failure
         done, value = answer[0]
         if not done:
             raise value
@@ -62,7 +101,12 @@ class Ranks:
 
 
 def portable(error: BaseException) -> BaseException:
-    """The error without what it holds on to, or one of ours with its text if it could not cross to other processes."""
+    """The error without what it holds on to, or one of ours with its text if it could not cross to other processes.
+
+    An interrupt of one rank is none of the others.
+    """
+    if not isinstance(error, Exception):
+        return CheckpointError(f"{type(error).__name__}: {error}")
     try:
         copied: BaseException = pickle.loads(pickle.dumps(error))  # noqa: S301 - what was just pickled
     except Exception:  # noqa: BLE001 - whatever its class does

@@ -1,9 +1,10 @@
-"""Which checkpoint to restore, and the load of it."""
+"""The restore: all ranks load the checkpoint that the first one chooses."""
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -12,19 +13,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from dcp_s3 import errors
+from dcp_s3.checkpoint.failures import explain, name_failed, real_causes
 from dcp_s3.checkpoint.reader import S3StorageReader
-from dcp_s3.manager.ranks import portable
+from dcp_s3.manager.arguments import collect, distribute
+from dcp_s3.manager.choosing import Found, NotYet, Order, Patience, find, impatient
+from dcp_s3.manager.ranks import Failures, Ranks, portable
+from dcp_s3.manager.waiting import Disk, look_at_disk
 from dcp_s3.retention.catalog import CheckpointCatalog
-from dcp_s3.retention.checkpoint_info import CheckpointInfo, newest_first
-from dcp_s3.retention.inspect import find_damage, run
-from dcp_s3.retention.policy import AnyOf, KeepBest, Mode, PolicyFunction, best_first
-from dcp_s3.transport.async_client import open_bucket
-from dcp_s3.url import parse_url
+from dcp_s3.spill.background import drain_in_background
+from dcp_s3.spill.session import open_store
 
 logger = logging.getLogger(__name__)
-
-Order = Callable[[Sequence[CheckpointInfo]], list[CheckpointInfo]]
-"""The committed checkpoints that will do, the one to try first in front."""
 
 # What says that this checkpoint can not be loaded now, and another one may.
 _UNUSABLE = (
@@ -36,99 +35,110 @@ _UNUSABLE = (
 )
 
 
-def latest_order(infos: Sequence[CheckpointInfo]) -> list[CheckpointInfo]:
-    """Highest step first. Those without a step are not of the run."""
-    return newest_first(info for info in infos if info.step is not None)
-
-
-def step_order(step: int) -> Order:
-    """Only those of one step, the newest first."""
-    return lambda infos: [info for info in latest_order(infos) if info.step == step]
-
-
-def best_order(metric: str, mode: Mode) -> Order:
-    """Those with a finite value of a metric, the best first."""
-    return lambda infos: best_first(latest_order(infos), metric, mode)
-
-
-def best_of(policy: PolicyFunction | None, metric: str | None, mode: Mode | None) -> tuple[str, Mode]:
-    """What "best" means: as given, or as the `KeepBest` of the retention policy says.
-
-    Raises:
-        PolicyError: nothing says it, or two policies differ.
-    """
-    if metric is not None:
-        return metric, mode or "min"
-    parts = policy.policies if isinstance(policy, AnyOf) else (policy,)
-    found = {(part.metric, part.mode) for part in parts if isinstance(part, KeepBest)}
-    if len(found) != 1:
-        why = f"there are several KeepBest in the retention policy: {sorted(found)}" if found else (
-            "there is no KeepBest in the retention policy"
-        )  # fmt: skip
-        raise errors.PolicyError(f"which checkpoint is the best? {why}. Remedy: pass metric='val_loss', mode='min'")
-    return found.pop()
-
-
-def find(catalog: CheckpointCatalog, order: Order, *, passed_over: Collection[str] = ()) -> CheckpointInfo | None:
-    """The first checkpoint in ``order`` that can be loaded, None if no checkpoint was ever committed.
+class Restoring:
+    """Restores checkpoints of a run.
 
     Args:
         catalog: of the run.
-        order: which will do.
-        passed_over: URLs of those that could not be loaded.
-
-    Raises:
-        CheckpointNotFoundError: there are committed ones, but none that will do.
-        CorruptCheckpointError: those that will do can not be loaded.
-        StorageError
+        ranks: that restore together.
+        weights_only: see `S3StorageReader`.
+        drain_timeout: seconds to wait for what goes from the disks to S3, see `Patience`.
     """
-    found = [info for info in catalog.checkpoints() if info.committed and info.step is not None]
-    candidates = order(found)
-    if not candidates and found and not passed_over:
-        steps = sorted({info.step for info in found if info.step is not None})
-        raise errors.CheckpointNotFoundError(
-            f"none of the {len(found)} committed checkpoints under {catalog.root} is what was asked for (steps "
-            f"{steps[0]} to {steps[-1]}). Remedy: `dcp-s3 ls {catalog.root}` shows their steps and metrics",
-            url=str(catalog.root),
+
+    def __init__(self, catalog: CheckpointCatalog, ranks: Ranks, *, weights_only: bool, drain_timeout: float) -> None:
+        self._catalog = catalog
+        self._settings = catalog.settings
+        self._ranks = ranks
+        self._weights_only = weights_only
+        self._drain_timeout = drain_timeout
+
+    def restore(self, state: dict[str, Any], order: Order, planner: LoadPlanner | None) -> Found | None:
+        """Load the first checkpoint in ``order`` that can be loaded; None if there is none at all. Every rank calls it.
+
+        Raises:
+            RestoreFailedError, CheckpointNotFoundError, CorruptCheckpointError, StorageError
+        """
+        passed_over: list[str] = []
+        while True:
+            found = self._choose(order, passed_over)
+            if found is None:
+                return None
+            failures = self._load(found, state, planner)
+            if not failures:
+                return found
+            why = f"{found.url} could not be restored {explain(failures)}"
+            if not _is_unusable(failures):
+                raise errors.RestoreFailedError(why, url=found.url, step=found.step, failures=failures)
+            if self._ranks.is_first:
+                logger.warning("%s. Looking for another one", why)
+            passed_over.append(found.url)
+
+    def find(
+        self, order: Order, passed_over: Collection[str], disks: Sequence[Disk], wait: bool
+    ) -> Found | NotYet | None:
+        """What there is to load, as this rank sees it and ``disks`` tell."""
+        return find(self._catalog, order, passed_over=passed_over, disks=disks, wait=wait)
+
+    def step(self, order: Order) -> int | None:
+        """The step that is the first in ``order`` for this rank alone."""
+        found = self.find(order, (), (look_at_disk(self._catalog),), True)
+        return None if found is None else found.step
+
+    def _choose(self, order: Order, passed_over: Collection[str]) -> Found | None:
+        """The same on all ranks. Waits for what other ranks need of a disk and what therefore goes to S3 first."""
+        patience = Patience(self._drain_timeout)
+        while True:
+            disks = self._ranks.agree(self._look_and_drain, self._refuse)
+            choose = functools.partial(self.find, order, passed_over, disks, patience.is_left(disks))
+            found = self._ranks.from_first(choose)
+            if not isinstance(found, NotYet):
+                return found
+            patience.pause(found, quiet=not self._ranks.is_first)
+
+    def _look_and_drain(self) -> Disk:
+        disk = look_at_disk(self._catalog)
+        store = open_store(self._settings)
+        if store is not None and (disk.size or disk.commits):
+            drain_in_background(store, patience=self._settings.spill_after)
+        return disk
+
+    def _refuse(self, failures: Failures) -> errors.CheckpointError:
+        root = str(self._catalog.root)
+        return errors.CheckpointError(f"nothing is restored: {name_failed(failures)}", url=root)
+
+    def _load(self, found: Found, state: dict[str, Any], planner: LoadPlanner | None) -> Failures:
+        """Causes by rank, the same on all; none if every rank has loaded it."""
+
+        def refuse(failures: Failures) -> errors.RestoreFailedError:
+            why = f"{found.url} is not restored: {name_failed(failures)}"
+            return errors.RestoreFailedError(why, url=found.url, step=found.step, failures=failures)
+
+        collected: dict[str, Any] = {}
+        # What calls the state's own code comes before DCP's first collective, and after its last.
+        self._ranks.agree(lambda: collected.update(collect(state)), refuse, alike=True)
+        reader = S3StorageReader(
+            found.url,
+            include_uncommitted=found.local,
+            weights_only=self._weights_only,
+            settings=impatient(self._settings) if found.local else self._settings,
         )
-    tried: set[str] = set()
-    usable = None
-    while usable is None:
-        left = [info for info in candidates if info.url not in passed_over and info.url not in tried]
-        if not left:
-            break
-        usable = run(_first_loadable(catalog, left))
-        tried |= {info.url for info in left}
-        if usable is None:  # a prune may have been faster: then there are newer ones
-            candidates = order([info for info in catalog.checkpoints() if info.committed and info.step is not None])
-    if usable is None and (tried or passed_over):
-        raise errors.CorruptCheckpointError(
-            f"there are checkpoints under {catalog.root}, and none of those asked for can be loaded: "
-            f"{', '.join(sorted({*passed_over, *tried}))}. Remedy: `dcp-s3 verify` "
-            "says what is wrong with each",
-            url=str(catalog.root),
-        )
-    return usable
+        mine = _load(collected, reader, group=self._ranks.group, rank=self._ranks.rank, planner=planner)
+        if not mine:
+            try:
+                distribute(collected, state)
+            except Exception as error:  # noqa: BLE001 - all ranks are told
+                mine = {self._ranks.rank: portable(error)}
+        return {rank: error for each in self._ranks.gather(mine) for rank, error in each.items()}
 
 
-async def _first_loadable(catalog: CheckpointCatalog, infos: Sequence[CheckpointInfo]) -> CheckpointInfo | None:
-    async with open_bucket(catalog.root.bucket, catalog.settings) as bucket:
-        for info in infos:
-            damage = await find_damage(bucket, parse_url(info.url))
-            if damage is None:
-                return info
-            logger.warning("%s is passed over: %s", info.url, damage)
-    return None
-
-
-def load(
+def _load(
     state: dict[str, Any],
     reader: S3StorageReader,
     *,
     group: dist.ProcessGroup | None,
     rank: int,
     planner: LoadPlanner | None,
-) -> dict[int, BaseException]:
+) -> Failures:
     """`dcp.load` in place; what it failed with, by rank."""
     try:
         state_dict_loader.load(state, storage_reader=reader, process_group=group, planner=planner)
@@ -139,6 +149,6 @@ def load(
     return {}
 
 
-def is_unusable(failures: dict[int, BaseException]) -> bool:
+def _is_unusable(failures: Failures) -> bool:
     """Whether a load failed only because the checkpoint has vanished or is damaged."""
-    return bool(failures) and all(isinstance(error, _UNUSABLE) for error in failures.values())
+    return all(isinstance(error, _UNUSABLE) for error in real_causes(failures).values())

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_s3.checkpoint.boundary import explain
+from dcp_s3.checkpoint.failures import explain
 from dcp_s3.errors import SaveFailedError
 from dcp_s3.manager.ranks import portable
 from dcp_s3.transport.retry import without_tracebacks
@@ -24,21 +24,23 @@ class _Save:
 
     step: int
     url: str
-    future: Future[None]
     ended: threading.Event
+    failure: SaveFailedError | None = None
 
 
 class Saving:
-    """At most one save at a time. A failure is kept until somebody takes it.
+    """At most one save at a time. A failure is logged when it happens, and kept until somebody takes it.
 
     Args:
-        rank: of this process.
+        rank: of this process. The first one logs what all ranks know.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._save: _Save | None = None
         self._failure: SaveFailedError | None = None
+        self.last_good: int | None = None
+        """The step that was saved, or restored, last."""
 
     @property
     def step(self) -> int | None:
@@ -54,20 +56,46 @@ class Saving:
             future: of `dcp.async_save`.
             on_success: called in another thread when it is done.
         """
-        ended = threading.Event()
+        save = _Save(step, url, threading.Event())
 
         def end(future: Future[None]) -> None:
             try:
                 error = future.exception()
                 if error is None:
+                    self.last_good = step
                     on_success()
                 else:
-                    logger.error("the save of step %d to %s failed: %s", step, url, error)
+                    save.failure = self.fail(step, url, error)
             finally:
-                ended.set()
+                save.ended.set()
 
-        self._save = _Save(step, url, future, ended)
+        self._save = save
         future.add_done_callback(end)
+
+    def fail(self, step: int, url: str, error: BaseException) -> SaveFailedError:
+        """Log the failure of a save in a few words; the error of it, which may be kept: it holds none of the state.
+
+        Args:
+            step: of the training.
+            url: of the checkpoint.
+            error: what `dcp.save`, or the future of `dcp.async_save`, raised.
+        """
+        failures = {self._rank: error}
+        shared = isinstance(error, CheckpointException)
+        if isinstance(error, CheckpointException):
+            failures = {failed: cause for failed, (cause, _) in error.failures.items()}
+        failures = {failed: portable(cause) for failed, cause in failures.items()}
+        without_tracebacks(error)
+        good = "none yet" if self.last_good is None else f"step {self.last_good}"
+        failure = SaveFailedError(
+            f"the save of step {step} to {url} failed {explain(failures)}. Last good checkpoint of this run: {good}",
+            url=url,
+            step=step,
+            failures=failures,
+        )
+        # One short line for the job: with CheckpointException every rank knows what failed on all of them.
+        logger.log(logging.DEBUG if shared and self._rank > 0 else logging.ERROR, "%s", failure)
+        return failure
 
     def settle(self) -> None:
         """Wait for the save under way. If it failed, the failure is kept."""
@@ -75,37 +103,11 @@ class Saving:
         if save is None:
             return
         save.ended.wait()
-        error = save.future.exception()
-        if error is not None:
-            self._failure = explain_save(save.step, save.url, self._rank, error)
+        self._failure = save.failure or self._failure
         self._save = None
-
-    def take_failure(self) -> SaveFailedError | None:
-        """What the last save failed with, once."""
-        failure, self._failure = self._failure, None
-        return failure
 
     def raise_failure(self) -> None:
         """Raise what the last save failed with, once."""
-        failure = self.take_failure()
+        failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
-
-
-def explain_save(step: int, url: str, rank: int, error: BaseException) -> SaveFailedError:
-    """The error of a save as one that may be kept: it holds none of the state.
-
-    Args:
-        step: of the training.
-        url: of the checkpoint.
-        rank: of this process.
-        error: what `dcp.save`, or the future of `dcp.async_save`, raised.
-    """
-    failures = {rank: error}
-    if isinstance(error, CheckpointException):
-        failures = {failed: cause for failed, (cause, _) in error.failures.items()}
-    failures = {failed: portable(cause) for failed, cause in failures.items()}
-    without_tracebacks(error)
-    return SaveFailedError(
-        f"the save of step {step} to {url} failed {explain(failures)}", url=url, step=step, failures=failures
-    )

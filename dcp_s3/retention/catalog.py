@@ -100,7 +100,7 @@ class CheckpointCatalog:
         return run(self._first(lambda infos: best_first([info for info in infos if info.committed], metric, mode)))
 
     async def _checkpoints(self) -> list[CheckpointInfo]:
-        local = self._local()  # first: what is drained meanwhile is then seen twice rather than not at all
+        local = self.local()  # first: what is drained meanwhile is then seen twice rather than not at all
         async with open_bucket(self.root.bucket, self.settings) as bucket:
             listing = await list_root(bucket, self.root, self._patterns)
         grace = self.settings.retention_grace
@@ -108,11 +108,12 @@ class CheckpointCatalog:
         return sorted((in_grace(info, now=listing.now, grace=grace) for info in found), key=age_order)
 
     async def scan_async(self, deep: bool) -> CatalogSnapshot:
-        local = self._local()
+        local = self.local()
         async with open_bucket(self.root.bucket, self.settings) as bucket:
             return await scan_root(bucket, self.root, self._patterns, deep=deep, local=local)
 
-    def _local(self) -> list[CheckpointInfo]:
+    def local(self) -> list[CheckpointInfo]:
+        """Those whose commits wait in this host's spill directory, oldest first. Asks nobody."""
         return [with_step(info, self._patterns) for info in find_local(str(self.root), settings=self.settings)]
 
     async def _first(self, order: Callable[[Iterable[CheckpointInfo]], list[CheckpointInfo]]) -> CheckpointInfo | None:

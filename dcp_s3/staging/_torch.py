@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
@@ -14,6 +15,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint import _async_process_executor as async_process_executor
+from torch.distributed.checkpoint import _async_thread_executor as async_thread_executor
 from torch.distributed.checkpoint._async_process_executor import (
     _ProcessBasedAsyncCheckpointExecutor as ProcessBasedAsyncCheckpointExecutor,
 )
@@ -23,6 +25,7 @@ __all__ = [
     "AsyncCollectiveTensor",
     "ProcessBasedAsyncCheckpointExecutor",
     "ShardedTensor",
+    "find_future_of_save",
     "is_traceable_wrapper_subclass",
     "pin_memory",
     "rebuild_sharded_tensor",
@@ -55,16 +58,41 @@ def _place(shard_metadata: Any, device: torch.device) -> None:
         shard_metadata.placement._device = device
 
 
+_MAX_STEPS = 12
+
+
+def find_future_of_save() -> Future[Any] | None:
+    """The future of the asynchronous save that this thread carries out, None if it does not.
+
+    `dcp.async_save` gives it to its caller alone. The function that the thread runs is called by the item of work of
+    an executor, which has the future.
+    """
+    frame, inside = sys._getframe(1), False
+    for _ in range(_MAX_STEPS):
+        if inside:
+            future = getattr(frame.f_locals.get("self"), "future", None)
+            if isinstance(future, Future):
+                return future
+        inside = inside or frame.f_code is async_thread_executor.save_wrapper.__code__
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return None
+
+
 class _InTurn:
     """Stands in for the thread pool of one PROCESS save: all of them run on the same thread, in the order of calls."""
 
     _thread: ThreadPoolExecutor | None = None
     _latest: Future[Any] | None = None
+    on_end: ClassVar[Callable[[Future[Any]], None] | None] = None
 
     def submit(self, function: Callable[..., Any], **arguments: Any) -> Future[Any]:
         if _InTurn._thread is None:
             _InTurn._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="AsyncCheckpointExecutor")
         _InTurn._latest = _InTurn._thread.submit(function, **arguments)
+        if _InTurn.on_end is not None:
+            _InTurn._latest.add_done_callback(_InTurn.on_end)
         return _InTurn._latest
 
     def wait_for_process(self) -> None:
@@ -86,11 +114,12 @@ def _use_one_thread(executor: Any) -> None:
     executor._executor.wait_for_process()
 
 
-def save_in_turn() -> None:
-    """Make saves by `AsyncCheckpointerType.PROCESS` that overlap queue up.
+def save_in_turn(on_end: Callable[[Future[Any]], None]) -> None:
+    """Make saves by `AsyncCheckpointerType.PROCESS` that overlap queue up; ``on_end`` is called with each that ended.
 
     torch 2.13 gives each a thread of its own, and all threads talk to the one checkpoint process through one pipe,
     unlocked: answers go to the wrong save or are cut up, two first saves start two processes, and ranks may send
     overlapping saves in different orders, which mixes up their collectives.
     """
+    _InTurn.on_end = staticmethod(on_end)
     ProcessBasedAsyncCheckpointExecutor.__init__ = _use_one_thread  # type: ignore[assignment]

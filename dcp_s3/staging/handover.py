@@ -20,6 +20,7 @@ from dcp_s3.staging.buffers import Buffer, map_shared
 from dcp_s3.staging.failure import FailedStaging, forget
 from dcp_s3.staging.moves import Move, move
 from dcp_s3.staging.pool import BufferPool
+from dcp_s3.staging.release import release_when_over
 
 
 class StagedState(dict[str, Any]):
@@ -35,6 +36,11 @@ class StagedState(dict[str, Any]):
         super().__init__(state)
         self.buffers = list(buffers)
         self.pool = weakref.ref(pool)
+
+    def items(self) -> Any:
+        """As of any dict. DCP asks for them in the thread of the save: what the state learns of its end there."""
+        release_when_over()
+        return super().items()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)

@@ -10,27 +10,23 @@ import contextlib
 import gc
 import logging
 import queue
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import FrameType, TracebackType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from dcp_s3.errors import StagingError, StagingLimitError
 from dcp_s3.staging.buffers import Buffer, Kind
 from dcp_s3.staging.regions import place, split
+from dcp_s3.staging.release import count_released
 from dcp_s3.units import format_size
 
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.1
 _REPORT_SECONDS = 30.0
-_EXECUTORS = tuple(
-    f"torch.distributed.checkpoint.{name}" for name in ("_async_thread_executor", "_async_process_executor")
-)
 _MAX_SLACK = 2  # a free buffer serves requests down to its size over this
 
 
@@ -248,7 +244,7 @@ class _Waiting:
     """What the log says of one wait."""
 
     def __init__(self) -> None:
-        self._searched = False
+        self._collected = -1
         self._started: float | None = None
         self._reported = 0.0
         self._reason = ""
@@ -256,16 +252,17 @@ class _Waiting:
     def go_on(self, reason: str) -> bool:
         """There is still ``reason`` to wait; False to look once more first, after a search for what nobody needs."""
         self._reason, now = reason, time.monotonic()
-        if not self._searched:
-            self._searched = True
-            drop_finished_tracebacks()
+        released = count_released()
+        if released != self._collected:
+            self._collected = released
+            gc.collect()
             return False
         if self._started is None:
             self._started = self._reported = now
             logger.warning("staging waits: %s", reason)
         elif now - self._reported >= _REPORT_SECONDS:
             self._reported = now
-            drop_finished_tracebacks()
+            gc.collect()
             logger.warning(
                 "staging has waited for %.0f s: %s. (A planner or a staged state that is kept holds its copy, too.)",
                 now - self._started,
@@ -287,73 +284,3 @@ def _give_back(
 ) -> None:
     if not closed.is_set():
         returned.put((generation, buffer))
-
-
-def drop_finished_tracebacks() -> None:
-    """Cut the tracebacks that failed asynchronous saves left behind.
-
-    A caller may keep the future of a failed save; its exception keeps the traceback, that the frames of DCP's and our
-    functions, and those, with their functions' closures, the staged state, for good. It is cut where DCP's executor
-    begins. DCP's CheckpointException keeps the text of it.
-    """
-    gc.collect()
-    # issubclass: isinstance would ask proxies for their class
-    found = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), BaseException)]
-    cut = sum(map(_cut, found))
-    del found
-    if cut:
-        gc.collect()  # frames and the exceptions of parts that failed as well refer to each other
-
-
-def _cut(error: BaseException) -> bool:
-    """Cut one traceback; whether it was that of an asynchronous save."""
-    trace, before = error.__traceback__, None
-    while trace is not None and not _is_executor(trace.tb_frame):
-        before, trace = trace, trace.tb_next
-    if trace is None or _is_running(trace):
-        return False
-    if before is None:
-        error.__traceback__ = None
-    else:
-        before.tb_next = None
-    # What led to it: on the ranks that failed, and further in, where urllib3 for example caught it.
-    seen: set[int] = set()
-    pending = _inner(error)
-    while pending:
-        inner = pending.pop()
-        if id(inner) not in seen and not _is_running(inner.__traceback__):
-            seen.add(id(inner))
-            inner.__traceback__ = None
-            pending += _inner(inner)
-    return True
-
-
-def _inner(error: BaseException) -> list[BaseException]:
-    failures: Any = getattr(error, "failures", None)  # of CheckpointException: by rank, with the text of the traceback
-    causes = [failure[0] for failure in failures.values()] if isinstance(failures, dict) else []
-    return [inner for inner in (error.__cause__, error.__context__, *causes) if isinstance(inner, BaseException)]
-
-
-def _is_executor(frame: FrameType) -> bool:
-    return frame.f_globals.get("__name__") in _EXECUTORS
-
-
-def _is_running(trace: TracebackType | None) -> bool:
-    """Whether a frame of the traceback has not ended."""
-    running = _running_frames()
-    while trace is not None:
-        if id(trace.tb_frame) in running:
-            return True
-        trace = trace.tb_next
-    return False
-
-
-def _running_frames() -> set[int]:
-    """Ids of the frames of all threads. (Frames themselves, one of which is this one, would make a cycle.)"""
-    running = set()
-    at: FrameType | None
-    for at in sys._current_frames().values():
-        while at is not None:
-            running.add(id(at))
-            at = at.f_back
-    return running

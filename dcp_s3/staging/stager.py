@@ -24,6 +24,7 @@ from dcp_s3.staging.copier import Copier, Versions, check_unchanged
 from dcp_s3.staging.failure import FailedStaging
 from dcp_s3.staging.handover import StagedState
 from dcp_s3.staging.pool import BufferPool
+from dcp_s3.staging.release import release
 from dcp_s3.staging.snapshot import Snapshot
 from dcp_s3.transport.workers import InTurn
 from dcp_s3.units import format_size
@@ -54,7 +55,7 @@ class S3Stager(AsyncStager):
     def __init__(self, settings: SettingsLike = None, *, asynchronous: bool = False) -> None:
         self.settings: Settings = resolve_settings(settings)
         self.asynchronous = asynchronous
-        _torch.save_in_turn()
+        _torch.save_in_turn(release)
         limit = self.settings.staging_limit
         self._pool = BufferPool(
             limit=resolve_limit(limit, measure_available() if isinstance(limit, float) else 0, local_world_size()),

@@ -15,6 +15,7 @@ import io
 import pickle
 import subprocess
 import sys
+import tempfile
 import textwrap
 import weakref
 from collections.abc import Callable
@@ -149,6 +150,22 @@ def test_the_process_executor_passes_what_register_looks_for_by_keyword() -> Non
         assert found[name].kind is inspect.Parameter.KEYWORD_ONLY, _moved(
             f"_AsyncCheckpointProcess.save takes {name} by position", "register(): it looks into the keywords"
         )
+
+
+def test_the_thread_of_an_asynchronous_save_is_known_with_its_future() -> None:
+    found: list[Any] = []
+
+    class Writer(dcp.FileSystemWriter):
+        def set_up_storage_writer(self, *args: Any, **kwargs: Any) -> None:
+            found.append(staging_torch.find_future_of_save())
+            super().set_up_storage_writer(*args, **kwargs)
+
+    with tempfile.TemporaryDirectory() as directory:
+        future = dcp.async_save({"w": torch.ones(3)}, storage_writer=Writer(directory))
+        future.result()  # type: ignore[union-attr]
+    assert found == [future], _moved(
+        "save_wrapper, or concurrent.futures' item of work, is not as it was", "release(): a failed save lets go"
+    )
 
 
 def test_the_process_executor_submits_to_the_thread_pool_it_made() -> None:

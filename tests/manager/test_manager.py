@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import dcp_s3
 from benchmarks.memory_s3 import Fault
@@ -179,7 +180,7 @@ def test_the_latest_that_is_damaged_or_vanishes_is_passed_over(
         delete(s3, url, data)
         loaded = blank()
         # 4 is found to be damaged when it is chosen, 3 goes away between that and the load.
-        find = manager._find
+        find = manager._restoring.find
 
         def find_and_delete(*arguments: Any) -> Any:
             found = find(*arguments)
@@ -187,7 +188,7 @@ def test_the_latest_that_is_damaged_or_vanishes_is_passed_over(
                 delete(s3, found[0], ".metadata")
             return found
 
-        monkeypatch.setattr(manager, "_find", find_and_delete)
+        monkeypatch.setattr(manager._restoring, "find", find_and_delete)
         assert manager.restore(loaded) == 2
         assert is_of(loaded, 2)
         assert "step-00000004 is passed over" in caplog.text
@@ -280,3 +281,40 @@ def test_retention_waits_for_a_save_that_is_only_on_local_disk(
     assert dcp_s3.metrics()["retention"]["runs"] > during
     assert names(ROOT) == ["step-00000002"]
     assert parse_url(manager.url(2)).name == "step-00000002"
+
+
+# --- wrong types ---------------------------------------------------------------------------------
+
+
+@pytest.mark.servers("memory")
+def test_arguments_in_the_wrong_order_are_told_by_their_types(root: str) -> None:
+    large = {"weight": torch.arange(10_000), "secret": "in the state"}
+    with CheckpointManager(root) as manager:
+        wrong: list[tuple[Any, str]] = [
+            (lambda: manager.save(large, 7), r"step is a dict and state a int.*manager\.save\(step, state\)"),  # type: ignore[arg-type]
+            (lambda: manager.save(large, large), "step = a dict, expected a whole number"),  # type: ignore[arg-type]
+            (lambda: manager.save(torch.arange(9), large), "step = a Tensor"),  # type: ignore[arg-type]
+            (lambda: manager.save(1, [large]), "state is a list, expected a dict"),  # type: ignore[arg-type]
+            (lambda: manager.save(1, large, 0.5), "metrics is a float, expected a dict"),  # type: ignore[arg-type]
+            (lambda: manager.save(1, large, {"loss": large}), "metric 'loss' is a dict"),
+            (lambda: manager.save(1, large, planner=large), "planner is a dict"),  # type: ignore[arg-type]
+            (lambda: manager.restore(7, large), r"state is a int and step a dict.*manager\.restore\(state, step\)"),  # type: ignore[arg-type]
+            (lambda: manager.restore([large]), "state is a list"),  # type: ignore[arg-type]
+            (lambda: manager.restore(large, large), "step = a dict"),  # type: ignore[arg-type]
+            (lambda: manager.restore(large, planner=large), "planner is a dict"),  # type: ignore[arg-type]
+            (lambda: manager.annotate(large, 7), r"manager\.annotate\(step, metrics\)"),  # type: ignore[arg-type]
+            (lambda: manager.annotate(7, large), "metric 'weight' is a Tensor"),
+            (lambda: manager.url(large), "step = a dict"),  # type: ignore[arg-type]
+        ]
+        for call, words in wrong:
+            with pytest.raises(errors.CheckpointError, match=words) as caught:
+                call()
+            assert "in the state" not in str(caught.value)
+            assert len(str(caught.value)) < 300
+        manager.save(1, large, blocking=True)
+    with pytest.raises(errors.InvalidURLError, match="root is a dict"):
+        CheckpointManager(large)  # type: ignore[arg-type]
+    with pytest.raises(errors.PolicyError, match="retention = a dict"):
+        CheckpointManager(root, retention=large)  # type: ignore[arg-type]
+    with pytest.raises(errors.SettingsError, match="separate is text"):
+        CheckpointManager(root, separate="model")

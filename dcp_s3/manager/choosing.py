@@ -1,0 +1,244 @@
+"""Which checkpoint to restore: of those on S3, and those that wait for it on the disks of the job's hosts."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import NamedTuple
+
+from dcp_s3 import errors
+from dcp_s3.manager.waiting import Disk, WaitingCheckpoint, find_missing, merge
+from dcp_s3.retention.catalog import CheckpointCatalog
+from dcp_s3.retention.checkpoint_info import CheckpointInfo, age_order
+from dcp_s3.retention.inspect import find_damage, run
+from dcp_s3.retention.policy import AnyOf, KeepBest, Mode, PolicyFunction, best_first
+from dcp_s3.settings import Settings
+from dcp_s3.transport.async_client import open_bucket
+from dcp_s3.transport.bucket import Bucket, limit_timeouts
+from dcp_s3.url import parse_url
+
+logger = logging.getLogger(__name__)
+
+Order = Callable[[Sequence[CheckpointInfo]], list[CheckpointInfo]]
+"""The checkpoints that will do, the one to try first in front."""
+
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0  # seconds between looks at S3 while a restore waits
+_REPORT_SECONDS = 30.0
+_ATTEMPTS = 3  # what is asked of S3 where the disks may know, too
+
+
+class Found(NamedTuple):
+    """The checkpoint to load."""
+
+    url: str
+    step: int
+    local: bool = False
+    """From the disks, where all ranks have all of it. It may not be on S3 yet."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NotYet:
+    """The checkpoint to load waits on disks, and can be loaded when it is on S3.
+
+    Attributes:
+        url: of it.
+        step: its step.
+        reason: why not now.
+    """
+
+    url: str
+    step: int
+    reason: str
+
+
+class Patience:
+    """How long a restore waits for what goes from the disks to S3.
+
+    Args:
+        seconds: without anything having gone there.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._began = self._moved = time.monotonic()
+        self._reported: float | None = None
+        self._seen: tuple[int, int] | None = None
+        self._pause = _SHORTEST_PAUSE
+
+    def is_left(self, disks: Sequence[Disk]) -> bool:
+        """Whether to wait on, now that the disks are like this."""
+        now, seen = time.monotonic(), (sum(disk.size for disk in disks), sum(len(disk.commits) for disk in disks))
+        if seen != self._seen:
+            self._seen, self._moved = seen, now
+        return now - self._moved <= self._seconds
+
+    def pause(self, reason: NotYet, *, quiet: bool) -> None:
+        """Wait a moment; say why from time to time, unless ``quiet``."""
+        now = time.monotonic()
+        if quiet:
+            pass
+        elif self._reported is None or now - self._reported >= _REPORT_SECONDS:
+            self._reported = now
+            logger.warning("restore waits (for %.0f s now) for %s: %s", now - self._began, reason.url, reason.reason)
+        time.sleep(self._pause)
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+
+
+def latest_order(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
+    """Highest step first. Those without a step are not of the run."""
+    return sorted((info for info in infos if info.step is not None), key=age_order, reverse=True)
+
+
+def step_order(step: int) -> Order:
+    """Only those of one step, the newest first."""
+    return lambda infos: [info for info in latest_order(infos) if info.step == step]
+
+
+def best_order(metric: str, mode: Mode) -> Order:
+    """Those with a finite value of a metric, the best first."""
+    return lambda infos: best_first(latest_order(infos), metric, mode)
+
+
+def best_of(policy: PolicyFunction | None, metric: str | None, mode: Mode | None) -> tuple[str, Mode]:
+    """What "best" means: as given, or as the `KeepBest` of the retention policy says.
+
+    Raises:
+        PolicyError: nothing says it, or two policies differ.
+    """
+    if metric is not None:
+        return metric, mode or "min"
+    parts = policy.policies if isinstance(policy, AnyOf) else (policy,)
+    found = {(part.metric, part.mode) for part in parts if isinstance(part, KeepBest)}
+    if len(found) != 1:
+        why = f"there are several KeepBest in the retention policy: {sorted(found)}" if found else (
+            "there is no KeepBest in the retention policy"
+        )  # fmt: skip
+        raise errors.PolicyError(f"which checkpoint is the best? {why}. Remedy: pass metric='val_loss', mode='min'")
+    return found.pop()
+
+
+def find(
+    catalog: CheckpointCatalog,
+    order: Order,
+    *,
+    passed_over: Collection[str] = (),
+    disks: Sequence[Disk] = (),
+    wait: bool = True,
+) -> Found | NotYet | None:
+    """The first checkpoint in ``order`` that can be loaded, None if there never was one.
+
+    Args:
+        catalog: of the run.
+        order: which will do.
+        passed_over: URLs of those that could not be loaded.
+        disks: what each rank has on its disk.
+        wait: whether one that waits on disks for S3 will do; otherwise it is passed over.
+
+    Raises:
+        CheckpointNotFoundError: there are some, but none that will do.
+        CorruptCheckpointError: those that will do can not be loaded.
+        StorageError
+    """
+    waiting = merge(disks)
+    listing = CheckpointCatalog(str(catalog.root), settings=impatient(catalog.settings)) if waiting else catalog
+    unusable: set[str] = set(passed_over)
+    not_yet: NotYet | None = None
+    while True:
+        away: errors.TransferError | None = None
+        try:
+            on_s3 = [info for info in listing.checkpoints() if info.committed and info.step is not None]
+        except errors.TransferError as error:
+            if not waiting:
+                raise
+            on_s3, away = [], error
+            logger.warning("S3 does not answer, so that only the disks of this job were looked at: %s", error)
+        committed = {(info.url, info.save_id) for info in on_s3}
+        local = {each.info: each for each in waiting if each.key not in committed and each.info.step is not None}
+        there = [*on_s3, *local]
+        asked = order(there)
+        left = [info for info in asked if info.url not in unusable]
+        if not asked and there and not unusable and away is None:
+            raise _none_asked_for(catalog, there)
+        if not left:
+            break
+        for info in left:
+            found = _try_local(listing, local[info], disks, away) if info in local else _try_committed(catalog, info)
+            if isinstance(found, NotYet) and not wait:
+                logger.warning("%s is passed over: %s", info.url, found.reason)
+                not_yet, found = not_yet or found, None
+            if found is not None:
+                return found
+            unusable.add(info.url)
+        # A prune may have been faster: then there are newer ones.
+    if away is not None:
+        raise away if not_yet is None else errors.TransferError(
+            f"{not_yet.url} can not be restored: {not_yet.reason}", bucket=away.bucket, key=away.key
+        ) from away  # fmt: skip
+    if unusable:
+        raise errors.CorruptCheckpointError(
+            f"there are checkpoints under {catalog.root}, and none of those asked for can be loaded: "
+            f"{', '.join(sorted(unusable))}. Remedy: `dcp-s3 verify` says what is wrong with each",
+            url=str(catalog.root),
+        )
+    return None
+
+
+def impatient(settings: Settings) -> Settings:
+    """For questions that are asked again, or to which the disks know an answer, too."""
+    attempts = min(_ATTEMPTS, settings.retry_attempts)
+    return limit_timeouts(settings, settings.spill_after).model_copy(update={"retry_attempts": attempts})
+
+
+def _none_asked_for(catalog: CheckpointCatalog, there: Sequence[CheckpointInfo]) -> errors.CheckpointNotFoundError:
+    steps = sorted({info.step for info in there if info.step is not None})
+    return errors.CheckpointNotFoundError(
+        f"none of the {len(there)} committed checkpoints under {catalog.root} is what was asked for (steps "
+        f"{steps[0]} to {steps[-1]}). Remedy: `dcp-s3 ls {catalog.root}` shows their steps and metrics",
+        url=str(catalog.root),
+    )
+
+
+def _try_committed(catalog: CheckpointCatalog, info: CheckpointInfo) -> Found | None:
+    damage = run(_find_damage(catalog, info))
+    if damage is None:
+        return Found(info.url, info.step or 0)
+    logger.warning("%s is passed over: %s", info.url, damage)
+    return None
+
+
+async def _find_damage(catalog: CheckpointCatalog, info: CheckpointInfo) -> str | None:
+    async with open_bucket(catalog.root.bucket, catalog.settings) as bucket:
+        return await find_damage(bucket, parse_url(info.url))
+
+
+def _try_local(
+    catalog: CheckpointCatalog, waiting: WaitingCheckpoint, disks: Sequence[Disk], away: errors.TransferError | None
+) -> Found | NotYet | None:
+    """None: parts of it are lost."""
+    info = waiting.info
+    url, step = parse_url(info.url), info.step or 0
+    if all(disk.holds_all_of(waiting) for disk in disks):
+        return Found(info.url, step, local=True)
+    what = "it waits on disk to be committed, and not every rank has all of it on its own"
+    if away is None:
+        prefix = url.key("")
+        try:
+            listed = Bucket(url.bucket, catalog.settings).list(prefix)
+            missing = find_missing(waiting, disks, {key.removeprefix(prefix): size for key, size in listed})
+        except errors.TransferError as error:
+            away = error
+        else:
+            if not missing:
+                return NotYet(info.url, step, f"{what}: it goes to S3 now")
+            logger.warning(
+                "%s is passed over: it waits on disk to be committed, but %d of its %d objects, the first %s, are "
+                "neither on S3 nor on a disk of this job",
+                info.url,
+                len(missing),
+                len(waiting.objects),
+                missing[0],
+            )
+            return None
+    return NotYet(info.url, step, f"{what}, but S3 does not answer: {away}")
