@@ -96,14 +96,24 @@ class Remover:
         workers: threads for the requests that change something.
         all_versions: whether, in a bucket with versions, all of an object's go instead of a delete marker being put.
         force: whether pins, leases and saves in progress count for nothing.
+        dry_run: whether it only looks.
     """
 
-    def __init__(self, bucket: AsyncBucket, workers: Workers, *, all_versions: bool, force: bool = False) -> None:
+    def __init__(
+        self,
+        bucket: AsyncBucket,
+        workers: Workers,
+        *,
+        all_versions: bool,
+        force: bool = False,
+        dry_run: bool = False,
+    ) -> None:
         self._bucket = bucket
         self._writing = Bucket(bucket.name, bucket.settings)
         self._workers = workers
         self._all_versions = all_versions
         self._force = force
+        self._dry_run = dry_run
 
     async def delete_committed(
         self, url: CheckpointURL, planned: CheckpointInfo, *, since: float, newest: CheckpointURL | None = None
@@ -133,7 +143,8 @@ class Remover:
             raise LeftAloneError(f"a save is in progress: {belongings.being_saved} was written")
         if planned.etag is not None and not _same(planned.etag, belongings.commits.get(METADATA)):
             raise LeftAloneError("it was overwritten")
-        await self._delete(url, planned, belongings, newest)
+        if not self._dry_run:
+            await self._delete(url, planned, belongings, newest)
         return Deletion(url.name, len(belongings.commits) + len(belongings.objects), belongings.size)
 
     async def _delete(
@@ -266,6 +277,8 @@ class Remover:
                 and parse_deletion_object(path) is None
             ):
                 belongings.objects[path] = each
+        if self._dry_run:
+            return Deletion(url.name, len(belongings.commits) + len(belongings.objects), belongings.size)
         everything = belongings.to_list(None, all_versions=self._all_versions)
         seen = {**everything.commits, **everything.objects}
         known = set(everything.commits)

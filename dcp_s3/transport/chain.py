@@ -5,7 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dcp_s3.settings import aws_endpoint_variable, aws_variable, require_endpoint
+import botocore.exceptions as boto
+import botocore.session
+
+from dcp_s3.errors import SettingsError
+from dcp_s3.settings import Settings, aws_endpoint_variable, aws_variable, require_endpoint
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,26 @@ def find_region(session: Any) -> Found | None:
         return Found(*variable)
     value = session.get_config_variable("region")
     return Found(f"region of {_profile(session)}", str(value)) if value else None
+
+
+def find_chain(settings: Settings) -> dict[str, Found]:
+    """What the chain says of the settings that are left to it, by their names.
+
+    Raises:
+        SettingsError: the endpoint is none, or the profile is not there or can not be read.
+    """
+    session = botocore.session.get_session()
+    try:
+        session.get_scoped_config()  # whether there is such a profile, even if nothing of it is needed
+        if settings.endpoint_url is None:
+            check_endpoint_of(session)
+        found = {
+            "endpoint_url": find_endpoint(session) if settings.endpoint_url is None else None,
+            "region": find_region(session) if settings.region is None else None,
+        }
+    except boto.BotoCoreError as error:
+        raise SettingsError(f"AWS's own configuration can not be read: {error}") from None
+    return {name: each for name, each in found.items() if each is not None}
 
 
 def check_endpoint_of(session: Any) -> None:

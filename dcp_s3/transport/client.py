@@ -99,8 +99,22 @@ def get_client(settings: Settings) -> Any:
             refuse_incomplete(client)
             drop_checksums(client, settings.endpoint_url)
             make_abortable(client)
+            look_once(client)
             _clients[cache_key] = client
     return client
+
+
+def look_once(client: Any) -> None:
+    """Keep botocore from asking for ever where a bucket is.
+
+    It follows a redirect to the region that a HeadBucket tells; if that is redirected without a region (by a portal or
+    proxy), it asks again, as deep as the stack goes. (Seen in botocore 1.43.)
+    """
+
+    def leave_alone(request_dict: dict[str, Any], **_: Any) -> None:
+        request_dict["context"].setdefault("s3_redirect", {})["redirected"] = True
+
+    client.meta.events.register_first("needs-retry.s3.HeadBucket", leave_alone)
 
 
 def _session() -> Any:

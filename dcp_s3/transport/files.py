@@ -21,7 +21,7 @@ from dcp_s3.settings import Settings
 from dcp_s3.transport import retry
 from dcp_s3.transport.answers import refuse_incomplete
 from dcp_s3.transport.bucket import Bucket
-from dcp_s3.transport.client import client_options, config_options
+from dcp_s3.transport.client import client_options, config_options, look_once
 
 OnProgress = Callable[[int], None]
 """Called from several threads with the bytes that moved since the last call; less than zero after a retry."""
@@ -119,6 +119,7 @@ def _client(settings: Settings) -> Iterator[Any]:
     session = boto3.session.Session(botocore_session=core)
     client = session.client("s3", config=Config(**options), **client_options(settings, core))
     refuse_incomplete(client)
+    look_once(client)
     if owner := _owner(settings):
         # s3transfer leaves it out when it gives up an upload.
         client.meta.events.register(
