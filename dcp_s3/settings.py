@@ -31,6 +31,21 @@ MAX_PART_SIZE = 5 * 2**30
 Size = Annotated[int, BeforeValidator(parse_size)]
 SizeOrFraction = Annotated[int | float, BeforeValidator(parse_size_or_fraction)]
 Seconds = Annotated[float, BeforeValidator(parse_duration)]
+# Of one request. poll(2), on which sockets wait, counts milliseconds in 31 bits: 24 days at most.
+RequestSeconds = Annotated[Seconds, Field(gt=0, le=86400)]
+
+
+def _parse_directory(value: object) -> object:
+    path = os.path.expanduser(value) if isinstance(value, (str, os.PathLike)) else value
+    if isinstance(path, str) and not os.path.isabs(path):
+        raise ValueError(
+            "expected an absolute path like /nvme/spill (or ~/spill): a relative one is another directory after a "
+            "restart from elsewhere, which would not find what waits in it"
+        )
+    return path
+
+
+Directory = Annotated[str, BeforeValidator(_parse_directory)]
 
 
 class Settings(BaseSettings):
@@ -79,9 +94,9 @@ class Settings(BaseSettings):
 
     retry_attempts: int = Field(default=8, ge=1, le=100)
     """How often one request is tried in all before the save or load fails."""
-    connect_timeout: Seconds = Field(default=5.0, gt=0)
+    connect_timeout: RequestSeconds = 5.0
     """Seconds to wait for a connection."""
-    read_timeout: Seconds = Field(default=60.0, gt=0)
+    read_timeout: RequestSeconds = 60.0
     """Seconds without a byte before a request counts as broken."""
     save_timeout: Seconds | None = Field(default=None, gt=0)
     """Seconds in which a rank must have written its data, and the coordinator committed. After that the save is given
@@ -93,7 +108,7 @@ class Settings(BaseSettings):
     """Bytes between two ranges of an object that a load rather fetches and throws away than asks around. 256 KiB is
     what S3 sends on one connection (90 MB/s) in a tenth of a request's latency (about 30 ms): a higher value makes
     fewer requests, a lower one moves fewer bytes."""
-    read_waste: float = Field(default=0.0025, ge=0)
+    read_waste: float = Field(default=0.0025, ge=0, allow_inf_nan=False)
     """Bytes between ranges that a load fetches and throws away at most, as a share of those that it needs."""
     load_buffers: Size = Field(default=512 * 2**20, ge=2**20)
     """Bytes of host memory, per process, through which a load brings what it can not receive in place: tensors on a
@@ -115,14 +130,14 @@ class Settings(BaseSettings):
     (``LOCAL_WORLD_SIZE``). Unset: no limit."""
     staging_generations: int = Field(default=2, ge=1, le=64)
     """At most this many staged copies at a time; while all are being saved, the next asynchronous save waits."""
-    spill_dir: str | None = None
-    """Local directory (NVMe) for what exceeds ``staging_limit``, and for objects that wait for S3. Unset: no spilling.
-    Processes of one host may share it; those of different hosts must not."""
+    spill_dir: Directory | None = None
+    """Local directory (NVMe) for what exceeds ``staging_limit``, and for objects that wait for S3; an absolute path, or
+    one with ``~``. Unset: no spilling. Processes of one host may share it; those of different hosts must not."""
     spill_limit: Size | None = Field(default=None, ge=2**20)
     """Bytes of objects that may wait in ``spill_dir``. Unset: as much as fits."""
     spill_keep: Size | None = None
     """Bytes of uploaded objects that stay in ``spill_dir`` for loads on this host. Unset: none."""
-    spill_after: Seconds = Field(default=20.0, gt=0)
+    spill_after: RequestSeconds = 20.0
     """Seconds after which a part that S3 does not take counts as refused; its object goes to ``spill_dir``, if set."""
     durability: Literal["s3", "local"] = "s3"
     """When a save is done: ``s3``, when it is committed on S3; ``local``, when every rank has it on its disk
@@ -177,12 +192,50 @@ class Settings(BaseSettings):
     def _plain_http_url(cls, value: str | None) -> str | None:
         if value is None:
             return None
+        check_endpoint(value)
         parts = urlsplit(value)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError("expected http://host[:port] or https://host[:port]")
         if parts.username or parts.password:
             raise ValueError("expected a URL without credentials: those belong to AWS's own chain")
         return value.rstrip("/")
+
+
+def check_endpoint(url: str) -> None:
+    """Whether S3 requests can be sent to a URL.
+
+    Raises:
+        ValueError: it has no scheme, another one than http and https, no host, or a port that is none.
+    """
+    try:
+        parts = urlsplit(url)
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        good = False
+    if not good:
+        guess = f"http://{url}" if re.fullmatch(r"[\w.-]+(:\d{1,5})?", url) else "http://localhost:9000"
+        raise ValueError(f"expected http://host[:port] or https://host[:port], for example {guess}")
+
+
+def aws_variable(*names: str) -> tuple[str, str] | None:
+    """The first of these environment variables of AWS's own chain that is set: its name and value."""
+    return next(((name, value) for name in names if (value := os.environ.get(name))), None)
+
+
+def aws_endpoint_variable() -> tuple[str, str] | None:
+    """The variable of AWS's own chain that names the endpoint of S3, and its value."""
+    ignored = os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() == "true"
+    return None if ignored else aws_variable("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+
+
+def require_endpoint(source: str, url: str) -> None:
+    """`check_endpoint` of what ``source`` says.
+
+    Raises:
+        SettingsError: it is none.
+    """
+    try:
+        check_endpoint(url)
+    except ValueError as error:
+        raise SettingsError(f"{source} = {url!r} is not allowed: {error}") from None
 
 
 def compile_step_pattern(pattern: str) -> re.Pattern[str]:
@@ -248,10 +301,13 @@ def resolve_settings(settings: SettingsLike) -> Settings:
     """A `Settings` object from what a constructor was given: one, a mapping of overrides, or None.
 
     Raises:
-        SettingsError: a value is not allowed, or there is no such setting.
+        SettingsError: a value is not allowed, or there is no such setting; or `AWS_ENDPOINT_URL_S3`, which is in force
+            without ``endpoint_url``, is no URL.
     """
-    if isinstance(settings, Settings):
-        return settings
-    if settings is not None and not isinstance(settings, Mapping):
+    if settings is not None and not isinstance(settings, (Settings, Mapping)):
         raise SettingsError(f"settings must be a Settings object, a mapping or None, not {type(settings).__name__}")
-    return Settings(**dict(settings or {}))
+    resolved = settings if isinstance(settings, Settings) else Settings(**dict(settings or {}))
+    # Before anything is saved or loaded. That of a profile is looked at when a client is made.
+    if resolved.endpoint_url is None and (variable := aws_endpoint_variable()) is not None:
+        require_endpoint(*variable)
+    return resolved

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 
 _SIZE_UNITS = {
@@ -14,6 +13,10 @@ _SIZE_UNITS = {
 }  # fmt: skip
 _DURATION_UNITS = {"": 1.0, "ms": 1e-3, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _NUMBER_UNIT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+MAX_SIZE = 2**63 - 1
+MAX_DURATION = 3650 * 86400.0
+"""Ten years. The operating system's own timeouts overflow somewhere above it."""
 
 _FRACTION = re.compile(r"\s*([0-9]*\.[0-9]+|[0-9]+(\.[0-9]+)?\s*%)\s*")
 
@@ -30,12 +33,14 @@ def parse_size(value: object) -> int:
     """Bytes of ``64MiB``, ``5GB``, ``1048576`` or an int. ``K``, ``M``, ``G``, ``T`` are binary.
 
     Raises:
-        ValueError: not a size, or negative.
+        ValueError: not a size, negative, or above `MAX_SIZE`.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ValueError("expected a size, for example 64MiB")
     size = _parse(value, _SIZE_UNITS, "64MiB") if isinstance(value, str) else value
-    if not math.isfinite(size) or size != int(size) or size < 0:
+    if size > MAX_SIZE:
+        raise ValueError("expected at most 2^63 - 1 bytes")
+    if not size >= 0 or size != int(size):
         raise ValueError("expected a whole number of bytes, zero or more")
     return int(size)
 
@@ -62,14 +67,16 @@ def parse_duration(value: object) -> float:
     """Seconds of ``30s``, ``5m``, ``250ms``, ``2h``, ``1d``, or a plain number of seconds.
 
     Raises:
-        ValueError: not a duration, or negative.
+        ValueError: not a duration, negative, or above `MAX_DURATION`.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         raise ValueError("expected a duration, for example 30s")
-    seconds = _parse(value, _DURATION_UNITS, "30s") if isinstance(value, str) else float(value)
+    seconds = _parse(value, _DURATION_UNITS, "30s") if isinstance(value, str) else value
+    if seconds > MAX_DURATION:
+        raise ValueError("expected at most ten years (3650d)")
     if not seconds >= 0:
-        raise ValueError("expected a duration of zero seconds or more")
-    return seconds
+        raise ValueError("expected a duration of zero seconds or more, for example 30s")
+    return float(seconds)
 
 
 def format_size(size: float) -> str:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from dcp_s3.errors import InvalidURLError
 
 _SCHEME = "s3://"
+_FOLDED = "s3:/"  # by pathlib, which takes several slashes for one
 # https://docs.aws.amazon.com/AmazonS3/latest/userguide/bucketnamingrules.html, loosened to what other stores
 # and old buckets allow; access-point ARNs are passed on as they are.
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}|arn:[A-Za-z0-9:/_.-]+?:accesspoint[:/][A-Za-z0-9_.-]+")
@@ -47,27 +48,24 @@ class CheckpointURL:
 
 
 def is_s3_url(value: object) -> bool:
-    """Whether ``value`` is text that starts with ``s3://`` (any case). Does not say that it is well formed."""
-    return isinstance(value, str) and value[: len(_SCHEME)].lower() == _SCHEME
+    """Whether ``value`` is text or a path that starts with ``s3:/`` (any case). Does not say that it is well formed."""
+    return _text(value)[: len(_FOLDED)].lower() == _FOLDED
 
 
 def parse_url(value: str | os.PathLike[str]) -> CheckpointURL:
     """Split ``s3://bucket/prefix``.
 
     Keys are taken literally: nothing is unquoted, so ``%``, ``+``, spaces and unicode are safe. Slashes at the
-    end are dropped.
+    end are dropped. ``s3:/bucket/prefix``, which pathlib makes of it, is the same URL.
 
     Raises:
         InvalidURLError: another scheme, no or a bad bucket name, an empty, ``.`` or ``..`` path segment, or a
             prefix too long for the names below it (S3 keys have at most 1024 bytes).
     """
-    text = os.fspath(value)
-    if not is_s3_url(text):
-        hint = ""
-        if text.lower().startswith("s3:/"):
-            hint = " A pathlib.Path folds the two slashes of s3:// into one: pass a str."
-        raise InvalidURLError(f"{text!r} is not an S3 URL: expected s3://bucket/prefix.{hint}")
-    rest = text[len(_SCHEME) :]
+    if not is_s3_url(value):
+        raise InvalidURLError(f"{value!r} is not an S3 URL: expected s3://bucket/prefix")
+    text = _text(value)
+    rest = text[len(_FOLDED) :].removeprefix("/")
     arn = re.match(r"arn:[A-Za-z0-9:_.-]*?:accesspoint[:/][A-Za-z0-9_.-]+", rest)
     bucket, _, prefix = (arn[0], "", rest[arn.end() + 1 :]) if arn else rest.partition("/")
     if not _BUCKET.fullmatch(bucket):
@@ -84,3 +82,9 @@ def parse_url(value: str | os.PathLike[str]) -> CheckpointURL:
             f"{_MAX_KEY_BYTES}, and {_RESERVED_KEY_BYTES} are needed for the names below it"
         )
     return CheckpointURL(bucket, prefix)
+
+
+def _text(value: object) -> str:
+    """A URL or path as text; empty for anything else."""
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    return text if isinstance(text, str) else ""

@@ -1,10 +1,18 @@
 """One Settings object: environment, overrides, clear errors, no secrets."""
 
+from __future__ import annotations
+
 import logging
 import pickle
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
+import dcp_s3
 from dcp_s3 import S3StorageReader, S3StorageWriter, Settings
 from dcp_s3.errors import SettingsError
 
@@ -39,7 +47,28 @@ def test_the_environment_is_read_when_the_object_is_made(monkeypatch: pytest.Mon
         ("ADDRESSING_STYLE", "both", "'path'"),
         ("CONNECT_TIMEOUT", "soon", "30s"),
         ("EXPECTED_BUCKET_OWNER", "me", "12"),
-        ("ENDPOINT_URL", "localhost:9000", "http://"),
+        ("ENDPOINT_URL", "localhost:9000", "http://localhost:9000"),
+        ("ENDPOINT_URL", "http://localhost:99999", "port"),
+        ("SPILL_DIR", "spill", "absolute"),
+        ("SPILL_DIR", "./spill", "absolute"),
+        ("SPILL_DIR", "s3://bucket/spill", "absolute"),
+        ("SPILL_DIR", "~nobody-of-that-name/spill", "absolute"),
+        ("READ_TIMEOUT", "9" * 23, "at most"),
+        ("READ_TIMEOUT", "30d", "86400"),
+        ("CONNECT_TIMEOUT", "25h", "86400"),
+        ("SPILL_AFTER", "9" * 400, "at most"),
+        ("SAVE_TIMEOUT", "9" * 23, "at most"),
+        ("LOAD_TIMEOUT", "-1s", "30s"),
+        ("LOAD_TIMEOUT", "nan", "30s"),
+        ("RETENTION_GRACE", "99999999999d", "at most"),
+        ("HEDGE_MIN_DELAY", "1e23", "30s"),
+        ("LOAD_BUFFERS", "9" * 23, "at most"),
+        ("SPILL_LIMIT", "99999999999TiB", "at most"),
+        ("STAGING_LIMIT", "9" * 400, "at most"),
+        ("READ_GAP", "-1", "64MiB"),
+        ("READ_WASTE", "inf", "finite"),
+        ("READ_WASTE", "nan", "finite"),
+        ("CONCURRENCY", "9" * 23, "512"),
     ],
 )
 def test_a_bad_value_names_variable_value_and_what_is_allowed(
@@ -52,6 +81,104 @@ def test_a_bad_value_names_variable_value_and_what_is_allowed(
     assert f"DCP_S3_{name}" in message
     assert value in message
     assert allowed in message
+
+
+@pytest.mark.parametrize(
+    "name", ["read_timeout", "save_timeout", "part_size", "staging_limit", "read_gap", "spill_limit"]
+)
+@pytest.mark.parametrize(
+    "value",
+    [1e23, 10**23, 10**400, float("inf"), float("nan"), -1, -(10**400)],
+    ids=["1e23", "10^23", "10^400", "inf", "nan", "-1", "-10^400"],
+)
+def test_a_number_beyond_all_bounds_is_an_error_that_names_the_setting(name: str, value: float) -> None:
+    with pytest.raises(SettingsError, match=rf"'{name}'.*expected|'{name}'.*less than or equal"):
+        S3StorageWriter("s3://bucket/x", settings={name: value})
+
+
+def test_the_spill_directory_is_found_again_from_anywhere(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, root: str, memory_server: object
+) -> None:
+    """A shell does not expand the tilde in every place where an environment is written down."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    (tmp_path / "work").mkdir()
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.setenv("DCP_S3_SPILL_DIR", "~/spill")
+    writer = S3StorageWriter(f"{root}/1", settings={"durability": "local"})
+    dcp.save({"a": torch.ones(3)}, storage_writer=writer, no_dist=True)
+    writer.wait_committed(60)
+    assert writer.settings.spill_dir == str(tmp_path / "home" / "spill")
+    assert (tmp_path / "home" / "spill").is_dir()
+    assert list((tmp_path / "work").iterdir()) == []
+
+
+# --- AWS's own chain -------------------------------------------------------------------------------------
+
+
+def _profile(path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.write_text(text)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(path))
+
+
+def _causes(url: str) -> list[BaseException]:
+    """What a writer, a reader and the catalog say, each used by itself."""
+
+    def fails(call: Callable[[], object]) -> BaseException:
+        with pytest.raises((CheckpointException, SettingsError)) as caught:
+            call()
+        failure = caught.value
+        return failure.failures[0][0] if isinstance(failure, CheckpointException) else failure
+
+    state = {"a": torch.ones(3)}
+    return [
+        fails(lambda: dcp.save(state, storage_writer=S3StorageWriter(url), no_dist=True)),
+        fails(lambda: dcp.async_save(state, storage_writer=S3StorageWriter(url), no_dist=True).result(60)),
+        fails(lambda: dcp.load(state, storage_reader=S3StorageReader(url), no_dist=True)),
+        fails(lambda: dcp_s3.latest(url)),
+        fails(lambda: dcp_s3.read_tensor(url, "a")),
+        fails(lambda: dcp_s3.verify(url)),
+    ]
+
+
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"])
+@pytest.mark.parametrize("value", ["minio:9000", "minio", "//minio:9000", "http://minio:port", "http://"])
+def test_an_endpoint_of_awss_variables_that_is_none_is_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    for made in (S3StorageWriter, S3StorageReader):
+        with pytest.raises(SettingsError, match=name):  # before anything is saved or loaded
+            made("s3://bucket/x")
+    for cause in _causes("s3://bucket/x"):
+        assert isinstance(cause, SettingsError)
+        assert name in str(cause)
+        assert repr(value) in str(cause)
+        assert "http://" in str(cause)
+    if value == "minio:9000":
+        assert "for example http://minio:9000" in str(cause)
+    monkeypatch.setenv("DCP_S3_ENDPOINT_URL", "http://localhost:1")  # goes before it
+    S3StorageWriter("s3://bucket/x")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[default]\nendpoint_url = minio:9000\n",
+        "[default]\nservices = mine\n[services mine]\ns3 =\n  endpoint_url = minio:9000\n",
+    ],
+)
+def test_an_endpoint_of_a_profile_that_is_none_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+    _profile(tmp_path / "config", text, monkeypatch)
+    for cause in _causes("s3://bucket/x"):
+        assert isinstance(cause, SettingsError)
+        assert "endpoint_url" in str(cause)
+        assert "profile 'default'" in str(cause)
+        assert "'minio:9000'" in str(cause)
+        assert "http://minio:9000" in str(cause)
 
 
 def test_an_unknown_setting_lists_those_that_exist() -> None:

@@ -21,7 +21,9 @@ def test_sizes(text: object, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "MiB", "1XB", "-5", "1e3", "0.3", None, True, -1, 1.5])
+@pytest.mark.parametrize(
+    "text", ["", "MiB", "1XB", "-5", "1e3", "0.3", None, True, -1, 1.5, 10**400, 2**63, "8EiB", "9" * 400]
+)
 def test_bad_sizes_are_refused(text: object) -> None:
     with pytest.raises(ValueError, match="expected"):
         parse_size(text)
@@ -34,7 +36,10 @@ def test_durations(text: object, seconds: float) -> None:
     assert parse_duration(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "s", "5 parsecs", "-1s", None, False, -2, float("nan")])
+@pytest.mark.parametrize(
+    "text",
+    ["", "s", "5 parsecs", "-1s", None, False, -2, float("nan"), float("inf"), 1e23, 10**400, "9" * 400, "3651d"],
+)
 def test_bad_durations_are_refused(text: object) -> None:
     with pytest.raises(ValueError, match="expected"):
         parse_duration(text)

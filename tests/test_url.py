@@ -1,11 +1,26 @@
 """Checkpoint URLs."""
 
+import os
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_s3.errors import InvalidURLError
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
+
+
+class _Text(os.PathLike[str]):
+    """A path of another library."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __fspath__(self) -> str:
+        return self.text
 
 
 @pytest.mark.parametrize(
@@ -34,7 +49,6 @@ def test_parse(text: str, bucket: str, prefix: str) -> None:
         "bucket/x",
         "/tmp/x",
         "gs://bucket/x",
-        "s3:/bucket/x",
         "s3://",
         "s3:///x",
         "s3://b_/../x",
@@ -49,9 +63,20 @@ def test_bad_urls_name_what_is_expected(text: str) -> None:
         parse_url(text)
 
 
-def test_a_folded_path_is_explained() -> None:
-    with pytest.raises(InvalidURLError, match="pass a str"):
-        parse_url("s3:/bucket/x")
+@pytest.mark.parametrize("kind", [str, Path, PurePosixPath, _Text, str.upper])
+def test_what_pathlib_folds_is_unfolded(kind: Callable[[str], Any]) -> None:
+    for url in ("s3://bucket/run/step-1", "s3://bucket"):
+        folded = kind(str(PurePosixPath(url)))
+        assert is_s3_url(folded)
+        assert str(parse_url(folded)).lower() == url
+    assert parse_url(kind("s3://bucket/x")).bucket.lower() == "bucket"
+
+
+def test_other_paths_stay_what_they_are() -> None:
+    for path in (Path("/s3:/bucket/x"), Path("s3/bucket"), "s3:", "s3:bucket/x", b"s3:/bucket/x", Path("x/s3:/bucket")):
+        assert not is_s3_url(path)
+        with pytest.raises(InvalidURLError, match="expected s3://bucket/prefix"):
+            parse_url(path)  # type: ignore[arg-type]
 
 
 def test_keys_names_and_children() -> None:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed.checkpoint import _fsspec_filesystem as fsspec_filesystem
+from torch.distributed.checkpoint import _storage_utils
 from torch.distributed.checkpoint._async_process_executor import (
     _AsyncCheckpointProcess as AsyncCheckpointProcess,
 )
@@ -32,6 +32,7 @@ from dcp_s3.checkpoint.blocks import Blocks
 from dcp_s3.errors import ShapeMismatchError
 
 FileReader = torch._C.PyTorchFileReader  # of the archives of torch.save
+storage_utils: Any = _storage_utils  # chooses a writer or reader where none is given
 
 __all__ = [
     "CURRENT_DCP_VERSION",
@@ -48,7 +49,6 @@ __all__ = [
     "find_load_group",
     "find_save_group",
     "find_upload_future",
-    "fsspec_filesystem",
     "get_blocks",
     "get_crc",
     "get_raw_offset",
@@ -57,6 +57,7 @@ __all__ = [
     "narrow_tensor_by_index",
     "shape_check",
     "shape_mismatch",
+    "storage_utils",
 ]
 
 # Extra attributes of _StorageInfo. Its pickled state is its __dict__, and other readers ignore what they do not

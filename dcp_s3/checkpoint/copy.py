@@ -233,7 +233,7 @@ def _prepare_directory(target: Path, url: CheckpointURL, source: _Source, *, ove
         if not overwrite:
             raise errors.CheckpointExistsError(
                 f"{target} is not empty, and holds no unfinished download of {url}. Remedy: give another directory, "
-                "empty this one, or pass --overwrite (overwrite=True)",
+                "empty this one, or pass overwrite=True",
                 url=str(url),
             )
         # What is there may have the right size by chance.

@@ -11,26 +11,26 @@ import typer
 
 from dcp_s3.checkpoint import copy
 from dcp_s3.cli import drain as draining
-from dcp_s3.cli import tables
+from dcp_s3.cli import exits, tables
 from dcp_s3.cli import verify as verifying
 from dcp_s3.cli.common import (
-    FAILED,
-    NOTHING_THERE,
     ROOT,
     URL,
     AsJSON,
     Overwrite,
     app,
+    local_directory,
     note,
     print_json,
     print_line,
     progress,
     stop_on_signals,
 )
-from dcp_s3.errors import DcpS3Error
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.details import describe
-from dcp_s3.settings import Settings
+from dcp_s3.retention.parse import policy_from_settings
+from dcp_s3.settings import resolve_settings
+from dcp_s3.transport.chain import find_chain
 from dcp_s3.units import format_size
 
 
@@ -53,7 +53,7 @@ def ls(
     elif not shown:
         note(f"no checkpoints under {root} (for one checkpoint: dcp-s3 show)")
     if not shown:
-        raise typer.Exit(NOTHING_THERE)
+        raise typer.Exit(exits.NOTHING_THERE)
 
 
 @app.command()
@@ -73,7 +73,10 @@ def show(url: URL, as_json: AsJSON = False) -> None:
 @app.command()
 def download(
     url: URL,
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Empty, or of a download that was cut off.")],
+    directory: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="Empty, or of a download that was cut off.", callback=local_directory),
+    ],
     overwrite: Overwrite = False,
 ) -> None:
     """Copy a checkpoint into DIR, where torch's FileSystemReader reads it."""
@@ -84,7 +87,10 @@ def download(
 
 @app.command()
 def upload(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Holds .metadata and what belongs to it.")],
+    directory: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="Holds .metadata and what belongs to it.", callback=local_directory),
+    ],
     url: URL,
     overwrite: Overwrite = False,
 ) -> None:
@@ -104,31 +110,21 @@ def verify(
     """Check whether a checkpoint is still what was saved.
 
     Without --full: metadata, manifest, and that every object is there with its size. With --full also every byte.
-
-    Exit status 0: good. 1: damaged. 2: it can not be told (S3 failed, or no checkpoint is there).
     """
     answers: list[verifying.Answer] = []
-    try:
-        with progress("verify") as callbacks:
-            if root:
-                for found in verifying.answer_all(url, full=full, callbacks=callbacks):
-                    answers.append(found)
-                    if not as_json:
-                        print_line(verifying.line(found))
-            else:
-                answers.append(verifying.answer(url, full=full, callbacks=callbacks))
-    except BrokenPipeError:
-        raise
-    except (DcpS3Error, OSError) as error:
-        note(f"dcp-s3: {error}")
-        raise typer.Exit(verifying.UNKNOWN) from None
+    with progress("verify") as callbacks:
+        if root:
+            for found in verifying.answer_all(url, full=full, callbacks=callbacks):
+                answers.append(found)
+                if not as_json:
+                    print_line(verifying.line(found))
+        else:
+            answers.append(verifying.answer(url, full=full, callbacks=callbacks))
     if root:
         if as_json:
             print_json([found.to_dict() for found in answers])
         if not answers:
             note(f"no committed checkpoints under {url}")
-    elif answers[0].report is None:
-        note(f"dcp-s3: {answers[0].error}")
     elif as_json:
         print_json(answers[0].to_dict())
     else:
@@ -141,7 +137,10 @@ def verify(
 @app.command()
 def drain(
     directory: Annotated[
-        Path | None, typer.Argument(metavar="[DIR]", help="Spill directory; the default is DCP_S3_SPILL_DIR.")
+        Path | None,
+        typer.Argument(
+            metavar="[DIR]", help="Spill directory; the default is DCP_S3_SPILL_DIR.", callback=local_directory
+        ),
     ] = None,
     watch: Annotated[bool, typer.Option("--watch", help="Go on until SIGTERM or Ctrl-C.")] = False,
     status: Annotated[bool, typer.Option("--status", help="Only show what is there.")] = False,
@@ -149,9 +148,9 @@ def drain(
 ) -> None:
     """Upload what a crash or an outage of S3 left in a spill directory, and commit what is complete then.
 
-    Exit status 0: nothing is left. 1: something waits or was set aside, with the reason.
+    Exit status 1: something waits or was set aside, with the reason.
     """
-    settings = Settings()
+    settings = resolve_settings(None)
     store = draining.open_directory(directory, settings.spill_dir)
     found = draining.status(store)
     if status:
@@ -174,14 +173,16 @@ def drain(
     if as_json:
         print_json(asdict(report))
     if not draining.report_done(store, report, note):
-        raise typer.Exit(FAILED)
+        raise typer.Exit(exits.FAILED)
 
 
 @app.command()
 def config(as_json: AsJSON = False) -> None:
-    """Show the settings in effect, and which environment variable each comes from."""
-    settings = Settings()
+    """Show the settings in effect, and which environment variable or AWS profile each comes from."""
+    settings = resolve_settings(None)
+    policy_from_settings(settings)  # says so if it is none
+    rows = tables.settings_rows(settings, find_chain(settings))
     if as_json:
-        print_json(tables.settings_rows(settings))
+        print_json(rows)
     else:
-        tables.make_console().print(tables.settings_table(settings))
+        tables.make_console().print(tables.settings_table(rows))

@@ -7,7 +7,8 @@ import json
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -25,11 +26,10 @@ from rich.progress import (
 from typer.core import TyperGroup
 
 from dcp_s3._version import __version__
-from dcp_s3.cli import tables
+from dcp_s3.cli import exits, tables
 from dcp_s3.errors import DcpS3Error
-
-FAILED = 1
-NOTHING_THERE = 3
+from dcp_s3.format.manifest import number_to_json
+from dcp_s3.url import is_s3_url
 
 
 class _Group(TyperGroup):
@@ -40,24 +40,38 @@ class _Group(TyperGroup):
             return super().invoke(ctx)
         except BrokenPipeError:
             raise  # click's: the reader of our output has gone
+        except typer.BadParameter as error:
+            error.message = in_options(error.message, error.ctx.command.params if error.ctx is not None else ())
+            raise
         except (DcpS3Error, OSError) as error:
-            tables.make_console(stderr=True).print(f"dcp-s3: {error}", soft_wrap=True)
-            raise typer.Exit(FAILED) from None
+            command: Any = self.get_command(ctx, ctx.invoked_subcommand or "")
+            parameters = () if command is None else command.params
+            note(f"dcp-s3: {in_options(str(error), parameters)}")
+            raise typer.Exit(exits.status_of(error)) from None
+
+
+def in_options(message: str, parameters: Iterable[Any]) -> str:
+    """A message of the library, which names Python's arguments, for those who typed a command with these."""
+    for parameter in parameters:
+        message = message.replace(f"{parameter.name}=True", parameter.opts[0])
+    return message
 
 
 app = typer.Typer(
     name="dcp-s3",
     cls=_Group,
     help="PyTorch distributed checkpoints on S3: look at them, copy them, and keep what is to be kept.",
+    epilog="Exit status: " + ". ".join(f"{status} {meaning}" for status, meaning in exits.MEANINGS.items()) + ".",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
 
-AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON; of its numbers NaN and the infinities are text.")]
 URL = Annotated[str, typer.Argument(metavar="URL", help="s3://bucket/prefix of the checkpoint.")]
 ROOT = Annotated[str, typer.Argument(metavar="ROOT", help="s3://bucket/prefix above the checkpoints.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be done, and why.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
 
 
@@ -78,8 +92,20 @@ def _main(
 
 def print_json(value: Any) -> None:
     """For programs."""
-    json.dump(value, sys.stdout, indent=1)
-    sys.stdout.write("\n")
+    sys.stdout.write(to_json(value, indent=1) + "\n")
+
+
+def to_json(value: Any, *, indent: int | None = None) -> str:
+    """Strict JSON: NaN and the infinities are text, as in the manifests."""
+    return json.dumps(_strict(value), indent=indent, allow_nan=False)
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _strict(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(each) for each in value]
+    return number_to_json(value)
 
 
 def print_line(text: str) -> None:
@@ -152,7 +178,18 @@ def ask(question: str) -> None:
     """Ask, and end the command unless the answer is yes."""
     if not typer.confirm(question, err=True):
         note("nothing was deleted")
-        raise typer.Exit(FAILED)
+        raise typer.Exit(exits.FAILED)
+
+
+def local_directory(path: Path | None) -> Path | None:
+    """Callback of an argument that is no URL: the two are easily given the wrong way round.
+
+    Raises:
+        typer.BadParameter: it is one.
+    """
+    if path is not None and is_s3_url(path):
+        raise typer.BadParameter(f"{str(path)!r} is an S3 URL, and this is to be a local directory")
+    return path
 
 
 @contextlib.contextmanager

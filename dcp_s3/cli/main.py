@@ -1,8 +1,4 @@
-"""The commands of ``dcp-s3``, in the order in which ``--help`` shows them.
-
-Exit status: 0 done, 1 failed, 2 wrong usage, 3 nothing is there. Of ``verify``: 0 good, 1 damaged, 2 it can not be
-told.
-"""
+"""The commands of ``dcp-s3``, in the order in which ``--help`` shows them."""
 
 from __future__ import annotations
 

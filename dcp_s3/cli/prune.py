@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import logging
 import random
 import signal
@@ -14,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dcp_s3.cli import tables
-from dcp_s3.cli.common import ask, note, print_json, print_line, progress_of_steps
+from dcp_s3.cli.common import ask, note, print_json, print_line, progress_of_steps, to_json
 from dcp_s3.errors import DcpS3Error
 from dcp_s3.retention.counts import counting
 from dcp_s3.retention.plan import Plan
@@ -115,7 +114,7 @@ def run_every(job: Job, interval: float, *, as_json: bool) -> None:
             logger.exception("the prune of %s failed, it is tried again", job.root)
             return
         if as_json:
-            print_line(json.dumps(report.to_dict()))
+            print_line(to_json(report.to_dict()))
         elif job.dry_run:
             tables.make_console().print(tables.plan(report.plan))
         else:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Annotated
 
 import typer
 
+from dcp_s3.cli import exits, tables
 from dcp_s3.cli import prune as pruning
-from dcp_s3.cli import tables
 from dcp_s3.cli.common import (
-    FAILED,
-    NOTHING_THERE,
     ROOT,
     URL,
     AsJSON,
+    DryRun,
     app,
     ask,
     note,
@@ -23,21 +20,13 @@ from dcp_s3.cli.common import (
     require_yes,
     wrong_usage,
 )
-from dcp_s3.errors import (
-    CheckpointNotFoundError,
-    CorruptMetadataError,
-    InvalidURLError,
-    MetricsError,
-    PolicyError,
-    SettingsError,
-    UnsafeMetadataError,
-)
+from dcp_s3.errors import CorruptMetadataError, MetricsError, PolicyError, UnsafeMetadataError
 from dcp_s3.retention import marks
 from dcp_s3.retention.details import describe
 from dcp_s3.retention.parse import parse_policy, policy_from_settings
 from dcp_s3.retention.prune import check_grace
 from dcp_s3.retention.remove import remove
-from dcp_s3.settings import Settings
+from dcp_s3.settings import resolve_settings
 from dcp_s3.units import format_size, parse_duration
 from dcp_s3.url import parse_url
 
@@ -59,7 +48,7 @@ def prune(
             "daily:N, weekly:N. The default is DCP_S3_RETENTION; without that only leftovers are deleted.",
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be done, and why.")] = False,
+    dry_run: DryRun = False,
     yes: Yes = False,
     as_json: AsJSON = False,
     grace: Annotated[
@@ -80,17 +69,13 @@ def prune(
     """Delete the checkpoints under ROOT that no policy keeps, and what failed saves have left.
 
     Never deleted: the newest checkpoint, pinned ones, one that is being loaded with a lease or being saved.
-
-    Exit status 0: done. 1: something failed. 2: wrong usage. 3: nothing is there.
     """
-    with wrong_usage(InvalidURLError, hint="ROOT"):
-        parse_url(root)
-    settings = Settings()
+    parse_url(root)
+    settings = resolve_settings(None)
     with wrong_usage(PolicyError, hint="POLICY"):
         policy = parse_policy(" ".join(policies or ()))
     if policy is None:
-        with wrong_usage(SettingsError, hint="POLICY"):
-            policy = policy_from_settings(settings)
+        policy = policy_from_settings(settings)
     with wrong_usage(PolicyError, hint="--grace"):
         seconds = check_grace(settings.retention_grace if grace is None else grace, force=force)
     interval = None if every is None else _interval(every)
@@ -110,9 +95,9 @@ def prune(
     report = pruning.run_once(job, yes=yes, as_json=as_json)
     if pruning.is_empty(report.plan):
         note(f"no checkpoints under {root}")
-        raise typer.Exit(NOTHING_THERE)
+        raise typer.Exit(exits.NOTHING_THERE)
     if not report.ok:
-        raise typer.Exit(FAILED)
+        raise typer.Exit(exits.FAILED)
 
 
 def _interval(text: str) -> float:
@@ -129,19 +114,16 @@ def pin(
     reason: Annotated[str | None, typer.Option(help="Why, for whoever looks at it later.")] = None,
 ) -> None:
     """Protect a checkpoint from every policy, until `unpin`."""
-    with _one_checkpoint(url):
-        marks.pin(url, reason)
+    marks.pin(url, reason)
     note(f"{url} is pinned")
 
 
 @app.command()
 def unpin(url: URL) -> None:
     """Remove the pin of a checkpoint."""
-    with _one_checkpoint(url):
-        pinned = marks.unpin(url)
-    if not pinned:
+    if not marks.unpin(url):
         note(f"{url} is not pinned")
-        raise typer.Exit(NOTHING_THERE)
+        raise typer.Exit(exits.NOTHING_THERE)
     note(f"{url} is not pinned any more")
 
 
@@ -156,7 +138,7 @@ def annotate(
     """Add metrics to a checkpoint, or replace some."""
     with wrong_usage(ValueError, hint="NAME=VALUE"):
         given = dict(_metric(text) for text in metrics)
-    with _one_checkpoint(url), wrong_usage(MetricsError, hint="NAME=VALUE"):
+    with wrong_usage(MetricsError, hint="NAME=VALUE"):
         added = marks.annotate(url, given)
     print_line(tables.format_metrics(added))
 
@@ -178,6 +160,7 @@ def _metric(text: str) -> tuple[str, float | int | bool | str]:
 @app.command()
 def rm(
     url: URL,
+    dry_run: DryRun = False,
     yes: Yes = False,
     force: Annotated[
         bool,
@@ -186,25 +169,15 @@ def rm(
     all_versions: AllVersions = False,
 ) -> None:
     """Delete one checkpoint, committed or not."""
-    require_yes(yes)
-    with _one_checkpoint(url):
-        if not yes:
-            try:
-                tables.make_console().print(tables.facts(describe(url)))
-            except (CorruptMetadataError, UnsafeMetadataError) as error:
-                note(str(error))
-            ask("Delete it?")
-        done = remove(url, force=force, all_versions=all_versions)
-    note(f"{url} is deleted: {done.objects} objects, {format_size(done.size)}")
-
-
-@contextlib.contextmanager
-def _one_checkpoint(url: str) -> Iterator[None]:
-    """Exit status 2 for a URL that is none, 3 if nothing is there."""
-    with wrong_usage(InvalidURLError, hint="URL"):
-        parse_url(url)
-    try:
-        yield
-    except CheckpointNotFoundError as error:
-        note(f"dcp-s3: {error}")
-        raise typer.Exit(NOTHING_THERE) from None
+    if not dry_run:
+        require_yes(yes)
+    if dry_run or not yes:
+        try:
+            tables.make_console().print(tables.facts(describe(url)))
+        except (CorruptMetadataError, UnsafeMetadataError) as error:
+            note(str(error))
+    if not dry_run and not yes:
+        ask("Delete it?")
+    done = remove(url, force=force, all_versions=all_versions, dry_run=dry_run)
+    what = "would be deleted" if dry_run else "is deleted"
+    note(f"{url} {what}: {done.objects} objects, {format_size(done.size)}")

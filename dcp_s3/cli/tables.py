@@ -17,6 +17,7 @@ from dcp_s3.retention.checkpoint_info import CheckpointInfo
 from dcp_s3.retention.details import CheckpointDetails, StoredObject
 from dcp_s3.retention.plan import LEASE_MARGIN, Plan
 from dcp_s3.settings import ENV_PREFIX, Settings
+from dcp_s3.transport.chain import Found
 from dcp_s3.units import format_size
 
 _PIPED_WIDTH = 100_000
@@ -81,6 +82,7 @@ def facts(details: CheckpointDetails) -> Table:
         "items": details.items or None,
         "created": created,
         "metrics": format_metrics(info.metrics),
+        "pinned": info.pin_reason,
         "written by": ", ".join(f"{name} {version}" for name, version in details.writer.items()) or writer,
     }
     for name, value in rows.items():
@@ -161,22 +163,28 @@ def entries(saved: Iterable[SavedEntry]) -> Table:
     return table
 
 
-def settings_rows(settings: Settings) -> list[dict[str, Any]]:
-    """Name, value and source of every setting. None of them is a secret: credentials are never settings."""
-    return [
-        {
-            "name": name,
-            "value": getattr(settings, name),
-            "source": f"{ENV_PREFIX}{name.upper()}" if name in settings.model_fields_set else "default",
-        }
-        for name in type(settings).model_fields
-    ]
+def settings_rows(settings: Settings, chain: Mapping[str, Found]) -> list[dict[str, Any]]:
+    """Name, value and source of every setting. None of them is a secret: credentials are never settings.
+
+    Args:
+        settings: in force.
+        chain: what AWS's own chain says, by name of the setting.
+    """
+    rows = []
+    for name in type(settings).model_fields:
+        value, source = getattr(settings, name), "default"
+        if name in settings.model_fields_set:
+            source = f"{ENV_PREFIX}{name.upper()}"
+        elif name in chain:
+            value, source = chain[name].value, chain[name].source
+        rows.append({"name": name, "value": value, "source": source})
+    return rows
 
 
-def settings_table(settings: Settings) -> Table:
+def settings_table(rows: Iterable[Mapping[str, Any]]) -> Table:
     """One line per setting."""
     table = _table(("setting", "value", "from"))
-    for row in settings_rows(settings):
+    for row in rows:
         value = "unset" if row["value"] is None else row["value"]
         _add(table, (row["name"], value, row["source"]), style="dim" if row["source"] == "default" else "")
     return table

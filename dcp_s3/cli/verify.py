@@ -8,13 +8,10 @@ from typing import Any
 
 from dcp_s3.checkpoint.verify import verify
 from dcp_s3.checkpoint.verify_report import VerifyReport
+from dcp_s3.cli import exits
 from dcp_s3.errors import CheckpointNotFoundError, DcpS3Error
 from dcp_s3.retention.catalog import list_checkpoints
 from dcp_s3.units import format_size
-
-GOOD = 0
-DAMAGED = 1
-UNKNOWN = 2
 
 
 @dataclass(frozen=True)
@@ -29,28 +26,29 @@ class Answer:
 
     url: str
     report: VerifyReport | None = None
-    error: str | None = None
+    error: Exception | None = None
 
     @property
     def status(self) -> int:
         """Exit status."""
-        if self.report is None:
-            return UNKNOWN
-        return GOOD if self.report.ok else DAMAGED
+        if self.error is not None:
+            return exits.status_of(self.error)
+        return exits.DONE if self.report is None or self.report.ok else exits.DAMAGED
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: the report, or ``url``, ``ok`` (null) and ``error``."""
         if self.report is None:
-            return {"url": self.url, "ok": None, "error": self.error}
+            return {"url": self.url, "ok": None, "error": str(self.error)}
         return self.report.to_dict()
 
 
 def answer(url: str, *, full: bool, callbacks: dict[str, Any]) -> Answer:
-    """Verify one checkpoint."""
-    try:
-        return Answer(url, verify(url, full=full, **callbacks))
-    except (DcpS3Error, OSError) as error:
-        return Answer(url, error=str(error))
+    """Verify one checkpoint.
+
+    Raises:
+        DcpS3Error, OSError: it can not be told.
+    """
+    return Answer(url, verify(url, full=full, **callbacks))
 
 
 def answer_all(root: str, *, full: bool, callbacks: dict[str, Any]) -> Iterator[Answer]:
@@ -73,15 +71,12 @@ def answer_all(root: str, *, full: bool, callbacks: dict[str, Any]) -> Iterator[
         except CheckpointNotFoundError:
             continue
         except (DcpS3Error, OSError) as error:
-            yield Answer(info.url, error=str(error))
+            yield Answer(info.url, error=error)
 
 
 def worst(statuses: list[int]) -> int:
-    """The exit status of several answers; that of none is `UNKNOWN`."""
-    for status in (DAMAGED, UNKNOWN):
-        if status in statuses:
-            return status
-    return GOOD if statuses else UNKNOWN
+    """The exit status of several answers: damage counts most."""
+    return max(statuses, default=exits.NOTHING_THERE)
 
 
 def line(found: Answer) -> str:

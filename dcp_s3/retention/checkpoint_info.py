@@ -56,6 +56,7 @@ class CheckpointInfo:
         written_at: seconds since the epoch on the clock of S3, when the newest data object in its directory was
             written; None if they were not listed.
         pinned: whether `pin` protects it.
+        pin_reason: why, if `pin` was told.
         leased_until: seconds since the epoch on the clock of S3, when the last reader's lease ends; None without any.
         waiting: whether a commit of this URL waits in this host's spill directory.
         deletions: ids (`layout.deletion_id`) of deletions that were begun and not finished.
@@ -82,6 +83,7 @@ class CheckpointInfo:
     waiting: bool = False
     deletions: tuple[str, ...] = ()
     damage: str | None = None
+    pin_reason: str | None = None
 
     @property
     def committed(self) -> bool:

@@ -62,17 +62,27 @@ class Deleter:
         workers: threads for the requests that change something.
         all_versions: whether, in a bucket with versions, all of an object's go instead of a delete marker being put.
         force: whether pins, leases and saves in progress count for nothing.
+        dry_run: whether it only looks.
 
     Attributes:
         writing: the bucket, for requests that change something.
-        bucket, all_versions, force: as given.
+        bucket, all_versions, force, dry_run: as given.
     """
 
-    def __init__(self, bucket: AsyncBucket, workers: Workers, *, all_versions: bool, force: bool = False) -> None:
+    def __init__(
+        self,
+        bucket: AsyncBucket,
+        workers: Workers,
+        *,
+        all_versions: bool,
+        force: bool = False,
+        dry_run: bool = False,
+    ) -> None:
         self.bucket = bucket
         self.writing = Bucket(bucket.name, bucket.settings)
         self.all_versions = all_versions
         self.force = force
+        self.dry_run = dry_run
         self._workers = workers
 
     def check_marks(self, url: CheckpointURL, objects: Iterable[ListedObject], now: float) -> None:

@@ -92,7 +92,8 @@ class Remover:
             raise LeftAloneError(f"a save is in progress: {belongings.being_saved} was written")
         if planned.etag is not None and not same_etag(planned.etag, belongings.commits.get(METADATA)):
             raise LeftAloneError("it was overwritten")
-        await self._delete(url, planned, belongings, newest)
+        if not self._deleter.dry_run:
+            await self._delete(url, planned, belongings, newest)
         return Deletion(url.name, len(belongings.commits) + len(belongings.objects), belongings.size)
 
     async def _delete(

@@ -1,14 +1,16 @@
 """One checkpoint, looked at with few small requests.
 
 Of ours there are two: a listing of what begins with a dot (``.metadata``, and below ``.dcp_s3/`` manifest, metrics, pin
-and leases), and a GET of the manifest. A GET more if metrics were added, a HEAD more if it is not plain which manifest
-belongs to ``.metadata``: four at most. Foreign ones, and those that are not committed, are listed.
+and leases), and a GET of the manifest. A GET more if metrics were added, another if it is pinned, a HEAD more if it is
+not plain which manifest belongs to ``.metadata``: five at most. Foreign ones, and those that are not committed, are
+listed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import logging
 import os
 import re
@@ -24,6 +26,7 @@ from dcp_s3.format.layout import (
     CONTROL_PREFIX,
     METADATA,
     METRICS,
+    PIN,
     SAVE_ID_KEY,
     manifest_object,
     metadata_object,
@@ -148,6 +151,8 @@ async def inspect(
     info = with_step(with_marks(found.info, found.contents), patterns)
     if found.contents.metrics and info.committed:
         info = with_metrics(info, await _read_added(bucket, url))
+    if info.pinned:
+        info = dataclasses.replace(info, pin_reason=await _read_pin_reason(bucket, url))
     return dataclasses.replace(found, info=info)
 
 
@@ -265,6 +270,17 @@ async def _read_added(bucket: AsyncBucket, url: CheckpointURL) -> AddedMetrics:
     except ValueError as error:
         logger.warning("the metrics that were added to %s are not used: %s", url, error)
         return AddedMetrics("")
+
+
+async def _read_pin_reason(bucket: AsyncBucket, url: CheckpointURL) -> str | None:
+    """Why it is pinned, if it says so and may be read. It protects whatever is in it."""
+    try:
+        reason = json.loads(await bucket.read(url.key(PIN)))["reason"]
+    except (errors.ObjectNotFoundError, errors.AccessDeniedError):
+        return None
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return reason if isinstance(reason, str) else None
 
 
 def save_id_of(head: Any) -> str | None:

@@ -83,6 +83,8 @@ class LeftoverRemover:
                 and parse_deletion_object(path) is None
             ):
                 belongings.objects[path] = each
+        if self._deleter.dry_run:
+            return Deletion(url.name, len(belongings.commits) + len(belongings.objects), belongings.size)
         everything = belongings.to_list(None, all_versions=self._deleter.all_versions)
         seen = {**everything.commits, **everything.objects}
         known = set(everything.commits)

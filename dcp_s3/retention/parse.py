@@ -72,7 +72,11 @@ def _parse_best(text: str) -> Policy:
     missing = "keep"
     if rest.endswith((":keep", ":drop")):
         rest, _, missing = rest.rpartition(":")
-    metric, _, mode = rest.rpartition(":")
+    metric, colon, mode = rest.rpartition(":")
+    if not colon and rest not in ("", "min", "max"):
+        raise PolicyError(f"min or max is missing, for example best:{count}:{rest}:min")
+    if not metric:
+        raise PolicyError(f"the metric is missing, for example best:{count}:val_loss:min")
     return KeepBest(_number(count), metric, mode, missing)  # type: ignore[arg-type]  # checked there
 
 

@@ -273,7 +273,7 @@ def _floors(infos: Sequence[CheckpointInfo], active: Mapping[str, str], now: flo
     for info in infos:
         reasons = kept[info.name]
         if info.pinned:
-            reasons.append("pinned")
+            reasons.append(f"pinned ({info.pin_reason})" if info.pin_reason else "pinned")
         if info.leased_until is not None and now < info.leased_until + LEASE_MARGIN:
             reasons.append(f"a reader has a lease for {max(0.0, info.leased_until - now):.0f} s more")
         if info.name in active:

@@ -197,7 +197,7 @@ def check_grace(grace: float | str, *, force: bool) -> float:
     if seconds < MIN_GRACE and not force:
         raise errors.PolicyError(
             f"grace = {grace!r} is under {MIN_GRACE / 3600:.0f} h: a save that is going on could be taken for a "
-            "leftover, and lose its objects. Remedy: a longer one; or force it, if nothing is being saved there"
+            "leftover, and lose its objects. Remedy: a longer one; or pass force=True, if nothing is being saved there"
         )
     return seconds
 

@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from dcp_s3 import errors
 from dcp_s3.retention.catalog import find_local
@@ -30,6 +31,7 @@ def remove(
     *,
     force: bool = False,
     all_versions: bool = False,
+    dry_run: bool = False,
     settings: SettingsLike = None,
 ) -> Deletion:
     """Delete one checkpoint whatever the policies say, even the newest; also one that was never committed.
@@ -38,6 +40,7 @@ def remove(
         url: of the checkpoint.
         force: also if it is pinned, being read, or being saved: whoever does that fails.
         all_versions: see `prune`.
+        dry_run: only look: what is returned would be deleted, what is raised would keep it.
         settings: a `Settings`, or a mapping of those that differ from the environment.
 
     Raises:
@@ -47,16 +50,20 @@ def remove(
         InvalidURLError, SettingsError
         StorageError: it is not gone, or not all of it; `prune` or another `remove` finish it.
     """
-    return run(_remove(parse_url(url), resolve_settings(settings), force=force, all_versions=all_versions))
+    return run(
+        _remove(parse_url(url), resolve_settings(settings), force=force, all_versions=all_versions, dry_run=dry_run)
+    )
 
 
-async def _remove(url: CheckpointURL, settings: Settings, *, force: bool, all_versions: bool) -> Deletion:
+async def _remove(
+    url: CheckpointURL, settings: Settings, *, force: bool, all_versions: bool, dry_run: bool
+) -> Deletion:
     parent = url.prefix.rpartition("/")[0]
     root = CheckpointURL(url.bucket, parent)
     waiting = any(info.name == url.name for info in find_local(str(root), settings=settings))
     async with open_bucket(url.bucket, settings) as bucket:
         with contextlib.closing(Workers(WORKERS, "dcp_s3-remove")) as workers:
-            deleter = Deleter(bucket, workers, all_versions=all_versions, force=force)
+            deleter = Deleter(bucket, workers, all_versions=all_versions, force=force, dry_run=dry_run)
             now = (await bucket.page(url.key(""))).server_time
             if now is None:
                 logger.warning("the S3 endpoint does not tell its time; ages are by the clock of this host")
@@ -81,9 +88,11 @@ async def _remove(url: CheckpointURL, settings: Settings, *, force: bool, all_ve
                 live = now < info.leased_until + LEASE_MARGIN
                 why = "a reader has a lease" if live else why
             if info is not None and info.pinned:
-                why = "it is pinned"
+                why = f"it is pinned ({info.pin_reason})" if info.pin_reason else "it is pinned"
             if why is not None and not force:
                 raise _protected(url, why)
+            if dry_run:  # what others have begun is not finished either
+                uploads, info = [], None if info is None else replace(info, deletions=())
             return await _remove_found(deleter, url, info, uploads, since=since)
 
 
@@ -112,6 +121,6 @@ async def _remove_found(
 
 def _protected(url: CheckpointURL, why: str) -> errors.CheckpointProtectedError:
     return errors.CheckpointProtectedError(
-        f"{url} was not deleted: {why}. Remedy: `unpin` it, wait, or force it, if nobody needs what is there",
+        f"{url} was not deleted: {why}. Remedy: `unpin` it, wait, or pass force=True, if nobody needs what is there",
         url=str(url),
     )

@@ -107,7 +107,7 @@ class Drainer:
     def _drain(self, save: SpilledSave, report: DrainReport) -> None:
         try:
             url = parse_url(save.journal.url)
-            bucket = Bucket(url.bucket, Settings(**save.journal.settings), patience=self._patience)
+            bucket = Bucket(url.bucket, _settings_of(save), patience=self._patience)
             if save.journal.state is State.WRITING:
                 if save.is_being_written():
                     report.waiting[save.name] = "it is being written"
@@ -121,10 +121,11 @@ class Drainer:
                 self._commit(save, save.journal.commit, url, bucket, report)
             else:
                 self._upload(save, url, bucket, report)
-        except (DamagedFileError, errors.CheckpointExistsError, errors.SettingsError, errors.InvalidURLError) as error:
+        except (DamagedFileError, errors.CheckpointExistsError, errors.InvalidURLError) as error:
             report.refused[save.name] = str(error)
             self._store.refuse(save.path, str(error))
-        except (errors.StorageError, errors.SpillError, OSError) as error:
+        except (errors.StorageError, errors.SpillError, errors.SettingsError, OSError) as error:
+            # A SettingsError here is about AWS's own chain as this process sees it.
             logger.debug("the spilled save %s waits: %s", save.name, error)
             report.waiting[save.name] = str(error)
             without_tracebacks(error)  # with them go the mapped files
@@ -208,6 +209,13 @@ class Drainer:
             f"{len(missing)} of {len(spilled.objects)} objects are not on S3 yet, the first {missing[0]}; they may "
             "wait in the spill directories of other hosts"
         )
+
+
+def _settings_of(save: SpilledSave) -> Settings:
+    try:
+        return Settings(**save.journal.settings)
+    except errors.SettingsError as error:
+        raise DamagedFileError(f"the settings in its journal are not allowed: {error}") from None
 
 
 def _abort_uploads(save: SpilledSave, bucket: Bucket) -> None:

@@ -25,7 +25,7 @@ from aiobotocore.session import get_session
 from dcp_s3 import errors
 from dcp_s3.settings import Settings
 from dcp_s3.transport import retry
-from dcp_s3.transport.client import client_options, config_options
+from dcp_s3.transport.client import client_options, config_options, look_once
 from dcp_s3.transport.throttle import gate_of
 
 logger = logging.getLogger(__name__)
@@ -289,6 +289,7 @@ async def open_bucket(name: str, settings: Settings, *, max_requests: int = MAX_
     """An `AsyncBucket` with a client of its own, closed on leaving.
 
     Raises:
+        SettingsError: the endpoint that AWS's own chain names is none.
         StorageError: no client can be made of the settings and AWS's own chain.
     """
     options = config_options(settings) | {"max_pool_connections": max_requests}
@@ -297,8 +298,9 @@ async def open_bucket(name: str, settings: Settings, *, max_requests: int = MAX_
         async def connect() -> Any:
             session = get_session()
             session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
-            client = session.create_client("s3", config=AioConfig(**options), **client_options(settings))
+            client = session.create_client("s3", config=AioConfig(**options), **client_options(settings, session))
             return await stack.enter_async_context(client)
 
         client = await call(connect, operation="create_client", bucket=name, attempts=1)
+        look_once(client)
         yield AsyncBucket(name, settings, client, max_requests=max_requests)

@@ -19,6 +19,7 @@ from dcp_s3._version import __version__
 from dcp_s3.settings import Settings
 from dcp_s3.transport.answers import refuse_incomplete
 from dcp_s3.transport.body import send_without_copy
+from dcp_s3.transport.chain import check_endpoint_of
 from dcp_s3.transport.checksum_support import drop_checksums
 from dcp_s3.transport.flight import make_abortable
 
@@ -60,11 +61,21 @@ def config_options(settings: Settings) -> dict[str, Any]:
     }
 
 
-def client_options(settings: Settings) -> dict[str, Any]:
-    """Endpoint and region as keyword arguments for a client; empty where AWS's own chain decides."""
+def client_options(settings: Settings, session: Any) -> dict[str, Any]:
+    """Endpoint and region as keyword arguments for a client; empty where AWS's own chain decides.
+
+    Args:
+        settings: of the client.
+        session: botocore's or aiobotocore's, which will make it.
+
+    Raises:
+        SettingsError: the endpoint that AWS's own chain names is none.
+    """
     options: dict[str, Any] = {}
     if settings.endpoint_url:
         options["endpoint_url"] = settings.endpoint_url
+    else:
+        check_endpoint_of(session)
     if settings.region:
         options["region_name"] = settings.region
     return options
@@ -79,24 +90,41 @@ def get_client(settings: Settings) -> Any:
     with _lock:
         client = _clients.get(cache_key)
         if client is None:
-            client = _session().client("s3", config=Config(**config_options(settings)), **client_options(settings))
+            core = _session()
+            client = boto3.session.Session(botocore_session=core).client(
+                "s3", config=Config(**config_options(settings)), **client_options(settings, core)
+            )
             for operation in ("UploadPart", "PutObject"):
                 client.meta.events.register(f"before-send.s3.{operation}", send_without_copy)
             refuse_incomplete(client)
             drop_checksums(client, settings.endpoint_url)
             make_abortable(client)
+            look_once(client)
             _clients[cache_key] = client
     return client
 
 
+def look_once(client: Any) -> None:
+    """Keep botocore from asking for ever where a bucket is.
+
+    It follows a redirect to the region that a HeadBucket tells; if that is redirected without a region (by a portal or
+    proxy), it asks again, as deep as the stack goes. (Seen in botocore 1.43.)
+    """
+
+    def leave_alone(request_dict: dict[str, Any], **_: Any) -> None:
+        request_dict["context"].setdefault("s3_redirect", {})["redirected"] = True
+
+    client.meta.events.register_first("needs-retry.s3.HeadBucket", leave_alone)
+
+
 def _session() -> Any:
-    """A boto3 session of our own: the default one is not safe to create clients from in threads.
+    """A botocore session of our own: the default one is not safe to create clients from in threads.
 
     Its answers have times as S3 wrote them: nobody here looks at them, and parsing one costs a tenth of a request.
     """
     core = botocore.session.get_session()
     core.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=str)
-    return boto3.session.Session(botocore_session=core)
+    return core
 
 
 def forget_client(settings: Settings) -> None:

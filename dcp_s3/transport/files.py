@@ -11,6 +11,7 @@ from typing import Any
 
 import boto3
 import botocore.exceptions as boto
+import botocore.session
 from botocore.config import Config
 from s3transfer.exceptions import RetriesExceededError
 from s3transfer.manager import TransferConfig, TransferManager
@@ -20,7 +21,7 @@ from dcp_s3.settings import Settings
 from dcp_s3.transport import retry
 from dcp_s3.transport.answers import refuse_incomplete
 from dcp_s3.transport.bucket import Bucket
-from dcp_s3.transport.client import client_options, config_options
+from dcp_s3.transport.client import client_options, config_options, look_once
 
 OnProgress = Callable[[int], None]
 """Called from several threads with the bytes that moved since the last call; less than zero after a retry."""
@@ -114,8 +115,11 @@ def _client(settings: Settings) -> Iterator[Any]:
     # Not the process's client: that one leaves retries to its callers, and s3transfer has few of its own.
     options = config_options(settings)
     options["retries"] = {"total_max_attempts": settings.retry_attempts, "mode": "standard"}
-    client = boto3.session.Session().client("s3", config=Config(**options), **client_options(settings))
+    core = botocore.session.get_session()
+    session = boto3.session.Session(botocore_session=core)
+    client = session.client("s3", config=Config(**options), **client_options(settings, core))
     refuse_incomplete(client)
+    look_once(client)
     if owner := _owner(settings):
         # s3transfer leaves it out when it gives up an upload.
         client.meta.events.register(

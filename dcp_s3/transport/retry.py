@@ -49,6 +49,9 @@ _CREDENTIAL_CODES = frozenset(
         "SignatureDoesNotMatch", "TokenRefreshRequired",
     }
 )  # fmt: skip
+# https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html
+_REDIRECTS = frozenset({301, 302, 307, 308})
+_OTHER_REGION_CODES = frozenset({"AuthorizationHeaderMalformed", "IllegalLocationConstraintException"})
 # https://docs.aws.amazon.com/AmazonS3/latest/userguide/using-with-s3-policy-actions.html
 _PERMISSIONS = {
     "HeadObject": "GetObject",
@@ -97,6 +100,14 @@ def status_code(error: Exception) -> int:
     if isinstance(error, boto.ClientError):
         return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     return 0
+
+
+def region_of(error: Exception) -> str:
+    """Where S3 says that the bucket is, empty if it does not say."""
+    if not isinstance(error, boto.ClientError):
+        return ""
+    headers = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    return str(headers.get("x-amz-bucket-region") or error.response.get("Error", {}).get("Region") or "")
 
 
 def is_retryable(error: Exception) -> bool:
@@ -262,6 +273,14 @@ def to_storage_error(error: Exception, operation: str, bucket: str, key: str, at
         remedy = (
             "give AWS credentials by AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile (AWS_PROFILE), or an "
             "instance or pod role"
+        )
+    elif status in _REDIRECTS or (code in _OTHER_REGION_CODES and region_of(error)):
+        # botocore follows a redirect once; this one it could not.
+        region = region_of(error)
+        remedy = (
+            f"the bucket is in {region}: set DCP_S3_REGION={region}"
+            if region
+            else "the bucket is in another region, or at another endpoint: set DCP_S3_REGION or DCP_S3_ENDPOINT_URL"
         )
     elif code in _CREDENTIAL_CODES:
         cls = errors.CredentialsError

@@ -78,8 +78,9 @@ def _moved(what: str, relied_on: str) -> str:
         (_DCP + "_async_process_executor", "_AsyncCheckpointProcess"),
         (_DCP + "_extension", "ExtensionRegistry"),
         (_DCP + "_extension", "StreamTransformExtension"),
-        (_DCP + "_fsspec_filesystem", "FsspecReader"),
-        (_DCP + "_fsspec_filesystem", "FsspecWriter"),
+        (_DCP + "_storage_utils", "FileSystemReader"),
+        (_DCP + "_storage_utils", "FileSystemWriter"),
+        (_DCP + "_storage_utils", "_storage_setup"),
         (_DCP + "filesystem", "CURRENT_DCP_VERSION"),
         (_DCP + "filesystem", "_StorageInfo"),
         (_DCP + "filesystem", "_StoragePrefix"),
@@ -391,8 +392,8 @@ def test_shapes_that_differ_raise_our_error_in_the_default_planner(tmp_path: Pat
 # --- _storage_setup, failures, caches --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "reader"), [("FsspecWriter", False), ("FsspecReader", True)])
-def test_storage_setup_looks_the_fsspec_classes_up_at_each_call(
+@pytest.mark.parametrize(("name", "reader"), [("FileSystemWriter", False), ("FileSystemReader", True)])
+def test_storage_setup_asks_the_file_system_classes_of_its_module_first(
     monkeypatch: pytest.MonkeyPatch, name: str, reader: bool
 ) -> None:
     from torch.distributed.checkpoint._storage_utils import _storage_setup
@@ -400,30 +401,23 @@ def test_storage_setup_looks_the_fsspec_classes_up_at_each_call(
     made: list[Any] = []
 
     class Stand:
-        def __init__(self, checkpoint_id: str) -> None:
+        def __call__(self, checkpoint_id: str) -> Stand:
             made.append(checkpoint_id)
+            return self
 
         def reset(self, checkpoint_id: str) -> None:
             made.append(checkpoint_id)
 
-        @classmethod
-        def validate_checkpoint_id(cls, checkpoint_id: str) -> bool:
+        def validate_checkpoint_id(self, checkpoint_id: str) -> bool:
             return True
 
-    monkeypatch.setattr(_torch.fsspec_filesystem, name, Stand)
+    monkeypatch.setattr(_torch.storage_utils, name, Stand())
     found = _storage_setup(None, "s3://bucket/run", reader=reader)
     assert isinstance(found, Stand), _moved(
         f"_storage_setup does not look up {name} in its module at each call, or asks something before it",
         "dcp_s3.register()",
     )
     assert made == ["s3://bucket/run", "s3://bucket/run"]
-
-
-@pytest.mark.parametrize("cls", [FileSystemReader, FileSystemWriter])
-def test_the_file_system_refuses_our_urls(cls: Any) -> None:
-    assert not cls.validate_checkpoint_id("s3://bucket/run"), _moved(
-        f"{cls.__name__} takes s3:// URLs for itself", "dcp_s3.register()"
-    )
 
 
 def test_checkpoint_exception_is_no_exception_and_has_failures() -> None:

@@ -203,7 +203,7 @@ def test_ranks_without_collectives_are_copied_together(root: str, s3: Any, tmp_p
     assert (newest.world_size, newest.size) == (2, dcp_s3.list_checkpoints(root)[0].size)
     assert keys(s3, f"{root}/copy-8") == keys(s3, url)
     delete(s3, url, "__1.metadata")
-    assert "1 of 2 ranks" in run("download", url, tmp_path / "e", status=1).stderr
+    assert "1 of 2 ranks" in run("download", url, tmp_path / "e", status=3).stderr
 
 
 def test_download_wants_an_empty_directory(root: str, tmp_path: Path) -> None:
@@ -224,7 +224,7 @@ def test_a_download_that_was_cut_off_is_no_checkpoint_and_goes_on(root: str, s3:
     first, second, *_ = sorted(path for path in keys(s3, url) if path.endswith(".distcp"))
     data = get(s3, url, second)
     put(s3, url, second, bytes(len(data)))  # the CRC in the manifest finds it
-    assert "arrived damaged" in run("download", url, tmp_path, status=1).stderr
+    assert "arrived damaged" in run("download", url, tmp_path, status=4).stderr
     assert not (tmp_path / ".metadata").exists()
     assert not (tmp_path / second).exists()
     before = (tmp_path / first).stat().st_mtime_ns
@@ -253,15 +253,15 @@ def test_what_is_incomplete_is_not_copied(root: str, s3: Any, tmp_path: Path) ->
     url = save(f"{root}/1")
     data = next(path for path in keys(s3, url) if path.endswith(".distcp"))
     delete(s3, url, data)
-    assert data in run("download", url, tmp_path / "a", status=1).stderr
+    assert data in run("download", url, tmp_path / "a", status=4).stderr
     delete(s3, url, ".metadata")
-    assert "no committed checkpoint" in run("download", url, tmp_path / "a", status=1).stderr
+    assert "no committed checkpoint" in run("download", url, tmp_path / "a", status=3).stderr
     assert not (tmp_path / "a").exists()
     directory = save_locally(tmp_path / "b")
     file = directory / "__0_0.distcp"
     file.write_bytes(file.read_bytes()[:-1])
-    assert "__0_0.distcp" in run("upload", directory, f"{root}/2", status=1).stderr
-    assert "no committed checkpoint" in run("upload", tmp_path / "nowhere", f"{root}/2", status=1).stderr
+    assert "__0_0.distcp" in run("upload", directory, f"{root}/2", status=4).stderr
+    assert "no committed checkpoint" in run("upload", tmp_path / "nowhere", f"{root}/2", status=3).stderr
     assert keys(s3, f"{root}/2") == {}
 
 
@@ -329,12 +329,12 @@ def test_errors_are_one_message_and_status_1(bucket: str) -> None:
     assert "Remedy" in result.stderr
     assert "Traceback" not in result.stderr
     assert len(result.stderr.splitlines()) == 1
-    run("show", f"s3://{bucket}/nothing", status=1)
+    run("show", f"s3://{bucket}/nothing", status=3)
 
 
 def test_a_bad_setting_is_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DCP_S3_PART_SIZE", "much")
-    assert "DCP_S3_PART_SIZE" in run("ls", "s3://bucket/run", status=1).stderr
+    assert "DCP_S3_PART_SIZE" in run("ls", "s3://bucket/run", status=2).stderr
 
 
 @pytest.mark.parametrize("arguments", [["ls"], ["lss"], ["ls", "s3://b/r", "--jason"], ["upload", "only-one"]])

@@ -46,24 +46,31 @@ def test_a_good_checkpoint_is_one_line(root: str) -> None:
     assert "without checksum: 1 objects, 3 items" in run(url, "--full").stdout
 
 
-def test_damage_is_status_1_and_named(root: str, s3: Any) -> None:
+def test_damage_is_status_4_and_named(root: str, s3: Any) -> None:
     url = save(f"{root}/step-1")
     path = damage(s3, url)
     run(url, status=0)
-    first, problem, last = run(url, "--full", status=1).stdout.splitlines()
+    first, problem, last = run(url, "--full", status=4).stdout.splitlines()
     assert first == f"{url}: damaged"
     assert problem.startswith(f"  {path}: 'weight' has CRC-64/NVME ")
     assert "1 problems" in last
-    report = json.loads(run(url, "--full", "--json", status=1).stdout)
+    report = json.loads(run(url, "--full", "--json", status=4).stdout)
     assert (report["ok"], report["url"], report["mode"]) == (False, url, "full")
     assert [(found["path"], found["fqn"]) for found in report["problems"]] == [(path, "weight")]
     assert json.loads(run(url, "--json").stdout)["ok"] is True
 
 
-def test_what_can_not_be_told_is_status_2(root: str, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for arguments in ((f"{root}/none",), (f"s3://{bucket}-not/run",), (f"s3://{bucket}-not/run", "--root"), ("local",)):
+def test_what_can_not_be_told_has_the_status_of_its_reason(
+    root: str, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for arguments, status in (
+        ((f"{root}/none",), 3),
+        ((f"s3://{bucket}-not/run",), 1),
+        ((f"s3://{bucket}-not/run", "--root"), 1),
+        (("local",), 2),
+    ):
         for more in ((), ("--json",), ("--full",)):
-            result = run(*arguments, *more, status=2)
+            result = run(*arguments, *more, status=status)
             assert result.stdout == ""
             assert result.stderr.startswith("dcp-s3: ")
             assert len(result.stderr.splitlines()) == 1
@@ -73,8 +80,8 @@ def test_what_can_not_be_told_is_status_2(root: str, bucket: str, monkeypatch: p
 
 
 def test_every_checkpoint_under_a_root(root: str, s3: Any) -> None:
-    assert "no committed checkpoints" in run(root, "--root", status=2).stderr
-    assert json.loads(run(root, "--root", "--json", status=2).stdout) == []
+    assert "no committed checkpoints" in run(root, "--root", status=3).stderr
+    assert json.loads(run(root, "--root", "--json", status=3).stdout) == []
     for step in (9, 10):
         save(f"{root}/step-{step}")
     delete(s3, save(f"{root}/step-11"), ".metadata")
@@ -83,10 +90,10 @@ def test_every_checkpoint_under_a_root(root: str, s3: Any) -> None:
     assert all(": good (full: " in line for line in lines)
 
     path = damage(s3, f"{root}/step-9")
-    first, second = run(root, "--root", "--full", status=1).stdout.splitlines()
+    first, second = run(root, "--root", "--full", status=4).stdout.splitlines()
     assert first.startswith(f"{root}/step-9: damaged: {path}: 'weight' has ")
     assert ": good " in second
-    found = json.loads(run(root, "--root", "--full", "--json", status=1).stdout)
+    found = json.loads(run(root, "--root", "--full", "--json", status=4).stdout)
     assert [report["ok"] for report in found] == [False, True]
 
 
@@ -97,11 +104,11 @@ def test_a_root_goes_on_after_one_that_can_not_be_read(root: str, s3: Any, memor
     refused = Fault.error(403, "AccessDenied")
     memory_server.handle.fault = lambda request: refused if request.key.endswith(data) else None
     try:
-        first, *rest = run(root, "--root", "--full", status=2).stdout.splitlines()
+        first, *rest = run(root, "--root", "--full", status=1).stdout.splitlines()
         assert first.startswith(f"{root}/step-1: could not be verified: ")
         assert [": good " in line for line in rest] == [True, True]
         damage(s3, f"{root}/step-3")
-        found = json.loads(run(root, "--root", "--full", "--json", status=1).stdout)
+        found = json.loads(run(root, "--root", "--full", "--json", status=4).stdout)
         assert [report["ok"] for report in found] == [None, True, False]
         assert "AccessDenied" in found[0]["error"]
     finally:
@@ -109,10 +116,10 @@ def test_a_root_goes_on_after_one_that_can_not_be_read(root: str, s3: Any, memor
 
 
 def test_the_worst_status_wins() -> None:
-    assert worst([]) == 2
+    assert worst([]) == 3
     assert worst([0, 0]) == 0
-    assert worst([0, 2]) == 2
-    assert worst([2, 1, 0]) == 1
+    assert worst([0, 1]) == 1
+    assert worst([1, 4, 0]) == 4
 
 
 def test_the_progress_bar_takes_nothing_that_goes_into_a_pipe(root: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,14 +6,14 @@ import os
 import pickle
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, _fsspec_filesystem
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, _fsspec_filesystem, _storage_utils
 from torch.distributed.checkpoint._async_process_executor import _AsyncCheckpointProcess
 from torch.distributed.checkpoint._storage_utils import _storage_setup
 from torch.distributed.checkpoint.api import CheckpointException
@@ -36,7 +36,9 @@ _TORCHS_PROCESS_SAVE = _AsyncCheckpointProcess.save
 
 def _torch_is_as_it_was() -> bool:
     return (
-        _fsspec_filesystem.FsspecWriter is _TORCHS_WRITER
+        _storage_utils.FileSystemWriter is FileSystemWriter
+        and _storage_utils.FileSystemReader is FileSystemReader
+        and _fsspec_filesystem.FsspecWriter is _TORCHS_WRITER
         and _fsspec_filesystem.FsspecReader is _TORCHS_READER
         and _AsyncCheckpointProcess.save is _TORCHS_PROCESS_SAVE
     )
@@ -75,6 +77,83 @@ def test_save_and_load_by_checkpoint_id_alone(root: str, s3: Any, bucket: str, r
     assert any("manifest-" in key for key in keys)
 
 
+def _cause(caught: pytest.ExceptionInfo[CheckpointException]) -> BaseException:
+    return caught.value.failures[0][0]
+
+
+def _folded(url: str) -> list[Any]:
+    """What is left of the URL when it went through pathlib, which takes the two slashes for one."""
+    return [Path(url), PurePosixPath(url), str(Path(url))]
+
+
+def test_a_url_that_went_through_pathlib_goes_to_s3(
+    root: str, memory_server: S3Server, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    dcp_s3.register()
+    try:
+        for number, checkpoint_id in enumerate(_folded(root)):
+            assert str(checkpoint_id) == root.replace("//", "/")
+            step = (
+                Path(checkpoint_id, str(number)) if isinstance(checkpoint_id, PurePath) else f"{checkpoint_id}/{number}"
+            )
+            dcp.save(_state(number), checkpoint_id=step)
+            found = _state(-1.0)
+            dcp.load(found, checkpoint_id=step)
+            _assert_loads(found, number)
+    finally:
+        dcp_s3.unregister()
+    assert list(tmp_path.iterdir()) == []
+    assert {key.split("/")[1] for key in memory_server.handle.objects(bucket)} == {"0", "1", "2"}
+    newest = dcp_s3.latest(Path(root))
+    assert newest is not None
+    assert newest.url == f"{root}/2"
+    dcp.save(_state(9.0), checkpoint_id=Path(root, "9"), storage_writer=S3StorageWriter())
+    found = _state(0.0)
+    dcp.load(found, storage_reader=S3StorageReader(Path(root, "9")))
+    _assert_loads(found, 9.0)
+
+
+def test_an_asynchronous_save_to_a_path_goes_to_s3(
+    root: str, memory_server: S3Server, registered: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    dcp.async_save(_state(3.0), checkpoint_id=Path(root)).result(60)
+    found = _state(0.0)
+    dcp.load(found, checkpoint_id=root)
+    _assert_loads(found, 3.0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_registration_can_overwrite_and_has_settings(root: str, memory_server: S3Server, bucket: str) -> None:
+    """As with torch's FsspecWriter: a run that goes on from an earlier step saves its later steps again."""
+    try:
+        dcp_s3.register(overwrite=True, settings={"buckets_per_rank": 1})
+        for value in (1.0, 2.0):
+            dcp.save(_state(value), checkpoint_id=root)
+        dcp.async_save(_state(3.0), checkpoint_id=root).result(60)
+        found = _state(0.0)
+        dcp.load(found, checkpoint_id=root)
+        _assert_loads(found, 3.0)
+        assert _storage_setup(None, root, reader=False).settings.buckets_per_rank == 1  # type: ignore[union-attr]
+        assert _storage_setup(None, root, reader=True).settings.buckets_per_rank == 1  # type: ignore[union-attr]
+        # The last call counts.
+        dcp_s3.register()
+        with pytest.raises(CheckpointException) as caught:
+            dcp.save(_state(4.0), checkpoint_id=root)
+        assert isinstance(_cause(caught), errors.CheckpointExistsError)
+        assert "overwrite=True" in str(_cause(caught))
+    finally:
+        dcp_s3.unregister()
+    assert _torch_is_as_it_was()
+
+
+def test_a_wrong_setting_is_found_when_it_is_registered() -> None:
+    with pytest.raises(errors.SettingsError, match="part_size"):
+        dcp_s3.register(settings={"part_size": "1"})
+    assert _torch_is_as_it_was()
+
+
 def test_the_defaults_are_ours(root: str, memory_server: S3Server, registered: None) -> None:
     dcp.save(_state(1.0), checkpoint_id=root)
     # Fsspec's writer would overwrite.
@@ -97,9 +176,9 @@ def test_async_save_by_checkpoint_id_alone(root: str, memory_server: S3Server, r
 
 
 def _save_in_a_process(url: str, directory: str) -> None:
-    dcp_s3.register()
+    dcp_s3.register(overwrite=True)
     state = _state(4.0)
-    for checkpoint_id in (url, directory):
+    for checkpoint_id in (url, Path(url), directory):
         future = dcp.async_save(
             state,
             checkpoint_id=checkpoint_id,
@@ -252,11 +331,11 @@ def test_subclasses_stay_themselves_for_s3_urls_too(registered: None) -> None:
 
 def test_register_twice_unregister_once() -> None:
     dcp_s3.register()
-    first = _fsspec_filesystem.FsspecWriter, _fsspec_filesystem.FsspecReader, _AsyncCheckpointProcess.save
-    dcp_s3.register()
+    first = _storage_utils.FileSystemWriter, _storage_utils.FileSystemReader, _AsyncCheckpointProcess.save
+    dcp_s3.register(overwrite=True)
     assert first == (
-        _fsspec_filesystem.FsspecWriter,
-        _fsspec_filesystem.FsspecReader,
+        _storage_utils.FileSystemWriter,
+        _storage_utils.FileSystemReader,
         _AsyncCheckpointProcess.save,
     )
     assert not _torch_is_as_it_was()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from dcp_s3.spill.drain import Drainer, DrainReport
 from dcp_s3.spill.store import SpillStore
 from dcp_s3.transport import multipart
 from dcp_s3.transport.bucket import Bucket
+from dcp_s3.transport.client import close_clients
 from dcp_s3.transport.parts import Piece
 from dcp_s3.transport.upload import Uploader
 from tests.faulty import FaultyServer
@@ -52,6 +54,30 @@ def test_a_checkpoint_with_another_checksum_is_drained_too(spill: Spill, checksu
     assert spill.drain().committed == [url]
     assert_complete(url, state)
     spill.assert_empty()
+
+
+def test_what_waits_is_not_to_blame_for_the_endpoint_of_the_profile(
+    faulty_spill: Spill, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    spill, url = faulty_spill, faulty_spill.url("step-1")
+    endpoint = os.environ["DCP_S3_ENDPOINT_URL"]
+    monkeypatch.delenv("DCP_S3_ENDPOINT_URL")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", endpoint)
+    spill.save(url, make_state(1))
+    monkeypatch.delenv("AWS_ENDPOINT_URL")
+    close_clients()
+    config = tmp_path / "config"
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    config.write_text("[default]\nendpoint_url = minio:9000\n")
+    report = spill.drain()
+    assert not report.refused
+    assert all("profile 'default'" in reason for reason in report.waiting.values())
+    assert len(report.waiting) == 2
+    config.write_text(f"[default]\nendpoint_url = {endpoint}\n")
+    close_clients()
+    assert spill.drain().committed == [url]
+    assert_complete(url, make_state(1))
+    close_clients()
 
 
 def test_several_checkpoints_are_drained_in_one_pass_oldest_first(faulty_spill: Spill) -> None:

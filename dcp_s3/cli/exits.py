@@ -1,0 +1,30 @@
+"""The exit statuses of ``dcp-s3``: the same for one mistake, whatever the command."""
+
+from __future__ import annotations
+
+from dcp_s3 import errors
+
+DONE = 0
+FAILED = 1
+USAGE = 2
+NOTHING_THERE = 3
+DAMAGED = 4
+
+MEANINGS = {
+    DONE: "done; of verify: good",
+    FAILED: "failed: S3 or the disk refused, or something is protected, exists already, or waits",
+    USAGE: "wrong usage: an argument, an option, a URL or a setting",
+    NOTHING_THERE: "nothing is there",
+    DAMAGED: "damaged: a checkpoint is not what was saved",
+}
+
+_STATUSES: dict[int, tuple[type[Exception], ...]] = {
+    USAGE: (errors.SettingsError, errors.InvalidURLError, errors.PolicyError, errors.MetricsError),
+    NOTHING_THERE: (errors.CheckpointNotFoundError,),
+    DAMAGED: (errors.CorruptCheckpointError, errors.CorruptMetadataError, errors.UnsafeMetadataError),
+}
+
+
+def status_of(error: Exception) -> int:
+    """The exit status for what a command failed with."""
+    return next((status for status, kinds in _STATUSES.items() if isinstance(error, kinds)), FAILED)

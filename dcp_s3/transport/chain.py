@@ -1,0 +1,91 @@
+"""What AWS's own chain says where our settings say nothing: its variables, then the profile."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import botocore.exceptions as boto
+import botocore.session
+
+from dcp_s3.errors import SettingsError
+from dcp_s3.settings import Settings, aws_endpoint_variable, aws_variable, require_endpoint
+
+
+@dataclass(frozen=True)
+class Found:
+    """A value of the chain.
+
+    Attributes:
+        source: the variable, or what in which profile.
+        value: what it says.
+    """
+
+    source: str
+    value: str
+
+
+def find_endpoint(session: Any) -> Found | None:
+    """The endpoint of S3 that botocore will choose; None for AWS's own.
+
+    Args:
+        session: botocore's or aiobotocore's.
+
+    Raises:
+        botocore.exceptions.BotoCoreError: the profile is not there, or can not be read.
+    """
+    if session.get_config_variable("ignore_configured_endpoint_urls"):
+        return None
+    variable = aws_endpoint_variable()
+    if variable is not None:
+        return Found(*variable)
+    profile = session.get_scoped_config()
+    services = session.full_config.get("services", {}).get(profile.get("services"), {})
+    of_s3 = services.get("s3")
+    value = (of_s3.get("endpoint_url") if isinstance(of_s3, dict) else None) or profile.get("endpoint_url")
+    return Found(f"endpoint_url of {_profile(session)}", str(value)) if value else None
+
+
+def find_region(session: Any) -> Found | None:
+    """The region that botocore will choose; None without one."""
+    variable = aws_variable("AWS_DEFAULT_REGION")
+    if variable is not None:
+        return Found(*variable)
+    value = session.get_config_variable("region")
+    return Found(f"region of {_profile(session)}", str(value)) if value else None
+
+
+def find_chain(settings: Settings) -> dict[str, Found]:
+    """What the chain says of the settings that are left to it, by their names.
+
+    Raises:
+        SettingsError: the endpoint is none, or the profile is not there or can not be read.
+    """
+    session = botocore.session.get_session()
+    try:
+        session.get_scoped_config()  # whether there is such a profile, even if nothing of it is needed
+        if settings.endpoint_url is None:
+            check_endpoint_of(session)
+        found = {
+            "endpoint_url": find_endpoint(session) if settings.endpoint_url is None else None,
+            "region": find_region(session) if settings.region is None else None,
+        }
+    except boto.BotoCoreError as error:
+        raise SettingsError(f"AWS's own configuration can not be read: {error}") from None
+    return {name: each for name, each in found.items() if each is not None}
+
+
+def check_endpoint_of(session: Any) -> None:
+    """Say in time, and by its name, that an endpoint is none: botocore has a bare ValueError for it.
+
+    Raises:
+        SettingsError: it is none.
+        botocore.exceptions.BotoCoreError: the profile is not there, or can not be read.
+    """
+    found = find_endpoint(session)
+    if found is not None:
+        require_endpoint(found.source, found.value)
+
+
+def _profile(session: Any) -> str:
+    return f"profile {session.profile or 'default'!r} in {session.get_config_variable('config_file')}"
