@@ -18,14 +18,13 @@ from typing import Any, TypeVar
 
 import aiohttp
 import botocore.exceptions as boto
-import botocore.loaders
 from aiobotocore.config import AioConfig
 from aiobotocore.session import get_session
 
 from dcp_s3 import errors
 from dcp_s3.settings import Settings
 from dcp_s3.transport import retry
-from dcp_s3.transport.client import client_options, config_options, look_once
+from dcp_s3.transport.client import client_options, config_options, look_once, share_loader
 from dcp_s3.transport.throttle import gate_of
 
 logger = logging.getLogger(__name__)
@@ -278,12 +277,6 @@ def timestamp(value: datetime.datetime) -> float:
     return value.timestamp()
 
 
-@functools.cache
-def _loader(data_path: str | None) -> Any:
-    """botocore's service descriptions, parsed once in a process rather than for each client (about 70 ms)."""
-    return botocore.loaders.create_loader(data_path)
-
-
 @contextlib.asynccontextmanager
 async def open_bucket(name: str, settings: Settings, *, max_requests: int = MAX_REQUESTS) -> AsyncIterator[AsyncBucket]:
     """An `AsyncBucket` with a client of its own, closed on leaving.
@@ -297,7 +290,7 @@ async def open_bucket(name: str, settings: Settings, *, max_requests: int = MAX_
 
         async def connect() -> Any:
             session = get_session()
-            session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
+            share_loader(session)
             client = session.create_client("s3", config=AioConfig(**options), **client_options(settings, session))
             return await stack.enter_async_context(client)
 

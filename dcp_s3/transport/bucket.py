@@ -18,6 +18,7 @@ from dcp_s3.transport.checksum import ChecksumAlgorithm, crc32c, crc64nvme, enco
 from dcp_s3.transport.checksum_support import with_or_without
 from dcp_s3.transport.client import forget_client, get_client
 from dcp_s3.transport.deadline import Deadline
+from dcp_s3.transport.flight import hang_at_most
 from dcp_s3.transport.throttle import Gate, gate_of
 
 logger = logging.getLogger(__name__)
@@ -117,9 +118,13 @@ class Bucket:
         ``attempts``: other than the settings say.
         """
 
+        def attempt() -> T:
+            with hang_at_most(self.settings.connect_timeout, self.settings.read_timeout):
+                return request()
+
         def call() -> T:
             return retry.call(
-                request,
+                attempt,
                 operation=operation,
                 bucket=self.name,
                 key=key,

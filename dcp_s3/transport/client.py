@@ -1,17 +1,23 @@
-"""boto3 clients: one per process and connection settings, made when first needed.
+"""boto3 clients: one for each endpoint that a process talks to, made when first needed.
 
-A writer is pickled into a spawned process and must survive fork, so nothing above this module holds a client.
-The cache is keyed by process id: a forked child makes its own clients rather than share sockets.
+A client is keyed by what its connections depend on and nothing else: whatever other settings, deadlines or limits a
+save or load has, it uses the connections that are there. How long one request may hang is told with the request
+(`flight.hang_at_most`). A writer is pickled into a spawned process and must survive fork, so nothing above this module
+holds a client, and a forked child makes its own rather than share sockets.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import platform
 import threading
-from typing import Any
+from collections import OrderedDict
+from typing import Any, NamedTuple
 
 import boto3
+import botocore.loaders
 import botocore.session
 from botocore.config import Config
 
@@ -26,10 +32,23 @@ from dcp_s3.transport.flight import make_abortable
 # A fixed text: botocore's own is put together anew for each request, which takes a sixth of a request's CPU.
 _USER_AGENT = f"dcp_s3/{__version__} Boto3/{boto3.__version__} Python/{platform.python_version()}"
 
-# Saves and loads of one process that may overlap before connections are closed rather than kept for reuse.
-_SAVES_AT_ONCE = 4
+# Idle connections that are kept: more than the highest concurrency of several saves and loads at once. An upper bound
+# only, idle connections are as many as requests were in flight.
+_MOST_CONNECTIONS = 4 * 512
+# A client costs about 4 MB. A process talks to one endpoint or two; the one that was not used for longest is let go.
+_MOST_CLIENTS = 8
 
-_clients: dict[tuple[int, Settings], Any] = {}
+
+class _Endpoint(NamedTuple):
+    """What the connections of a client depend on; with the process id, for a fork."""
+
+    process: int
+    url: str | None
+    region: str | None
+    addressing_style: str
+
+
+_clients: OrderedDict[_Endpoint, Any] = OrderedDict()
 _lock = threading.Lock()
 
 
@@ -52,7 +71,7 @@ def config_options(settings: Settings) -> dict[str, Any]:
     return {
         "connect_timeout": settings.connect_timeout,
         "read_timeout": settings.read_timeout,
-        "max_pool_connections": _SAVES_AT_ONCE * settings.concurrency,
+        "max_pool_connections": _MOST_CONNECTIONS,
         "retries": {"total_max_attempts": 1, "mode": "standard"},
         "request_checksum_calculation": "when_required",
         "response_checksum_validation": "when_required",
@@ -82,25 +101,37 @@ def client_options(settings: Settings, session: Any) -> dict[str, Any]:
 
 
 def get_client(settings: Settings) -> Any:
-    """This process's boto3 S3 client for ``settings``. Thread safe."""
-    cache_key = (os.getpid(), settings)
-    client = _clients.get(cache_key)
+    """This process's boto3 S3 client for the endpoint of ``settings``. Thread safe."""
+    endpoint = _endpoint_of(settings)
+    client = _clients.get(endpoint)
     if client is not None:
+        with contextlib.suppress(KeyError):  # just let go
+            _clients.move_to_end(endpoint)
         return client
     with _lock:
-        client = _clients.get(cache_key)
+        client = _clients.get(endpoint)
         if client is None:
-            core = _session()
-            client = boto3.session.Session(botocore_session=core).client(
-                "s3", config=Config(**config_options(settings)), **client_options(settings, core)
-            )
-            for operation in ("UploadPart", "PutObject"):
-                client.meta.events.register(f"before-send.s3.{operation}", send_without_copy)
-            refuse_incomplete(client)
-            drop_checksums(client, settings.endpoint_url)
-            make_abortable(client)
-            look_once(client)
-            _clients[cache_key] = client
+            client = _clients[endpoint] = _make_client(settings)
+            if len(_clients) > _MOST_CLIENTS:
+                _clients.popitem(last=False)[1].close()  # requests under way go on
+    return client
+
+
+def _endpoint_of(settings: Settings) -> _Endpoint:
+    return _Endpoint(os.getpid(), settings.endpoint_url, settings.region, settings.addressing_style)
+
+
+def _make_client(settings: Settings) -> Any:
+    core = _session()
+    client = boto3.session.Session(botocore_session=core).client(
+        "s3", config=Config(**config_options(settings)), **client_options(settings, core)
+    )
+    for operation in ("UploadPart", "PutObject"):
+        client.meta.events.register(f"before-send.s3.{operation}", send_without_copy)
+    refuse_incomplete(client)
+    drop_checksums(client, settings.endpoint_url)
+    make_abortable(client)
+    look_once(client)
     return client
 
 
@@ -123,14 +154,28 @@ def _session() -> Any:
     Its answers have times as S3 wrote them: nobody here looks at them, and parsing one costs a tenth of a request.
     """
     core = botocore.session.get_session()
+    share_loader(core)
     core.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=str)
     return core
+
+
+def share_loader(session: Any) -> None:
+    """Let a session of botocore or aiobotocore use the service descriptions that this process has parsed before.
+
+    Otherwise each client parses them for itself: about 70 ms and 8 MB.
+    """
+    session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
+
+
+@functools.cache
+def _loader(data_path: str | None) -> Any:
+    return botocore.loaders.create_loader(data_path)
 
 
 def forget_client(settings: Settings) -> None:
     """Let the next `get_client` make a new client, which reads the credentials anew. Requests under way go on."""
     with _lock:
-        _clients.pop((os.getpid(), settings), None)
+        _clients.pop(_endpoint_of(settings), None)
 
 
 def close_clients() -> None:

@@ -1,9 +1,9 @@
-"""A request in flight as another thread sees it: how far it is, and how to break it off.
+"""A request in flight: how far it is, how to break it off from another thread, and how long it may hang.
 
 A thread that waits for S3 wakes at once when its socket is shut down. botocore keeps the socket to itself until the
 head of the answer is there, so the clients' connections note it for the `Flight` of their thread: the one place that
 knows the classes of botocore and urllib3 (`make_abortable`). Where those are not as expected, a request that is broken
-off goes on until its socket says something.
+off goes on until its socket says something, and each may hang for as long as the first user of its client said.
 """
 
 from __future__ import annotations
@@ -17,11 +17,23 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from urllib3.exceptions import ConnectTimeoutError, NewConnectionError
+from urllib3.util import Timeout
 from urllib3.util.connection import allowed_gai_family
 
 logger = logging.getLogger(__name__)
 
 _thread = threading.local()
+
+
+@contextlib.contextmanager
+def hang_at_most(connect: float, read: float) -> Iterator[None]:
+    """Requests of this thread give up after so many seconds of waiting for a connection, or for the next byte."""
+    before = getattr(_thread, "timeout", None)
+    _thread.timeout = Timeout(connect=connect, read=read)
+    try:
+        yield
+    finally:
+        _thread.timeout = before
 
 
 class Flight:
@@ -99,7 +111,7 @@ class Flight:
 
 
 def make_abortable(client: Any) -> None:
-    """Let requests of a boto3 client be broken off."""
+    """Let requests of a boto3 client be broken off, and hang for as long as their thread says."""
     session = getattr(getattr(client, "_endpoint", None), "http_session", None)
     classes = getattr(session, "_pool_classes_by_scheme", None)  # the one dict of all its pool managers
     if not isinstance(classes, dict):
@@ -170,7 +182,12 @@ class _Abortable:
 
 
 class _Releasing:
-    """Of a pool: a connection that comes back is no request's any more, and one that was shut down is closed."""
+    """Of a pool: a connection that comes back is no request's any more, and one that was shut down is closed. A request
+    has the timeout of its thread."""
+
+    def _get_timeout(self, timeout: Any) -> Any:
+        limit = getattr(_thread, "timeout", None)
+        return super()._get_timeout(timeout if limit is None else limit)  # type: ignore[misc]
 
     def _put_conn(self, conn: Any) -> None:
         flight = getattr(_thread, "flight", None)
