@@ -31,6 +31,8 @@ from dcp_s3.format.unpickle import Constructor, Limits, MalformedPickleError, Un
 
 _DCP = "torch.distributed.checkpoint."
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
+# Where torch 2.1 and 2.2 had the properties of a tensor; the classes of this name that later releases have are others.
+_TORCH_2_1 = "torch.distributed._shard.sharded_tensor.metadata"
 # S3's keys have 1024 bytes, local paths 4096.
 _MAX_PATH = 4096
 _MAX_SLICE_INT = 2**63
@@ -40,6 +42,7 @@ _CLASSES: dict[tuple[str, str], type] = {
         BytesStorageMetadata, ChunkStorageMetadata, Metadata, MetadataIndex, StorageMeta, TensorProperties,
         TensorStorageMetadata,
     )},
+    (_TORCH_2_1, "TensorProperties"): TensorProperties,
     (_DCP + "filesystem", "_StorageInfo"): StorageInfo,
     (_DCP + "filesystem", "_StoragePrefix"): StoragePrefix,
     # The plans of all ranks, which Megatron-Core keeps in ``Metadata.all_local_plans``.
@@ -50,6 +53,7 @@ _CLASSES: dict[tuple[str, str], type] = {
 }  # fmt: skip
 _ENUMS: dict[str, type[Enum]] = {
     f"{_DCP}metadata._MEM_FORMAT_ENCODING": MEMORY_FORMAT_ENCODING,
+    f"{_TORCH_2_1}.MEM_FORMAT_ENCODING": MEMORY_FORMAT_ENCODING,
     f"{_DCP}planner.WriteItemType": WriteItemType,
 }
 # As the factory of a defaultdict; called without arguments by some picklers.
