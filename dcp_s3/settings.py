@@ -143,9 +143,9 @@ class Settings(BaseSettings):
     load_sharing: bool = True
     """Whether the ranks of a load read what several of them need once, from S3, and send it to each other. Needs a
     process group with gloo for CPU tensors; off on one rank is off on all."""
-    allow_dtype_cast: bool = False
-    """Whether a load may convert a saved tensor to another dtype. Off: `DtypeMismatchError`, because a silent
-    conversion is silent damage."""
+    allow_dtype_cast: bool = True
+    """Whether a load may convert a saved tensor to another dtype, as torch's readers do; one warning tells of those
+    whose values may not all fit. Off: `DtypeMismatchError`, before anything is changed."""
 
     def __init__(self, **values: Any) -> None:
         try:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -40,6 +41,21 @@ def view_bytes(tensor: torch.Tensor) -> memoryview:
     array = (ctypes.c_ubyte * size).from_address(tensor.data_ptr())
     array._tensor = tensor  # type: ignore[attr-defined]
     return memoryview(array).cast("B")
+
+
+@contextlib.contextmanager
+def counted_as_change(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Count up the versions of ``tensors``, which are written to meanwhile, before the first byte and after the last.
+
+    Memory that is received into changes below autograd, which would compute gradients from what it did not see change,
+    and below staging, which would take a copy that is half old and half new for a good one. Views share the version of
+    their base; tensors of inference mode have none.
+    """
+    torch.autograd.graph.increment_version(tensors)
+    try:
+        yield
+    finally:
+        torch.autograd.graph.increment_version(tensors)
 
 
 def synchronize_accelerator(tensors: Iterable[torch.Tensor | None]) -> None:

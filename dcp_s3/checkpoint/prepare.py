@@ -23,6 +23,7 @@ from dcp_s3.checkpoint._torch import (
 from dcp_s3.checkpoint.archive_heads import SMALL_ITEM, ArchiveHeads, HeadProof, ItemKind, Probe, read_tensor
 from dcp_s3.checkpoint.boxes import Box
 from dcp_s3.checkpoint.contents import find_chunk
+from dcp_s3.checkpoint.dtypes import Conversion, keeps_values
 from dcp_s3.checkpoint.item_limits import check_limits
 from dcp_s3.checkpoint.memory import is_direct, view_bytes
 from dcp_s3.checkpoint.read_plan import ChunkRange, ranges_of_box
@@ -56,6 +57,7 @@ class TransferFactory:
         max_gap: bytes between two ranges of a chunk that are rather fetched than asked around.
 
     Attributes:
+        narrowed: by name, the tensors that were prepared and are converted to a dtype that does not hold all values.
         heads: what is known of items of other writers.
         unknown: those of which so little is known that one of their kind should be looked at first. What was prepared
             for them fetches and decodes all of the item.
@@ -75,6 +77,7 @@ class TransferFactory:
         self._transforms = transforms
         self._allow_dtype_cast = allow_dtype_cast
         self._max_gap = max_gap
+        self.narrowed: dict[str, Conversion] = {}
         self.heads = ArchiveHeads()
         self.unknown: list[UnknownItem] = []
 
@@ -108,11 +111,14 @@ class TransferFactory:
         dtype = saved.properties.dtype
         if dtype != target.dtype and not self._allow_dtype_cast:
             raise errors.DtypeMismatchError(
-                f"{item.dest_index.fqn}: the checkpoint has {dtype}, the state to load into {target.dtype}. Remedy: "
-                "build the state with the saved dtype, or convert on load with DCP_S3_ALLOW_DTYPE_CAST=1",
+                f"{item.dest_index.fqn}: the checkpoint has {dtype}, the state to load into {target.dtype}, and "
+                "DCP_S3_ALLOW_DTYPE_CAST is off. Remedy: build the state with the saved dtype, or convert on load with "
+                "DCP_S3_ALLOW_DTYPE_CAST=1",
                 url=str(self._url),
                 fqn=item.dest_index.fqn,
             )
+        if not keeps_values(dtype, target.dtype):
+            self.narrowed[item.dest_index.fqn] = dtype, target.dtype
         raw_offset = get_raw_offset(info)
         if raw_offset is None or info.transform_descriptors:
             return self._prepare_archived(number, item, info, target, saved, whole=whole)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures import as_completed
 
@@ -16,7 +16,8 @@ from dcp_s3 import errors
 from dcp_s3.checkpoint._torch import ReaderTransforms
 from dcp_s3.checkpoint.aliases import read_in_turn
 from dcp_s3.checkpoint.archive_heads import look, plan_probes
-from dcp_s3.checkpoint.memory import synchronize_accelerator
+from dcp_s3.checkpoint.dtypes import warn_of_narrowing
+from dcp_s3.checkpoint.memory import counted_as_change, synchronize_accelerator
 from dcp_s3.checkpoint.prepare import TransferFactory
 from dcp_s3.checkpoint.read_plan import Extent, ReadRequest, plan_requests
 from dcp_s3.checkpoint.receive import Buffer, Reception
@@ -87,7 +88,7 @@ class LoadExecutor:
         The planner is called from this thread only.
 
         Raises:
-            DtypeMismatchError: before anything is fetched or changed.
+            DtypeMismatchError: before anything is fetched or changed; only without ``allow_dtype_cast``.
             UnsafeItemError: before the planner sees the item.
             CorruptCheckpointError: stored bytes are missing, cut short or not what was written.
             DeadlineExceededError: the bucket's deadline has passed.
@@ -95,8 +96,9 @@ class LoadExecutor:
         """
         with collector_paused():
             transfers = self.prepare(plan, planner)
-            for numbers in read_in_turn(transfers):
-                self.read(transfers, [transfers[number] for number in numbers], planner)
+            with counted_as_change(find_changing(transfers, planner)):
+                for numbers in read_in_turn(transfers):
+                    self.read(transfers, [transfers[number] for number in numbers], planner)
         synchronize_accelerator(transfer.target for transfer in transfers)
 
     def prepare(self, plan: LoadPlan, planner: LoadPlanner, whole: Collection[int] = ()) -> list[ItemTransfer]:
@@ -107,11 +109,14 @@ class LoadExecutor:
             planner: called from this thread only.
             whole: numbers of items that, unless their raw bytes' place is recorded, come as a whole.
         """
+        known = len(self._factory.narrowed)  # of an earlier round of the same load
         transfers = [
             self._factory.prepare(number, item, planner, whole=number in whole)
             for number, item in enumerate(plan.items)
         ]
         self._look(transfers)
+        if len(self._factory.narrowed) > known:
+            warn_of_narrowing(self._factory.narrowed, str(self._url))
         by_device = {transfer.target.device: transfer.target for transfer in transfers if transfer.target is not None}
         synchronize_accelerator(by_device.values())
         self._pin = any(device.type == "cuda" for device in by_device)
@@ -320,3 +325,17 @@ class LoadExecutor:
                     url=str(self._url),
                 ) from error
             raise
+
+
+def find_changing(transfers: Sequence[ItemTransfer], planner: LoadPlanner) -> list[torch.Tensor]:
+    """The tensors that a load changes: targets, and the DTensors and other wrappers of the state that they lie in.
+
+    A wrapper has a version of its own, which is that of the parameter; what `resolve_tensor` gives of it often has one
+    that nobody else knows. Planners that keep no ``state_dict``, as torch's do, do not tell.
+    """
+    found = [transfer.target for transfer in transfers if transfer.target is not None]
+    state = getattr(planner, "state_dict", None)
+    if isinstance(state, Mapping):
+        names = dict.fromkeys(transfer.item.dest_index.fqn for transfer in transfers)
+        found += [entry for entry in map(state.get, names) if isinstance(entry, torch.Tensor)]
+    return found

@@ -248,7 +248,7 @@ class S3StorageReader(StorageReader):
         """Load this rank's items. Returns when all are in place.
 
         Raises:
-            DtypeMismatchError: before any tensor is changed.
+            DtypeMismatchError: before any tensor is changed; only without ``allow_dtype_cast``.
             DeadlineExceededError: `load_timeout` has passed; some tensors are loaded, others are not.
             UnsafeItemError: an item needs what ``weights_only`` refuses.
             PeerReadError: another rank failed to read what this one needs as well.

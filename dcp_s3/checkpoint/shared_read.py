@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 from collections.abc import Callable, Sequence
@@ -18,8 +19,8 @@ from dcp_s3.checkpoint.blocks import Blocks
 from dcp_s3.checkpoint.exchange import Exchange
 from dcp_s3.checkpoint.interrupts import run_through
 from dcp_s3.checkpoint.load_group import LoadGroup
-from dcp_s3.checkpoint.memory import synchronize_accelerator
-from dcp_s3.checkpoint.read import LoadExecutor
+from dcp_s3.checkpoint.memory import counted_as_change, synchronize_accelerator
+from dcp_s3.checkpoint.read import LoadExecutor, find_changing
 from dcp_s3.checkpoint.shared_items import SharedItem
 from dcp_s3.checkpoint.shared_pieces import OwnedPiece, ReceivedPiece
 from dcp_s3.checkpoint.transfer import ItemTransfer
@@ -57,11 +58,11 @@ class SharedRead:
         Raises:
             PeerReadError: another rank failed.
         """
-        with collector_paused():
-            transfers = self._run(plan, planner)
+        with collector_paused(), contextlib.ExitStack() as stack:
+            transfers = self._run(plan, planner, stack)
         synchronize_accelerator(transfer.target for transfer in transfers)
 
-    def _run(self, plan: LoadPlan, planner: LoadPlanner) -> list[ItemTransfer]:
+    def _run(self, plan: LoadPlan, planner: LoadPlanner, stack: contextlib.ExitStack) -> list[ItemTransfer]:
         exchange: Exchange | None = None
         try:
             assignment = plan.storage_data
@@ -73,6 +74,7 @@ class SharedRead:
             now, *later = read_in_turn(transfers)
             direct = [transfers[number] for number in now if number not in shared]
             exchange, threads = self._make_exchange(owned, received, direct)
+            stack.enter_context(counted_as_change(find_changing(transfers, planner)))
             exchange.prepare()
         except BaseException:
             if exchange is not None:

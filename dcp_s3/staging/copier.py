@@ -32,21 +32,26 @@ class StagedTensors:
 
 
 class Versions:
-    """The in-place changes of tensors so far, to tell whether there were more while they were copied."""
+    """The in-place changes of tensors so far, to tell whether there were more while they were copied.
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        self._tensors = tensors
-        self._versions = [_version(tensor) for tensor in tensors]
+    Args:
+        watched: for each tensor itself, and the wrappers that it lies in.
+    """
+
+    def __init__(self, watched: Sequence[tuple[torch.Tensor, ...]]) -> None:
+        self._watched = watched
+        self._versions = [_versions(each) for each in watched]
 
     def changed(self) -> int:
         """How many of the tensors were changed in place since."""
-        now = (_version(tensor) for tensor in self._tensors)
+        now = map(_versions, self._watched)
         return sum(a != b for a, b in zip(self._versions, now, strict=True))
 
 
-def _version(tensor: torch.Tensor) -> tuple[int, int]:
+def _versions(watched: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
     """Changes with the contents, or when the storage is freed or moved."""
-    return 0 if tensor.is_inference() else tensor._version, tensor.untyped_storage().data_ptr()
+    versions = [0 if tensor.is_inference() else tensor._version for tensor in watched]
+    return watched[0].untyped_storage().data_ptr(), *versions
 
 
 class Copier:

@@ -38,6 +38,8 @@ class Snapshot:
     Attributes:
         tensors: the plain tensors to copy: every one once, those inside DTensor, ShardedTensor and other wrappers
             among them. They share memory with the original.
+        watched: for each of them, those whose versions tell of a change: itself, and the wrappers that it lies in.
+            A DTensor is changed without its local tensor being told.
         regions: the bytes of their storages that hold them.
 
     Raises:
@@ -46,6 +48,8 @@ class Snapshot:
 
     def __init__(self, state: dict[str, Any]) -> None:
         self.tensors: list[torch.Tensor] = []
+        self.watched: list[tuple[torch.Tensor, ...]] = []
+        self._wrappers: list[torch.Tensor] = []
         self._spans: list[TensorSpan] = []
         self._numbers: dict[int, int] = {}
         self._holes: dict[int, tuple[_Hole, torch.Tensor]] = {}  # by id, which the tensor keeps its own
@@ -145,13 +149,16 @@ class Snapshot:
             return lambda staged: build(staged).conj()
         number = len(self.tensors)
         self.tensors.append(tensor.detach())
+        self.watched.append((self.tensors[-1], *self._wrappers))
         self._spans.append(span)
         return lambda staged: staged[number]
 
     def _build_wrapper(self, tensor: Any) -> _Build:
         names, context = tensor.__tensor_flatten__()
         values = {name: getattr(tensor, name) for name in names}
+        self._wrappers.append(tensor)
         inner = {n: self._build(value) for n, value in values.items() if isinstance(value, torch.Tensor)}
+        self._wrappers.pop()
         others = {n: value for n, value in values.items() if n not in inner}
         cls, size, stride = type(tensor), tensor.size(), tensor.stride()
 

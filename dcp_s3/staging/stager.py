@@ -43,8 +43,9 @@ class S3Stager(AsyncStager):
     Args:
         settings: a `Settings`, or a mapping of those that differ from the environment.
         asynchronous: `stage` returns at once and copies in the background; `dcp.async_save` then returns an
-            AsyncSaveResponse. The state must not be changed before its ``staging_completion``: changes in place are
-            detected (but for those through ``.data``), and fail the save.
+            AsyncSaveResponse. The state must not be changed before its ``staging_completion``: changes in place that
+            count up the versions of tensors are detected, and fail the save. Not those through ``.data``, by torch's
+            fused optimizers, and by its foreach ones to DTensors.
 
     Raises:
         SettingsError: a setting is not allowed.
@@ -122,7 +123,7 @@ class S3Stager(AsyncStager):
 
         def begin() -> Future[dict[str, Any]]:
             snapshot = Snapshot(state_dict)
-            versions, copier = Versions(snapshot.tensors), Copier()
+            versions, copier = Versions(snapshot.watched), Copier()
             events = copier.mark(snapshot.tensors)
             return self._background.submit(self._guard, lambda: self._copy(snapshot, copier, events, versions))
 
