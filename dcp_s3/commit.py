@@ -79,7 +79,7 @@ def check_absent(bucket: Bucket, identity: SaveIdentity) -> None:
 
 
 def exists_error(url: CheckpointURL, *, replaceable: bool = True) -> errors.CheckpointExistsError:
-    """The error for a URL that holds a checkpoint."""
+    """The error for a URL that holds a checkpoint. Begins as that of torch's FileSystemWriter, which callers match."""
     remedy = (
         "save to another URL, or pass overwrite=True to replace it (the old one stays whole until the new one is "
         "committed)"
@@ -88,7 +88,8 @@ def exists_error(url: CheckpointURL, *, replaceable: bool = True) -> errors.Chec
         "replacement could be cut off halfway and mix both"
     )
     return errors.CheckpointExistsError(
-        f"a committed checkpoint is at {url} already; it is untouched. Remedy: {remedy}", url=str(url)
+        f"Checkpoint already exists: a committed checkpoint is at {url}; it is untouched. Remedy: {remedy}",
+        url=str(url),
     )
 
 

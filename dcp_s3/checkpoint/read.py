@@ -23,6 +23,7 @@ from dcp_s3.checkpoint.read_plan import Extent, ReadRequest, plan_requests
 from dcp_s3.checkpoint.receive import Buffer, Reception
 from dcp_s3.checkpoint.safe_items import check_item
 from dcp_s3.checkpoint.transfer import ItemTransfer
+from dcp_s3.checkpoint.turns import Turns, in_batches
 from dcp_s3.garbage import collect_young, collector_paused
 from dcp_s3.spill.local import LocalObjects
 from dcp_s3.transport import retry
@@ -81,6 +82,7 @@ class LoadExecutor:
         self._cancel = threading.Event()
         self._buffers = threading.local()
         self._pin = False
+        self._turns = Turns([])
 
     def run(self, plan: LoadPlan, planner: LoadPlanner) -> None:
         """Fetch every item of ``plan`` and hand it to ``planner``.
@@ -98,7 +100,8 @@ class LoadExecutor:
             transfers = self.prepare(plan, planner)
             with counted_as_change(find_changing(transfers, planner)):
                 for numbers in read_in_turn(transfers):
-                    self.read(transfers, [transfers[number] for number in numbers], planner)
+                    for batch in self.in_batches([transfers[number] for number in numbers]):
+                        self.read(transfers, batch, planner)
         synchronize_accelerator(transfer.target for transfer in transfers)
 
     def prepare(self, plan: LoadPlan, planner: LoadPlanner, whole: Collection[int] = ()) -> list[ItemTransfer]:
@@ -120,7 +123,12 @@ class LoadExecutor:
         by_device = {transfer.target.device: transfer.target for transfer in transfers if transfer.target is not None}
         synchronize_accelerator(by_device.values())
         self._pin = any(device.type == "cuda" for device in by_device)
+        self._turns = Turns(transfers)
         return transfers
+
+    def in_batches(self, transfers: Sequence[ItemTransfer]) -> list[list[ItemTransfer]]:
+        """What to `read` one after the other, so that what is held back for its turn takes bounded memory."""
+        return in_batches(transfers, self._bucket.settings.load_buffers)
 
     def cancel(self) -> None:
         """Let `read` and `receive` fail soon. From any thread."""
@@ -220,28 +228,30 @@ class LoadExecutor:
         )
 
     def commit(self, transfer: ItemTransfer, planner: LoadPlanner) -> None:
-        """Hand an item that is in its place to the planner."""
+        """Hand a tensor that is in its place to the planner; of what is no tensor, all of which it is the turn."""
         if transfer.target is not None:
             planner.commit_tensor(transfer.item, transfer.target)
-        elif transfer.loaded is not None:
-            if self._weights_only:
-                check_item(
-                    transfer.loaded,
-                    fqn=transfer.item.storage_index.fqn,
-                    url=str(self._url),
-                    verified=transfer.checked,
-                )
-            try:
-                planner.load_bytes(transfer.item, transfer.loaded)
-            except Exception as error:
-                if transfer.checked:
-                    raise  # the bytes are what was saved: it is for the caller to know what cannot be unpickled
-                raise errors.CorruptCheckpointError(
-                    f"{transfer.item.storage_index.fqn!r} in {self._url} cannot be unpickled: {type(error).__name__}: "
-                    f"{error}. It was saved without a checksum: either it is damaged, or a class is missing here",
-                    url=str(self._url),
-                ) from error
-            transfer.loaded = None
+            return
+        for due in self._turns.take():
+            self._load_bytes(due, planner)
+
+    def _load_bytes(self, transfer: ItemTransfer, planner: LoadPlanner) -> None:
+        loaded, transfer.loaded = transfer.loaded, None
+        if loaded is None:
+            return
+        fqn, url = transfer.item.storage_index.fqn, str(self._url)
+        if self._weights_only:
+            check_item(loaded, fqn=fqn, url=url, verified=transfer.checked)
+        try:
+            planner.load_bytes(transfer.item, loaded)
+        except Exception as error:
+            if transfer.checked:
+                raise  # the bytes are what was saved: it is for the caller to know what cannot be unpickled
+            raise errors.CorruptCheckpointError(
+                f"{fqn!r} in {url} cannot be unpickled: {type(error).__name__}: {error}. It was saved without a "
+                "checksum: either it is damaged, or a class is missing here",
+                url=url,
+            ) from error
 
     # --- on the pool --------------------------------------------------------------------------------
 
@@ -331,7 +341,7 @@ def find_changing(transfers: Sequence[ItemTransfer], planner: LoadPlanner) -> li
     """The tensors that a load changes: targets, and the DTensors and other wrappers of the state that they lie in.
 
     A wrapper has a version of its own, which is that of the parameter; what `resolve_tensor` gives of it often has one
-    that nobody else knows. Planners that keep no ``state_dict``, as torch's do, do not tell.
+    that nobody else knows. Torch's planners have the wrappers in ``state_dict``; of others only the targets are known.
     """
     found = [transfer.target for transfer in transfers if transfer.target is not None]
     state = getattr(planner, "state_dict", None)

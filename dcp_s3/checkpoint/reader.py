@@ -56,6 +56,9 @@ class S3StorageReader(StorageReader):
         settings: a `Settings`, or a mapping of those that differ from the environment.
         _extension_registry: torch's registry of stream extensions (experimental there).
 
+    Attributes:
+        load_id: of this load, new with each `reset`, as that of torch's FileSystemReader.
+
     Raises:
         InvalidURLError: ``url`` is not an S3 URL.
         SettingsError: a setting, in the environment or given here, is not allowed.
@@ -79,7 +82,7 @@ class S3StorageReader(StorageReader):
         self._begin_load()
 
     def _begin_load(self) -> None:
-        self._load_id = new_save_id()
+        self.load_id: str = new_save_id()
         self._metadata: Metadata | None = None
         self._error: errors.DcpS3Error | None = None
         self._deadline: Deadline | None = None
@@ -137,7 +140,7 @@ class S3StorageReader(StorageReader):
                 return _UnreadableMetadata(error)
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self._load_id  # type: ignore[union-attr]
+        metadata.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
         return metadata
 
     def _fetch_metadata(self, rank: int | None) -> Metadata:
@@ -236,6 +239,7 @@ class S3StorageReader(StorageReader):
                     [plan.items for plan in plans],
                     max_piece=min(MAX_PIECE, self.settings.part_size),
                     max_gap=self.settings.read_gap,
+                    max_objects=self.settings.load_buffers,
                 )
         if assignments is not None:
             return [dataclasses.replace(p, storage_data=a) for p, a in zip(plans, assignments, strict=True)]

@@ -72,7 +72,7 @@ class SharedRead:
             transfers = self._executor.prepare(plan, planner, shared)
             owned, received = self._prepare(assignment, shared, transfers)
             now, *later = read_in_turn(transfers)
-            direct = [transfers[number] for number in now if number not in shared]
+            direct, *batches = self._executor.in_batches([transfers[n] for n in now if n not in shared])
             exchange, threads = self._make_exchange(owned, received, direct)
             stack.enter_context(counted_as_change(find_changing(transfers, planner)))
             exchange.prepare()
@@ -84,13 +84,16 @@ class SharedRead:
         failed, raised = run_through(lambda: self._begin(exchange))
         if not failed:
             self._read(exchange, raised, lambda: self._read_direct(exchange, transfers, direct, planner, threads))
+            for batch in batches:
+                self._executor.read(transfers, batch, planner)
             self._read_again(plan, later, planner)
             return transfers
         if raised is not None:
             raise raised
         logger.warning("every rank reads %s by itself: ranks %s could not prepare their load", self._url, failed)
         for numbers in (now, *later):
-            self._executor.read(transfers, [transfers[number] for number in numbers], planner)
+            for batch in self._executor.in_batches([transfers[number] for number in numbers]):
+                self._executor.read(transfers, batch, planner)
         return transfers
 
     def _read_again(self, plan: LoadPlan, later: Sequence[Sequence[int]], planner: LoadPlanner) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_s3.checkpoint.assignment import (
     Assignment,
@@ -30,6 +30,9 @@ from dcp_s3.checkpoint.contents import find_chunk
 
 MAX_PIECE = 16 * 2**20
 """Bytes of a piece at most, unless a block of its checksums is longer."""
+
+MAX_OBJECTS = 256 * 2**20
+"""Bytes of items that are no tensors that are shared at most."""
 
 _MAX_BLOCK = 64 * 2**20  # a chunk with longer ones is not shared
 _MAX_GAP = 64 * 2**10  # bytes between two parts that are rather fetched and thrown away: the framing of items
@@ -64,7 +67,12 @@ class _Part(NamedTuple):
 
 
 def plan_sharing(
-    metadata: Metadata, plans: Sequence[Sequence[ReadItem]], *, max_piece: int = MAX_PIECE, max_gap: int = 0
+    metadata: Metadata,
+    plans: Sequence[Sequence[ReadItem]],
+    *,
+    max_piece: int = MAX_PIECE,
+    max_gap: int = 0,
+    max_objects: int = MAX_OBJECTS,
 ) -> list[Assignment] | None:
     """Share out what several ranks need.
 
@@ -73,11 +81,14 @@ def plan_sharing(
         plans: the items of each rank.
         max_piece: bytes of a piece, unless a block of its checksums is longer.
         max_gap: bytes between two runs of a box that whoever fetches it rather takes along than asks around.
+        max_objects: bytes of items that are no tensors. They come in the order of the pieces, and each rank holds them
+            back for those that come before them in its plan.
 
     Returns:
         An assignment for each rank, None if there is nothing to share. The same arguments give the same result.
     """
     direct = [0] * len(plans)
+    objects = 0
     parts: list[_Part] = []
     wanted = _find_wanted(plans)
     if all(_one_rank(boxes) for boxes in wanted.values()):
@@ -89,6 +100,9 @@ def plan_sharing(
                 direct[users[0] >> _RANK] += _estimate(metadata, item) * len(users)
             continue
         chunk, wants = _find_wants(metadata, boxes, covers, max_gap, max_piece)
+        if chunk is not None and _is_object(boxes):
+            objects += chunk.nbytes
+            chunk = chunk if objects <= max_objects else None
         found = _share(chunk, wants, max_piece) if chunk is not None else []
         parts += found
         if not found:
@@ -130,6 +144,10 @@ def _one_rank(boxes: _Boxes) -> bool:
         ((_, users),) = boxes.values()
         return users[0] >> _RANK == users[-1] >> _RANK  # they are in order
     return len({user >> _RANK for _, users in boxes.values() for user in users}) == 1
+
+
+def _is_object(boxes: _Boxes) -> bool:
+    return next(iter(boxes.values()))[0].type == LoadItemType.BYTE_IO
 
 
 def _estimate(metadata: Metadata, item: ReadItem) -> int:

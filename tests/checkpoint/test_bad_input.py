@@ -100,6 +100,7 @@ def test_existing_checkpoint(root: str, s3: Any, bucket: str) -> None:
     before = contents(s3, bucket)
     error = failure_of_save(root)
     assert isinstance(error, errors.CheckpointExistsError)
+    assert "Checkpoint already exists" in str(error), "the words of torch's own writers"
     assert "overwrite=True" in str(error)
     assert contents(s3, bucket) == before
 

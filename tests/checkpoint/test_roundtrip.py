@@ -45,6 +45,22 @@ def test_multipart_objects(root: str, s3: Any, bucket: str) -> None:
     assert_same(load(blank(state), f"{root}/ü b+%"), state)
 
 
+def test_each_load_has_an_id_that_the_planner_sees(memory_server: Any, root: str) -> None:
+    class Planner(DefaultLoadPlanner):
+        def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
+            seen.append(metadata.storage_meta.load_id)
+            super().set_up_planner(state_dict, metadata, is_coordinator)
+
+    seen: list[str] = []
+    save({"x": torch.ones(3)}, root)
+    reader = S3StorageReader(root)
+    assert isinstance(reader.load_id, str)
+    for _ in range(2):
+        dcp.load({"x": torch.zeros(3)}, checkpoint_id=root, storage_reader=reader, planner=Planner())
+        assert seen[-1] == reader.load_id
+    assert seen[0] != seen[1]
+
+
 @pytest.mark.parametrize(
     "settings",
     [
