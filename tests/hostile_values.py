@@ -51,6 +51,7 @@ HOSTILE: dict[str, bytes] = {
     "an array of something else": call(
         "numpy._core.multiarray", "_reconstruct", name("collections", "deque"), plain((0,)), latin(b"b")
     ),
+    "an array of texts that are none": array((1,), b"\xff" * 12, kind=dtype("U3", TEXT)),
     "an array by its class": call("numpy", "ndarray", plain((10**12,))),
     "an array by its class's new": name("numpy", "ndarray") + plain(((10**12,),)) + b"\x81",
     "a dtype of huge texts": dtype("U3", (3, "<", None, None, None, 10**9, 4, 8)),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 import re
+import sys
 import uuid
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
@@ -158,6 +159,10 @@ def _fill_array(limits: Limits, array: _Array, state: Any) -> None:
     if nbytes != len(data) or room > _MAX_BYTES:
         raise MalformedPickleError(f"a numpy.ndarray of {nbytes} bytes is made from {len(data)}")
     limits.spend(len(data))
+    if made.dtype.kind == "U" and data:
+        points = np.frombuffer(data, np.dtype("u4").newbyteorder(made.dtype.byteorder))
+        if points.max() > sys.maxunicode:
+            raise MalformedPickleError("texts in a numpy.ndarray that are no Unicode")
 
 
 def _make_scalar(arguments: tuple[Any, ...], limits: Limits) -> Any:
