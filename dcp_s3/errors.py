@@ -183,7 +183,7 @@ class PeerReadError(CheckpointError):
 
 
 class UnsafeItemError(CheckpointError):
-    """An item that is no tensor holds what torch's weights-only unpickler refuses.
+    """An item that is no tensor holds what could run code, or is made as nothing is that picklers write.
 
     Attributes:
         fqn: the item's fully qualified name.

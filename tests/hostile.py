@@ -271,6 +271,11 @@ def _cases() -> Iterator[tuple[str, Callable[[bytes], Any], bytes]]:
     for label, data in ITEM_BOMBS.items():
         yield label, decode_item, data
         yield f"{label}, tensor", decode_tensor, data
+    from tests.hostile_values import HOSTILE
+
+    for label, opcodes in HOSTILE.items():
+        yield label, decode_item, archive(stream(opcodes))
+        yield f"{label}, metadata", decode_metadata, metadata_with(opcodes)
 
 
 def main() -> None:

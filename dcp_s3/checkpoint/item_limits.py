@@ -22,14 +22,14 @@ from dcp_s3.format.unpickle import Constructor, Limits, MalformedPickleError, un
 _OLD_FORMAT_PICKLES = 5
 # That of torch.save. From 3 on, Python's unpickler takes Python 2's names of modules as they are, where torch's
 # weights-only unpickler goes on translating them: what it checks would not be what is imported.
-_PROTOCOL = 2
+PROTOCOL = 2
 
 
 class BadArchiveError(MalformedPickleError):
     """An item's archive should not be read by anybody: damaged, compressed, or with entries that overlap."""
 
 
-class _Placeholder:
+class Placeholder:
     """Something that the pickle makes."""
 
 
@@ -50,10 +50,23 @@ def check_limits(stream: io.BytesIO) -> None:
         BadArchiveError: of the archive around the pickle.
         MalformedPickleError: it would take more, is damaged, or is not what torch.save writes.
     """
-    size = stream.getbuffer().nbytes
     if not is_archive(stream):
-        _check_old_format(stream, size)
+        _check_old_format(stream, stream.getbuffer().nbytes)
         return
+    pickled, load_storage = open_pickle(stream)
+    unpickle(pickled, _find_global, _build_of, load_storage, max_protocol=PROTOCOL)
+
+
+def open_pickle(stream: io.BytesIO) -> tuple[bytes, Callable[[Any], Any]]:
+    """The pickle in the archive that torch.save wrote, and what loads its persistent ids: placeholders of storages.
+
+    Args:
+        stream: its position moves.
+
+    Raises:
+        BadArchiveError: it is damaged, or should not be read.
+    """
+    size = stream.getbuffer().nbytes
     stream.seek(0)
     try:
         with zipfile.ZipFile(stream) as archive:
@@ -65,7 +78,7 @@ def check_limits(stream: io.BytesIO) -> None:
         pickled = FileReader(stream).get_record("data.pkl")
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, OSError, ValueError) as error:
         raise BadArchiveError(f"its archive is damaged ({type(error).__name__}: {error})") from error
-    unpickle(pickled, _find_global, _build_of, _storage_loader(size, sizes), max_protocol=_PROTOCOL)
+    return pickled, _storage_loader(size, sizes)
 
 
 def is_archive(stream: io.BytesIO) -> bool:
@@ -78,7 +91,7 @@ def _check_old_format(stream: io.BytesIO, size: int) -> None:
     data, position = stream.getvalue(), 0
     for _ in range(_OLD_FORMAT_PICKLES):
         _, position = unpickle(
-            data, _find_global, _build_of, _storage_loader(size, None), start=position, max_protocol=_PROTOCOL
+            data, _find_global, _build_of, _storage_loader(size, None), start=position, max_protocol=PROTOCOL
         )
 
 
@@ -110,18 +123,18 @@ def _find_global(module: str, name: str) -> Any:
 
 
 def _make_any(arguments: tuple[Any, ...], limits: Limits | None = None) -> Any:
-    return _Placeholder()
+    return Placeholder()
 
 
 def _make_from_no_sizes(arguments: tuple[Any, ...], limits: Limits | None = None) -> Any:
     if any(isinstance(argument, int) for argument in arguments):
         raise MalformedPickleError("a tensor of a given size without data")
-    return _Placeholder()
+    return Placeholder()
 
 
 def _make_tensor(arguments: tuple[Any, ...], limits: Limits) -> Any:
     _check_bounds(arguments, 1)
-    return _Placeholder()
+    return Placeholder()
 
 
 def _make_typed_tensor(arguments: tuple[Any, ...], limits: Limits) -> Any:
@@ -129,7 +142,7 @@ def _make_typed_tensor(arguments: tuple[Any, ...], limits: Limits) -> Any:
     if not isinstance(dtype, torch.dtype):
         raise MalformedPickleError("a tensor without a dtype")
     _check_bounds(arguments, dtype.itemsize)
-    return _Placeholder()
+    return Placeholder()
 
 
 def _check_bounds(arguments: tuple[Any, ...], element_size: int) -> None:
@@ -165,10 +178,15 @@ def _make_set(arguments: tuple[Any, ...], limits: Limits) -> Any:
         limits.spend(len(items))
         for item in items:
             limits.check_key(item)
-    return _Placeholder()
+    return Placeholder()
 
 
 _RENAMED = {"__builtin__": "builtins"}  # by protocol 2
+TENSORS: dict[str, Callable[[tuple[Any, ...], Limits], Any]] = {
+    "_rebuild_tensor_v2": _make_tensor,
+    "_rebuild_tensor_v3": _make_typed_tensor,
+}
+"""Functions of ``torch._utils`` that make ordinary tensors."""
 _CALLS: dict[str, Callable[[tuple[Any, ...], Limits], Any]] = {
     "_codecs.encode": _make_bytes,
     "builtins.bytearray": _make_bytes,
@@ -179,8 +197,7 @@ _CALLS: dict[str, Callable[[tuple[Any, ...], Limits], Any]] = {
     "torch.Size": _make_size,
     "torch._utils._rebuild_qtensor": _make_tensor,
     "torch._utils._rebuild_tensor": _make_tensor,
-    "torch._utils._rebuild_tensor_v2": _make_tensor,
-    "torch._utils._rebuild_tensor_v3": _make_typed_tensor,
+    **{f"torch._utils.{name}": make for name, make in TENSORS.items()},
 }
 
 

