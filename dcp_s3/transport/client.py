@@ -17,7 +17,7 @@ from botocore.config import Config
 
 from dcp_s3._version import __version__
 from dcp_s3.settings import Settings
-from dcp_s3.transport.answers import refuse_incomplete
+from dcp_s3.transport.answers import check_answers
 from dcp_s3.transport.body import send_without_copy
 from dcp_s3.transport.checksum_support import drop_checksums
 from dcp_s3.transport.flight import make_abortable
@@ -82,7 +82,7 @@ def get_client(settings: Settings) -> Any:
             client = _session().client("s3", config=Config(**config_options(settings)), **client_options(settings))
             for operation in ("UploadPart", "PutObject"):
                 client.meta.events.register(f"before-send.s3.{operation}", send_without_copy)
-            refuse_incomplete(client)
+            check_answers(client)
             drop_checksums(client, settings.endpoint_url)
             make_abortable(client)
             _clients[cache_key] = client

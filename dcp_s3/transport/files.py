@@ -18,7 +18,7 @@ from s3transfer.subscribers import BaseSubscriber
 
 from dcp_s3.settings import Settings
 from dcp_s3.transport import retry
-from dcp_s3.transport.answers import refuse_incomplete
+from dcp_s3.transport.answers import check_answers
 from dcp_s3.transport.bucket import Bucket
 from dcp_s3.transport.client import client_options, config_options
 
@@ -115,7 +115,8 @@ def _client(settings: Settings) -> Iterator[Any]:
     options = config_options(settings)
     options["retries"] = {"total_max_attempts": settings.retry_attempts, "mode": "standard"}
     client = boto3.session.Session().client("s3", config=Config(**options), **client_options(settings))
-    refuse_incomplete(client)
+    check_answers(client)
+    client.meta.events.register("before-parse.s3.*", _let_pass)
     if owner := _owner(settings):
         # s3transfer leaves it out when it gives up an upload.
         client.meta.events.register(
@@ -125,6 +126,12 @@ def _client(settings: Settings) -> Iterator[Any]:
         yield client
     finally:
         client.close()
+
+
+def _let_pass(response_dict: dict[str, Any], **_: Any) -> None:
+    """botocore tries these four again, and no other status of a server that fails."""
+    if retry.is_passing(response_dict["status_code"]) and response_dict["status_code"] not in (500, 502, 503, 504):
+        response_dict["status_code"] = 500
 
 
 def _config(settings: Settings) -> TransferConfig:
