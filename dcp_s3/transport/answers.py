@@ -1,9 +1,9 @@
 """Answers that S3 did not give, or not whole: noticed before anything is concluded from them.
 
-A proxy or a captive portal may answer in the place of S3: with a 200 and its own page, with a 404. And http.client takes
-a connection that ends inside the headers for the end of the headers. botocore reads either as a short answer: an object
-that was stored, a listing of nothing, an ETag cut in half. Here each answer must have what S3's has; one that lacks it
-counts as a 500, so that the request is tried again.
+A proxy or a captive portal may answer in the place of S3: with a 200 and its own page, with a 404. And http.client
+takes a connection that ends inside the headers for the end of the headers. botocore reads either as a short answer: an
+object that was stored, a listing of nothing, an ETag cut in half. Here each answer must have what S3's has; one that
+lacks it counts as a 500, so that the request is tried again.
 """
 
 from __future__ import annotations

@@ -140,7 +140,7 @@ OPERATIONS = [
 # fmt: on
 
 
-def prepare(faulty: FaultyServer) -> tuple[Bucket, str]:
+def prepare() -> tuple[Bucket, str]:
     bucket = Bucket(BUCKET, Settings(retry_attempts=3))
     for key in KEYS:
         bucket.write(key, DATA[:1000])
@@ -158,7 +158,7 @@ def state(faulty: FaultyServer) -> tuple[dict[str, int], list[str]]:
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_an_answer_that_s3_did_not_give_is_not_believed(faulty: FaultyServer, operation: str) -> None:
-    bucket, upload_id = prepare(faulty)
+    bucket, upload_id = prepare()
     before = state(faulty)
     expected = do(bucket, operation, upload_id)
     after = state(faulty)
@@ -169,7 +169,7 @@ def test_an_answer_that_s3_did_not_give_is_not_believed(faulty: FaultyServer, op
             bucket.delete([key])
         for each in list_uploads(bucket, "upload"):
             abort(bucket, "upload", each)
-        bucket, upload_id = prepare(faulty)
+        bucket, upload_id = prepare()
         assert state(faulty) == before
         if operation == "ListMultipartUploads":
             expected = [upload_id]
@@ -182,7 +182,7 @@ def test_an_answer_that_s3_did_not_give_is_not_believed(faulty: FaultyServer, op
 
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_answers_that_s3_never_gives_are_an_error(faulty: FaultyServer, operation: str) -> None:
-    bucket, upload_id = prepare(faulty)
+    _, upload_id = prepare()
     for fault in (Fault.forge(200), Fault.forge(200, PAGE, HTML), Fault.forge(404, PAGE, HTML)):
         if is_plausible(operation, fault):
             continue
@@ -202,7 +202,7 @@ ASYNC: dict[str, Callable[[AsyncBucket], Awaitable[Any]]] = {
 
 @pytest.mark.parametrize("operation", ASYNC)
 def test_the_catalog_does_not_believe_an_answer_that_s3_did_not_give(faulty: FaultyServer, operation: str) -> None:
-    prepare(faulty)
+    prepare()
 
     async def ask() -> Any:
         async with open_bucket(BUCKET, Settings(retry_attempts=3)) as bucket:
@@ -226,7 +226,7 @@ def test_the_catalog_does_not_believe_an_answer_that_s3_did_not_give(faulty: Fau
 @pytest.mark.parametrize("operation", ["ListObjectsV2", "ListMultipartUploads", "ListParts"])
 def test_a_page_that_was_cut_off_is_not_the_last_one(faulty: FaultyServer, operation: str) -> None:
     """Of a body without a length, that is: one whose length is known is an error by itself."""
-    bucket, upload_id = prepare(faulty)
+    bucket, upload_id = prepare()
     expected = do(bucket, operation, upload_id)
     root = {"ListObjectsV2": "ListBucketResult", "ListParts": "ListPartsResult"}.get(
         operation, "ListMultipartUploadsResult"
@@ -240,7 +240,7 @@ def test_a_page_that_was_cut_off_is_not_the_last_one(faulty: FaultyServer, opera
 
 @pytest.mark.parametrize("operation", ["PutObject", "UploadPart"])
 def test_a_checksum_of_other_bytes_is_not_taken_for_ours(faulty: FaultyServer, operation: str) -> None:
-    bucket, upload_id = prepare(faulty)
+    bucket, upload_id = prepare()
     other = {"ETag": '"0123"', "x-amz-checksum-crc64nvme": "AAAAAAAAAAA="}
     seen = faulty.once(operation, Fault.forge(200, b"", other))
     do(bucket, operation, upload_id)
@@ -279,7 +279,7 @@ def test_what_a_proxy_says_of_a_server_that_fails_passes(
     faulty: FaultyServer, tmp_path: Path, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda *_: 0.002)
-    bucket, _ = prepare(faulty)
+    bucket, _ = prepare()
 
     async def catalog() -> None:
         async with open_bucket(BUCKET, Settings()) as connected:
