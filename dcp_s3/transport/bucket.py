@@ -250,6 +250,8 @@ class Bucket:
                 found = self.get(key)
             except errors.ObjectNotFoundError:
                 return once_more() if if_absent else None
+            except errors.PreconditionFailedError:
+                return once_more()  # to a GET without a condition
             if found.data == data:
                 return True
             return without_condition() if if_match and found.etag == if_match else None
@@ -257,11 +259,11 @@ class Bucket:
         refusals = itertools.count(1)
 
         def once_more() -> bool:
-            """Refused because the object is there, which it is not: it was deleted since, or that was not S3."""
+            """The refusal has no ground: the object was deleted since, or it was not S3 that refused."""
             if (times := next(refusals)) >= self.settings.retry_attempts:
                 raise errors.TransferError(
-                    f"PutObject on s3://{self.name}/{key} was refused {times} times because the object is there, and a "
-                    "GET does not find it. Remedy: check what is between this host and the endpoint (a proxy?)",
+                    f"PutObject on s3://{self.name}/{key} was refused {times} times with 412, and a GET does not show "
+                    "why. Remedy: check what is between this host and the endpoint (a proxy?)",
                     bucket=self.name, key=key, operation="PutObject", attempts=times,
                 )  # fmt: skip
             return self.call("PutObject", key, attempt, recover=look)

@@ -233,6 +233,7 @@ def meet_every_fault(world: World, act: Callable[[], None], check: Callable[[boo
                     outcome = {True: "it succeeded", False: "it failed", None: "it broke"}[done]
                     when = f"request {number} of {requests}{' and all after it' * lasting}"
                     failures.append(f"{when}: {name} ({', '.join(rule.met[:3])}); {outcome}: {error!r:.1000}")
+                    print(failures[-1])
     assert not failures, "\n".join([f"{len(failures)} of {turn}", *failures[:50]])
 
 
