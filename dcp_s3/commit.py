@@ -20,6 +20,7 @@ from dcp_s3 import errors
 from dcp_s3._version import __version__
 from dcp_s3.completeness import find_loss
 from dcp_s3.format.layout import (
+    METADATA,
     METADATA_CRC_KEY,
     SAVE_ID_KEY,
     manifest_object,
@@ -146,13 +147,18 @@ def _stored_save_id(bucket: Bucket, identity: SaveIdentity) -> str | None:
     Raises:
         ObjectNotFoundError: there is none; other StorageErrors.
     """
-    save_id: str | None = bucket.head(identity.metadata_key)["Metadata"].get(SAVE_ID_KEY)
+    return _save_id_in(bucket, identity, bucket.head(identity.metadata_key))
+
+
+def _save_id_in(bucket: Bucket, identity: SaveIdentity, found: Mapping[str, Any]) -> str | None:
+    """Of the checkpoint whose ``.metadata`` a HEAD has found."""
+    save_id: str | None = found["Metadata"].get(SAVE_ID_KEY)
     if save_id is None:  # stores and proxies may lose user metadata
         try:
-            found = load_metadata(bucket.read(identity.metadata_key), url=str(identity.url))
+            metadata = load_metadata(bucket.read(identity.metadata_key), url=str(identity.url))
         except errors.CheckpointError:
             return None
-        save_id = getattr(found.storage_meta, "save_id", None)
+        save_id = getattr(metadata.storage_meta, "save_id", None)
     return save_id
 
 
@@ -358,8 +364,8 @@ def publish(
     # Whoever deletes says so first and looks for commits then: one of the two sees the other.
     if is_late():
         _check_still_whole(bucket.for_cleanup(), commit, replaced, keep_objects=keep_objects)
-    if previous.keys:
-        delete_quietly(bucket, previous.keys - commit.keys, "of the checkpoint that was overwritten")
+    if old := previous.keys - commit.keys:
+        _delete_replaced(bucket, identity, previous, old)
     size = sum(entry.size for entry in commit.objects)
     logger.info("committed %s: %d objects, %d bytes", identity.url, len(commit.objects), size)
 
@@ -403,6 +409,32 @@ def _check_still_whole(bucket: Bucket, commit: Commit, replaced: StoredObject | 
     if not keep_objects:
         delete_quietly(bucket, commit.keys, "of a save that was given up")
     raise _lost_error(commit, loss)
+
+
+def _delete_replaced(bucket: Bucket, identity: SaveIdentity, previous: Previous, keys: frozenset[str]) -> None:
+    """Delete what only the old checkpoint needs, once the new one is seen in its place.
+
+    Raises:
+        TransferError: it is not, whatever answered to the commit.
+    """
+    try:
+        found = bucket.head(identity.metadata_key)
+        etag, committed = found["ETag"], _save_id_in(bucket, identity, found) == identity.save_id
+    except errors.ObjectNotFoundError:
+        etag, committed = None, False
+    except errors.StorageError as error:
+        logger.warning("%d objects of the checkpoint that was overwritten are left for pruning: %s", len(keys), error)
+        return
+    if committed:
+        delete_quietly(bucket, keys, "of the checkpoint that was overwritten")
+    elif etag in (None, previous.etag):
+        raise errors.TransferError(
+            f"{identity.url} was not committed: its {METADATA} is not there, although its PutObject was answered with "
+            "success; what was there before is untouched. Remedy: check what is between this host and the endpoint (a "
+            "proxy?), and save again",
+            bucket=bucket.name, key=identity.metadata_key, operation="PutObject",
+        )  # fmt: skip
+    # Otherwise somebody has replaced it since.
 
 
 def _lost_error(commit: Commit, loss: str) -> errors.CheckpointDeletedError:

@@ -40,7 +40,7 @@ class RequestInfo:
 
 Kind = Literal[
     "delay", "error", "error_in_200", "delete_partly", "reset", "reset_request", "reset_response", "cut_head",
-    "truncate", "apply_then_reset", "straggle", "stall", "crawl",
+    "truncate", "apply_then_reset", "forge", "repeat", "straggle", "stall", "crawl",
 ]  # fmt: skip
 
 
@@ -56,6 +56,11 @@ class Fault:
     seconds: float = 0.0
     """Waited before anything else happens, whatever the kind; of a ``stall``, inside of the body."""
     bytes_per_second: float = 0.0
+    headers: tuple[tuple[str, str], ...] = ()
+    """Of a forged answer, apart from Content-Length."""
+    body: bytes = b""
+    applied: bool = False
+    """Whether what was asked is done before the forged answer."""
 
     @classmethod
     def delay(cls, seconds: float) -> Fault:
@@ -109,6 +114,21 @@ class Fault:
     def apply_then_reset(cls) -> Fault:
         """Do what was asked, then reset the connection instead of answering."""
         return cls("apply_then_reset")
+
+    @classmethod
+    def forge(
+        cls, status: int, body: bytes = b"", headers: Mapping[str, str] | None = None, *, applied: bool = False
+    ) -> Fault:
+        """Answer with exactly this status, body and headers, as something on the way would that is no S3.
+
+        With ``applied``, what was asked is done all the same.
+        """
+        return cls("forge", status=status, body=body, headers=tuple((headers or {}).items()), applied=applied)
+
+    @classmethod
+    def repeat(cls) -> Fault:
+        """Do what was asked twice, as with a proxy that sends a request again, and give the second answer."""
+        return cls("repeat")
 
     @classmethod
     def straggle(cls, seconds: float) -> Fault:

@@ -274,8 +274,17 @@ class MemoryS3:
         if refusal is not None:
             drain(connection, head)
             response = self._error(refusal, info)
+        elif fault.kind == "forge" and not fault.applied:
+            drain(connection, head)
+            response = Response()
         else:
-            response = self._perform(connection, head, info, fault.code if fault.kind == "delete_partly" else "")
+            response = self._perform(connection, head, info, fault)
+        if fault.kind == "forge":
+            forged = Response(fault.status, Body.of(fault.body), dict(fault.headers))
+            with self._lock:
+                self._answers[fault.status] += 1
+            connection.send(forged, keep=True, body=info.method != "HEAD")
+            return True
         if fault.kind == "apply_then_reset":
             connection.reset()
             return False
@@ -317,13 +326,17 @@ class MemoryS3:
         if connection.wait_for_end(seconds):
             raise ConnectionError("the client hung up")
 
-    def _perform(self, connection: Connection, head: Head, info: RequestInfo, not_deleted: str) -> Response:
+    def _perform(self, connection: Connection, head: Head, info: RequestInfo, fault: Fault) -> Response:
         algorithm = checksums.announced(head.headers) if self._verify_checksums else None
         received = receive(connection, head, self._pool, algorithm)
         with self._lock:
             self._bytes_in += len(received.body)
+        not_deleted = fault.code if fault.kind == "delete_partly" else ""
         call = Call(info.bucket, info.key, info.query, info.headers, received, not_deleted)
         try:
+            if fault.kind == "repeat":
+                with contextlib.suppress(S3Error):
+                    self._operations.handle(info.operation, call)
             return self._operations.handle(info.operation, call)
         except S3Error as error:
             return self._error(error, info)

@@ -24,6 +24,7 @@ from aiobotocore.session import get_session
 from dcp_s3 import errors
 from dcp_s3.settings import Settings
 from dcp_s3.transport import retry
+from dcp_s3.transport.answers import check_answers
 from dcp_s3.transport.client import client_options, config_options, look_once, share_loader
 from dcp_s3.transport.throttle import gate_of
 
@@ -295,5 +296,6 @@ async def open_bucket(name: str, settings: Settings, *, max_requests: int = MAX_
             return await stack.enter_async_context(client)
 
         client = await call(connect, operation="create_client", bucket=name, attempts=1)
+        check_answers(client)
         look_once(client)
         yield AsyncBucket(name, settings, client, max_requests=max_requests)

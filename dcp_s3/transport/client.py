@@ -23,7 +23,7 @@ from botocore.config import Config
 
 from dcp_s3._version import __version__
 from dcp_s3.settings import Settings
-from dcp_s3.transport.answers import refuse_incomplete
+from dcp_s3.transport.answers import check_answers
 from dcp_s3.transport.body import send_without_copy
 from dcp_s3.transport.chain import check_endpoint_of
 from dcp_s3.transport.checksum_support import drop_checksums
@@ -128,7 +128,7 @@ def _make_client(settings: Settings) -> Any:
     )
     for operation in ("UploadPart", "PutObject"):
         client.meta.events.register(f"before-send.s3.{operation}", send_without_copy)
-    refuse_incomplete(client)
+    check_answers(client)
     drop_checksums(client, settings.endpoint_url)
     make_abortable(client)
     look_once(client)

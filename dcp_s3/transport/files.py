@@ -19,9 +19,9 @@ from s3transfer.subscribers import BaseSubscriber
 
 from dcp_s3.settings import Settings
 from dcp_s3.transport import retry
-from dcp_s3.transport.answers import refuse_incomplete
+from dcp_s3.transport.answers import check_answers
 from dcp_s3.transport.bucket import Bucket
-from dcp_s3.transport.client import client_options, config_options, look_once
+from dcp_s3.transport.client import client_options, config_options, look_once, share_loader
 
 OnProgress = Callable[[int], None]
 """Called from several threads with the bytes that moved since the last call; less than zero after a retry."""
@@ -116,9 +116,11 @@ def _client(settings: Settings) -> Iterator[Any]:
     options = config_options(settings)
     options["retries"] = {"total_max_attempts": settings.retry_attempts, "mode": "standard"}
     core = botocore.session.get_session()
+    share_loader(core)
     session = boto3.session.Session(botocore_session=core)
     client = session.client("s3", config=Config(**options), **client_options(settings, core))
-    refuse_incomplete(client)
+    check_answers(client)
+    client.meta.events.register("before-parse.s3.*", _let_pass)
     look_once(client)
     if owner := _owner(settings):
         # s3transfer leaves it out when it gives up an upload.
@@ -129,6 +131,12 @@ def _client(settings: Settings) -> Iterator[Any]:
         yield client
     finally:
         client.close()
+
+
+def _let_pass(response_dict: dict[str, Any], **_: Any) -> None:
+    """botocore tries these four again, and no other status of a server that fails."""
+    if retry.is_passing(response_dict["status_code"]) and response_dict["status_code"] not in (500, 502, 503, 504):
+        response_dict["status_code"] = 500
 
 
 def _config(settings: Settings) -> TransferConfig:

@@ -30,7 +30,9 @@ T = TypeVar("T")
 BACKOFF_BASE = 0.1
 BACKOFF_CAP = 10.0
 
-_RETRYABLE_STATUS = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
+_RETRYABLE_STATUS = frozenset({408, 409, 425, 429})
+# Of the 5xx, which proxies have many of their own of (Cloudflare's 520 to 530): what is not implemented never will be.
+_LASTING_STATUS = frozenset({501, 505})
 _RETRYABLE_CODES = frozenset(
     {
         "BadDigest",
@@ -113,10 +115,15 @@ def region_of(error: Exception) -> str:
 def is_retryable(error: Exception) -> bool:
     """Whether the same request may succeed later."""
     if isinstance(error, boto.ClientError):
-        return error_code(error) in _RETRYABLE_CODES or status_code(error) in _RETRYABLE_STATUS
+        return error_code(error) in _RETRYABLE_CODES or is_passing(status_code(error))
     if isinstance(error, (boto.ProxyConnectionError, boto.SSLError)) and "CERTIFICATE" in str(error).upper():
         return False
     return isinstance(error, _CONNECTION_ERRORS)
+
+
+def is_passing(status: int) -> bool:
+    """Whether the same request may get another HTTP status later."""
+    return status in _RETRYABLE_STATUS or (500 <= status < 600 and status not in _LASTING_STATUS)
 
 
 def is_throttling(error: BaseException) -> bool:

@@ -6,6 +6,7 @@ import base64
 import http.client
 import socket
 import threading
+import urllib.request
 import zlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -380,6 +381,25 @@ class TestFaults:
         (failed,) = s3.delete_objects(Bucket=BUCKET, Delete=keys)["Errors"]
         assert (failed["Key"], failed["Code"]) == ("a", "SlowDown")
         assert list(memory.objects(BUCKET)) == ["a"]
+
+    def test_a_forged_answer_is_sent_as_it_is(self, memory: MemoryS3, s3: Any) -> None:
+        memory.fault = lambda request: Fault.forge(203, b"<html/>", {"Via": "proxy"})
+        url = f"{memory.endpoint_url}/{BUCKET}/key"
+        with urllib.request.urlopen(urllib.request.Request(url, b"data", method="PUT")) as answer:
+            assert (answer.status, answer.read(), answer.headers.items()) == (
+                203, b"<html/>", [("Content-Length", "7"), ("Via", "proxy")],
+            )  # fmt: skip
+        assert memory.objects(BUCKET) == {}
+        memory.fault = lambda request: Fault.forge(200, applied=True)
+        s3.put_object(Bucket=BUCKET, Key="key", Body=b"data")
+        assert memory.objects(BUCKET) == {"key": 4}
+
+    def test_a_repeated_request_is_carried_out_twice(self, memory: MemoryS3, s3: Any) -> None:
+        memory.fault = lambda request: Fault.repeat()
+        with pytest.raises(ClientError) as error:
+            s3.put_object(Bucket=BUCKET, Key="key", Body=b"data", IfNoneMatch="*")
+        assert code(error)[0] == 412
+        assert memory.objects(BUCKET) == {"key": 4}
 
     def test_apply_then_reset_applies(self, memory: MemoryS3, s3: Any) -> None:
         memory.fault = lambda request: Fault.apply_then_reset()

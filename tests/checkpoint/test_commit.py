@@ -210,6 +210,56 @@ def test_a_lost_answer_to_the_commit_is_a_commit(faulty: FaultyServer) -> None:
     assert_same(load(f"s3://{BUCKET}/run"), state_of(1))
 
 
+@pytest.mark.parametrize("collectives", [True, False])
+def test_an_overwrite_that_s3_never_heard_of_deletes_nothing(faulty: FaultyServer, collectives: bool) -> None:
+    """A proxy answers to the commit as S3 would, ETag and all."""
+    url, old, new = f"s3://{BUCKET}/run/step-1", state_of(1), state_of(2)
+    dcp.save(old, storage_writer=S3StorageWriter(url), use_collectives=collectives)
+    forged = Fault.forge(200, headers={"ETag": '"0123456789abcdef0123456789abcdef"'})
+    writer = S3StorageWriter(url, overwrite=True)
+    seen = faulty.once("PutObject", forged, key="/.metadata")
+    with pytest.raises(CheckpointException) as failure:
+        dcp.save(new, storage_writer=writer)
+    assert seen
+    assert isinstance(cause(failure), errors.TransferError)
+    assert "not committed" in str(cause(failure))
+    assert_same(load(url), old)
+    dcp.save(new, storage_writer=S3StorageWriter(url, overwrite=True))
+    assert_same(load(url), new)
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>Sign in</html>"])
+def test_a_page_in_the_place_of_an_answer_is_no_commit(faulty: FaultyServer, body: bytes) -> None:
+    url, old, new = f"s3://{BUCKET}/run/step-1", state_of(1), state_of(2)
+    save(old, url)
+    faulty.rule = lambda request: Fault.forge(200, body) if request.operation == "PutObject" else None
+    with pytest.raises(CheckpointException) as failure:
+        dcp.save(new, storage_writer=S3StorageWriter(url, overwrite=True, settings={"retry_attempts": 2}))
+    assert "a proxy or captive portal" in str(cause(failure))
+    faulty.rule = lambda _: None
+    assert_same(load(url), old)
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_commit_that_was_carried_out_and_refused_keeps_its_objects(faulty: FaultyServer, overwrite: bool) -> None:
+    """Something on the way lets requests through, and answers 412 to each from the commit on."""
+    url, state = f"s3://{BUCKET}/run/step-1", state_of(2)
+    if overwrite:
+        save(state_of(1), url)
+    committing = []
+
+    def rule(request: Any) -> Fault | None:
+        committing.extend(["now"] if request.key.endswith("/.metadata") and request.method == "PUT" else [])
+        return Fault.forge(412, b"no", applied=True) if committing else None
+
+    faulty.rule = rule
+    with pytest.raises(CheckpointException) as failure:
+        save(state, url, overwrite=overwrite)
+    assert isinstance(cause(failure), errors.TransferError)
+    faulty.rule = lambda _: None
+    assert_same(load(url), state)
+
+
 def test_an_overwrite_of_damaged_metadata_keeps_what_it_cannot_name(
     memory_server: Any, root: str, s3: Any, bucket: str, caplog: pytest.LogCaptureFixture
 ) -> None:
