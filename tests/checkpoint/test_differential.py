@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
 from tests.checkpoint import differential
-from tests.checkpoint.differential import Case, cases
+from tests.checkpoint.random_cases import Case, cases
 from tests.ranks import run_ranks
 
 STATES = int(os.environ.get("DCP_S3_TEST_STATES", "9"))
