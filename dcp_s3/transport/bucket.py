@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -224,6 +225,7 @@ class Bucket:
 
         Raises:
             PreconditionFailedError: the condition does not hold: somebody else wrote the object.
+            TransferError: a refusal was false, as often as it was tried; other StorageErrors.
         """
         arguments: dict[str, Any] = {
             **self.common,
@@ -247,10 +249,24 @@ class Bucket:
             try:
                 found = self.get(key)
             except errors.ObjectNotFoundError:
-                return None
+                return once_more() if if_absent else None
+            except errors.PreconditionFailedError:
+                return once_more()  # to a GET without a condition
             if found.data == data:
                 return True
             return without_condition() if if_match and found.etag == if_match else None
+
+        refusals = itertools.count(1)
+
+        def once_more() -> bool:
+            """The refusal has no ground: the object was deleted since, or it was not S3 that refused."""
+            if (times := next(refusals)) >= self.settings.retry_attempts:
+                raise errors.TransferError(
+                    f"PutObject on s3://{self.name}/{key} was refused {times} times with 412, and a GET does not show "
+                    "why. Remedy: check what is between this host and the endpoint (a proxy?)",
+                    bucket=self.name, key=key, operation="PutObject", attempts=times,
+                )  # fmt: skip
+            return self.call("PutObject", key, attempt, recover=look)
 
         def without_condition() -> bool:
             _warn_once_no_conditional_writes(self.settings.endpoint_url)

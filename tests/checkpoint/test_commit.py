@@ -240,6 +240,26 @@ def test_a_page_in_the_place_of_an_answer_is_no_commit(faulty: FaultyServer, bod
     assert_same(load(url), old)
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_commit_that_was_carried_out_and_refused_keeps_its_objects(faulty: FaultyServer, overwrite: bool) -> None:
+    """Something on the way lets requests through, and answers 412 to each from the commit on."""
+    url, state = f"s3://{BUCKET}/run/step-1", state_of(2)
+    if overwrite:
+        save(state_of(1), url)
+    committing = []
+
+    def rule(request: Any) -> Fault | None:
+        committing.extend(["now"] if request.key.endswith("/.metadata") and request.method == "PUT" else [])
+        return Fault.forge(412, b"no", applied=True) if committing else None
+
+    faulty.rule = rule
+    with pytest.raises(CheckpointException) as failure:
+        save(state, url, overwrite=overwrite)
+    assert isinstance(cause(failure), errors.TransferError)
+    faulty.rule = lambda _: None
+    assert_same(load(url), state)
+
+
 def test_an_overwrite_of_damaged_metadata_keeps_what_it_cannot_name(
     memory_server: Any, root: str, s3: Any, bucket: str, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -273,3 +273,26 @@ def test_the_metadata_of_a_save_that_s3_refused_is_not_written_before_its_data(
     assert order[-1].endswith("/.metadata")
     assert "manifest" in order[-2]
     assert_complete(url, state)
+
+
+def test_a_refusal_of_the_commit_that_does_not_hold_sets_nothing_aside(
+    faulty: FaultyServer, faulty_spill: Spill
+) -> None:
+    """A proxy says 412, and no checkpoint is there: once, and whenever it is asked."""
+    spill, state = faulty_spill, large_state(1)
+    refusal = Fault.error(412, "PreconditionFailed")
+    spill.save(spill.url("step-1"), state)
+    seen = faulty.once("PutObject", refusal, key=".metadata")
+    assert spill.drain().committed == [spill.url("step-1")]
+    assert seen
+    assert_complete(spill.url("step-1"), state)
+    spill.save(spill.url("step-2"), state)
+    commit = spill.commit()
+    faulty.rule = lambda request: refusal if ".metadata" in request.key and request.method == "PUT" else None
+    report = spill.drain()
+    assert report.refused == {}
+    assert "a proxy" in report.waiting[commit.name]
+    faulty.rule = lambda _: None
+    assert spill.drain().committed == [spill.url("step-2")]
+    assert_complete(spill.url("step-2"), state)
+    spill.assert_empty()
