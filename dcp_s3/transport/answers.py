@@ -43,6 +43,7 @@ _NEXT = {
     "ListObjectsV2": b"NextContinuationToken>",
     "ListParts": b"NextPartNumberMarker>",
 }
+_REDIRECTIONS = frozenset({301, 302, 303, 307, 308})
 _CHECKSUM = "x-amz-checksum-crc"
 
 
@@ -103,6 +104,9 @@ def _fault_of_xml(operation: str, root: bytes, body: bytes) -> str | None:
 
 def _fault_of_error(operation: str, status: int, headers: Mapping[str, str], body: bytes) -> str | None:
     """A 404 may mean a missing bucket, object or upload: the body says which. That of a HEAD has none."""
+    # S3 says where the bucket is. Of a redirection that does not, botocore asks, and of the answer to that, ...
+    if status in _REDIRECTIONS and "x-amz-bucket-region" not in headers and _root_of(body) != b"Error":
+        return "does not lead to a region"
     if operation.startswith("Head"):
         return None
     if not body and headers.get("content-length") != "0":

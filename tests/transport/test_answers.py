@@ -108,6 +108,7 @@ FORGED = {
     "page not found": Fault.forge(404, PAGE, HTML),
     "no content": Fault.forge(204),
     "another page": Fault.forge(203, PAGE, {**HTML, "ETag": '"static"'}),
+    "to the login": Fault.forge(302, PAGE, {**HTML, "Location": "http://127.0.0.1:9/login"}),
     "done": Fault.forge(200, PAGE, HTML, applied=True),
 }
 KEYS = ["a", "b"]
@@ -183,7 +184,7 @@ def test_an_answer_that_s3_did_not_give_is_not_believed(faulty: FaultyServer, op
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_answers_that_s3_never_gives_are_an_error(faulty: FaultyServer, operation: str) -> None:
     _, upload_id = prepare()
-    for fault in (Fault.forge(200), Fault.forge(200, PAGE, HTML), Fault.forge(404, PAGE, HTML)):
+    for fault in (Fault.forge(200), Fault.forge(200, PAGE, HTML), Fault.forge(302), Fault.forge(404, PAGE, HTML)):
         if is_plausible(operation, fault):
             continue
         faulty.rule = lambda request, fault=fault: fault if request.operation == operation else None
