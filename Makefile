@@ -29,10 +29,10 @@ demo: $(DEMO_OR_DEV) ## the demo on a local S3 server; URL=s3://bucket/prefix ru
 test: $(DEV) ## pytest in JOBS processes (2); ARGS=... is passed on
 	@$(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
-# Each bounded by its counts: about 30 minutes together on two cores.
-soak: $(DEV) ## the tests that break things, with large counts (about 30 minutes); ARGS=... is passed on
-	@DCP_S3_TEST_CYCLES=500 DCP_S3_TEST_LOOPS=1000 DCP_S3_TEST_KILLS=100 \
-		timeout 2400 $(PY) -m pytest --timeout=2400 tests/soak tests/spill/test_kill.py $(ARGS)
+# Each bounded by its counts: about 75 minutes together on two cores.
+soak: $(DEV) ## the tests that break things, with large counts (about 75 minutes); ARGS=... is passed on
+	@DCP_S3_TEST_CYCLES=500 DCP_S3_TEST_LOOPS=1000 DCP_S3_TEST_KILLS=100 DCP_S3_TEST_FAULTS=100 \
+		timeout 5400 $(PY) -m pytest --timeout=5400 tests/soak tests/spill/test_kill.py $(ARGS)
 
 lint: $(DEV) ## ruff, mypy, import-linter
 	$(PY) -m ruff check .
