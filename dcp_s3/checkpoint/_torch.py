@@ -144,8 +144,8 @@ class _CheckedSize(tuple):  # type: ignore[type-arg]
 
 def shape_mismatch(fqn: str, saved: Sequence[int], current: Any) -> ShapeMismatchError:
     """The error for an entry whose shape is not that of the tensor to load into."""
-    return ShapeMismatchError(
-        f"{fqn}: the checkpoint has shape {tuple(saved)}, the state to load into {tuple(current)}. Remedy: build the "
+    return ShapeMismatchError(  # begins as torch's does, which callers match
+        f"Size mismatch between saved {tuple(saved)} and current {tuple(current)} for {fqn}. Remedy: build the "
         "model with the configuration that was saved, or leave this entry out of the state and pass "
         "planner=DefaultLoadPlanner(allow_partial_load=True)",
         fqn=fqn,

@@ -123,7 +123,9 @@ def test_shape_mismatch(memory_server: Any, root: str) -> None:
     target = {"model": {"w": torch.full((4, 3), 7.0)}}
     error = failure_of_load(root, target)
     assert isinstance(error, errors.ShapeMismatchError)
+    assert "Size mismatch" in str(error), "the words of torch's own planner"
     assert error.fqn == "model.w"
+    assert error.fqn in str(error)
     assert "(3, 4)" in str(error)
     assert "(4, 3)" in str(error)
     assert (target["model"]["w"] == 7).all()
