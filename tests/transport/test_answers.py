@@ -108,7 +108,7 @@ FORGED = {
     "page not found": Fault.forge(404, PAGE, HTML),
     "no content": Fault.forge(204),
     "another page": Fault.forge(203, PAGE, {**HTML, "ETag": '"static"'}),
-    "to the login": Fault.forge(302, PAGE, {**HTML, "Location": "http://127.0.0.1:9/login"}),
+    "to the login": Fault.forge(302, PAGE, HTML),  # with a Location, aiohttp would go there
     "done": Fault.forge(200, PAGE, HTML, applied=True),
 }
 KEYS = ["a", "b"]
@@ -220,8 +220,7 @@ def test_the_catalog_does_not_believe_an_answer_that_s3_did_not_give(faulty: Fau
         assert without_dates(asyncio.run(ask())) == expected, name
         assert seen
         faulty.rule = lambda request, fault=fault: fault if request.operation == operation else None
-        # aiohttp follows a redirection; at the end of this one nobody listens.
-        with pytest.raises(errors.TransferError, match=r"proxy|Could not connect"):
+        with pytest.raises(errors.TransferError, match="proxy"):
             asyncio.run(ask())
 
 
