@@ -196,7 +196,7 @@ def _fail_on_both(url: str) -> list[str]:
 def test_a_cause_of_several_ranks_is_told_once(faulty: FaultyServer) -> None:
     _deny(faulty, "PutObject", ".distcp")
     for (line,) in run_ranks(3, _fail_on_both, _URL):
-        assert line.startswith(f"the asynchronous save to {_URL} failed on rank 0 (and on 2 more): AccessDeniedError: ")
+        assert line.startswith(f"the asynchronous save to {_URL} failed on ranks 0 to 2: AccessDeniedError: ")
 
 
 class _BrokenPlanner(DefaultSavePlanner):

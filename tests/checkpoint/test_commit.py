@@ -14,7 +14,9 @@ from benchmarks.memory_s3 import Fault
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
 from dcp_s3.format.layout import manifest_object
 from dcp_s3.format.manifest import Manifest
+from dcp_s3.settings import Settings
 from dcp_s3.transport import retry
+from dcp_s3.transport.bucket import Bucket
 from tests.checkpoint.states import assert_same, blank, random_tensor
 from tests.faulty import BUCKET, FaultyServer, serve
 
@@ -129,7 +131,7 @@ def test_at_every_request_of_a_save_the_url_holds_the_old_or_the_new_one_whole(
     url = f"s3://{BUCKET}/run"
     for stop in range(1, 100):
         for key in list(faulty.s3.objects(BUCKET)):
-            S3StorageWriter(url)._bucket().delete([key])
+            Bucket(BUCKET, Settings()).delete([key])
         if overwrite:
             save(state_of(1), url)
         count = [0]
