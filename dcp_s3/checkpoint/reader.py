@@ -49,8 +49,9 @@ class S3StorageReader(StorageReader):
         include_uncommitted: also read a checkpoint whose commit still waits in this host's spill directory, which with
             several hosts may lack their parts.
         weights_only: items that are no tensors (numbers, texts, whatever the state held) are pickles. Only what
-            torch's weights-only unpickler takes is given to the planner, which unpickles without restriction; its list
-            (``torch.serialization.add_safe_globals``) is looked at when the item has arrived. The check runs through
+            cannot run code is given to the planner, which unpickles without restriction: what torch's weights-only
+            unpickler takes, its own list (``torch.serialization.add_safe_globals``) as it is when the item has arrived,
+            and the plain values named in docs/security.md. The check runs through
             each such item once more, without reading its tensors: about 0.2 ms for a small one, 0.6 s for each MB of
             pickled numbers and texts. False: everything is unpickled, so whoever can write to the bucket can run code
             here.
@@ -312,7 +313,7 @@ class S3StorageReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this is text that starts with ``s3://``."""
+        """Whether this is an S3 URL, as text or as a path, which has one slash left."""
         return is_s3_url(checkpoint_id)
 
     def _require_url(self) -> CheckpointURL:

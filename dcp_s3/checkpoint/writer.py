@@ -236,7 +236,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this is text that starts with ``s3://``."""
+        """Whether this is an S3 URL, as text or as a path, which has one slash left."""
         return is_s3_url(checkpoint_id)
 
     # --- AsyncStager ----------------------------------------------------------------------------------
