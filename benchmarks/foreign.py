@@ -24,8 +24,8 @@ from rich.table import Table
 
 from benchmarks.cases import CASES, Target
 from benchmarks.measure import Sample, measure
-from benchmarks.memory_s3 import MemoryS3Process
 from benchmarks.units import GIB, MIB, parse_size
+from tests.memory_s3 import MemoryS3Process
 
 State = dict[str, torch.Tensor]
 

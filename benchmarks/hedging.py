@@ -24,13 +24,13 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.memory_s3 import Fault, MemoryS3, RequestInfo
 from benchmarks.units import MIB, parse_size
+from dcp_s3.s3 import hedge
+from dcp_s3.s3.bucket import Bucket
+from dcp_s3.s3.download import Target, fetch_into
+from dcp_s3.s3.hedge import HedgeState, hedges_of
 from dcp_s3.settings import Settings
-from dcp_s3.transport import hedge
-from dcp_s3.transport.bucket import Bucket
-from dcp_s3.transport.download import Target, fetch_into
-from dcp_s3.transport.hedge import HedgeState, hedges_of
+from tests.memory_s3 import Fault, MemoryS3, RequestInfo
 
 _BUCKET, _KEY = "bench", "object"
 

@@ -12,9 +12,9 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.memory_s3 import Counters
 from benchmarks.reshard_cases import CASES, Case
 from benchmarks.units import MIB
+from tests.memory_s3 import Counters
 
 OURS = "dcp_s3"
 _METADATA = ".metadata"

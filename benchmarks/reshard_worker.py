@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from benchmarks.cases import CASES as STORAGE_CASES
 from benchmarks.cases import Target
-from benchmarks.memory_s3 import Counters, fetch_counters, reset_counters
 from benchmarks.reshard_cases import Box, Layout, Spec, TensorSpec
+from tests.memory_s3 import Counters, fetch_counters, reset_counters
 
 State = dict[str, Any]
 

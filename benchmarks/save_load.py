@@ -31,9 +31,9 @@ from benchmarks.cases import CASES, Target, reason_to_skip
 from benchmarks.llama import llama_bytes
 from benchmarks.loopback import measure_loopback
 from benchmarks.measure import Sample
-from benchmarks.memory_s3 import MemoryS3Process
 from benchmarks.report import Results, Round, machine, save_chart, show
 from benchmarks.units import GIB, MIB, parse_size
+from tests.memory_s3 import MemoryS3Process
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"

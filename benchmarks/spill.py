@@ -35,7 +35,6 @@ from rich.table import Table
 
 from benchmarks.llama import llama_state
 from benchmarks.measure import Sample, measure
-from benchmarks.memory_s3 import MemoryS3Process
 from benchmarks.report import machine
 from benchmarks.save_load import RESULTS
 from benchmarks.units import GIB, MIB, parse_size
@@ -43,6 +42,7 @@ from dcp_s3 import S3StorageReader, S3StorageWriter
 from dcp_s3.spill.background import stop_draining
 from dcp_s3.spill.drain import Drainer
 from dcp_s3.spill.store import SpillStore
+from tests.memory_s3 import MemoryS3Process
 
 State = dict[str, torch.Tensor]
 _ROOT = "s3://bench/run"

@@ -8,15 +8,14 @@
 
 from dcp_s3 import errors
 from dcp_s3._version import __version__
-from dcp_s3.checkpoint.load_planner import S3LoadPlanner
-from dcp_s3.checkpoint.reader import S3StorageReader
-from dcp_s3.checkpoint.tensors import read_tensor, read_tensors
-from dcp_s3.checkpoint.verify import verify
-from dcp_s3.checkpoint.verify_report import Problem, VerifyReport
-from dcp_s3.checkpoint.writer import S3StorageWriter
 from dcp_s3.counters import metrics
 from dcp_s3.integrations.dcp import register, unregister
+from dcp_s3.load.planner import S3LoadPlanner
+from dcp_s3.load.reader import S3StorageReader
 from dcp_s3.manager.manager import CheckpointManager
+from dcp_s3.offline.read_tensors import read_tensor, read_tensors
+from dcp_s3.offline.verify import verify
+from dcp_s3.offline.verify_report import Problem, VerifyReport
 from dcp_s3.retention.catalog import CheckpointCatalog, latest, list_checkpoints
 from dcp_s3.retention.checkpoint_info import CheckpointInfo
 from dcp_s3.retention.marks import annotate, pin, unpin
@@ -36,8 +35,9 @@ from dcp_s3.retention.policy import (
 from dcp_s3.retention.prune import PruneReport, apply_plan, prune
 from dcp_s3.retention.remove import remove
 from dcp_s3.retention.scan import CatalogSnapshot
+from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.settings import Settings
-from dcp_s3.staging.stager import S3Stager
+from dcp_s3.stage.stager import S3Stager
 
 __all__ = [
     "CatalogSnapshot",

@@ -6,8 +6,8 @@ from dataclasses import asdict
 from typing import Any
 
 from dcp_s3.retention import counts
+from dcp_s3.s3 import hedge, throttle
 from dcp_s3.spill.session import spilled_bytes
-from dcp_s3.transport import hedge, throttle
 
 
 def metrics() -> dict[str, Any]:

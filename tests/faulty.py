@@ -9,7 +9,7 @@ from typing import Any
 import boto3
 import pytest
 
-from benchmarks.memory_s3 import Fault, MemoryS3
+from tests.memory_s3 import Fault, MemoryS3
 
 BUCKET = "bucket"
 

@@ -23,10 +23,11 @@ from torch.distributed.checkpoint.metadata import TensorProperties as Properties
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata as TensorMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from dcp_s3.checkpoint._torch import ReaderTransforms, make_storage_info
-from dcp_s3.checkpoint.prepare import TransferFactory
-from dcp_s3.checkpoint.safe_items import check_item
 from dcp_s3.format.metadata import load_metadata
+from dcp_s3.format.safe_items import check_item
+from dcp_s3.format.storage_info import make_storage_info
+from dcp_s3.load.prepare import TransferFactory
+from dcp_s3.torch_private import ReaderTransforms
 from dcp_s3.url import parse_url
 
 URL = "s3://bucket/step-1"

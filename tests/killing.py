@@ -15,8 +15,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.memory_s3 import Fault
 from tests.faulty import FaultyServer
+from tests.memory_s3 import Fault
 from tests.ranks import _PRELOAD
 
 # --- in the test ----------------------------------------------------------------------------------------

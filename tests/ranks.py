@@ -38,7 +38,7 @@ _PRELOAD = [
     "torch.distributed.tensor",
     "pydantic_settings",
     "pytest",
-    "benchmarks.memory_s3",
+    "tests.memory_s3",
     "tests.ranks",
 ]
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.memory_s3 import MemoryS3
 from dcp_s3.cli.main import app
 from tests.faulty import BUCKET, FaultyServer, serve
+from tests.memory_s3 import MemoryS3
 
 _ROOT = Path(__file__).resolve().parents[1]
 _FENCED = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)

@@ -14,16 +14,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from benchmarks.memory_s3 import Fault
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors, latest, list_checkpoints, prune, remove
-from dcp_s3.checkpoint.copy import download, upload
+from dcp_s3.offline.replicate import download, upload
+from dcp_s3.s3 import multipart, retry
+from dcp_s3.s3.bucket import Bucket
+from dcp_s3.s3.retry import permission_of
 from dcp_s3.settings import Settings
 from dcp_s3.spill.drain import Drainer, DrainReport
 from dcp_s3.spill.store import SpillStore
-from dcp_s3.transport import multipart, retry
-from dcp_s3.transport.bucket import Bucket
-from dcp_s3.transport.retry import permission_of
 from tests.faulty import BUCKET, FaultyServer, serve
+from tests.memory_s3 import Fault
 from tests.spill.making import begin_multipart, large_state
 
 DOCUMENT = (Path(__file__).parents[1] / "docs" / "security.md").read_text()
@@ -53,7 +53,7 @@ READING = POLICIES["ReadingObjects"] | POLICIES["ReadingBucket"]
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
     monkeypatch.setattr(retry, "BACKOFF_BASE", 0.001)
-    monkeypatch.setattr("dcp_s3.checkpoint.save.drain_in_background", lambda *_, **__: None)
+    monkeypatch.setattr("dcp_s3.save.save.drain_in_background", lambda *_, **__: None)
     monkeypatch.setenv("DCP_S3_PART_SIZE", "5MiB")
     monkeypatch.setenv("DCP_S3_EXPECTED_BUCKET_OWNER", OWNER)
     with serve(monkeypatch) as server:

@@ -1,1 +1,1 @@
-"""DCP's contract on S3: stager, writer, reader, bucket planning, commit."""
+"""A checkpoint as it lies on S3: commit, completeness, metadata, leases."""

@@ -21,7 +21,7 @@ from dataclasses import replace
 
 from dcp_s3 import errors
 from dcp_s3.format.layout import DELETION_PREFIX, lease_object, metadata_object, new_save_id, parse_deletion_object
-from dcp_s3.transport.bucket import Bucket, limit_timeouts
+from dcp_s3.s3.bucket import Bucket, limit_timeouts
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)

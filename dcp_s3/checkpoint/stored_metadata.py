@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_s3 import errors
+from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.layout import METADATA_CRC_KEY, metadata_object
 from dcp_s3.format.metadata import load_metadata
-from dcp_s3.transport.bucket import Bucket, StoredObject
-from dcp_s3.transport.checksum import crc64nvme, crc_hex
+from dcp_s3.s3.bucket import Bucket, StoredObject
 from dcp_s3.url import CheckpointURL
 
 

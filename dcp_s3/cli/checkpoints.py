@@ -9,7 +9,6 @@ from typing import Annotated
 
 import typer
 
-from dcp_s3.checkpoint import copy
 from dcp_s3.cli import drain as draining
 from dcp_s3.cli import exits, tables
 from dcp_s3.cli import verify as verifying
@@ -26,11 +25,12 @@ from dcp_s3.cli.common import (
     progress,
     stop_on_signals,
 )
+from dcp_s3.offline import replicate as copy
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.details import describe
 from dcp_s3.retention.parse import policy_from_settings
+from dcp_s3.s3.chain import find_chain
 from dcp_s3.settings import resolve_settings
-from dcp_s3.transport.chain import find_chain
 from dcp_s3.units import format_size
 
 

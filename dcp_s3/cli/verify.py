@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from dcp_s3.checkpoint.verify import verify
-from dcp_s3.checkpoint.verify_report import VerifyReport
 from dcp_s3.cli import exits
 from dcp_s3.errors import CheckpointNotFoundError, DcpS3Error
+from dcp_s3.offline.verify import verify
+from dcp_s3.offline.verify_report import VerifyReport
 from dcp_s3.retention.catalog import list_checkpoints
 from dcp_s3.units import format_size
 

@@ -25,14 +25,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from dcp_s3.collector import collector_paused
 from dcp_s3.errors import CorruptMetadataError, UnsafeMetadataError
-from dcp_s3.format._torch import StorageInfo
 from dcp_s3.format.layout import is_inside
 from dcp_s3.format.metadata_globals import build_of, find_global
 from dcp_s3.format.nesting import check_nesting
 from dcp_s3.format.records import make_shortcuts
 from dcp_s3.format.unpickle import MalformedPickleError, UnsafeGlobalError, unpickle
-from dcp_s3.garbage import collector_paused
+from dcp_s3.torch_private import StorageInfo
 
 # An item of one object: S3's largest object is 50 TiB, what is pickled or encoded goes through memory.
 _MAX_ITEM_BYTES = 2**44
@@ -158,7 +158,7 @@ def _is_index(fields: dict[str, Any]) -> bool:
 
 
 def _is_range(fields: dict[str, Any]) -> bool:
-    """Whether offset, length and the facts that are added to them (see checkpoint/_torch.py) can be."""
+    """Whether offset, length and the facts that are added to them (see format/storage_info.py) can be."""
     offset, length, descriptors = fields.get("offset"), fields.get("length"), fields.get("transform_descriptors")
     if type(offset) is not int or type(length) is not int or not 0 <= offset < _MAX_INT:
         return False

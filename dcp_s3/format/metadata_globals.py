@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from dcp_s3.format._torch import MEMORY_FORMAT_ENCODING, StorageInfo, StoragePrefix
 from dcp_s3.format.plain_globals import PLAIN, as_named_today, expect
 from dcp_s3.format.unpickle import Constructor, Limits, MalformedPickleError, UnsafeGlobalError
+from dcp_s3.torch_private import MEMORY_FORMAT_ENCODING, StorageInfo, StoragePrefix
 
 _DCP = "torch.distributed.checkpoint."
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_s3.format._torch import StorageInfo
 from dcp_s3.format.metadata_globals import CONSTRUCTORS, build_of
 from dcp_s3.format.unpickle import Constructor, MalformedPickleError, NoShortcutError, Shortcut
+from dcp_s3.torch_private import StorageInfo
 
 # Every opcode has one length, or says it in its first bytes: there is one way only to take a pickle apart. Names are
 # those of pickletools.

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from dcp_s3.checkpoint._torch import AsyncCheckpointProcess, storage_utils
-from dcp_s3.checkpoint.reader import S3StorageReader
-from dcp_s3.checkpoint.writer import S3StorageWriter
+from dcp_s3.load.reader import S3StorageReader
+from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.settings import SettingsLike, resolve_settings
+from dcp_s3.torch_private import AsyncCheckpointProcess, storage_utils
 from dcp_s3.url import is_s3_url
 
 _ID = str | os.PathLike[str]

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.checkpoint.stateful import Stateful
 
 from dcp_s3 import errors
-from dcp_s3.commit import check_metrics
+from dcp_s3.checkpoint.commit import check_metrics
 from dcp_s3.format.layout import step_by_patterns
 from dcp_s3.retention.parse import parse_policy, policy_from_settings
 from dcp_s3.retention.policy import PolicyFunction

@@ -14,9 +14,9 @@ from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.checkpoint_info import CheckpointInfo, age_order
 from dcp_s3.retention.inspect import find_damage, run
 from dcp_s3.retention.policy import AnyOf, KeepBest, Mode, PolicyFunction, best_first
+from dcp_s3.s3.async_client import open_bucket
+from dcp_s3.s3.bucket import Bucket, limit_timeouts
 from dcp_s3.settings import Settings
-from dcp_s3.transport.async_client import open_bucket
-from dcp_s3.transport.bucket import Bucket, limit_timeouts
 from dcp_s3.url import parse_url
 
 logger = logging.getLogger(__name__)

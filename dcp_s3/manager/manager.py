@@ -16,8 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.failures import name_failed
-from dcp_s3.checkpoint.writer import S3StorageWriter, Separate
+from dcp_s3.failures import name_failed
 from dcp_s3.format.layout import step_of
 from dcp_s3.manager import arguments
 from dcp_s3.manager.arguments import check_step, step_name
@@ -32,9 +31,10 @@ from dcp_s3.retention.counts import counting
 from dcp_s3.retention.marks import annotate
 from dcp_s3.retention.policy import Mode, PolicyFunction
 from dcp_s3.retention.prune import prune
+from dcp_s3.save.writer import S3StorageWriter, Separate
 from dcp_s3.settings import Settings, SettingsLike
-from dcp_s3.staging.failure import FailedStaging
-from dcp_s3.staging.stager import S3Stager
+from dcp_s3.stage.failure import FailedStaging
+from dcp_s3.stage.stager import S3Stager
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.failures import explain, name_failed, real_causes
-from dcp_s3.checkpoint.reader import S3StorageReader
+from dcp_s3.failures import explain, name_failed, real_causes
+from dcp_s3.load.reader import S3StorageReader
 from dcp_s3.manager.arguments import collect, distribute
 from dcp_s3.manager.choosing import Found, NotYet, Order, Patience, find, impatient
 from dcp_s3.manager.ranks import Failures, Ranks, portable

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_s3.checkpoint.failures import explain
 from dcp_s3.errors import SaveFailedError
+from dcp_s3.failures import explain
 from dcp_s3.manager.ranks import portable
-from dcp_s3.transport.retry import without_tracebacks
+from dcp_s3.tracebacks import without_tracebacks
 
 logger = logging.getLogger(__name__)
 

@@ -24,10 +24,10 @@ from dcp_s3.retention.checkpoint_info import (
 from dcp_s3.retention.inspect import Root, find_damage, inspect_checkpoint, run
 from dcp_s3.retention.policy import Mode, best_first
 from dcp_s3.retention.scan import CatalogSnapshot, list_root, merge_local, scan_root
+from dcp_s3.s3.async_client import AsyncBucket, open_bucket
 from dcp_s3.settings import Settings, SettingsLike, compile_step_pattern, resolve_settings
 from dcp_s3.spill.local import find_commits
 from dcp_s3.spill.session import open_store
-from dcp_s3.transport.async_client import AsyncBucket, open_bucket
 from dcp_s3.url import CheckpointURL, parse_url
 
 logger = logging.getLogger(__name__)

@@ -20,12 +20,12 @@ from dcp_s3.retention.belongings import (
 )
 from dcp_s3.retention.inspect import gather
 from dcp_s3.retention.plan import LEASE_MARGIN
-from dcp_s3.transport import multipart
-from dcp_s3.transport.async_client import AsyncBucket, ListedObject
-from dcp_s3.transport.bucket import Bucket
-from dcp_s3.transport.delete import Target, batches, delete_batch, list_versions, old_versions
-from dcp_s3.transport.workers import Workers
+from dcp_s3.s3 import multipart
+from dcp_s3.s3.async_client import AsyncBucket, ListedObject
+from dcp_s3.s3.bucket import Bucket
+from dcp_s3.s3.delete import Target, batches, delete_batch, list_versions, old_versions
 from dcp_s3.url import CheckpointURL
+from dcp_s3.workers import Workers
 
 logger = logging.getLogger(__name__)
 

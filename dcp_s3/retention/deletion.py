@@ -16,7 +16,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.contents import needed_objects
 from dcp_s3.checkpoint.lease import DELETION_BEGINS
 from dcp_s3.format.deletion_list import DeletionList
 from dcp_s3.format.layout import (
@@ -32,6 +31,7 @@ from dcp_s3.format.layout import (
     parse_manifest_object,
 )
 from dcp_s3.format.metadata import load_metadata
+from dcp_s3.format.saved_entries import needed_objects
 from dcp_s3.retention.belongings import (
     Belongings,
     commit_steps,
@@ -43,9 +43,9 @@ from dcp_s3.retention.belongings import (
 from dcp_s3.retention.checkpoint_info import CheckpointInfo
 from dcp_s3.retention.deleter import Deleter, Deletion, LeftAloneError
 from dcp_s3.retention.inspect import Inspected, inspect, matching_manifest, save_id_of
-from dcp_s3.transport.bucket import limit_timeouts
-from dcp_s3.transport.deadline import Deadline
-from dcp_s3.transport.delete import Target
+from dcp_s3.s3.bucket import limit_timeouts
+from dcp_s3.s3.deadline import Deadline
+from dcp_s3.s3.delete import Target
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)

@@ -7,14 +7,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.contents import SavedEntry, needed_objects, saved_entries
 from dcp_s3.format.layout import metadata_object
 from dcp_s3.format.manifest import Manifest
 from dcp_s3.format.metadata import load_metadata
+from dcp_s3.format.saved_entries import SavedEntry, needed_objects, saved_entries
 from dcp_s3.retention.checkpoint_info import CheckpointInfo, Contents, sort_out
 from dcp_s3.retention.inspect import Root, gather, inspect_checkpoint, matching_manifest, run
+from dcp_s3.s3.async_client import open_bucket
 from dcp_s3.settings import SettingsLike, resolve_settings
-from dcp_s3.transport.async_client import open_bucket
 from dcp_s3.url import CheckpointURL, parse_url
 
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.contents import needed_objects
 from dcp_s3.format.added_metrics import AddedMetrics
 from dcp_s3.format.layout import (
     CONTROL_PREFIX,
@@ -33,6 +32,7 @@ from dcp_s3.format.layout import (
 )
 from dcp_s3.format.manifest import Manifest
 from dcp_s3.format.metadata import load_metadata
+from dcp_s3.format.saved_entries import needed_objects
 from dcp_s3.retention.checkpoint_info import (
     CheckpointInfo,
     Contents,
@@ -47,7 +47,7 @@ from dcp_s3.retention.checkpoint_info import (
     with_metrics,
     with_step,
 )
-from dcp_s3.transport.async_client import AsyncBucket, ListedObject
+from dcp_s3.s3.async_client import AsyncBucket, ListedObject
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)

@@ -14,10 +14,10 @@ from dcp_s3.format.added_metrics import AddedMetrics, check_added
 from dcp_s3.format.layout import METRICS, PIN
 from dcp_s3.retention.checkpoint_info import CheckpointInfo
 from dcp_s3.retention.inspect import Root, inspect_checkpoint, run
+from dcp_s3.s3 import retry
+from dcp_s3.s3.async_client import open_bucket
+from dcp_s3.s3.bucket import Bucket
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
-from dcp_s3.transport import retry
-from dcp_s3.transport.async_client import open_bucket
-from dcp_s3.transport.bucket import Bucket
 from dcp_s3.url import CheckpointURL, parse_url
 
 logger = logging.getLogger(__name__)

@@ -21,13 +21,13 @@ from dcp_s3.retention.leftovers import LeftoverRemover
 from dcp_s3.retention.parse import parse_policy, policy_from_settings
 from dcp_s3.retention.plan import LeftoverObject, OpenUpload, Plan
 from dcp_s3.retention.policy import PolicyFunction
+from dcp_s3.s3.async_client import open_bucket
+from dcp_s3.s3.bucket import Bucket
+from dcp_s3.s3.delete import check_versions
 from dcp_s3.settings import SettingsLike, resolve_settings
-from dcp_s3.transport.async_client import open_bucket
-from dcp_s3.transport.bucket import Bucket
-from dcp_s3.transport.delete import check_versions
-from dcp_s3.transport.workers import Workers
 from dcp_s3.units import parse_duration
 from dcp_s3.url import CheckpointURL, parse_url
+from dcp_s3.workers import Workers
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,10 @@ from dcp_s3.retention.inspect import Root, inspect_checkpoint, run
 from dcp_s3.retention.leftovers import LeftoverRemover
 from dcp_s3.retention.plan import LEASE_MARGIN
 from dcp_s3.retention.scan import open_upload
+from dcp_s3.s3.async_client import ListedUpload, open_bucket
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
-from dcp_s3.transport.async_client import ListedUpload, open_bucket
-from dcp_s3.transport.workers import Workers
 from dcp_s3.url import CheckpointURL, parse_url
+from dcp_s3.workers import Workers
 
 logger = logging.getLogger(__name__)
 

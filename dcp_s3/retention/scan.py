@@ -32,7 +32,7 @@ from dcp_s3.retention.checkpoint_info import (
 from dcp_s3.retention.inspect import Inspected, find_damage, inspect, map_bounded, save_id_of
 from dcp_s3.retention.plan import LEASE_MARGIN, LeftoverObject, OpenUpload, Plan, make_plan
 from dcp_s3.retention.policy import PolicyFunction
-from dcp_s3.transport.async_client import AsyncBucket, ListedObject, ListedUpload
+from dcp_s3.s3.async_client import AsyncBucket, ListedObject, ListedUpload
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from dcp_s3 import errors
-from dcp_s3.commit import (
+from dcp_s3.checkpoint.commit import (
     Commit,
     Previous,
     SaveIdentity,
@@ -23,15 +23,15 @@ from dcp_s3.commit import (
     is_committed,
     publish,
 )
-from dcp_s3.completeness import Beginning
+from dcp_s3.checkpoint.completeness import Beginning
+from dcp_s3.s3 import multipart
+from dcp_s3.s3.bucket import Bucket
 from dcp_s3.settings import Settings
 from dcp_s3.spill.files import upload_file
 from dcp_s3.spill.journal import SpilledCommit, State
 from dcp_s3.spill.local import ReadCache
 from dcp_s3.spill.store import DamagedFileError, SpilledSave, SpillStore
-from dcp_s3.transport import multipart
-from dcp_s3.transport.bucket import Bucket
-from dcp_s3.transport.retry import without_tracebacks
+from dcp_s3.tracebacks import without_tracebacks
 from dcp_s3.units import format_size
 from dcp_s3.url import CheckpointURL, parse_url
 

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from dcp_s3 import errors
+from dcp_s3.checksum import combine_crc64nvme, crc64nvme, crc_hex, encode_crc
+from dcp_s3.s3 import multipart
+from dcp_s3.s3.bucket import Bucket
+from dcp_s3.s3.parts import Piece
+from dcp_s3.s3.upload import ObjectUpload, UploadedObject, Uploader
 from dcp_s3.spill.journal import SpilledObject
 from dcp_s3.spill.store import DamagedFileError, SaveWriter, clear_errors
-from dcp_s3.transport import multipart
-from dcp_s3.transport.bucket import Bucket
-from dcp_s3.transport.checksum import combine_crc64nvme, crc64nvme, crc_hex, encode_crc
-from dcp_s3.transport.parts import Piece
-from dcp_s3.transport.upload import ObjectUpload, UploadedObject, Uploader
 from dcp_s3.units import format_size
 
 logger = logging.getLogger(__name__)

@@ -10,9 +10,9 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import Any
 
+from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.errors import JournalError
 from dcp_s3.format.manifest import ObjectEntry
-from dcp_s3.transport.checksum import crc64nvme, crc_hex
 
 FORMAT_VERSION = 1
 _MAGIC = "dcp_s3 journal"

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from dcp_s3.checksum import crc_hex
+from dcp_s3.s3.download import Target
 from dcp_s3.spill.files import crc_of_file
 from dcp_s3.spill.journal import Journal, SpilledObject, State
 from dcp_s3.spill.store import DamagedFileError, SpillStore
-from dcp_s3.transport.checksum import crc_hex
-from dcp_s3.transport.download import Target
 
 logger = logging.getLogger(__name__)
 

@@ -8,14 +8,14 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from dcp_s3.commit import Commit
+from dcp_s3.checkpoint.commit import Commit
+from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.manifest import ObjectEntry
+from dcp_s3.s3.upload import UploadedObject
 from dcp_s3.settings import Settings
 from dcp_s3.spill.files import ObjectFile
 from dcp_s3.spill.journal import Journal, SpilledCommit, SpilledObject
 from dcp_s3.spill.store import SpilledSave, SpillStore
-from dcp_s3.transport.checksum import crc64nvme, crc_hex
-from dcp_s3.transport.upload import UploadedObject
 from dcp_s3.units import format_size
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.foreign import WRITERS, add_rows, large_state, run, small_state
-from benchmarks.memory_s3 import MemoryS3
 from benchmarks.units import MIB
+from tests.memory_s3 import MemoryS3
 
 
 def test_every_writer_is_loaded_in_every_round(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,12 +16,12 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from benchmarks import reshard
-from benchmarks.memory_s3 import Counters, Reader, Reads
 from benchmarks.report import machine
 from benchmarks.reshard_cases import CASES, Layout, TensorSpec, llama_spec, needed_bytes, unique_bytes
 from benchmarks.reshard_report import Load, Results, count, find_misses, save_chart, show
 from benchmarks.reshard_worker import OBJECTS, STEP, STEP_VALUE, Cost, check_state, make_state, values
 from benchmarks.units import MIB
+from tests.memory_s3 import Counters, Reader, Reads
 from tests.ranks import RankFailed, run_ranks
 
 PLAIN = Layout("one", (1,), (None,), (None,), plain=True)

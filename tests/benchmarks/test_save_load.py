@@ -13,10 +13,10 @@ from benchmarks.cases import CASES, Target, reason_to_skip
 from benchmarks.llama import llama_bytes, llama_shapes, llama_state
 from benchmarks.loopback import measure_loopback
 from benchmarks.measure import Sample, measure
-from benchmarks.memory_s3 import MemoryS3
 from benchmarks.report import Results, Round, machine, save_chart, show
 from benchmarks.units import GIB, MIB, parse_size
 from benchmarks.worker import run_case
+from tests.memory_s3 import MemoryS3
 
 
 @pytest.mark.parametrize("size", [MIB, 100 * MIB, GIB, 100 * GIB])

@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from benchmarks import stall
 from benchmarks.cases import CASES, Target, reason_to_skip
 from benchmarks.llama import llama_bytes
-from benchmarks.memory_s3 import MemoryS3
 from benchmarks.report import machine
 from benchmarks.stall_report import Stall, StallResults, Training, extra_seconds, save_chart, show
 from benchmarks.stall_worker import WAYS, Compute, Plan, Save, Way, calibrate, change, make_state, measure_stalls, train
 from benchmarks.units import GIB, MIB
+from tests.memory_s3 import MemoryS3
 
 
 @pytest.fixture

@@ -10,15 +10,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from benchmarks.memory_s3 import Fault
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
 from dcp_s3.format.layout import manifest_object
 from dcp_s3.format.manifest import Manifest
+from dcp_s3.s3 import retry
+from dcp_s3.s3.bucket import Bucket
 from dcp_s3.settings import Settings
-from dcp_s3.transport import retry
-from dcp_s3.transport.bucket import Bucket
-from tests.checkpoint.states import assert_same, blank, random_tensor
+from tests.end_to_end.states import assert_same, blank, random_tensor
 from tests.faulty import BUCKET, FaultyServer, serve
+from tests.memory_s3 import Fault
 
 SMALL = {"part_size": "5MiB", "concurrency": 3, "retry_attempts": 3}
 

@@ -12,16 +12,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from benchmarks.memory_s3 import Fault, MemoryS3
 from dcp_s3 import CheckpointCatalog, S3StorageReader
 from dcp_s3.checkpoint import lease
 from dcp_s3.checkpoint.lease import DELETION_BEGINS, ReaderLease
 from dcp_s3.errors import CheckpointDeletedError, CheckpointNotFoundError, SettingsError
 from dcp_s3.format.layout import LEASE_PREFIX, deletion_object, parse_lease_object
+from dcp_s3.s3.bucket import Bucket
 from dcp_s3.settings import Settings
-from dcp_s3.transport.bucket import Bucket
 from dcp_s3.url import parse_url
 from tests.faulty import BUCKET, FaultyServer, serve
+from tests.memory_s3 import Fault, MemoryS3
 from tests.retention.making import delete, keys, put, save, save_foreign, save_on_ranks, state, zeros
 
 ROOT = f"s3://{BUCKET}/run"

@@ -14,9 +14,9 @@ import pytest
 from typer.testing import CliRunner
 
 import dcp_s3
-from benchmarks.memory_s3 import Fault
 from dcp_s3.cli import exits
 from dcp_s3.cli.main import app
+from tests.memory_s3 import Fault
 from tests.retention.making import delete, get, keys, put, save, save_locally
 from tests.servers import S3Server
 

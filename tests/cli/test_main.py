@@ -13,9 +13,9 @@ from typer.testing import CliRunner
 
 import dcp_s3
 from dcp_s3 import annotate
-from dcp_s3.checkpoint import copy
 from dcp_s3.cli.main import app
 from dcp_s3.cli.tables import format_age
+from dcp_s3.offline import replicate as copy
 from dcp_s3.settings import MIN_PART_SIZE
 from tests.retention.making import (
     delete,

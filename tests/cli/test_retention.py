@@ -17,10 +17,10 @@ import pytest
 from typer.testing import CliRunner
 
 import dcp_s3
-from benchmarks.memory_s3 import Fault, MemoryS3
 from dcp_s3.cli import common
 from dcp_s3.cli.main import app
 from tests.faulty import BUCKET, FaultyServer, serve
+from tests.memory_s3 import Fault, MemoryS3
 from tests.retention.making import delete, keys, put, save
 
 ROOT = f"s3://{BUCKET}/run"

@@ -9,9 +9,9 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from benchmarks.memory_s3 import Fault
 from dcp_s3.cli.main import app
 from dcp_s3.cli.verify import worst
+from tests.memory_s3 import Fault
 from tests.retention.making import delete, get, keys, put, save
 
 pytestmark = pytest.mark.servers("memory")

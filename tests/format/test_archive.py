@@ -17,7 +17,7 @@ from dcp_s3.format.archive import MAX_HEAD, ArchiveHead, HeadError, find_order, 
 from dcp_s3.format.framing import compute_frame
 from tests import hostile
 from tests.archives import NEWER_RECORDS, old, oldest, records_of, rewritten, saved, zipped
-from tests.checkpoint.states import DTYPES, bits, random_tensor
+from tests.end_to_end.states import DTYPES, bits, random_tensor
 from tests.hostile import archive, plain, storage, stream, tensor, was_tripped
 from tests.mutations import mutated
 

@@ -6,8 +6,8 @@ import resource
 import pytest
 import torch
 
-from dcp_s3.checkpoint.memory import iterate_bytes
 from dcp_s3.format.framing import FrameCache, compute_frame
+from dcp_s3.tensor_memory import iterate_bytes
 
 DTYPES = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,

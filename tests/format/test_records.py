@@ -23,12 +23,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_s3.checkpoint._torch import make_storage_info
-from dcp_s3.checkpoint.blocks import Blocks
 from dcp_s3.errors import CorruptMetadataError
+from dcp_s3.format.blocks import Blocks
 from dcp_s3.format.metadata import dump_metadata, load_metadata
 from dcp_s3.format.metadata_globals import build_of, find_global
 from dcp_s3.format.records import make_shortcuts
+from dcp_s3.format.storage_info import make_storage_info
 from dcp_s3.format.unpickle import MalformedPickleError, Shortcut, UnsafeGlobalError, unpickle
 from tests import hostile
 from tests.hostile import URL, call, make_metadata, metadata_with, name, number, text

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import dcp_s3
-from benchmarks.memory_s3 import Fault
 from dcp_s3 import CheckpointManager, KeepBest, KeepLatest, errors
 from dcp_s3.url import parse_url
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.manager.making import blank, is_of, state
+from tests.memory_s3 import Fault
 from tests.retention.making import delete, keys, put, save
 
 ROOT = f"s3://{BUCKET}/run"

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.memory_s3 import Fault
 from dcp_s3 import CheckpointManager, errors
 from tests.faulty import BUCKET, serve
+from tests.memory_s3 import Fault
 from tests.ranks import run_ranks
 from tests.servers import S3Server
 

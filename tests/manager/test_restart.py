@@ -16,12 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.memory_s3 import Fault
 from dcp_s3 import CheckpointManager, errors, list_checkpoints
 from dcp_s3.spill.background import stop_draining
 from dcp_s3.spill.drain import Drainer
 from dcp_s3.spill.store import SpillStore
 from tests.faulty import BUCKET, FaultyServer, serve
+from tests.memory_s3 import Fault
 from tests.ranks import RankFailed, run_ranks
 
 ROOT = f"s3://{BUCKET}/run"

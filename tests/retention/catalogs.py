@@ -11,9 +11,9 @@ from typing import Any
 import boto3
 import pytest
 
-from benchmarks.memory_s3 import MemoryS3
 from dcp_s3 import annotate
 from tests.faulty import BUCKET, FaultyServer, serve
+from tests.memory_s3 import MemoryS3
 from tests.retention.making import delete, put, save, save_foreign
 
 ROOT = f"s3://{BUCKET}/run"

@@ -11,12 +11,12 @@ from typing import Any
 import boto3
 import pytest
 
-from benchmarks.memory_s3 import Fault
 from dcp_s3 import errors, latest, list_checkpoints
 from dcp_s3.format.layout import parse_manifest_object
 from dcp_s3.retention.catalog import list_checkpoints_async
-from dcp_s3.transport import async_client, retry
+from dcp_s3.s3 import async_client, retry
 from tests.faulty import BUCKET, FaultyServer, serve
+from tests.memory_s3 import Fault
 from tests.retention.making import delete, get, keys, put, save, save_foreign, save_on_ranks
 
 

@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 import torch.distributed.checkpoint as dcp
 
-from benchmarks.memory_s3 import Fault
-from dcp_s3 import S3StorageReader, completeness, latest, pin, prune
-from dcp_s3.checkpoint import save as saving
-from dcp_s3.commit import publish
+from dcp_s3 import S3StorageReader, latest, pin, prune
+from dcp_s3.checkpoint import completeness
+from dcp_s3.checkpoint.commit import publish
 from dcp_s3.errors import CheckpointDeletedError
 from dcp_s3.format.layout import lease_object
 from dcp_s3.retention import belongings, deleter, deletion
+from dcp_s3.save import save as saving
 from tests.faulty import FaultyServer
+from tests.memory_s3 import Fault
 from tests.retention.making import delete, get, keys, put, save, zeros
 from tests.retention.test_prune import DAY, ROOT, Clock, client, clock, faulty
 
@@ -77,7 +78,7 @@ def test_a_commit_between_a_prunes_look_and_its_deletes_is_withdrawn(
             arguments, options = commits.pop()
             # Its first look came before the prune's list.
             looks = iter([None, completeness.find_loss])
-            monkeypatch.setattr("dcp_s3.commit.find_loss", lambda *a: (look := next(looks)) and look(*a))
+            monkeypatch.setattr("dcp_s3.checkpoint.commit.find_loss", lambda *a: (look := next(looks)) and look(*a))
             with pytest.raises(CheckpointDeletedError) as caught:
                 publish(*arguments, **options)
             raised.append(caught.value)

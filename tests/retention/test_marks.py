@@ -15,7 +15,7 @@ from dcp_s3.errors import BucketNotFoundError, CheckpointNotFoundError, MetricsE
 from dcp_s3.format.added_metrics import AddedMetrics
 from dcp_s3.format.layout import METRICS, PIN
 from dcp_s3.retention import marks
-from dcp_s3.transport import retry
+from dcp_s3.s3 import retry
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.retention.making import delete, get, keys, put, save, save_foreign
 from tests.servers import S3Server

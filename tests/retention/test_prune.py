@@ -10,15 +10,15 @@ from typing import Any
 import boto3
 import pytest
 
-from benchmarks.memory_s3 import Fault, MemoryS3
 from dcp_s3 import CheckpointCatalog, KeepLatest, annotate, apply_plan, latest, pin, prune, remove
 from dcp_s3.checkpoint.lease import DELETION_BEGINS
 from dcp_s3.errors import CheckpointDeletedError, CheckpointNotFoundError, CheckpointProtectedError, PolicyError
 from dcp_s3.format.layout import deletion_object, lease_object
+from dcp_s3.s3 import retry
 from dcp_s3.spill.drain import Drainer
 from dcp_s3.spill.store import SpillStore
-from dcp_s3.transport import retry
 from tests.faulty import BUCKET, FaultyServer, serve
+from tests.memory_s3 import Fault, MemoryS3
 from tests.retention.catalogs import Clock
 from tests.retention.making import delete, get, keys, put, save, save_foreign, save_on_ranks
 
@@ -435,7 +435,7 @@ def test_a_spilled_save_that_waits_on_this_host_loses_nothing(
     faulty: FaultyServer, client: Any, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its objects are on S3 for two days already; its commit is not."""
-    monkeypatch.setattr("dcp_s3.checkpoint.save.drain_in_background", lambda *_, **__: None)
+    monkeypatch.setattr("dcp_s3.save.save.drain_in_background", lambda *_, **__: None)
     spilling = {"spill_dir": str(tmp_path), "durability": "local", "retry_attempts": 1}
     steps(1, 2)
     save(f"{ROOT}/step-3", settings=spilling)

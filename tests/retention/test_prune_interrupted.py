@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.memory_s3 import Fault
 from dcp_s3 import CheckpointCatalog, KeepLatest, Plan, PruneReport, apply_plan, prune
-from dcp_s3.transport.client import close_clients
+from dcp_s3.s3.client import close_clients
 from tests.killing import AtRequest, begin, kill_all, new_process, running, wait_until_quiet
+from tests.memory_s3 import Fault
 from tests.retention.catalogs import ROOT, Catalog, serve_catalog
 
 ONCE = {"retry_attempts": 1}

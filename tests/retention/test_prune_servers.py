@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks.memory_s3 import Fault
 from dcp_s3 import CheckpointCatalog, errors, latest, prune, remove
+from dcp_s3.s3 import delete as deleting
+from dcp_s3.s3 import retry
+from dcp_s3.s3.bucket import Bucket
+from dcp_s3.s3.delete import StoredVersion, Target, delete_batch, old_versions
 from dcp_s3.settings import Settings
-from dcp_s3.transport import delete as deleting
-from dcp_s3.transport import retry
-from dcp_s3.transport.bucket import Bucket
-from dcp_s3.transport.delete import StoredVersion, Target, delete_batch, old_versions
 from dcp_s3.url import parse_url
 from tests.faulty import BUCKET, FaultyServer, serve
+from tests.memory_s3 import Fault
 from tests.retention.making import keys, put, save
 
 NAMES = ["step-1", "step 2", "step+3", "step%20 4", "schritt-ü5", "step&<6>", "a\"b'7", "step-10"]

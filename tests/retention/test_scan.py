@@ -9,15 +9,15 @@ from typing import Any
 import boto3
 import pytest
 
-from benchmarks.memory_s3 import MemoryS3
 from dcp_s3 import CheckpointCatalog, KeepLatest, KeepSteps, annotate, pin
 from dcp_s3.errors import PolicyError, SettingsError
 from dcp_s3.format.layout import deletion_object, lease_object, parse_manifest_object
 from dcp_s3.retention import inspect
+from dcp_s3.s3 import async_client
 from dcp_s3.spill.background import stop_draining
 from dcp_s3.spill.store import SpillStore
-from dcp_s3.transport import async_client
 from tests.faulty import BUCKET, FaultyServer, serve
+from tests.memory_s3 import MemoryS3
 from tests.retention.making import delete, get, keys, put, save, save_foreign, save_on_ranks
 
 ROOT = f"s3://{BUCKET}/run"

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.memory_s3 import Fault
 from dcp_s3 import CheckpointCatalog, parse_policy, prune, remove
 from dcp_s3.checkpoint.lease import _is_young
 from dcp_s3.errors import CheckpointProtectedError, PolicyError
@@ -18,11 +17,12 @@ from dcp_s3.format.layout import data_object, new_nonce, parse_manifest_object
 from dcp_s3.format.manifest import Manifest
 from dcp_s3.retention.checkpoint_info import CheckpointInfo, from_rank_manifests, own_data, sort_out, with_marks
 from dcp_s3.retention.plan import make_plan
-from dcp_s3.transport import async_client
-from dcp_s3.transport.async_client import ListedObject
-from dcp_s3.transport.bucket import Bucket
+from dcp_s3.s3 import async_client
+from dcp_s3.s3.async_client import ListedObject
+from dcp_s3.s3.bucket import Bucket
 from dcp_s3.url import CheckpointURL
 from tests.faulty import BUCKET, FaultyServer
+from tests.memory_s3 import Fault
 from tests.retention import test_prune
 from tests.retention.making import delete, get, keys, put, save, save_locally, save_on_ranks
 from tests.retention.test_prune import DAY, ROOT, Clock, steps

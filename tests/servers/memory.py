@@ -11,7 +11,7 @@ from .server import S3Server, ServerUnavailable
 @contextlib.contextmanager
 def memory() -> Iterator[S3Server]:
     try:
-        from benchmarks.memory_s3 import MemoryS3
+        from tests.memory_s3 import MemoryS3
     except ModuleNotFoundError as e:
         if not (e.name or "").startswith("benchmarks"):
             raise

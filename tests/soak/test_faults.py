@@ -21,13 +21,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from benchmarks.memory_s3 import Fault
 from dcp_s3 import S3StorageReader, S3StorageWriter, latest, list_checkpoints
-from dcp_s3.checkpoint.copy import download, upload
-from dcp_s3.transport import retry
-from dcp_s3.transport.client import close_clients
-from tests.checkpoint.states import assert_same, blank, random_tensor
+from dcp_s3.offline.replicate import download, upload
+from dcp_s3.s3 import retry
+from dcp_s3.s3.client import close_clients
+from tests.end_to_end.states import assert_same, blank, random_tensor
 from tests.faulty import BUCKET, FaultyServer, serve
+from tests.memory_s3 import Fault
 from tests.proxy import FaultyProxy
 
 CYCLES = int(os.environ.get("DCP_S3_TEST_CYCLES", "50"))

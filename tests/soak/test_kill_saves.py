@@ -20,7 +20,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import S3StorageReader, S3StorageWriter, latest, list_checkpoints
-from tests.checkpoint.states import assert_same, blank
+from tests.end_to_end.states import assert_same, blank
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.killing import AtRequest, kill_all, new_process, read_lines, running, wait_until_quiet
 from tests.soak.saving_worker import Job, make_state, save_for_ever

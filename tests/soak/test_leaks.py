@@ -23,10 +23,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from benchmarks.memory_s3 import Fault
 from dcp_s3 import S3Stager, S3StorageReader, S3StorageWriter, latest
-from dcp_s3.transport import retry
+from dcp_s3.s3 import retry
 from tests.faulty import BUCKET, FaultyServer, serve
+from tests.memory_s3 import Fault
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self")
 

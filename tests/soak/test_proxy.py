@@ -21,15 +21,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from benchmarks.memory_s3 import Fault, MemoryS3
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors, latest, list_checkpoints, pin, prune
 from dcp_s3.format.layout import lease_object
+from dcp_s3.s3 import retry
+from dcp_s3.s3.client import close_clients
 from dcp_s3.spill.drain import Drainer
 from dcp_s3.spill.store import SpillStore
-from dcp_s3.transport import retry
-from dcp_s3.transport.client import close_clients
-from tests.checkpoint.states import assert_same, blank, random_tensor
+from tests.end_to_end.states import assert_same, blank, random_tensor
 from tests.faulty import BUCKET, FaultyServer, serve
+from tests.memory_s3 import Fault, MemoryS3
 from tests.retention.catalogs import DAY, Clock
 
 FAULTS = int(os.environ.get("DCP_S3_TEST_FAULTS", "1"))
@@ -157,7 +157,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
         "PART_SIZE": "5MiB", "CONCURRENCY": "1", "BUCKETS_PER_RANK": "1", "RETRY_ATTEMPTS": "3", "SPILL_AFTER": "5s",
     }.items():  # fmt: skip
         monkeypatch.setenv(f"DCP_S3_{name}", value)
-    monkeypatch.setattr("dcp_s3.checkpoint.save.drain_in_background", lambda *_, **__: None)  # the test drains
+    monkeypatch.setattr("dcp_s3.save.save.drain_in_background", lambda *_, **__: None)  # the test drains
     clock, server = Clock(), FaultyServer()
     server.s3 = MemoryS3(fault=lambda request: server.rule(request), clock=clock)
     logging.disable(logging.CRITICAL)

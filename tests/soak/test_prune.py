@@ -19,11 +19,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from benchmarks.memory_s3 import Fault
 from dcp_s3 import CheckpointCatalog, S3StorageReader, S3StorageWriter, latest, prune
 from dcp_s3.errors import CheckpointNotFoundError
-from dcp_s3.transport import retry
+from dcp_s3.s3 import retry
 from tests.faulty import BUCKET, FaultyServer, serve
+from tests.memory_s3 import Fault
 
 SECONDS = float(os.environ.get("DCP_S3_TEST_SECONDS", "10"))
 ROOT = f"s3://{BUCKET}/run"

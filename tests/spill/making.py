@@ -10,10 +10,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import S3StorageWriter
+from dcp_s3.s3.bucket import Bucket
 from dcp_s3.settings import Settings
 from dcp_s3.spill.drain import Drainer, DrainReport
 from dcp_s3.spill.store import SpilledSave, SpillStore
-from dcp_s3.transport.bucket import Bucket
 from dcp_s3.url import parse_url
 
 MIB = 2**20
@@ -83,7 +83,7 @@ def configure(root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Spi
         "SPILL_AFTER": "5s",
     }.items():
         monkeypatch.setenv(f"DCP_S3_{name}", value)
-    monkeypatch.setattr("dcp_s3.checkpoint.save.drain_in_background", lambda *_, **__: None)  # the test drains
+    monkeypatch.setattr("dcp_s3.save.save.drain_in_background", lambda *_, **__: None)  # the test drains
     return Spill(root, path)
 
 

@@ -15,11 +15,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from benchmarks.memory_s3 import Fault
 from dcp_s3 import S3StorageWriter, errors
 from dcp_s3.spill.drain import Drainer
 from dcp_s3.spill.store import SpillStore
 from tests.faulty import BUCKET, FaultyServer, serve
+from tests.memory_s3 import Fault
 from tests.spill.test_outage import allow_all, assert_complete, refuse_all
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -40,7 +40,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
         "BUCKETS_PER_RANK": "1",
     }.items():
         monkeypatch.setenv(f"DCP_S3_{name}", value)
-    monkeypatch.setattr("dcp_s3.checkpoint.save.drain_in_background", lambda *_, **__: None)  # the test drains
+    monkeypatch.setattr("dcp_s3.save.save.drain_in_background", lambda *_, **__: None)  # the test drains
     with serve(monkeypatch) as server:
         yield server
 

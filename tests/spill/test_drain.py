@@ -11,14 +11,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import S3StorageWriter
+from dcp_s3.s3 import multipart
+from dcp_s3.s3.bucket import Bucket
+from dcp_s3.s3.client import close_clients
+from dcp_s3.s3.parts import Piece
+from dcp_s3.s3.upload import Uploader
 from dcp_s3.settings import Settings
 from dcp_s3.spill.drain import Drainer, DrainReport
 from dcp_s3.spill.store import SpillStore
-from dcp_s3.transport import multipart
-from dcp_s3.transport.bucket import Bucket
-from dcp_s3.transport.client import close_clients
-from dcp_s3.transport.parts import Piece
-from dcp_s3.transport.upload import Uploader
 from tests.faulty import FaultyServer
 from tests.servers import S3Server
 from tests.spill.making import MIB, PART, Spill, begin_multipart, large_state

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch.distributed.checkpoint as dcp
 
-from benchmarks.memory_s3 import Fault
 from dcp_s3 import S3StorageWriter
 from dcp_s3.errors import CheckpointError
+from dcp_s3.s3.client import close_clients
 from dcp_s3.settings import Settings
 from dcp_s3.spill.background import wait_until_drained
 from dcp_s3.spill.drain import Drainer, DrainReport
 from dcp_s3.spill.journal import Journal
 from dcp_s3.spill.store import SpilledSave, SpillStore
-from dcp_s3.transport.client import close_clients
 from tests.faulty import BUCKET, FaultyServer
+from tests.memory_s3 import Fault
 from tests.spill.making import Spill, damage, large_state
 from tests.spill.test_outage import assert_complete, refuse_all
 

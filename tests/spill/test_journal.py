@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.errors import JournalError
 from dcp_s3.format.manifest import ObjectEntry
 from dcp_s3.settings import Settings
 from dcp_s3.spill.journal import FORMAT_VERSION, Journal, SpilledCommit, SpilledObject, State
-from dcp_s3.transport.checksum import crc64nvme, crc_hex
 
 _TEXT = st.text(max_size=20)
 _CRC = st.integers(0, 2**64 - 1).map(crc_hex)

@@ -26,11 +26,11 @@ import pytest
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from benchmarks.memory_s3 import Fault
 from dcp_s3 import S3StorageReader, list_checkpoints
-from tests.checkpoint.states import assert_same, blank
+from tests.end_to_end.states import assert_same, blank
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.killing import AtRequest, kill_all, new_process, read_lines, running, wait_until_quiet
+from tests.memory_s3 import Fault
 from tests.spill import kill_worker
 from tests.spill.kill_worker import Job, make_state
 

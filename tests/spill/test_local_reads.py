@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dcp_s3 import S3StorageReader, S3StorageWriter, latest
 from dcp_s3.spill.background import stop_draining
 from dcp_s3.spill.store import SpillStore
-from tests.checkpoint.states import assert_same, blank
+from tests.end_to_end.states import assert_same, blank
 from tests.faulty import FaultyServer
 from tests.spill.test_outage import (
     BUCKET,

@@ -13,11 +13,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from benchmarks.memory_s3 import Fault
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors, latest
 from dcp_s3.spill.background import stop_draining
-from tests.checkpoint.states import assert_same, blank, every_kind
+from tests.end_to_end.states import assert_same, blank, every_kind
 from tests.faulty import BUCKET, FaultyServer, serve
+from tests.memory_s3 import Fault
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 

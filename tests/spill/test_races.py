@@ -16,16 +16,16 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from benchmarks.memory_s3 import Fault
 from dcp_s3 import S3StorageReader, S3StorageWriter, latest
-from dcp_s3.checkpoint import save as save_module
-from dcp_s3.commit import Commit, Previous, publish
+from dcp_s3.checkpoint.commit import Commit, Previous, publish
 from dcp_s3.errors import CheckpointError, CheckpointExistsError, SpillError, TransferError
+from dcp_s3.save import save as save_module
 from dcp_s3.spill import background
 from dcp_s3.spill import drain as drain_module
 from dcp_s3.spill.background import drain_in_background, stop_draining, wait_until_drained
-from dcp_s3.staging.buffers import Buffer
+from dcp_s3.stage.buffers import Buffer
 from tests.faulty import FaultyServer
+from tests.memory_s3 import Fault
 from tests.spill.making import MIB, Spill, large_state
 from tests.spill.test_outage import assert_complete, refuse_all
 

@@ -16,14 +16,14 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from benchmarks.memory_s3 import Fault
 from dcp_s3 import S3StorageReader, S3StorageWriter
-from dcp_s3.checkpoint import save as save_module
+from dcp_s3.s3.bucket import Bucket
+from dcp_s3.save import save as save_module
 from dcp_s3.settings import Settings
 from dcp_s3.spill.drain import Drainer, DrainReport
 from dcp_s3.spill.store import SpillStore
-from dcp_s3.transport.bucket import Bucket
 from tests.faulty import BUCKET, FaultyServer, serve
+from tests.memory_s3 import Fault
 from tests.ranks import run_ranks
 from tests.spill.test_outage import assert_complete
 

@@ -1,0 +1,479 @@
+"""The commit: what makes uploaded objects a checkpoint, and what removes the one it replaces.
+
+A checkpoint exists when its ``.metadata`` does. Everything else is written under names that no other save uses
+(nonce, save id), so at every instant the URL holds the old checkpoint, whole, or the new one, whole.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata
+
+from dcp_s3 import errors
+from dcp_s3._version import __version__
+from dcp_s3.checkpoint.completeness import find_loss
+from dcp_s3.checksum import crc64nvme, crc_hex
+from dcp_s3.format.layout import (
+    METADATA,
+    METADATA_CRC_KEY,
+    SAVE_ID_KEY,
+    manifest_object,
+    metadata_object,
+    rank_of_metadata,
+    step_of,
+)
+from dcp_s3.format.manifest import Manifest, ObjectEntry
+from dcp_s3.format.metadata import dump_metadata, load_metadata
+from dcp_s3.s3.bucket import Bucket, StoredObject
+from dcp_s3.s3.delete import Target, delete_one
+from dcp_s3.url import CheckpointURL
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SaveIdentity:
+    """One save of one checkpoint.
+
+    Attributes:
+        url: of the checkpoint.
+        save_id: random, of this save.
+        rank: of this process if the save is one without collectives, where each rank commits for itself.
+    """
+
+    url: CheckpointURL
+    save_id: str
+    rank: int | None = None
+
+    @property
+    def metadata_key(self) -> str:
+        """Key of the object whose presence is the commit."""
+        return self.url.key(metadata_object(self.rank))
+
+    @property
+    def manifest_key(self) -> str:
+        """Key of this save's manifest."""
+        return self.url.key(manifest_object(self.save_id, self.rank))
+
+
+def check_absent(bucket: Bucket, identity: SaveIdentity) -> None:
+    """Refuse to save where a committed checkpoint is. Before any byte moves.
+
+    Looks for a checkpoint of the other kind, too: one of a save with collectives hides those of single ranks, and
+    these would be hidden by it.
+
+    Raises:
+        CheckpointExistsError: one is there.
+        StorageError: cannot tell (missing bucket, credentials, ...).
+    """
+    rank = 0 if identity.rank is None else identity.rank
+    for name in (metadata_object(), metadata_object(rank)):
+        if bucket.exists(identity.url.key(name)):
+            raise exists_error(identity.url, replaceable=identity.rank is None)
+
+
+def exists_error(url: CheckpointURL, *, replaceable: bool = True) -> errors.CheckpointExistsError:
+    """The error for a URL that holds a checkpoint. Begins as that of torch's FileSystemWriter, which callers match."""
+    remedy = (
+        "save to another URL, or pass overwrite=True to replace it (the old one stays whole until the new one is "
+        "committed)"
+        if replaceable
+        else "save to another URL, or delete it first: without collectives each rank commits for itself, so that a "
+        "replacement could be cut off halfway and mix both"
+    )
+    return errors.CheckpointExistsError(
+        f"Checkpoint already exists: a committed checkpoint is at {url}; it is untouched. Remedy: {remedy}",
+        url=str(url),
+    )
+
+
+class CommitState(Enum):
+    """How the commit of a save stands."""
+
+    WAITING = "waiting"
+    COMMITTED = "committed"
+    REPLACED = "replaced"
+    """By one that began later."""
+
+
+def find_state(bucket: Bucket, identity: SaveIdentity, *, path: str | None, started_at: float) -> CommitState:
+    """How the commit of a save stands.
+
+    Args:
+        bucket: of the URL.
+        identity: of the save. S3 has the id of the coordinator only.
+        path: of an object that this rank wrote, by which other ranks know their save.
+        started_at: when the save began, seconds since the epoch.
+
+    Raises:
+        StorageError: cannot tell.
+    """
+    try:
+        save_id = _stored_save_id(bucket, identity)
+        if save_id == identity.save_id:
+            return CommitState.COMMITTED
+        data = bucket.read(identity.url.key(manifest_object(save_id or "", identity.rank)))
+        manifest = Manifest.from_json(data)
+    except (errors.ObjectNotFoundError, ValueError):
+        return CommitState.WAITING  # there is none, or none of ours
+    if any(entry.path == path for entry in manifest.objects):
+        return CommitState.COMMITTED
+    newer = (manifest.started_at or manifest.created_at) > started_at
+    return CommitState.REPLACED if newer else CommitState.WAITING
+
+
+def is_committed(bucket: Bucket, identity: SaveIdentity) -> bool:
+    """Whether the checkpoint at the URL is that of this save, by its id.
+
+    Raises:
+        StorageError: cannot tell.
+    """
+    try:
+        return _stored_save_id(bucket, identity) == identity.save_id
+    except errors.ObjectNotFoundError:
+        return False
+
+
+def _stored_save_id(bucket: Bucket, identity: SaveIdentity) -> str | None:
+    """Of the checkpoint at the URL; None if it is none of ours.
+
+    Raises:
+        ObjectNotFoundError: there is none; other StorageErrors.
+    """
+    return _save_id_in(bucket, identity, bucket.head(identity.metadata_key))
+
+
+def _save_id_in(bucket: Bucket, identity: SaveIdentity, found: Mapping[str, Any]) -> str | None:
+    """Of the checkpoint whose ``.metadata`` a HEAD has found."""
+    save_id: str | None = found["Metadata"].get(SAVE_ID_KEY)
+    if save_id is None:  # stores and proxies may lose user metadata
+        try:
+            metadata = load_metadata(bucket.read(identity.metadata_key), url=str(identity.url))
+        except errors.CheckpointError:
+            return None
+        save_id = getattr(metadata.storage_meta, "save_id", None)
+    return save_id
+
+
+@dataclass(frozen=True)
+class Previous:
+    """What a save is about to replace.
+
+    Attributes:
+        keys: of objects that only the old checkpoint needs. Without those of metadata that cannot be read.
+        etag: of the old ``.metadata``, None if there was none.
+    """
+
+    keys: frozenset[str] = frozenset()
+    etag: str | None = None
+
+
+def find_previous(bucket: Bucket, identity: SaveIdentity) -> Previous:
+    """What a save with collectives is about to overwrite: a checkpoint, those of single ranks, or nothing.
+
+    Raises:
+        StorageError: cannot tell.
+    """
+    url = identity.url
+    prefix = url.key("")
+    listed = (key.removeprefix(prefix) for key, _ in bucket.list(url.key("__")))
+    names = [name for name in listed if rank_of_metadata(name) is not None]
+    keys: set[str] = set()
+    etag = None
+    for name in [metadata_object(), *names]:
+        try:
+            stored = bucket.get(url.key(name))
+            if name == metadata_object():
+                etag = stored.etag
+            metadata = load_metadata(stored.data, url=str(url))
+        except errors.ObjectNotFoundError:
+            continue
+        except errors.CheckpointError as error:
+            logger.warning("the objects of the checkpoint that is being overwritten will stay: %s", error)
+            continue
+        keys.update(url.key(info.relative_path) for info in (metadata.storage_data or {}).values())
+        rank = rank_of_metadata(name)
+        if rank is not None:
+            keys.add(url.key(name))
+        save_id = getattr(metadata.storage_meta, "save_id", None)
+        if save_id:
+            keys.add(url.key(manifest_object(save_id, rank)))
+    return Previous(frozenset(keys), etag)
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What makes the objects of one save a checkpoint.
+
+    Attributes:
+        identity: of the save.
+        manifest: bytes of the manifest.
+        metadata: bytes of ``.metadata``.
+        objects: the data objects that it names.
+    """
+
+    identity: SaveIdentity
+    manifest: bytes
+    metadata: bytes
+    objects: tuple[ObjectEntry, ...]
+
+    @property
+    def keys(self) -> set[str]:
+        """Of all objects but ``.metadata``."""
+        url = self.identity.url
+        return {self.identity.manifest_key, *(url.key(entry.path) for entry in self.objects)}
+
+
+def make_commit(
+    identity: SaveIdentity,
+    metadata: Metadata,
+    objects: Sequence[ObjectEntry],
+    *,
+    world_size: int,
+    metrics: Mapping[str, Any],
+    started_at: float | None = None,
+) -> Commit:
+    """The commit of a save whose ranks have all written.
+
+    The metrics ride in the manifest, so that they are there exactly when the checkpoint is; those that come
+    later lie in ``metrics.json``, which names the save that they belong to.
+    """
+    manifest = Manifest(
+        save_id=identity.save_id,
+        created_at=time.time(),
+        step=step_of(identity.url.name),
+        world_size=world_size,
+        objects=tuple(objects),
+        items=len(metadata.storage_data or {}),
+        rank=identity.rank,
+        metrics=dict(metrics),
+        writer=_versions(),
+        started_at=started_at,
+    )
+    return Commit(identity, manifest.to_json(), dump_metadata(metadata), tuple(objects))
+
+
+def check_newest(bucket: Bucket, identity: SaveIdentity, previous: Previous, started_at: float) -> None:
+    """Refuse to put a save that comes late in the place of one that began after it.
+
+    Args:
+        bucket: of the URL.
+        identity: of the save.
+        previous: what it would replace.
+        started_at: when it began, seconds since the epoch.
+
+    Raises:
+        CheckpointExistsError: what it would replace is newer.
+        StorageError: cannot tell.
+    """
+    if previous.etag is None:
+        return
+    save_id = _stored_save_id(bucket, identity)
+    try:
+        manifest = Manifest.from_json(bucket.read(identity.url.key(manifest_object(save_id or ""))))
+    except (errors.ObjectNotFoundError, ValueError):
+        return  # not ours, or damaged: what the user asked to overwrite
+    if (manifest.started_at or manifest.created_at) > started_at and save_id != identity.save_id:
+        raise errors.CheckpointExistsError(
+            f"{identity.url} holds a checkpoint that is newer than this one, which was not put in its place",
+            url=str(identity.url),
+        )
+
+
+def publish(
+    bucket: Bucket,
+    commit: Commit,
+    previous: Previous,
+    *,
+    look_again: Callable[[], Previous] | None = None,
+    keep_objects: bool = False,
+    is_late: Callable[[], bool] = lambda: False,
+) -> None:
+    """Write the manifest, then ``.metadata``; then remove the objects that it replaced.
+
+    Args:
+        bucket: of the URL.
+        commit: what to write.
+        previous: what is replaced.
+        look_again: called once if that is not what is there any more; what is there then is replaced.
+        keep_objects: whether the objects of a save that loses stay where they are, invisible.
+        is_late: whether the save began so long ago that a prune may take its objects for leftovers: before and after
+            ``.metadata`` is written they are looked for.
+
+    Raises:
+        CheckpointDeletedError: they are gone; what was to be replaced is as it was.
+        CheckpointExistsError: another save committed to this URL meanwhile; what this save uploaded has been deleted,
+            unless ``keep_objects``.
+        DeadlineExceededError: the bucket's deadline has passed. What this save uploaded has been deleted, unless S3 may
+            still carry out the commit.
+        StorageError: nothing was committed, as far as the answers of S3 tell.
+    """
+    identity = commit.identity
+    replaced = None
+    try:
+        bucket.write(
+            identity.manifest_key,
+            commit.manifest,
+            content_type="application/json",
+            metadata={METADATA_CRC_KEY: crc_hex(crc64nvme(commit.manifest))},
+        )
+    except errors.DeadlineExceededError:
+        if not keep_objects:
+            delete_quietly(bucket.for_cleanup(), commit.keys, "of a save that was given up")
+        raise
+    if is_late():
+        _check_whole(bucket, commit, keep_objects=keep_objects)
+        replaced = _find_replaced(bucket, commit, previous)
+    try:
+        bucket.write(
+            identity.metadata_key,
+            commit.metadata,
+            if_absent=previous.etag is None,
+            if_match=previous.etag,
+            metadata={SAVE_ID_KEY: identity.save_id, METADATA_CRC_KEY: crc_hex(crc64nvme(commit.metadata))},
+        )
+    except errors.ObjectNotFoundError:
+        if previous.etag is None:
+            raise
+        # A prune has deleted what was to be replaced.
+        without = replace(previous, etag=None)
+        publish(bucket, commit, without, look_again=look_again, keep_objects=keep_objects, is_late=is_late)
+        return
+    except errors.PreconditionFailedError:
+        if look_again is not None:
+            try:
+                now = look_again()
+            except errors.CheckpointExistsError:
+                delete_quietly(bucket, commit.keys, "of the save that lost")
+                raise
+            publish(bucket, commit, now, keep_objects=keep_objects, is_late=is_late)
+            return
+        if not keep_objects:
+            delete_quietly(bucket, commit.keys, "of the save that lost")
+        raise exists_error(identity.url, replaceable=identity.rank is None) from None
+    except errors.DeadlineExceededError:
+        if not _is_committed_after_all(bucket.for_cleanup(), identity):
+            raise
+    # Whoever deletes says so first and looks for commits then: one of the two sees the other.
+    if is_late():
+        _check_still_whole(bucket.for_cleanup(), commit, replaced, keep_objects=keep_objects)
+    if old := previous.keys - commit.keys:
+        _delete_replaced(bucket, identity, previous, old)
+    size = sum(entry.size for entry in commit.objects)
+    logger.info("committed %s: %d objects, %d bytes", identity.url, len(commit.objects), size)
+
+
+def _check_whole(bucket: Bucket, commit: Commit, *, keep_objects: bool) -> None:
+    """Raises CheckpointDeletedError if something of a save is gone, or about to go."""
+    loss = find_loss(bucket, commit.identity.url, commit.objects)
+    if loss is None:
+        return
+    if not keep_objects:
+        delete_quietly(bucket, commit.keys, "of a save that was given up")
+    raise _lost_error(commit, loss)
+
+
+def _find_replaced(bucket: Bucket, commit: Commit, previous: Previous) -> StoredObject | None:
+    """The ``.metadata`` that is about to be replaced, to be put back if need be."""
+    if previous.etag is None:
+        return None
+    try:
+        found = bucket.get(commit.identity.metadata_key)
+    except errors.ObjectNotFoundError:
+        return None
+    return found if found.etag == previous.etag else None
+
+
+def _check_still_whole(bucket: Bucket, commit: Commit, replaced: StoredObject | None, *, keep_objects: bool) -> None:
+    """Withdraw a commit whose objects are gone, or about to go. Raises CheckpointDeletedError."""
+    key = commit.identity.metadata_key
+    loss = find_loss(bucket, commit.identity.url, commit.objects)
+    if loss is None:
+        return
+    try:
+        found = bucket.get(key)
+        if found.data == commit.metadata:
+            if replaced is None:
+                delete_one(bucket, Target(key, found.etag))
+            else:
+                bucket.write(key, replaced.data, if_match=found.etag, metadata=replaced.metadata)
+    except (errors.ObjectNotFoundError, errors.PreconditionFailedError):
+        pass  # somebody else deleted or replaced it
+    if not keep_objects:
+        delete_quietly(bucket, commit.keys, "of a save that was given up")
+    raise _lost_error(commit, loss)
+
+
+def _delete_replaced(bucket: Bucket, identity: SaveIdentity, previous: Previous, keys: frozenset[str]) -> None:
+    """Delete what only the old checkpoint needs, once the new one is seen in its place.
+
+    Raises:
+        TransferError: it is not, whatever answered to the commit.
+    """
+    try:
+        found = bucket.head(identity.metadata_key)
+        etag, committed = found["ETag"], _save_id_in(bucket, identity, found) == identity.save_id
+    except errors.ObjectNotFoundError:
+        etag, committed = None, False
+    except errors.StorageError as error:
+        logger.warning("%d objects of the checkpoint that was overwritten are left for pruning: %s", len(keys), error)
+        return
+    if committed:
+        delete_quietly(bucket, keys, "of the checkpoint that was overwritten")
+    elif etag in (None, previous.etag):
+        raise errors.TransferError(
+            f"{identity.url} was not committed: its {METADATA} is not there, although its PutObject was answered with "
+            "success; what was there before is untouched. Remedy: check what is between this host and the endpoint (a "
+            "proxy?), and save again",
+            bucket=bucket.name, key=identity.metadata_key, operation="PutObject",
+        )  # fmt: skip
+    # Otherwise somebody has replaced it since.
+
+
+def _lost_error(commit: Commit, loss: str) -> errors.CheckpointDeletedError:
+    return errors.CheckpointDeletedError(
+        f"the save to {commit.identity.url} was not committed: {loss}. It took longer than a prune waits for saves, so "
+        "that one took it for a leftover; what was there before is untouched. Remedy: save again, and prune with a "
+        "grace period (DCP_S3_RETENTION_GRACE) that is longer than any save",
+        url=str(commit.identity.url),
+    )
+
+
+def _is_committed_after_all(bucket: Bucket, identity: SaveIdentity) -> bool:
+    """Whether S3 carried out a commit without answering."""
+    try:
+        return is_committed(bucket, identity)
+    except errors.StorageError:
+        return False
+
+
+def check_metrics(metrics: Mapping[str, Any]) -> None:
+    """Refuse metrics that JSON cannot hold.
+
+    Raises:
+        SaveProtocolError: a name is not text, or a value not a number, text, bool or None.
+    """
+    for name, value in metrics.items():
+        if not isinstance(name, str) or not isinstance(value, (int, float, str, bool, type(None))):
+            raise errors.SaveProtocolError(
+                f"metric {name!r} = {value!r} cannot be stored: names are text, values numbers, text, bools or None "
+                "(a tensor: pass tensor.item())"
+            )
+
+
+def delete_quietly(bucket: Bucket, keys: set[str] | frozenset[str], whose: str) -> None:
+    try:
+        bucket.delete(sorted(keys))
+    except errors.StorageError as error:
+        logger.warning("%d objects %s are left for pruning: %s", len(keys), whose, error)
+
+
+def _versions() -> dict[str, str]:
+    return {"dcp_s3": __version__, "torch": str(torch.__version__)}

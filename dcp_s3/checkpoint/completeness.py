@@ -1,0 +1,71 @@
+"""Whether the objects of a save that took long are still there when it is committed.
+
+A prune takes what has not been written to for its grace period (an hour at least) for a leftover.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from dcp_s3 import errors
+from dcp_s3.format.deletion_list import DeletionList
+from dcp_s3.format.layout import parse_deletion_object
+from dcp_s3.format.manifest import ObjectEntry
+from dcp_s3.s3.bucket import Bucket
+from dcp_s3.url import CheckpointURL
+
+LATE = 1800.0
+"""Seconds after which a save looks for its objects before and after its commit: half of the shortest grace period."""
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """When a save began.
+
+    Attributes:
+        at: seconds since the epoch.
+        monotonic: seconds of time.monotonic, None if another process began it.
+    """
+
+    at: float = field(default_factory=time.time)
+    monotonic: float | None = field(default_factory=time.monotonic)
+
+    def is_late(self) -> bool:
+        """Whether it is so long ago, by either clock: one may be set back, the other stops while a host sleeps."""
+        ages = [time.time() - self.at]
+        if self.monotonic is not None:
+            ages.append(time.monotonic() - self.monotonic)
+        return max(ages) > LATE
+
+
+def find_loss(bucket: Bucket, url: CheckpointURL, objects: Sequence[ObjectEntry]) -> str | None:
+    """What of a save's objects is gone, or named by the list of a deletion; None if all will stay.
+
+    Args:
+        bucket: of the URL.
+        url: of the checkpoint.
+        objects: its data objects.
+
+    Raises:
+        StorageError: cannot tell.
+    """
+    skip = len(url.key(""))
+    sizes = {key[skip:]: size for key, size in bucket.list(url.key(""))}
+    paths = {entry.path for entry in objects}
+    missing = [entry.path for entry in objects if sizes.get(entry.path) != entry.size]
+    if missing:
+        return f"{len(missing)} of its {len(paths)} objects are gone, the first {missing[0]}"
+    for path in sizes:
+        if parse_deletion_object(path) is None:
+            continue
+        try:
+            named = paths & set(DeletionList.from_json(bucket.read(url.key(path))).objects)
+        except errors.ObjectNotFoundError:
+            return "a prune has just deleted something there"
+        except ValueError as error:
+            return f"a prune deletes something there, and its list {path} can not be read: {error}"
+        if named:
+            return f"a prune is about to delete {len(named)} of its {len(paths)} objects, the first {min(named)}"
+    return None

@@ -1,0 +1,113 @@
+"""Checksums inside of a tensor, so that a part of it can be checked without the rest. Pure.
+
+Next to the CRC-64/NVME of a chunk's bytes, ``.metadata`` has those of its beginnings: of the first block, of the first
+two, and so on. They cost nothing, because they are what the running CRC is while a chunk is sent; and the CRC of any
+run of whole blocks follows from two of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from dcp_s3.checksum import combine_crc64nvme
+
+MIN_BLOCK = 8 * 2**10
+"""Bytes of a block at least: 8 bytes of metadata for each."""
+MAX_BLOCK = 4 * 2**20
+"""Bytes of a block at most: what is fetched in vain at either end of a part, for its checksum."""
+
+_ALIGNMENT = 64
+# Blocks of a chunk, unless that makes them too small or too large: parts are mostly halves, thirds and quarters, and a
+# part that ends where a block ends is fetched without a byte in vain.
+_COUNTS = (64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2)
+
+
+def block_size(nbytes: int) -> int:
+    """Bytes of a block of a chunk of ``nbytes``; the last one may be shorter."""
+    if nbytes > _COUNTS[0] * MAX_BLOCK:
+        return MAX_BLOCK
+    for count in _COUNTS:
+        size, left = divmod(nbytes, count)
+        if size >= MIN_BLOCK and not left and size % _ALIGNMENT == 0:
+            return size
+    size = max(MIN_BLOCK, -(-nbytes // _COUNTS[0]))
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def cuts_between(start: int, stop: int, block: int) -> tuple[int, ...]:
+    """Where blocks end strictly between two bytes of a chunk, counted from ``start``."""
+    return tuple(cut - start for cut in range((start // block + 1) * block, stop, block))
+
+
+def pack_crcs(crcs: Iterable[int]) -> bytes:
+    """As they are stored: 8 bytes each, the most significant first."""
+    return b"".join(crc.to_bytes(8, "big") for crc in crcs)
+
+
+class Blocks(NamedTuple):
+    """What is recorded of a chunk.
+
+    Attributes:
+        size: bytes of a block.
+        crcs: CRC-64/NVME of the first block, of the first two, and so on, packed; without that of the whole.
+        crc: of the whole.
+    """
+
+    size: int
+    crcs: bytes
+    crc: int
+
+    def is_for(self, nbytes: int) -> bool:
+        """Whether this can be the record of a chunk of ``nbytes``. Blocks end between elements of any dtype."""
+        return (
+            self.size > 0 and self.size % _ALIGNMENT == 0 and len(self.crcs) == 8 * max(0, -(-nbytes // self.size) - 1)
+        )
+
+
+class CheckedRange(NamedTuple):
+    """Bytes of a chunk whose checksum is known.
+
+    Attributes:
+        start: first byte.
+        stop: byte behind the last.
+        crc: CRC-64/NVME of them.
+    """
+
+    start: int
+    stop: int
+    crc: int
+
+
+def widen(start: int, stop: int, nbytes: int, blocks: Blocks) -> CheckedRange:
+    """The smallest range around ``start`` to ``stop`` (not empty) of a chunk of ``nbytes`` that can be checked."""
+    first, last = start // blocks.size, -(-stop // blocks.size)
+    end = min(last * blocks.size, nbytes)
+    before = _crc_at(blocks, first)
+    after = blocks.crc if end == nbytes else _crc_at(blocks, last)
+    # The CRC of two runs together is that of the first, shifted over the second, XOR that of the second.
+    crc = combine_crc64nvme([(before, first * blocks.size), (after, end - first * blocks.size)])
+    return CheckedRange(first * blocks.size, end, crc)
+
+
+def _crc_at(blocks: Blocks, count: int) -> int:
+    """Of the first ``count`` blocks."""
+    return int.from_bytes(blocks.crcs[8 * (count - 1) : 8 * count], "big") if count else 0
+
+
+def crcs_of_beginnings(pieces: Iterable[tuple[int, int, Sequence[int], Sequence[int]]], block: int) -> list[int]:
+    """CRCs at the ends of blocks, from those of the pieces in which a chunk was sent.
+
+    Args:
+        pieces: in order: bytes, CRC, where blocks end inside (`cuts_between`), and the piece's CRC up to there.
+        block: bytes of a block.
+    """
+    found: list[int] = []
+    done = total = 0
+    for size, crc, cuts, marks in pieces:
+        if done and size and done % block == 0:
+            found.append(total)
+        found += [combine_crc64nvme([(total, done), (mark, cut)]) for cut, mark in zip(cuts, marks, strict=True)]
+        total = combine_crc64nvme([(total, done), (crc, size)])
+        done += size
+    return found

@@ -1,0 +1,1 @@
+"""DCP's StorageReader: a plan becomes ranges of objects, which are fetched, verified and put in place."""

@@ -1,0 +1,112 @@
+"""Entries of a state that lie in the same memory: tied parameters.
+
+They are received at the same time, and what was saved for them is usually the same. Where it is not (a checkpoint of
+untied parameters is loaded into tied ones), the last one in the plan stays, as with torch's readers, which load one
+item after the other: such items are read one after the other here, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from dcp_s3.load.item_transfer import ItemTransfer
+from dcp_s3.tensor_memory import is_plain
+
+_Span = tuple[object, int, int, str]  # device, first and last byte, name
+
+
+def read_in_turn(transfers: Sequence[ItemTransfer]) -> list[list[int]]:
+    """Numbers of the items in rounds, to be read one round after the other.
+
+    One round, unless entries of different contents (or of contents that are not known) share memory.
+    """
+    if all(find_exclusive(transfers)):
+        return [list(range(len(transfers)))]
+    by_name: dict[str, list[int]] = {}
+    for number, transfer in enumerate(transfers):
+        by_name.setdefault(transfer.item.dest_index.fqn, []).append(number)
+    turns = dict.fromkeys(by_name, 0)
+    for names in _sharing(transfers, by_name):
+        if len({_contents(transfers, by_name[name]) for name in names}) > 1 or not _are_known(
+            transfers, by_name[names[0]]
+        ):
+            turns.update({name: turn for turn, name in enumerate(names)})
+    rounds: list[list[int]] = [[] for _ in range(1 + max(turns.values(), default=0))]
+    for number, transfer in enumerate(transfers):
+        rounds[turns[transfer.item.dest_index.fqn]].append(number)
+    return rounds
+
+
+def find_exclusive(transfers: Sequence[ItemTransfer]) -> list[bool]:
+    """For each item, whether no other is loaded into any of its memory."""
+    spans = []
+    for number, transfer in enumerate(transfers):
+        span = _span(transfer.target)
+        if span is not None:
+            spans.append((*span, number))
+    spans.sort()
+    found = [True] * len(transfers)
+    end, last = -1, -1
+    for start, stop, number in spans:
+        if start < end:
+            found[number] = found[last] = False
+        if stop > end:
+            end, last = stop, number
+    return found
+
+
+def _span(target: torch.Tensor | None) -> tuple[int, int] | None:
+    """Address of the first byte of a tensor and of the one behind its last; None if it has no memory of its own."""
+    if target is None or not is_plain(target) or target.numel() == 0:
+        return None
+    start = target.data_ptr()
+    if target.is_contiguous():
+        return start, start + target.nbytes
+    last = sum((size - 1) * stride for size, stride in zip(target.shape, target.stride(), strict=True))
+    return start, start + (last + 1) * target.element_size()
+
+
+def _sharing(transfers: Sequence[ItemTransfer], by_name: dict[str, list[int]]) -> list[list[str]]:
+    """Names of entries whose memory overlaps, in the order of the plan."""
+    spans = [span for name, numbers in by_name.items() for span in _spans(name, [transfers[n] for n in numbers])]
+    spans.sort(key=lambda span: (str(span[0]), *span[1:]))
+    order = {name: place for place, name in enumerate(by_name)}
+    found: list[list[str]] = []
+    together: set[str] = set()
+    device: object = None
+    end = 0
+    for where, start, stop, name in spans:
+        if where != device or start >= end:
+            found.append(sorted(together, key=order.__getitem__))
+            together, device, end = set(), where, stop
+        together.add(name)
+        end = max(end, stop)
+    found.append(sorted(together, key=order.__getitem__))
+    return [names for names in found if len(names) > 1]
+
+
+def _spans(name: str, transfers: Sequence[ItemTransfer]) -> list[_Span]:
+    """Of an entry, one for each storage. Parts of one tensor may interleave; what lies between them is its own."""
+    spans: dict[tuple[object, int], tuple[int, int]] = {}
+    for transfer in transfers:
+        span, target = _span(transfer.target), transfer.target
+        if span is not None and target is not None:
+            where = target.device, target.untyped_storage().data_ptr()
+            low, high = spans.get(where, span)
+            spans[where] = min(low, span[0]), max(high, span[1])
+    return [(device, start, stop, name) for (device, _), (start, stop) in spans.items()]
+
+
+def _contents(transfers: Sequence[ItemTransfer], numbers: Sequence[int]) -> object:
+    """What tells the saved contents of two entries apart."""
+    return tuple(
+        (item.dest_offsets, item.lengths, item.storage_offsets, tuple(transfers[number].ranges))
+        for number in numbers
+        for item in (transfers[number].item,)
+    )
+
+
+def _are_known(transfers: Sequence[ItemTransfer], numbers: Sequence[int]) -> bool:
+    return all(part.crc is not None for number in numbers for part in transfers[number].ranges)

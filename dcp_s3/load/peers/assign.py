@@ -1,0 +1,352 @@
+"""Which stored bytes several ranks of a load need, and which of them fetches these for all. Pure.
+
+    items of all ranks -> saved chunks -> those that are shared -> parts -> pieces -> owners
+
+A chunk is shared as a whole or not at all: if the ranks would together fetch a quarter more of it than there is. Its
+parts are cut where its checksums are, so that whoever fetches one can verify it.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
+
+from dcp_s3.format.saved_entries import find_chunk
+from dcp_s3.load.boxes import Box, covering_run, runs_of_box
+from dcp_s3.load.peers.assignment import (
+    Assignment,
+    Boxes,
+    Peer,
+    SharedPart,
+    SharedPiece,
+    StoredChunk,
+    box_of,
+    find_stored,
+)
+
+MAX_PIECE = 16 * 2**20
+"""Bytes of a piece at most, unless a block of its checksums is longer."""
+
+MAX_OBJECTS = 256 * 2**20
+"""Bytes of items that are no tensors that are shared at most."""
+
+_MAX_BLOCK = 64 * 2**20  # a chunk with longer ones is not shared
+_MAX_GAP = 64 * 2**10  # bytes between two parts that are rather fetched and thrown away: the framing of items
+_SMALL = 2**20  # parts up to here share a piece with their neighbours; no part is cut for less
+_RANK = 32  # bits of the number of an item
+
+
+class _Want(NamedTuple):
+    """A box of a chunk, and who needs it."""
+
+    box: Box
+    span: tuple[int, int]  # elements of the chunk, if the box is all of them, else of none
+    runs: tuple[tuple[int, int], ...]  # bytes of the chunk to fetch for it, in whole blocks
+    users: list[int]  # rank << 32 | number of the item
+
+
+class _Users(NamedTuple):
+    """Who needs parts of a chunk. By rank: the items, in order, and the numbers of their wants."""
+
+    wants: tuple[_Want, ...]
+    items: dict[int, tuple[int, ...]]
+    kinds: dict[int, tuple[int, ...]]
+    ranks: tuple[int, ...]
+
+
+class _Part(NamedTuple):
+    start: int  # in the object
+    stop: int
+    chunk: StoredChunk
+    first: int  # in the chunk
+    users: _Users
+
+
+def plan_sharing(
+    metadata: Metadata,
+    plans: Sequence[Sequence[ReadItem]],
+    *,
+    max_piece: int = MAX_PIECE,
+    max_gap: int = 0,
+    max_objects: int = MAX_OBJECTS,
+) -> list[Assignment] | None:
+    """Share out what several ranks need.
+
+    Args:
+        metadata: of the checkpoint.
+        plans: the items of each rank.
+        max_piece: bytes of a piece, unless a block of its checksums is longer.
+        max_gap: bytes between two runs of a box that whoever fetches it rather takes along than asks around.
+        max_objects: bytes of items that are no tensors. They come in the order of the pieces, and each rank holds them
+            back for those that come before them in its plan.
+
+    Returns:
+        An assignment for each rank, None if there is nothing to share. The same arguments give the same result.
+    """
+    direct = [0] * len(plans)
+    objects = 0
+    parts: list[_Part] = []
+    wanted = _find_wanted(plans)
+    if all(_one_rank(boxes) for boxes in wanted.values()):
+        return None
+    covers: dict[tuple[object, ...], _Cover | None] = {}  # models repeat their shapes
+    for boxes in wanted.values():
+        if _one_rank(boxes):
+            for item, users in boxes.values():
+                direct[users[0] >> _RANK] += _estimate(metadata, item) * len(users)
+            continue
+        chunk, wants = _find_wants(metadata, boxes, covers, max_gap, max_piece)
+        if chunk is not None and _is_object(boxes):
+            objects += chunk.nbytes
+            chunk = chunk if objects <= max_objects else None
+        found = _share(chunk, wants, max_piece) if chunk is not None else []
+        parts += found
+        if not found:
+            for want in wants:
+                cost = _cost(want)
+                for user in want.users:
+                    direct[user >> _RANK] += cost
+    if not parts:
+        return None
+    pieces = _coalesce(parts, max_piece)
+    order = _choose_owners(pieces, direct)
+    return _tell(plans, pieces, order)
+
+
+_Boxes = dict[tuple[object, ...], tuple[ReadItem, list[int]]]  # boxes of one chunk: an example, and who needs it
+
+
+def _find_wanted(plans: Sequence[Sequence[ReadItem]]) -> dict[tuple[object, ...], _Boxes]:
+    """By name and offset of the chunk."""
+    wanted: dict[tuple[object, ...], _Boxes] = {}
+    for rank, items in enumerate(plans):
+        for number, item in enumerate(items, rank << _RANK):
+            index = item.storage_index
+            where = (index.fqn, index.offset)
+            boxes = wanted.get(where)
+            if boxes is None:
+                boxes = wanted[where] = {}
+            box = (item.storage_offsets, item.lengths)
+            found = boxes.get(box)
+            if found is None:
+                boxes[box] = (item, [number])
+            else:
+                found[1].append(number)
+    return wanted
+
+
+def _one_rank(boxes: _Boxes) -> bool:
+    if len(boxes) == 1:
+        ((_, users),) = boxes.values()
+        return users[0] >> _RANK == users[-1] >> _RANK  # they are in order
+    return len({user >> _RANK for _, users in boxes.values() for user in users}) == 1
+
+
+def _is_object(boxes: _Boxes) -> bool:
+    return next(iter(boxes.values()))[0].type == LoadItemType.BYTE_IO
+
+
+def _estimate(metadata: Metadata, item: ReadItem) -> int:
+    """About what an item fetches that nobody else needs, bytes."""
+    saved = metadata.state_dict_metadata.get(item.storage_index.fqn)
+    return item.lengths.numel() * saved.properties.dtype.itemsize if isinstance(saved, TensorStorageMetadata) else 0
+
+
+def _find_wants(
+    metadata: Metadata, boxes: _Boxes, covers: dict[tuple[object, ...], _Cover | None], max_gap: int, max_piece: int
+) -> tuple[StoredChunk | None, list[_Want]]:
+    """The chunk and who needs what of it; None if it can not be shared."""
+    kinds = {item.type for item, _ in boxes.values()}
+    index = next(iter(boxes.values()))[0].storage_index
+    stored = find_stored(metadata, index, kinds.pop()) if len(kinds) == 1 else None
+    if stored is None or (stored.whole and not _is_worth_decoding(metadata, stored, boxes, max_piece)):
+        return None, []
+    wants = []
+    for item, users in boxes.values():
+        shape = (stored.sizes, stored.itemsize, stored.block, item.storage_offsets, item.lengths)
+        if shape not in covers:
+            covers[shape] = _cover(stored, box_of(item, stored), max_gap)
+        cover = covers[shape]
+        if cover is not None:
+            wants.append(_Want(*cover, users))
+    return stored, wants
+
+
+_Cover = tuple[Box, tuple[int, int], tuple[tuple[int, int], ...]]
+
+
+def _is_worth_decoding(metadata: Metadata, stored: StoredChunk, boxes: _Boxes, max_piece: int) -> bool:
+    """Whether to share an item that every rank has to decode as a whole: it is small, and all of it is needed."""
+    if stored.nbytes > max_piece:
+        return False
+    for item, _ in boxes.values():
+        saved = metadata.state_dict_metadata.get(item.storage_index.fqn)
+        if isinstance(saved, TensorStorageMetadata):
+            chunk = find_chunk(saved, item.storage_index)
+            if chunk is None or chunk.sizes != item.lengths:
+                return False
+    return True
+
+
+def _cover(stored: StoredChunk, box: Box, max_gap: int) -> _Cover | None:
+    """The first three fields of a `_Want`; None if it needs nothing, or is not inside the chunk."""
+    size, block = stored.itemsize, stored.block
+    try:
+        first, last = covering_run(stored.sizes, box)
+        runs = runs_of_box(stored.sizes, box, max(max_gap, block) // size)
+    except ValueError:
+        return None  # whoever reads it says what is wrong
+    merged: list[tuple[int, int]] = []
+    for start, stop in runs:
+        begin = start * size // block * block
+        if merged and begin - merged[-1][1] <= max_gap:
+            begin = merged.pop()[0]
+        merged.append((begin, min(stored.nbytes, -(-stop * size // block) * block)))
+    return (box, (first, last) if last - first == box.numel else (0, 0), tuple(merged)) if merged else None
+
+
+def _share(chunk: StoredChunk, wants: list[_Want], max_piece: int) -> list[_Part]:
+    """The parts of a chunk; none if it is not worth sharing."""
+    if chunk.block > _MAX_BLOCK:
+        return []
+    runs: list[list[int]] = []
+    for start, stop in sorted({run for want in wants for run in want.runs}):
+        if runs and start <= runs[-1][1]:
+            runs[-1][1] = max(runs[-1][1], stop)
+        else:
+            runs.append([start, stop])
+    union = sum(stop - start for start, stop in runs)
+    if 4 * sum(_cost(want) * len(want.users) for want in wants) < 5 * union:
+        return []
+    ends = sorted({end for want in wants for run in want.runs for end in run})
+    known: dict[tuple[int, ...], _Users] = {}
+    found = []
+    for first, last in runs:
+        cuts = [first]
+        for end in ends:
+            if cuts[-1] + _SMALL <= end <= last - _SMALL:
+                cuts.append(end)
+        for start, stop in zip(cuts, [*cuts[1:], last], strict=True):
+            step = -(-(stop - start) // -(-(stop - start) // max_piece))  # of equal parts
+            step = min(-(-step // chunk.block), max(1, max_piece // chunk.block)) * chunk.block
+            for begin in range(start, stop, step):
+                end = min(begin + step, stop)
+                here = tuple([number for number, want in enumerate(wants) if _touches(want, begin, end)])
+                if here not in known:
+                    known[here] = _sort_by_rank(tuple(wants[i] for i in here))
+                found.append(_Part(chunk.base + begin, chunk.base + end, chunk, begin, known[here]))
+    return found
+
+
+def _cost(want: _Want) -> int:
+    return sum([stop - start for start, stop in want.runs])
+
+
+def _touches(want: _Want, begin: int, end: int) -> bool:
+    runs = want.runs
+    at = bisect.bisect_left(runs, (end, 0)) - 1 if len(runs) > 1 else 0
+    return at >= 0 and runs[at][0] < end and begin < runs[at][1]
+
+
+def _sort_by_rank(wants: tuple[_Want, ...]) -> _Users:
+    found: dict[int, list[tuple[int, int]]] = {}
+    for kind, want in enumerate(wants):
+        for user in want.users:
+            found.setdefault(user >> _RANK, []).append((user & (1 << _RANK) - 1, kind))
+    for each in found.values():
+        if len(each) > 1:
+            each.sort()
+    items = {rank: tuple([item for item, _ in each]) for rank, each in found.items()}
+    kinds = {rank: tuple([kind for _, kind in each]) for rank, each in found.items()}
+    return _Users(wants, items, kinds, tuple(sorted(found)))
+
+
+def _coalesce(parts: list[_Part], max_piece: int) -> list[list[_Part]]:
+    """Neighbours that the same ranks need become one piece."""
+    pieces: list[list[_Part]] = []
+    begin = 0
+    for part in sorted(parts, key=lambda p: (p.chunk.path, p.start, p.stop)):
+        last = pieces[-1][-1] if pieces else None
+        if (
+            last is not None
+            and part.chunk.path == last.chunk.path
+            and 0 <= part.start - last.stop <= _MAX_GAP
+            and max(part.stop - part.start, last.stop - last.start) <= _SMALL
+            and part.stop - begin <= max_piece
+            and part.users.ranks == last.users.ranks
+        ):
+            pieces[-1].append(part)
+        else:
+            pieces.append([part])
+            begin = part.start
+    return pieces
+
+
+def _choose_owners(pieces: list[list[_Part]], direct: list[int]) -> list[tuple[int, int]]:
+    """(index of the piece, owner) in the order in which all go through them: each owner's first, second, and so on."""
+    load = list(direct)
+    queues: dict[int, list[int]] = {}
+    sizes = [piece[-1].stop - piece[0].start for piece in pieces]
+    for index in sorted(range(len(pieces)), key=lambda i: (-sizes[i], i)):
+        owner = min(pieces[index][0].users.ranks, key=lambda rank: (load[rank], rank))
+        load[owner] += sizes[index]
+        queues.setdefault(owner, []).append(index)
+    turns = [(turn, owner, index) for owner, queue in queues.items() for turn, index in enumerate(sorted(queue))]
+    return [(index, owner) for _, owner, index in sorted(turns)]
+
+
+def _tell(
+    plans: Sequence[Sequence[ReadItem]], pieces: list[list[_Part]], order: list[tuple[int, int]]
+) -> list[Assignment]:
+    told: list[list[SharedPiece]] = [[] for _ in plans]
+    for number, (index, owner) in enumerate(order):
+        piece = pieces[index]
+        needs: list[dict[tuple[int, ...], Boxes | None]] = [{} for _ in piece]
+        peers = []
+        views: dict[tuple[tuple[int, ...], ...], SharedPiece] = {}
+        for rank in piece[0].users.ranks:
+            items = tuple([part.users.items[rank] for part in piece])
+            if items not in views:
+                views[items] = SharedPiece(number, owner, _parts_of(piece, items), ())
+            if rank != owner:
+                peers.append(Peer(rank, _needs_of(rank, piece, needs)))
+                told[rank].append(views[items])
+            else:
+                own = len(told[rank])
+                told[rank].append(views[items])
+        told[owner][own] = told[owner][own]._replace(peers=tuple(peers))
+    return [Assignment(len(items), tuple(found)) for items, found in zip(plans, told, strict=True)]
+
+
+def _parts_of(piece: list[_Part], items: tuple[tuple[int, ...], ...]) -> tuple[SharedPart, ...]:
+    return tuple(
+        [
+            SharedPart(own, part.first, part.first + part.stop - part.start)
+            for own, part in zip(items, piece, strict=True)
+        ]
+    )
+
+
+def _needs_of(
+    rank: int, piece: list[_Part], known: list[dict[tuple[int, ...], Boxes | None]]
+) -> tuple[Boxes | None, ...] | None:
+    needs = []
+    for part, found in zip(piece, known, strict=True):
+        kinds = part.users.kinds[rank]
+        if kinds not in found:
+            found[kinds] = _find_need(part, [part.users.wants[kind] for kind in kinds])
+        needs.append(found[kinds])
+    return None if all(need is None for need in needs) else tuple(needs)
+
+
+def _find_need(part: _Part, wants: Sequence[_Want]) -> Boxes | None:
+    size = part.chunk.itemsize
+    start, stop = part.first // size, (part.first + part.stop - part.start) // size
+    want = wants[0]
+    if len(wants) == 1 and want.span[0] <= start and stop <= want.span[1]:
+        return None
+    return tuple((want.box.offsets, want.box.lengths) for want in wants)

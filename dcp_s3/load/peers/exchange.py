@@ -1,0 +1,401 @@
+"""Pieces on their way between the ranks of a load: fetched by their owners, sent to the others.
+
+Every rank goes through the pieces in the order of their numbers: one thread sends those that it owns, one receives
+those of others, each within bounded memory of its own. Nobody waits in a circle: consider the smallest piece that is
+not through. Its owner has sent all that it owns before it, so that the memory to fetch it in is free and it is next to
+be sent; its receivers have received all before it, so that it is next there as well.
+
+A rank that fails goes through the schedule to its end, so that nobody waits for it: instead of what it has not sent yet
+its peers get the cause, and what it still gets is dropped. Who is told of a failure fails too.
+
+No wait here has a time limit of its own: gloo closes the connections of a group when one runs out, and the caller
+could not load anything else with it. The group's own limit holds.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from dcp_s3 import errors
+from dcp_s3.load.peers.exchange_header import HEADER_BYTES, pack_header, unpack_header
+from dcp_s3.load.peers.interrupts import wait_through
+from dcp_s3.s3 import retry
+from dcp_s3.s3.deadline import Deadline
+from dcp_s3.workers import Workers
+
+logger = logging.getLogger(__name__)
+
+# gloo's messages are told apart by sender and tag. Two tags for each piece.
+_FIRST_TAG = 1 << 29
+_HEADERS_AHEAD = 32
+_PAYLOADS_AHEAD = 4
+_POSTED = 64
+
+
+class Outgoing(Protocol):
+    """A piece that this rank owns.
+
+    Attributes:
+        number: of the piece.
+        nbytes: memory that it takes while it is under way.
+        peers: ranks in the group that get something of it.
+    """
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def peers(self) -> Sequence[int]: ...
+
+    def fetch(self) -> None:
+        """Get it, checked. Called on any thread."""
+
+    def message(self, peer: int) -> tuple[torch.Tensor, int]:
+        """What ``peer`` gets, uint8 in CPU memory, not empty; and the CRC-64/NVME of its sections."""
+
+    def sent(self) -> None:
+        """Nobody needs its memory any more."""
+
+
+class Incoming(Protocol):
+    """A piece that another rank owns.
+
+    Attributes:
+        number: of the piece.
+        nbytes: of the message, at least 1.
+        owner: rank in the group.
+    """
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    @property
+    def owner(self) -> int: ...
+
+    def buffer(self) -> torch.Tensor:
+        """Where the message is to be received: ``nbytes`` of uint8 in CPU memory."""
+
+    def received(self, crc: int) -> None:
+        """It is there; ``crc`` is what its owner sent."""
+
+
+class _Failure(NamedTuple):
+    error: BaseException
+    rank: int
+    text: str
+
+
+class _Sent(NamedTuple):
+    piece: Outgoing
+    nbytes: int
+    works: list[tuple[int, Any]]
+    kept: list[torch.Tensor]
+    whole: bool
+
+
+class _Received(NamedTuple):
+    piece: Incoming
+    crc: int
+    buffer: torch.Tensor
+    work: Any
+
+
+class Exchange:
+    """One rank's part of an exchange: `prepare`, then either `abandon`, or `start` and `join`.
+
+    Args:
+        group: with gloo for CPU tensors.
+        rank: of this process in it.
+        outgoing: the pieces that it owns, in order.
+        incoming: those that it gets, in order.
+        url: of the checkpoint, for errors.
+        threads: that fetch.
+        memory: bytes of pieces that are under way: half of them are being fetched or sent, an eighth received. One
+            piece always is.
+        on_failure: called once, from any thread, when anything fails, here or elsewhere.
+        on_end: called when this rank is through with all pieces.
+        deadline: of the load.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        rank: int,
+        outgoing: Sequence[Outgoing],
+        incoming: Sequence[Incoming],
+        *,
+        url: str,
+        threads: int,
+        memory: int,
+        on_failure: Callable[[], None] = lambda: None,
+        on_end: Callable[[], None] = lambda: None,
+        deadline: Deadline | None = None,
+    ) -> None:
+        self._group, self._rank, self._url = group, rank, url
+        self._outgoing, self._incoming = outgoing, incoming
+        self._send_bytes, self._receive_bytes = memory // 2, memory // 8
+        self._on_failure, self._on_end = on_failure, on_end
+        self._deadline = deadline
+        self._changed = threading.Condition()
+        self._failure: _Failure | None = None
+        self._lost: set[int] = set()
+        self._count = min(threads, len(outgoing))
+        self._pool: Workers | None = None
+        self._dropped = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._running = 2
+        self._begun, self._abandoned, self._ended = threading.Event(), False, threading.Event()
+
+    def prepare(self) -> None:
+        """Get the threads and the memory without which the peers would wait for ever."""
+        # Not touched, so no more than addresses, unless something fails.
+        size = max((piece.nbytes for piece in self._incoming), default=0)
+        self._dropped = torch.empty(size, dtype=torch.uint8, device="cpu")
+        self._pool = Workers(self._count, "dcp_s3-fetch")
+        for name, function in {"send": self._send_all, "receive": self._receive_all}.items():
+            threading.Thread(target=self._guard, args=(function,), name=f"dcp_s3-{name}").start()
+
+    def abandon(self) -> None:
+        """End what `prepare` began; nothing is sent or received."""
+        self._abandoned = True
+        self._begun.set()
+        if self._pool is not None:
+            self._pool.close()
+
+    def start(self) -> None:
+        """Begin. `join` must follow."""
+        self._begun.set()
+
+    def join(self) -> None:
+        """Wait until this rank is through with all pieces, failed or not. An interrupt of that is a failure."""
+        wait_through(self._ended, self.fail)
+
+    def fail(self, error: BaseException) -> None:
+        """Send no more, and tell the peers why. Only the first failure counts."""
+        self._fail(_Failure(error, self._rank, f"{type(error).__name__}: {error}"))
+
+    @property
+    def error(self) -> BaseException | None:
+        """The first failure."""
+        return None if self._failure is None else self._failure.error
+
+    def _fail(self, failure: _Failure) -> None:
+        with self._changed:
+            if self._failure is not None:
+                return
+            self._failure = failure
+            self._changed.notify_all()
+        self._on_failure()
+
+    def _guard(self, function: Callable[[], None]) -> None:
+        self._begun.wait()
+        if self._abandoned:
+            return
+        try:
+            function()
+        except BaseException as error:  # noqa: BLE001 - the caller's thread raises it
+            self.fail(error)
+        finally:
+            with self._changed:
+                self._running -= 1
+                last = self._running == 0
+            if last:
+                self._on_end()
+                self._ended.set()
+
+    # --- gloo -------------------------------------------------------------------------------------------
+
+    def _wait(self, work: Any, peer: int) -> bool:
+        """Whether the transfer is done; False if the connection to ``peer`` is lost."""
+        if work is None:
+            return False
+        try:
+            work.wait()
+        except RuntimeError as error:
+            self._lose(peer, error)
+            return False
+        return True
+
+    def _post(self, operation: Any, tensor: torch.Tensor, peer: int, tag: int) -> Any:
+        if peer in self._lost:
+            return None
+        try:
+            return operation(tensor, tag, peer)
+        except RuntimeError as error:
+            self._lose(peer, error)
+            return None
+
+    def _send(self, tensor: torch.Tensor, tag: int, peer: int) -> Any:
+        return dist.isend(tensor, group=self._group, group_dst=peer, tag=tag)
+
+    def _receive(self, tensor: torch.Tensor, tag: int, peer: int) -> Any:
+        return dist.irecv(tensor, group=self._group, group_src=peer, tag=tag)
+
+    def _lose(self, peer: int, error: Exception) -> None:
+        if peer not in self._lost:
+            # DCP's own collective fails next, and what is raised here is lost with it.
+            logger.warning("the connection to rank %d was lost while it loaded %s: %s", peer, self._url, error)
+        self._lost.add(peer)
+        text = f"the connection to rank {peer} was lost: {error}"
+        lost = errors.PeerReadError(
+            f"{self._url} was not loaded: {text}. Remedy: see what ended that rank",
+            url=self._url, rank=peer,
+        )  # fmt: skip
+        self._fail(_Failure(lost, peer, text))
+
+    # --- sending ----------------------------------------------------------------------------------------
+
+    def _send_all(self) -> None:
+        pool = self._pool
+        if pool is None:
+            raise RuntimeError("the exchange was not prepared")
+        try:
+            self._send_pieces(pool)
+        finally:
+            pool.close()
+
+    def _send_pieces(self, pool: Workers) -> None:
+        pieces = self._outgoing
+        posted: collections.deque[_Sent] = collections.deque()
+        futures: list[Future[Any]] = []
+        held = 0
+        for index, piece in enumerate(pieces):
+            while self._failure is None and len(futures) < len(pieces):
+                size = pieces[len(futures)].nbytes
+                if held == 0 or held + size <= self._send_bytes:
+                    future = pool.submit(pieces[len(futures)].fetch)
+                    future.add_done_callback(self._notify)
+                    futures.append(future)
+                    held += size
+                elif len(futures) <= index:
+                    held -= self._retire(posted.popleft())  # all that is held has been sent: there is some
+                else:
+                    break
+            fetched = index < len(futures) and self._wait_for(futures[index])
+            posted.append(self._send_piece(piece, fetched))
+            while len(posted) > _POSTED or 2 * sum(sent.nbytes for sent in posted) > self._send_bytes:
+                held -= self._retire(posted.popleft())
+        while posted:
+            self._retire(posted.popleft())
+
+    def _notify(self, _: object) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _wait_for(self, future: Future[Any]) -> bool:
+        """Whether a piece has been fetched; False when anything has failed."""
+        with self._changed:
+            left = None if self._deadline is None else self._deadline.left
+            self._changed.wait_for(lambda: future.done() or self._failure is not None, left)
+        if self._failure is not None:
+            return False
+        if not future.done():
+            if self._deadline is not None:
+                self.fail(self._deadline.error(f"the load of {self._url}"))
+            return False
+        error = future.exception()
+        if isinstance(error, retry.Cancelled):  # because of something that is about to be told
+            with self._changed:
+                self._changed.wait_for(lambda: self._failure is not None, left)
+        if error is not None:
+            self.fail(error)
+        return error is None
+
+    def _send_piece(self, piece: Outgoing, fetched: bool) -> _Sent:
+        messages: list[tuple[int, torch.Tensor, int]] = []
+        if fetched:
+            try:
+                messages = [(peer, *piece.message(peer)) for peer in piece.peers]
+            except BaseException as error:  # noqa: BLE001 - the peers are told
+                self.fail(error)
+                fetched = False
+        works: list[tuple[int, Any]] = []
+        kept: list[torch.Tensor] = []
+        tag = _FIRST_TAG + 2 * piece.number
+        if not fetched:
+            header = self._failed_header()
+            kept.append(header)
+            works = [(peer, self._post(self._send, header, peer, tag)) for peer in piece.peers]
+        for peer, message, crc in messages:
+            header = pack_header(True, self._rank, crc, "")
+            kept += [header, message]
+            works.append((peer, self._post(self._send, header, peer, tag)))
+            works.append((peer, self._post(self._send, message, peer, tag + 1)))
+        return _Sent(piece, piece.nbytes if fetched else 0, works, kept, fetched)
+
+    def _failed_header(self) -> torch.Tensor:
+        failure = self._failure
+        if failure is None:
+            return pack_header(False, self._rank, 0, "it failed")
+        return pack_header(False, failure.rank, 0, failure.text)
+
+    def _retire(self, sent: _Sent) -> int:
+        """Wait until a piece is through; its bytes."""
+        done = [self._wait(work, peer) for peer, work in sent.works]
+        if sent.whole and all(done) and self._failure is None:
+            try:
+                sent.piece.sent()
+            except BaseException as error:  # noqa: BLE001 - the schedule goes on
+                self.fail(error)
+        return sent.nbytes
+
+    # --- receiving --------------------------------------------------------------------------------------
+
+    def _receive_all(self) -> None:
+        upcoming = iter(self._incoming)
+        headers: collections.deque[tuple[Incoming, torch.Tensor, Any]] = collections.deque()
+        pending: collections.deque[_Received] = collections.deque()
+        held = 0
+        while True:
+            while len(headers) < _HEADERS_AHEAD and (piece := next(upcoming, None)) is not None:
+                header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
+                tag = _FIRST_TAG + 2 * piece.number
+                headers.append((piece, header, self._post(self._receive, header, piece.owner, tag)))
+            if not headers:
+                break
+            piece, header, work = headers.popleft()
+            if not self._wait(work, piece.owner):
+                continue
+            follows, rank, crc, text = unpack_header(header)
+            if not follows:
+                told = f"rank {rank} of the load failed to read {self._url}: {text}"
+                self._fail(_Failure(errors.PeerReadError(told, url=self._url, rank=rank), rank, text))
+                continue
+            while pending and (len(pending) >= _PAYLOADS_AHEAD or held + piece.nbytes > self._receive_bytes):
+                held -= self._finish(pending.popleft())
+            buffer = self._buffer_for(piece)
+            held += piece.nbytes
+            work = self._post(self._receive, buffer, piece.owner, _FIRST_TAG + 2 * piece.number + 1)
+            pending.append(_Received(piece, crc, buffer, work))
+        while pending:
+            self._finish(pending.popleft())
+
+    def _buffer_for(self, piece: Incoming) -> torch.Tensor:
+        if self._failure is None:
+            try:
+                return piece.buffer()
+            except BaseException as error:  # noqa: BLE001 - the schedule goes on
+                self.fail(error)
+        return self._dropped[: piece.nbytes]
+
+    def _finish(self, received: _Received) -> int:
+        """Wait for a piece and bring it to its place; its bytes."""
+        if self._wait(received.work, received.piece.owner) and self._failure is None:
+            try:
+                received.piece.received(received.crc)
+            except BaseException as error:  # noqa: BLE001 - the schedule goes on
+                self.fail(error)
+        return received.piece.nbytes

@@ -1,0 +1,226 @@
+"""The read of one rank's plan where a part of it is shared with other ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+
+from dcp_s3 import errors
+from dcp_s3.collector import collector_paused
+from dcp_s3.format.blocks import Blocks
+from dcp_s3.format.storage_info import get_blocks, get_crc
+from dcp_s3.load.aliases import find_exclusive, read_in_turn
+from dcp_s3.load.item_transfer import ItemTransfer
+from dcp_s3.load.peers.agree import LoadGroup
+from dcp_s3.load.peers.assignment import Assignment, StoredChunk, box_of, find_stored
+from dcp_s3.load.peers.exchange import Exchange
+from dcp_s3.load.peers.interrupts import run_through
+from dcp_s3.load.peers.shared_items import SharedItem
+from dcp_s3.load.peers.shared_pieces import OwnedPiece, ReceivedPiece
+from dcp_s3.load.read import LoadExecutor, find_changing
+from dcp_s3.s3.bucket import Bucket
+from dcp_s3.tensor_memory import counted_as_change, synchronize_accelerator
+from dcp_s3.url import CheckpointURL
+
+logger = logging.getLogger(__name__)
+
+
+class SharedRead:
+    """Reads what is this rank's alone, and takes its part in the exchange of the rest.
+
+    Args:
+        executor: reads from S3.
+        bucket: where the checkpoint lies.
+        url: of the checkpoint.
+        metadata: of the checkpoint.
+        group: the ranks of this load; all of them have an assignment.
+    """
+
+    def __init__(
+        self, executor: LoadExecutor, bucket: Bucket, url: CheckpointURL, metadata: Metadata, group: LoadGroup
+    ) -> None:
+        self._executor = executor
+        self._bucket = bucket
+        self._url = str(url)
+        self._metadata = metadata
+        self._group = group
+        self._finished: queue.SimpleQueue[ItemTransfer | None] = queue.SimpleQueue()
+
+    def run(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        """As `LoadExecutor.run`. Collective.
+
+        Raises:
+            PeerReadError: another rank failed.
+        """
+        with collector_paused(), contextlib.ExitStack() as stack:
+            transfers = self._run(plan, planner, stack)
+        synchronize_accelerator(transfer.target for transfer in transfers)
+
+    def _run(self, plan: LoadPlan, planner: LoadPlanner, stack: contextlib.ExitStack) -> list[ItemTransfer]:
+        exchange: Exchange | None = None
+        try:
+            assignment = plan.storage_data
+            if not isinstance(assignment, Assignment) or assignment.item_count != len(plan.items):
+                raise errors.SaveProtocolError(f"the load plan of {self._url} is not the one that was shared out")
+            shared = assignment.shared_items()
+            transfers = self._executor.prepare(plan, planner, shared)
+            owned, received = self._prepare(assignment, shared, transfers)
+            now, *later = read_in_turn(transfers)
+            direct, *batches = self._executor.in_batches([transfers[n] for n in now if n not in shared])
+            exchange, threads = self._make_exchange(owned, received, direct)
+            stack.enter_context(counted_as_change(find_changing(transfers, planner)))
+            exchange.prepare()
+        except BaseException:
+            if exchange is not None:
+                exchange.abandon()
+            decline(self._group)
+            raise
+        failed, raised = run_through(lambda: self._begin(exchange))
+        if not failed:
+            self._read(exchange, raised, lambda: self._read_direct(exchange, transfers, direct, planner, threads))
+            for batch in batches:
+                self._executor.read(transfers, batch, planner)
+            self._read_again(plan, later, planner)
+            return transfers
+        if raised is not None:
+            raise raised
+        logger.warning("every rank reads %s by itself: ranks %s could not prepare their load", self._url, failed)
+        for numbers in (now, *later):
+            for batch in self._executor.in_batches([transfers[number] for number in numbers]):
+                self._executor.read(transfers, batch, planner)
+        return transfers
+
+    def _read_again(self, plan: LoadPlan, later: Sequence[Sequence[int]], planner: LoadPlanner) -> None:
+        """Entries of other contents that lie in the memory of those before them: the last one stays."""
+        items = [plan.items[number] for numbers in later for number in numbers]
+        if items:
+            self._executor.run(LoadPlan(items), planner)
+
+    def _begin(self, exchange: Exchange) -> list[int]:
+        """Start the exchange, or not: because of the ranks that could not prepare theirs. Collective."""
+        failed = None
+        try:
+            failed = [rank for rank, (ok,) in enumerate(self._group.agree(True)) if not ok]
+        finally:
+            if failed == []:
+                exchange.start()
+            else:
+                exchange.abandon()
+        return failed
+
+    def _prepare(
+        self, assignment: Assignment, shared: set[int], transfers: Sequence[ItemTransfer]
+    ) -> tuple[list[OwnedPiece], list[ReceivedPiece]]:
+        """The pieces that this rank sends, and those that it gets."""
+        exclusive = find_exclusive(transfers)
+        items = {number: self._make_item(transfers[number], exclusive=exclusive[number]) for number in shared}
+        owned, received = [], []
+        for piece in assignment.pieces:
+            if piece.owner == self._group.rank:
+                owned.append(OwnedPiece(piece, items, self._executor.receive, self._executor.distrust, self._url))
+            elif (incoming := ReceivedPiece(piece, items, self._url)).nbytes:
+                received.append(incoming)
+        return owned, received
+
+    def _make_item(self, transfer: ItemTransfer, *, exclusive: bool) -> SharedItem:
+        item = transfer.item
+        stored = find_stored(self._metadata, item.storage_index, item.type)
+        if stored is None:
+            raise errors.CorruptMetadataError(
+                f"the metadata of {self._url} does not say how {item.storage_index.fqn!r} is stored", url=self._url
+            )
+        info = self._metadata.storage_data[item.storage_index]
+        saved = self._metadata.state_dict_metadata[item.storage_index.fqn]
+        if stored.whole or not isinstance(saved, TensorStorageMetadata) or transfer.target is None:
+            crc = get_crc(info) if transfer.checked else None
+            blocks = None if crc is None else Blocks(stored.nbytes, b"", crc)
+            target, dtype, finish = _memory_of(transfer, stored), torch.uint8, self._decode(transfer)
+            exclusive = True
+        else:
+            blocks, dtype = get_blocks(info, stored.nbytes), saved.properties.dtype
+            target, finish = _target_of(transfer.target), self._hand_over(transfer)
+        return SharedItem(
+            item.storage_index.fqn, stored, blocks, box_of(item, stored), target, dtype,
+            exclusive=exclusive, finish=finish,
+        )  # fmt: skip
+
+    def _decode(self, transfer: ItemTransfer) -> Callable[[], None]:
+        def finish() -> None:
+            transfer.finish()
+            self._finished.put(transfer)
+
+        return finish
+
+    def _hand_over(self, transfer: ItemTransfer) -> Callable[[], None]:
+        return lambda: self._finished.put(transfer)
+
+    def _make_exchange(
+        self, owned: Sequence[OwnedPiece], received: Sequence[ReceivedPiece], direct: Sequence[ItemTransfer]
+    ) -> tuple[Exchange, int]:
+        """The exchange, and how many threads are left for what is read directly."""
+        mine = sum(extent.length for transfer in direct for extent in transfer.extents)
+        threads = self._bucket.settings.concurrency
+        fetching = _part_of(threads, sum(piece.nbytes for piece in owned), mine)
+        exchange = Exchange(
+            self._group.group, self._group.rank, owned, received,
+            url=self._url, threads=fetching, memory=self._bucket.settings.load_buffers,
+            on_failure=self._executor.cancel, on_end=lambda: self._finished.put(None), deadline=self._bucket.deadline,
+        )  # fmt: skip
+        return exchange, max(1, threads - fetching)
+
+    def _read(self, exchange: Exchange, raised: BaseException | None, read: Callable[[], None]) -> None:
+        """Go through an exchange that has started, and meanwhile ``read``, if nothing was ``raised`` before."""
+        try:
+            if raised is not None:
+                raise raised
+            read()
+        except BaseException as error:  # noqa: BLE001 - the peers must be told
+            exchange.fail(error)
+        finally:
+            exchange.join()
+        if exchange.error is not None:
+            raise exchange.error
+
+    def _read_direct(
+        self,
+        exchange: Exchange,
+        transfers: Sequence[ItemTransfer],
+        direct: Sequence[ItemTransfer],
+        planner: LoadPlanner,
+        threads: int,
+    ) -> None:
+        self._executor.read(transfers, direct, planner, threads=threads, on_error=exchange.fail)
+        self._commit_finished(exchange, planner)
+
+    def _commit_finished(self, exchange: Exchange, planner: LoadPlanner) -> None:
+        """Hand items to the planner as they come, until the exchange is through."""
+        while (transfer := self._finished.get()) is not None:
+            if exchange.error is None:
+                self._executor.commit(transfer, planner)
+
+
+def decline(group: LoadGroup) -> None:
+    """Tell the other ranks that this one does not take part in an exchange; they read by themselves. Collective."""
+    run_through(lambda: group.agree(False))
+
+
+def _part_of(threads: int, own: int, other: int) -> int:
+    """How many of ``threads`` go to ``own`` bytes of both."""
+    if not own:
+        return 0
+    return max(1, min(threads - 1 if other else threads, round(threads * own / (own + other))))
+
+
+def _memory_of(transfer: ItemTransfer, stored: StoredChunk) -> Callable[[], torch.Tensor]:
+    """The buffer in which an item is received that is decoded as a whole."""
+    return lambda: torch.frombuffer(transfer.memory(0, stored.nbytes), dtype=torch.uint8)
+
+
+def _target_of(target: torch.Tensor) -> Callable[[], torch.Tensor]:
+    return lambda: target

@@ -1,0 +1,210 @@
+"""S3LoadPlanner: torch's DefaultLoadPlanner, quick for tensors of many chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.tensor import DTensor
+
+from dcp_s3.boundary import called_by_dcp
+from dcp_s3.collector import collector_paused
+from dcp_s3.errors import ShapeMismatchError
+from dcp_s3.load.fast_items import make_indices, make_tensor_items
+from dcp_s3.load.overlaps import Box, find_overlaps
+from dcp_s3.torch_private import ShardedTensor, create_chunk_list
+
+_Boxes = tuple[Box, ...]
+
+
+class S3LoadPlanner(DefaultLoadPlanner):
+    """Makes the plan that torch's DefaultLoadPlanner makes, sooner; pass it to `dcp.load` as ``planner``.
+
+    torch compares all pairs of saved and local chunks that overlap in the longest dimension of a tensor: with chunks
+    along another dimension, all pairs there are. Here overlaps are found by an index over all dimensions, once for all
+    tensors that are cut alike. Takes the same arguments; subclasses may override whatever they override there.
+
+    Python's garbage collector is off for the moment in which the items are made.
+
+    Raises:
+        ShapeMismatchError: when it plans: a saved tensor has another shape. What else is wrong raises what it raises
+            in torch's.
+    """
+
+    _found: tuple[MetadataIndex, object, torch.Tensor] | None = None
+
+    @called_by_dcp
+    def create_local_plan(self) -> LoadPlan:
+        """The plan for this rank.
+
+        Raises:
+            ShapeMismatchError: a saved tensor has another shape.
+            RuntimeError: an entry is not in the checkpoint, unless ``allow_partial_load``.
+        """
+        metadata = self.metadata
+        if metadata is None:
+            return super().create_local_plan()  # which raises
+        if self.flatten_state_dict and not metadata.state_dict_metadata.keys() <= self.state_dict.keys():
+            self._adopt_old_names(metadata)
+        return create_load_plan(self.state_dict, metadata, strict=not self.allow_partial_load)
+
+    def _adopt_old_names(self, metadata: Metadata) -> None:
+        """Let torch look whether the checkpoint has the names that a torch before 2.4 gave, and take them on."""
+        names = dict.fromkeys(metadata.state_dict_metadata, BytesStorageMetadata())
+        partial = self.allow_partial_load
+        self.metadata, self.allow_partial_load = Metadata(names), True  # type: ignore[arg-type]
+        try:
+            super().create_local_plan()
+        finally:
+            self.metadata, self.allow_partial_load = metadata, partial
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """The local tensor at ``index``: for a run of items of one local chunk, looked up once."""
+        entry = self.state_dict.get(index.fqn)
+        found = self._found
+        if found is not None and found[0] is index and found[1] is entry:
+            return found[2]
+        tensor: torch.Tensor = super().lookup_tensor(index)
+        self._found = index, entry, tensor
+        return tensor
+
+
+def create_load_plan(state_dict: dict[str, Any], metadata: Metadata, *, strict: bool) -> LoadPlan:
+    """What torch's `create_default_local_load_plan` makes.
+
+    Args:
+        state_dict: flat; what to load.
+        metadata: of the checkpoint.
+        strict: whether a name that the checkpoint does not have is an error.
+
+    Raises:
+        ShapeMismatchError: a saved tensor has another shape.
+        RuntimeError: a name is missing.
+    """
+    layouts = _Layouts()
+    parts: list[tuple[str, _Layout] | list[ReadItem]] = []
+    for fqn, entry in state_dict.items():
+        saved = metadata.state_dict_metadata.get(fqn)
+        layout = None
+        if isinstance(saved, TensorStorageMetadata) and isinstance(entry, torch.Tensor):
+            # size() of a ShardedTensor goes through torch's dispatch: 50 us.
+            size = entry.metadata().size if type(entry) is ShardedTensor else entry.size()
+            if saved.size != size:
+                raise _shape_mismatch(fqn, saved.size, size)
+            if isinstance(entry, DTensor) and entry.device_mesh.get_coordinate() is None:
+                continue  # of a mesh without this rank
+            layout = layouts.find(saved, entry)
+        if layout is not None:
+            parts.append((fqn, layout))
+        else:
+            parts.append(create_default_local_load_plan({fqn: entry}, metadata, strict).items)
+    items: list[ReadItem] = []
+    with collector_paused():
+        for part in parts:
+            items += part if isinstance(part, list) else part[1].make_items(part[0])
+    return LoadPlan(items)
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """The items of a tensor but for its name.
+
+    Attributes:
+        places: offsets and number of each chunk that an item refers to, local or saved: often they are the same.
+        dest: of each item, the place of its local chunk among ``places``.
+        storage: likewise of its saved chunk.
+        dest_offsets, storage_offsets, lengths: of each item.
+    """
+
+    places: list[tuple[torch.Size, int]]
+    dest: list[int]
+    storage: list[int]
+    dest_offsets: list[torch.Size]
+    storage_offsets: list[torch.Size]
+    lengths: list[torch.Size]
+
+    def make_items(self, fqn: str) -> list[ReadItem]:
+        indices = make_indices(fqn, self.places)
+        get = indices.__getitem__
+        return make_tensor_items(
+            map(get, self.dest), self.dest_offsets, map(get, self.storage), self.storage_offsets, self.lengths
+        )
+
+
+class _Layouts:
+    """The layouts of one plan, each computed once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[_Boxes, int], list[tuple[_Boxes, _Layout]]] = {}
+        self._sizes: dict[tuple[int, ...], torch.Size] = {}
+
+    def find(self, saved: TensorStorageMetadata, entry: torch.Tensor) -> _Layout | None:
+        """None if something about the chunks is so unusual that it is left to torch."""
+        try:
+            saved_boxes, local_boxes = tuple(map(_BOX, saved.chunks)), _local_boxes(entry)
+            # Compared rather than hashed: boxes of a ShardedTensor are lists, and tuples of them would cost the most.
+            known = self._known.setdefault((saved_boxes, len(local_boxes)), [])
+            for boxes, layout in known:
+                if boxes == local_boxes:
+                    return layout
+            layout = self._compute(saved_boxes, local_boxes)
+        except (TypeError, ValueError):  # not hashable, or other dimensions
+            return None
+        if len(known) < _MAX_ALIKE:
+            known.append((local_boxes, layout))
+        return layout
+
+    def _compute(self, saved: _Boxes, local: _Boxes) -> _Layout:
+        found = find_overlaps(saved, local)
+        places: dict[tuple[torch.Size, int], int] = {}
+        dest = [places.setdefault((self._size(tuple(local[i][0])), i), len(places)) for i in found.local]
+        storage = [places.setdefault((self._size(tuple(saved[j][0])), j), len(places)) for j in found.saved]
+        return _Layout(
+            list(places),
+            dest,
+            storage,
+            list(map(self._size, found.local_offsets)),
+            list(map(self._size, found.saved_offsets)),
+            list(map(self._size, found.lengths)),
+        )
+
+    def _size(self, numbers: tuple[int, ...]) -> torch.Size:
+        """One object for equal sizes: a plan has few different ones."""
+        size = self._sizes.get(numbers)
+        if size is None:
+            size = self._sizes[numbers] = torch.Size(numbers)
+        return size
+
+
+_BOX = attrgetter("offsets", "sizes")
+
+
+_SHARD_BOX = attrgetter("metadata.shard_offsets", "metadata.shard_sizes")
+# Tensors of equal saved chunks and so many different local ones: the next is not compared with all of them.
+_MAX_ALIKE = 16
+
+
+def _local_boxes(entry: torch.Tensor) -> _Boxes:
+    kind = type(entry)
+    if kind is torch.Tensor or kind is torch.nn.Parameter:
+        size = entry.size()
+        return (((0,) * len(size), size),)
+    if kind is ShardedTensor:
+        return tuple(map(_SHARD_BOX, entry.local_shards()))  # type: ignore[attr-defined]
+    return tuple(map(_BOX, create_chunk_list(entry)))
+
+
+def _shape_mismatch(fqn: str, saved: Sequence[int], current: Any) -> ShapeMismatchError:
+    """The error for an entry whose shape is not that of the tensor to load into."""
+    return ShapeMismatchError(  # begins as torch's does, which callers match
+        f"Size mismatch between saved {tuple(saved)} and current {tuple(current)} for {fqn}. Remedy: build the "
+        "model with the configuration that was saved, or leave this entry out of the state and pass "
+        "planner=DefaultLoadPlanner(allow_partial_load=True)",
+        fqn=fqn,
+    )

@@ -1,0 +1,278 @@
+"""The transfer for each item of a load plan: which bytes it needs and where they go. No I/O."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Callable, Iterator
+from typing import IO, NamedTuple, cast
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
+
+from dcp_s3 import errors
+from dcp_s3.format.archive import ArchiveHead
+from dcp_s3.format.item_limits import check_limits
+from dcp_s3.format.saved_entries import find_chunk
+from dcp_s3.format.storage_info import get_blocks, get_crc, get_raw_offset
+from dcp_s3.load.archive_heads import SMALL_ITEM, ArchiveHeads, HeadProof, ItemKind, Probe, read_tensor
+from dcp_s3.load.boxes import Box
+from dcp_s3.load.dtypes import Conversion, keeps_values
+from dcp_s3.load.item_transfer import ArchivedTransfer, ItemTransfer, StreamTransfer, TensorTransfer, is_whole
+from dcp_s3.load.plan import ChunkRange, ranges_of_box
+from dcp_s3.tensor_memory import is_direct, view_bytes
+from dcp_s3.torch_private import ReaderTransforms, StorageInfo, narrow_tensor_by_index
+from dcp_s3.url import CheckpointURL
+
+
+class UnknownItem(NamedTuple):
+    """An item of another writer of whose kind nothing is known.
+
+    Attributes:
+        number: of the item.
+        probe: where to look.
+        prepare: makes the transfer when that is done.
+    """
+
+    number: int
+    probe: Probe
+    prepare: Callable[[], ItemTransfer]
+
+
+class TransferFactory:
+    """Decides for each read item which bytes it needs and where they go.
+
+    Args:
+        url: of the checkpoint.
+        metadata: of the checkpoint.
+        transforms: torch's stream extensions.
+        allow_dtype_cast: whether a tensor may be converted to another dtype.
+        max_gap: bytes between two ranges of a chunk that are rather fetched than asked around.
+
+    Attributes:
+        narrowed: by name, the tensors that were prepared and are converted to a dtype that does not hold all values.
+        heads: what is known of items of other writers.
+        unknown: those of which so little is known that one of their kind should be looked at first. What was prepared
+            for them fetches and decodes all of the item.
+    """
+
+    def __init__(
+        self,
+        url: CheckpointURL,
+        metadata: Metadata,
+        transforms: ReaderTransforms,
+        *,
+        allow_dtype_cast: bool,
+        max_gap: int,
+    ) -> None:
+        self._url = url
+        self._metadata = metadata
+        self._transforms = transforms
+        self._allow_dtype_cast = allow_dtype_cast
+        self._max_gap = max_gap
+        self.narrowed: dict[str, Conversion] = {}
+        self.heads = ArchiveHeads()
+        self.unknown: list[UnknownItem] = []
+
+    def prepare(self, number: int, item: ReadItem, planner: LoadPlanner, *, whole: bool = False) -> ItemTransfer:
+        """The transfer for ``item``, number ``number`` of the plan. No I/O.
+
+        With ``whole`` it is a `StreamTransfer`, unless the place of the raw bytes is recorded.
+
+        Raises:
+            DtypeMismatchError, ShapeMismatchError: the destination does not match what was saved.
+            CorruptMetadataError: the metadata contradicts itself.
+        """
+        info = self._storage_info(item)
+        if item.type == LoadItemType.BYTE_IO:
+            return self._prepare_bytes(number, item, info)
+        target = planner.resolve_tensor(item)
+        if target.requires_grad:
+            target = target.detach()
+        if target.size() != item.lengths:
+            raise errors.ShapeMismatchError(
+                f"{item.dest_index.fqn}: the planner gave a tensor of shape {tuple(target.size())} for "
+                f"{tuple(item.lengths)}", url=str(self._url), fqn=item.dest_index.fqn,
+            )  # fmt: skip
+        saved = self._metadata.state_dict_metadata[item.storage_index.fqn]
+        if not isinstance(saved, TensorStorageMetadata):
+            raise errors.CorruptMetadataError(
+                f"{item.storage_index.fqn!r} in {self._url} is no tensor, but is to be loaded into one: the "
+                "checkpoint was saved from another kind of state",
+                url=str(self._url),
+            )
+        dtype = saved.properties.dtype
+        if dtype != target.dtype and not self._allow_dtype_cast:
+            raise errors.DtypeMismatchError(
+                f"{item.dest_index.fqn}: the checkpoint has {dtype}, the state to load into {target.dtype}, and "
+                "DCP_S3_ALLOW_DTYPE_CAST is off. Remedy: build the state with the saved dtype, or convert on load with "
+                "DCP_S3_ALLOW_DTYPE_CAST=1",
+                url=str(self._url),
+                fqn=item.dest_index.fqn,
+            )
+        if not keeps_values(dtype, target.dtype):
+            self.narrowed[item.dest_index.fqn] = dtype, target.dtype
+        raw_offset = get_raw_offset(info)
+        if raw_offset is None or info.transform_descriptors:
+            return self._prepare_archived(number, item, info, target, saved, whole=whole)
+        return self._prepare_raw(number, item, info, target, saved, raw_offset)
+
+    def _prepare_raw(
+        self,
+        number: int,
+        item: ReadItem,
+        info: StorageInfo,
+        target: torch.Tensor,
+        saved: TensorStorageMetadata,
+        raw_offset: int,
+    ) -> ItemTransfer:
+        dtype = saved.properties.dtype
+        sizes = self._chunk_sizes(item, saved)
+        nbytes = sizes.numel() * dtype.itemsize
+        if raw_offset + nbytes > info.length:
+            raise errors.CorruptMetadataError(
+                f"{item.storage_index.fqn!r} in {self._url}: a chunk of {nbytes} bytes at {raw_offset} does "
+                f"not fit into its item of {info.length} bytes: the metadata is damaged",
+                url=str(self._url),
+            )
+        if is_whole(item, sizes):
+            ranges = [ChunkRange(0, nbytes, get_crc(info))] if nbytes else []
+        else:
+            blocks = get_blocks(info, nbytes) if nbytes else None
+            box = Box(item.storage_offsets, item.lengths)
+            ranges = ranges_of_box(sizes, box, dtype.itemsize, blocks=blocks, max_gap=self._max_gap)
+        return TensorTransfer(number, item, info.relative_path, info.offset + raw_offset, ranges, target, sizes, dtype)
+
+    def _prepare_archived(
+        self,
+        number: int,
+        item: ReadItem,
+        info: StorageInfo,
+        target: torch.Tensor,
+        saved: TensorStorageMetadata,
+        *,
+        whole: bool,
+    ) -> ItemTransfer:
+        """A tensor whose raw bytes' place is not recorded: written by something else, or through an extension."""
+        chunk = find_chunk(saved, item.storage_index)
+        if info.transform_descriptors or chunk is None:
+            return self._prepare_encoded(number, item, info, target, None)
+        kind = ItemKind(saved.properties.dtype, chunk.sizes, info.length)
+        # A recorded checksum is that of the whole item.
+        if whole or info.length <= SMALL_ITEM or get_crc(info) is not None:
+            return self._prepare_encoded(number, item, info, target, kind)
+
+        def again(found: ArchiveHead | None) -> ItemTransfer:
+            return expected(found, lambda _: expected(None, again))
+
+        def expected(head: ArchiveHead | None, instead: Callable[[ArchiveHead | None], ItemTransfer]) -> ItemTransfer:
+            if head is None:
+                return self._prepare_encoded(number, item, info, target, kind)
+            proof = HeadProof(self.heads, kind, head)
+            return ArchivedTransfer(number, item, info, target, proof, max_gap=self._max_gap, instead=instead)
+
+        head = self.heads.expect(kind)
+        if head is None:
+            probe = Probe(kind, info.relative_path, info.offset)
+            self.unknown.append(UnknownItem(number, probe, lambda: expected(self.heads.expect(kind), again)))
+        return expected(head, again)
+
+    def _prepare_encoded(
+        self, number: int, item: ReadItem, info: StorageInfo, target: torch.Tensor, kind: ItemKind | None
+    ) -> ItemTransfer:
+        """A tensor that is fetched with all of its item; ``kind`` is that of an archive."""
+
+        def unpack(data: memoryview) -> bool:
+            head = None if kind is None else self.heads.find(kind, data)
+            if head is None or not head.is_row_major:
+                return False
+            if head.nbytes:
+                view_bytes(target)[:] = data[head.raw_offset : head.raw_offset + head.nbytes]
+            return True
+
+        def decode(_: StreamTransfer, buffer: torch.Tensor) -> None:
+            head = None if kind is None else self.heads.find(kind, view_bytes(buffer))
+            if head is not None:
+                tensor = read_tensor(head, buffer)
+                target.copy_(narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
+                return
+            with self._naming_damage(item):
+                stream = self._decode(item, info, buffer)
+                seekable = stream if isinstance(stream, io.BytesIO) else io.BytesIO(stream.read(-1))
+                check_limits(seekable)
+                seekable.seek(0)
+                tensor = cast(torch.Tensor, torch.load(seekable, map_location="cpu", weights_only=True))
+                target.copy_(narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))
+
+        crc = get_crc(info) if get_raw_offset(info) is None else None
+        at_once = (
+            kind is not None
+            and crc is None
+            and info.length <= SMALL_ITEM
+            and kind.dtype == target.dtype
+            and is_whole(item, torch.Size(kind.shape))
+            and is_direct(target)
+        )
+        return StreamTransfer(number, item, info, crc, target, decode, unpack if at_once else None)
+
+    def _prepare_bytes(self, number: int, item: ReadItem, info: StorageInfo) -> ItemTransfer:
+        if info.length == 0:
+            raise errors.CorruptMetadataError(
+                f"the metadata of {self._url} is damaged: {item.storage_index.fqn!r} has no bytes", url=str(self._url)
+            )
+
+        def decode(transfer: StreamTransfer, buffer: torch.Tensor) -> None:
+            with self._naming_damage(item):
+                transfer.loaded = io.BytesIO(self._decode(item, info, buffer).read(-1))
+
+        crc = get_crc(info) if get_raw_offset(info) is None else None  # else it is that of a part of the item
+        return StreamTransfer(number, item, info, crc, None, decode)
+
+    def _decode(self, item: ReadItem, info: StorageInfo, buffer: torch.Tensor) -> IO[bytes]:
+        # A descriptor list is missing in old checkpoints.
+        descriptors = getattr(info, "transform_descriptors", None) or ()
+        try:
+            self._transforms.extension_registry.from_descriptor_list(descriptors)
+        except ValueError as error:
+            raise errors.MissingExtensionError(
+                f"{item.storage_index.fqn!r} in {self._url} was saved through the stream extensions "
+                f"{list(descriptors)}: {error}. Remedy: pass an _extension_registry that knows them to S3StorageReader",
+                url=str(self._url),
+            ) from error
+        raw = io.BytesIO(view_bytes(buffer))
+        return self._transforms.transform_load_stream(item, descriptors, raw)
+
+    @contextlib.contextmanager
+    def _naming_damage(self, item: ReadItem) -> Iterator[None]:
+        """Whatever decoding raises says that the stored item is not what it should be."""
+        try:
+            yield
+        except errors.DcpS3Error:
+            raise
+        except Exception as error:
+            raise errors.CorruptCheckpointError(
+                f"{item.storage_index.fqn!r} in {self._url} can not be decoded: {type(error).__name__}: {error}. "
+                "The stored data is damaged: load an earlier checkpoint",
+                url=str(self._url),
+            ) from error
+
+    def _storage_info(self, item: ReadItem) -> StorageInfo:
+        try:
+            return cast(StorageInfo, self._metadata.storage_data[item.storage_index])
+        except KeyError:
+            raise errors.CorruptMetadataError(
+                f"the metadata of {self._url} does not say where {item.storage_index.fqn!r} at "
+                f"{item.storage_index.offset} lies: it is damaged or was merged wrongly",
+                url=str(self._url),
+            ) from None
+
+    def _chunk_sizes(self, item: ReadItem, saved: TensorStorageMetadata) -> torch.Size:
+        """Shape of the saved chunk that ``item`` reads from."""
+        index = item.storage_index
+        chunk = find_chunk(saved, index)
+        if chunk is None:
+            raise errors.CorruptMetadataError(
+                f"the metadata of {self._url} has no chunk of {index.fqn!r} at {index.offset}", url=str(self._url)
+            )
+        return chunk.sizes

@@ -1,0 +1,349 @@
+"""S3StorageReader: DCP's StorageReader on S3."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+from typing import Any, NoReturn
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from dcp_s3 import errors
+from dcp_s3.boundary import called_by_dcp
+from dcp_s3.checkpoint.commit import CommitState, SaveIdentity, find_state
+from dcp_s3.checkpoint.lease import ReaderLease
+from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
+from dcp_s3.collector import collector_paused
+from dcp_s3.format.layout import SAVE_ID_KEY, deletion_id, metadata_object, new_save_id, rank_of_metadata
+from dcp_s3.format.metadata import load_metadata
+from dcp_s3.load.peers.agree import LoadGroup, join_load
+from dcp_s3.load.peers.assign import MAX_PIECE, plan_sharing
+from dcp_s3.load.peers.assignment import Assignment, Offer, all_offered
+from dcp_s3.load.peers.shared_read import SharedRead, decline
+from dcp_s3.load.read import LoadExecutor
+from dcp_s3.s3.bucket import Bucket, limit_timeouts
+from dcp_s3.s3.deadline import Deadline
+from dcp_s3.settings import Settings, SettingsLike, resolve_settings
+from dcp_s3.spill.local import LocalObjects, find_commits
+from dcp_s3.spill.session import open_store
+from dcp_s3.torch_private import ExtensionRegistry, ReaderTransforms, find_load_group, is_first_look
+from dcp_s3.units import format_size
+from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
+
+logger = logging.getLogger(__name__)
+
+
+class S3StorageReader(StorageReader):
+    """Reads checkpoints from S3; pass it to `dcp.load` as ``storage_reader``.
+
+    Reads what `S3StorageWriter` wrote, and what torch's FileSystemWriter (uploaded), FsspecWriter and
+    s3torchconnector wrote.
+
+    Args:
+        url: ``s3://bucket/prefix`` of the checkpoint. May be left out if each load passes ``checkpoint_id``.
+        include_uncommitted: also read a checkpoint whose commit still waits in this host's spill directory, which with
+            several hosts may lack their parts.
+        weights_only: items that are no tensors (numbers, texts, whatever the state held) are pickles. Only what
+            cannot run code is given to the planner, which unpickles without restriction: what torch's weights-only
+            unpickler takes, its own list (``torch.serialization.add_safe_globals``) as it is when the item has arrived,
+            and the plain values named in docs/security.md. The check runs through
+            each such item once more, without reading its tensors: about 0.2 ms for a small one, 0.6 s for each MB of
+            pickled numbers and texts. False: everything is unpickled, so whoever can write to the bucket can run code
+            here.
+        settings: a `Settings`, or a mapping of those that differ from the environment.
+        _extension_registry: torch's registry of stream extensions (experimental there).
+
+    Attributes:
+        load_id: of this load, new with each `reset`, as that of torch's FileSystemReader.
+
+    Raises:
+        InvalidURLError: ``url`` is not an S3 URL.
+        SettingsError: a setting, in the environment or given here, is not allowed.
+    """
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str] | None = None,
+        *,
+        include_uncommitted: bool = False,
+        weights_only: bool = True,
+        settings: SettingsLike = None,
+        _extension_registry: ExtensionRegistry | None = None,
+    ) -> None:
+        super().__init__()
+        self.settings: Settings = resolve_settings(settings)
+        self.include_uncommitted = include_uncommitted
+        self.weights_only = weights_only
+        self._transforms = ReaderTransforms(_extension_registry)
+        self._url: CheckpointURL | None = None if url is None else parse_url(url)
+        self._begin_load()
+
+    def _begin_load(self) -> None:
+        self.load_id: str = new_save_id()
+        self._metadata: Metadata | None = None
+        self._error: errors.DcpS3Error | None = None
+        self._deadline: Deadline | None = None
+        self._lease: ReaderLease | None = None
+        self._group: LoadGroup | None = None
+
+    @called_by_dcp
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a new load, from ``checkpoint_id`` if given.
+
+        Raises:
+            InvalidURLError: ``checkpoint_id`` is not an S3 URL.
+        """
+        if checkpoint_id is not None:
+            self._url = parse_url(checkpoint_id)
+        if self._lease is not None:
+            self._lease.release()
+        self._begin_load()
+
+    @called_by_dcp
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Fetch and unpickle the checkpoint's metadata.
+
+        Args:
+            rank: read that of one rank, of a save with ``use_collectives=False``. DCP's loader asks for it when
+                the global metadata could not be read.
+
+        To DCP's loader a failure is raised when the returned object is used: the loader says of what is raised here
+        that there is no metadata, and replaces it by an AssertionError.
+
+        Raises:
+            CheckpointNotFoundError: no committed checkpoint is there.
+            CheckpointDeletedError: a prune is about to delete it (looked for with the setting ``reader_lease`` only).
+            CorruptMetadataError, UnsafeMetadataError: it can not, or must not, be unpickled.
+            StorageError: missing bucket, credentials, network.
+        """
+        rank: int | None = kwargs.get("rank")
+        if rank is None:
+            caller = find_load_group()
+            self._group = None if caller is None else join_load(
+                caller, self.checkpoint_id, self.settings, willing=not self.include_uncommitted
+            )  # fmt: skip
+            try:
+                metadata = self._fetch_metadata(None)
+            except errors.DcpS3Error as error:
+                self._error = error
+                if is_first_look() and not self._may_be_of_ranks(error):
+                    return _UnreadableMetadata(error)
+                raise
+        else:
+            self._group = None
+            if self._error is not None and not isinstance(self._error, errors.CheckpointNotFoundError):
+                return _UnreadableMetadata(self._error)
+            try:
+                metadata = self._fetch_metadata(rank)
+            except errors.CheckpointDeletedError as error:
+                return _UnreadableMetadata(error)
+            except errors.CheckpointNotFoundError as error:
+                return _UnreadableMetadata(self._explain_missing(rank) or self._error or error)
+            except errors.DcpS3Error as error:
+                return _UnreadableMetadata(error)
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
+        return metadata
+
+    def _fetch_metadata(self, rank: int | None) -> Metadata:
+        url = self._require_url()
+        waiting = self._find_uncommitted(rank) if self.include_uncommitted else None
+        if waiting is not None:
+            return load_metadata(waiting, url=str(url))
+        bucket, group = self._bucket(), self._group if rank is None else None
+        lease = ReaderLease(bucket, url, self.settings.reader_lease)
+        failure = None if group is None else group.raised
+        try:
+            if failure is None:
+                lease.take()
+        except BaseException as error:
+            if group is None:
+                raise
+            failure = error  # the others wait for this rank first
+        try:
+            if group is None:
+                stored = fetch_metadata(bucket, url, rank)
+            else:
+                stored = group.fetch_once(lambda: fetch_metadata(bucket, url), str(url), failure)
+            metadata = check_metadata(stored, url)
+            save_ids = stored.metadata.get(SAVE_ID_KEY), getattr(metadata.storage_meta, "save_id", None), None
+            deletions = {deletion_id(each, stored.etag) for each in save_ids} if rank is None else None
+            lease.check_not_deleted(deletions, rank=rank)
+        except BaseException:
+            lease.release()
+            raise
+        self._lease = lease
+        return metadata
+
+    def _find_uncommitted(self, rank: int | None) -> bytes | None:
+        """The metadata of this checkpoint's newest commit that waits on this host; None if S3 has a newer one."""
+        store = open_store(self.settings)
+        found = None
+        for journal, _, metadata in find_commits(store) if store else ():
+            if journal.url == self.checkpoint_id and journal.commit is not None and journal.commit.rank == rank:
+                found = journal, metadata
+        if found is None:
+            return None
+        journal, metadata = found
+        identity = SaveIdentity(self._require_url(), journal.save_id, rank)
+        try:
+            state = find_state(self._bucket(), identity, path=None, started_at=journal.created_at)
+        except errors.TransferError as error:
+            logger.warning("S3 does not say whether it has a newer checkpoint than this host: %s", error)
+            return metadata
+        return metadata if state is CommitState.WAITING else None
+
+    def _find_ranks(self) -> list[int] | None:
+        """The ranks whose metadata is on S3, of a save without collectives; None if S3 does not say."""
+        url = self._require_url()
+        try:
+            listed = (key.removeprefix(url.key("")) for key, _ in self._bucket().list(url.key("__")))
+            return sorted(found for found in map(rank_of_metadata, listed) if found is not None)
+        except errors.StorageError:
+            return None
+
+    def _may_be_of_ranks(self, error: errors.DcpS3Error) -> bool:
+        """Whether there may be metadata of single ranks, where that of all is not there because of ``error``."""
+        missing = isinstance(error, errors.CheckpointNotFoundError)
+        return missing and (self.include_uncommitted or self._find_ranks() != [])
+
+    def _explain_missing(self, rank: int) -> errors.CheckpointNotFoundError | None:
+        """The error for a checkpoint of single ranks that has none of this rank; None where there is nothing."""
+        url, ranks = self._require_url(), self._find_ranks()
+        if not ranks:
+            return None
+        return errors.CheckpointNotFoundError(
+            f"{url} was saved without collectives and has no {metadata_object(rank)}, only those of ranks {ranks}. "
+            "Remedy: load it with as many ranks as saved it; if one of them is missing, the save was cut off",
+            url=str(url),
+        )
+
+    @called_by_dcp
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Called by DCP on every rank before planning."""
+        if isinstance(metadata, _UnreadableMetadata):
+            metadata.fail()
+        if not isinstance(metadata.storage_data, dict):
+            raise errors.CorruptMetadataError(
+                f"the metadata of {self.checkpoint_id} does not say where its items lie (storage_data is "
+                f"{type(metadata.storage_data).__name__})",
+                url=str(self.checkpoint_id),
+            )
+        self._deadline = Deadline.start("DCP_S3_LOAD_TIMEOUT", self.settings.load_timeout)
+        self._metadata = metadata
+
+    @called_by_dcp
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Offer to share what other ranks read as well."""
+        if self._group is None or not self._group.shares_data or plan.storage_data is not None:
+            return plan
+        return dataclasses.replace(plan, storage_data=Offer(self._group.rank, self._group.world_size))
+
+    @called_by_dcp
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Share out what several ranks read, if all of them offer to."""
+        assignments = None
+        if self._metadata is not None and all_offered([plan.storage_data for plan in plans]):
+            with collector_paused():
+                assignments = plan_sharing(
+                    self._metadata,
+                    [plan.items for plan in plans],
+                    max_piece=min(MAX_PIECE, self.settings.part_size),
+                    max_gap=self.settings.read_gap,
+                    max_objects=self.settings.load_buffers,
+                )
+        if assignments is not None:
+            return [dataclasses.replace(p, storage_data=a) for p, a in zip(plans, assignments, strict=True)]
+        return [
+            dataclasses.replace(plan, storage_data=None) if isinstance(plan.storage_data, Offer) else plan
+            for plan in plans
+        ]
+
+    @called_by_dcp
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Load this rank's items. Returns when all are in place.
+
+        Raises:
+            DtypeMismatchError: before any tensor is changed; only without ``allow_dtype_cast``.
+            DeadlineExceededError: `load_timeout` has passed; some tensors are loaded, others are not.
+            UnsafeItemError: an item needs what ``weights_only`` refuses.
+            PeerReadError: another rank failed to read what this one needs as well.
+            CorruptCheckpointError, StorageError
+        """
+        if self._metadata is None:
+            raise errors.SaveProtocolError("read_data was called before set_up_storage_reader")
+        url, group = self._require_url(), self._group if isinstance(plan.storage_data, Assignment) else None
+        with contextlib.ExitStack() as stack:
+            try:
+                store = open_store(self.settings)
+                local = stack.enter_context(contextlib.closing(LocalObjects(store, str(url)))) if store else None
+                if self._lease is not None:
+                    stack.enter_context(self._lease.renewed())
+                executor = LoadExecutor(
+                    self._bucket(), url, self._metadata, self._transforms, local, weights_only=self.weights_only
+                )
+                shared = None if group is None else SharedRead(executor, self._bucket(), url, self._metadata, group)
+            except BaseException:
+                if group is not None:
+                    decline(group)
+                raise
+            if shared is not None:
+                shared.run(plan, planner)
+            else:
+                executor.run(plan, planner)
+            if local is not None and local.read_bytes:
+                logger.info("%s of %s came from %s", format_size(local.read_bytes), url, self.settings.spill_dir)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """URL of the checkpoint being read, None before there is one."""
+        return None if self._url is None else str(self._url)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this is an S3 URL, as text or as a path, which has one slash left."""
+        return is_s3_url(checkpoint_id)
+
+    def _require_url(self) -> CheckpointURL:
+        if self._url is None:
+            raise errors.MissingURLError(
+                "S3StorageReader has no URL. Remedy: S3StorageReader('s3://bucket/prefix'), or pass "
+                "checkpoint_id='s3://bucket/prefix' to dcp.load"
+            )
+        return self._url
+
+    def _bucket(self) -> Bucket:
+        settings = self.settings
+        if settings.load_timeout is not None:
+            settings = limit_timeouts(settings, settings.load_timeout)
+        return Bucket(self._require_url().bucket, settings, deadline=self._deadline)
+
+
+class _UnreadableMetadata(Metadata):
+    """Stands in for metadata that could not be read, and raises why as soon as anything of it is used."""
+
+    def __init__(self, error: errors.DcpS3Error) -> None:
+        object.__setattr__(self, "_reason", error)
+
+    def fail(self) -> NoReturn:
+        raise object.__getattribute__(self, "_reason")
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in (
+            "state_dict_metadata",
+            "planner_data",
+            "storage_data",
+            "storage_meta",
+            "version",
+        ):
+            _UnreadableMetadata.fail(self)
+        return object.__getattribute__(self, name)

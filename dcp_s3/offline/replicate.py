@@ -1,0 +1,386 @@
+"""Copies of a checkpoint between S3 and a local directory.
+
+The directory is what torch's FileSystemReader and FileSystemWriter use. In both directions the commit comes last: a
+copy that was cut off is no checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from dcp_s3 import errors
+from dcp_s3.checkpoint.commit import SaveIdentity, check_absent, exists_error, find_previous
+from dcp_s3.checksum import crc64nvme, crc_hex
+from dcp_s3.format.layout import (
+    CONTROL_PREFIX,
+    DATA_SUFFIX,
+    METADATA,
+    METADATA_CRC_KEY,
+    PIN,
+    SAVE_ID_KEY,
+    manifest_object,
+    parse_manifest_object,
+    rank_of_metadata,
+)
+from dcp_s3.format.manifest import Manifest
+from dcp_s3.format.metadata import load_metadata
+from dcp_s3.format.saved_entries import needed_objects
+from dcp_s3.s3.bucket import Bucket
+from dcp_s3.s3.files import FileTransfer, OnProgress, download_files, upload_files
+from dcp_s3.settings import SettingsLike, resolve_settings
+from dcp_s3.url import CheckpointURL, parse_url
+
+_MARKER = CONTROL_PREFIX + "download.json"
+"""In a directory: a download into it has begun, and of what."""
+# s3transfer's extension of a file that is not complete.
+_PARTIAL = re.compile(r"\.[0-9a-fA-F]{8}")
+_READ_SIZE = 4 * 2**20
+
+OnTotal = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class CopyResult:
+    """What a copy did.
+
+    Attributes:
+        files: number of files that make up the checkpoint, its metadata included.
+        size: their bytes.
+        moved: bytes that this call moved; less than ``size`` if it continued an earlier one.
+    """
+
+    files: int
+    size: int
+    moved: int
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A checkpoint to be copied, from either side.
+
+    Attributes:
+        commits: bytes of ``.metadata``, or of every ``__{rank}.metadata``, by relative path.
+        metadata: the same, loaded.
+        files: bytes of everything else that belongs to it, by relative path.
+    """
+
+    commits: Mapping[str, bytes]
+    metadata: Mapping[str, Metadata]
+    files: Mapping[str, int]
+
+    @property
+    def size(self) -> int:
+        return sum(self.files.values()) + sum(len(data) for data in self.commits.values())
+
+    @property
+    def count(self) -> int:
+        return len(self.files) + len(self.commits)
+
+    def manifest_of(self, commit: str) -> str | None:
+        """Relative path of the manifest of the save that made a commit, None if it is not there."""
+        path = _manifest_path(commit, self.metadata[commit])
+        return path if path in self.files else None
+
+
+def _manifest_path(commit: str, metadata: Metadata) -> str:
+    return manifest_object(str(getattr(metadata.storage_meta, "save_id", None)), rank_of_metadata(commit))
+
+
+def _commit_names(paths: Iterable[str]) -> list[str]:
+    """The commits among some paths: ``.metadata`` alone, or those of the ranks, of which rank 0's comes last."""
+    names = list(paths)
+    if METADATA in names:
+        return [METADATA]
+    return sorted(filter(_is_rank_metadata, names), key=lambda name: -(rank_of_metadata(name) or 0))
+
+
+def _is_rank_metadata(path: str) -> bool:
+    return rank_of_metadata(path) is not None
+
+
+def _make_source(where: str, listing: Mapping[str, int], read: Callable[[str], bytes]) -> _Source:
+    """Find out what belongs to the checkpoint among ``listing`` (relative path -> bytes).
+
+    Left out are data objects that the metadata does not name (of another save), manifests of other saves, and pins.
+
+    Raises:
+        CheckpointNotFoundError: nothing is committed.
+        CorruptCheckpointError: something that the metadata names is missing or too short.
+    """
+    names = _commit_names(listing)
+    if not names:
+        raise errors.CheckpointNotFoundError(
+            f"there is no committed checkpoint at {where}: it has no {METADATA}. Remedy: check the URL or directory",
+            url=where,
+        )
+    commits = {name: read(name) for name in names}
+    metadata = {name: load_metadata(data, url=where) for name, data in commits.items()}
+    needed: dict[str, int] = {}
+    for loaded in metadata.values():
+        for path, size in needed_objects(loaded).items():
+            needed[path] = max(size, needed.get(path, 0))
+    for path, size in needed.items():
+        if listing.get(path, -1) < size:
+            found = f"has {listing[path]} bytes" if path in listing else "is not there"
+            raise errors.CorruptCheckpointError(
+                f"{where} can not be copied: its object {path} (at least {size} bytes) {found}. Remedy: it is damaged, "
+                "or being deleted; copy another checkpoint",
+                url=where,
+            )
+    manifests = {_manifest_path(name, loaded) for name, loaded in metadata.items()}
+    for path in manifests & listing.keys():
+        _check_ranks(where, read(path), present=len(names))
+    files = {path: size for path, size in listing.items() if _belongs(path, needed, manifests)}
+    return _Source(commits, metadata, files)
+
+
+def _check_ranks(where: str, manifest: bytes, *, present: int) -> None:
+    try:
+        parsed = Manifest.from_json(manifest)
+    except ValueError:
+        return  # of a later version
+    if parsed.rank is not None and parsed.world_size > present:
+        raise errors.CheckpointNotFoundError(
+            f"the checkpoint at {where} is incomplete: {present} of {parsed.world_size} ranks have committed. Remedy: "
+            "wait until the save is done, or copy another checkpoint",
+            url=where,
+        )
+
+
+def _belongs(path: str, needed: Mapping[str, int], manifests: set[str]) -> bool:
+    if path.endswith(DATA_SUFFIX):
+        return path in needed
+    if parse_manifest_object(path) is not None:
+        return path in manifests
+    if path in (PIN, _MARKER, METADATA) or _is_rank_metadata(path):
+        return False
+    # Keys may be anything: "./.metadata" must not become the file .metadata, "a/" has no file.
+    return not any(segment in ("", ".", "..") for segment in path.split("/"))
+
+
+# --- download ------------------------------------------------------------------------------------
+
+
+def download(
+    url: str,
+    directory: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    settings: SettingsLike = None,
+    on_total: OnTotal | None = None,
+    on_progress: OnProgress | None = None,
+) -> CopyResult:
+    """Copy a checkpoint into a directory, which torch's FileSystemReader then reads.
+
+    A download that was cut off continues when it is called again: files that are complete stay. Sizes, and for
+    checkpoints of dcp_s3 the CRC-64 of every data object, are compared with what was saved.
+
+    Args:
+        url: of the checkpoint.
+        directory: made if missing. Must be empty, or hold a download of the same checkpoint that was cut off.
+        overwrite: write into a directory that holds something else. A checkpoint in it is gone from the start.
+        settings: a `Settings`, or a mapping of those that differ from the environment.
+        on_total: called once with the bytes to be moved.
+        on_progress: called with bytes as they move, from several threads.
+
+    Raises:
+        CheckpointExistsError: the directory is not empty.
+        CheckpointNotFoundError: there is no committed checkpoint at ``url``.
+        CorruptCheckpointError: it is damaged, or what arrived is not what was saved.
+        StorageError, OSError
+    """
+    parsed = parse_url(url)
+    bucket = Bucket(parsed.bucket, resolve_settings(settings))
+    target = Path(directory)
+    skip = len(parsed.key(""))
+    listing = {key[skip:]: size for key, size in bucket.list(parsed.key(""))}
+    source = _make_source(str(parsed), listing, lambda path: bucket.read(parsed.key(path)))
+    _prepare_directory(target, parsed, source, overwrite=overwrite)
+    present = {path for path, size in source.files.items() if _size_of(target / path) == size}
+    wanted = {path: size for path, size in source.files.items() if path not in present}
+    if on_total is not None:
+        on_total(sum(wanted.values()))
+    download_files(
+        bucket,
+        [FileTransfer(parsed.key(path), target / path) for path in wanted],
+        on_progress=on_progress,
+    )
+    _verify(target, parsed, source)
+    for name, data in source.commits.items():
+        _write_whole(target / name, data)
+    (target / _MARKER).unlink()
+    if not any((target / CONTROL_PREFIX).iterdir()):
+        (target / CONTROL_PREFIX).rmdir()
+    return CopyResult(source.count, source.size, sum(wanted.values()))
+
+
+def _prepare_directory(target: Path, url: CheckpointURL, source: _Source, *, overwrite: bool) -> None:
+    marker = target / _MARKER
+    digest = hashlib.sha256(b"".join(source.commits[name] for name in sorted(source.commits))).hexdigest()
+    mark = json.dumps({"url": str(url), "metadata_sha256": digest}).encode()
+    if target.exists() and any(target.iterdir()):
+        if _read_marker(marker) == mark:
+            _remove_partial(target, source)
+            return
+        if not overwrite:
+            raise errors.CheckpointExistsError(
+                f"{target} is not empty, and holds no unfinished download of {url}. Remedy: give another directory, "
+                "empty this one, or pass overwrite=True",
+                url=str(url),
+            )
+        # What is there may have the right size by chance.
+        for name in [*_commit_names(os.listdir(target)), *source.files]:
+            (target / name).unlink(missing_ok=True)
+        for name in os.listdir(target):
+            if name == METADATA or _is_rank_metadata(name):
+                (target / name).unlink()
+    marker.parent.mkdir(parents=True, exist_ok=True)
+    _write_whole(marker, mark)
+
+
+def _read_marker(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return None
+
+
+def _remove_partial(target: Path, source: _Source) -> None:
+    whole = {target / path for path in source.files}
+    for folder in {path.parent for path in whole}:
+        for file in folder.iterdir() if folder.is_dir() else ():
+            if _PARTIAL.fullmatch(file.suffix) and file.with_suffix("") in whole and file not in whole:
+                file.unlink()
+
+
+def _verify(target: Path, url: CheckpointURL, source: _Source) -> None:
+    expected: dict[str, str] = {}
+    for commit in source.commits:
+        path = source.manifest_of(commit)
+        if path is None:
+            continue
+        try:
+            manifest = Manifest.from_json((target / path).read_bytes())
+        except ValueError:
+            continue  # of a later version
+        expected |= {entry.path: entry.crc64nvme for entry in manifest.objects if entry.crc64nvme}
+    for path, size in source.files.items():
+        found = _size_of(target / path)
+        if found != size:
+            problem = f"has {found} bytes instead of {size}"
+        elif path in expected and (crc := _crc_of(target / path)) != expected[path]:
+            problem = f"has CRC-64/NVME {crc} instead of {expected[path]}"
+        else:
+            continue
+        (target / path).unlink(missing_ok=True)  # so that the next call fetches it again
+        raise errors.CorruptCheckpointError(
+            f"{path} of {url} arrived damaged: it {problem}. Remedy: call download again; if it stays so, the object "
+            "itself is damaged: use another checkpoint",
+            url=str(url),
+        )
+
+
+def _size_of(path: Path) -> int | None:
+    try:
+        return path.stat().st_size if path.is_file() else None
+    except OSError:
+        return None
+
+
+def _crc_of(path: Path) -> str:
+    crc = 0
+    buffer = memoryview(bytearray(_READ_SIZE))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            crc = crc64nvme(buffer[:count], crc)
+    return crc_hex(crc)
+
+
+def _write_whole(path: Path, data: bytes) -> None:
+    """Write under another name, then rename: the file is there whole or not at all."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+# --- upload --------------------------------------------------------------------------------------
+
+
+def upload(
+    directory: str | os.PathLike[str],
+    url: str,
+    *,
+    overwrite: bool = False,
+    settings: SettingsLike = None,
+    on_total: OnTotal | None = None,
+    on_progress: OnProgress | None = None,
+) -> CopyResult:
+    """Copy a checkpoint in a directory (of torch's FileSystemWriter, or a download) to S3.
+
+    Args:
+        directory: holds ``.metadata`` and what it refers to.
+        url: of the new checkpoint.
+        overwrite: replace a checkpoint at ``url``. It stays whole until the new one is committed, unless objects
+            of the two have the same names: then it is gone from the start.
+        settings: a `Settings`, or a mapping of those that differ from the environment.
+        on_total: called once with the bytes to be moved.
+        on_progress: called with bytes as they move, from several threads.
+
+    Raises:
+        CheckpointExistsError: a checkpoint is at ``url``.
+        CheckpointNotFoundError: there is none in the directory.
+        CorruptCheckpointError: a file that it needs is missing or too short. No byte has moved.
+        StorageError, OSError
+    """
+    parsed = parse_url(url)
+    bucket = Bucket(parsed.bucket, resolve_settings(settings))
+    origin = Path(directory)
+    listing = {path.relative_to(origin).as_posix(): path.stat().st_size for path in origin.rglob("*") if path.is_file()}
+    source = _make_source(str(origin), listing, lambda path: (origin / path).read_bytes())
+    replaced = _clear_the_way(bucket, parsed, source, overwrite=overwrite)
+    total = sum(source.files.values())
+    if on_total is not None:
+        on_total(total)
+    files = [FileTransfer(parsed.key(path), origin / path) for path in source.files]
+    upload_files(bucket, files, on_progress=on_progress)
+    for name, data in source.commits.items():
+        save_id = str(getattr(source.metadata[name].storage_meta, "save_id", ""))
+        fields = {METADATA_CRC_KEY: crc_hex(crc64nvme(data))}
+        if source.manifest_of(name):
+            fields[SAVE_ID_KEY] = save_id
+        try:
+            bucket.write(parsed.key(name), data, if_absent=not overwrite, metadata=fields)
+        except errors.PreconditionFailedError:
+            raise exists_error(parsed) from None
+    kept = {parsed.key(path) for path in (*source.files, *source.commits)}
+    bucket.delete(sorted(replaced - kept))
+    return CopyResult(source.count, source.size, source.size)
+
+
+def _clear_the_way(bucket: Bucket, url: CheckpointURL, source: _Source, *, overwrite: bool) -> frozenset[str]:
+    """Refuse to replace a checkpoint, or find out what replacing it leaves over: keys to delete afterwards."""
+    ranks = [rank_of_metadata(name) for name in source.commits]
+    if not overwrite:
+        for rank in ranks:
+            check_absent(bucket, SaveIdentity(url, "", rank))
+        return frozenset()
+    skip = len(url.key(""))
+    # All objects directly below the URL that commit something; few requests, and only for an overwrite.
+    paths = [key[skip:] for prefix in (METADATA, "__") for key, _ in bucket.list(url.key(prefix))]
+    old = [path for path in paths if path == METADATA or _is_rank_metadata(path)]
+    replaced = find_previous(bucket, SaveIdentity(url, "")).keys
+    planned = {url.key(path) for path in source.files}
+    if old and (replaced & planned or old != [METADATA] or METADATA not in source.commits):
+        bucket.delete([url.key(path) for path in old])
+    return replaced

@@ -1,0 +1,273 @@
+"""Whether a checkpoint is still what was saved."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from dcp_s3 import errors
+from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata, find_crc_mismatch
+from dcp_s3.format.layout import (
+    SAVE_ID_KEY,
+    manifest_object,
+    metadata_object,
+    parse_manifest_object,
+    rank_of_metadata,
+)
+from dcp_s3.format.manifest import Manifest, ObjectEntry
+from dcp_s3.offline.verify_bytes import ByteCheck
+from dcp_s3.offline.verify_plan import StoredItem, check_manifest, find_items, is_crc, place_items
+from dcp_s3.offline.verify_report import Problem, VerifyReport
+from dcp_s3.s3.bucket import Bucket, StoredObject
+from dcp_s3.s3.files import OnProgress
+from dcp_s3.settings import SettingsLike, resolve_settings
+from dcp_s3.url import CheckpointURL, parse_url
+
+_ROUNDS = 3
+
+
+def verify(
+    url: str | os.PathLike[str],
+    *,
+    full: bool = False,
+    settings: SettingsLike = None,
+    on_total: Callable[[int], None] | None = None,
+    on_progress: OnProgress | None = None,
+) -> VerifyReport:
+    """Check whether a committed checkpoint is still what was saved.
+
+    The metadata must load and match its checksum, the manifest must agree with it, and every object that they name must
+    be there, with the recorded size and room for its items. With ``full``, the data is read as well: the CRC-64 of
+    every object and of every item is compared, and items without one (of other writers, or saved with
+    ``DCP_S3_CHECKSUM=none``) are decoded. What does not match is read once more before it is reported.
+
+    Memory: a block of 1 MiB per connection (``DCP_S3_CONCURRENCY``); for items without a checksum, one item and what it
+    decodes to.
+
+    Args:
+        url: of the checkpoint.
+        full: read the data.
+        settings: a `Settings`, or a mapping of those that differ from the environment.
+        on_total: called with the bytes of data to be read, before they are; with ``full`` only. Again if the checkpoint
+            was replaced meanwhile, and is verified anew.
+        on_progress: called with bytes of data as they are read.
+
+    Raises:
+        CheckpointNotFoundError: no committed checkpoint is there.
+        InvalidURLError, SettingsError
+        StorageError: it can not be told: missing bucket, credentials, permissions, network.
+        CheckpointError: it was replaced again and again while it was verified.
+    """
+    parsed = parse_url(url)
+    bucket = Bucket(parsed.bucket, resolve_settings(settings))
+    for _ in range(_ROUNDS):
+        check = _Check(bucket, parsed)
+        report = check.run(full=full, on_total=on_total, on_progress=on_progress)
+        if report.ok or check.is_current():
+            return report
+    raise errors.CheckpointError(
+        f"{parsed} was replaced {_ROUNDS} times while it was verified. Remedy: verify it when nobody saves to it",
+        url=str(parsed),
+    )
+
+
+@dataclass(frozen=True)
+class _Commit:
+    """One ``.metadata``, with its manifest.
+
+    Attributes:
+        rank: None with collectives.
+        stored: the object.
+        metadata: None if it can not be loaded.
+        save_id: of the save; None if it is not known.
+        manifest: None if there is none, or none that can be read.
+        problems: of both.
+    """
+
+    rank: int | None
+    stored: StoredObject
+    metadata: Metadata | None
+    save_id: str | None
+    manifest: Manifest | None
+    problems: tuple[Problem, ...]
+
+    @property
+    def path(self) -> str:
+        return metadata_object(self.rank)
+
+
+class _Check:
+    """One look at a checkpoint."""
+
+    def __init__(self, bucket: Bucket, url: CheckpointURL) -> None:
+        self._bucket = bucket
+        self._url = url
+        self._commits: list[_Commit] = []
+        self._problems: list[Problem] = []
+        self._bytes_read = 0
+
+    def run(
+        self, *, full: bool, on_total: Callable[[int], None] | None, on_progress: OnProgress | None
+    ) -> VerifyReport:
+        sizes = self._read_commits()
+        items: list[StoredItem] = []
+        entries: list[ObjectEntry] = []
+        for commit in self._commits:
+            items += self._check_commit(commit)
+            entries += commit.manifest.objects if commit.manifest is not None else ()
+        objects, problems = place_items(items, entries, sizes)
+        self._problems += problems
+        check = ByteCheck(self._bucket, self._url, on_progress)
+        if full:
+            if on_total is not None:
+                on_total(ByteCheck.total(objects))
+            check.run(objects)
+        paths = {item.path for item in items} | {entry.path for entry in entries}
+        recorded = {entry.path for entry in entries if is_crc(entry.crc64nvme)}
+        return VerifyReport(
+            url=str(self._url),
+            mode="full" if full else "fast",
+            objects=len(paths),
+            items=len(items),
+            bytes_read=self._bytes_read + check.bytes_read,
+            objects_without_checksum=len(paths - recorded),
+            items_without_checksum=sum(item.crc is None for item in items),
+            items_not_decoded=check.items_not_decoded,
+            problems=tuple(self._problems + sorted(check.problems, key=lambda problem: problem.path)),
+        )
+
+    def is_current(self) -> bool:
+        """Whether the checkpoint is still the one that was looked at: an overwrite deletes the objects of the old one.
+
+        Raises:
+            CheckpointNotFoundError: it was deleted meanwhile.
+        """
+        return all(
+            fetch_metadata(self._bucket, self._url, commit.rank).etag == commit.stored.etag for commit in self._commits
+        )
+
+    # --- metadata and manifests ---------------------------------------------------------------------
+
+    def _read_commits(self) -> Mapping[str, int]:
+        """Fetch metadata and manifests; the sizes of all objects of the checkpoint, by relative path.
+
+        The metadata of a save with collectives comes before the listing: what an overwrite meanwhile removes is then
+        missing from the listing, and not the other way round.
+        """
+        try:
+            stored = {None: fetch_metadata(self._bucket, self._url)}
+        except errors.CheckpointNotFoundError as error:
+            sizes = self._list()
+            ranks = [rank for rank in map(rank_of_metadata, sizes) if rank is not None]
+            if not ranks:
+                raise
+            for rank in sorted(ranks):
+                self._add_commit(rank, fetch_metadata(self._bucket, self._url, rank), sizes)
+            self._keep_ranks_of_save(error)
+            return sizes
+        sizes = self._list()
+        self._add_commit(None, stored[None], sizes)
+        return sizes
+
+    def _list(self) -> Mapping[str, int]:
+        prefix = self._url.key("")
+        return {key[len(prefix) :]: size for key, size in self._bucket.list(prefix)}
+
+    def _add_commit(self, rank: int | None, stored: StoredObject, sizes: Mapping[str, int]) -> None:
+        path, metadata = metadata_object(rank), None
+        problems: list[Problem] = []
+        self._bytes_read += len(stored.data)
+        try:
+            metadata = check_metadata(stored, self._url)
+        except (errors.CorruptMetadataError, errors.UnsafeMetadataError) as error:
+            problems.append(Problem(path, None, str(error)))
+        named = stored.metadata.get(SAVE_ID_KEY)
+        inside = getattr(getattr(metadata, "storage_meta", None), "save_id", None)
+        if named is not None and metadata is not None and inside != named:
+            problems.append(Problem(path, None, f"is of the save {inside!r}, its user metadata of {named!r}"))
+        save_id = named if named is not None else inside
+        manifest = None
+        try:
+            manifest = self._read_manifest(save_id, rank, sizes, expected=named is not None)
+        except ValueError as error:
+            problems.append(Problem(manifest_object(str(save_id), rank), None, str(error)))
+        self._commits.append(_Commit(rank, stored, metadata, save_id, manifest, tuple(problems)))
+
+    def _read_manifest(
+        self, save_id: object, rank: int | None, sizes: Mapping[str, int], *, expected: bool
+    ) -> Manifest | None:
+        """The manifest of a save, None if there is none.
+
+        Args:
+            save_id: of the save; that of another library is no hex number.
+            rank: None with collectives.
+            sizes: of all objects.
+            expected: whether the metadata says that there is one.
+
+        Raises:
+            ValueError: what is wrong with it.
+        """
+        path = manifest_object(str(save_id), rank)
+        if path not in sizes or parse_manifest_object(path) is None:
+            if expected:
+                raise ValueError(f"is missing; {metadata_object(rank)} names it")
+            return None
+        try:
+            stored = self._bucket.get(self._url.key(path))
+        except errors.ObjectNotFoundError:
+            raise ValueError("was deleted meanwhile") from None
+        self._bytes_read += len(stored.data)
+        mismatch = find_crc_mismatch(stored)
+        if mismatch is not None:
+            raise ValueError(f"is damaged: {mismatch}")
+        try:
+            return Manifest.from_json(stored.data)
+        except ValueError as error:
+            raise ValueError(f"can not be read: {error}") from error
+
+    def _check_commit(self, commit: _Commit) -> Sequence[StoredItem]:
+        items: list[StoredItem] = []
+        self._problems += commit.problems
+        if commit.metadata is not None:
+            items, problems = find_items(commit.metadata, commit.path)
+            self._problems += problems
+        if commit.manifest is not None:
+            self._problems += check_manifest(
+                commit.manifest,
+                manifest_object(str(commit.save_id), commit.rank),
+                save_id=str(commit.save_id),
+                rank=commit.rank,
+                metadata=commit.metadata,
+                items=items,
+            )
+        return items
+
+    def _keep_ranks_of_save(self, not_found: errors.CheckpointNotFoundError) -> None:
+        """Leave out ranks that the last save did not have.
+
+        Raises:
+            CheckpointNotFoundError: not all of its ranks have committed.
+        """
+        manifests = [commit.manifest for commit in self._commits if commit.manifest is not None]
+        present = {commit.rank for commit in self._commits}
+        if not manifests:
+            highest = max(rank for rank in present if rank is not None)
+            missing = sorted(set(range(highest)) - present)
+            self._problems += [Problem(metadata_object(rank), None, "is missing") for rank in missing]
+            return
+        last = max(manifests, key=lambda manifest: manifest.created_at)
+        missing = sorted(set(range(last.world_size)) - present)
+        if missing:
+            raise errors.CheckpointNotFoundError(
+                f"the checkpoint at {self._url} is incomplete: of {last.world_size} ranks, {missing} have not "
+                "committed. Remedy: wait until the save is done; if it was cut off, use another checkpoint",
+                url=str(self._url),
+            ) from not_found
+        self._commits = [commit for commit in self._commits if (commit.rank or 0) < last.world_size]
+        for commit in self._commits:
+            if commit.manifest is not None and commit.manifest.world_size != last.world_size:
+                what = f"is of a save by {commit.manifest.world_size} ranks, the last one was by {last.world_size}"
+                self._problems.append(Problem(commit.path, None, what))

@@ -1,0 +1,249 @@
+"""What can be told about a checkpoint from its metadata, manifest and listing, and what its bytes must be. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+
+from dcp_s3.format.layout import is_inside
+from dcp_s3.format.manifest import Manifest, ObjectEntry
+from dcp_s3.format.saved_entries import find_chunk
+from dcp_s3.format.storage_info import get_crc, get_raw_offset
+from dcp_s3.offline.verify_report import Problem
+from dcp_s3.torch_private import StorageInfo
+
+_CRC = re.compile("[0-9a-f]{16}")
+
+
+@dataclass(frozen=True)
+class StoredItem:
+    """One saved item.
+
+    Attributes:
+        fqn: of its entry.
+        path: object, relative to the checkpoint.
+        start: first byte in the object.
+        length: bytes.
+        shape: of the chunk, None if it is no tensor.
+        raw: whether it is raw bytes in a frame whose zip checksums were never computed.
+        transforms: descriptors of the stream extensions that it went through.
+        crc: recorded CRC-64/NVME of its checked bytes, None without.
+        checked_start: first byte, in the object, that ``crc`` covers.
+        checked_length: bytes that ``crc`` covers.
+    """
+
+    fqn: str
+    path: str
+    start: int
+    length: int
+    shape: torch.Size | None
+    raw: bool
+    transforms: tuple[str, ...]
+    crc: int | None
+    checked_start: int
+    checked_length: int
+
+    @property
+    def stop(self) -> int:
+        """First byte, in the object, that is behind the item."""
+        return self.start + self.length
+
+
+@dataclass(frozen=True)
+class StoredData:
+    """One data object that is there, and what its bytes must be.
+
+    Attributes:
+        path: relative to the checkpoint.
+        size: bytes that it has.
+        crc: recorded CRC-64/NVME of all of them (16 hex digits); None if that is not recorded, or cannot match because
+            it is of another size.
+        items: that lie in it.
+    """
+
+    path: str
+    size: int
+    crc: str | None
+    items: tuple[StoredItem, ...]
+
+    @property
+    def checked(self) -> tuple[StoredItem, ...]:
+        """The items that have a checksum."""
+        return tuple(item for item in self.items if item.crc is not None)
+
+    @property
+    def streamed(self) -> bool:
+        """Whether all bytes are read, because there is a checksum of some."""
+        return self.crc is not None or any(item.checked_length for item in self.checked)
+
+    @property
+    def decoded(self) -> tuple[StoredItem, ...]:
+        """The items that no checksum covers."""
+        return () if self.crc is not None else tuple(item for item in self.items if item.crc is None)
+
+
+def group_items(items: Iterable[StoredItem], limit: int) -> list[list[StoredItem]]:
+    """Items of one object that share a request: neighbours without a gap, of at most ``limit`` bytes together."""
+    groups: list[list[StoredItem]] = []
+    for item in sorted(items, key=lambda item: item.start):
+        group = groups[-1] if groups else []
+        if group and item.start == group[-1].stop and item.stop - group[0].start <= limit:
+            group.append(item)
+        else:
+            groups.append([item])
+    return groups
+
+
+def find_items(metadata: Metadata, metadata_path: str) -> tuple[list[StoredItem], list[Problem]]:
+    """The items that metadata places in objects, and what it contradicts itself in."""
+    problems: list[Problem] = []
+    if not isinstance(metadata.storage_data, dict):
+        kind = type(metadata.storage_data).__name__
+        return [], [Problem(metadata_path, None, f"does not say where its items lie (storage_data is {kind})")]
+    items = []
+    for index, info in metadata.storage_data.items():
+        if not isinstance(index, MetadataIndex) or not isinstance(index.fqn, str):
+            problems.append(Problem(metadata_path, None, f"names an item {index!r}, which is no DCP index"))
+            continue
+        saved = metadata.state_dict_metadata.get(index.fqn)
+        found = _make_item(index, info, saved)
+        if isinstance(found, StoredItem):
+            items.append(found)
+        else:
+            problems.append(Problem(metadata_path, index.fqn, found))
+    for fqn, saved in metadata.state_dict_metadata.items():
+        if isinstance(saved, TensorStorageMetadata):
+            missing = [
+                chunk for chunk in saved.chunks if MetadataIndex(fqn, chunk.offsets) not in metadata.storage_data
+            ]
+            if missing:
+                where = tuple(missing[0].offsets)
+                problems.append(Problem(metadata_path, fqn, f"has a chunk at {where} that lies in no object"))
+        elif isinstance(saved, BytesStorageMetadata) and MetadataIndex(fqn) not in metadata.storage_data:
+            problems.append(Problem(metadata_path, fqn, "lies in no object"))
+    return items, problems
+
+
+def _make_item(index: MetadataIndex, info: StorageInfo, saved: object) -> StoredItem | str:
+    """The item, or what is wrong with what the metadata says of it."""
+    raw_offset, shape, checked = get_raw_offset(info), None, (0, info.length)
+    descriptors = getattr(info, "transform_descriptors", None) or ()
+    if isinstance(saved, TensorStorageMetadata):
+        chunk = find_chunk(saved, index)
+        if chunk is None:
+            return f"has no chunk at {index.offset}, where an item lies"
+        shape = chunk.sizes
+    elif info.length == 0:
+        return "has no bytes"
+    if raw_offset is not None:
+        if not isinstance(saved, TensorStorageMetadata) or shape is None:
+            return "has raw bytes, but is no tensor"
+        size = shape.numel() * saved.properties.dtype.itemsize
+        if raw_offset < 0 or size < 0 or raw_offset + size > info.length:
+            return f"has a chunk of {size} bytes at {raw_offset}, which does not fit into its item of {info.length}"
+        checked = (raw_offset, size)
+    return StoredItem(
+        fqn=index.fqn,
+        path=info.relative_path,
+        start=info.offset,
+        length=info.length,
+        shape=shape,
+        raw=raw_offset is not None,
+        transforms=tuple(map(str, descriptors)),
+        crc=get_crc(info),
+        checked_start=info.offset + checked[0],
+        checked_length=checked[1],
+    )
+
+
+def check_manifest(
+    manifest: Manifest,
+    path: str,
+    *,
+    save_id: str,
+    rank: int | None,
+    metadata: Metadata | None,
+    items: Iterable[StoredItem],
+) -> list[Problem]:
+    """Where a manifest contradicts itself or the metadata.
+
+    Args:
+        manifest: as parsed.
+        path: of the manifest.
+        save_id: of the save that the metadata is of.
+        rank: whose metadata it is; None with collectives.
+        metadata: None if it can not be loaded.
+        items: of the metadata.
+    """
+    problems = []
+    if manifest.save_id != save_id:
+        problems.append(f"is of the save {manifest.save_id!r}, the metadata of {save_id!r}")
+    if manifest.rank != rank:
+        problems.append(f"is of rank {manifest.rank}, the metadata of rank {rank}")
+    named = {entry.path for entry in manifest.objects}
+    if len(named) != len(manifest.objects):
+        problems.append("names an object twice")
+    problems += [f"names an object outside of the checkpoint: {name!r}" for name in named if not is_inside(name)]
+    problems += [
+        f"has no possible checksum of {entry.path}: {entry.crc64nvme!r}"
+        for entry in manifest.objects
+        if entry.crc64nvme is not None and not is_crc(entry.crc64nvme)
+    ]
+    if metadata is not None:
+        count = len(metadata.storage_data or {})
+        if manifest.items != count:
+            problems.append(f"counts {manifest.items} items, the metadata {count}")
+        missing = sorted({item.path for item in items} - named)
+        problems += [f"does not name {name}, in which items lie" for name in missing]
+    return [Problem(path, None, what) for what in problems]
+
+
+def is_crc(value: object) -> bool:
+    """Whether this is a CRC-64 as manifests have it."""
+    return isinstance(value, str) and _CRC.fullmatch(value) is not None
+
+
+def place_items(
+    items: Iterable[StoredItem], entries: Iterable[ObjectEntry], sizes: Mapping[str, int]
+) -> tuple[list[StoredData], list[Problem]]:
+    """Lay the items into the objects that are there.
+
+    Args:
+        items: of all metadata.
+        entries: of all manifests.
+        sizes: bytes of every object of the checkpoint, by relative path.
+
+    Returns:
+        The data objects, and what is missing, of another size, or too short for its items.
+    """
+    by_path: dict[str, list[StoredItem]] = {}
+    for item in items:
+        by_path.setdefault(item.path, []).append(item)
+    recorded = {entry.path: entry for entry in entries if is_inside(entry.path)}
+    found: list[StoredData] = []
+    problems: list[Problem] = []
+    for path in sorted(by_path.keys() | recorded.keys()):
+        size, entry, inside = sizes.get(path), recorded.get(path), []
+        if size is None:
+            problems.append(Problem(path, None, "is missing"))
+            continue
+        if entry is not None and entry.size != size:
+            problems.append(Problem(path, None, f"has {size} bytes, recorded were {entry.size}"))
+        for item in by_path.get(path, ()):
+            if item.stop > size:
+                where = f"lies at bytes {item.start} to {item.stop - 1}, but its object ends at {size}"
+                problems.append(Problem(path, item.fqn, where))
+            else:
+                inside.append(item)
+        crc = entry.crc64nvme if entry is not None and entry.size == size and is_crc(entry.crc64nvme) else None
+        found.append(StoredData(path, size, crc, tuple(inside)))
+    return found, problems

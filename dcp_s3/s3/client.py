@@ -1,0 +1,186 @@
+"""boto3 clients: one for each endpoint that a process talks to, made when first needed.
+
+A client is keyed by what its connections depend on and nothing else: whatever other settings, deadlines or limits a
+save or load has, it uses the connections that are there. How long one request may hang is told with the request
+(`flight.hang_at_most`). A writer is pickled into a spawned process and must survive fork, so nothing above this module
+holds a client, and a forked child makes its own rather than share sockets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import platform
+import threading
+from collections import OrderedDict
+from typing import Any, NamedTuple
+
+import boto3
+import botocore.loaders
+import botocore.session
+from botocore.config import Config
+
+from dcp_s3._version import __version__
+from dcp_s3.s3.answers import check_answers
+from dcp_s3.s3.body import send_without_copy
+from dcp_s3.s3.chain import check_endpoint_of
+from dcp_s3.s3.checksum_support import drop_checksums
+from dcp_s3.s3.flight import make_abortable
+from dcp_s3.settings import Settings
+
+# A fixed text: botocore's own is put together anew for each request, which takes a sixth of a request's CPU.
+_USER_AGENT = f"dcp_s3/{__version__} Boto3/{boto3.__version__} Python/{platform.python_version()}"
+
+# Idle connections that are kept: more than the highest concurrency of several saves and loads at once. An upper bound
+# only, idle connections are as many as requests were in flight.
+_MOST_CONNECTIONS = 4 * 512
+# A client costs about 4 MB. A process talks to one endpoint or two; the one that was not used for longest is let go.
+_MOST_CLIENTS = 8
+
+
+class _Endpoint(NamedTuple):
+    """What the connections of a client depend on; with the process id, for a fork."""
+
+    process: int
+    url: str | None
+    region: str | None
+    addressing_style: str
+
+
+_clients: OrderedDict[_Endpoint, Any] = OrderedDict()
+_lock = threading.Lock()
+
+
+def _after_fork_in_child() -> None:
+    # A lock held by another thread at the time of the fork would stay locked for ever.
+    global _lock
+    _lock = threading.Lock()
+    _clients.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def config_options(settings: Settings) -> dict[str, Any]:
+    """Keyword arguments of botocore's (and aiobotocore's) Config for these settings.
+
+    Retries are ours (`retry`): botocore must try once. Payload signing is off because every part carries a
+    checksum of its own, and hashing it again would cost more than sending it.
+    """
+    return {
+        "connect_timeout": settings.connect_timeout,
+        "read_timeout": settings.read_timeout,
+        "max_pool_connections": _MOST_CONNECTIONS,
+        "retries": {"total_max_attempts": 1, "mode": "standard"},
+        "request_checksum_calculation": "when_required",
+        "response_checksum_validation": "when_required",
+        "s3": {"payload_signing_enabled": False, "addressing_style": settings.addressing_style},
+        "user_agent": _USER_AGENT,
+    }
+
+
+def client_options(settings: Settings, session: Any) -> dict[str, Any]:
+    """Endpoint and region as keyword arguments for a client; empty where AWS's own chain decides.
+
+    Args:
+        settings: of the client.
+        session: botocore's or aiobotocore's, which will make it.
+
+    Raises:
+        SettingsError: the endpoint that AWS's own chain names is none.
+    """
+    options: dict[str, Any] = {}
+    if settings.endpoint_url:
+        options["endpoint_url"] = settings.endpoint_url
+    else:
+        check_endpoint_of(session)
+    if settings.region:
+        options["region_name"] = settings.region
+    return options
+
+
+def get_client(settings: Settings) -> Any:
+    """This process's boto3 S3 client for the endpoint of ``settings``. Thread safe."""
+    endpoint = _endpoint_of(settings)
+    client = _clients.get(endpoint)
+    if client is not None:
+        with contextlib.suppress(KeyError):  # just let go
+            _clients.move_to_end(endpoint)
+        return client
+    with _lock:
+        client = _clients.get(endpoint)
+        if client is None:
+            client = _clients[endpoint] = _make_client(settings)
+            if len(_clients) > _MOST_CLIENTS:
+                _clients.popitem(last=False)[1].close()  # requests under way go on
+    return client
+
+
+def _endpoint_of(settings: Settings) -> _Endpoint:
+    return _Endpoint(os.getpid(), settings.endpoint_url, settings.region, settings.addressing_style)
+
+
+def _make_client(settings: Settings) -> Any:
+    core = _session()
+    client = boto3.session.Session(botocore_session=core).client(
+        "s3", config=Config(**config_options(settings)), **client_options(settings, core)
+    )
+    for operation in ("UploadPart", "PutObject"):
+        client.meta.events.register(f"before-send.s3.{operation}", send_without_copy)
+    check_answers(client)
+    drop_checksums(client, settings.endpoint_url)
+    make_abortable(client)
+    look_once(client)
+    return client
+
+
+def look_once(client: Any) -> None:
+    """Keep botocore from asking for ever where a bucket is.
+
+    It follows a redirect to the region that a HeadBucket tells; if that is redirected without a region (by a portal or
+    proxy), it asks again, as deep as the stack goes. (Seen in botocore 1.43.)
+    """
+
+    def leave_alone(request_dict: dict[str, Any], **_: Any) -> None:
+        request_dict["context"].setdefault("s3_redirect", {})["redirected"] = True
+
+    client.meta.events.register_first("needs-retry.s3.HeadBucket", leave_alone)
+
+
+def _session() -> Any:
+    """A botocore session of our own: the default one is not safe to create clients from in threads.
+
+    Its answers have times as S3 wrote them: nobody here looks at them, and parsing one costs a tenth of a request.
+    """
+    core = botocore.session.get_session()
+    share_loader(core)
+    core.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=str)
+    return core
+
+
+def share_loader(session: Any) -> None:
+    """Let a session of botocore or aiobotocore use the service descriptions that this process has parsed before.
+
+    Otherwise each client parses them for itself: about 70 ms and 8 MB.
+    """
+    session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
+
+
+@functools.cache
+def _loader(data_path: str | None) -> Any:
+    return botocore.loaders.create_loader(data_path)
+
+
+def forget_client(settings: Settings) -> None:
+    """Let the next `get_client` make a new client, which reads the credentials anew. Requests under way go on."""
+    with _lock:
+        _clients.pop(_endpoint_of(settings), None)
+
+
+def close_clients() -> None:
+    """Close this process's clients and their idle connections. The next request makes new ones."""
+    with _lock:
+        for client in _clients.values():
+            client.close()
+        _clients.clear()

@@ -1,0 +1,55 @@
+"""Ranged GET into given buffers: resumed at the byte reached where it breaks, hedged where it straggles."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from dcp_s3 import errors
+from dcp_s3.s3 import retry
+from dcp_s3.s3.bucket import Bucket
+from dcp_s3.s3.hedge import Race
+from dcp_s3.s3.ranged import Cursor, Target
+
+__all__ = ["Target", "fetch_into"]
+
+
+def fetch_into(
+    bucket: Bucket,
+    key: str,
+    start: int,
+    targets: Sequence[Target],
+    *,
+    cancel: threading.Event | None = None,
+) -> None:
+    """Fetch the bytes of an object from byte ``start`` on that fill ``targets`` in order.
+
+    One request unless it breaks or straggles. After a break the next request asks for the rest only, and only of the
+    same version of the object (If-Match), and an attempt that made progress does not count towards the limit. One that
+    straggles may be overtaken by a second one (``DCP_S3_HEDGE_PERCENTILE``). The targets are written to by this thread
+    only, and the threads of second requests have ended when it returns or raises.
+
+    Raises:
+        ObjectNotFoundError: no such object.
+        PreconditionFailedError: the object was replaced while it was read.
+        StorageError: other failures; a range past the object's end among them.
+        Cancelled: ``cancel`` was set.
+    """
+    cursor = Cursor(targets)
+    if not cursor.total:
+        return
+    with Race(bucket, key, start, cursor, cancel) as race:
+        while True:
+            before = cursor.done
+            try:
+                bucket.call("GetObject", key, race.attempt, cancel=race.stop, data=True)
+            except retry.Cancelled:
+                if not race.take():
+                    raise
+            except errors.TransferError:
+                # All attempts are used up, but the last round moved on: a slow, flaky link, not a dead one.
+                if cursor.done > before and not cursor.full and bucket.settings.retry_attempts > 1:
+                    continue
+                if not race.take(wait=True):
+                    raise
+            return

@@ -1,0 +1,166 @@
+"""Whole files to and from S3, by s3transfer: several files and several parts of each at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import boto3
+import botocore.exceptions as boto
+import botocore.session
+from botocore.config import Config
+from s3transfer.exceptions import RetriesExceededError
+from s3transfer.manager import TransferConfig, TransferManager
+from s3transfer.subscribers import BaseSubscriber
+
+from dcp_s3.s3 import retry
+from dcp_s3.s3.answers import check_answers
+from dcp_s3.s3.bucket import Bucket
+from dcp_s3.s3.client import client_options, config_options, look_once, share_loader
+from dcp_s3.settings import Settings
+
+OnProgress = Callable[[int], None]
+"""Called from several threads with the bytes that moved since the last call; less than zero after a retry."""
+
+
+@dataclass(frozen=True)
+class FileTransfer:
+    """One file and its object.
+
+    Attributes:
+        key: of the object.
+        path: of the file.
+    """
+
+    key: str
+    path: Path
+
+
+def download_files(bucket: Bucket, files: Iterable[FileTransfer], *, on_progress: OnProgress | None = None) -> None:
+    """Fetch objects into files; missing directories are made.
+
+    Each file appears under its name when it is complete: until then it has another extension. Nothing is compared
+    with a checksum.
+
+    Raises:
+        StorageError: one could not be fetched; those under way are given up.
+        OSError: one could not be written.
+    """
+    extra = _owner(bucket.settings)
+
+    def submit(manager: Any, file: FileTransfer) -> Any:
+        file.path.parent.mkdir(parents=True, exist_ok=True)
+        return manager.download(
+            bucket.name, file.key, os.fspath(file.path), extra_args=extra, subscribers=_subscribers(on_progress)
+        )
+
+    _transfer(bucket, files, "GetObject", submit)
+
+
+def upload_files(bucket: Bucket, files: Iterable[FileTransfer], *, on_progress: OnProgress | None = None) -> None:
+    """Store files as data objects: encryption and storage class are those of the settings.
+
+    Raises:
+        StorageError: one could not be stored; those under way are given up, their multipart uploads aborted.
+        OSError: one could not be read.
+    """
+    extra = _owner(bucket.settings) | bucket.creation_arguments(data=True)
+
+    def submit(manager: Any, file: FileTransfer) -> Any:
+        return manager.upload(
+            os.fspath(file.path), bucket.name, file.key, extra_args=extra, subscribers=_subscribers(on_progress)
+        )
+
+    _transfer(bucket, files, "PutObject", submit)
+
+
+def _transfer(
+    bucket: Bucket, files: Iterable[FileTransfer], operation: str, submit: Callable[[Any, FileTransfer], Any]
+) -> None:
+    # On an exception the manager cancels what is under way and waits for it.
+    with _client(bucket.settings) as client, TransferManager(client, _config(bucket.settings)) as manager:
+        submitted = [(file, submit(manager, file)) for file in files]
+        for file, future in submitted:
+            try:
+                _result(future, lambda file=file: submit(manager, file), bucket.settings.retry_attempts)  # type: ignore[misc]
+            except RetriesExceededError as error:
+                cause = error.last_exception if isinstance(error.last_exception, Exception) else error
+                raise retry.to_storage_error(
+                    cause, operation, bucket.name, file.key, bucket.settings.retry_attempts
+                ) from cause
+            except (boto.BotoCoreError, boto.ClientError) as error:
+                raise retry.to_storage_error(error, operation, bucket.name, file.key, 1) from error
+
+
+def _result(future: Any, submit_again: Callable[[], Any], attempts: int) -> None:
+    """Wait for a file. Once more from its beginning if its multipart upload is gone: that may mean that it was
+    completed and the answer was lost, but who knows."""
+    for attempt in range(1, attempts + 1):
+        try:
+            future.result()
+        except boto.ClientError as error:
+            if retry.error_code(error) != "NoSuchUpload" or attempt == attempts:
+                raise
+            future = submit_again()
+        else:
+            return
+
+
+@contextlib.contextmanager
+def _client(settings: Settings) -> Iterator[Any]:
+    # Not the process's client: that one leaves retries to its callers, and s3transfer has few of its own.
+    options = config_options(settings)
+    options["retries"] = {"total_max_attempts": settings.retry_attempts, "mode": "standard"}
+    core = botocore.session.get_session()
+    share_loader(core)
+    session = boto3.session.Session(botocore_session=core)
+    client = session.client("s3", config=Config(**options), **client_options(settings, core))
+    check_answers(client)
+    client.meta.events.register("before-parse.s3.*", _let_pass)
+    look_once(client)
+    if owner := _owner(settings):
+        # s3transfer leaves it out when it gives up an upload.
+        client.meta.events.register(
+            "provide-client-params.s3.AbortMultipartUpload", lambda params, **_: {**params, **owner}
+        )
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def _let_pass(response_dict: dict[str, Any], **_: Any) -> None:
+    """botocore tries these four again, and no other status of a server that fails."""
+    if retry.is_passing(response_dict["status_code"]) and response_dict["status_code"] not in (500, 502, 503, 504):
+        response_dict["status_code"] = 500
+
+
+def _config(settings: Settings) -> TransferConfig:
+    return TransferConfig(
+        multipart_threshold=settings.part_size,
+        multipart_chunksize=settings.part_size,
+        max_request_concurrency=settings.concurrency,
+        num_download_attempts=settings.retry_attempts,
+        io_chunksize=2**20,
+    )
+
+
+def _owner(settings: Settings) -> dict[str, str]:
+    owner = settings.expected_bucket_owner
+    return {"ExpectedBucketOwner": owner} if owner else {}
+
+
+class _Progress(BaseSubscriber):
+    def __init__(self, on_progress: OnProgress) -> None:
+        self._on_progress = on_progress
+
+    def on_progress(self, future: Any, bytes_transferred: int, **_: Any) -> None:
+        self._on_progress(bytes_transferred)
+
+
+def _subscribers(on_progress: OnProgress | None) -> list[_Progress]:
+    return [] if on_progress is None else [_Progress(on_progress)]

@@ -1,0 +1,439 @@
+"""A GET that straggles is raced by a second one: whichever completes first has its bytes used.
+
+`Race` is one read: the reader's own requests, and at times a second request on a thread of its own, which receives
+into a buffer. Only the reader's thread ever writes to the reader's memory: when the second request wins, the reader's
+socket is shut down, and its thread then copies the buffer. `Hedges` is what the reads of one bucket share: the thread
+that watches them, which lives only while there are any, what is known of latencies, and the budget. A forked child
+begins anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import threading
+import time
+from dataclasses import dataclass, replace
+from types import TracebackType
+
+from dcp_s3.s3 import retry
+from dcp_s3.s3.bucket import Bucket
+from dcp_s3.s3.flight import Flight
+from dcp_s3.s3.latency import Budget, Latencies
+from dcp_s3.s3.ranged import Cursor, Target, Timing, get_range
+from dcp_s3.tracebacks import without_tracebacks
+
+logger = logging.getLogger(__name__)
+
+_INTERVAL = 0.02  # seconds between two looks at the requests in flight
+# A hedge per ten requests, and a few for the beginning of a process: if more straggle, it is the store that is slow.
+_BUDGET_SHARE, _BUDGET_START, _BUDGET_MOST = 0.1, 4, 16
+_MOST_PER_READ = 3
+# At once, and so buffers of at most a request's size: a quarter of the requests, but two.
+_SHARE_AT_ONCE, _LEAST_AT_ONCE = 4, 2
+_MOST_BYTES = 256 * 2**20  # longer requests (by DCP_S3_PART_SIZE) are not made twice
+_CALM = 30.0  # seconds since S3 has throttled, before which nothing is asked for twice
+_BLOCK = 2**20
+
+
+@dataclass(frozen=True)
+class HedgeState:
+    """What the second requests to one bucket came to; counts since the process began.
+
+    Attributes:
+        started: second requests.
+        won: those that were faster.
+        bytes: that they received, in whole blocks.
+        wasted: bytes that were received twice, in whole blocks.
+    """
+
+    started: int = 0
+    won: int = 0
+    bytes: int = 0
+    wasted: int = 0
+
+
+class Hedges:
+    """What the reads of one bucket have in common. Thread safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._races: set[Race] = set()
+        self._watcher: tuple[threading.Thread, threading.Event] | None = None
+        self._latencies = Latencies()
+        self._budget = Budget(_BUDGET_SHARE, _BUDGET_START, _BUDGET_MOST)
+        self._running = 0
+        self._state = HedgeState()
+
+    @property
+    def state(self) -> HedgeState:
+        """As it is now."""
+        with self._lock:
+            return self._state
+
+    def enter(self, race: Race) -> None:
+        """Watch a race from now on."""
+        with self._lock:
+            self._races.add(race)
+            self._budget.earn()
+            if self._watcher is None:
+                ended = threading.Event()
+                thread = threading.Thread(target=self._watch, args=(ended,), name="dcp_s3-hedge-watch")
+                with contextlib.suppress(RuntimeError):  # no thread can be started: nothing is hedged
+                    thread.start()
+                    self._watcher = thread, ended
+
+    def leave(self, race: Race) -> None:
+        """Watch it no more. Of the last one: ends the watching thread."""
+        with self._lock:
+            self._races.discard(race)
+            if self._races or self._watcher is None:
+                return
+            (thread, ended), self._watcher = self._watcher, None
+        ended.set()
+        thread.join()
+
+    def completed(self, timing: Timing) -> None:
+        """Learn from a request that was not overtaken: how long those would have taken nobody knows."""
+        with self._lock:
+            self._latencies.add(timing.head, timing.body, timing.size)
+
+    def patience(self, bucket: Bucket, awaits: int) -> float:
+        """Seconds in which the next ``awaits`` bytes of a body (0: its head) should come."""
+        with self._lock:
+            expected = self._latencies.expect(bucket.settings.hedge_percentile)
+        return max(bucket.settings.hedge_min_delay, expected.seconds(awaits))
+
+    def may_start(self, bucket: Bucket, *, take: bool) -> bool:
+        """Whether a second request may be made now. With ``take`` it will be: one call of `ended` must follow."""
+        if not bucket.gate.is_calm(_CALM):
+            return False
+        most = max(_LEAST_AT_ONCE, bucket.settings.concurrency // _SHARE_AT_ONCE)
+        with self._lock:
+            if not take:
+                return self._budget.is_left
+            if self._running >= most or not self._budget.take():
+                return False
+            self._running += 1
+            return True
+
+    def begun(self) -> None:
+        """A second request is made."""
+        with self._lock:
+            self._state = replace(self._state, started=self._state.started + 1)
+
+    def ended(self, *, won: bool, received: int, wasted: int) -> None:
+        """A second request has ended."""
+        with self._lock:
+            self._running -= 1
+            state = self._state
+            self._state = HedgeState(state.started, state.won + won, state.bytes + received, state.wasted + wasted)
+
+    def _watch(self, ended: threading.Event) -> None:
+        before = time.monotonic()
+        while not ended.wait(_INTERVAL):
+            now = time.monotonic()
+            # A process that was held up itself (suspended, another thread kept the GIL) has not waited for S3.
+            elapsed, before = min(now - before, 2 * _INTERVAL), now
+            with self._lock:
+                races = list(self._races)
+            for race in races:
+                race.look(elapsed)
+
+
+class _Stop(threading.Event):
+    """Set by itself or by another event."""
+
+    def __init__(self, other: threading.Event | None) -> None:
+        super().__init__()
+        self._other = other
+
+    @property
+    def is_cancelled(self) -> bool:
+        """Whether it is the other one that is set."""
+        return self._other is not None and self._other.is_set()
+
+    def is_set(self) -> bool:
+        return super().is_set() or self.is_cancelled
+
+    def wait(self, timeout: float | None = None) -> bool:
+        until = None if timeout is None else time.monotonic() + timeout
+        while not self.is_set():
+            left = _INTERVAL if until is None else until - time.monotonic()
+            if left <= 0:
+                return False
+            super().wait(min(left, _INTERVAL))
+        return True
+
+
+class _Idle:
+    """For how long nothing has come on a flight, as its watcher sees it."""
+
+    def __init__(self, flight: Flight) -> None:
+        self._flight = flight
+        self._moves = -1
+        self.seconds = 0.0
+
+    def pass_by(self, elapsed: float) -> int | None:
+        """``elapsed`` seconds have passed; returns what the flight awaits."""
+        moves, awaits = self._flight.moves, self._flight.awaits
+        if awaits is None or moves != self._moves:
+            self._moves, self.seconds = moves, 0.0
+        else:
+            self.seconds += elapsed
+        return awaits
+
+
+class _Hedge:
+    """A second request.
+
+    Args:
+        first: place in the reader's cursor at which it begins.
+        size: bytes.
+        etag: of the version to ask for, empty for any.
+        cancel: the reader's.
+    """
+
+    def __init__(self, first: int, size: int, etag: list[str], cancel: threading.Event) -> None:
+        self.first = first
+        self.overlap = 0  # of its bytes, those that the reader's own request had received when it won
+        self.data = memoryview(mmap.mmap(-1, size))  # not touched before it is received into, unlike a bytearray
+        self.cursor = Cursor([Target(self.data)], block=_BLOCK)
+        self.etag = etag
+        self.stop = _Stop(cancel)
+        self.flight = Flight()
+        self.idle = _Idle(self.flight)
+
+    def break_off(self) -> None:
+        """End it, whatever it waits for."""
+        self.stop.set()
+        self.flight.break_off()
+
+
+class Race:
+    """One read of a range. A context manager, for one thread; when it is left, its threads have ended.
+
+    Args:
+        bucket: the bucket.
+        key: of the object.
+        start: first byte of the range.
+        cursor: where the bytes go.
+        cancel: ends the requests.
+
+    Attributes:
+        stop: set when the reader's own request is of no use any more: it was overtaken, or ``cancel`` is set.
+    """
+
+    def __init__(self, bucket: Bucket, key: str, start: int, cursor: Cursor, cancel: threading.Event | None) -> None:
+        self.stop = _Stop(cancel)
+        self._bucket = bucket
+        self._key = key
+        self._start = start
+        self._cursor = cursor
+        self._etag: list[str] = []
+        self._hedges = hedges_of(bucket)
+        self._is_watched = bucket.settings.hedge_percentile > 0
+        self._flight = Flight()
+        self._idle = _Idle(self._flight)
+        self._lock = threading.Lock()  # the cursor, who won, and whether it is over
+        self._hedge: _Hedge | None = None
+        self._winner: _Hedge | None = None
+        self._threads: list[threading.Thread] = []
+        self._closed = False
+
+    def __enter__(self) -> Race:
+        if self._is_watched:
+            self._hedges.enter(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if not self._is_watched:
+            return
+        with self._lock:
+            self._closed = True
+            hedge = self._hedge
+        self._hedges.leave(self)
+        if hedge is not None:
+            hedge.break_off()
+        for thread in self._threads:
+            thread.join()
+
+    # --- the reader -----------------------------------------------------------------------------------
+
+    def attempt(self) -> None:
+        """One request for what is missing.
+
+        Raises:
+            Cancelled: `stop` is set.
+            Exception: what botocore, urllib3 or the socket raise.
+        """
+        if not self._is_watched:
+            self._get()
+            return
+        try:
+            with self._flight.on_this_thread():
+                timing = self._get()
+        except Exception as error:
+            if not self.stop.is_set():
+                raise
+            without_tracebacks(error)
+            raise retry.Cancelled from None
+        self._hedges.completed(timing)
+
+    def _get(self) -> Timing:
+        return get_range(
+            self._bucket, self._key, self._start, self._cursor, self._etag,
+            flight=self._flight, stop=self.stop, advance=self._advance,
+        )  # fmt: skip
+
+    def _advance(self, count: int) -> None:
+        with self._lock:
+            if self._winner is not None:
+                raise retry.Cancelled
+            self._cursor.advance(count)
+
+    def take(self, *, wait: bool = False) -> bool:
+        """Fill the rest of the memory with what a second request received; False if none was faster.
+
+        Args:
+            wait: until there is no second request under way; `stop` and the deadline end that.
+        """
+        while wait and self._hedge is not None and not self.stop.is_set():
+            if self._bucket.deadline is not None and self._bucket.deadline.passed:
+                break
+            self.stop.wait(_INTERVAL)
+        with self._lock:
+            hedge = self._winner
+        if hedge is None:
+            return False
+        self._cursor.fill(hedge.data[hedge.overlap :])
+        return True
+
+    # --- the watcher ----------------------------------------------------------------------------------
+
+    def look(self, elapsed: float) -> None:
+        """Begin a second request if it is time; ``elapsed`` seconds have passed since the last look."""
+        hedge = self._hedge
+        if self.stop.is_cancelled:
+            self._flight.break_off()
+            if hedge is not None:
+                hedge.break_off()
+            return
+        is_late = self._is_late(self._idle, elapsed)
+        if hedge is not None:
+            # It straggles, too: another one instead of it.
+            if self._is_late(hedge.idle, elapsed) and is_late and self._may_start(take=False):
+                hedge.break_off()
+        elif is_late and self._may_start(take=True):
+            self._begin()
+
+    def _is_late(self, idle: _Idle, elapsed: float) -> bool:
+        awaits = idle.pass_by(elapsed)
+        return awaits is not None and idle.seconds > self._hedges.patience(self._bucket, awaits)
+
+    def _may_start(self, *, take: bool) -> bool:
+        return (
+            len(self._threads) < _MOST_PER_READ
+            and self._cursor.total - self._cursor.done <= _MOST_BYTES
+            and self._hedges.may_start(self._bucket, take=take)
+        )
+
+    def _begin(self) -> None:
+        with self._lock:
+            hedge = self._hedge = self._start_second()
+        if hedge is None:
+            self._hedges.ended(won=False, received=0, wasted=0)
+        else:
+            self._hedges.begun()
+
+    def _start_second(self) -> _Hedge | None:
+        first = self._cursor.done
+        if self._closed or self._cursor.full or (first and not self._etag):  # the rest could be of another version
+            return None
+        try:
+            hedge = _Hedge(first, self._cursor.total - first, list(self._etag), self.stop)
+            thread = threading.Thread(target=self._run, args=(hedge,), name="dcp_s3-hedge")
+            thread.start()
+        except (OSError, RuntimeError):  # no memory, no thread: then without
+            return None
+        self._threads.append(thread)
+        return hedge
+
+    # --- the second request ---------------------------------------------------------------------------
+
+    def _run(self, hedge: _Hedge) -> None:
+        won = False
+        try:
+            timing = self._bucket.call(
+                "GetObject", self._key, lambda: self._fetch(hedge), cancel=hedge.stop, attempts=1, data=True
+            )
+            won = self._has_won(hedge)
+            self._hedges.completed(timing)
+        except retry.Cancelled:
+            pass
+        except Exception as error:  # noqa: BLE001 - the reader goes on by itself
+            logger.debug("the second request for s3://%s/%s failed: %s", self._bucket.name, self._key, error)
+        finally:
+            received = hedge.cursor.done
+            with self._lock:
+                self._hedge = None
+            self._hedges.ended(won=won, received=received, wasted=hedge.overlap if won else received)
+
+    def _fetch(self, hedge: _Hedge) -> Timing:
+        try:
+            with hedge.flight.on_this_thread():
+                return get_range(
+                    self._bucket, self._key, self._start + hedge.first, hedge.cursor, hedge.etag,
+                    flight=hedge.flight, stop=hedge.stop,
+                )  # fmt: skip
+        except Exception as error:
+            if not hedge.stop.is_set():
+                raise
+            without_tracebacks(error)
+            raise retry.Cancelled from None
+
+    def _has_won(self, hedge: _Hedge) -> bool:
+        with self._lock:
+            if self._closed or self._cursor.full:
+                return False
+            if self._cursor.done and (not self._etag or hedge.etag != self._etag):
+                return False  # it could be, or is, another version of the object than what has arrived
+            self._winner = hedge
+            hedge.overlap = self._cursor.done - hedge.first
+            self.stop.set()
+        self._flight.break_off()
+        logger.debug("the second request for s3://%s/%s was faster", self._bucket.name, self._key)
+        return True
+
+
+_hedges: dict[tuple[str | None, str], Hedges] = {}
+_lock = threading.Lock()
+
+
+def _after_fork_in_child() -> None:
+    # A lock held by another thread at the time of the fork would stay locked for ever.
+    global _lock
+    _lock = threading.Lock()
+    _hedges.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+def hedges_of(bucket: Bucket) -> Hedges:
+    """This process's for a bucket. Thread safe."""
+    key = (bucket.settings.endpoint_url, bucket.name)
+    found = _hedges.get(key)
+    if found is None:
+        with _lock:
+            found = _hedges.setdefault(key, Hedges())
+    return found
+
+
+def snapshot() -> dict[str, HedgeState]:
+    """What the second requests of this process came to, by ``{endpoint}/{bucket}``."""
+    with _lock:
+        found = dict(_hedges)
+    return {f"{endpoint or 's3:/'}/{name}": hedges.state for (endpoint, name), hedges in found.items()}

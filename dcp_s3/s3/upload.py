@@ -1,0 +1,448 @@
+"""Upload of objects from a stream of buffers: multipart with parts in parallel, PutObject when small.
+
+Nothing is copied: a part is a list of views of the caller's memory. The CRC-64 of each buffer is computed once,
+in the thread that uploads it, and those of parts, of objects and of any group of buffers (an item) are combined
+from them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from dcp_s3 import errors
+from dcp_s3.checksum import combine_crc64nvme, crc32c, encode_crc
+from dcp_s3.s3 import retry
+from dcp_s3.s3.body import GatherBody
+from dcp_s3.s3.bucket import Bucket
+from dcp_s3.s3.multipart import KnownPart, abort_quietly, list_uploads
+from dcp_s3.s3.parts import MAX_PARTS, Piece, choose_part_size, views_of
+from dcp_s3.workers import Workers
+
+logger = logging.getLogger(__name__)
+
+# Parts ready to go when a thread becomes free.
+WAITING_PARTS = 2
+
+
+@dataclass(frozen=True)
+class UploadedObject:
+    """An object that S3 has.
+
+    Attributes:
+        key: object key.
+        size: bytes.
+        crc64nvme: of all its bytes; None if checksums were off.
+    """
+
+    key: str
+    size: int
+    crc64nvme: int | None
+
+
+class Uploader:
+    """The threads and the limit on parts in flight that all uploads of one save share.
+
+    At most ``concurrency`` parts are being sent and a few more wait; `ObjectUpload.write` blocks beyond that,
+    which bounds the memory of buffers that were made for the upload. The first part that fails for good cancels
+    everything else.
+
+    Args:
+        bucket: where to.
+        isolated: a part that fails cancels its own object only, for a caller that has another place for it.
+
+    Use as a context manager. Leaving it after an exception cancels what is under way, aborts every multipart
+    upload that is open and deletes the objects already completed; in any case all threads have ended then.
+    """
+
+    def __init__(self, bucket: Bucket, *, isolated: bool = False) -> None:
+        self.bucket = bucket
+        self.isolated = isolated
+        self.cancel = threading.Event()
+        self.error: BaseException | None = None
+        """The failure that cancelled everything, if one did."""
+        self._pool = Workers(bucket.settings.concurrency, "dcp_s3-upload")
+        self._slots = threading.BoundedSemaphore(bucket.settings.concurrency + WAITING_PARTS)
+        self._lock = threading.Lock()
+        self._open: set[ObjectUpload] = set()
+        self._left: list[ObjectUpload] = []
+        self._all: list[ObjectUpload] = []
+        self._completed: list[str] = []
+        self.sent = 0
+        """Bytes that S3 has taken."""
+        self.unclean: set[str] = set()
+        """Keys with multipart uploads that may have stayed open."""
+
+    def __enter__(self) -> Uploader:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.stop()
+        self._pool.close()
+        if kind is not None:
+            self._clean_up()
+        for upload in self._all:
+            upload.forget()
+        error, self.error = self.error, None
+        try:
+            if kind is retry.Cancelled and error is not None:
+                raise error
+        finally:
+            del error, _  # its traceback has this frame: no cycle
+
+    def stop(self) -> None:
+        """Cancel all uploads."""
+        self.cancel.set()
+        with self._lock:
+            for upload in self._open:
+                upload.cancel.set()
+
+    def _clean_up(self) -> None:
+        bucket = self.bucket.for_cleanup()
+        for upload in [*self._open, *self._left]:
+            upload.abort(bucket)
+        try:
+            bucket.delete(self._completed)
+        except errors.StorageError as error:
+            logger.warning("objects of a failed save are left for pruning: %s", error)
+
+    def start(self, key: str, estimated_size: int, *, part_size: int | None = None) -> ObjectUpload:
+        """Begin an object of about ``estimated_size`` bytes, in parts as the settings say or of ``part_size`` bytes; no
+        request is sent yet."""
+        if part_size is None:
+            part_size = choose_part_size(estimated_size, self.bucket.settings.part_size)
+        upload = ObjectUpload(self, key, part_size)
+        with self._lock:
+            self._open.add(upload)
+            self._all.append(upload)
+            if self.cancel.is_set():
+                upload.cancel.set()
+        return upload
+
+    def submit(self, upload: ObjectUpload, function: Any, pieces: list[Piece], *arguments: Any) -> Future[Any]:
+        """Run ``function(pieces, ...)`` for ``upload`` on the pool once there is a slot.
+
+        It is called once: the memory of the pieces is let go of then, whatever happens.
+
+        Raises:
+            retry.Cancelled: the save, or this upload, has failed elsewhere.
+        """
+        while not (taken := self._slots.acquire(timeout=0.5)) and not upload.cancel.is_set():
+            pass
+        if upload.cancel.is_set():
+            if taken:
+                self._slots.release()
+            raise retry.Cancelled
+        future = self._pool.submit(self._run, upload, function, pieces, *arguments)
+        future.add_done_callback(lambda _: self._slots.release())
+        return future
+
+    def _run(self, upload: ObjectUpload, function: Any, pieces: list[Piece], *arguments: Any) -> Any:
+        try:
+            if upload.cancel.is_set():
+                raise retry.Cancelled
+            return function(pieces, *arguments)
+        except retry.Cancelled:
+            raise
+        except BaseException as error:
+            with self._lock:
+                upload.error = upload.error or error
+                if not self.isolated:
+                    self.error = self.error or error
+            upload.cancel.set()
+            raise
+        finally:
+            _drop_views(pieces)
+
+    def took(self, size: int) -> None:
+        """Book-keeping: S3 has ``size`` bytes more."""
+        with self._lock:
+            self.sent += size
+
+    def left(self, upload: ObjectUpload, *, abort_on_failure: bool) -> None:
+        """Book-keeping when an upload is left open."""
+        with self._lock:
+            self._open.discard(upload)
+            if abort_on_failure:
+                self._left.append(upload)
+
+    def finished(self, upload: ObjectUpload, *, completed: bool) -> None:
+        """Book-keeping at the end of an upload."""
+        with self._lock:
+            self._open.discard(upload)
+            if completed:
+                self._completed.append(upload.key)
+
+
+class ObjectUpload:
+    """One object being written front to back, by one thread.
+
+    A multipart upload is created when the second part begins, so that an object of one part is one PutObject.
+    """
+
+    def __init__(self, uploader: Uploader, key: str, part_size: int) -> None:
+        self.key = key
+        self.size = 0
+        self.cancel = threading.Event() if uploader.isolated else uploader.cancel
+        self.error: BaseException | None = None
+        """The failure of one of its parts, if one did."""
+        self._uploader = uploader
+        self._bucket = uploader.bucket
+        self._part_size = part_size
+        self._pieces: list[Piece] = []
+        self._pieces_size = 0
+        self._upload_id: str | None = None
+        self._lost_id = False  # S3 may have created a multipart upload whose id was lost with the answer
+        self._parts: list[Future[tuple[str, int | None, int]]] = []
+        self._known: dict[int, KnownPart] = {}
+
+    @property
+    def part_size(self) -> int:
+        """Bytes of all parts but the last."""
+        return self._part_size
+
+    def resume(self, upload_id: str, parts: Mapping[int, KnownPart]) -> None:
+        """Go on with a multipart upload that was begun before: parts that S3 has are not sent again.
+
+        To be called before the first `write`; the bytes to write are all of the object.
+        """
+        self._upload_id = upload_id
+        self._known = dict(parts)
+
+    def leave(self, *, abort_on_failure: bool = False) -> None:
+        """Give up, but leave the multipart upload open for somebody to `resume`.
+
+        Args:
+            abort_on_failure: abort it if an exception leaves the `Uploader`.
+        """
+        self.cancel.set()
+        self._uploader.left(self, abort_on_failure=abort_on_failure)
+
+    def write(self, piece: Piece) -> list[Piece]:
+        """Append a buffer, split where parts end.
+
+        Returns:
+            The pieces it became, in order; each has its CRC after `finish`.
+
+        Raises:
+            StorageError: a part that was sent meanwhile failed.
+            retry.Cancelled: the save has failed elsewhere.
+        """
+        if piece.size <= self._part_size - self._pieces_size:
+            self._append(piece)
+            return [piece]
+        pieces = []
+        offset = 0
+        while offset < piece.size:
+            if self._pieces_size == self._part_size:
+                self._flush()
+            take = min(piece.size - offset, self._part_size - self._pieces_size)
+            pieces.append(piece.part(offset, offset + take))
+            self._append(pieces[-1])
+            offset += take
+        return pieces
+
+    def _append(self, piece: Piece) -> None:
+        self._pieces.append(piece)
+        self._pieces_size += piece.size
+        self.size += piece.size
+
+    def _flush(self) -> None:
+        """Send the current part of a multipart upload."""
+        if self._upload_id is None:
+            self._upload_id = self._create()
+        number = len(self._parts) + 1
+        if number > MAX_PARTS:
+            raise errors.StorageError(
+                f"s3://{self._bucket.name}/{self.key} needs more than {MAX_PARTS} parts of {self._part_size} bytes: "
+                "it became larger than planned. Remedy: raise DCP_S3_PART_SIZE",
+                bucket=self._bucket.name, key=self.key, operation="UploadPart",
+            )  # fmt: skip
+        pieces, self._pieces, self._pieces_size = self._pieces, [], 0
+        self._parts.append(self._uploader.submit(self, self._send_part, pieces, self._upload_id, number))
+
+    def finish(self) -> UploadedObject:
+        """Send the rest, wait for all parts, and complete the object.
+
+        Raises:
+            StorageError, retry.Cancelled: as `write`.
+        """
+        if self._upload_id is None and not self._parts:
+            _, crc, _ = self._uploader.submit(self, self._put, self._pieces).result()
+            self._pieces = []
+        else:
+            if self._pieces:
+                self._flush()
+            sent = [part.result() for part in self._parts]
+            crc = None if sent[0][1] is None else combine_crc64nvme((c, size) for _, c, size in sent if c is not None)
+            self._complete([etag for etag, _, _ in sent], crc)
+            self._abort_strays(self._bucket)
+        self._uploader.finished(self, completed=True)
+        return UploadedObject(self.key, self.size, crc)
+
+    def forget(self) -> None:
+        """Let go of errors, whose tracebacks hold what this holds, and of memory."""
+        self.error = None
+        self._parts.clear()
+        self._pieces = []
+
+    def abort(self, bucket: Bucket) -> None:
+        """Abort the multipart upload, if one was created, by requests of ``bucket``. No part may be under way any more.
+
+        Errors are logged: another one is on its way to the user, and `prune` collects what is left.
+        """
+        self._uploader.finished(self, completed=False)
+        upload_id, self._upload_id = self._upload_id, None
+        if upload_id is not None:
+            self._abort(bucket, upload_id)
+        self._abort_strays(bucket)
+
+    def _abort(self, bucket: Bucket, upload_id: str) -> None:
+        if not abort_quietly(bucket, self.key, upload_id):
+            self._uploader.unclean.add(self.key)
+
+    def _abort_strays(self, bucket: Bucket) -> None:
+        """Abort uploads of this key that S3 created but whose ids were lost with the answers.
+
+        Nobody else uses the key: it carries the nonce of this save.
+        """
+        if not self._lost_id:
+            return
+        try:
+            found = list_uploads(bucket, self.key)
+        except errors.StorageError as error:
+            logger.warning("cannot look for multipart uploads whose ids were lost: %s", error)
+            self._uploader.unclean.add(self.key)
+            return
+        for upload_id in found:
+            if upload_id != self._upload_id:
+                self._abort(bucket, upload_id)
+
+    # --- requests ---------------------------------------------------------------------------------
+
+    def _create(self) -> str:
+        arguments = {
+            **self._bucket.common,
+            **self._bucket.creation_arguments(data=True),
+            "Key": self.key,
+        }
+        algorithm = self._bucket.wire_checksum
+        if algorithm != "none":
+            arguments |= {"ChecksumAlgorithm": algorithm.upper(), "ChecksumType": "FULL_OBJECT"}
+
+        def attempt() -> Any:
+            try:
+                return self._bucket.client.create_multipart_upload(**arguments)
+            except Exception as error:
+                self._lost_id = self._lost_id or retry.is_retryable(error)
+                raise
+
+        answer = self._bucket.call("CreateMultipartUpload", self.key, attempt, cancel=self.cancel)
+        return retry.expect(answer, "UploadId", "CreateMultipartUpload", self._bucket.name, self.key)
+
+    def _send_part(self, pieces: list[Piece], upload_id: str, number: int) -> tuple[str, int | None, int]:
+        crc, size, arguments = self._checksum(pieces)
+        known = self._known.get(number)
+        if known is not None and known.matches(size, arguments, views_of(pieces)):
+            return known.etag, crc, size
+        arguments |= {
+            **self._bucket.common,
+            "Key": self.key,
+            "UploadId": upload_id,
+            "PartNumber": number,
+        }
+        started = time.monotonic()
+        answer = self._send("UploadPart", self._bucket.client.upload_part, arguments, pieces)
+        self._uploader.took(size)
+        etag = retry.expect(answer, "ETag", "UploadPart", self._bucket.name, self.key)
+        self._check_speed(time.monotonic() - started, size)
+        return etag, crc, size
+
+    def _check_speed(self, seconds: float, size: int) -> None:
+        """Give up an isolated upload that is slower than its bucket's patience."""
+        patience = self._bucket.patience
+        if self._uploader.isolated and patience is not None and seconds > patience:
+            self.error = errors.TransferError(
+                f"S3 is slow: a part of {size} bytes took {seconds:.1f} s, more than {patience:g} s",
+                bucket=self._bucket.name, key=self.key, operation="UploadPart",
+            )  # fmt: skip
+            self.cancel.set()
+
+    def _put(self, pieces: list[Piece]) -> tuple[str, int | None, int]:
+        crc, size, arguments = self._checksum(pieces)
+        arguments |= {
+            **self._bucket.common,
+            **self._bucket.creation_arguments(data=True),
+            "Key": self.key,
+        }
+        self._send("PutObject", self._bucket.client.put_object, arguments, pieces)
+        self._uploader.took(size)
+        return "", crc, size
+
+    def _send(self, operation: str, request: Any, arguments: dict[str, Any], pieces: list[Piece]) -> Any:
+        patience = self._bucket.patience if self._uploader.isolated else None
+        body = GatherBody(views_of(pieces), self.cancel, patience=patience)
+        try:
+            return self._bucket.call(
+                operation, self.key, lambda: request(**arguments, Body=body), cancel=self.cancel, data=True
+            )
+        finally:
+            body.release()
+
+    def _checksum(self, pieces: list[Piece]) -> tuple[int | None, int, dict[str, Any]]:
+        """(CRC-64, bytes, request arguments) of a body; sets the CRC of each piece."""
+        size = sum(piece.size for piece in pieces)
+        algorithm = self._bucket.wire_checksum
+        if algorithm == "none":
+            return None, size, {}
+        crc = combine_crc64nvme((piece.checksum(), piece.size) for piece in pieces)
+        if algorithm == "crc64nvme":
+            return crc, size, {"ChecksumCRC64NVME": encode_crc(crc, algorithm)}
+        crc32 = 0
+        for view in views_of(pieces):
+            crc32 = crc32c(view, crc32)
+        return crc, size, {"ChecksumCRC32C": encode_crc(crc32, algorithm)}
+
+    def _complete(self, etags: list[str], crc: int | None) -> None:
+        parts = [{"PartNumber": number, "ETag": etag} for number, etag in enumerate(etags, start=1)]
+        arguments = {
+            **self._bucket.common,
+            "Key": self.key,
+            "UploadId": self._upload_id,
+            "MultipartUpload": {"Parts": parts},
+        }
+        if self._bucket.wire_checksum == "crc64nvme" and crc is not None:
+            arguments |= {
+                "ChecksumCRC64NVME": encode_crc(crc, "crc64nvme"),
+                "ChecksumType": "FULL_OBJECT",
+            }
+
+        def already_completed(error: Exception) -> Any:
+            # The answer of an attempt that S3 carried out was lost: the upload is gone, the object is there.
+            if retry.error_code(error) != "NoSuchUpload":
+                return None
+            try:
+                found = self._bucket.head(self.key)
+            except errors.ObjectNotFoundError:
+                return None
+            return found if int(found["ContentLength"]) == self.size else None
+
+        self._bucket.call(
+            "CompleteMultipartUpload",
+            self.key,
+            lambda: self._bucket.client.complete_multipart_upload(**arguments),
+            cancel=self.cancel,
+            recover=already_completed,
+        )
+        self._upload_id = None
+
+
+def _drop_views(pieces: Sequence[Piece]) -> None:
+    for piece in pieces:
+        piece.view = None

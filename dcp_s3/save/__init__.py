@@ -1,0 +1,1 @@
+"""DCP's StorageWriter: a plan becomes buckets, buckets become objects, and the commit makes them a checkpoint."""

@@ -1,0 +1,194 @@
+"""One write item -> the pieces of memory that make up its bytes in the object."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
+
+from dcp_s3.checksum import combine_crc64nvme
+from dcp_s3.errors import SaveProtocolError
+from dcp_s3.format.blocks import MIN_BLOCK, Blocks, block_size, crcs_of_beginnings, cuts_between, pack_crcs
+from dcp_s3.format.framing import FrameCache, FramingError
+from dcp_s3.format.safe_items import warn_of_unsafe_item
+from dcp_s3.format.storage_info import make_storage_info
+from dcp_s3.s3.parts import Piece
+from dcp_s3.save.ring import shared_ring
+from dcp_s3.tensor_memory import is_plain, iterate_bytes
+from dcp_s3.torch_private import StorageInfo, WriterTransforms
+
+
+@dataclass
+class WrittenItem:
+    """One item in an object under way; its storage info is known when the object is finished.
+
+    Attributes:
+        item: as planned.
+        offset: of the item in the object, bytes.
+        length: of the item, bytes.
+        raw_offset: of the tensor's bytes in the item; None if it is not a framed raw tensor.
+        transform_descriptors: of stream extensions.
+        pieces: what the recorded CRC covers.
+        block: bytes of the blocks of a raw tensor that is larger than one.
+    """
+
+    item: WriteItem
+    offset: int
+    length: int = 0
+    raw_offset: int | None = None
+    transform_descriptors: list[str] | None = None
+    pieces: list[Piece] = field(default_factory=list)
+    block: int | None = None
+
+    def forget_checksum(self) -> None:
+        """Record none."""
+        for piece in self.pieces:
+            piece.crc = None
+
+    def storage_info(self, relative_path: str) -> StorageInfo:
+        """What goes into ``.metadata`` for this item."""
+        crc = blocks = None
+        if all(piece.crc is not None for piece in self.pieces):
+            crc = combine_crc64nvme((piece.crc or 0, piece.size) for piece in self.pieces)
+            if self.block is not None:
+                sent = [(piece.size, piece.crc or 0, piece.cuts, piece.marks) for piece in self.pieces]
+                blocks = Blocks(self.block, pack_crcs(crcs_of_beginnings(sent, self.block)), crc)
+        return make_storage_info(
+            relative_path,
+            self.offset,
+            self.length,
+            transform_descriptors=self.transform_descriptors,
+            raw_offset=self.raw_offset,
+            crc64nvme=crc,
+            blocks=blocks,
+        )
+
+
+class ObjectSink(Protocol):
+    """What an object is written to, front to back: an upload, or a file."""
+
+    @property
+    def size(self) -> int:
+        """Bytes so far."""
+        ...
+
+    def write(self, piece: Piece) -> list[Piece]:
+        """Append a buffer; the pieces that it became."""
+        ...
+
+
+class ItemWriter:
+    """Resolves items one after the other and writes them to objects. Safe to use from several threads.
+
+    Args:
+        planner: of this save; its `resolve_data` is called lazily, once per item.
+        transforms: stream extensions of torch, applied to each item as FileSystemWriter does.
+        chunk_size: bytes that are copied to contiguous memory at a time where a tensor is strided.
+        device_memory: bytes of pinned memory, in all, through which tensors on a device come.
+    """
+
+    def __init__(
+        self, planner: SavePlanner, transforms: WriterTransforms, *, chunk_size: int, device_memory: int
+    ) -> None:
+        self._planner = planner
+        self._transforms = transforms
+        self._chunk_size = chunk_size
+        self._device_memory = device_memory
+        self._frames = FrameCache()
+
+    def write(self, item: WriteItem, upload: ObjectSink) -> WrittenItem:
+        """Append ``item`` to ``upload``.
+
+        Raises:
+            SaveProtocolError: the planner resolved the item to something that cannot be stored.
+            StorageError: an upload failed.
+        """
+        written = WrittenItem(item, upload.size)
+        data = self._planner.resolve_data(item)
+        if item.type == WriteItemType.BYTE_IO:
+            if not isinstance(data, io.BytesIO):
+                raise SaveProtocolError(
+                    f"the planner resolved {item.index.fqn!r} to a {type(data).__name__}, expected BytesIO"
+                )
+        elif not isinstance(data, torch.Tensor):
+            raise SaveProtocolError(
+                f"the planner resolved {item.index.fqn!r} to a {type(data).__name__}, expected a tensor"
+            )
+        if isinstance(data, io.BytesIO):
+            warn_of_unsafe_item(item.index.fqn, data)
+        if self._transforms.extensions:
+            self._write_transformed(written, data, upload)
+        elif isinstance(data, torch.Tensor):
+            self._write_tensor(written, data.detach(), upload)
+        else:
+            written.pieces = upload.write(Piece.of(data.getbuffer()))
+        written.length = upload.size - written.offset
+        return written
+
+    def _write_tensor(self, written: WrittenItem, tensor: torch.Tensor, upload: ObjectSink) -> None:
+        if tensor.device.type == "meta":
+            raise SaveProtocolError(
+                f"{written.item.index.fqn!r} is on the meta device: it has no data to save. Remedy: materialise the "
+                "model before saving"
+            )
+        try:
+            frame = self._frames.get(tensor.dtype, tensor.shape) if is_plain(tensor) else None
+        except FramingError:
+            frame = None
+        if frame is None:
+            written.pieces = upload.write(Piece.of(_serialise(tensor)))
+            return
+        planned = written.item.tensor_data
+        if planned is not None and planned.properties.dtype == tensor.dtype and planned.chunk.sizes == tensor.shape:
+            written.raw_offset = len(frame.header)
+            if tensor.nbytes > MIN_BLOCK:
+                written.block = block_size(tensor.nbytes)
+        header = upload.write(Piece.of(frame.header))
+        raw: list[Piece] = []
+        done = 0
+        for view in self._host_bytes(tensor):
+            cuts = cuts_between(done, done + view.nbytes, written.block) if written.block else ()
+            raw += upload.write(Piece.of(view, cuts=cuts))
+            done += view.nbytes
+        trailer = upload.write(Piece.of(frame.trailer))
+        written.pieces = raw if written.raw_offset is not None else [*header, *raw, *trailer]
+
+    def _host_bytes(self, tensor: torch.Tensor) -> Iterator[memoryview]:
+        if tensor.device.type == "cpu":
+            return iterate_bytes(tensor, self._chunk_size)
+        ring = shared_ring(self._device_memory)
+        return iterate_bytes(tensor, min(self._chunk_size, ring.block_size), ring.copy)
+
+    def _write_transformed(self, written: WrittenItem, data: torch.Tensor | io.BytesIO, upload: ObjectSink) -> None:
+        buffer = io.BytesIO()
+        stream, _ = self._transforms.transform_save_stream(written.item, buffer)
+        if isinstance(data, torch.Tensor):
+            for block in _blocks(_serialise(data.detach())):
+                stream.write(block)
+        else:
+            stream.write(data.getbuffer())
+        stream.close()
+        # In the order in which a reader has to undo them: the first one is next to the stored bytes. torch 2.13 writes
+        # them reversed, so that its own reader (and ours) can not load what went through two that do not commute.
+        written.transform_descriptors = [extension.get_descriptor() for extension in self._transforms.extensions]
+        written.pieces = upload.write(Piece.of(buffer.getbuffer()))
+
+
+def _serialise(tensor: torch.Tensor) -> memoryview:
+    """torch.save of a tensor that does not fit a frame (sparse, quantized, a subclass), or goes through a
+    transform; its storage cut down to its own elements."""
+    tensor = tensor.cpu()
+    if tensor.layout == torch.strided and tensor.untyped_storage().size() != tensor.nbytes:
+        tensor = tensor.clone()
+    buffer = io.BytesIO()
+    torch.save(tensor, buffer)
+    return buffer.getbuffer()
+
+
+def _blocks(data: memoryview, size: int = 2**20) -> Iterator[memoryview]:
+    for start in range(0, data.nbytes, size):
+        yield data[start : start + size]

@@ -1,0 +1,287 @@
+"""The write of one rank's plan: buckets to objects, in parallel."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+
+from dcp_s3.checksum import crc_hex
+from dcp_s3.errors import DeadlineExceededError, SpillError, TransferError
+from dcp_s3.format.layout import data_object
+from dcp_s3.format.manifest import ObjectEntry
+from dcp_s3.s3.bucket import Bucket
+from dcp_s3.s3.parts import choose_part_size
+from dcp_s3.s3.retry import Cancelled
+from dcp_s3.s3.upload import WAITING_PARTS, ObjectUpload, UploadedObject, Uploader
+from dcp_s3.save.items import ItemWriter, WrittenItem
+from dcp_s3.save.plan import WriteBucket
+from dcp_s3.spill.session import SpillSession
+from dcp_s3.torch_private import WriterTransforms
+from dcp_s3.tracebacks import without_tracebacks
+from dcp_s3.units import format_size
+from dcp_s3.url import CheckpointURL
+from dcp_s3.workers import Workers
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ItemWriteResult(WriteResult):
+    """torch's WriteResult; the first item of each object also tells the coordinator about the object.
+
+    Attributes:
+        object_entry: the object, with its first item.
+        spilled: whether the object waits on a disk rather than being on S3.
+    """
+
+    object_entry: ObjectEntry | None = None
+    spilled: bool = False
+
+
+@dataclass(frozen=True)
+class ObjectNames:
+    """How the data objects of one rank in one save are named."""
+
+    url: CheckpointURL
+    rank: int
+    nonce: str
+    prefix_spread: int
+
+    def relative_path(self, number: int) -> str:
+        """Of object ``number``, relative to the checkpoint."""
+        return data_object(self.rank, number, self.nonce, prefix_spread=self.prefix_spread)
+
+    def key(self, number: int) -> str:
+        """Of object ``number``."""
+        return self.url.key(self.relative_path(number))
+
+
+def write_buckets(
+    bucket: Bucket,
+    buckets: Sequence[WriteBucket],
+    planner: SavePlanner,
+    transforms: WriterTransforms,
+    names: ObjectNames,
+    session: SpillSession | None = None,
+) -> list[WriteResult]:
+    """Write every bucket as one object; a thread per bucket resolves its items, a shared pool sends the parts.
+
+    All or nothing: on any failure, at the bucket's deadline and on KeyboardInterrupt, everything is cancelled,
+    multipart uploads are aborted and objects of this call that were complete are deleted before the error goes on.
+
+    Args:
+        bucket: where to.
+        buckets: of the plan.
+        planner: resolves the items.
+        transforms: stream extensions.
+        names: of the objects.
+        session: takes the objects that S3 refuses, or all of them for local durability. None: S3 or failure.
+
+    Returns:
+        One result per item.
+
+    Raises:
+        DeadlineExceededError: the bucket's deadline has passed.
+        StorageError, SaveProtocolError
+    """
+    if not buckets:
+        return []
+    started = time.monotonic()
+    device: int | None = None
+    if torch.accelerator.is_available() and _is_initialized():
+        torch.accelerator.synchronize()  # the threads below do not see what the caller's stream has still to do
+        device = torch.accelerator.current_device_index()
+    settings = bucket.settings
+    item_writer = ItemWriter(
+        planner,
+        transforms,
+        chunk_size=settings.part_size,
+        # Every connection sends a part, a few wait, and every bucket fills one.
+        device_memory=(settings.concurrency + WAITING_PARTS + settings.buckets_per_rank) * settings.part_size,
+    )
+    uploader = Uploader(bucket, isolated=session is not None)
+    try:
+        with uploader:
+            results = _write(buckets, _Targets(item_writer, names, uploader, session), device)
+            if session is not None:
+                session.unclean.update(uploader.unclean)
+                if session.spilled:
+                    session.seal()
+    except DeadlineExceededError as error:
+        if bucket.deadline is None:
+            raise
+        total = sum(planned.size for planned in buckets)
+        on_disk = f", {format_size(session.size)} on its disk" if session is not None else ""
+        raise bucket.deadline.error(
+            f"the save to {names.url}",
+            f"of about {format_size(total)} of rank {names.rank}, {format_size(uploader.sent)} were on S3{on_disk}",
+        ) from error
+    finally:
+        if session is not None:
+            session.unclean.update(uploader.unclean)
+    seconds = time.monotonic() - started
+    logger.debug("wrote %d items in %d objects in %.3f s", len(results), len(buckets), seconds)
+    return results
+
+
+def _write(buckets: Sequence[WriteBucket], targets: _Targets, device: int | None) -> list[WriteResult]:
+    """All buckets, each in a thread of its own."""
+    producers = Workers(len(buckets), "dcp_s3-bucket")
+    uploader = targets.uploader
+
+    def write(number: int, planned: WriteBucket) -> list[WriteResult]:
+        if device is not None:
+            torch.accelerator.set_device_index(device)  # a new thread would make a context on device 0
+        return targets.write(number, planned)
+
+    try:
+        futures = [producers.submit(write, n, planned) for n, planned in enumerate(buckets)]
+        deadline = uploader.bucket.deadline
+        done, pending = wait(futures, None if deadline is None else deadline.left, FIRST_EXCEPTION)
+        if any(future.exception() for future in done):
+            uploader.stop()
+        elif pending and deadline is not None:
+            raise deadline.error("the upload")
+        return [result for future in futures for result in future.result()]
+    except Cancelled:
+        raise _cause(uploader, futures) from None
+    except BaseException:
+        uploader.stop()
+        raise
+    finally:
+        producers.close()
+
+
+def both(refusal: TransferError, spill: SpillError) -> TransferError:
+    """The error of an object that neither S3 nor the disk takes."""
+    return TransferError(
+        f"{refusal}. Nor can it be spilled: {spill}",
+        bucket=refusal.bucket,
+        key=refusal.key,
+        operation=refusal.operation,
+        attempts=refusal.attempts,
+    )
+
+
+class _Targets:
+    """Where objects go: to S3, or to disk."""
+
+    def __init__(
+        self, item_writer: ItemWriter, names: ObjectNames, uploader: Uploader, session: SpillSession | None
+    ) -> None:
+        self._item_writer = item_writer
+        self._names = names
+        self.uploader = uploader
+        self._session = session
+
+    def write(self, number: int, planned: WriteBucket) -> list[WriteResult]:
+        """Write one bucket."""
+        session = self._session
+        if session is None:
+            return self._upload(self._start(number, planned), number, planned)
+        if session.local:
+            try:
+                return self._spill(session, number, planned, "DCP_S3_DURABILITY=local")
+            except SpillError as error:
+                logger.warning("an object goes straight to S3: %s", error)
+                return self._upload_after(error, self._start(number, planned), number, planned)
+        upload = self._start(number, planned)
+        outcome = self._try_upload(upload, number, planned)
+        if not isinstance(outcome, TransferError):
+            return outcome
+        upload.leave(abort_on_failure=True)  # the drain goes on with the parts that S3 has
+        try:
+            return self._spill(session, number, planned, str(outcome))
+        except SpillError as error:
+            raise both(outcome, error) from outcome
+
+    def _try_upload(self, upload: ObjectUpload, number: int, planned: WriteBucket) -> list[WriteResult] | TransferError:
+        """Upload, or say why S3 does not take it. Without a traceback, which would hold the state that is saved."""
+        try:
+            return self._upload(upload, number, planned)
+        except (TransferError, Cancelled) as error:
+            refusal = upload.error or error
+            if self.uploader.cancel.is_set() or not isinstance(refusal, TransferError):
+                raise refusal from None
+            without_tracebacks(refusal)
+            without_tracebacks(error)
+            return refusal
+
+    def _start(self, number: int, planned: WriteBucket) -> ObjectUpload:
+        return self.uploader.start(self._names.key(number), planned.size)
+
+    def _upload(self, upload: ObjectUpload, number: int, planned: WriteBucket) -> list[WriteResult]:
+        written = [self._item_writer.write(item, upload) for item in planned.items]
+        uploaded = upload.finish()
+        return self._results(number, written, self._entry(number, uploaded), spilled=False)
+
+    def _upload_after(
+        self, spill: SpillError, upload: ObjectUpload, number: int, planned: WriteBucket
+    ) -> list[WriteResult]:
+        """Upload what could not be spilled."""
+        try:
+            return self._upload(upload, number, planned)
+        except (TransferError, Cancelled) as error:
+            refusal = upload.error or error
+            if isinstance(refusal, TransferError):
+                raise both(refusal, spill) from refusal
+            raise refusal from None
+
+    def _spill(self, session: SpillSession, number: int, planned: WriteBucket, reason: str) -> list[WriteResult]:
+        part_size = choose_part_size(planned.size, self.uploader.bucket.settings.part_size)
+        file = session.open(number, self._names.key(number), planned.size)
+        try:
+            written = []
+            for planned_item in planned.items:
+                self._check_cancelled()
+                written.append(self._item_writer.write(planned_item, file))
+            self._check_cancelled()
+            uploaded = file.finish()
+        except BaseException:
+            file.abort()
+            raise
+        if self.uploader.bucket.wire_checksum == "none":
+            for item in written:
+                item.forget_checksum()
+        entry = self._entry(number, uploaded)
+        session.add(number, entry, uploaded, part_size, reason)
+        return self._results(number, written, entry, spilled=True)
+
+    def _check_cancelled(self) -> None:
+        if self.uploader.cancel.is_set():
+            raise Cancelled
+
+    def _entry(self, number: int, uploaded: UploadedObject) -> ObjectEntry:
+        crc = uploaded.crc64nvme
+        if crc is None or self.uploader.bucket.wire_checksum == "none":
+            return ObjectEntry(self._names.relative_path(number), uploaded.size)
+        return ObjectEntry(self._names.relative_path(number), uploaded.size, crc_hex(crc))
+
+    def _results(
+        self, number: int, written: Sequence[WrittenItem], entry: ObjectEntry, *, spilled: bool
+    ) -> list[WriteResult]:
+        path = self._names.relative_path(number)
+        return [
+            ItemWriteResult(w.item.index, w.length, w.storage_info(path), None if position else entry, spilled)
+            for position, w in enumerate(written)
+        ]
+
+
+def _cause(uploader: Uploader, futures: Sequence[Future[list[WriteResult]]]) -> BaseException:
+    """The failure behind a cancellation."""
+    errors = [uploader.error, *(future.exception() for future in futures)]
+    return next((e for e in errors if e is not None and not isinstance(e, Cancelled)), Cancelled())
+
+
+def _is_initialized() -> bool:
+    """Whether this process has used the accelerator; a process for checkpoints only should not begin to."""
+    accelerator = torch.accelerator.current_accelerator()
+    module = None if accelerator is None else torch.get_device_module(accelerator)
+    return bool(getattr(module, "is_initialized", lambda: True)())

@@ -1,0 +1,404 @@
+"""One save: what belongs to it from its beginning to its commit."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+
+from dcp_s3.checkpoint.commit import (
+    Commit,
+    CommitState,
+    Previous,
+    SaveIdentity,
+    check_absent,
+    check_newest,
+    find_previous,
+    find_state,
+    make_commit,
+    publish,
+)
+from dcp_s3.checkpoint.completeness import Beginning
+from dcp_s3.errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    DeadlineExceededError,
+    SaveProtocolError,
+    SpillError,
+    TransferError,
+)
+from dcp_s3.format.layout import metadata_object, new_nonce
+from dcp_s3.s3.bucket import Bucket, limit_timeouts
+from dcp_s3.s3.deadline import Deadline
+from dcp_s3.save.objects import ItemWriteResult, ObjectNames, both, write_buckets
+from dcp_s3.save.plan import plan_buckets
+from dcp_s3.settings import Settings
+from dcp_s3.spill.background import drain_in_background, wait_until_drained
+from dcp_s3.spill.session import SpillSession, spill_commit
+from dcp_s3.spill.store import SpillStore
+from dcp_s3.torch_private import CURRENT_DCP_VERSION, WriterTransforms
+from dcp_s3.tracebacks import without_tracebacks
+from dcp_s3.url import CheckpointURL
+
+logger = logging.getLogger(__name__)
+
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0  # seconds between looks at S3
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """What a writer asks of its saves; the arguments of `S3StorageWriter`."""
+
+    settings: Settings
+    store: SpillStore | None
+    overwrite: bool
+    metrics: Mapping[str, Any]
+    separate: Sequence[Sequence[str]]
+    transforms: WriterTransforms
+
+
+@dataclass
+class _PlanOrigin:
+    """Rides in a rank's plan to the coordinator, to tell that it belongs to the coordinator's save."""
+
+    url: str | None  # None once it was looked at: DCP may hand out the same object again, from its cache of plans
+    rank: int
+
+
+class _RankResults(list[WriteResult]):
+    """What one rank wrote, and for which checkpoint; DCP brings it to the coordinator as it is."""
+
+    def __init__(self, url: str, results: Iterable[WriteResult]) -> None:
+        super().__init__(results)
+        self.url = url
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.url, list(self))
+
+
+class Save:
+    """One rank's part in one save.
+
+    Args:
+        url: where it goes.
+        save_id: random, of this save.
+        options: of its writer, as they were when it began.
+        rank: of this process.
+        is_coordinator: whether this rank commits for all.
+        use_collectives: whether there is a coordinator at all; otherwise each rank commits for itself.
+    """
+
+    def __init__(
+        self,
+        url: CheckpointURL,
+        save_id: str,
+        options: SaveOptions,
+        *,
+        rank: int,
+        is_coordinator: bool,
+        use_collectives: bool,
+    ) -> None:
+        self.url, self.save_id = url, save_id
+        self.written = False
+        """Whether all of this rank's data is where it belongs."""
+        self._options, self._settings, self._store = options, options.settings, options.store
+        self._rank, self._is_coordinator, self._use_collectives = rank, is_coordinator, use_collectives
+        self._identity = SaveIdentity(url, save_id, None if use_collectives else rank)
+        self._overwrite = options.overwrite and use_collectives
+        self._previous = Previous()
+        self._unseen = False
+        self._beginning = Beginning()
+        self._an_object: str | None = None  # path of one that this rank wrote
+        self._deadline: Deadline | None = None
+
+    @property
+    def storage_meta(self) -> StorageMeta:
+        """URL and id, for DCP's logs and for ``.metadata``."""
+        return StorageMeta(checkpoint_id=str(self.url), save_id=self.save_id)
+
+    # --- in the order of DCP's calls ----------------------------------------------------------------
+
+    def begin(self) -> None:
+        """What an earlier process left on the local disk goes to S3, too."""
+        self._drain()
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Check the URL, and say in the plan which save it is of.
+
+        Raises:
+            CheckpointExistsError, StorageError
+        """
+        if self._is_coordinator or not self._use_collectives:
+            try:
+                if self._overwrite:
+                    self._previous = find_previous(self._bucket(), self._identity)
+                else:
+                    self._check_none_waits()
+                    check_absent(self._bucket(), self._identity)
+            except TransferError as error:
+                if self._store is None:
+                    raise
+                logger.warning("whether %s is free will be seen at its commit: %s", self.url, error)
+                self._unseen = True
+        return dataclasses.replace(plan, storage_data=_PlanOrigin(str(self.url), self._rank))
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Check that all plans are of this save. There is nothing else to coordinate: names are unique.
+
+        Raises:
+            SaveProtocolError: one is of another save.
+        """
+        for plan in plans:
+            origin = plan.storage_data
+            if isinstance(origin, _PlanOrigin) and origin.url is not None:
+                self._check_same_save(origin.url, origin.rank)
+                origin.url = None
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        """Upload this rank's items. Returns when all objects are complete, or raises and leaves nothing open.
+
+        Raises:
+            DeadlineExceededError: `save_timeout` has passed.
+            StorageError, SaveProtocolError
+        """
+        self._deadline = self._start_deadline()
+        buckets = plan_buckets(
+            plan.items,
+            max_buckets=self._settings.buckets_per_rank,
+            min_bucket_size=self._settings.part_size,
+            separate=self._options.separate,
+        )
+        # Not in the plan: a planner may hand out a plan again that it has cached.
+        names = ObjectNames(self.url, self._rank, new_nonce(), self._settings.prefix_spread)
+        with self._spill_session(names, len(buckets)) as session:
+            results = write_buckets(self._bucket(), buckets, planner, self._options.transforms, names, session)
+        if session is not None and session.sealed:
+            self._drain()
+        self._an_object = names.relative_path(0) if buckets else None
+        self.written = True
+        return _RankResults(str(self.url), results)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commit what all ranks have written; of a save without collectives, what this rank has.
+
+        Raises:
+            CheckpointDeletedError: the save took so long that a prune took what it wrote for a leftover.
+            DeadlineExceededError: `save_timeout` has passed since this rank began to write.
+            SaveProtocolError: a rank wrote for another save.
+            CheckpointExistsError, StorageError
+        """
+        self._deadline = self._deadline or self._start_deadline()
+        metadata.version = CURRENT_DCP_VERSION
+        metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
+        metadata.storage_meta = self.storage_meta
+        for rank, written in enumerate(results):
+            if isinstance(written, _RankResults):
+                self._check_same_save(written.url, rank)
+        ours = [result for rank in results for result in rank if isinstance(result, ItemWriteResult)]
+        entries = [result.object_entry for result in ours if result.object_entry is not None]
+        commit = make_commit(
+            self._identity,
+            # A copy: with plan caching, the next save gets this very object while it is being pickled.
+            dataclasses.replace(metadata),
+            entries,
+            world_size=len(results) if self._use_collectives else _world_size(),
+            metrics=self._options.metrics,
+            started_at=self._beginning.at,
+        )
+        self._commit(commit, spilled=any(result.spilled for result in ours))
+
+    # --- after it -----------------------------------------------------------------------------------
+
+    def is_committed(self) -> bool:
+        """Whether it is committed on S3; of a rank that wrote nothing: whether any checkpoint is there.
+
+        Raises:
+            CheckpointError: one that began later is there.
+            StorageError: S3 refuses to tell.
+        """
+        bucket = Bucket(self.url.bucket, self._settings)
+        if self._an_object is None:
+            return bucket.exists(self._identity.metadata_key)
+        state = find_state(bucket, self._identity, path=self._an_object, started_at=self._beginning.at)
+        if state is CommitState.REPLACED:
+            raise CheckpointError(
+                f"{self.url} holds a checkpoint that began later: this save was replaced", url=str(self.url)
+            )
+        return state is CommitState.COMMITTED
+
+    # --- internal -----------------------------------------------------------------------------------
+
+    def _check_same_save(self, url: str, rank: int) -> None:
+        if url != str(self.url):
+            raise SaveProtocolError(
+                f"two saves met: rank {rank} saves to {url}, this rank to {self.url}; neither was committed. Remedy: "
+                "on every rank begin saves in the same order, or give saves that overlap a process group each "
+                "(process_group=dist.new_group(backend='gloo'))"
+            )
+
+    def _bucket(self) -> Bucket:
+        settings, patience = self._settings, None
+        if self._store is not None:
+            # There is another place for what S3 does not take: find out soon.
+            patience = settings.spill_after
+            settings = limit_timeouts(settings, patience)
+        if settings.save_timeout is not None:
+            settings = limit_timeouts(settings, settings.save_timeout)
+        return Bucket(self.url.bucket, settings, patience, self._deadline)
+
+    def _start_deadline(self) -> Deadline | None:
+        return Deadline.start("DCP_S3_SAVE_TIMEOUT", self._settings.save_timeout)
+
+    @contextlib.contextmanager
+    def _spill_session(self, names: ObjectNames, count: int) -> Iterator[SpillSession | None]:
+        if self._store is None:
+            yield None
+            return
+        session = SpillSession(
+            self._store,
+            url=str(self.url),
+            save_id=self.save_id,
+            rank=self._rank,
+            settings=self._settings,
+            keys=[names.key(number) for number in range(count)],
+        )
+        try:
+            session.__enter__()
+        except SpillError as error:
+            logger.warning("this save can not spill: %s", error)
+            try:
+                yield None
+            except TransferError as refusal:
+                raise both(refusal, error) from refusal
+            return
+        with contextlib.ExitStack() as stack:
+            stack.push(session)
+            yield session
+
+    def _check_none_waits(self) -> None:
+        """Refuse to save where the commit of an earlier save waits for S3."""
+        identity = self._identity
+        for save in self._store.scan() if self._store is not None else ():
+            commit = save.journal.commit
+            if commit is not None and save.journal.url == str(identity.url) and commit.rank == identity.rank:
+                raise CheckpointExistsError(
+                    f"a checkpoint for {identity.url} waits in {save.path} to be committed; it is untouched. Remedy: "
+                    "save to another URL, or pass overwrite=True to replace it",
+                    url=str(identity.url),
+                )
+
+    def _drain(self) -> None:
+        if self._store is not None:
+            drain_in_background(self._store, patience=self._settings.spill_after)
+
+    def _commit(self, commit: Commit, *, spilled: bool) -> None:
+        """Commit on S3 at once if all is there; otherwise leave it to the drain."""
+        if self._store is None:
+            if spilled:
+                raise SpillError(
+                    f"{commit.identity.url} can not be committed: objects of it wait in the spill directory of another "
+                    "rank, and this one, which commits when they are on S3, has none. Remedy: set DCP_S3_SPILL_DIR on "
+                    "every rank"
+                )
+            self._publish(commit)
+            return
+        refusal = None
+        if not spilled and not self._unseen:
+            try:
+                self._publish(commit)
+            except TransferError as error:
+                logger.warning("the commit of %s waits for S3: %s", commit.identity.url, error)
+                without_tracebacks(error)
+                refusal = error
+            else:
+                return
+        try:
+            save = spill_commit(
+                self._store, commit, self._settings, created_at=self._beginning.at, overwrite=self._overwrite
+            )
+        except SpillError as error:
+            if refusal is None:
+                raise
+            raise both(refusal, error) from refusal
+        self._drain()
+        if self._settings.durability == "s3":
+            try:
+                wait_until_drained(self._store, save, timeout=None if self._deadline is None else self._deadline.left)
+            except TimeoutError as error:
+                if self._deadline is None:
+                    raise
+                raise self._deadline.error(
+                    f"the save to {commit.identity.url}",
+                    f"it is complete on local disks ({self._settings.spill_dir}), from where it still goes to S3",
+                ) from error
+
+    def _publish(self, commit: Commit) -> None:
+        look_again = self._look_again if self._overwrite and self._store is not None else None
+        try:
+            publish(self._bucket(), commit, self._previous, look_again=look_again, is_late=self._beginning.is_late)
+        except DeadlineExceededError as error:
+            if self._deadline is None:
+                raise
+            progress = "every rank had written its data, but it was not committed"
+            if error.key == commit.identity.metadata_key and error.attempts:
+                progress += "; S3 may still carry out the commit that it did not answer"
+            raise self._deadline.error(f"the save to {commit.identity.url}", progress) from error
+
+    def _look_again(self) -> Previous:
+        """What this save overwrites if that is not what was there when it began: an older one that had been spilled."""
+        bucket, identity = self._bucket(), self._identity
+        previous = find_previous(bucket, identity)
+        check_newest(bucket, identity, previous, self._beginning.at)
+        return previous
+
+
+def wait_committed(
+    url: CheckpointURL, save: Save | None, store: SpillStore | None, settings: Settings, timeout: float | None
+) -> None:
+    """Wait until a save is committed on S3; of an unknown one, until any checkpoint is there.
+
+    Args:
+        url: of the checkpoint.
+        save: the one to wait for, if this process has made it.
+        store: the spill directory.
+        settings: of the writer.
+        timeout: seconds; None to wait for as long as it takes.
+
+    Raises:
+        TimeoutError: it is not committed yet; the drain goes on.
+        CheckpointError: it cannot be committed, or another save has replaced it.
+        StorageError: S3 refuses to tell.
+    """
+    deadline = None if timeout is None else time.monotonic() + timeout
+    if store is not None:
+        drain_in_background(store, patience=settings.spill_after)
+        for spilled in store.scan():
+            if spilled.journal.url == str(url):
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                wait_until_drained(store, spilled, timeout=left)
+    bucket, pause = Bucket(url.bucket, settings), _SHORTEST_PAUSE
+    while True:
+        try:
+            if save.is_committed() if save is not None else bucket.exists(url.key(metadata_object())):
+                return
+            reason = "other hosts may still drain"
+        except TransferError as error:
+            reason = str(error)
+        if deadline is not None and time.monotonic() > deadline:
+            raise TimeoutError(f"{url} is not committed after {timeout:g} s: {reason}")
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _world_size() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

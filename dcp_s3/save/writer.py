@@ -1,0 +1,295 @@
+"""S3StorageWriter: DCP's StorageWriter on S3."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from dcp_s3.boundary import called_by_dcp
+from dcp_s3.checkpoint.commit import check_metrics
+from dcp_s3.errors import MissingURLError, SaveProtocolError
+from dcp_s3.format.layout import new_save_id
+from dcp_s3.save.save import Save, SaveOptions, wait_committed
+from dcp_s3.save.turns import take_turn
+from dcp_s3.settings import Settings, SettingsLike, resolve_settings
+from dcp_s3.spill.session import open_store
+from dcp_s3.stage.failure import raise_if_failed
+from dcp_s3.stage.stager import shared_stager
+from dcp_s3.torch_private import StreamTransformExtension, WriterTransforms, find_save_group
+from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
+
+Separate = Sequence[str | Sequence[str]]
+
+
+class _Here(threading.local):
+    """What one thread does with a writer: DCP makes all calls of a save in one thread."""
+
+    url: CheckpointURL | None = None
+    """Of its next save."""
+    save_id: str | None = None
+    """Of its next save; None if that has none yet."""
+    save: Save | None = None
+    """The one under way, or the last."""
+
+
+class S3StorageWriter(StorageWriter, AsyncStager):
+    """Writes checkpoints to S3; pass it to `dcp.save` or `dcp.async_save` as ``storage_writer``.
+
+    Nothing is visible before the commit at the end: if any rank fails, there is no new checkpoint, and an old
+    one at the same URL stays whole. One writer may be used for several saves, also for saves that overlap
+    (`async_save` before the previous one is done), if each is given its ``checkpoint_id``: a save keeps its URL, its
+    arguments and its id from its beginning to its end. Saves that share a process group take turns.
+
+    Args:
+        url: ``s3://bucket/prefix`` of the checkpoint. May be left out if each save passes ``checkpoint_id``.
+        overwrite: whether a committed checkpoint at the URL is replaced. Otherwise, and always without collectives
+            (where it could not be atomic): CheckpointExistsError.
+        metrics: user metrics (numbers, text, bools) stored beside the checkpoint.
+        separate: FQN prefixes that get objects of their own, for example ``["model", "optimizer"]``; an entry may
+            be a list of prefixes that share. What matches none shares the rest.
+        settings: a `Settings`, or a mapping of those that differ from the environment.
+        _extensions: torch's stream transforms (experimental there), as FileSystemWriter takes them.
+
+    Raises:
+        InvalidURLError: ``url`` is not an S3 URL.
+        SettingsError: a setting, in the environment or given here, is not allowed.
+        SaveProtocolError: a metric cannot be stored.
+    """
+
+    caller_reports = False
+    """Whether the caller logs asynchronous saves that fail. Otherwise they are logged here: nobody may ever look at the
+    future."""
+
+    def __init__(
+        self,
+        url: str | os.PathLike[str] | None = None,
+        *,
+        overwrite: bool = False,
+        metrics: Mapping[str, Any] | None = None,
+        separate: Separate | None = None,
+        settings: SettingsLike = None,
+        _extensions: Sequence[StreamTransformExtension] | None = None,
+    ) -> None:
+        super().__init__()
+        self.settings: Settings = resolve_settings(settings)
+        self.overwrite = overwrite
+        self.metrics = dict(metrics or {})
+        check_metrics(self.metrics)  # fail now, not at the end of a save
+        self.separate = [[entry] if isinstance(entry, str) else list(entry) for entry in separate or ()]
+        self._transforms = WriterTransforms(_extensions)
+        self._store = open_store(self.settings)
+        self._url: CheckpointURL | None = None if url is None else parse_url(url)
+        self._unused = set() if self._url is None else {self._url}
+        self._last: Save | None = None
+        self._begin_here()
+
+    def _begin_here(self) -> None:
+        self._home, self._here = threading.get_ident(), _Here()
+
+    @called_by_dcp
+    def __getstate__(self) -> dict[str, Any]:
+        # For AsyncCheckpointerType.PROCESS: from here on DCP alone knows how the save ends.
+        return {**self.__dict__, "_home": None, "_here": None, "_last": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._begin_here()
+
+    # --- StorageWriter ------------------------------------------------------------------------------
+
+    @called_by_dcp
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a new save, to ``checkpoint_id`` if given.
+
+        In the thread that made the writer, ``checkpoint_id`` also becomes the URL of later saves that bring none. That
+        of an asynchronous save, which DCP gives in a thread of its own, is for that save alone.
+
+        Raises:
+            InvalidURLError: ``checkpoint_id`` is not an S3 URL.
+        """
+        if checkpoint_id is not None:
+            self._here.url = parse_url(checkpoint_id)
+            if threading.get_ident() == self._home:
+                self._url = self._here.url
+                self._unused.add(self._url)
+        self._here.save_id = None
+
+    @called_by_dcp
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Called by DCP on every rank before planning: here the save begins.
+
+        Raises:
+            MissingURLError: neither the writer nor the save has a URL.
+            SaveProtocolError: it cannot be told which of several URLs the save is for.
+        """
+        here, save_id, group = self._here, self._next_save_id(), find_save_group()
+        url = self._settle_url(group)
+        self._unused.discard(url)
+        use_collectives = bool(kwargs.get("use_collectives", True))
+        rank = kwargs.get("rank")
+        if rank is None:  # not every framework that calls us itself says it
+            rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        if group is None:
+            take_turn(str(url))
+        options = SaveOptions(
+            self.settings, self._store, self.overwrite, dict(self.metrics), self.separate, self._transforms
+        )
+        save = Save(
+            url, save_id, options, rank=int(rank), is_coordinator=is_coordinator, use_collectives=use_collectives
+        )
+        here.url, here.save_id, here.save = url, None, save
+        self._last = save
+        save.begin()
+
+    @called_by_dcp
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Check the URL before any byte moves: on the coordinator, or on every rank without collectives.
+
+        Raises:
+            CheckpointExistsError, StorageError
+            StagingError: the state could not be staged on this rank.
+        """
+        raise_if_failed(item.index.fqn for item in plan.items)
+        return self._save.prepare_local_plan(plan)
+
+    @called_by_dcp
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Check that the ranks' plans are of one save; there is nothing else to coordinate.
+
+        Raises:
+            SaveProtocolError: they are not.
+        """
+        return self._save.prepare_global_plan(plans)
+
+    @called_by_dcp
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Upload this rank's items. Returns when all objects are complete, or raises and leaves nothing open.
+
+        Raises:
+            DeadlineExceededError: `save_timeout` has passed.
+            StorageError, SaveProtocolError
+        """
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(self._save.write_data(plan, planner))
+        return future
+
+    @called_by_dcp
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commit. Called on the coordinator when every rank has written, or on each rank without collectives.
+
+        Raises:
+            DeadlineExceededError: `save_timeout` has passed since this rank began to write.
+            CheckpointDeletedError: the save took so long that a prune took what it wrote for a leftover.
+            SaveProtocolError: a rank wrote for another save.
+            CheckpointExistsError, StorageError
+        """
+        self._save.finish(metadata, results)
+
+    @called_by_dcp
+    def storage_meta(self) -> StorageMeta | None:
+        """URL and id of the save under way in this thread, or of its next one; for DCP's logs and planners."""
+        here = self._here
+        if here.save is not None and here.save_id is None and not here.save.written:
+            return here.save.storage_meta
+        here.url = self._settle_url(find_save_group())
+        return StorageMeta(checkpoint_id=str(here.url), save_id=self._next_save_id())
+
+    def wait_committed(self, timeout: float | None = None) -> None:
+        """Wait until the last save of this writer is committed on S3; of use with ``DCP_S3_DURABILITY=local``.
+
+        Every rank may call it. The last save is the one that began last, in whichever thread. A writer that has not
+        written itself (that of a restart, or whose saves another process does, or of a rank that had nothing to write)
+        waits for any checkpoint at its URL.
+
+        Args:
+            timeout: seconds; None to wait for as long as it takes.
+
+        Raises:
+            TimeoutError: it is not committed yet; the drain goes on.
+            CheckpointError: it cannot be committed, or another save has replaced it.
+            StorageError: S3 refuses to tell.
+        """
+        save = self._last
+        url = self._choose_url() if save is None else save.url
+        wait_committed(url, save, self._store, self.settings, timeout)
+
+    @property
+    def checkpoint_id(self) -> str | None:
+        """URL of this thread's save, or of the next one; None before there is one."""
+        url = self._here.url or self._url or (self._last.url if self._last is not None else None)
+        return None if url is None else str(url)
+
+    @property
+    def save_id(self) -> str:
+        """Random id of the last save; before the first one, or after `reset`, of the next one."""
+        save = self._here.save or self._last
+        return self._next_save_id() if save is None or self._here.save_id is not None else save.save_id
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether this is an S3 URL, as text or as a path, which has one slash left."""
+        return is_s3_url(checkpoint_id)
+
+    # --- AsyncStager ----------------------------------------------------------------------------------
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The training-safe copy of a blocking `S3Stager`, one for all writers of the process with these settings.
+
+        `dcp.async_save` calls this if it is given no ``async_stager``. The buffers stay with the process, for its next
+        save.
+        """
+        return shared_stager(self.settings).stage_now(state_dict)
+
+    def synchronize_staging(self) -> None:
+        """Nothing to wait for: `stage` is complete when it returns."""
+
+    def close(self) -> None:
+        """Nothing to release: threads end with each save, connections belong to the process."""
+
+    # --- internal ---------------------------------------------------------------------------------------
+
+    def _next_save_id(self) -> str:
+        if self._here.save_id is None:
+            self._here.save_id = new_save_id()
+        return self._here.save_id
+
+    @property
+    def _save(self) -> Save:
+        save = self._here.save or self._last  # a framework may write in another thread than it plans in
+        if save is None:
+            raise SaveProtocolError("there is no save under way: DCP calls set_up_storage_writer first")
+        return save
+
+    def _settle_url(self, group: str | None) -> CheckpointURL:
+        """URL of the save that begins; its turn comes before anything that its ranks tell each other, failures too."""
+        try:
+            return self._choose_url()
+        finally:
+            if group is not None:
+                take_turn(group)
+
+    def _choose_url(self) -> CheckpointURL:
+        """Of the next save of this thread."""
+        if self._here.url is not None:
+            return self._here.url
+        if self._url is None:
+            raise MissingURLError(
+                "S3StorageWriter has no URL. Remedy: S3StorageWriter('s3://bucket/prefix'), or pass "
+                "checkpoint_id='s3://bucket/prefix' to dcp.save"
+            )
+        if candidates := self._unused - {self._url}:
+            raise SaveProtocolError(
+                "it cannot be told which URL this asynchronous save is for: before it began the writer was given "
+                f"{', '.join(sorted(str(url) for url in candidates | {self._url}))}; nothing was written. Remedy: "
+                "pass checkpoint_id=... to each dcp.async_save, or make a writer for each"
+            )
+        return self._url

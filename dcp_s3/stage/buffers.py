@@ -1,0 +1,151 @@
+"""Memory that staged tensors lie in: private, shared between processes, or mapped from a file."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import mmap
+import os
+import tempfile
+from typing import Literal
+
+import torch
+
+from dcp_s3 import torch_private
+from dcp_s3.errors import StagingError
+from dcp_s3.units import format_size
+
+logger = logging.getLogger(__name__)
+
+Kind = Literal["private", "shared", "file"]
+
+
+class Buffer:
+    """``size`` bytes of host memory. Freed when neither the object nor a `lease` of it is left.
+
+    Args:
+        size: bytes, at least one.
+        kind: ``private`` memory of this process; ``shared`` memory that another process can map; or a ``file`` in
+            ``directory`` that has no name and so is gone when its last user is.
+        directory: for ``file``.
+
+    Raises:
+        StagingError: there is no room. Space is reserved here, so that a full disk can not show as a signal (SIGBUS)
+            in the middle of a copy.
+    """
+
+    def __init__(self, size: int, kind: Kind, *, directory: str | None = None) -> None:
+        self.size = size
+        self.kind = kind
+        self._fd = -1
+        self._pinned_at: int | None = None
+        if kind == "private":
+            self._map = _map_private(size)
+        else:
+            self._fd = _open_shared() if kind == "shared" else _open_file(directory or "", size)
+            _reserve(self._fd, size, directory if kind == "file" else None)
+            self._map = mmap.mmap(self._fd, size)
+        self.address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
+
+    def fileno(self) -> int:
+        """File descriptor of the memory.
+
+        Raises:
+            ValueError: the memory is private and has none.
+        """
+        if self._fd < 0:
+            raise ValueError("private memory has no file descriptor")
+        return self._fd
+
+    def pin(self) -> None:
+        """Register the memory with CUDA, for copies from a GPU that do not block; without that they are only slower."""
+        if self._pinned_at is not None or self.kind == "file":
+            return
+        try:
+            torch_private.pin_memory(self.address, self.size)
+        except RuntimeError as error:
+            logger.warning("%s of staging memory stay unpinned: %s", format_size(self.size), error)
+        else:
+            self._pinned_at = self.address
+
+    @property
+    def pinned(self) -> bool:
+        """Whether the memory is registered with CUDA."""
+        return self._pinned_at is not None
+
+    def lease(self) -> memoryview:
+        """A view of the whole memory. Tensors made from it by `torch.frombuffer` keep it alive, with all views of
+        them: it is gone when the last of those is, which a weak reference to it tells."""
+        return memoryview(self._map)
+
+    def __del__(self) -> None:
+        pinned_at: int | None = getattr(self, "_pinned_at", None)
+        if pinned_at is not None:
+            torch_private.unpin_memory(pinned_at)
+        if getattr(self, "_fd", -1) >= 0:
+            os.close(self._fd)
+
+
+def map_shared(fd: int, size: int) -> memoryview:
+    """Map the memory behind ``fd`` (of another process's buffer) and close ``fd``."""
+    try:
+        return memoryview(mmap.mmap(fd, size))
+    finally:
+        os.close(fd)
+
+
+def _map_private(size: int) -> mmap.mmap:
+    try:
+        mapped = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise StagingError(
+            f"no {format_size(size)} of memory for staging: {error.strerror}. Remedy: set DCP_S3_STAGING_LIMIT and "
+            "DCP_S3_SPILL_DIR, so that the rest is staged on disk"
+        ) from error
+    if hasattr(mmap, "MADV_DONTFORK"):
+        # A child (a data loader's worker) would get a copy of every page that is staged to while it lives.
+        mapped.madvise(mmap.MADV_DONTFORK)
+    return mapped
+
+
+def _open_shared() -> int:
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create("dcp_s3-staging")  # not in /dev/shm, which containers keep small
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())
+
+
+def _open_file(directory: str, size: int) -> int:
+    try:
+        os.makedirs(directory, exist_ok=True)
+        with contextlib.suppress(OSError, AttributeError):
+            return os.open(directory, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        with tempfile.TemporaryFile(dir=directory) as file:  # file systems without O_TMPFILE
+            return os.dup(file.fileno())
+    except OSError as error:
+        raise StagingError(
+            f"cannot stage {format_size(size)} in the spill directory {directory!r}: {error.strerror}. Remedy: make it "
+            "a directory that this process can write to, or set DCP_S3_SPILL_DIR to one"
+        ) from error
+
+
+def _reserve(fd: int, size: int, directory: str | None) -> None:
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except OSError as error:
+        if directory is None:
+            raise StagingError(
+                f"no {format_size(size)} of shared memory for staging: {error.strerror}. Remedy: set "
+                "DCP_S3_STAGING_LIMIT and DCP_S3_SPILL_DIR, so that the rest is staged on disk"
+            ) from error
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        remedy = (
+            "free space there, set DCP_S3_SPILL_DIR to a larger disk, or raise DCP_S3_STAGING_LIMIT"
+            if full
+            else "set DCP_S3_SPILL_DIR to a local disk"
+        )
+        raise StagingError(
+            f"cannot reserve {format_size(size)} in the spill directory {directory!r}: {error.strerror}. "
+            f"Remedy: {remedy}"
+        ) from error

@@ -1,0 +1,176 @@
+"""Copies the tensors of a snapshot into staging buffers, from CPU memory or from accelerators."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from dcp_s3.errors import StagingError
+from dcp_s3.stage.moves import Move, move
+from dcp_s3.stage.pool import BufferPool, Slot
+from dcp_s3.stage.regions import Region
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+_SMALL = 2**20  # bytes; below, a copy is made at once rather than shared among threads
+
+
+@dataclass(frozen=True)
+class StagedTensors:
+    """Copies of tensors, in their order, and the slots that they lie in."""
+
+    tensors: list[torch.Tensor]
+    slots: list[Slot]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers behind the tensors."""
+        return sum({id(slot.buffer): slot.buffer.size for slot in self.slots}.values())
+
+
+class Versions:
+    """The in-place changes of tensors so far, to tell whether there were more while they were copied.
+
+    Args:
+        watched: for each tensor itself, and the wrappers that it lies in.
+    """
+
+    def __init__(self, watched: Sequence[tuple[torch.Tensor, ...]]) -> None:
+        self._watched = watched
+        self._versions = [_versions(each) for each in watched]
+
+    def changed(self) -> int:
+        """How many of the tensors were changed in place since."""
+        now = map(_versions, self._watched)
+        return sum(a != b for a, b in zip(self._versions, now, strict=True))
+
+
+def _versions(watched: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
+    """Changes with the contents, or when the storage is freed or moved."""
+    versions = [0 if tensor.is_inference() else tensor._version for tensor in watched]
+    return watched[0].untyped_storage().data_ptr(), *versions
+
+
+class Copier:
+    """Makes one copy of tensors; has a stream of its own on each accelerator that it meets."""
+
+    def __init__(self) -> None:
+        self._device: int | None = None
+        self._streams: dict[torch.device, torch.Stream] = {}
+
+    def mark(self, tensors: Sequence[torch.Tensor]) -> list[torch.Event]:
+        """Events behind all that the caller's streams have to do so far on the devices of ``tensors``."""
+        events = []
+        for device in _accelerators(tensors):
+            if device not in self._streams:
+                self._streams[device] = torch.Stream(device)
+            event = torch.Event(device)
+            event.record(torch.accelerator.current_stream(device))
+            events.append(event)
+        if events:
+            self._device = torch.accelerator.current_device_index()
+        return events
+
+    def copy(
+        self,
+        tensors: Sequence[torch.Tensor],
+        regions: Sequence[Region],
+        pool: BufferPool,
+        events: Sequence[torch.Event],
+    ) -> StagedTensors:
+        """Copy ``tensors`` to memory of ``pool``; returns when the bytes are there.
+
+        Args:
+            tensors: strided tensors; those that share memory share it in the copy too.
+            regions: of their storages, from `plan_regions`.
+            pool: gives the memory; waits if there is none.
+            events: from `mark`; a copy begins after them.
+
+        Raises:
+            StagingError: there is no memory.
+        """
+        if self._device is not None:
+            torch.accelerator.set_device_index(self._device)  # a new thread would make a context on device 0
+        devices = _accelerators(tensors)
+        slots = pool.acquire([r.size for r in regions], pin=any(device.type == "cuda" for device in devices))
+        streams = [self._streams[device] for device in devices]
+        for stream, event in zip(streams, events, strict=False):
+            stream.wait_event(event)
+        staged: list[torch.Tensor | None] = [None] * len(tensors)
+        moves: list[Move] = []
+        try:
+            for region, slot in zip(regions, slots, strict=True):
+                source = tensors[region.tensors[0]]
+                with self._streams.get(source.device) or nullcontext():
+                    copies = _copy_region(region, slot, tensors, moves)
+                for number, copied in zip(region.tensors, copies, strict=True):
+                    staged[number] = copied
+            move(moves)
+        finally:
+            for stream in streams:
+                stream.synchronize()  # also after an error: copies may be under way to buffers that go back now
+        return StagedTensors([_or_empty(s, tensor) for s, tensor in zip(staged, tensors, strict=True)], slots)
+
+
+def _accelerators(tensors: Sequence[torch.Tensor]) -> list[torch.device]:
+    return sorted({t.device for t in tensors if t.device.type != "cpu"}, key=str)
+
+
+def _or_empty(staged: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
+    if staged is None:  # it has no bytes
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    return staged
+
+
+def _copy_region(region: Region, slot: Slot, tensors: Sequence[torch.Tensor], moves: list[Move]) -> list[torch.Tensor]:
+    """Do the copy of one region, enqueue it, or add it to ``moves``; the staged tensors of it."""
+    source = tensors[region.tensors[0]]
+    # Two storages may begin at one address (torch.from_numpy of an array and of its beginning).
+    source_storage = max((tensors[n].untyped_storage() for n in region.tensors), key=torch.UntypedStorage.nbytes)
+    if not region.gathered and source_storage.nbytes() < region.start + region.size:
+        raise StagingError(
+            "the memory of a tensor was freed before it was staged. Remedy: wait for staging_completion of "
+            "async_save's response before the state is changed or resharded"
+        )
+    small = region.size < _SMALL and source.device.type == "cpu"
+    if small and len(region.tensors) == 1 and region.size == source.nbytes and source.is_contiguous():
+        ctypes.memmove(slot.address, source.data_ptr(), region.size)  # by far the most frequent case: be brief
+        copied = torch.frombuffer(slot.lease, dtype=source.dtype, count=source.numel(), offset=slot.offset)
+        return [copied.view(source.shape)]
+    target = torch.frombuffer(slot.lease, dtype=torch.uint8, count=region.size, offset=slot.offset)
+    storage = target.untyped_storage()
+    if region.gathered:
+        bits = _BITS[source.element_size()]  # torch can not copy every dtype
+        gathered = target.view(bits).view(source.shape)
+        gathered.copy_(source.view(bits), non_blocking=True)
+        return [gathered.view(source.dtype)] * len(region.tensors)
+    if source.device.type == "cpu":
+        moves.append(Move(slot.address, source_storage.data_ptr() + region.start, region.size))
+    else:
+        raw = torch.empty(0, dtype=torch.uint8, device=source.device)
+        raw.set_(source_storage, region.start, (region.size,), (1,))
+        target.copy_(raw, non_blocking=True)
+    return [_view(tensors[number], storage, region) for number in region.tensors]
+
+
+def _view(tensor: torch.Tensor, storage: torch.UntypedStorage, region: Region) -> torch.Tensor:
+    offset = tensor.storage_offset() - region.start // tensor.element_size()
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, offset, tensor.shape, tensor.stride())
+
+
+def check_unchanged(versions: Versions) -> None:
+    """Refuse a copy that is torn.
+
+    Raises:
+        StagingError: tensors were changed in place while they were copied.
+    """
+    changed = versions.changed()
+    if changed:
+        raise StagingError(
+            f"{changed} tensors were changed in place while they were staged in the background, so the copy may be "
+            "torn and is not saved. Remedy: wait for staging_completion of async_save's response before the next "
+            "optimizer step, or use a stager that blocks: S3Stager(asynchronous=False)"
+        )

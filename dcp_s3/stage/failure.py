@@ -1,0 +1,73 @@
+"""A failed staging that travels through DCP, so that every rank learns of it.
+
+If `stage` raised on one rank, the others would wait in the collectives of the save for a rank that never comes. With
+several ranks it therefore returns this state in place of a copy: it looks like a state until the save is inside of its
+first collective step, and there it raises on its rank, which makes the save fail on all of them with the cause.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Iterable
+from typing import Any, NoReturn
+from uuid import uuid4
+
+from dcp_s3.errors import StagingError
+from dcp_s3.tracebacks import without_tracebacks
+
+logger = logging.getLogger(__name__)
+
+MARK = "__dcp_s3_staging_failed__"
+
+_failures: dict[str, BaseException] = {}
+
+
+class _RaiseWhenSaved:
+    """Whoever pickles it gets the cause: planners of others, and writers of others."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __reduce__(self) -> NoReturn:
+        logger.error("a state could not be staged: %s: %s", type(self._error).__name__, self._error)
+        raise self._error
+
+
+class FailedStaging(dict[str, Any]):
+    """The state that stands for a staging that failed.
+
+    Args:
+        error: the cause.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error = _portable(error)
+        without_tracebacks(error)
+        # A name of its own in each failure: plans that DCP caches must not be taken for those of another.
+        self.name = f"{MARK}{uuid4().hex}"
+        super().__init__({self.name: _RaiseWhenSaved(error)})
+        _failures[self.name] = error
+
+
+def _portable(error: BaseException) -> BaseException:
+    """The error, or one of ours with its text if it could not cross to other processes."""
+    try:
+        pickle.loads(pickle.dumps(error))  # noqa: S301 - what was just pickled
+    except Exception:  # noqa: BLE001 - whatever its class does
+        return StagingError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def forget(state: FailedStaging) -> None:
+    """The failure is another process's business now."""
+    _failures.pop(state.name, None)
+
+
+def raise_if_failed(names: Iterable[str]) -> None:
+    """Raise the cause if one of ``names``, the FQNs of a plan, is that of a failed staging of this process."""
+    for name in names:
+        if name.startswith(MARK):
+            error = _failures.pop(name, None)
+            if error is not None:
+                raise error

@@ -1,0 +1,286 @@
+"""The pool of staging buffers: reused from save to save, never while anything can still read them.
+
+DCP does not tell a stager when an upload ends. But every staged tensor, and every view of one, keeps the `lease` of its
+buffer alive, so a weak reference to the lease tells when the last reader is gone, however the save ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from dcp_s3.errors import StagingError, StagingLimitError
+from dcp_s3.stage.buffers import Buffer, Kind
+from dcp_s3.stage.regions import place, split
+from dcp_s3.stage.release import count_released
+from dcp_s3.units import format_size
+
+logger = logging.getLogger(__name__)
+
+_POLL_SECONDS = 0.1
+_REPORT_SECONDS = 30.0
+_MAX_SLACK = 2  # a free buffer serves requests down to its size over this
+
+
+@dataclass(eq=False)
+class Generation:
+    """The buffers of one staged state. In use until every lease of them is gone."""
+
+    buffers: list[Buffer] = field(default_factory=list)
+
+
+class Slot(NamedTuple):
+    """Where a region lies: bytes ``offset`` onwards of ``lease``, a view of ``buffer``."""
+
+    buffer: Buffer
+    lease: memoryview
+    offset: int
+
+    @property
+    def address(self) -> int:
+        """Of the first byte."""
+        return self.buffer.address + self.offset
+
+
+class BufferPool:
+    """Hands out memory for staged states.
+
+    Args:
+        limit: bytes of memory for all generations together; None for no limit.
+        generations: how many may be in use at a time; a request for one more waits.
+        spill_dir: directory for what exceeds ``limit``.
+        shared: begin with memory that other processes can map.
+    """
+
+    def __init__(
+        self,
+        *,
+        limit: int | None,
+        generations: int,
+        spill_dir: str | None,
+        shared: bool = False,
+    ) -> None:
+        self.limit = limit
+        self.generations = generations
+        self.spill_dir = spill_dir
+        self.shared = shared
+        self._free: list[Buffer] = []
+        self._in_use: set[Generation] = set()
+        self._lock = threading.Lock()
+        # Filled by callbacks of weak references, which may come at any instant, in any thread, also one that holds
+        # the lock: SimpleQueue is made for that.
+        self._returned: queue.SimpleQueue[tuple[Generation, Buffer]] = queue.SimpleQueue()
+        self._closed = threading.Event()
+
+    @property
+    def in_use(self) -> int:
+        """Generations that something still refers to."""
+        with self._lock:
+            self._collect()
+            return len(self._in_use)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all buffers, in use and free, in memory and on disk."""
+        with self._lock:
+            self._collect()
+            return sum(buffer.size for buffer in (*self._free, *self._buffers_in_use()))
+
+    def acquire(self, sizes: Sequence[int], *, pin: bool = False) -> list[Slot]:
+        """Memory for regions of ``sizes`` bytes. Waits while all generations, or the budget, are in use.
+
+        Args:
+            sizes: bytes, none of them zero.
+            pin: register it with CUDA.
+
+        Raises:
+            StagingLimitError: over the budget even when nothing else is in use, and there is no spill directory.
+            StagingError: there is no room for the buffers.
+        """
+        if not sizes:
+            return []
+        waiting = _Waiting()
+        while True:
+            with self._lock:
+                self._collect()
+                if self._closed.is_set():
+                    raise StagingError("the stager was closed. Remedy: close it after the last save, or make a new one")
+                reason = self._reason_to_wait(sizes)
+                if reason is None:
+                    waiting.end()
+                    slots = self._allocate(sizes)
+                    break
+            if not waiting.go_on(reason):
+                continue
+            with contextlib.suppress(queue.Empty):
+                returned = self._returned.get(timeout=_POLL_SECONDS)
+                with self._lock:
+                    self._take_back(*returned)
+                del returned  # it may have to go to make room
+        if pin:
+            for buffer in {slot.buffer for slot in slots}:
+                buffer.pin()
+        return slots
+
+    def _allocate(self, sizes: Sequence[int]) -> list[Slot]:
+        in_memory = split(sizes, self._room())
+        generation = Generation()
+        slots: dict[int, Slot] = {}
+        try:
+            for on_disk in (False, True):
+                numbers = [number for number, choice in enumerate(in_memory) if choice != on_disk]
+                if not numbers:
+                    continue
+                offsets, size = place([sizes[number] for number in numbers])
+                buffer = self._take(size, "file" if on_disk else "shared" if self.shared else "private")
+                generation.buffers.append(buffer)
+                lease = buffer.lease()
+                slots.update((n, Slot(buffer, lease, offset)) for n, offset in zip(numbers, offsets, strict=True))
+        except BaseException:
+            self._free.extend(generation.buffers)
+            raise
+        self._lend(generation, list(slots.values()))
+        return [slots[number] for number in range(len(sizes))]
+
+    def close(self) -> None:
+        """Free what is not in use now, and the rest when it is not used any more. Whoever waits gets an error."""
+        self._closed.set()
+        with self._lock:
+            self._collect()
+            self._free.clear()
+            self._in_use.clear()
+
+    def _lend(self, generation: Generation, slots: Sequence[Slot]) -> None:
+        leases = {id(slot.lease): slot for slot in slots}
+        self._in_use.add(generation)
+        for slot in leases.values():
+            callback = weakref.finalize(slot.lease, _give_back, self._returned, self._closed, generation, slot.buffer)
+            callback.atexit = False
+
+    def _collect(self) -> None:
+        while True:
+            try:
+                generation, buffer = self._returned.get_nowait()
+            except queue.Empty:
+                return
+            self._take_back(generation, buffer)
+
+    def _take_back(self, generation: Generation, buffer: Buffer) -> None:
+        if self._closed.is_set():
+            return
+        self._free.append(buffer)
+        generation.buffers.remove(buffer)
+        if not generation.buffers:
+            self._in_use.discard(generation)
+
+    def _buffers_in_use(self) -> list[Buffer]:
+        return [buffer for generation in self._in_use for buffer in generation.buffers]
+
+    def _room(self) -> int | None:
+        """Bytes of the budget that are not in use."""
+        if self.limit is None:
+            return None
+        return max(0, self.limit - sum(b.size for b in self._buffers_in_use() if b.kind != "file"))
+
+    def _reason_to_wait(self, sizes: Sequence[int]) -> str | None:
+        if len(self._in_use) >= self.generations:
+            return (
+                f"{len(self._in_use)} earlier saves still hold their staged copies, as many as "
+                f"DCP_S3_STAGING_GENERATIONS={self.generations} allows"
+            )
+        if self.spill_dir is None and not all(split(sizes, self._room())):
+            if not self._in_use:
+                raise StagingLimitError(
+                    f"the state to stage has {format_size(sum(sizes))}, more than the "
+                    f"{format_size(self.limit or 0)} that DCP_S3_STAGING_LIMIT allows this process. Remedy: raise "
+                    "DCP_S3_STAGING_LIMIT, or set DCP_S3_SPILL_DIR to a local directory, where the rest is then staged"
+                )
+            return (
+                f"earlier saves still hold most of the {format_size(self.limit or 0)} that DCP_S3_STAGING_LIMIT allows "
+                "this process, and DCP_S3_SPILL_DIR is not set"
+            )
+        return None
+
+    def _take(self, size: int, kind: Kind) -> Buffer:
+        fitting = [b for b in self._free if b.kind == kind and size <= b.size <= max(size, 1) * _MAX_SLACK]
+        if fitting:
+            best = min(fitting, key=lambda buffer: buffer.size)
+            self._free.remove(best)
+            return best
+        on_disk = kind == "file"
+        self._drop_for(size, on_disk=on_disk)
+        try:
+            return Buffer(size, kind, directory=self.spill_dir)
+        except StagingError:
+            free = [b for b in self._free if (b.kind == "file") == on_disk]
+            if not free:
+                raise
+            for buffer in free:
+                self._free.remove(buffer)
+            del free, buffer
+        return Buffer(size, kind, directory=self.spill_dir)
+
+    def _drop_for(self, size: int, *, on_disk: bool) -> None:
+        """Free buffers that lay unused the longest: no more are kept than generations, nor beyond the budget."""
+        in_use = [b for b in self._buffers_in_use() if (b.kind == "file") == on_disk]
+        free = [b for b in self._free if (b.kind == "file") == on_disk]
+        limit = None if on_disk else self.limit
+        while free and (
+            len(in_use) + len(free) >= self.generations
+            or (limit is not None and sum(b.size for b in (*in_use, *free)) + size > limit)
+        ):
+            self._free.remove(free.pop(0))
+
+
+class _Waiting:
+    """What the log says of one wait."""
+
+    def __init__(self) -> None:
+        self._collected = -1
+        self._started: float | None = None
+        self._reported = 0.0
+        self._reason = ""
+
+    def go_on(self, reason: str) -> bool:
+        """There is still ``reason`` to wait; False to look once more first, after a search for what nobody needs."""
+        self._reason, now = reason, time.monotonic()
+        released = count_released()
+        if released != self._collected:
+            self._collected = released
+            gc.collect()
+            return False
+        if self._started is None:
+            self._started = self._reported = now
+            logger.warning("staging waits: %s", reason)
+        elif now - self._reported >= _REPORT_SECONDS:
+            self._reported = now
+            gc.collect()
+            logger.warning(
+                "staging has waited for %.0f s: %s. (A planner or a staged state that is kept holds its copy, too.)",
+                now - self._started,
+                reason,
+            )
+        return True
+
+    def end(self) -> None:
+        """The wait is over, if there was one."""
+        if self._started is not None:
+            logger.warning("staging waited for %.1f s: %s", time.monotonic() - self._started, self._reason)
+
+
+def _give_back(
+    returned: queue.SimpleQueue[tuple[Generation, Buffer]],
+    closed: threading.Event,
+    generation: Generation,
+    buffer: Buffer,
+) -> None:
+    if not closed.is_set():
+        returned.put((generation, buffer))

@@ -1,0 +1,267 @@
+"""The structure of a state, copied at once; its tensors are found, to be copied and put back later."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from dcp_s3 import torch_private
+from dcp_s3.errors import StagingError
+from dcp_s3.stage.regions import TensorSpan, plan_regions
+
+_ATOMIC = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size)
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+_Build = Callable[[Sequence[torch.Tensor]], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Hole:
+    """Where a tensor was: `build` makes the staged one from the staged plain tensors."""
+
+    build: _Build
+
+
+class Snapshot:
+    """A state without its tensors' bytes: containers and other values are copies, independent of the original.
+
+    Args:
+        state: containers (dicts, lists, tuples and subclasses) of tensors and of other values. Those are copied by
+            `copy.deepcopy`; tensors inside of them come to CPU memory at once.
+
+    Attributes:
+        tensors: the plain tensors to copy: every one once, those inside DTensor, ShardedTensor and other wrappers
+            among them. They share memory with the original.
+        watched: for each of them, those whose versions tell of a change: itself, and the wrappers that it lies in.
+            A DTensor is changed without its local tensor being told.
+        regions: the bytes of their storages that hold them.
+
+    Raises:
+        StagingError: a value can not be copied, or a tensor has no memory any more.
+    """
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.watched: list[tuple[torch.Tensor, ...]] = []
+        self._wrappers: list[torch.Tensor] = []
+        self._spans: list[TensorSpan] = []
+        self._numbers: dict[int, int] = {}
+        self._holes: dict[int, tuple[_Hole, torch.Tensor]] = {}  # by id, which the tensor keeps its own
+        self._memo: dict[int, Any] = {}
+        self._path: list[Any] = []
+        with torch.no_grad(), _no_collector():
+            self._structure = self._copy(state)
+            self.regions = plan_regions(self._spans)
+        self._memo.clear()
+        self._holes.clear()
+        self._spans.clear()
+
+    def fill(self, staged: Sequence[torch.Tensor]) -> dict[str, Any]:
+        """The copied state with ``staged`` in place of `tensors`. Can be called once."""
+        with torch.no_grad():
+            filled: dict[str, Any] = _Filler(staged).fill(self._structure)
+        self._structure = None
+        return filled
+
+    def _copy(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _ATOMIC:
+            return value
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        known = self._memo.get(id(value))
+        if known is not None:
+            return known
+        if isinstance(value, dict):
+            copied = {} if kind is dict else _shallow_copy(value)
+            self._memo[id(value)] = copied
+            for key, entry in value.items():
+                copied[key] = self._copy_at(key, entry)
+            return copied
+        if isinstance(value, list):
+            entries: list[Any] = [] if kind is list else _shallow_copy(value)
+            self._memo[id(value)] = entries
+            entries[:] = [self._copy_at(number, entry) for number, entry in enumerate(value)]
+            return entries
+        if kind is tuple or (isinstance(value, tuple) and hasattr(value, "_fields")):
+            items = [self._copy_at(number, entry) for number, entry in enumerate(value)]
+            return tuple(items) if kind is tuple else kind._make(items)
+        try:
+            with _OffloadCopies():
+                return copy.deepcopy(value, self._memo)
+        except Exception as error:
+            raise self._not_copyable(value, error) from error
+
+    def _not_copyable(self, value: Any, error: Exception) -> StagingError:
+        kind = type(value)
+        return StagingError(
+            f"{self._name()} is a {kind.__module__}.{kind.__qualname__} that can not be copied ({error}), so that an "
+            "asynchronous save of it would not be safe from changes. Remedy: leave it out of the state"
+        )
+
+    def _copy_at(self, key: Any, value: Any) -> Any:
+        if type(value) in _ATOMIC:
+            return value
+        self._path.append(key)
+        copied = self._copy(value)
+        self._path.pop()
+        return copied
+
+    def _tensor(self, tensor: torch.Tensor) -> _Hole:
+        """The hole for ``tensor``; the same for each of its occurrences."""
+        known = self._holes.get(id(tensor))
+        if known is not None:
+            return known[0]
+        try:
+            hole = _Hole(self._build(tensor))
+        except StagingError:
+            raise
+        except Exception as error:
+            raise self._not_copyable(tensor, error) from error
+        self._holes[id(tensor)] = hole, tensor
+        return hole
+
+    def _build(self, tensor: Any) -> _Build:
+        if isinstance(tensor, torch_private.AsyncCollectiveTensor):
+            return self._build(tensor.wait())
+        if isinstance(tensor, torch_private.ShardedTensor):
+            return self._build_sharded(tensor)
+        if torch_private.is_traceable_wrapper_subclass(tensor):
+            return self._build_wrapper(tensor)
+        if not _is_memory(tensor):
+            staged = self._copy_apart(tensor)
+            return lambda _: staged
+        span = _span(tensor)
+        if span.nbytes and tensor.untyped_storage().nbytes() < span.stop:
+            raise StagingError(
+                f"{self._name()} (shape {tuple(tensor.shape)}) has no memory: its storage was freed, as FSDP does "
+                "outside of its own state_dict. Remedy: take the state with "
+                "torch.distributed.checkpoint.state_dict.get_state_dict"
+            )
+        if tensor.is_conj():
+            build = self._build(tensor.conj())
+            return lambda staged: build(staged).conj()
+        number = len(self.tensors)
+        self.tensors.append(tensor.detach())
+        self.watched.append((self.tensors[-1], *self._wrappers))
+        self._spans.append(span)
+        return lambda staged: staged[number]
+
+    def _build_wrapper(self, tensor: Any) -> _Build:
+        names, context = tensor.__tensor_flatten__()
+        values = {name: getattr(tensor, name) for name in names}
+        self._wrappers.append(tensor)
+        inner = {n: self._build(value) for n, value in values.items() if isinstance(value, torch.Tensor)}
+        self._wrappers.pop()
+        others = {n: value for n, value in values.items() if n not in inner}
+        cls, size, stride = type(tensor), tensor.size(), tensor.stride()
+
+        def build(staged: Sequence[torch.Tensor]) -> Any:
+            parts = {**others, **{name: make(staged) for name, make in inner.items()}}
+            return cls.__tensor_unflatten__(parts, context, size, stride)
+
+        return build
+
+    def _build_sharded(self, tensor: torch_private.ShardedTensor) -> _Build:
+        shards = [self._build(shard.tensor) for shard in tensor.local_shards()]
+        return lambda staged: torch_private.rebuild_sharded_tensor(tensor, [build(staged) for build in shards])
+
+    def _copy_apart(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Of a tensor that is not just memory (sparse, quantized, nested); not pooled."""
+        if tensor.device.type == "meta":
+            return tensor
+        return tensor.detach().to("cpu", copy=True)
+
+    def _name(self) -> str:
+        return repr(".".join(map(str, self._path)))
+
+
+class _Filler:
+    def __init__(self, staged: Sequence[torch.Tensor]) -> None:
+        self._staged = staged
+        self._made: dict[int, Any] = {}
+        self._seen: set[int] = set()
+
+    def fill(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _ATOMIC:
+            return value
+        if kind is _Hole:
+            made = self._made.get(id(value))
+            if made is None:
+                made = self._made[id(value)] = value.build(self._staged)
+            return made
+        if isinstance(value, (dict, list)):
+            if id(value) not in self._seen:
+                self._seen.add(id(value))
+                for key, entry in list(value.items() if isinstance(value, dict) else enumerate(value)):
+                    if type(entry) not in _ATOMIC:
+                        value[key] = self.fill(entry)
+            return value
+        if kind is tuple:
+            return tuple(map(self.fill, value))
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return kind._make(map(self.fill, value))
+        return value
+
+
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """Without the garbage collector, which doubles the time of making many small objects, in the time of a stall."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+class _OffloadCopies(TorchFunctionMode):
+    """`copy.deepcopy` of a tensor on a device makes a copy in CPU memory."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__deepcopy__ and args[0].device.type not in ("cpu", "meta"):
+            tensor, memo = args
+            memo[id(tensor)] = copied = tensor.detach().cpu()
+            return copied
+        return func(*args, **(kwargs or {}))
+
+
+def _is_memory(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is nothing but strided elements in a storage."""
+    if tensor.layout != torch.strided or tensor.device.type == "meta" or tensor.is_quantized or tensor.is_neg():
+        return False
+    if tensor.is_nested:
+        return False
+    if type(tensor) in _PLAIN or not tensor.numel():
+        return True
+    try:
+        return tensor.data_ptr() != 0
+    except RuntimeError:  # a subclass without memory of its own
+        return False
+
+
+def _span(tensor: torch.Tensor) -> TensorSpan:
+    """Of a strided tensor."""
+    size, nbytes = tensor.element_size(), tensor.nbytes
+    start = int(tensor.storage_offset()) * size
+    storage = (tensor.device, tensor.untyped_storage().data_ptr())
+    if tensor.is_contiguous() or not nbytes:
+        return TensorSpan(storage, start, start + nbytes, nbytes)
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    stop = start + size * (1 + sum(int(length - 1) * int(stride) for length, stride in steps))
+    return TensorSpan(storage, start, stop, nbytes, (tensor.dtype, tensor.shape, tensor.stride()))
+
+
+def _shallow_copy(value: Any) -> Any:
+    """An empty container like ``value``, with its attributes."""
+    copied = copy.copy(value)
+    copied.clear()
+    return copied

@@ -1,0 +1,184 @@
+"""S3Stager: DCP's AsyncStager with a pool of buffers."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.staging import AsyncStager
+
+from dcp_s3 import torch_private
+from dcp_s3.errors import StagingError
+from dcp_s3.settings import Settings, SettingsLike, local_world_size, resolve_settings
+from dcp_s3.stage.budget import measure_available, resolve_limit
+from dcp_s3.stage.copier import Copier, Versions, check_unchanged
+from dcp_s3.stage.failure import FailedStaging
+from dcp_s3.stage.handover import StagedState
+from dcp_s3.stage.pool import BufferPool
+from dcp_s3.stage.release import release
+from dcp_s3.stage.snapshot import Snapshot
+from dcp_s3.units import format_size
+from dcp_s3.workers import InTurn
+
+logger = logging.getLogger(__name__)
+
+
+class S3Stager(AsyncStager):
+    """Copies the state to host memory for `dcp.async_save`, so that training can go on and change it.
+
+    Buffers are kept and used again, but never while a save can still read them: at most
+    ``DCP_S3_STAGING_GENERATIONS`` staged copies exist at a time, then the next `stage` waits and says so in the log.
+    Memory is bounded by ``DCP_S3_STAGING_LIMIT``; what exceeds it is staged in files in ``DCP_S3_SPILL_DIR``.
+
+    May be used for any number of saves, with any writer, by one thread at a time.
+
+    Args:
+        settings: a `Settings`, or a mapping of those that differ from the environment.
+        asynchronous: `stage` returns at once and copies in the background; `dcp.async_save` then returns an
+            AsyncSaveResponse. The state must not be changed before its ``staging_completion``: changes in place that
+            count up the versions of tensors are detected, and fail the save. Not those through ``.data``, by torch's
+            fused optimizers, and by its foreach ones to DTensors.
+
+    Raises:
+        SettingsError: a setting is not allowed.
+    """
+
+    def __init__(self, settings: SettingsLike = None, *, asynchronous: bool = False) -> None:
+        self.settings: Settings = resolve_settings(settings)
+        self.asynchronous = asynchronous
+        torch_private.save_in_turn(release)
+        limit = self.settings.staging_limit
+        self._pool = BufferPool(
+            limit=resolve_limit(limit, measure_available() if isinstance(limit, float) else 0, local_world_size()),
+            generations=self.settings.staging_generations,
+            spill_dir=self.settings.spill_dir,
+        )
+        self._background = InTurn("dcp_s3-staging")
+        self._latest: Callable[[], Future[dict[str, Any]] | None] = lambda: None
+        self._closed = False
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | Future[dict[str, Any]]:
+        """A training-safe copy of ``state_dict`` in CPU memory, or with ``asynchronous`` the future of one.
+
+        Tensors that share memory share it in the copy too; of a small view of a large storage only the view is copied.
+
+        With several ranks a failure does not raise here, where the other ranks could not learn of it: what is
+        returned then makes the save fail on all ranks, with the cause.
+
+        Raises:
+            StagingLimitError: the state exceeds ``DCP_S3_STAGING_LIMIT`` and there is no ``DCP_S3_SPILL_DIR``.
+            StagingError: there is no room, or something in the state can not be copied.
+        """
+        if self._closed:
+            raise StagingError("this S3Stager was closed. Remedy: close it after the last save, or make a new one")
+        if not self.asynchronous:
+            return self.stage_now(state_dict)
+        future = self._begin(state_dict)
+        self._latest = weakref.ref(future)  # a strong one would keep the copy
+        return future
+
+    def stage_now(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """What `stage` does without ``asynchronous``."""
+
+        def stage() -> dict[str, Any]:
+            snapshot, copier = Snapshot(state_dict), Copier()
+            return self._copy(snapshot, copier, copier.mark(snapshot.tensors))
+
+        staged: dict[str, Any] = self._guard(stage)
+        return staged
+
+    def synchronize_staging(self) -> None:
+        """Wait until the latest copy is complete."""
+        latest = self._latest()
+        if latest is not None:
+            latest.result()
+
+    def close(self) -> None:
+        """Wait for copies under way, and free the buffers: at once, or when the last save that reads them ends."""
+        self._closed = True
+        self._background.join()
+        self._pool.close()
+
+    def __enter__(self) -> S3Stager:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _begin(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:
+        """Take the snapshot now, copy its tensors in the background."""
+
+        def begin() -> Future[dict[str, Any]]:
+            snapshot = Snapshot(state_dict)
+            versions, copier = Versions(snapshot.watched), Copier()
+            events = copier.mark(snapshot.tensors)
+            copying = self._background.submit(self._guard, lambda: self._copy(snapshot, copier, events, versions))
+            copying.add_done_callback(_log_failure)
+            return copying
+
+        begun: Any = self._guard(begin)
+        if isinstance(begun, Future):
+            return begun
+        future: Future[dict[str, Any]] = Future()
+        future.set_result(begun)
+        return future
+
+    def _copy(
+        self,
+        snapshot: Snapshot,
+        copier: Copier,
+        events: list[torch.Event],
+        versions: Versions | None = None,
+    ) -> dict[str, Any]:
+        started = time.monotonic()
+        with torch.no_grad():
+            staged = copier.copy(snapshot.tensors, snapshot.regions, self._pool, events)
+        if versions is not None:
+            check_unchanged(versions)
+        buffers = list({id(slot.buffer): slot.buffer for slot in staged.slots}.values())
+        seconds = time.monotonic() - started
+        on_disk = sum(buffer.size for buffer in buffers if buffer.kind == "file")
+        logger.debug("staged %s (%s on disk) in %.3f s", format_size(staged.nbytes), format_size(on_disk), seconds)
+        return StagedState(snapshot.fill(staged.tensors), buffers, self._pool)
+
+    def _guard(self, work: Callable[[], Any]) -> Any:
+        """What ``work`` returns; if it fails and there are other ranks, a state that carries the failure to them."""
+        try:
+            return work()
+        except Exception as error:
+            logger.debug("staging failed:", exc_info=True)
+            traceback.clear_frames(error.__traceback__)  # they hold a generation, and somebody may keep the error
+            if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+                raise
+            return FailedStaging(error)
+
+
+def _log_failure(copying: Future[dict[str, Any]]) -> None:
+    """Log why a copy in the background failed: the save ends before its writer learns of it."""
+    error = copying.exception()
+    if error is not None:
+        logger.error("the asynchronous save failed: its state could not be staged: %s: %s", type(error).__name__, error)
+
+
+def shared_stager(settings: Settings) -> S3Stager:
+    """The blocking stager that all writers of this process with these settings share."""
+    return _shared_stager(settings.staging_limit, settings.staging_generations, settings.spill_dir)
+
+
+@functools.lru_cache(maxsize=8)
+def _shared_stager(limit: int | float | None, generations: int, spill_dir: str | None) -> S3Stager:
+    return S3Stager({"staging_limit": limit, "staging_generations": generations, "spill_dir": spill_dir})

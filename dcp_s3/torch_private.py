@@ -1,0 +1,250 @@
+"""Every private name of torch that dcp_s3 touches: those of the distributed checkpoint, and of staging.
+
+All were seen in torch 2.13.0; ``tests/test_torch_private.py`` says of each who relies on it, and fails when it moves.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import FrameType
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed._shard._utils import narrow_tensor_by_index
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.shard import Shard
+from torch.distributed.checkpoint import _async_process_executor as async_process_executor
+from torch.distributed.checkpoint import _storage_utils
+from torch.distributed.checkpoint._async_process_executor import (
+    _AsyncCheckpointProcess as AsyncCheckpointProcess,
+)
+from torch.distributed.checkpoint._async_process_executor import (
+    _ProcessBasedAsyncCheckpointExecutor as ProcessBasedAsyncCheckpointExecutor,
+)
+from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
+from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
+from torch.distributed.checkpoint.filesystem import _StoragePrefix as StoragePrefix
+from torch.distributed.checkpoint.filesystem import _StorageReaderTransforms as ReaderTransforms
+from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms as WriterTransforms
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MEMORY_FORMAT_ENCODING
+from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as create_chunk_list
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+FileReader = torch._C.PyTorchFileReader  # of the archives of torch.save
+storage_utils: Any = _storage_utils  # chooses a writer or reader where none is given
+
+__all__ = [
+    "CURRENT_DCP_VERSION",
+    "MEMORY_FORMAT_ENCODING",
+    "AsyncCheckpointProcess",
+    "AsyncCollectiveTensor",
+    "Caller",
+    "ExtensionRegistry",
+    "FileReader",
+    "ProcessBasedAsyncCheckpointExecutor",
+    "ReaderTransforms",
+    "ShardedTensor",
+    "StorageInfo",
+    "StoragePrefix",
+    "StreamTransformExtension",
+    "WriterTransforms",
+    "create_chunk_list",
+    "find_load_group",
+    "find_save_group",
+    "find_upload_future",
+    "is_first_look",
+    "is_traceable_wrapper_subclass",
+    "narrow_tensor_by_index",
+    "pin_memory",
+    "rebuild_sharded_tensor",
+    "save_in_turn",
+    "storage_utils",
+    "unpin_memory",
+]
+
+_LOADER_MODULE = "torch.distributed.checkpoint.state_dict_loader"
+_SAVER_MODULE = "torch.distributed.checkpoint.state_dict_saver"
+_MAX_STEPS = 8
+
+
+class Caller(NamedTuple):
+    """The load that called a storage reader.
+
+    Attributes:
+        group: its process group.
+        rank: of this process in it.
+        world_size: of the group, at least 2.
+        coordinator: rank in the group.
+        plain_finish: whether the planner's `finish_plan` is torch's, which returns what it was given and can not fail.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    world_size: int
+    coordinator: int
+    plain_finish: bool
+
+
+def find_load_group() -> Caller | None:
+    """The process group of the `dcp.load` that is calling `read_metadata`; None where it is not all ranks that do so.
+
+    DCP tells it to no storage reader. It is among the variables of torch's `local_step`, which all ranks of the group
+    go through, and which has no metadata yet the first time it asks for them: a planner that calls `read_metadata`
+    itself, later in `local_step`, gets None, and so does everybody who calls it without `dcp.load`.
+    """
+    variables = _first_look()
+    return None if variables is None else _caller_of(variables)
+
+
+def is_first_look() -> bool:
+    """Whether `dcp.load` is calling `read_metadata` for the metadata of all ranks, before it asks for that of one."""
+    return _first_look() is not None
+
+
+def _first_look() -> dict[str, Any] | None:
+    """The variables of torch's `local_step`, if that is what calls, and has not asked for metadata before."""
+    variables = _local_step_variables(_LOADER_MODULE)
+    if variables is None or variables.get("metadata", ...) is not None or variables.get("global_metadata_exc"):
+        return None
+    return variables
+
+
+def find_save_group() -> str | None:
+    """Name of the process group of the save that calls a storage writer; None if its ranks tell each other nothing.
+
+    DCP tells it to no storage writer; like that of a load, it is among the variables of torch's `local_step`.
+    """
+    variables = _local_step_variables(_SAVER_MODULE) or {}
+    wrapper: Any = variables.get("distW")
+    if not getattr(wrapper, "use_dist", False) or variables.get("use_collectives") is False:
+        return None
+    group = wrapper.group if wrapper.group is not None else dist.group.WORLD
+    return None if group is None or wrapper.get_world_size() < 2 else str(group.group_name)
+
+
+def _local_step_variables(module: str) -> dict[str, Any] | None:
+    """Of torch's `local_step` in ``module``, if that is what calls."""
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(_MAX_STEPS):
+        if frame is None:
+            return None
+        if frame.f_code.co_name == "local_step" and frame.f_globals.get("__name__") == module:
+            return frame.f_locals
+        frame = frame.f_back
+    return None
+
+
+def _caller_of(variables: dict[str, Any]) -> Caller | None:
+    wrapper: Any = variables.get("distW")
+    if not getattr(wrapper, "use_dist", False):
+        return None
+    group = wrapper.group if wrapper.group is not None else dist.group.WORLD
+    world_size = wrapper.get_world_size()
+    if group is None or world_size < 2 or wrapper.rank < 0:
+        return None
+    finish = getattr(variables.get("planner"), "finish_plan", None)
+    plain = getattr(finish, "__func__", None) is DefaultLoadPlanner.finish_plan
+    return Caller(group, wrapper.rank, world_size, wrapper.coordinator_rank, plain)
+
+
+_DCP = "torch.distributed.checkpoint."
+# What the thread of an asynchronous save runs, by AsyncCheckpointerType.
+_UPLOADS = {(_DCP + "_async_thread_executor", "save_wrapper"), (_DCP + "_async_process_executor", "_execute_save_impl")}
+
+
+def find_upload_future() -> Future[Any] | None:
+    """The future of the `dcp.async_save` whose thread calls this; None in a `dcp.save`, which raises to its caller.
+
+    DCP gives it to nobody but the caller of `async_save`. It is that of the task which the thread runs.
+    """
+    frame, found = sys._getframe(1).f_back, False
+    while frame is not None:
+        module = frame.f_globals.get("__name__")
+        if found and module == "concurrent.futures.thread":
+            variables = frame.f_locals
+            future = getattr(variables.get("self"), "future", None)
+            if type(variables) is dict:
+                variables.clear()  # before Python 3.13 a copy that stays with the frame, and would keep the state
+            if isinstance(future, Future):
+                return future
+        found = found or (module, frame.f_code.co_name) in _UPLOADS
+        frame = frame.f_back
+    return None
+
+
+def rebuild_sharded_tensor(source: ShardedTensor, tensors: Sequence[torch.Tensor]) -> ShardedTensor:
+    """``source`` with its local shards replaced by ``tensors`` in CPU memory; its metadata says so."""
+    cpu = torch.device("cpu")
+    metadata = copy.deepcopy(source.metadata())
+    for shard_metadata in metadata.shards_metadata:
+        _place(shard_metadata, cpu)
+    shards = []
+    for shard, tensor in zip(source.local_shards(), tensors, strict=True):
+        shard_metadata = copy.deepcopy(shard.metadata)
+        _place(shard_metadata, cpu)
+        shards.append(Shard(tensor, shard_metadata))
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        shards,
+        sharded_tensor_metadata=metadata,
+        process_group=source._process_group,
+        init_rrefs=source._init_rrefs,
+    )
+
+
+def _place(shard_metadata: Any, device: torch.device) -> None:
+    if shard_metadata.placement is not None:
+        shard_metadata.placement._device = device
+
+
+class _InTurn:
+    """Stands in for the thread pool of one PROCESS save: all of them run on the same thread, in the order of calls."""
+
+    _thread: ThreadPoolExecutor | None = None
+    _latest: Future[Any] | None = None
+    on_end: ClassVar[Callable[[Future[Any]], None] | None] = None
+
+    def submit(self, function: Callable[..., Any], **arguments: Any) -> Future[Any]:
+        if _InTurn._thread is None:
+            _InTurn._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="AsyncCheckpointExecutor")
+        _InTurn._latest = _InTurn._thread.submit(function, **arguments)
+        if _InTurn.on_end is not None:
+            _InTurn._latest.add_done_callback(_InTurn.on_end)
+        return _InTurn._latest
+
+    def wait_for_process(self) -> None:
+        """Wait while the first save starts the checkpoint process. To start it takes a collective step, which a second
+        save would take part in again on those ranks only that do not see the process yet."""
+        while (
+            async_process_executor._CHECKPOINT_PROCESS is None
+            and _InTurn._latest is not None
+            and not _InTurn._latest.done()
+        ):
+            time.sleep(0.01)
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Nothing: the thread goes on to the next save."""
+
+
+def _use_one_thread(executor: Any) -> None:
+    executor._executor = _InTurn()
+    executor._executor.wait_for_process()
+
+
+def save_in_turn(on_end: Callable[[Future[Any]], None]) -> None:
+    """Make saves by `AsyncCheckpointerType.PROCESS` that overlap queue up; ``on_end`` is called with each that ended.
+
+    torch 2.13 gives each a thread of its own, and all threads talk to the one checkpoint process through one pipe,
+    unlocked: answers go to the wrong save or are cut up, two first saves start two processes, and ranks may send
+    overlapping saves in different orders, which mixes up their collectives.
+    """
+    _InTurn.on_end = staticmethod(on_end)
+    ProcessBasedAsyncCheckpointExecutor.__init__ = _use_one_thread  # type: ignore[assignment]

@@ -1,1 +1,0 @@
-"""S3: clients, retries, multipart upload from buffers, ranged GET into buffers. Knows nothing of tensors."""

@@ -1,0 +1,218 @@
+"""The other clients of a DCP checkpoint: torch on a directory, torch with fsspec and s3fs, s3torchconnector.
+
+Everything here runs on `tests.ranks.run_ranks`, in processes in which dcp_s3 was never imported and can not be:
+what they read needs nothing but torch, and what they wrote was written by somebody else. Hence this module must not
+import dcp_s3.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import pickle
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+
+from tests.end_to_end.states import assert_same, blank, every_kind, random_tensor
+
+OBJECTS = 2
+"""Number of objects, each of more than 5 MiB, that `interchange_state` is enough for."""
+
+
+def interchange_state() -> dict[str, Any]:
+    """The same in every process: one of every kind of entry, and enough for several objects with several parts."""
+    torch.manual_seed(0)
+    large = {f"w{i}": random_tensor((1024, 1290 + i), torch.float32, 20 + i) for i in range(OBJECTS)}
+    return {**every_kind(), "large": large}
+
+
+def assert_same_interchange_state(found: dict[str, Any]) -> None:
+    """Every bit is that of `interchange_state`."""
+    found, expected = dict(found), interchange_state()
+    found_large, expected_large = found.pop("large"), expected.pop("large")
+    assert_same(found, expected)
+    assert found_large.keys() == expected_large.keys()
+    for name, tensor in expected_large.items():  # as integers: among the random bits are NaNs
+        assert found_large[name].dtype == tensor.dtype, name
+        assert torch.equal(found_large[name].view(torch.int32), tensor.view(torch.int32)), name
+
+
+# --- on ranks, without dcp_s3 ---------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def without_dcp_s3() -> Iterator[None]:
+    """Fails if dcp_s3 was imported, and makes its import impossible."""
+    imported = [name for name in sys.modules if name.partition(".")[0] == "dcp_s3"]
+    assert not imported, imported
+    sys.modules["dcp_s3"] = None  # type: ignore[assignment]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def make_reader(client: str, place: str) -> StorageReader:
+    """A foreign StorageReader: of a directory (``filesystem``) or an s3:// URL."""
+    if client == "filesystem":
+        return dcp.FileSystemReader(place)
+    if client == "fsspec":
+        from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+        return FsspecReader(place, **_s3fs_options())
+    from s3torchconnector.dcp import S3StorageReader
+
+    return S3StorageReader(os.environ["AWS_DEFAULT_REGION"], place, s3client_config=_connector_config())
+
+
+def make_writer(client: str, place: str, **options: Any) -> StorageWriter:
+    """A foreign StorageWriter to a directory (``filesystem``) or an s3:// URL."""
+    if client == "filesystem":
+        return dcp.FileSystemWriter(place, sync_files=False, **options)
+    if client == "fsspec":
+        from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
+
+        return FsspecWriter(place, sync_files=False, **options, **_s3fs_options())
+    from s3torchconnector.dcp import S3StorageWriter
+
+    region = os.environ["AWS_DEFAULT_REGION"]
+    return S3StorageWriter(region, place, s3client_config=_connector_config(), **options)
+
+
+def _s3fs_options() -> dict[str, Any]:
+    # As for the tests' own boto3 client: rclone answers a range with the whole object's checksum.
+    return {
+        "endpoint_url": os.environ["AWS_ENDPOINT_URL"],
+        "config_kwargs": {"response_checksum_validation": "when_required"},
+        "skip_instance_cache": True,
+    }
+
+
+def _connector_config() -> Any:
+    from s3torchconnector import S3ClientConfig
+
+    return S3ClientConfig(force_path_style=True)
+
+
+def read(client: str, place: str) -> None:
+    """Load all of `interchange_state` with a foreign reader and compare every bit."""
+    with without_dcp_s3():
+        found = blank(interchange_state())
+        dcp.load(found, storage_reader=make_reader(client, place))
+        assert_same_interchange_state(found)
+
+
+def write(client: str, place: str, options: dict[str, Any]) -> None:
+    """Save `interchange_state` with a foreign writer."""
+    with without_dcp_s3():
+        dcp.save(interchange_state(), storage_writer=make_writer(client, place, **options))
+
+
+def cut_out_every_item(directory: str) -> tuple[int, int]:
+    """Unpickle ``.metadata`` with plain pickle, and torch.load each item from its bytes alone.
+
+    Returns the number of tensors and of other objects.
+    """
+    with without_dcp_s3():
+        metadata = pickle.loads((Path(directory) / ".metadata").read_bytes())
+        expected = _flat(interchange_state(), metadata.planner_data)
+        tensors = others = 0
+        for index, info in metadata.storage_data.items():
+            data = (Path(directory) / info.relative_path).read_bytes()[info.offset : info.offset + info.length]
+            assert len(data) == info.length
+            value = expected.pop(index.fqn)
+            is_tensor = isinstance(value, torch.Tensor)
+            found = torch.load(io.BytesIO(data), weights_only=is_tensor)
+            assert_same(found, value, index.fqn)
+            if is_tensor:
+                assert found.untyped_storage().nbytes() == found.nbytes, "more than the tensor was stored"
+            tensors += is_tensor
+            others += not is_tensor
+        # FQNs that other entries are: an empty container has no item.
+        assert not expected, sorted(expected)
+        return tensors, others
+
+
+def _flat(state: Any, paths: dict[str, tuple[str | int, ...]]) -> dict[str, Any]:
+    found = {}
+    for fqn, path in paths.items():
+        value = state
+        for step in path:
+            value = value[step]
+        found[fqn] = value
+    return found
+
+
+def convert_to_torch_save(directory: str, file: str) -> None:
+    """torch's own conversion of a checkpoint to one file for torch.load."""
+    with without_dcp_s3():
+        dcp_to_torch_save(directory, file)
+        assert_same_interchange_state(torch.load(file, weights_only=False))
+
+
+# --- sharded states -------------------------------------------------------------------------------------
+
+
+def sharded_state(placement: Any, *, blank: bool = False) -> dict[str, Any]:
+    """DTensors over all ranks (uneven shards among them), a replicated tensor and an object."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+
+    def make(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> DTensor:
+        whole = random_tensor(shape, dtype, seed)
+        return distribute_tensor(torch.zeros_like(whole) if blank else whole, mesh, [placement])
+
+    plain = random_tensor((4, 3), torch.int64, 33)
+    return {
+        "even": make((8, 6), torch.float32, 30),
+        "uneven": make((7, 5), torch.bfloat16, 31),
+        "fewer_rows_than_ranks": make((1, 9), torch.float16, 32),
+        "plain": torch.zeros_like(plain) if blank else plain,
+        "step": 0 if blank else 17,
+    }
+
+
+def whole_sharded_state() -> dict[str, Any]:
+    """What the tensors of `sharded_state` are on one rank."""
+    return {
+        "even": random_tensor((8, 6), torch.float32, 30),
+        "uneven": random_tensor((7, 5), torch.bfloat16, 31),
+        "fewer_rows_than_ranks": random_tensor((1, 9), torch.float16, 32),
+        "plain": random_tensor((4, 3), torch.int64, 33),
+        "step": 17,
+    }
+
+
+PLACEMENTS: dict[str, Any] = {"rows": Shard(0), "columns": Shard(1), "replicated": Replicate()}
+
+
+def read_sharded(client: str, place: str, placement: str) -> None:
+    """Load `sharded_state` with a foreign reader and compare this rank's part."""
+    with without_dcp_s3():
+        found = sharded_state(PLACEMENTS[placement], blank=True)
+        dcp.load(found, storage_reader=make_reader(client, place))
+        assert_same_shards(found, sharded_state(PLACEMENTS[placement]))
+
+
+def write_sharded(client: str, place: str, placement: str) -> None:
+    """Save `sharded_state` with a foreign writer."""
+    with without_dcp_s3():
+        dcp.save(sharded_state(PLACEMENTS[placement]), storage_writer=make_writer(client, place))
+
+
+def assert_same_shards(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """`assert_same` of this rank's part."""
+    assert_same(_local(found), _local(expected))
+
+
+def _local(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.to_local() if isinstance(value, DTensor) else value for key, value in state.items()}

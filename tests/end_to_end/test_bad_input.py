@@ -1,0 +1,142 @@
+"""Bad input: each its own exception with a remedy, and nothing on S3 changed."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+from dcp_s3 import S3LoadPlanner, S3StorageReader, S3StorageWriter, errors
+from dcp_s3.s3.client import close_clients
+
+
+def failure_of_save(url: str, state: Any = None, **arguments: Any) -> BaseException:
+    with pytest.raises(CheckpointException) as failure:
+        dcp.save(state or {"x": torch.ones(3)}, storage_writer=S3StorageWriter(url, **arguments))
+    return only(failure.value)
+
+
+def failure_of_load(url: str, state: Any = None, planner: Any = None, **arguments: Any) -> BaseException:
+    with pytest.raises(CheckpointException) as failure:
+        dcp.load(state or {"x": torch.ones(3)}, storage_reader=S3StorageReader(url, **arguments), planner=planner)
+    return only(failure.value)
+
+
+def only(failure: CheckpointException) -> BaseException:
+    ((error, _),) = failure.failures.values()
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is type(error), "it must reach other ranks as what it is"
+    assert str(copy) == str(error)
+    return error
+
+
+def contents(s3: Any, bucket: str) -> dict[str, str]:
+    return {found["Key"]: found["ETag"] for found in s3.list_objects_v2(Bucket=bucket).get("Contents", [])}
+
+
+@pytest.mark.parametrize("make", [S3StorageWriter, S3StorageReader])
+@pytest.mark.parametrize("url", ["/tmp/x", "gs://bucket/x", "s3://", "bucket/x"])
+def test_wrong_url(make: Any, url: str) -> None:
+    with pytest.raises(errors.InvalidURLError, match="s3://bucket/prefix"):
+        make(url)
+    with pytest.raises(errors.InvalidURLError, match="s3://bucket/prefix"):
+        make().reset(url)
+
+
+def test_no_url(memory_server: Any, s3_env: Any) -> None:
+    with pytest.raises(CheckpointException) as failure:
+        dcp.save({"x": torch.ones(3)}, storage_writer=S3StorageWriter())
+    assert isinstance(only(failure.value), errors.MissingURLError)
+    with pytest.raises(CheckpointException) as failure:
+        dcp.load({"x": torch.ones(3)}, storage_reader=S3StorageReader())
+    assert isinstance(only(failure.value), errors.MissingURLError)
+
+
+def test_missing_bucket(s3_env: Any) -> None:
+    for error in (failure_of_save("s3://no-such-bucket-here/x"), failure_of_load("s3://no-such-bucket-here/x")):
+        assert isinstance(error, errors.BucketNotFoundError)
+        assert "no-such-bucket-here" in str(error)
+        assert "create the bucket" in str(error)
+
+
+def test_no_credentials(memory_server: Any, root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    close_clients()
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    try:
+        for error in (failure_of_save(root), failure_of_load(root)):
+            assert isinstance(error, errors.CredentialsError)
+            assert "AWS_ACCESS_KEY_ID" in str(error)
+    finally:
+        close_clients()
+
+
+@pytest.mark.servers("rgw", "rclone")
+def test_wrong_credentials(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    close_clients()
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong-secret-key")
+    try:
+        assert isinstance(failure_of_save(root), (errors.CredentialsError, errors.AccessDeniedError))
+        assert isinstance(failure_of_load(root), (errors.CredentialsError, errors.AccessDeniedError))
+    finally:
+        close_clients()
+
+
+def test_missing_checkpoint(root: str) -> None:
+    error = failure_of_load(f"{root}/step-7")
+    assert isinstance(error, errors.CheckpointNotFoundError)
+    assert "step-7" in str(error)
+    assert "dcp-s3 ls" in str(error)
+    with pytest.raises(errors.CheckpointNotFoundError):
+        S3StorageReader(f"{root}/step-7").read_metadata()
+
+
+def test_existing_checkpoint(root: str, s3: Any, bucket: str) -> None:
+    dcp.save({"x": torch.ones(3)}, storage_writer=S3StorageWriter(root))
+    before = contents(s3, bucket)
+    error = failure_of_save(root)
+    assert isinstance(error, errors.CheckpointExistsError)
+    assert "Checkpoint already exists" in str(error), "the words of torch's own writers"
+    assert "overwrite=True" in str(error)
+    assert contents(s3, bucket) == before
+
+
+@pytest.mark.parametrize("damage", ["truncate", "empty", "garbage", "other"])
+def test_unreadable_metadata(memory_server: Any, root: str, s3: Any, bucket: str, damage: str) -> None:
+    dcp.save({"x": torch.ones(3)}, storage_writer=S3StorageWriter(root))
+    body = s3.get_object(Bucket=bucket, Key="run/.metadata")["Body"].read()
+    body = {"truncate": body[:-50], "empty": b"", "garbage": b"\xffgarbage", "other": pickle.dumps([1])}[damage]
+    s3.put_object(Bucket=bucket, Key="run/.metadata", Body=body)
+    before = contents(s3, bucket)
+    error = failure_of_load(root)
+    assert isinstance(error, errors.CorruptMetadataError)
+    assert root in str(error)
+    assert contents(s3, bucket) == before
+
+
+def test_shape_mismatch(memory_server: Any, root: str) -> None:
+    dcp.save({"model": {"w": torch.ones(3, 4)}}, storage_writer=S3StorageWriter(root))
+    target = {"model": {"w": torch.full((4, 3), 7.0)}}
+    assert type(failure_of_load(root, target, planner=DefaultLoadPlanner())) is ValueError, (
+        "torch's own planner raises its own error"
+    )
+    error = failure_of_load(root, target, planner=S3LoadPlanner())
+    assert isinstance(error, errors.ShapeMismatchError)
+    assert "Size mismatch" in str(error), "the words of torch's own planner"
+    assert error.fqn == "model.w"
+    assert error.fqn in str(error)
+    assert "(3, 4)" in str(error)
+    assert "(4, 3)" in str(error)
+    assert (target["model"]["w"] == 7).all()
+
+
+def test_meta_tensors_cannot_be_saved(memory_server: Any, root: str, s3: Any, bucket: str) -> None:
+    error = failure_of_save(root, {"ok": torch.ones(2), "w": torch.empty(3, device="meta")})
+    assert isinstance(error, errors.SaveProtocolError)
+    assert "'w'" in str(error)
+    assert contents(s3, bucket) == {}

@@ -1,0 +1,354 @@
+"""Saves and loads that are given up: at a deadline, by Ctrl-C, because a rank died. Nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItem
+
+from dcp_s3 import S3StorageReader, S3StorageWriter, errors
+from dcp_s3.settings import Settings
+from dcp_s3.spill.background import stop_draining, wait_until_drained
+from tests.end_to_end.states import assert_same, blank
+from tests.faulty import BUCKET, FaultyServer, serve
+from tests.memory_s3 import Fault
+from tests.ranks import RankFailed, run_ranks
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
+    pytest.mark.timeout(60),  # far below what a request may hang without a deadline
+]
+
+MIB = 2**20
+URL = f"s3://{BUCKET}/run"
+LONG = 30.0
+
+
+class Hanging(FaultyServer):
+    """A server that never answers some requests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached = threading.Event()
+        self.released = threading.Event()
+
+    def hang(self, *operations: str, key: str = "", then: Callable[[], None] = lambda: None) -> None:
+        """From now on, on requests of these operations whose keys contain ``key``; ``then`` is called at the first."""
+
+        def rule(request: Any) -> Fault | None:
+            if request.operation not in operations or key not in request.key:
+                return None
+            if not self.reached.is_set():
+                self.reached.set()
+                then()
+            self.released.wait(LONG)
+            return Fault.reset()
+
+        self.rule = rule
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hanging]:
+    monkeypatch.setenv("DCP_S3_PART_SIZE", "5MiB")
+    hanging = Hanging()
+    with serve(monkeypatch, hanging):
+        yield hanging
+        hanging.released.set()
+
+
+@pytest.fixture
+def spill_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    path = tmp_path / "spill"
+    monkeypatch.setenv("DCP_S3_SPILL_DIR", str(path))
+    yield path
+    stop_draining()
+
+
+def make_state() -> dict[str, Any]:
+    """Two objects: 6 MiB, which is two parts, and a small one."""
+    return {"large": torch.randn(MIB * 3 // 2), "small": torch.randn(100)}
+
+
+def save(state: dict[str, Any] | None = None, **settings: Any) -> None:
+    writer = S3StorageWriter(URL, separate=["large", "small"], settings=settings)
+    dcp.save(state or make_state(), storage_writer=writer)
+
+
+def cause(caught: pytest.ExceptionInfo[CheckpointException]) -> BaseException:
+    """Of the failure of the one rank."""
+    ((error, _),) = caught.value.failures.values()
+    return error
+
+
+def assert_nothing_is_left(faulty: Hanging) -> None:
+    assert faulty.s3.open_uploads(BUCKET) == []
+    assert faulty.s3.objects(BUCKET) == {}
+    assert_no_threads()
+
+
+def assert_no_threads() -> None:
+    names = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in names if name.startswith("dcp_s3-") and name != "dcp_s3-drain"]
+
+
+# --- deadlines ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("operation", ["CreateMultipartUpload", "UploadPart", "PutObject"])
+def test_a_save_ends_at_its_deadline(faulty: Hanging, operation: str) -> None:
+    faulty.hang(operation, key="__0_")
+    with pytest.raises(CheckpointException) as caught:
+        save(save_timeout=1.5)
+    assert faulty.reached.is_set()
+    error = cause(caught)
+    assert isinstance(error, errors.DeadlineExceededError)
+    assert (error.setting, error.seconds) == ("DCP_S3_SAVE_TIMEOUT", 1.5)
+    assert f"the save to {URL} was not done within DCP_S3_SAVE_TIMEOUT = 1.5 s: of about 6.0 MiB of rank 0" in str(
+        error
+    )
+    assert_nothing_is_left(faulty)
+
+
+def test_the_error_says_how_far_the_save_came(faulty: Hanging) -> None:
+    faulty.hang("CompleteMultipartUpload")
+    with pytest.raises(CheckpointException) as caught:
+        save(save_timeout=2, read_timeout=0.3)
+    assert "of about 6.0 MiB of rank 0, 6.0 MiB were on S3" in str(cause(caught))
+
+
+def test_throttling_does_not_outlast_the_deadline(faulty: Hanging) -> None:
+    refused: list[Any] = []
+
+    def rule(request: Any) -> Fault | None:
+        if request.operation != "UploadPart":
+            return None
+        refused.append(request)
+        return Fault.error(503, "SlowDown")
+
+    faulty.rule = rule
+    with pytest.raises(CheckpointException) as caught:
+        save(save_timeout=1, retry_attempts=100)
+    assert isinstance(cause(caught), errors.DeadlineExceededError)
+    assert refused
+    assert_nothing_is_left(faulty)
+
+
+def test_a_commit_that_was_not_begun_leaves_nothing(faulty: Hanging) -> None:
+    faulty.hang("PutObject", key="manifest-")
+    with pytest.raises(CheckpointException) as caught:
+        save(save_timeout=2, read_timeout=0.3)
+    error = cause(caught)
+    assert isinstance(error, errors.DeadlineExceededError)
+    assert "every rank had written its data, but it was not committed" in str(error)
+    assert_nothing_is_left(faulty)
+
+
+def test_a_commit_that_s3_may_still_carry_out_keeps_its_objects(faulty: Hanging) -> None:
+    faulty.hang("PutObject", key="run/.metadata")
+    with pytest.raises(CheckpointException) as caught:
+        save(save_timeout=2, read_timeout=0.3)
+    assert "S3 may still carry out the commit" in str(cause(caught))
+    keys = set(faulty.s3.objects(BUCKET))
+    assert "run/.metadata" not in keys
+    assert len([key for key in keys if key.endswith(".distcp")]) == 2
+
+
+def test_a_commit_that_s3_carried_out_without_answering_is_a_save(faulty: Hanging) -> None:
+    puts: list[Any] = []
+
+    def rule(request: Any) -> Fault | None:
+        if request.key != "run/.metadata" or request.operation == "HeadObject":
+            return None
+        if request.operation == "PutObject":
+            puts.append(request)
+            if len(puts) == 1:
+                return Fault.apply_then_reset()
+        if puts:
+            faulty.released.wait(LONG)
+            return Fault.reset()
+        return None
+
+    faulty.rule = rule
+    state = make_state()
+    save(state, save_timeout=2, read_timeout=0.3)
+    assert len(puts) > 1
+    faulty.rule = lambda _: None
+    faulty.released.set()
+    found = blank(state)
+    dcp.load(found, storage_reader=S3StorageReader(URL))
+    assert_same(found, state)
+
+
+def test_a_load_ends_at_its_deadline(faulty: Hanging) -> None:
+    state = make_state()
+    save(state)
+    faulty.hang("GetObject", key="__0_0")
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(blank(state), storage_reader=S3StorageReader(URL, settings={"load_timeout": 1.5}))
+    assert faulty.reached.is_set()
+    error = cause(caught)
+    assert isinstance(error, errors.DeadlineExceededError)
+    assert f"the load of {URL} was not done within DCP_S3_LOAD_TIMEOUT = 1.5 s: 400 B of the 6.0 MiB" in str(error)
+    assert_no_threads()
+
+
+def test_deadlines_that_do_not_pass_change_nothing(faulty: Hanging, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DCP_S3_SAVE_TIMEOUT", "5m")
+    monkeypatch.setenv("DCP_S3_LOAD_TIMEOUT", "5m")
+    assert (Settings().save_timeout, Settings().load_timeout) == (300, 300)
+    state = make_state()
+    writer, reader = S3StorageWriter(URL), S3StorageReader(URL)
+    dcp.save(state, storage_writer=writer)
+    found = blank(state)
+    dcp.load(found, storage_reader=reader)
+    assert_same(found, state)
+
+
+def test_a_deadline_of_zero_is_refused() -> None:
+    with pytest.raises(errors.SettingsError, match="save_timeout"):
+        Settings(save_timeout=0)
+
+
+# --- with a spill directory --------------------------------------------------------------------------
+
+
+def test_a_save_that_is_not_durable_at_its_deadline_is_given_up(faulty: Hanging, spill_dir: Path) -> None:
+    faulty.hang("UploadPart")
+    with pytest.raises(CheckpointException) as caught:
+        save(save_timeout=1, spill_after=20)
+    assert isinstance(cause(caught), errors.DeadlineExceededError)
+    assert not list((spill_dir / "saves").iterdir())
+    assert_nothing_is_left(faulty)
+
+
+def test_what_is_on_disk_at_the_deadline_still_goes_to_s3(
+    faulty: Hanging, spill_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def time_passes(*arguments: Any, timeout: float | None) -> None:
+        assert timeout is not None
+        assert 0 < timeout < 600
+        wait_until_drained(*arguments, timeout=0)
+
+    monkeypatch.setattr("dcp_s3.save.save.wait_until_drained", time_passes)
+    faulty.rule = lambda request: Fault.error(503, "SlowDown") if "__0_" in request.key else None
+    state = make_state()
+    writer = S3StorageWriter(URL, settings={"save_timeout": 600, "spill_after": 0.2})
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save(state, storage_writer=writer)
+    error = cause(caught)
+    assert isinstance(error, errors.DeadlineExceededError)
+    assert f"it is complete on local disks ({spill_dir}), from where it still goes to S3" in str(error)
+    faulty.rule = lambda _: None
+    monkeypatch.setattr("dcp_s3.save.save.wait_until_drained", wait_until_drained)
+    writer.wait_committed(timeout=LONG)
+    found = blank(state)
+    dcp.load(found, storage_reader=S3StorageReader(URL))
+    assert_same(found, state)
+
+
+def test_local_durability_is_in_time_without_s3(faulty: Hanging, spill_dir: Path) -> None:
+    faulty.rule = lambda request: Fault.error(503, "SlowDown") if "__0_" in request.key else None
+    writer = S3StorageWriter(URL, settings={"save_timeout": 20, "spill_after": 0.2, "durability": "local"})
+    dcp.save(make_state(), storage_writer=writer)
+    faulty.rule = lambda _: None
+    writer.wait_committed(timeout=LONG)
+
+
+# --- Ctrl-C ------------------------------------------------------------------------------------------
+
+
+def interrupt() -> None:
+    """Ctrl-C. A signal that the main thread gets: another one would not wake it."""
+    ident = threading.main_thread().ident
+    assert ident is not None
+    signal.pthread_kill(ident, signal.SIGINT)
+
+
+def test_ctrl_c_during_a_save(faulty: Hanging) -> None:
+    faulty.hang("UploadPart", then=interrupt)
+    with pytest.raises(CheckpointException) as caught:
+        save(read_timeout=0.3)
+    assert isinstance(cause(caught), KeyboardInterrupt)
+    assert_nothing_is_left(faulty)
+
+
+def test_ctrl_c_during_a_save_that_could_spill(faulty: Hanging, spill_dir: Path) -> None:
+    faulty.hang("UploadPart", then=interrupt)
+    with pytest.raises(CheckpointException) as caught:
+        save(read_timeout=0.3)
+    assert isinstance(cause(caught), KeyboardInterrupt)
+    assert not list((spill_dir / "saves").iterdir())
+    assert_nothing_is_left(faulty)
+
+
+def test_ctrl_c_during_a_load(faulty: Hanging) -> None:
+    state = make_state()
+    save(state)
+    faulty.hang("GetObject", key="__0_", then=interrupt)
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(blank(state), storage_reader=S3StorageReader(URL, settings={"read_timeout": 0.3}))
+    assert isinstance(cause(caught), KeyboardInterrupt)
+    assert_no_threads()
+
+
+# --- ranks -------------------------------------------------------------------------------------------
+
+
+def _save_on_ranks(url: str) -> BaseException | None:
+    try:
+        dcp.save(
+            {f"rank{dist.get_rank()}": torch.randn(MIB * 3 // 2)},
+            storage_writer=S3StorageWriter(url, settings={"save_timeout": 1}),
+        )
+    except CheckpointException as error:
+        return error
+    return None
+
+
+def test_the_deadline_of_one_rank_is_told_to_all(faulty: Hanging) -> None:
+    faulty.hang("UploadPart", key="__1_")
+    for told in run_ranks(2, _save_on_ranks, URL, timeout=LONG):
+        assert isinstance(told, CheckpointException)
+        assert set(told.failures) == {1}
+        assert isinstance(told.failures[1][0], errors.DeadlineExceededError)
+        assert "of rank 1" in str(told.failures[1][0])
+    assert "run/.metadata" not in faulty.s3.objects(BUCKET)
+    assert faulty.s3.open_uploads(BUCKET) == []
+
+
+class _Dying(DefaultSavePlanner):
+    """Its process is killed when it begins to write."""
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(LONG)
+
+
+def _save_while_one_dies(url: str, dying: int) -> None:
+    rank = dist.get_rank()
+    planner = _Dying() if rank == dying else DefaultSavePlanner()
+    dcp.save({f"rank{rank}": torch.randn(100)}, storage_writer=S3StorageWriter(url), planner=planner)
+
+
+@pytest.mark.parametrize("dying", [0, 1])
+def test_a_rank_that_dies_fails_the_save_of_the_others(faulty: Hanging, dying: int) -> None:
+    with pytest.raises(RankFailed) as caught:
+        run_ranks(2, _save_while_one_dies, URL, dying, timeout=LONG)
+    text = str(caught.value)
+    assert f"exit code -{int(signal.SIGKILL)}" in text
+    assert f"rank {1 - dying} failed" in text or caught.value.rank == 1 - dying
+    assert "onnection" in text, "gloo's message: the connection was closed by the peer"
+    assert "run/.metadata" not in faulty.s3.objects(BUCKET)
+    assert not [request for request in faulty.s3.request_log if "manifest-" in request.key]

@@ -1,0 +1,201 @@
+"""Checkpoints go from this library to torch and s3torchconnector, and back, to the last bit.
+
+The other side always runs in processes of its own that can not import dcp_s3 (see `tests.end_to_end.foreign`).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed.checkpoint as dcp
+
+from dcp_s3 import S3StorageReader, S3StorageWriter
+from tests.end_to_end import foreign
+from tests.end_to_end.states import assert_same, blank
+from tests.ranks import RankFailed, run_ranks
+from tests.servers import S3Server
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+PART_SIZE = 5 * 2**20
+SETTINGS = {"part_size": PART_SIZE, "buckets_per_rank": 3}
+CLIENTS = ["fsspec", "s3torchconnector"]
+
+
+def run_foreign(server: S3Server, fn: Any, *args: Any, ranks: int = 1) -> Any:
+    """`fn` on ranks that can not import dcp_s3; the other clients know the endpoint by AWS's own variable."""
+    return run_ranks(ranks, fn, *args, env={"AWS_ENDPOINT_URL": server.endpoint_url})[0]
+
+
+def save(url: str, **settings: Any) -> None:
+    dcp.save(foreign.interchange_state(), storage_writer=S3StorageWriter(url, settings={**SETTINGS, **settings}))
+
+
+def check_load(url: str) -> None:
+    found = blank(foreign.interchange_state())
+    dcp.load(found, storage_reader=S3StorageReader(url, settings=SETTINGS))
+    foreign.assert_same_interchange_state(found)
+
+
+def download(s3: Any, bucket: str, prefix: str, directory: Path) -> Path:
+    """Every object below ``prefix``, with boto3 alone."""
+    for found in s3.list_objects_v2(Bucket=bucket, Prefix=prefix + "/")["Contents"]:
+        path = directory / found["Key"].removeprefix(prefix + "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        s3.download_file(bucket, found["Key"], str(path))
+    return directory
+
+
+def upload(s3: Any, bucket: str, prefix: str, directory: Path) -> None:
+    """Every file of ``directory``, with boto3 alone."""
+    for path in sorted(directory.rglob("*")):
+        if path.is_file():
+            s3.upload_file(str(path), bucket, f"{prefix}/{path.relative_to(directory)}")
+
+
+# --- from this library ----------------------------------------------------------------------------------
+
+
+def test_torch_reads_a_downloaded_checkpoint(server: S3Server, s3: Any, bucket: str, root: str, tmp_path: Path) -> None:
+    save(root)
+    directory = download(s3, bucket, "run", tmp_path)
+    sizes = [path.stat().st_size for path in directory.glob("*.distcp")]
+    assert len(sizes) == foreign.OBJECTS
+    assert min(sizes) > PART_SIZE, "an object has only one part"
+    run_foreign(server, foreign.read, "filesystem", str(directory))
+
+
+@pytest.mark.parametrize("client", CLIENTS)
+def test_other_s3_clients_read_a_checkpoint_in_place(server: S3Server, root: str, client: str) -> None:
+    save(root)
+    run_foreign(server, foreign.read, client, root)
+
+
+@pytest.mark.parametrize(
+    ("client", "settings"),
+    [
+        ("fsspec", {"prefix_spread": 2}),
+        ("s3torchconnector", {"prefix_spread": 1, "checksum": "none"}),
+        ("s3torchconnector", {"checksum": "crc32c", "buckets_per_rank": 1}),
+    ],
+    ids=str,
+)
+def test_settings_do_not_keep_others_from_reading(
+    memory_server: S3Server, root: str, client: str, settings: dict[str, Any]
+) -> None:
+    save(root, **settings)
+    run_foreign(memory_server, foreign.read, client, root)
+
+
+def test_each_item_is_a_torch_save_of_its_own(
+    memory_server: S3Server, s3: Any, bucket: str, root: str, tmp_path: Path
+) -> None:
+    save(root)
+    directory = download(s3, bucket, "run", tmp_path)
+    tensors, others = run_foreign(memory_server, foreign.cut_out_every_item, str(directory))
+    assert tensors > 30
+    assert others >= 5
+
+
+def test_torch_converts_a_downloaded_checkpoint_to_one_file(
+    memory_server: S3Server, s3: Any, bucket: str, root: str, tmp_path: Path
+) -> None:
+    save(root)
+    directory = download(s3, bucket, "run", tmp_path / "checkpoint")
+    run_foreign(memory_server, foreign.convert_to_torch_save, str(directory), str(tmp_path / "all.pt"))
+
+
+def _save_sharded(url: str, placement: str) -> None:
+    state = foreign.sharded_state(foreign.PLACEMENTS[placement])
+    dcp.save(state, storage_writer=S3StorageWriter(url, settings=SETTINGS))
+
+
+def test_torch_reshards_what_several_ranks_saved(
+    memory_server: S3Server, s3: Any, bucket: str, root: str, tmp_path: Path
+) -> None:
+    run_ranks(2, _save_sharded, root, "rows")
+    directory = download(s3, bucket, "run", tmp_path)
+    run_foreign(memory_server, foreign.read_sharded, "filesystem", str(directory), "columns", ranks=3)
+    run_foreign(memory_server, foreign.read_sharded, "filesystem", str(directory), "replicated", ranks=2)
+    run_foreign(memory_server, foreign.read_sharded, "s3torchconnector", root, "columns", ranks=2)
+
+
+def test_the_other_side_runs_without_dcp_s3(memory_server: S3Server, root: str) -> None:
+    """The other tests prove nothing if it can be imported there."""
+    with pytest.raises(RankFailed, match="ModuleNotFoundError: import of dcp_s3"):
+        run_foreign(memory_server, _import_dcp_s3)
+    with pytest.raises(RankFailed, match=r"AssertionError: .*'dcp_s3'"):
+        run_foreign(memory_server, _import_dcp_s3_first)
+
+
+def _import_dcp_s3() -> None:
+    import sys
+
+    # This very function lives in a module that imports it.
+    for name in [name for name in sys.modules if name.partition(".")[0] == "dcp_s3"]:
+        del sys.modules[name]
+    with foreign.without_dcp_s3():
+        import dcp_s3  # noqa: F401
+
+
+def _import_dcp_s3_first() -> None:
+    with foreign.without_dcp_s3():
+        pass
+
+
+# --- to this library ------------------------------------------------------------------------------------
+
+
+def test_reads_what_torch_wrote_and_boto3_uploaded(
+    server: S3Server, s3: Any, bucket: str, root: str, tmp_path: Path
+) -> None:
+    run_foreign(server, foreign.write, "filesystem", str(tmp_path), {})
+    upload(s3, bucket, "run", tmp_path)
+    check_load(root)
+
+
+@pytest.mark.parametrize("options", [{"thread_count": 4}, {"single_file_per_rank": False, "thread_count": 2}], ids=str)
+def test_reads_what_torch_wrote_in_several_files(
+    memory_server: S3Server, s3: Any, bucket: str, root: str, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    run_foreign(memory_server, foreign.write, "filesystem", str(tmp_path), options)
+    assert len(list(tmp_path.glob("*.distcp"))) >= 4
+    upload(s3, bucket, "run", tmp_path)
+    check_load(root)
+
+
+def test_reads_what_fsspec_wrote(server: S3Server, root: str) -> None:
+    run_foreign(server, foreign.write, "fsspec", root, {"thread_count": 2})
+    check_load(root)
+
+
+# It can not write to the others: rclone answers CreateMultipartUpload with <InitiateMultipartUpload> where the Common
+# Runtime insists on S3's <InitiateMultipartUploadResult>; RGW 16.2's answer to Complete has no ETag.
+@pytest.mark.servers("memory", "moto", "external")
+def test_reads_what_s3torchconnector_wrote(server: S3Server, root: str) -> None:
+    run_foreign(server, foreign.write, "s3torchconnector", root, {"thread_count": 2})
+    check_load(root)
+
+
+def _load_sharded(url: str, placement: str) -> None:
+    found = foreign.sharded_state(foreign.PLACEMENTS[placement], blank=True)
+    dcp.load(found, storage_reader=S3StorageReader(url, settings=SETTINGS))
+    foreign.assert_same_shards(found, foreign.sharded_state(foreign.PLACEMENTS[placement]))
+
+
+@pytest.mark.parametrize("client", ["filesystem", *CLIENTS])
+def test_reshards_what_several_ranks_wrote_with_another_client(
+    memory_server: S3Server, s3: Any, bucket: str, root: str, tmp_path: Path, client: str
+) -> None:
+    place = str(tmp_path) if client == "filesystem" else root
+    run_foreign(memory_server, foreign.write_sharded, client, place, "rows", ranks=2)
+    if client == "filesystem":
+        upload(s3, bucket, "run", tmp_path)
+    expected = foreign.whole_sharded_state()
+    found = blank(expected)
+    dcp.load(found, storage_reader=S3StorageReader(root, settings=SETTINGS))
+    assert_same(found, expected)
+    if client == "filesystem":
+        run_ranks(2, _load_sharded, root, "columns")

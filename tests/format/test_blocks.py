@@ -1,0 +1,214 @@
+"""Checksums inside of a tensor: a load of a part of it is checked, and fetches little more than that part."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+
+from dcp_s3 import S3StorageReader, S3StorageWriter
+from dcp_s3.checksum import crc64nvme
+from dcp_s3.errors import CorruptCheckpointError
+from dcp_s3.format.blocks import (
+    MAX_BLOCK,
+    MIN_BLOCK,
+    Blocks,
+    block_size,
+    crcs_of_beginnings,
+    cuts_between,
+    pack_crcs,
+    widen,
+)
+from dcp_s3.format.storage_info import get_blocks, get_raw_offset
+from dcp_s3.s3.parts import Piece
+from tests.servers import S3Server
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+MIB = 2**20
+_BLOCK = 64  # the smallest that is allowed: the pure functions know no other limit
+
+
+def _record(data: bytes, ends: Sequence[int], block: int) -> Blocks:
+    """As a save makes it that sends ``data`` in pieces."""
+    bounds = [0, *sorted(ends), len(data)]
+    pieces = []
+    for start, stop in itertools.pairwise(bounds):
+        piece = Piece.of(data[start:stop], cuts=cuts_between(start, stop, block))
+        pieces.append((piece.size, piece.checksum(), piece.cuts, piece.marks))
+    return Blocks(block, pack_crcs(crcs_of_beginnings(pieces, block)), crc64nvme(data))
+
+
+@st.composite
+def _chunks(draw: st.DrawFn) -> tuple[bytes, list[int]]:
+    data = random.Random(draw(st.integers(0, 9))).randbytes(draw(st.integers(1, 6 * _BLOCK)))
+    ends = st.one_of(st.integers(0, len(data)), st.sampled_from(range(0, len(data) + 1, _BLOCK)))
+    return data, draw(st.lists(ends, max_size=4))
+
+
+@given(_chunks())
+def test_the_record_does_not_depend_on_the_pieces(chunk: tuple[bytes, list[int]]) -> None:
+    data, ends = chunk
+    found = _record(data, ends, _BLOCK)
+    assert found.is_for(len(data))
+    assert found.crcs == pack_crcs(crc64nvme(data[:end]) for end in range(_BLOCK, len(data), _BLOCK))
+
+
+@given(_chunks(), st.data())
+def test_every_range_can_be_widened_to_one_with_a_checksum(chunk: tuple[bytes, list[int]], draw: st.DataObject) -> None:
+    data, ends = chunk
+    start = draw.draw(st.integers(0, len(data) - 1))
+    stop = draw.draw(st.integers(start + 1, len(data)))
+    checked = widen(start, stop, len(data), _record(data, ends, _BLOCK))
+    assert checked.start <= start < stop <= checked.stop <= len(data)
+    assert start - checked.start < _BLOCK
+    assert checked.stop - stop < _BLOCK
+    assert checked.crc == crc64nvme(data[checked.start : checked.stop])
+
+
+@given(st.integers(1, 2**45))
+def test_there_are_few_blocks_of_some_size(nbytes: int) -> None:
+    size = block_size(nbytes)
+    assert MIN_BLOCK <= size <= MAX_BLOCK
+    assert size % 64 == 0
+    assert size == MAX_BLOCK or -(-nbytes // size) <= 64
+
+
+@pytest.mark.parametrize("nbytes", [2**18, 2**20, 3 * 2**20, 2**22, 7 * 2**22, 2**26])
+@pytest.mark.parametrize("parts", [2, 4])
+def test_halves_and_quarters_end_where_blocks_end(nbytes: int, parts: int) -> None:
+    assert nbytes // parts % block_size(nbytes) == 0
+
+
+@pytest.mark.parametrize(("size", "count", "nbytes"), [(64, 1, 64), (64, 0, 65), (0, 0, 1), (-64, 0, 1), (63, 1, 100)])
+def test_a_record_that_does_not_fit_is_none(size: int, count: int, nbytes: int) -> None:
+    assert not Blocks(size, bytes(8 * count), 0).is_for(nbytes)
+
+
+# --- loads -----------------------------------------------------------------------------------------------
+
+
+class BoxPlanner(DefaultLoadPlanner):
+    """Loads a box of the saved tensor ``t`` into the tensor ``t`` of the state."""
+
+    def __init__(self, offsets: Sequence[int]) -> None:
+        super().__init__()
+        self._offsets = torch.Size(offsets)
+
+    def create_local_plan(self) -> LoadPlan:
+        lengths = self.state_dict["t"].size()
+        origin = torch.Size([0] * len(lengths))
+        index = MetadataIndex("t", origin, 0)
+        return LoadPlan([ReadItem(LoadItemType.TENSOR, index, origin, index, self._offsets, lengths)])
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        tensor: torch.Tensor = self.state_dict["t"]
+        return tensor
+
+
+def save(url: str) -> torch.Tensor:
+    """A tensor of 6 MiB in two parts and 64 blocks."""
+    tensor = torch.arange(6 * MIB // 4, dtype=torch.int32).view(48, -1)
+    dcp.save({"t": tensor}, storage_writer=S3StorageWriter(url, settings={"part_size": "5MiB"}))
+    return tensor
+
+
+def load_box(url: str, offsets: Sequence[int], lengths: Sequence[int], dtype: torch.dtype = torch.int32) -> Any:
+    state = {"t": torch.full(tuple(lengths), -1, dtype=dtype)}
+    reader = S3StorageReader(url, settings={"part_size": "5MiB", "allow_dtype_cast": True})
+    dcp.load(state, storage_reader=reader, planner=BoxPlanner(offsets))
+    return state["t"]
+
+
+BOXES = {
+    "first rows": ((0, 0), (3, 32768)),
+    "rows in the middle": ((17, 0), (2, 32768)),
+    "last row": ((47, 0), (1, 32768)),
+    "all but one row": ((1, 0), (47, 32768)),
+    "columns": ((10, 1000), (20, 31)),
+    "an element": ((40, 5), (1, 1)),
+}
+
+
+@pytest.mark.parametrize("box", BOXES.values(), ids=list(BOXES))
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=["direct", "through a buffer"])
+def test_a_part_is_loaded_and_little_more_is_fetched(
+    memory_server: S3Server, root: str, box: tuple[tuple[int, int], tuple[int, int]], dtype: torch.dtype
+) -> None:
+    tensor = save(f"{root}/c")
+    (row, column), (rows, columns) = box
+    before = bytes_out(memory_server)
+    found = load_box(f"{root}/c", *box, dtype=dtype)
+    assert torch.equal(found, tensor[row : row + rows, column : column + columns].to(dtype))
+    covering = 4 * (rows * 32768 if columns == 32768 else (rows - 1) * 32768 + columns)
+    assert bytes_out(memory_server) - before < covering + 2 * block_size(tensor.nbytes) + 64 * 1024
+
+
+def bytes_out(server: Any) -> int:
+    return int(server.handle.counters.bytes_out)
+
+
+@pytest.mark.parametrize("box", BOXES.values(), ids=list(BOXES))
+def test_a_flipped_bit_in_the_part_is_found(
+    memory_server: S3Server, s3: Any, bucket: str, root: str, box: tuple[tuple[int, int], tuple[int, int]]
+) -> None:
+    save(f"{root}/c")
+    (row, column), (rows, columns) = box
+    for position in (row * 32768 + column, (row + rows - 1) * 32768 + column + columns - 1):
+        with flipped(s3, bucket, f"{root}/c", 4 * position):
+            with pytest.raises(CheckpointException) as caught:
+                load_box(f"{root}/c", *box)
+            cause = caught.value.failures[0][0]
+            assert isinstance(cause, CorruptCheckpointError)
+            assert "'t'" in str(cause)
+
+
+def test_a_flipped_bit_far_from_the_part_is_not_seen(memory_server: S3Server, s3: Any, bucket: str, root: str) -> None:
+    tensor = save(f"{root}/c")
+    with flipped(s3, bucket, f"{root}/c", 4 * 47 * 32768):
+        assert torch.equal(load_box(f"{root}/c", (0, 0), (3, 32768)), tensor[:3])
+
+
+class flipped:
+    """One bit of the tensor's bytes on S3 is another one."""
+
+    def __init__(self, s3: Any, bucket: str, url: str, position: int) -> None:
+        reader = S3StorageReader(url)
+        ((_, info),) = reader.read_metadata().storage_data.items()
+        key = f"{url.removeprefix(f's3://{bucket}/')}/{info.relative_path}"
+        self._where = {"Bucket": bucket, "Key": key}
+        self._position = info.offset + (get_raw_offset(info) or 0) + position
+        self._s3 = s3
+        self._data = s3.get_object(**self._where)["Body"].read()
+
+    def __enter__(self) -> None:
+        data = bytearray(self._data)
+        data[self._position] ^= 4
+        self._s3.put_object(**self._where, Body=bytes(data))
+
+    def __exit__(self, *_: object) -> None:
+        self._s3.put_object(**self._where, Body=self._data)
+
+
+def test_small_tensors_are_one_block_and_large_ones_have_a_record(memory_server: S3Server, root: str) -> None:
+    state = {"small": torch.zeros(MIN_BLOCK // 4), "large": torch.zeros(MIN_BLOCK // 4 + 1)}
+    dcp.save(state, storage_writer=S3StorageWriter(f"{root}/c"))
+    stored = {index.fqn: info for index, info in S3StorageReader(f"{root}/c").read_metadata().storage_data.items()}
+    small = get_blocks(stored["small"], MIN_BLOCK)
+    large = get_blocks(stored["large"], MIN_BLOCK + 4)
+    assert small is not None
+    assert large is not None
+    assert (small.size, small.crcs) == (MIN_BLOCK, b"")
+    assert (large.size, len(large.crcs)) == (MIN_BLOCK, 8)
+    assert not hasattr(stored["small"], "crc64nvme_blocks")

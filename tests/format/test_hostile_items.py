@@ -1,0 +1,263 @@
+"""Items that somebody made to harm: our errors, little memory, and nothing is run."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcp_s3 import errors
+from dcp_s3.format.item_limits import check_limits
+from dcp_s3.format.safe_items import check_item
+from dcp_s3.format.unpickle import MalformedPickleError
+from tests import hostile
+from tests.hostile import archive, call, decode_item, decode_tensor, doubling, name, plain, save, stream, text
+from tests.hostile_values import HOSTILE
+from tests.mutations import mutated
+
+REFUSED = (errors.UnsafeItemError, errors.CorruptCheckpointError)
+# Not large, and torch's own unpickler takes them, too.
+HARMLESS = {
+    *("tuples that double", "a huge memo", "a dict that contains itself", "a list that contains itself"),
+    *("10,000 lists", "10,000 tuples", "10,000 dicts", "a range of 10**12"),
+}
+
+
+@pytest.mark.timeout(180)
+def test_bombs_need_no_memory() -> None:
+    """All of them, metadata and items, in a process that may use 2 GiB."""
+    script = [sys.executable, "-W", "ignore", "-m", "tests.hostile"]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(script, cwd=root, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    *cases, summary = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(cases) == 2 * (len(hostile.METADATA_BOMBS) + len(hostile.ITEM_BOMBS) + len(HOSTILE))
+    ours = (
+        "dcp_s3.errors.CorruptMetadataError",
+        "dcp_s3.errors.UnsafeMetadataError",
+        "dcp_s3.errors.UnsafeItemError",
+        "dcp_s3.errors.CorruptCheckpointError",
+    )
+    loaded = {case["case"] for case in cases if not case["found"].startswith(ours)}
+    harmless = {f"{label}, item" for label in HARMLESS} | {"a huge memo", "a huge frame", "a range of 10**12"}
+    assert loaded == harmless, [case for case in cases if case["case"] in loaded ^ harmless]
+    assert summary["peak"] < summary["used"] + hostile.MEMORY // 4
+
+
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        stream(call("tests.hostile", "trip")),
+        stream(name("tests.hostile", "trip")),
+        stream(call("os", "system", text("true"))),
+        stream(call("builtins", "eval", text("1"))),
+        stream(name("torch", "Tensor") + plain((None, {"x": 1})) + b"b"),
+        stream(call("torch", "Size", plain((1, 2))) + plain({"x": 1}) + b"b"),
+        stream(b"]" + plain((None, {"append": 1})) + b"b"),
+        stream(name("collections", "OrderedDict") + b"K\x01K\x02s"),
+        stream(text("x") + b")R"),
+        stream(call("collections", "OrderedDict") + b")R"),
+        stream(b"K\x01)\x81"),
+        stream(call("torch._utils", "_rebuild_parameter", b"K\x01", b"\x88", b"}")),
+        stream(b"(" + text("module") + b"K\x01K\x02K\x03K\x04tQ"),
+        stream(text("id") + b"Q"),
+        stream(b"Pid\n"),
+        stream(b"(" + text("x") + b"itests.hostile\ntrip\n"),
+        stream(text("tests.hostile") + text("trip") + b"\x93)R"),
+        stream(b"\x82\x01"),
+        stream(b"K\x01a"),
+        stream(b"K\x01K\x02s"),
+        stream(b""),
+        b"",
+    ],
+)
+@pytest.mark.parametrize("bare", [False, True])
+def test_what_torch_refuses_is_refused(pickled: bytes, bare: bool) -> None:
+    data = pickled if bare else archive(pickled)
+    with pytest.raises(Exception):  # noqa: B017 - whatever torch raises
+        torch.load(io.BytesIO(data), weights_only=True)
+    with pytest.raises(errors.UnsafeItemError) as refused:
+        decode_item(data)
+    assert refused.value.fqn == "x"
+    with pytest.raises(errors.CorruptCheckpointError):
+        decode_tensor(data)
+    assert not hostile.was_tripped()
+
+
+@pytest.mark.filterwarnings("ignore:.*TorchScript archive.*:UserWarning", "ignore:Detected pickle protocol:UserWarning")
+def test_other_formats_are_refused() -> None:
+    scripted = io.BytesIO()
+    torch.jit.save(torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2)), scripted)
+    for data in (scripted.getvalue(), b"", b"{}", bytes(1000), b"PK\x03\x04", b"PK\x05\x06" + bytes(18)):
+        with pytest.raises(errors.UnsafeItemError):
+            decode_item(data)
+
+
+KINDS = [
+    *(
+        "number",
+        "text",
+        "nothing",
+        "nested",
+        "keys",
+        "by dtype",
+        "1j",
+        "random",
+        "size",
+        "dtype",
+        "device",
+        "generator",
+    ),
+    *("tensors", "parameter", "state", "sparse", "csr", "scalar", "quantized", "complex", "float8", "expanded"),
+]
+
+
+def _states() -> dict[str, Any]:
+    shared = torch.arange(12.0).reshape(3, 4)
+    return {
+        "number": 5, "text": "läuft", "nothing": None, "random": random.getstate(),
+        "nested": {"a": [1, (2.5, {"x"}), {"b": b"\0" * 300}, 2**100]}, "dtype": torch.bfloat16,
+        "generator": torch.get_rng_state(), "size": torch.Size([2]),
+        "device": torch.device("cpu"), "tensors": {"a": shared, "b": shared.t(), "c": shared[1:, ::2], "d": shared[:0]},
+        "parameter": torch.nn.Parameter(torch.ones(2)), "state": torch.nn.Linear(2, 2).state_dict(),
+        "sparse": torch.eye(3).to_sparse(), "csr": torch.eye(3).to_sparse_csr(), "scalar": torch.tensor(1),
+        "quantized": torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8), "keys": {(1, "a"): 1, 1.5: 3},
+        "complex": torch.ones(2, dtype=torch.complex64).conj(), "float8": torch.ones(3, dtype=torch.float8_e4m3fn),
+        "expanded": torch.ones(1).expand(5), "by dtype": {torch.float32: 2}, "1j": 1j,
+    }  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR:UserWarning", "ignore:.*are deprecated:UserWarning")
+@pytest.mark.parametrize("archived", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ordinary_states_are_taken(kind: str, archived: bool) -> None:
+    if kind == "float8" and not archived:
+        return  # torch itself can not load it
+    value = _states()[kind]
+    found = decode_item(save(value, _use_new_zipfile_serialization=archived))
+    assert type(found) is type(value)
+    assert repr(found) == repr(value)
+
+
+def test_a_check_reads_no_tensors() -> None:
+    """Their bytes are neither read nor copied: they may be anything, even missing."""
+    data = save({"a": torch.ones(100_000)})
+
+    class Watched(io.BytesIO):
+        count = 0
+
+        def read(self, size: int | None = -1, /) -> bytes:
+            found = super().read(size)
+            self.count += len(found)
+            return found
+
+        def readinto(self, buffer: Any, /) -> int:
+            size = super().readinto(buffer)
+            self.count += size
+            return size
+
+    watched = Watched(data)
+    check_item(watched, fqn="x", url=hostile.URL, verified=True)
+    assert 0 < watched.count < len(data) // 2
+    assert watched.tell() == 0
+
+
+@pytest.mark.parametrize("value", [5, {"a": torch.ones(3)}])
+def test_truncated_items(value: Any) -> None:
+    data = save(value)
+    for end in range(0, len(data), 37):
+        with pytest.raises(REFUSED):
+            decode_item(data[:end])
+        with pytest.raises(errors.CorruptCheckpointError):
+            decode_tensor(data[:end])
+
+
+def test_entries_that_overlap() -> None:
+    """Each storage is the whole file: a square of its length."""
+    data = save({"a": torch.ones(100)})
+    central = data.index(b"PK\x01\x02")
+    entry = data[central : data.index(b"PK\x01\x02", central + 4)]
+    end = data.index(b"PK\x06\x06") if b"PK\x06\x06" in data else data.index(b"PK\x05\x06")
+    with pytest.raises(MalformedPickleError):
+        check_limits(io.BytesIO(data[:central] + entry * 50 + data[central:end] + data[end:]))
+
+
+def test_python_2_s_names_are_not_imported() -> None:
+    """torch's unpickler would take ``UserDict`` for ``collections``, Python's would import a module of that name."""
+    for module, qualified in (("UserDict", "OrderedDict"), ("__builtin__", "set")):
+        data = archive(b"\x80\x03" + name(module, qualified) + b")R.")
+        with pytest.raises(errors.UnsafeItemError, match="protocol"):
+            decode_item(data)
+
+
+@pytest.mark.parametrize("levels", [30, 60])
+def test_keys_that_take_forever_to_hash(levels: int) -> None:
+    for data in (archive(stream(b"}" + doubling(levels) + b"K\x01s")), stream(b"}" + doubling(levels) + b"K\x01s")):
+        with pytest.raises(errors.UnsafeItemError):
+            decode_item(data)
+
+
+# --- fuzzing --------------------------------------------------------------------------------------------
+
+_ITEMS = [
+    save(
+        {"a": [1, (2.5, {"x"})], "t": torch.ones(2, 2), "s": torch.Size([1]), "b": b"x"},
+        _use_new_zipfile_serialization=new,
+    )
+    for new in (True, False)
+]
+_TENSORS = [save(torch.arange(4.0).reshape(2, 2), _use_new_zipfile_serialization=new) for new in (True, False)]
+_SNIPPETS = [
+    call("tests.hostile", "trip"), name("tests.hostile", "trip"), b"(itests.hostile\ntrip\n", b"R", b"\x81", b"b",
+    b"h\x01", text("tests.hostile") + text("trip") + b"\x93", b"0", b"(", b"]", b"}", b"s", b"u", b"a", b"e",
+    b"\x85", b".", b"Q",
+    plain((None, {"x": 1})), hostile.storage(10**9), hostile.tensor(4, 0, plain((9, 9)), plain((9, 1))),
+]  # fmt: skip
+
+
+def _pickle_of(data: bytes) -> tuple[int, int]:
+    """Where the pickle of an archive of torch.save lies."""
+    start = data.index(b"\x80\x02")
+    return start, data.index(b"PK", start)
+
+
+@st.composite
+def mutated_items(draw: st.DrawFn, items: list[bytes], snippets: list[bytes]) -> bytes:
+    """Items with changes in them, of which many are still archives."""
+    data = draw(st.sampled_from(items))
+    if data.startswith(b"PK") and draw(st.booleans()):
+        # An archive around a changed pickle: what is changed in place seldom stays an archive.
+        start, end = _pickle_of(data)
+        return archive(draw(mutated(data[start:end], snippets)), ("data/0", bytes(16)))
+    return draw(mutated(data, snippets))
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol:UserWarning")
+@given(mutated_items(_ITEMS, _SNIPPETS))
+def test_mutated_items(data: bytes) -> None:
+    found = io.BytesIO(data)
+    with contextlib.suppress(*REFUSED):
+        check_item(found, fqn="x", url=hostile.URL, verified=True)
+        # It was taken: then torch takes it, too, and so does a planner (where there is the device that it names).
+        torch.load(found, map_location="cpu", weights_only=True)
+        found.seek(0)
+        torch.load(found, map_location="cpu", weights_only=False)
+    assert not hostile.was_tripped()
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol:UserWarning")
+@given(mutated_items(_TENSORS, _SNIPPETS))
+def test_mutated_tensors(data: bytes) -> None:
+    with contextlib.suppress(errors.CorruptCheckpointError):
+        assert decode_tensor(data).shape == (2, 2)
+    assert not hostile.was_tripped()

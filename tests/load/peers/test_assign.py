@@ -1,0 +1,300 @@
+"""What is shared among the ranks of a load, by whom it is fetched, and what each gets: without processes."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections.abc import Iterator
+from unittest import mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcp_s3 import errors
+from dcp_s3.checksum import crc64nvme
+from dcp_s3.format.storage_info import get_blocks
+from dcp_s3.load.boxes import Box
+from dcp_s3.load.peers import assign as sharing
+from dcp_s3.load.peers.assign import plan_sharing
+from dcp_s3.load.peers.assignment import Assignment, Offer, SharedPiece, all_offered, box_of, find_stored
+from dcp_s3.load.peers.box_sections import Section, elements_before, find_section, lay_out, strips_of
+from dcp_s3.load.peers.shared_items import SharedItem
+from dcp_s3.load.peers.shared_pieces import OwnedPiece, ReceivedPiece
+from dcp_s3.s3.download import Target
+from tests.load.peers.sharing_cases import BLOCK, PATH, Case, cases, make_case
+
+PIECE = 256
+URL = "s3://bucket/run"
+
+
+@pytest.fixture(autouse=True)
+def _small() -> Iterator[None]:
+    """What counts as a small part, and as a gap, for tensors of some hundred bytes."""
+    with mock.patch.multiple(sharing, _SMALL=BLOCK, _MAX_GAP=64):
+        yield
+
+
+def plan(case: Case) -> list[Assignment] | None:
+    return plan_sharing(case.metadata, case.plans, max_piece=PIECE)
+
+
+def whole(tensor: torch.Tensor) -> Box:
+    return Box((0,) * tensor.dim(), tuple(tensor.shape))
+
+
+# --- sections ----------------------------------------------------------------------------------------
+
+
+@given(cases(), st.data())
+def test_a_section_is_what_a_run_has_of_a_box(case: Case, data: st.DataObject) -> None:
+    name, tensor = data.draw(st.sampled_from(sorted(case.tensors.items())))
+    sizes = tuple(tensor.shape)
+    box = Box(*zip(*[(data.draw(st.integers(0, s - 1)), 1) for s in sizes], strict=True)) if sizes else Box((), ())
+    box = Box(box.offsets, tuple(data.draw(st.integers(1, s - o)) for s, o in zip(sizes, box.offsets, strict=True)))
+    numbers = torch.arange(tensor.numel()).view(sizes)
+    for dim, (offset, length) in enumerate(zip(box.offsets, box.lengths, strict=True)):
+        numbers = numbers.narrow(dim, offset, length)
+    inside = numbers.flatten().tolist()
+    start = data.draw(st.integers(0, tensor.numel()))
+    stop = data.draw(st.integers(start, tensor.numel()))
+    assert elements_before(sizes, box, start) == sum(number < start for number in inside)
+    section = find_section(sizes, box, start, stop)
+    expected = [number for number in inside if start <= number < stop]
+    assert inside[section.start : section.stop] == expected
+    array, found = torch.arange(tensor.numel()), []
+    for strip in strips_of(sizes, box, section):
+        strides = torch.empty(sizes).stride()
+        found += array.as_strided(strip.lengths, strides, strip.position).flatten().tolist()
+    assert found == expected
+    assert name
+
+
+def test_sections_begin_at_multiples_of_64_bytes() -> None:
+    assert lay_out([1, 64, 65, 0, 2]) == ([0, 64, 128, 256, 256], 258)
+    assert lay_out([]) == ([], 0)
+
+
+# --- who fetches what --------------------------------------------------------------------------------
+
+
+@given(cases())
+def test_every_byte_comes_from_one_place(case: Case) -> None:
+    assignments = plan(case)
+    assert plan(case) == assignments, "not deterministic"
+    if assignments is None:
+        return
+    assert len(assignments) == len(case.wants)
+    assert pickle.loads(pickle.dumps(assignments)) == assignments
+    seen: dict[int, dict[int, SharedPiece]] = {}
+    for rank, assignment in enumerate(assignments):
+        assert assignment.item_count == len(case.plans[rank])
+        numbers = [piece.number for piece in assignment.pieces]
+        assert numbers == sorted(set(numbers))
+        for piece in assignment.pieces:
+            seen.setdefault(piece.number, {})[rank] = piece
+        shared = assignment.shared_items()
+        for number, item in enumerate(case.plans[rank]):
+            stored = find_stored(case.metadata, item.storage_index, item.type)
+            assert stored is not None
+            box = box_of(item, stored)
+            parts = [part for piece in assignment.pieces for part in piece.parts if number in part.items]
+            sections = sorted(
+                find_section(stored.sizes, box, part.start // stored.itemsize, part.stop // stored.itemsize)
+                for part in parts
+            )
+            if number in shared:
+                position = 0
+                for section in sections:
+                    assert section.start == position
+                    position = section.stop
+                assert position == box.numel
+            else:
+                assert not parts
+    fetched: list[tuple[str, int, int]] = []
+    for views in seen.values():
+        (owner,) = {piece.owner for piece in views.values()}
+        assert owner in views, "the owner does not need it"
+        assert len({tuple((part.start, part.stop) for part in piece.parts) for piece in views.values()}) == 1
+        assert {peer.rank for peer in views[owner].peers} == set(views) - {owner}
+        assert not any(piece.peers for rank, piece in views.items() if rank != owner)
+        for part in views[owner].parts:
+            item = case.plans[owner][part.items[0]]
+            stored = find_stored(case.metadata, item.storage_index, item.type)
+            assert stored is not None
+            assert part.start % stored.block == 0
+            assert part.stop % stored.block == 0 or part.stop == stored.nbytes
+            fetched.append((item.storage_index.fqn, part.start, part.stop))
+        assert sum(part.stop - part.start for part in views[owner].parts) <= PIECE
+    fetched.sort()
+    for (name, _, stop), (other, start, _) in itertools.pairwise(fetched):
+        assert name != other or stop <= start, "fetched twice"
+
+
+def _tensor(*sizes: int) -> torch.Tensor:
+    return torch.arange(torch.Size(sizes).numel(), dtype=torch.float32).view(sizes)
+
+
+@given(st.integers(2, 5), st.integers(1, 40))
+def test_ranks_that_need_different_bytes_share_nothing(ranks: int, rows: int) -> None:
+    # 64 bytes a row: every one is a block.
+    tensor = _tensor(ranks * rows, 16)
+    wants = [[("t", Box((rank * rows, 0), (rows, 16)))] for rank in range(ranks)]
+    assert plan(make_case({"t": tensor}, wants)) is None
+
+
+def test_two_ranks_that_touch_one_block_share_nothing() -> None:
+    tensor = _tensor(10, 24)  # 15 blocks, the 8th of which both need
+    wants = [[("t", Box((5 * rank, 0), (5, 24)))] for rank in range(2)]
+    assert plan(make_case({"t": tensor}, wants)) is None
+    small = _tensor(2, 8)  # one block, which both would fetch
+    found = plan(make_case({"t": small}, [[("t", Box((rank, 0), (1, 8)))] for rank in range(2)]))
+    assert found is not None
+    assert [len(assignment.pieces) for assignment in found] == [1, 1]
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_owners_fetch_about_the_same(ranks: int) -> None:
+    tensors = {f"t{n}": _tensor(n + 1, 50) for n in range(9)}
+    wants = [[(name, whole(tensor)) for name, tensor in tensors.items()] for _ in range(ranks)]
+    wants[0].append(("own", Box((0,), (300,))))
+    tensors["own"] = _tensor(300)
+    found = plan(make_case(tensors, wants))
+    assert found is not None
+    loads = [1200 if rank == 0 else 0 for rank in range(ranks)]
+    sizes = []
+    for rank, assignment in enumerate(found):
+        for piece in assignment.pieces:
+            if piece.owner == rank:
+                sizes.append(sum(part.stop - part.start for part in piece.parts))
+                loads[rank] += sizes[-1]
+    assert max(loads) - min(loads) <= max(sizes) + len(tensors) * 64  # and what lies between items
+    numbers = [piece.owner for piece in found[1].pieces]
+    assert set(numbers[:ranks]) == set(range(ranks)), "the first pieces keep all owners busy"
+
+
+def test_neighbours_for_the_same_ranks_are_one_request() -> None:
+    tensors = {f"t{n}": _tensor(5) for n in range(4)}
+    wants = [[(name, whole(tensor)) for name, tensor in tensors.items()] for _ in range(3)]
+    wants[2].pop()
+    found = plan(make_case(tensors, wants))
+    assert found is not None
+    assert [[part.items for part in piece.parts] for piece in found[0].pieces] == [[(3,)], [(0,), (1,), (2,)]] or [
+        [part.items for part in piece.parts] for piece in found[0].pieces
+    ] == [[(0,), (1,), (2,)], [(3,)]]
+
+
+def test_only_the_offers_of_all_ranks_count() -> None:
+    assert all_offered([Offer(0, 2), Offer(1, 2)])
+    assert not all_offered([Offer(1, 2), Offer(0, 2)])
+    assert not all_offered([Offer(0, 3), Offer(1, 3)])
+    assert not all_offered([Offer(0, 2), None])
+    assert not all_offered([Offer(0, 2), "Offer"])
+
+
+# --- the bytes themselves ----------------------------------------------------------------------------
+
+
+def exchange(case: Case, targets: list[list[torch.Tensor]], stored: bytes | None = None) -> list[list[bool]]:
+    """Carry out the assignments: what each rank's shared items are loaded into. True where an item was finished."""
+    data = case.stored if stored is None else stored
+
+    def receive(path: str, start: int, wanted: list[Target]) -> None:
+        assert path == PATH
+        for target in wanted:
+            target.view[:] = data[start : start + target.view.nbytes]
+            target.received(0, target.view.nbytes)
+            start += target.view.nbytes
+
+    assignments = plan(case)
+    assert assignments is not None
+    finished = [[False] * len(plan) for plan in case.plans]
+    owned: dict[tuple[int, int], OwnedPiece] = {}
+    received: dict[tuple[int, int], ReceivedPiece] = {}
+    for rank, assignment in enumerate(assignments):
+        items = {}
+        for number in assignment.shared_items():
+            item = case.plans[rank][number]
+            chunk = find_stored(case.metadata, item.storage_index, item.type)
+            assert chunk is not None
+            items[number] = SharedItem(
+                item.storage_index.fqn, chunk, get_blocks(case.metadata.storage_data[item.storage_index], chunk.nbytes),
+                box_of(item, chunk), lambda target=targets[rank][number]: target,
+                case.tensors[item.storage_index.fqn].dtype, exclusive=True,
+                finish=lambda rank=rank, number=number: finished[rank].__setitem__(number, True),
+            )  # fmt: skip
+        for piece in assignment.pieces:
+            if piece.owner == rank:
+                owned[rank, piece.number] = OwnedPiece(piece, items, receive, lambda _: None, URL)
+            else:
+                received[rank, piece.number] = ReceivedPiece(piece, items, URL)
+    for (owner, number), piece in owned.items():
+        piece.fetch()
+        for (rank, other), incoming in received.items():
+            if other != number:
+                continue
+            assert incoming.owner == owner
+            assert (rank in piece.peers) == (incoming.nbytes > 0)
+            if incoming.nbytes:
+                message, crc = piece.message(rank)
+                assert message.numel() == incoming.nbytes
+                incoming.buffer().copy_(message)
+                incoming.received(crc)
+        piece.sent()
+    return finished
+
+
+@given(cases(), st.sampled_from(["same", "strided", "cast"]))
+def test_every_rank_gets_its_boxes(case: Case, kind: str) -> None:
+    assignments = plan(case)
+    if assignments is None:
+        return
+    targets: list[list[torch.Tensor]] = []
+    for wants in case.wants:
+        row = []
+        for name, box in wants:
+            dtype = case.tensors[name].dtype
+            if kind == "cast":
+                dtype = torch.complex128
+            target = torch.zeros(box.lengths, dtype=dtype)
+            if kind == "strided" and target.dim() > 1:
+                target = torch.zeros(box.lengths[::-1], dtype=dtype).permute(*reversed(range(target.dim())))
+            row.append(target)
+        targets.append(row)
+    finished = exchange(case, targets)
+    for rank, assignment in enumerate(assignments):
+        shared = assignment.shared_items()
+        assert finished[rank] == [number in shared for number in range(len(case.wants[rank]))]
+        for number in shared:
+            name, box = case.wants[rank][number]
+            expected = case.tensors[name]
+            for dim, (offset, length) in enumerate(zip(box.offsets, box.lengths, strict=True)):
+                expected = expected.narrow(dim, offset, length)
+            found = targets[rank][number]
+            assert torch.equal(found.nan_to_num(), expected.to(found.dtype).nan_to_num()), (rank, name, box)
+
+
+def test_damage_at_rest_is_an_error_of_the_owner() -> None:
+    case = make_case({"t": _tensor(100)}, [[("t", Box((0,), (100,)))]] * 2)
+    damaged = bytearray(case.stored)
+    damaged[200] ^= 1
+    with pytest.raises(errors.CorruptCheckpointError, match=r"'t' in s3://bucket/run: bytes .* of __0_0.distcp"):
+        exchange(case, [[torch.zeros(100)], [torch.zeros(100)]], bytes(damaged))
+
+
+def test_damage_between_ranks_is_found() -> None:
+    case = make_case({"t": _tensor(40)}, [[("t", Box((0,), (40,)))]] * 2)
+    with (
+        mock.patch.object(
+            OwnedPiece, "message", return_value=(torch.ones(160, dtype=torch.uint8), crc64nvme(b"other"))
+        ),
+        pytest.raises(errors.PeerReadError, match="damaged on its way from rank 0") as caught,
+    ):
+        exchange(case, [[torch.zeros(40)], [torch.zeros(40)]])
+    assert caught.value.rank == 0
+
+
+def test_a_section_of_nothing() -> None:
+    assert find_section((4, 4), Box((0, 2), (4, 1)), 0, 2) == Section(0, 0)
+    assert strips_of((4, 4), Box((0, 2), (4, 1)), Section(0, 0)) == []

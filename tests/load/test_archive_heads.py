@@ -1,0 +1,138 @@
+"""What is expected of other writers' items, and how it is found out."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dcp_s3.format.archive import MAX_HEAD, HeadError, parse_head
+from dcp_s3.load import archive_heads
+from dcp_s3.load.archive_heads import PROBE_SIZE, ArchiveHeads, HeadProof, ItemKind, Probe, look, plan_probes
+from dcp_s3.s3.download import Target
+from tests.archives import old, rewritten, saved
+
+VALUE = torch.arange(3000.0).view(30, 100)
+NEW, OLD, PAGES = saved(VALUE), old(saved(VALUE)), rewritten(saved(VALUE), alignment=4096)
+
+
+def kind_of(data: bytes, shape: tuple[int, ...] = (30, 100), dtype: torch.dtype = torch.float32) -> ItemKind:
+    return ItemKind(dtype, shape, len(data))
+
+
+def test_what_this_torch_writes_is_expected_without_a_look() -> None:
+    heads = ArchiveHeads()
+    assert heads.expect(kind_of(NEW)) == parse_head(NEW)
+    assert heads.expect(kind_of(OLD)) is None
+    assert heads.expect(ItemKind(torch.float32, (2**60,), 2**62)) is None  # more than there is memory
+
+
+def test_what_was_read_is_expected_of_its_kind_only() -> None:
+    heads = ArchiveHeads()
+    assert heads.read(kind_of(OLD), OLD) == parse_head(OLD)
+    assert heads.expect(kind_of(OLD)) == parse_head(OLD)
+    assert heads.expect(kind_of(OLD, (100, 30))) is None
+
+
+def test_a_known_head_is_not_parsed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    heads = ArchiveHeads()
+    first = heads.read(kind_of(OLD), memoryview(OLD))
+    monkeypatch.setattr(archive_heads, "parse_head", lambda data: pytest.fail("parsed"))
+    assert heads.read(kind_of(OLD), memoryview(bytearray(OLD))) is first
+    assert heads.read(kind_of(OLD), OLD[: first.length]) is first
+
+
+def test_several_heads_of_one_kind_are_told_apart() -> None:
+    value = torch.randn(30, 30)
+    row_major, transposed = saved(value), saved(value.t())
+    kind = kind_of(row_major, (30, 30))
+    assert len(row_major) == len(transposed)
+    heads = ArchiveHeads()
+    for _ in range(2):
+        assert heads.read(kind, transposed).order == (1, 0)
+        assert heads.read(kind, row_major).order == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (kind_of(OLD, (100, 30)), "the metadata has"),
+        (kind_of(OLD, dtype=torch.int32), "the metadata has"),
+        (ItemKind(torch.float32, (30, 100), 12_000), "are not in"),
+    ],
+)
+def test_heads_of_something_else(kind: ItemKind, message: str) -> None:
+    with pytest.raises(HeadError, match=message):
+        ArchiveHeads().read(kind, OLD)
+
+
+def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(archive_heads, "_MAX_KNOWN", 5)
+    heads = ArchiveHeads()
+    for rows in range(1, 20):
+        data = old(saved(torch.ones(rows)))
+        for _ in range(2):
+            assert heads.read(kind_of(data, (rows,)), data).shape == (rows,)
+    assert sum(map(len, heads._known.values())) == 5
+
+
+def test_a_proof_comes_in_pieces() -> None:
+    heads = ArchiveHeads()
+    kind, expected = kind_of(OLD), parse_head(OLD)
+    proof = HeadProof(heads, kind, expected)
+    proof.put(100 - expected.raw_offset, memoryview(OLD)[100:])
+    assert not proof.holds()
+    proof.put(-expected.raw_offset, memoryview(OLD)[:100])
+    assert proof.holds()
+    assert proof.found() == expected
+    other = HeadProof(heads, kind_of(PAGES), expected)
+    other.put(-expected.raw_offset, memoryview(PAGES))
+    assert not other.holds()
+    assert other.found() is None  # it does not end there
+
+
+# --- looking --------------------------------------------------------------------------------------------
+
+
+class Objects:
+    """Bytes to receive, and what was asked for."""
+
+    def __init__(self, **objects: bytes) -> None:
+        self._objects = objects
+        self.asked: list[tuple[str, int, int]] = []
+
+    def receive(self, path: str, start: int, targets: list[Target]) -> None:
+        for target in targets:
+            size = target.view.nbytes
+            self.asked.append((path, start, size))
+            target.view[:] = self._objects[path][start : start + size]
+            start += size
+
+
+@pytest.mark.parametrize(
+    ("data", "sizes"),
+    [(OLD, [PROBE_SIZE]), (PAGES, [PROBE_SIZE, len(PAGES)]), (bytes(100_000), [PROBE_SIZE]), (OLD[:1000], [1000])],
+    ids=["usual", "aligned to pages", "no archive", "short"],
+)
+def test_a_look_takes_as_little_as_it_can(data: bytes, sizes: list[int]) -> None:
+    objects, heads = Objects(a=b"xyz" + data), ArchiveHeads()
+    kind = kind_of(data) if len(data) != 1000 else ItemKind(torch.float32, (30, 100), 1000)
+    look(heads, Probe(kind, "a", 3), objects.receive)
+    assert objects.asked == [("a", 3, size) for size in sizes]
+    try:
+        expected = heads.read(kind, data)
+    except HeadError:
+        expected = None
+    assert heads.expect(kind) == expected
+
+
+def test_a_look_has_an_end() -> None:
+    data = bytearray(saved(torch.ones(100_000)))
+    data[64:] = b"\x80\x02" + b"N0" * (len(data) // 2)  # a pickle without end
+    objects = Objects(a=bytes(data))
+    look(ArchiveHeads(), Probe(ItemKind(torch.float32, (100_000,), len(data)), "a", 0), objects.receive)
+    assert [size for _, _, size in objects.asked] == [PROBE_SIZE, MAX_HEAD]
+
+
+def test_one_look_for_each_unknown_kind() -> None:
+    probes = [Probe(kind_of(data), "a", place) for place, data in enumerate([OLD, NEW, PAGES, OLD, NEW, PAGES])]
+    assert plan_probes(ArchiveHeads(), probes) == [probes[0], probes[2]]

@@ -1,0 +1,198 @@
+"""Loading into other dtypes: what torch's readers make of it, with one warning where values do not fit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+
+from dcp_s3 import S3StorageReader, S3StorageWriter, errors
+from dcp_s3.load.dtypes import keeps_values
+from dcp_s3.load.placement import Buffer
+from tests.end_to_end.states import DTYPES, assert_same, random_tensor
+from tests.end_to_end.test_bad_input import failure_of_load
+from tests.faulty import BUCKET, FaultyServer, serve
+from tests.ranks import run_ranks
+from tests.servers import S3Server
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Casting complex values to real:UserWarning"),
+    pytest.mark.timeout(180),
+]
+
+_LOGGER = "dcp_s3.load.dtypes"
+SHAPES = [(), (7, 5), (300, 90)]
+
+
+def _saved() -> dict[str, torch.Tensor]:
+    """Of moderate values: what casting makes of others (NaN to an integer) differs from one element to the next."""
+    state = {}
+    for number, dtype in enumerate(DTYPES):
+        for shape in SHAPES:
+            count = torch.Size(shape).numel()
+            state[f"{dtype} {shape}"] = ((torch.arange(count) + number) % 9 + 0.25).reshape(shape).to(dtype)
+    return state
+
+
+@pytest.mark.parametrize("writer", ["dcp_s3", "torch"])
+def test_every_conversion_is_that_of_torchs_reader(
+    memory_server: S3Server, root: str, s3: Any, bucket: str, tmp_path: Path, writer: str
+) -> None:
+    state = _saved()
+    dcp.save(state, checkpoint_id=tmp_path)
+    if writer == "torch":
+        for path in tmp_path.iterdir():
+            s3.upload_file(str(path), bucket, f"run/{path.name}")
+    else:
+        dcp.save(state, storage_writer=S3StorageWriter(root))
+    for dtype in DTYPES:
+        found, expected = ({name: torch.zeros(t.shape, dtype=dtype) for name, t in state.items()} for _ in range(2))
+        dcp.load(found, storage_reader=S3StorageReader(root))
+        dcp.load(expected, storage_reader=dcp.FileSystemReader(tmp_path))
+        assert_same(found, expected)
+
+
+@pytest.mark.parametrize("writer", ["dcp_s3", "torch"])
+def test_what_is_converted_comes_through_bounded_memory(
+    memory_server: S3Server, root: str, s3: Any, bucket: str, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, writer: str,
+) -> None:  # fmt: skip
+    state = {"w": torch.randn(3_000_000)}
+    if writer == "torch":
+        dcp.save(state, checkpoint_id=tmp_path)
+        for path in tmp_path.iterdir():
+            s3.upload_file(str(path), bucket, f"run/{path.name}")
+    else:
+        dcp.save(state, storage_writer=S3StorageWriter(root, settings={"part_size": "5MiB"}))
+    sizes, reserve = [0], Buffer.reserve
+
+    def record(buffer: Buffer, size: int) -> None:
+        sizes.append(size)
+        reserve(buffer, size)
+
+    monkeypatch.setattr(Buffer, "reserve", record)
+    target = {"w": torch.zeros(3_000_000, dtype=torch.bfloat16)}
+    dcp.load(target, storage_reader=S3StorageReader(root, settings={"load_buffers": "4MiB", "concurrency": 4}))
+    assert torch.equal(target["w"], state["w"].bfloat16())
+    assert 2**19 < max(sizes) < 2**20 + 2**12, "a quarter of 4 MiB for each of 4 connections"
+
+
+def _messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == _LOGGER]
+
+
+def test_one_warning_counts_and_names_what_was_narrowed(
+    memory_server: S3Server, root: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    state: dict[str, Any] = {"model": {f"w{n}": torch.randn(4) for n in range(9)}, "n": torch.tensor([2**40 + 1])}
+    dcp.save({**state, "same": torch.ones(3)}, storage_writer=S3StorageWriter(root))
+    target = {
+        "model": {f"w{n}": torch.zeros(4, dtype=torch.bfloat16) for n in range(9)},
+        "n": torch.zeros(1, dtype=torch.float32),
+        "same": torch.zeros(3),
+    }
+    dcp.load(target, storage_reader=S3StorageReader(root))
+    (message,) = _messages(caplog)
+    assert caplog.records[[record.name for record in caplog.records].index(_LOGGER)].levelno == logging.WARNING
+    for part in (root, "10 tensors", "9 from torch.float32 to torch.bfloat16 (model.w0, ",
+                 "1 from torch.int64 to torch.float32 (n)", "DCP_S3_ALLOW_DTYPE_CAST=0"):  # fmt: skip
+        assert part in message, message
+    assert "same" not in message
+    assert torch.equal(target["model"]["w3"], state["model"]["w3"].bfloat16())  # type: ignore[index]
+
+
+def test_what_fits_is_converted_in_silence(
+    memory_server: S3Server, root: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {"half": torch.randn(9).bfloat16(), "n": torch.arange(9, dtype=torch.int8)}
+    dcp.save(state, storage_writer=S3StorageWriter(root))
+    target = {"half": torch.zeros(9), "n": torch.zeros(9, dtype=torch.int64)}
+    dcp.load(target, storage_reader=S3StorageReader(root))
+    assert_same(target, {"half": state["half"].float(), "n": state["n"].long()})
+    assert not _messages(caplog)
+
+
+@pytest.mark.parametrize("strict", ["setting", "environment"])
+@pytest.mark.parametrize("other", [torch.float16, torch.float64])
+def test_a_strict_load_changes_nothing(
+    memory_server: S3Server, root: str, monkeypatch: pytest.MonkeyPatch, strict: str, other: torch.dtype
+) -> None:
+    dcp.save({"a": torch.ones(3), "w": torch.ones(3)}, storage_writer=S3StorageWriter(root))
+    target = {"a": torch.full((3,), 7.0), "w": torch.full((3,), 7.0, dtype=other)}
+    settings = {"allow_dtype_cast": False} if strict == "setting" else None
+    if strict == "environment":
+        monkeypatch.setenv("DCP_S3_ALLOW_DTYPE_CAST", "0")
+    error = failure_of_load(root, target, settings=settings)
+    assert isinstance(error, errors.DtypeMismatchError)
+    assert error.fqn == "w"
+    assert "DCP_S3_ALLOW_DTYPE_CAST" in str(error)
+    assert (target["a"] == 7).all()
+
+
+@given(st.sampled_from(DTYPES), st.sampled_from(DTYPES), st.integers(0, 1000))
+def test_what_keeps_its_values_comes_back(saved: torch.dtype, target: torch.dtype, seed: int) -> None:
+    """Bit for bit, but for the payloads of NaNs."""
+    values = random_tensor((64,), saved, seed)
+    if not keeps_values(saved, target):
+        return
+    back = values.to(target).to(saved)
+    nan = values != values
+    assert torch.equal(back != back, nan)
+    assert torch.equal(back[~nan], values[~nan])
+
+
+@pytest.mark.parametrize(("saved", "target", "keeps"), [
+    (torch.float32, torch.bfloat16, False), (torch.bfloat16, torch.float16, False),
+    (torch.float16, torch.float32, True), (torch.int64, torch.float64, False), (torch.int32, torch.float64, True),
+    (torch.uint8, torch.int8, False), (torch.uint8, torch.bfloat16, True), (torch.float32, torch.int64, False),
+    (torch.complex64, torch.float64, False),
+    (torch.float32, torch.complex64, True), (torch.bool, torch.float8_e4m3fn, True), (torch.uint8, torch.bool, False),
+    (torch.float8_e4m3fn, torch.float8_e5m2, False), (torch.float8_e5m2, torch.float16, True),
+])  # fmt: skip
+def test_what_keeps_values(saved: torch.dtype, target: torch.dtype, keeps: bool) -> None:
+    assert keeps_values(saved, target) is keeps
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
+    with serve(monkeypatch) as server:
+        yield server
+
+
+class _Records(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def _load_on_ranks() -> None:
+    url = f"s3://{BUCKET}/run"
+    full = random_tensor((700, 300), torch.float32).nan_to_num()
+    mesh = init_device_mesh("cpu", (2,))
+    records = _Records()
+    dcp.save({"plain": full, "again": full, "tied": full + 1}, storage_writer=S3StorageWriter(url))
+    tied = torch.zeros(700, 300, dtype=torch.bfloat16)
+    plain = distribute_tensor(torch.zeros(700, 300, dtype=torch.bfloat16), mesh, [Replicate()])
+    logging.getLogger(_LOGGER).addHandler(records)
+    dcp.load({"plain": plain, "again": tied, "tied": tied}, storage_reader=S3StorageReader(url))
+    assert torch.equal(plain.to_local(), full.bfloat16())
+    assert torch.equal(tied, (full + 1).bfloat16())
+    assert len(records.messages) == 1, records.messages  # although entries in one memory are read in turn
+    assert "3 tensors" in records.messages[0]
+
+
+def test_shared_loads_convert(faulty: FaultyServer) -> None:
+    run_ranks(2, _load_on_ranks)

@@ -1,0 +1,289 @@
+"""Tensors that other writers stored: every byte right, and no more fetched than needed."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorProperties as Properties
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+
+from dcp_s3 import S3StorageReader, errors
+from dcp_s3.checksum import crc64nvme
+from dcp_s3.format.storage_info import make_storage_info
+from dcp_s3.load import prepare
+from tests.archives import old, oldest, records_of, rewritten, saved, zipped
+from tests.end_to_end.states import DTYPES, assert_same, random_tensor
+from tests.servers import S3Server
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+MIB = 2**20
+HEADS = 4096
+"""More than a head has that torch writes."""
+
+
+class Item(NamedTuple):
+    """A stored tensor, which is one chunk."""
+
+    value: torch.Tensor
+    data: bytes
+    attributes: Mapping[str, Any] = {}
+
+
+def put(s3: Any, bucket: str, items: Mapping[str, Item]) -> int:
+    """A checkpoint at ``run`` of one object with ``items`` end to end; the bytes of its metadata."""
+    body = bytearray()
+    storage_data = {}
+    entries: dict[str, Any] = {}
+    for fqn, item in items.items():
+        origin = torch.Size([0] * item.value.dim())
+        chunk = ChunkStorageMetadata(origin, item.value.size())
+        entries[fqn] = TensorStorageMetadata(Properties(dtype=item.value.dtype), item.value.size(), [chunk])
+        info = make_storage_info("__0_0.distcp", len(body), len(item.data), **item.attributes)
+        storage_data[MetadataIndex(fqn, origin, 0)] = info
+        body += item.data
+    metadata = pickle.dumps(Metadata(entries, {fqn: (fqn,) for fqn in items}, storage_data))
+    s3.put_object(Bucket=bucket, Key="run/__0_0.distcp", Body=bytes(body))
+    s3.put_object(Bucket=bucket, Key="run/.metadata", Body=metadata)
+    return len(metadata)
+
+
+class Boxes(DefaultLoadPlanner):
+    """Loads each tensor of the state from where its box begins in the saved one."""
+
+    def __init__(self, offsets: Mapping[str, Sequence[int]]) -> None:
+        super().__init__()
+        self._offsets = offsets
+
+    def create_local_plan(self) -> LoadPlan:
+        items = []
+        for fqn, tensor in self.state_dict.items():
+            origin = torch.Size([0] * tensor.dim())
+            index = MetadataIndex(fqn, origin, 0)
+            place = torch.Size(self._offsets.get(fqn, origin))
+            items.append(ReadItem(LoadItemType.TENSOR, index, origin, index, place, tensor.size()))
+        return LoadPlan(items)
+
+
+class Loaded(NamedTuple):
+    state: dict[str, torch.Tensor]
+    requests: int
+    """GETs, without that of the metadata."""
+    size: int
+    """Bytes that were sent, with the metadata."""
+
+
+def load(
+    server: S3Server,
+    root: str,
+    state: dict[str, torch.Tensor],
+    offsets: Mapping[str, Sequence[int]] | None = None,
+    **settings: Any,
+) -> Loaded:
+    handle = server.handle
+    handle.reset_counters()
+    reader = S3StorageReader(root, settings={"part_size": "5MiB", **settings})
+    dcp.load(state, storage_reader=reader, planner=Boxes(offsets or {}))
+    return Loaded(state, handle.counters.requests["GetObject"] - 1, handle.counters.bytes_out)
+
+
+def blank(items: Mapping[str, Item]) -> dict[str, torch.Tensor]:
+    return {fqn: torch.full(item.value.shape, 1, dtype=item.value.dtype) for fqn, item in items.items()}
+
+
+def check(found: Mapping[str, torch.Tensor], items: Mapping[str, Item]) -> None:
+    assert_same(dict(found), {fqn: item.value for fqn, item in items.items()})
+
+
+# --- every writer ---------------------------------------------------------------------------------------
+
+WRITERS: dict[str, Callable[[bytes], bytes]] = {
+    "this torch": bytes, "old": old, "oldest": oldest, "zipfile": zipped,
+    "aligned to pages": lambda data: rewritten(data, alignment=4096),
+}  # fmt: skip
+
+
+def test_every_dtype_whole_and_in_parts(
+    memory_server: S3Server, s3: Any, bucket: str, root: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare, "check_limits", lambda stream: pytest.fail("loaded by torch"))
+    tensors = {str(dtype): random_tensor((7, 10_000), dtype, i) for i, dtype in enumerate(DTYPES)}
+    tensors |= {"scalar": random_tensor((), torch.float64), "empty": torch.empty(3, 0)}
+    tensors |= {"transposed": random_tensor((5000, 20), torch.int64).t()}
+    values = {f"{writer} {name}": value for writer in WRITERS for name, value in tensors.items()}
+    items = {
+        f"{writer} {name}": Item(value, write(saved(value)))
+        for writer, write in WRITERS.items()
+        for name, value in tensors.items()
+    }
+    put(s3, bucket, items)
+    check(load(memory_server, root, blank(items)).state, items)
+    parts = {name: (1, 100) for name, value in values.items() if value.numel() > 1}
+    wanted = {name: values[name][1:5, 100:4000] for name in parts}
+    found = load(memory_server, root, {name: torch.zeros_like(part) for name, part in wanted.items()}, parts).state
+    assert_same(found, wanted)
+
+
+BOXES: dict[str, tuple[tuple[int, int], tuple[int, int]]] = {
+    "all": ((0, 0), (48, 32768)),
+    "first rows": ((0, 0), (3, 32768)),
+    "rows in the middle": ((17, 0), (2, 32768)),
+    "last row": ((47, 0), (1, 32768)),
+    "columns": ((10, 1000), (3, 31)),
+}
+
+
+@pytest.mark.parametrize("writer", ["this torch", "old"])
+def test_only_what_is_needed_is_fetched(memory_server: S3Server, s3: Any, bucket: str, root: str, writer: str) -> None:
+    values = {f"t{i}": torch.arange(i, 48 * 32768 + i, dtype=torch.int32).view(48, -1) for i in range(2)}
+    items = {name: Item(value, WRITERS[writer](saved(value))) for name, value in values.items()}
+    overhead = put(s3, bucket, items)
+    probes = writer != "this torch"
+    for (row, column), (rows, columns) in BOXES.values():
+        wanted = {name: value[row : row + rows, column : column + columns] for name, value in values.items()}
+        for dtype in (torch.int32, torch.int64):
+            blank = {name: torch.zeros(rows, columns, dtype=dtype) for name in values}
+            found = load(memory_server, root, blank, dict.fromkeys(values, (row, column)), allow_dtype_cast=True)
+            assert_same(found.state, {name: value.to(dtype) for name, value in wanted.items()})
+            size = 4 * rows * columns
+            # What lies between two runs of bytes is rather fetched if it is little.
+            gaps = [4 * (row * 32768 + column)] + [4 * (32768 - columns)] * (rows - 1)
+            size += sum(gap for gap in gaps if gap <= 256 * 2**10)
+            assert found.size < 2 * (size + HEADS) + probes * HEADS + overhead + 4096
+            assert found.requests <= 2 * (-(-size // (5 * MIB)) + 1) + probes
+
+
+def test_a_look_at_each_kind_and_not_at_each_item(memory_server: S3Server, s3: Any, bucket: str, root: str) -> None:
+    values = {f"a{i}": random_tensor((100, 1000), torch.float32, i) for i in range(8)}
+    values |= {f"b{i}": random_tensor((50, 2000), torch.float32, i) for i in range(8)}
+    items = {name: Item(value, old(saved(value))) for name, value in values.items()}
+    overhead = put(s3, bucket, items)
+    found = load(memory_server, root, blank(items))
+    check(found.state, items)
+    assert found.requests <= 2 + 2  # all of it is less than two parts
+    total = sum(len(item.data) for item in items.values())
+    assert found.size < total + 2 * HEADS + overhead + 4096
+
+
+def test_small_items_need_no_look(memory_server: S3Server, s3: Any, bucket: str, root: str) -> None:
+    items = {f"s{i}": Item(v := random_tensor((10, i + 1), torch.float32, i), old(saved(v))) for i in range(40)}
+    put(s3, bucket, items)
+    found = load(memory_server, root, blank(items))
+    check(found.state, items)
+    assert found.requests == 1
+
+
+# --- items that are not as expected ---------------------------------------------------------------------
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+def _swapped(value: torch.Tensor) -> bytes:
+    other = b"big" if sys.byteorder == "little" else b"little"
+    swapped = value.view(torch.uint8).view(*value.shape, value.itemsize).flip(-1).contiguous()
+    return rewritten(saved(value), changed={"byteorder": other, "data/0": bytes(swapped.numpy().tobytes())})
+
+
+def _with_key(value: torch.Tensor) -> bytes:
+    """As what torch.save writes of a tensor that is not the first."""
+    records = records_of(saved(value))
+    pickled = records["data.pkl"].replace(b"X\x01\x00\x00\x000q", b"X\x01\x00\x00\x001q")
+    return rewritten(saved(value), without=("data/0",), changed={"data.pkl": pickled, "data/1": records["data/0"]})
+
+
+ODD: dict[str, Callable[[torch.Tensor], Item]] = {
+    "transposed": lambda value: Item(value.t(), saved(value.t())),
+    "aligned to pages": lambda value: Item(value, rewritten(saved(value), alignment=4096)),
+    "a part of a storage": lambda value: Item(value[1:], saved(value[1:])),
+    "not dense": lambda value: Item(value[:, 1:], saved(value[:, 1:])),
+    "another byte order": lambda value: Item(value, _swapped(value)),
+    "another key": lambda value: Item(value, _with_key(value)),
+    "a parameter": lambda value: Item(value, saved(torch.nn.Parameter(value))),
+    "old format": lambda value: Item(value, saved(value, _use_new_zipfile_serialization=False)),
+    "of another dtype": lambda value: Item(value.double(), saved(value)),
+    "a lazy negative": lambda value: Item(-value, saved(torch._neg_view(value))),
+}
+
+
+@pytest.mark.parametrize("writer", ["this torch", "old"])
+@pytest.mark.parametrize("size", [10, 160], ids=["small", "large"])
+def test_one_of_several_is_odd(
+    memory_server: S3Server, s3: Any, bucket: str, root: str, size: int, writer: str
+) -> None:
+    """Before and between ordinary ones of the same shape, where it is not itself of another."""
+    for place in (0, 2):
+        items: dict[str, Item] = {}
+        for i, (odd, make) in enumerate(ODD.items()):
+            values = [random_tensor((size + i, size + i), torch.int32, n).float() for n in range(3)]
+            ordinary = [Item(value, WRITERS[writer](saved(value))) for value in values]
+            ordinary.insert(place, make(values[0]))
+            items |= {f"{odd} {n}": item for n, item in enumerate(ordinary)}
+        put(s3, bucket, items)
+        check(load(memory_server, root, blank(items)).state, items)
+        wanted = {name: item.value[3:9, 5:8] for name, item in items.items()}
+        parts = {name: torch.zeros_like(part) for name, part in wanted.items()}
+        assert_same(load(memory_server, root, parts, dict.fromkeys(items, (3, 5))).state, wanted)
+
+
+def test_transposed_ones_are_fetched_in_parts_as_well(memory_server: S3Server, s3: Any, bucket: str, root: str) -> None:
+    """DCP keeps the order of dense tensors. Of `t`, columns are runs of bytes."""
+    value = random_tensor((700, 900), torch.int32).t()
+    overhead = put(s3, bucket, {"t": Item(value, old(saved(value)))})
+    found = load(memory_server, root, {"t": torch.zeros(900, 8, dtype=torch.int32)}, {"t": (0, 600)})
+    assert_same(found.state, {"t": value[:, 600:608]})
+    assert found.size < 8 * 900 * 4 + 3 * HEADS + overhead
+
+
+# --- damage ---------------------------------------------------------------------------------------------
+
+
+def failure(root: str, state: dict[str, torch.Tensor]) -> BaseException:
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(state, storage_reader=S3StorageReader(root))
+    return next(iter(caught.value.failures.values()))[0]
+
+
+DAMAGE: list[Callable[[bytes], bytes]] = [
+    lambda data: b"PL" + data[2:],
+    lambda data: data[:64] + bytes(6) + data[70:],
+    lambda data: bytes(len(data)),
+    lambda data: data[: len(data) // 2],
+]
+
+
+@pytest.mark.parametrize("size", [10, 150], ids=["small", "large"])
+def test_damaged_heads_are_errors(memory_server: S3Server, s3: Any, bucket: str, root: str, size: int) -> None:
+    value = random_tensor((size, size), torch.float32)
+    for damage in DAMAGE:
+        put(s3, bucket, {"t": Item(value, damage(saved(value))), "u": Item(value, saved(value))})
+        error = failure(root, {"t": torch.zeros(size, size), "u": torch.zeros(size, size)})
+        assert isinstance(error, errors.CorruptCheckpointError)
+        assert "'t'" in str(error)
+
+
+def test_a_checksum_of_the_whole_item_is_compared(memory_server: S3Server, s3: Any, bucket: str, root: str) -> None:
+    """As dcp_s3 records it of tensors that go through torch.save."""
+    size = 150
+    value = random_tensor((size, size), torch.float32)
+    data = saved(value)
+    attributes = {"crc64nvme": crc64nvme(data)}
+    put(s3, bucket, {"t": Item(value, data, attributes)})
+    assert_same(load(memory_server, root, {"t": torch.zeros(size, size)}).state, {"t": value})
+    for position in (0, 800, len(data) - 1):
+        damaged = bytearray(data)
+        damaged[position] ^= 1
+        put(s3, bucket, {"t": Item(value, bytes(damaged), attributes)})
+        error = failure(root, {"t": torch.zeros(size, size)})
+        assert isinstance(error, errors.CorruptCheckpointError)
+        assert "CRC-64" in str(error)

@@ -1,0 +1,190 @@
+"""What is no tensor reaches the planner in the order of the plan, whichever arrives first, in bounded memory."""
+
+from __future__ import annotations
+
+import io
+import random
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+
+from dcp_s3 import S3StorageReader, S3StorageWriter
+from dcp_s3.load.item_transfer import StreamTransfer
+from tests.faulty import BUCKET, FaultyServer, serve
+from tests.ranks import run_ranks
+from tests.servers import S3Server
+
+pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"), pytest.mark.timeout(180)]
+
+SMALL = {"part_size": "5MiB"}
+
+
+class _Recording(DefaultLoadPlanner):
+    """Makes a plan in a random order of its own, and sees what it gets."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        self.expected: list[str] = []
+        self.found: list[str] = []
+        self.threads: set[int] = set()
+        self._seed = seed
+
+    def create_local_plan(self) -> LoadPlan:
+        plan = super().create_local_plan()
+        random.Random(self._seed).shuffle(plan.items)
+        self.expected = [item.storage_index.fqn for item in plan.items if item.type == LoadItemType.BYTE_IO]
+        return plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.found.append(read_item.storage_index.fqn)
+        self.threads.add(threading.get_ident())
+        super().load_bytes(read_item, value)
+
+
+def _state(blank: bool = False) -> dict[str, Any]:
+    """Objects from a few bytes to more than a request, tensors between them."""
+    state: dict[str, Any] = {f"text{n:02}": "" if blank else "x" * 11 ** (n % 7) for n in range(40)}
+    return state | {f"w{n:02}": torch.zeros(300, n + 1) if blank else torch.ones(300, n + 1) for n in range(20)}
+
+
+def _assert_loaded(state: dict[str, Any]) -> None:
+    for name, value in _state().items():
+        assert torch.equal(state[name], value) if isinstance(value, torch.Tensor) else state[name] == value, name
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_objects_come_in_the_order_of_the_plan(memory_server: S3Server, root: str, seed: int) -> None:
+    dcp.save(_state(), storage_writer=S3StorageWriter(root, settings=SMALL))
+    planner, state = _Recording(seed), _state(blank=True)
+    dcp.load(state, storage_reader=S3StorageReader(root, settings=SMALL), planner=planner)
+    assert planner.found == planner.expected
+    assert sorted(planner.found) == sorted(name for name in state if name.startswith("text"))
+    assert planner.threads == {threading.get_ident()}
+    _assert_loaded(state)
+
+
+def test_objects_of_another_writer(memory_server: S3Server, root: str, s3: Any, bucket: str, tmp_path: Path) -> None:
+    dcp.save(_state(), checkpoint_id=tmp_path)
+    for path in tmp_path.iterdir():
+        s3.upload_file(str(path), bucket, f"run/{path.name}")
+    planner, state = _Recording(), _state(blank=True)
+    dcp.load(state, storage_reader=S3StorageReader(root, settings=SMALL), planner=planner)
+    assert planner.found == planner.expected
+    _assert_loaded(state)
+
+
+class _Held:
+    """How many bytes of objects are decoded and not yet with the planner, at most."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.most = self._now = 0
+        self._lock = threading.Lock()
+        finish, load = StreamTransfer.finish, DefaultLoadPlanner.load_bytes
+
+        def counted_finish(transfer: StreamTransfer) -> Any:
+            done = finish(transfer)
+            if transfer.loaded is not None:
+                self._add(transfer.loaded.getbuffer().nbytes)
+            return done
+
+        def counted_load(planner: DefaultLoadPlanner, item: ReadItem, value: io.BytesIO) -> None:
+            self._add(-value.getbuffer().nbytes)
+            load(planner, item, value)
+
+        monkeypatch.setattr(StreamTransfer, "finish", counted_finish)
+        monkeypatch.setattr(DefaultLoadPlanner, "load_bytes", counted_load)
+
+    def _add(self, count: int) -> None:
+        with self._lock:
+            self._now += count
+            self.most = max(self.most, self._now)
+
+
+def test_what_is_held_back_is_bounded(memory_server: S3Server, root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the buffers of a load, although nothing comes in the order of the plan."""
+    names = [f"o{n:02}" for n in range(40)]
+    dcp.save({name: bytes(2**20) for name in names} | {"w": torch.ones(9)}, storage_writer=S3StorageWriter(root))
+    held, planner = _Held(monkeypatch), _Recording()
+    state = dict.fromkeys(names, b"") | {"w": torch.zeros(9)}
+    dcp.load(state, storage_reader=S3StorageReader(root, settings={"load_buffers": "4MiB"}), planner=planner)
+    assert planner.found == planner.expected
+    assert all(state[name] == bytes(2**20) for name in names)
+    assert torch.equal(state["w"], torch.ones(9))  # type: ignore[arg-type]
+    assert 0 < held.most < 4.1 * 2**20
+
+
+def test_an_object_that_cannot_be_loaded_ends_the_load_in_its_turn(memory_server: S3Server, root: str) -> None:
+    class _Refusing(_Recording):
+        def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+            super().load_bytes(read_item, value)
+            if len(self.found) == 7:
+                raise ValueError("no more")
+
+    dcp.save(_state(), storage_writer=S3StorageWriter(root, settings=SMALL))
+    planner = _Refusing()
+    with pytest.raises(CheckpointException, match="no more"):
+        dcp.load(_state(blank=True), storage_reader=S3StorageReader(root), planner=planner)
+    assert planner.found == planner.expected[:7]
+
+
+# --- several ranks, which read together what they share --------------------------------------------------
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
+    with serve(monkeypatch) as server:
+        yield server
+
+
+def _own(rank: int, blank: bool = False) -> dict[str, Any]:
+    """Each rank's own objects, which nobody else reads."""
+    return {f"text{n:02}-{rank}": "" if blank else f"{rank}" * 5 ** (n % 9) for n in range(20)}
+
+
+def _load_on_ranks() -> None:
+    """What is shared and what is a rank's own, in one order; at once, and in parts because there is little memory."""
+    url, rank = f"s3://{BUCKET}/run", dist.get_rank()
+    dcp.save({**_state(), **_own(rank)}, storage_writer=S3StorageWriter(url, settings=SMALL))
+    for buffers in ("512MiB", "1MiB"):
+        for seed in range(2):
+            planner, state = _Recording(10 * rank + seed), {**_state(blank=True), **_own(rank, blank=True)}
+            reader = S3StorageReader(url, settings={**SMALL, "load_buffers": buffers})
+            dcp.load(state, storage_reader=reader, planner=planner)
+            assert reader._group is not None
+            assert reader._group.shares_data
+            assert planner.found == planner.expected
+            assert len(planner.found) == 60
+            _assert_loaded(state)
+            assert all(state[name] == text for name, text in _own(rank).items())
+
+
+def test_shared_objects_come_in_the_order_of_the_plan(faulty: FaultyServer) -> None:
+    run_ranks(2, _load_on_ranks)
+
+
+def _load_large_on_ranks() -> None:
+    url, names = f"s3://{BUCKET}/large", [f"o{n:02}" for n in range(40)]
+    dcp.save({name: bytes(2**20) for name in names} | {"w": torch.ones(300, 300)}, storage_writer=S3StorageWriter(url))
+    with pytest.MonkeyPatch.context() as patch:
+        held, planner = _Held(patch), _Recording(dist.get_rank())
+        state = dict.fromkeys(names, b"") | {"w": torch.zeros(300, 300)}
+        reader = S3StorageReader(url, settings={"load_buffers": "4MiB"})
+        dcp.load(state, storage_reader=reader, planner=planner)
+    assert planner.found == planner.expected
+    assert all(state[name] == bytes(2**20) for name in names)
+    assert torch.equal(state["w"], torch.ones(300, 300))  # type: ignore[arg-type]
+    # Those that are shared, and those that are not.
+    assert 0 < held.most < 2 * 4.1 * 2**20
+
+
+def test_what_is_held_back_of_a_shared_load_is_bounded(faulty: FaultyServer) -> None:
+    run_ranks(2, _load_large_on_ranks)

@@ -1,0 +1,134 @@
+"""Which bytes a load needs, and in which requests."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcp_s3.checksum import crc64nvme
+from dcp_s3.format.blocks import Blocks, cuts_between, pack_crcs
+from dcp_s3.load import plan as read_plan
+from dcp_s3.load.boxes import Box
+from dcp_s3.load.plan import Extent, ReadRequest, plan_requests, ranges_of_box
+from tests.load.test_boxes import chunks_and_boxes, positions
+
+_BLOCK = 64
+
+
+@given(chunks_and_boxes(), st.sampled_from([1, 2, 4, 8]), st.integers(0, 200), st.booleans())
+def test_the_ranges_of_a_box_cover_it_lie_apart_and_are_checked(
+    chunk: tuple[tuple[int, ...], Box], element_size: int, max_gap: int, checked: bool
+) -> None:
+    sizes, box = chunk
+    nbytes = math.prod(sizes) * element_size
+    data = bytes(index * 7 % 251 for index in range(nbytes))
+    cuts = cuts_between(0, nbytes, _BLOCK)
+    blocks = Blocks(_BLOCK, pack_crcs(crc64nvme(data[:cut]) for cut in cuts), crc64nvme(data)) if checked else None
+    found = ranges_of_box(sizes, box, element_size, blocks=blocks, max_gap=max_gap)
+    wanted = [at * element_size + byte for at in positions(sizes, box) for byte in range(element_size)]
+    fetched = [byte for part in found for byte in range(part.start, part.stop)]
+    assert set(wanted) <= set(fetched) <= set(range(nbytes))
+    assert len(fetched) == len(set(fetched))
+    for part in found:
+        inside = [byte for byte in wanted if part.start <= byte < part.stop]
+        margin = _BLOCK - 1 if checked else 0
+        assert part.start >= inside[0] - margin
+        assert part.stop - 1 <= inside[-1] + margin
+        assert all(b - a - 1 <= max_gap + 2 * margin for a, b in itertools.pairwise(inside))
+        assert part.crc == (crc64nvme(data[part.start : part.stop]) if checked else None)
+    if not checked:
+        assert all(b.start - a.stop > max_gap - element_size for a, b in itertools.pairwise(found))
+
+
+def test_rows_that_lie_far_apart_are_ranges_of_their_own() -> None:
+    box = Box((1, 100), (3, 10))
+    assert ranges_of_box((5, 1000), box, 4, blocks=None, max_gap=3959) == [(4400 + n * 4000, 4440 + n * 4000, None)
+                                                                          for n in range(3)]  # fmt: skip
+    assert ranges_of_box((5, 1000), box, 4, blocks=None, max_gap=3960) == [(4400, 12440, None)]
+
+
+@st.composite
+def extents(draw: st.DrawFn) -> list[Extent]:
+    number = draw(st.integers(0, 25))
+    return [
+        Extent(
+            i, draw(st.sampled_from("ab")), draw(st.integers(0, 5000)), draw(st.integers(1, 3000)),
+            draw(st.integers(0, 99)),
+        )
+        for i in range(number)
+    ]  # fmt: skip
+
+
+@given(extents(), st.integers(64, 2000), st.integers(0, 500))
+def test_every_needed_byte_is_fetched_once_and_waste_is_bounded(
+    wanted: list[Extent], max_request: int, max_gap: int
+) -> None:
+    requests = plan_requests(wanted, max_request=max_request, max_gap=max_gap)
+    received: dict[int, list[tuple[int, int]]] = {extent.item: [] for extent in wanted}
+    for request in requests:
+        assert 0 < request.length <= max_request
+        end = 0
+        for segment in request.segments:
+            assert segment.length > 0
+            extent = wanted[segment.item]
+            assert request.path == extent.path
+            assert request.start + segment.start == extent.start + segment.offset - extent.offset
+            received[segment.item].append((segment.offset - extent.offset, segment.length))
+            assert segment.start - end <= max_gap
+            assert segment.start >= end or request.shared
+            end = max(end, segment.start + segment.length)
+        assert request.segments[0].start == 0
+        assert end == request.length
+        overlaps = (b.start < a.start + a.length for a, b in itertools.combinations(request.segments, 2))
+        assert request.shared == any(overlaps)
+    for extent in wanted:
+        pieces = sorted(received[extent.item])
+        assert sum(length for _, length in pieces) == extent.length
+        assert all(a + n == b for (a, n), (b, _) in itertools.pairwise(pieces))
+        assert pieces[0][0] == 0
+    for path in "ab":
+        spans = sorted((r.start, r.start + r.length) for r in requests if r.path == path)
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+    assert [request.length for request in requests] == sorted((r.length for r in requests), reverse=True)
+
+
+def test_neighbours_share_a_request_and_far_ones_do_not() -> None:
+    near = [Extent(0, "a", 0, 10), Extent(1, "a", 15, 10), Extent(2, "a", 200, 10)]
+    requests = plan_requests(near, max_request=1000, max_gap=20)
+    assert sorted((r.start, r.length, len(r.segments)) for r in requests) == [(0, 25, 2), (200, 10, 1)]
+
+
+def test_a_long_extent_is_cut_into_equal_aligned_pieces() -> None:
+    requests = plan_requests([Extent(0, "a", 7, 1000)], max_request=400, max_gap=0)
+    lengths = sorted(request.length for request in requests)
+    assert sum(lengths) == 1000
+    assert all((request.start - 7) % 64 == 0 for request in requests)
+    assert lengths[-1] - lengths[0] <= 64 * 3
+
+
+def test_nothing_to_read() -> None:
+    assert plan_requests([], max_request=10, max_gap=0) == []
+
+
+@given(extents(), st.integers(0, 500), st.sampled_from([0.0, 0.01, 0.1, 1.0]))
+def test_what_is_thrown_away_is_limited(wanted: list[Extent], max_gap: int, share: float) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(read_plan, "_FRAMING", 10)
+        limited = plan_requests(wanted, max_request=10**6, max_gap=max_gap, max_waste=share)
+    needed = len({(e.path, at) for e in wanted for at in range(e.start, e.start + e.length)})
+    gaps = [gap for request in limited for gap in _gaps(request)]
+    assert sum(gap for gap in gaps if gap > 10) <= share * needed
+    free = plan_requests(wanted, max_request=10**6, max_gap=max_gap)
+    missing = sorted((gap for request in free for gap in _gaps(request)), reverse=True)
+    for gap in gaps:
+        missing.remove(gap)
+    assert not missing or min(missing) > 10  # the shortest are taken along
+
+
+def _gaps(request: ReadRequest) -> list[int]:
+    ends = itertools.accumulate((segment.start + segment.length for segment in request.segments), max)
+    return [gap for segment, end in zip(request.segments[1:], ends, strict=False) if (gap := segment.start - end) > 0]

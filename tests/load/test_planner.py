@@ -1,0 +1,344 @@
+"""S3LoadPlanner plans what torch's DefaultLoadPlanner plans, item for item."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as ShardProperties
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import Shard as ShardPlacement
+
+from dcp_s3 import S3LoadPlanner, S3StorageReader, S3StorageWriter, errors
+from dcp_s3.load import fast_items as read_items
+from dcp_s3.load import planner as load_planner
+from dcp_s3.load.overlaps import Box
+from tests.load.test_overlaps import chunkings, chunks, grid
+from tests.ranks import run_ranks
+from tests.servers import S3Server
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+class Pieces(torch.Tensor):
+    """A tensor of which this process has several pieces, by torch's protocol."""
+
+    pieces: list[Box]
+
+    def __create_chunk_list__(self) -> Any:
+        return chunks(self.pieces)
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        offsets, sizes = self.pieces[index.index or 0]
+        return self.as_subclass(torch.Tensor)[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
+
+
+def in_pieces(shape: tuple[int, ...], pieces: list[Box]) -> Pieces:
+    tensor = torch.zeros(shape).as_subclass(Pieces)
+    tensor.pieces = pieces
+    return tensor
+
+
+def saved_as(shape: tuple[int, ...], boxes: list[Box]) -> TensorStorageMetadata:
+    return TensorStorageMetadata(TensorProperties(), torch.Size(shape), chunks(boxes))
+
+
+def make_plan(planner: DefaultLoadPlanner, state: dict[str, Any], metadata: Metadata) -> LoadPlan:
+    planner.set_up_planner(dict(state), metadata, True)
+    return planner.create_local_plan()
+
+
+def details(items: list[ReadItem]) -> list[Any]:
+    """All of the items: equality leaves the hints out, and knows no difference between a tuple and a torch.Size."""
+    assert all(type(item) is ReadItem for item in items)
+    return [
+        [(name, type(value), vars(value) if isinstance(value, MetadataIndex) else value)
+         for name, value in sorted(vars(item).items())]
+        for item in items
+    ]  # fmt: skip
+
+
+def assert_same_plan(state: dict[str, Any], metadata: Metadata, **arguments: Any) -> LoadPlan:
+    expected = make_plan(DefaultLoadPlanner(**arguments), state, metadata)
+    found = make_plan(S3LoadPlanner(**arguments), state, metadata)
+    assert found == expected
+    assert details(found.items) == details(expected.items)
+    assert pickle.loads(pickle.dumps(found)) == expected
+    return found
+
+
+@settings(max_examples=60)
+@given(tensors=st.lists(chunkings(), min_size=1, max_size=3), data=st.data())
+def test_random_chunks_and_objects(tensors: list[tuple[list[Box], list[Box]]], data: st.DataObject) -> None:
+    saved: dict[str, Any] = {}
+    state: dict[str, Any] = {}
+    for number, (stored, local) in enumerate([*tensors, *tensors[:1]]):  # two that are cut alike
+        boxes = [*stored, *local]
+        dims = len(boxes[0][0]) if boxes else 1
+        shape = tuple(max([o[d] + s[d] for o, s in boxes], default=0) for d in range(dims))
+        saved[f"t{number}"] = saved_as(shape, stored)
+        state[f"t{number}"] = in_pieces(shape, local)
+        saved[f"whole{number}"] = saved_as(shape, stored)
+        state[f"whole{number}"] = torch.nn.Parameter(torch.empty(shape))
+        saved[f"object{number}"] = BytesStorageMetadata()
+        state[f"object{number}"] = data.draw(st.sampled_from([3, "text", torch.ones(2)]))
+    state = dict(data.draw(st.permutations(list(state.items()))))
+    metadata = Metadata(saved)
+    expected = DefaultLoadPlanner(flatten_sharded_tensors=False, flatten_state_dict=False)
+    found = S3LoadPlanner(flatten_sharded_tensors=False, flatten_state_dict=False)
+    assert details(make_plan(found, state, metadata).items) == details(make_plan(expected, state, metadata).items)
+
+
+def test_many_layouts_of_one_number_of_chunks() -> None:
+    """More than are remembered for one way of saving."""
+    saved, state = {}, {}
+    for i in range(load_planner._MAX_ALIKE + 3):
+        for again in ("a", "b"):
+            saved[f"{i}{again}"] = saved_as((40, 40), grid((40, 40), (20, 1)))
+            state[f"{i}{again}"] = in_pieces((40, 40), [((0, 0), (40, i)), ((0, i), (40, 40 - i))])
+    assert_same_plan(state, Metadata(saved), flatten_sharded_tensors=False)
+
+
+def test_equal_places_share_their_indices() -> None:
+    """What makes plans small where they are sent to the coordinator and back."""
+    metadata = Metadata({"x": saved_as((40, 2), grid((40, 2), (20, 1)))})
+    items = assert_same_plan(
+        {"x": in_pieces((40, 2), grid((40, 2), (20, 1)))}, metadata, flatten_sharded_tensors=False
+    ).items
+    assert len(items) == 20
+    assert all(item.dest_index is item.storage_index for item in items)
+
+
+# --- real states ------------------------------------------------------------------------------------------
+
+
+def _sharded_tensor(shape: tuple[int, ...], boxes: list[Box]) -> ShardedTensor:
+    """With every world-size-th box on this rank."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    shards = [ShardMetadata(list(o), list(s), f"rank:{i % world}/cpu") for i, (o, s) in enumerate(boxes)]
+    properties = ShardProperties(dtype=torch.float32)
+    return ShardedTensor._init_from_local_shards_and_global_metadata(
+        [Shard(torch.zeros(each.shard_sizes), each) for each in shards[rank::world]],
+        ShardedTensorMetadata(shards, torch.Size(shape), properties),
+    )
+
+
+def _plan_on_ranks() -> None:
+    world = dist.get_world_size()
+    line, square = init_device_mesh("cpu", (world,)), init_device_mesh("cpu", (2, world // 2))
+    first = init_device_mesh("cpu", (1,)) if dist.get_rank() == 0 else None
+    shape = (13, 22)
+    full = torch.zeros(shape)
+    state: dict[str, Any] = {
+        "rows": distribute_tensor(full, line, [ShardPlacement(0)], src_data_rank=None),
+        "columns": distribute_tensor(full, line, [ShardPlacement(1)], src_data_rank=None),
+        "both": distribute_tensor(full, square, [ShardPlacement(0), ShardPlacement(1)], src_data_rank=None),
+        "strided": distribute_tensor(full, square, [ShardPlacement(0), ShardPlacement(0)], src_data_rank=None),
+        "hybrid": distribute_tensor(full, square, [Replicate(), ShardPlacement(1)], src_data_rank=None),
+        "shards": _sharded_tensor(shape, grid(shape, (6, 4))),
+        "shards again": _sharded_tensor(shape, grid(shape, (6, 4))),
+        "tensor": torch.nn.Parameter(full),
+        "scalar": torch.tensor(1.0),
+        "epoch": 3,
+    }
+    if first is not None:
+        state["first"] = distribute_tensor(full, first, [ShardPlacement(0)], src_data_rank=None)
+    items = 0
+    for parts in ((1, 1), (13, 1), (1, 22), (5, 7), (13, 22)):
+        saved: dict[str, Any] = {
+            fqn: saved_as(tuple(entry.size()), grid(tuple(entry.size()), parts if entry.dim() else ()))
+            if isinstance(entry, torch.Tensor)
+            else BytesStorageMetadata()
+            for fqn, entry in state.items()
+        }
+        items += len(assert_same_plan(state, Metadata(saved)).items)
+    assert items > 100
+
+
+def test_dtensors_and_sharded_tensors() -> None:
+    run_ranks(4, _plan_on_ranks)
+
+
+def _save_and_load(url: str) -> None:
+    full = torch.arange(96.0 * 80).view(96, 80)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    dcp.save(
+        {"w": distribute_tensor(full, mesh, [ShardPlacement(0)], src_data_rank=None), "step": 7},
+        storage_writer=S3StorageWriter(url),
+    )
+    state: dict[str, Any] = {
+        "w": distribute_tensor(torch.zeros(96, 80), mesh, [ShardPlacement(1)], src_data_rank=None),
+        "step": 0,
+    }
+    dcp.load(state, storage_reader=S3StorageReader(url), planner=S3LoadPlanner())
+    assert state["step"] == 7
+    assert torch.equal(state["w"].full_tensor(), full)
+
+
+def test_a_load_with_it(root: str, memory_server: S3Server) -> None:
+    run_ranks(2, _save_and_load, root)
+
+
+# --- what is wrong ----------------------------------------------------------------------------------------
+
+
+def test_shapes_that_differ() -> None:
+    metadata = Metadata({"a.b": saved_as((2, 3), grid((2, 3), (1, 1)))})
+    with pytest.raises(
+        errors.ShapeMismatchError, match=r"^Size mismatch between saved \(2, 3\) and current \(3, 2\) for a\.b\."
+    ) as caught:
+        make_plan(S3LoadPlanner(), {"a.b": torch.zeros(3, 2)}, metadata)
+    assert caught.value.fqn == "a.b"
+
+
+@pytest.mark.parametrize("flatten", [True, False])
+def test_missing_keys(flatten: bool) -> None:
+    metadata = Metadata({"x": saved_as((2,), grid((2,), (1,))), "other": BytesStorageMetadata()})
+    state = {"x": torch.zeros(2), "y": torch.zeros(2)}
+    for planner in (DefaultLoadPlanner, S3LoadPlanner):
+        with pytest.raises(RuntimeError, match=r"^Missing key in checkpoint state_dict: y\.$"):
+            make_plan(planner(flatten_state_dict=flatten), state, metadata)
+    plan = assert_same_plan(state, metadata, flatten_state_dict=flatten, allow_partial_load=True)
+    assert [item.dest_index.fqn for item in plan.items] == ["x"]
+
+
+def test_the_first_error_is_torchs_first_error() -> None:
+    metadata = Metadata({"x": saved_as((2,), grid((2,), (1,))), "other": BytesStorageMetadata()})
+    with pytest.raises(errors.ShapeMismatchError):
+        make_plan(S3LoadPlanner(), {"x": torch.zeros(3), "missing": torch.zeros(1)}, metadata)
+
+
+def test_an_object_where_a_tensor_was_saved() -> None:
+    metadata = Metadata({"x": saved_as((2,), grid((2,), (1,)))})
+    for planner in (DefaultLoadPlanner, S3LoadPlanner):
+        with pytest.raises(ValueError, match="Invalid checkpoint metadata for x"):
+            make_plan(planner(), {"x": 3}, metadata)
+
+
+def test_no_metadata() -> None:
+    for planner in (DefaultLoadPlanner(), S3LoadPlanner()):
+        planner.set_up_planner({}, None, True)
+        with pytest.raises(AssertionError, match="metadata"):
+            planner.create_local_plan()
+
+
+def test_chunks_that_are_not_of_the_usual_kind_are_left_to_torch() -> None:
+    saved = saved_as((4, 2), grid((4, 2), (2, 1)))
+    for chunk in saved.chunks:
+        chunk.offsets, chunk.sizes = list(chunk.offsets), list(chunk.sizes)  # type: ignore[assignment]
+    assert len(assert_same_plan({"x": torch.zeros(4, 2)}, Metadata({"x": saved})).items) == 2
+
+
+def test_names_of_checkpoints_from_before_torch_2_4() -> None:
+    """Lists without tensors were one entry then."""
+    metadata = Metadata({"x": saved_as((2,), grid((2,), (1,))), "list": BytesStorageMetadata()})
+    state = {"x": torch.zeros(2), "list": [1, 2]}
+    expected, found = DefaultLoadPlanner(), S3LoadPlanner()
+    plans = [make_plan(planner, state, metadata) for planner in (expected, found)]
+    assert plans[0] == plans[1]
+    assert [item.dest_index.fqn for item in plans[1].items] == ["x", "list"]
+    assert found.mappings == expected.mappings
+    assert found.metadata is metadata
+    assert not found.allow_partial_load
+
+
+# --- subclasses -------------------------------------------------------------------------------------------
+
+
+def test_lookups_and_transforms_of_subclasses_are_used(root: str, memory_server: S3Server) -> None:
+    dcp.save({"new": torch.arange(6.0)}, storage_writer=S3StorageWriter(root))
+    scratch = torch.zeros(6)
+
+    class Elsewhere(S3LoadPlanner):
+        def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+            assert index.fqn == "new"
+            return scratch
+
+        def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
+            return super().transform_tensor(read_item, tensor).view(6)
+
+        def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+            self.state_dict["new"].copy_(tensor * 2)
+
+    state = {"new": torch.zeros(6)}
+    dcp.load(state, storage_reader=S3StorageReader(root), planner=Elsewhere())
+    assert scratch.tolist() == [0, 1, 2, 3, 4, 5]
+    assert state["new"].tolist() == [0, 2, 4, 6, 8, 10]
+
+
+def test_an_entry_that_is_replaced_is_looked_up_again() -> None:
+    metadata = Metadata({"x": saved_as((4,), grid((4,), (2,)))})
+    planner = S3LoadPlanner(flatten_state_dict=False)
+    first, second = make_plan(planner, {"x": torch.zeros(4)}, metadata).items
+    assert first.dest_index is second.dest_index
+    planner.resolve_tensor(first)
+    planner.state_dict["x"] = torch.ones(4)
+    assert planner.resolve_tensor(second).tolist() == [1, 1]
+    with pytest.raises(ValueError, match="Could not find FQN: 'y'"):
+        planner.lookup_tensor(MetadataIndex("y", [0]))
+
+
+def test_one_chunk_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    get = Pieces.__get_tensor_shard__
+    monkeypatch.setattr(Pieces, "__get_tensor_shard__", lambda self, index: calls.append(index) or get(self, index))
+    metadata = Metadata({"x": saved_as((40, 2), grid((40, 2), (20, 1)))})
+    planner = S3LoadPlanner(flatten_sharded_tensors=False)
+    plan = make_plan(planner, {"x": in_pieces((40, 2), grid((40, 2), (2, 1)))}, metadata)
+    resolved = [planner.resolve_tensor(item) for item in plan.items]
+    assert [tuple(tensor.shape) for tensor in resolved] == [(2, 2)] * 20
+    assert len({tensor.data_ptr() for tensor in resolved}) == 20
+    assert len(calls) == 2
+
+
+# --- making of items --------------------------------------------------------------------------------------
+
+
+def test_items_are_made_the_fast_way_with_this_torch() -> None:
+    assert read_items._FAST, "ReadItem or MetadataIndex changed: read_items.py falls back to their constructors"
+
+
+def test_items_made_by_torchs_constructors_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_items, "_FAST", False)
+    metadata = Metadata({"x": saved_as((40, 2), grid((40, 2), (20, 1)))})
+    state = {"x": in_pieces((40, 2), grid((40, 2), (7, 2)))}
+    assert len(assert_same_plan(state, metadata, flatten_sharded_tensors=False).items) > 20
+
+
+def test_items_are_frozen() -> None:
+    metadata = Metadata({"x": saved_as((4,), grid((4,), (2,)))})
+    item = make_plan(S3LoadPlanner(), {"x": torch.zeros(4)}, metadata).items[0]
+    for value, name in ((item, "lengths"), (item.dest_index, "fqn")):
+        with pytest.raises(AttributeError):
+            setattr(value, name, None)
+    assert hash(item) == hash(pickle.loads(pickle.dumps(item)))
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_garbage_collector_is_left_as_it_was(enabled: bool) -> None:
+    metadata = Metadata({"x": saved_as((4,), grid((4,), (2,)))})
+    try:
+        (gc.enable if enabled else gc.disable)()
+        make_plan(S3LoadPlanner(), {"x": torch.zeros(4)}, metadata)
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()

@@ -1,0 +1,33 @@
+"""A small S3 server that keeps every object in memory, for benchmarks and tests.
+
+Standard library only; with ``awscrt`` installed it also verifies CRC-64/NVME and CRC-32C checksums.
+
+In a test, in this process::
+
+    from benchmarks.memory_s3 import Fault, MemoryS3
+
+    with MemoryS3(fault=lambda r: Fault.error(503, "SlowDown") if r.number == 3 else None) as s3:
+        client = boto3.client("s3", endpoint_url=s3.endpoint_url, ...)
+
+In a benchmark, in a process of its own, so that client and server do not share an interpreter::
+
+    with MemoryS3Process(preallocate=4 * 1024**3) as s3:
+        client = boto3.client("s3", endpoint_url=s3.endpoint_url, ...)
+
+From a shell: ``python -m tests.memory_s3 --port 9000 --preallocate 4GiB``.
+
+Which file to open: ``server`` (sockets and threads), ``http`` (bytes on the wire),
+``operations`` (what each S3 operation answers), ``answers`` (XML), ``store`` (buckets, objects,
+uploads), ``memory`` (where bodies live), ``checksums``, ``faults`` (failures on demand),
+``process`` (the server in a process of its own), ``counters`` (what it has done, for any process to ask).
+"""
+
+from .counters import Counters, Reader, Reads, fetch_counters, reset_counters
+from .faults import Fault, RequestInfo
+from .process import MemoryS3Process
+from .server import MemoryS3
+
+__all__ = [
+    "Counters", "Fault", "MemoryS3", "MemoryS3Process", "Reader", "Reads", "RequestInfo", "fetch_counters",
+    "reset_counters",
+]  # fmt: skip

@@ -1,0 +1,62 @@
+"""``python -m tests.memory_s3``: run the server until SIGTERM or SIGINT."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import threading
+
+from benchmarks.units import parse_size
+
+from .server import MIN_PART_SIZE, MemoryS3
+
+
+def main() -> None:
+    """Parse the command line, serve, stop on a signal."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.memory_s3", description="An S3 server that keeps all in memory."
+    )
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=0, help="0 picks a free port (default)")
+    parser.add_argument(
+        "--preallocate",
+        type=parse_size,
+        default=0,
+        metavar="SIZE",
+        help="memory to touch at start, e.g. 4GiB, so that receiving costs no page faults",
+    )
+    parser.add_argument("--access-key", help="refuse requests not signed in this key's name")
+    parser.add_argument("--bucket", action="append", default=[], help="make it at start")
+    parser.add_argument("--no-verify-checksums", action="store_true")
+    parser.add_argument("--min-part-size", type=parse_size, default=MIN_PART_SIZE, metavar="SIZE")
+    parser.add_argument("--until-stdin-closes", action="store_true", help="also stop when standard input ends")
+    options = parser.parse_args()
+    stopping = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stopping.set())
+    server = MemoryS3(
+        options.host,
+        options.port,
+        preallocate=options.preallocate,
+        verify_checksums=not options.no_verify_checksums,
+        access_key=options.access_key,
+        min_part_size=options.min_part_size,
+        record_requests=False,
+    )
+    with server:
+        for bucket in options.bucket:
+            server.create_bucket(bucket)
+        print(server.endpoint_url, flush=True)
+        if options.until_stdin_closes:
+            threading.Thread(target=_watch_stdin, args=(stopping,), daemon=True).start()
+        stopping.wait()
+
+
+def _watch_stdin(stopping: threading.Event) -> None:
+    sys.stdin.buffer.read()
+    stopping.set()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""The server in a process of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from pathlib import Path
+from types import TracebackType
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+
+class MemoryS3Process:
+    """A context manager that runs ``python -m tests.memory_s3`` and stops it at the end.
+
+    The server also ends when this process dies.
+    """
+
+    def __init__(self, preallocate: int = 0, *, verify_checksums: bool = True) -> None:
+        """Take the settings: bytes of memory to touch at start, whether to verify checksums."""
+        self._command = [
+            sys.executable, "-m", "tests.memory_s3", "--until-stdin-closes",
+            "--preallocate", str(preallocate),
+        ]  # fmt: skip
+        if not verify_checksums:
+            self._command.append("--no-verify-checksums")
+        self._process: subprocess.Popen[str] | None = None
+        self.endpoint_url = ""
+
+    def start(self) -> MemoryS3Process:
+        """Start the server, wait until it listens, and return self."""
+        self._process = subprocess.Popen(
+            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=_ROOT
+        )
+        assert self._process.stdout is not None
+        self.endpoint_url = self._process.stdout.readline().strip()
+        if not self.endpoint_url:
+            raise RuntimeError(f"the server did not start: status {self._process.wait()}")
+        return self
+
+    def stop(self) -> None:
+        """Stop the server and wait for it."""
+        if self._process is None:
+            return
+        process, self._process = self._process, None
+        with contextlib.suppress(OSError):
+            process.communicate()  # closes its standard input, which ends it
+
+    def __enter__(self) -> MemoryS3Process:
+        return self.start()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()

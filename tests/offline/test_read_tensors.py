@@ -1,0 +1,258 @@
+"""read_tensor and read_tensors: what they return, and which objects and bytes they touch."""
+
+from __future__ import annotations
+
+import fractions
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import dcp_s3
+from dcp_s3 import S3StorageReader, S3StorageWriter, errors
+from dcp_s3.format.metadata import load_metadata
+from tests.end_to_end.states import assert_same, every_kind, random_tensor
+from tests.ranks import run_ranks
+from tests.servers import S3Server
+
+ROWS = 64 * 2**10
+
+
+def save(state: Any, url: str, **arguments: Any) -> None:
+    dcp.save(state, storage_writer=S3StorageWriter(url, **arguments))
+
+
+def flat(state: Any, prefix: str = "") -> dict[str, Any]:
+    pairs = state.items() if isinstance(state, dict) else enumerate(state)
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if isinstance(value, (dict, list)) and value:
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
+class Traffic:
+    """The data that was fetched from the in-memory server while it was entered."""
+
+    def __init__(self, server: S3Server) -> None:
+        self._server = server.handle
+
+    def __enter__(self) -> Traffic:
+        self._server.reset_counters()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        requests = [request for request in self._server.request_log if request.operation == "GetObject"]
+        self.metadata = sum(request.key.endswith(".metadata") for request in requests)
+        self.requests = len(requests) - self.metadata
+        self.objects = {request.key for request in requests} - {"run/.metadata"}
+        others = [r for r in self._server.request_log if r.operation != "GetObject"]
+        assert not others
+        stored = len(self._server.read(requests[0].bucket, "run/.metadata")) if self.metadata else 0
+        self.bytes = self._server.counters.bytes_out - stored * self.metadata
+
+
+# --- what is returned -------------------------------------------------------------------------------------
+
+
+def test_every_kind(root: str) -> None:
+    state = every_kind()
+    save(state, root)
+    found = dcp_s3.read_tensors(root)
+    assert_same(found, flat(state))
+    for name in ("transposed", "dtypes.torch.bfloat16", "scalars.torch.bool", "empty.1", "naïve/key %+"):
+        assert_same(dcp_s3.read_tensor(root, name), flat(state)[name])
+    assert all(not tensor.requires_grad for tensor in found.values() if isinstance(tensor, torch.Tensor))
+
+
+def _save_sharded(url: str) -> None:
+    line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    full = torch.arange(13 * 22 * 3).view(13, 22, 3)
+    placements = {
+        "rows": (line, [Shard(0)]), "columns": (line, [Shard(1)]), "replicated": (line, [Replicate()]),
+        "grid": (square, [Shard(0), Shard(1)]), "hybrid": (square, [Replicate(), Shard(0)]),
+    }  # fmt: skip
+    state = {name: distribute_tensor(full, *how, src_data_rank=None) for name, how in placements.items()}
+    save({"model": state, "rank": 3}, url)
+
+
+def test_slices_of_sharded_tensors(root: str, memory_server: S3Server) -> None:
+    run_ranks(4, _save_sharded, root)
+    full = torch.arange(13 * 22 * 3).view(13, 22, 3)
+    indices = [
+        None, ..., 5, -1, (3, 7), (12, 21, 2), (slice(2, 11), slice(-9, None)), (..., 1), (slice(None), 4),
+        (slice(4, 4),), (slice(100, None), ..., 0), np.s_[3:9, ..., 1:],
+    ]  # fmt: skip
+    for name in ("rows", "columns", "replicated", "grid", "hybrid"):
+        for index in indices:
+            found = dcp_s3.read_tensor(root, f"model.{name}", index)
+            assert_same(found, full[... if index is None else index].contiguous())
+            assert found.is_contiguous()
+
+
+def _read_in_turn(url: str) -> None:
+    """On rank 1 only: a collective would wait for the others, who wait at the barrier."""
+    if dist.get_rank() == 1:
+        assert dcp_s3.read_tensor(url, "x", 1).item() == 1
+        assert dcp_s3.read_tensors(url)["x"].tolist() == [0, 1, 2]
+    dist.barrier()
+
+
+def test_no_collectives(root: str, memory_server: S3Server) -> None:
+    save({"x": torch.arange(3)}, root)
+    run_ranks(2, _read_in_turn, root)
+
+
+def test_names_and_patterns(root: str, memory_server: S3Server) -> None:
+    state = {"model": {"a": torch.ones(1), "b": torch.ones(2)}, "optim": {"a": torch.ones(3), "step": 4}, "x[y]": 5}
+    save(state, root)
+    read = dcp_s3.read_tensors
+    assert list(read(root)) == ["model.a", "model.b", "optim.a", "optim.step", "x[y]"]
+    assert list(read(root, "model.b")) == ["model.b"]
+    assert list(read(root, ["optim.step", "model.*"])) == ["optim.step", "model.a", "model.b"]
+    assert list(read(root, ["*.a", "model.a", "*"])) == ["model.a", "optim.a", "model.b", "optim.step", "x[y]"]
+    assert read(root, ["x[y]"]) == {"x[y]": 5}
+    assert read(root, "o*.s???") == {"optim.step": 4}
+    assert read(root, []) == {}
+
+
+# --- what is fetched --------------------------------------------------------------------------------------
+
+
+def _megabytes(count: int) -> dict[str, torch.Tensor]:
+    return {f"t{i}": random_tensor((2**18,), torch.float32, i) for i in range(count)}
+
+
+def test_only_the_objects_and_bytes_of_what_is_asked_for(root: str, memory_server: S3Server) -> None:
+    state = {"model": _megabytes(4), "optim": _megabytes(8), "step": 7}
+    save(state, root, separate=["model", "optim"])
+    metadata = load_metadata(memory_server.handle.read(root.split("/")[2], "run/.metadata"), url=root)
+    model = {f"run/{info.relative_path}" for index, info in metadata.storage_data.items() if "model." in index.fqn}
+    others = {f"run/{info.relative_path}" for index, info in metadata.storage_data.items() if "model." not in index.fqn}
+    assert not model & others
+
+    with Traffic(memory_server) as traffic:
+        assert_same(dcp_s3.read_tensors(root, "model.*"), {f"model.{k}": v for k, v in state["model"].items()})
+    assert traffic.metadata == 1
+    assert traffic.objects == model
+    assert 4 * 2**20 <= traffic.bytes < 4 * 2**20 + 8 * 4096  # framing between neighbours
+
+    with Traffic(memory_server) as traffic:
+        assert_same(dcp_s3.read_tensor(root, "optim.t3"), state["optim"]["t3"])
+    assert (traffic.metadata, traffic.requests, traffic.bytes) == (1, 1, 2**20)
+
+    with Traffic(memory_server) as traffic:
+        assert dcp_s3.read_tensors(root, ["step"]) == {"step": 7}
+    assert (traffic.metadata, traffic.requests) == (1, 1)
+    assert traffic.bytes < 4096
+
+
+def test_a_load_of_the_model_out_of_model_and_optimizer(root: str, memory_server: S3Server) -> None:
+    state = {"model": _megabytes(4), "optim": _megabytes(8), "step": 7}
+    save(state, root, separate=["model", "optim"])
+    loaded = {"model": {name: torch.zeros_like(tensor) for name, tensor in state["model"].items()}}
+    with Traffic(memory_server) as traffic:
+        dcp.load(loaded, storage_reader=S3StorageReader(root), planner=dcp_s3.S3LoadPlanner())
+    assert_same(loaded["model"], state["model"])
+    assert 4 * 2**20 <= traffic.bytes < 4 * 2**20 + 8 * 4096
+    with Traffic(memory_server) as everything:
+        dcp_s3.read_tensors(root)
+    assert traffic.objects < everything.objects
+
+
+def test_a_part_of_one_chunk_is_a_part_of_its_bytes(root: str, memory_server: S3Server) -> None:
+    saved = random_tensor((ROWS, 64), torch.uint8)  # 4 MiB, in blocks of 256 KiB
+    save({"x": saved}, root)
+    with Traffic(memory_server) as traffic:
+        assert_same(dcp_s3.read_tensor(root, "x", (slice(30_000, 30_100), slice(3, 5))), saved[30_000:30_100, 3:5])
+    assert (traffic.metadata, traffic.requests) == (1, 1)
+    assert 100 * 64 - 62 <= traffic.bytes <= 2 * 256 * 2**10
+    with Traffic(memory_server) as traffic:
+        assert dcp_s3.read_tensor(root, "x", slice(5, 5)).shape == (0, 64)
+    assert (traffic.metadata, traffic.requests) == (1, 0)
+
+
+def _save_rows(url: str) -> None:
+    mesh = init_device_mesh("cpu", (4,))
+    full = random_tensor((ROWS, 64), torch.uint8)
+    save({"x": distribute_tensor(full, mesh, [Shard(0)], src_data_rank=None)}, url)
+
+
+def test_a_part_of_a_sharded_tensor_touches_its_chunks_only(root: str, memory_server: S3Server) -> None:
+    run_ranks(4, _save_rows, root)
+    full, rows = random_tensor((ROWS, 64), torch.uint8), ROWS // 4
+    with Traffic(memory_server) as traffic:
+        assert_same(dcp_s3.read_tensor(root, "x", slice(rows, 2 * rows)), full[rows : 2 * rows])
+    assert (traffic.requests, len(traffic.objects), traffic.bytes) == (1, 1, 2**20)
+    with Traffic(memory_server) as traffic:
+        assert_same(dcp_s3.read_tensor(root, "x", slice(2 * rows - 1, 2 * rows + 1)), full[2 * rows - 1 : 2 * rows + 1])
+    assert (traffic.requests, len(traffic.objects)) == (2, 2)
+    assert traffic.bytes <= 2 * 256 * 2**10
+
+
+# --- what is wrong ----------------------------------------------------------------------------------------
+
+
+def test_unknown_names(root: str, memory_server: S3Server) -> None:
+    save({"model": {"layers": {"weight": torch.ones(1), "bias": torch.ones(1)}}, "step": 1}, root)
+    with pytest.raises(
+        errors.EntryNotFoundError, match=r"no entry 'model\.layer\.weight'.*'model\.layers\.weight'"
+    ) as e:
+        dcp_s3.read_tensor(root, "model.layer.weight")
+    assert (e.value.fqn, e.value.url) == ("model.layer.weight", root)
+    assert isinstance(e.value, LookupError)
+    with pytest.raises(errors.EntryNotFoundError, match=r"'bias'.*closest of its 3: 'model\.layers\.bias'"):
+        dcp_s3.read_tensors(root, ["step", "bias"])
+    with pytest.raises(errors.EntryNotFoundError, match=r"no entry that matches 'optim\.\*'"):
+        dcp_s3.read_tensors(root, ["model.*", "optim.*"])
+    with pytest.raises(errors.EntryNotFoundError, match=r"'step'.* is no tensor\. Remedy: read_tensors"):
+        dcp_s3.read_tensor(root, "step")
+
+
+def test_bad_slices(root: str, memory_server: S3Server) -> None:
+    save({"x": torch.ones(2, 3)}, root)
+    for index, reason in ((5, "5 is out of range"), (slice(None, None, 2), "step"), ((0, 0, 0), "3 parts")):
+        with pytest.raises(errors.TensorIndexError, match=rf"'x' in {root}, of shape \(2, 3\), .*{reason}") as caught:
+            dcp_s3.read_tensor(root, "x", index)
+        assert caught.value.fqn == "x"
+        assert isinstance(caught.value, IndexError)
+
+
+def test_no_checkpoint(root: str, memory_server: S3Server) -> None:
+    with pytest.raises(errors.CheckpointNotFoundError):
+        dcp_s3.read_tensor(root, "x")
+
+
+def test_objects_that_need_more_than_weights_only(root: str, memory_server: S3Server) -> None:
+    third = fractions.Fraction(1, 3)
+    save({"x": math.gcd, "y": 5, "z": third}, root)
+    with pytest.raises(errors.UnsafeItemError, match=r"math\.gcd"):
+        dcp_s3.read_tensors(root)
+    assert dcp_s3.read_tensors(root, "[yz]") == {"y": 5, "z": third}
+    assert dcp_s3.read_tensors(root, weights_only=False) == {"x": math.gcd, "y": 5, "z": third}
+
+
+def test_chunks_that_do_not_cover_the_tensor(
+    root: str, memory_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of uninitialised memory comes out."""
+    save({"x": torch.ones(4)}, root)
+    check = dcp_s3.offline.read_tensors.check_metadata
+
+    def cut(*arguments: Any) -> Any:
+        metadata = check(*arguments)
+        metadata.state_dict_metadata["x"].size = torch.Size([5])
+        return metadata
+
+    monkeypatch.setattr(dcp_s3.offline.read_tensors, "check_metadata", cut)
+    with pytest.raises(errors.CorruptMetadataError, match="'x': its chunks do not cover it"):
+        dcp_s3.read_tensor(root, "x")
+    assert dcp_s3.read_tensor(root, "x", slice(0, 4)).tolist() == [1, 1, 1, 1]

@@ -1,0 +1,296 @@
+"""Answers that are not S3's: their heads were cut off, or a proxy or captive portal gave them in its place."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dcp_s3 import errors
+from dcp_s3.s3.async_client import AsyncBucket, open_bucket
+from dcp_s3.s3.bucket import Bucket
+from dcp_s3.s3.delete import Target as ToDelete
+from dcp_s3.s3.delete import delete_batch, delete_one
+from dcp_s3.s3.download import Target, fetch_into
+from dcp_s3.s3.files import FileTransfer, download_files, upload_files
+from dcp_s3.s3.multipart import abort, list_parts, list_uploads
+from dcp_s3.s3.parts import Piece
+from dcp_s3.s3.upload import Uploader
+from dcp_s3.settings import Settings
+from tests.faulty import BUCKET, FaultyServer
+from tests.memory_s3 import Fault
+
+MIB = 2**20
+DATA = bytes(range(256)) * (12 * MIB // 256)
+
+
+def upload(key: str) -> None:
+    with Uploader(Bucket(BUCKET, Settings(part_size="5MiB"))) as uploader:
+        each = uploader.start(key, len(DATA), part_size=5 * MIB)
+        each.write(Piece.of(memoryview(DATA)))
+        each.finish()
+
+
+def begin(key: str) -> str:
+    client = Bucket(BUCKET, Settings()).client
+    upload_id: str = client.create_multipart_upload(Bucket=BUCKET, Key=key)["UploadId"]
+    client.upload_part(Bucket=BUCKET, Key=key, UploadId=upload_id, PartNumber=1, Body=b"part")
+    return upload_id
+
+
+# The in-memory server sends Content-Length first and ETag last.
+@pytest.mark.parametrize("operation", ["GetObject", "HeadObject", "ListObjectsV2", "ListMultipartUploads", "ListParts"])
+def test_what_is_read_is_whole(faulty: FaultyServer, operation: str) -> None:
+    bucket = Bucket(BUCKET, Settings())
+    bucket.write("key", DATA[:1000], metadata={"a": "b"})
+    upload_id = begin("upload")
+    read, expected = {
+        "GetObject": (lambda: bucket.get("key").data, DATA[:1000]),
+        "HeadObject": (lambda: bucket.head("key")["ContentLength"], 1000),
+        "ListObjectsV2": (lambda: list(bucket.list("k")), [("key", 1000)]),
+        "ListMultipartUploads": (lambda: list_uploads(bucket, "upload"), [upload_id]),
+        "ListParts": (lambda: [part.size for part in list_parts(bucket, "upload", upload_id).values()], [4]),
+    }[operation]
+    for size in range(0, 260, 3):
+        seen = faulty.once(operation, Fault.cut_head(size))
+        assert read() == expected, size
+        assert seen
+
+
+@pytest.mark.parametrize("operation", ["CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload"])
+def test_what_is_written_is_whole(faulty: FaultyServer, operation: str) -> None:
+    for size in range(0, 260, 9):
+        seen = faulty.once(operation, Fault.cut_head(size))
+        upload("key")
+        assert seen
+        assert faulty.s3.read(BUCKET, "key") == DATA
+        assert faulty.s3.open_uploads(BUCKET) == []
+
+
+def test_the_cause_of_an_error_is_whole(faulty: FaultyServer) -> None:
+    for size in range(0, 260, 3):
+        faulty.once("GetObject", Fault.cut_head(size))
+        with pytest.raises(errors.BucketNotFoundError):
+            Bucket("no-such-bucket", Settings()).get("key")
+
+
+def test_ranges_are_whole(faulty: FaultyServer) -> None:
+    bucket = Bucket(BUCKET, Settings())
+    bucket.write("key", DATA)
+    for size in range(0, 260, 13):
+        faulty.once("GetObject", Fault.cut_head(size))
+        memory = bytearray(1000)
+        fetch_into(bucket, "key", 100, [Target(memoryview(memory))])
+        assert bytes(memory) == DATA[100:1100]
+
+
+@pytest.mark.parametrize("fault", [Fault.apply_then_reset(), Fault.cut_head(0)], ids=["reset", "cut_head"])
+def test_a_file_whose_completion_was_not_heard_of_is_uploaded_again(
+    faulty: FaultyServer, tmp_path: Path, fault: Fault
+) -> None:
+    (tmp_path / "file").write_bytes(DATA)
+    seen = faulty.once("CompleteMultipartUpload", fault)
+    upload_files(Bucket(BUCKET, Settings(part_size="5MiB")), [FileTransfer("key", tmp_path / "file")])
+    assert seen
+    assert faulty.s3.read(BUCKET, "key") == DATA
+    assert faulty.s3.open_uploads(BUCKET) == []
+
+
+PAGE = b"<!DOCTYPE html>\n<html><head><title>Sign in</title></head><body>Welcome to the guest network</body></html>"
+HTML = {"Content-Type": "text/html"}
+FORGED = {
+    "empty": Fault.forge(200),
+    "page": Fault.forge(200, PAGE, HTML),
+    "page of XML": Fault.forge(200, b"<html><body/></html>", HTML),
+    "page not found": Fault.forge(404, PAGE, HTML),
+    "no content": Fault.forge(204),
+    "another page": Fault.forge(203, PAGE, {**HTML, "ETag": '"static"'}),
+    "to the login": Fault.forge(302, PAGE, HTML),  # with a Location, aiohttp would go there
+    "done": Fault.forge(200, PAGE, HTML, applied=True),
+}
+KEYS = ["a", "b"]
+
+
+def do(bucket: Bucket, operation: str, upload_id: str) -> Any:
+    """Something that takes a request of that name, and whose result is right only if S3 answered."""
+    target = ToDelete("a")
+    return {
+        "PutObject": lambda: bucket.write("new", DATA[:1000]),
+        "GetObject": lambda: bucket.get("a").data,
+        "HeadObject": lambda: bucket.head("a")["ContentLength"],
+        "ListObjectsV2": lambda: [key for key, _ in bucket.list("")],
+        "ListMultipartUploads": lambda: list_uploads(bucket, "upload"),
+        "ListParts": lambda: [part.size for part in list_parts(bucket, "upload", upload_id).values()],
+        "DeleteObject": lambda: delete_one(bucket, target),
+        "DeleteObjects": lambda: delete_batch(bucket, [ToDelete(key) for key in KEYS]),
+        "AbortMultipartUpload": lambda: abort(bucket, "upload", upload_id),
+        "CreateMultipartUpload": lambda: upload("new"),
+        "UploadPart": lambda: upload("new"),
+        "CompleteMultipartUpload": lambda: upload("new"),
+    }[operation]()
+
+
+# fmt: off
+OPERATIONS = [
+    "PutObject", "GetObject", "HeadObject", "ListObjectsV2", "ListMultipartUploads", "ListParts", "DeleteObject",
+    "DeleteObjects", "AbortMultipartUpload", "CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload",
+]
+# fmt: on
+
+
+def prepare() -> tuple[Bucket, str]:
+    bucket = Bucket(BUCKET, Settings(retry_attempts=3))
+    for key in KEYS:
+        bucket.write(key, DATA[:1000])
+    return bucket, begin("upload")
+
+
+def is_plausible(operation: str, fault: Fault) -> bool:
+    """Whether S3 may give this answer: to a HEAD none has a body, and that of a deletion has nothing else."""
+    return (operation, fault.status) in {("HeadObject", 404), ("DeleteObject", 204), ("AbortMultipartUpload", 204)}
+
+
+def state(faulty: FaultyServer) -> tuple[dict[str, int], list[str]]:
+    return faulty.s3.objects(BUCKET), faulty.s3.open_uploads(BUCKET)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_an_answer_that_s3_did_not_give_is_not_believed(faulty: FaultyServer, operation: str) -> None:
+    bucket, upload_id = prepare()
+    before = state(faulty)
+    expected = do(bucket, operation, upload_id)
+    after = state(faulty)
+    for name, fault in FORGED.items():
+        if is_plausible(operation, fault):
+            continue
+        for key in faulty.s3.objects(BUCKET):
+            bucket.delete([key])
+        for each in list_uploads(bucket, "upload"):
+            abort(bucket, "upload", each)
+        bucket, upload_id = prepare()
+        assert state(faulty) == before
+        if operation == "ListMultipartUploads":
+            expected = [upload_id]
+        # What was done before another answered for it shows as done, or is done again.
+        seen = faulty.once(operation, fault)
+        assert do(bucket, operation, upload_id) == expected, name
+        assert seen
+        assert state(faulty) == after, name
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_answers_that_s3_never_gives_are_an_error(faulty: FaultyServer, operation: str) -> None:
+    _, upload_id = prepare()
+    for fault in (Fault.forge(200), Fault.forge(200, PAGE, HTML), Fault.forge(302), Fault.forge(404, PAGE, HTML)):
+        if is_plausible(operation, fault):
+            continue
+        faulty.rule = lambda request, fault=fault: fault if request.operation == operation else None
+        with pytest.raises(errors.TransferError, match="proxy"):
+            do(Bucket(BUCKET, Settings(retry_attempts=3, part_size="5MiB")), operation, upload_id)
+
+
+# With the names of the requests of AsyncBucket.
+ASYNC: dict[str, Callable[[AsyncBucket], Awaitable[Any]]] = {
+    "GetObject": lambda bucket: bucket.read("a"),
+    "HeadObject": lambda bucket: bucket.head("a"),
+    "ListObjectsV2": lambda bucket: bucket.pages(""),
+    "ListMultipartUploads": lambda bucket: bucket.list_uploads(""),
+}
+
+
+@pytest.mark.parametrize("operation", ASYNC)
+def test_the_catalog_does_not_believe_an_answer_that_s3_did_not_give(faulty: FaultyServer, operation: str) -> None:
+    prepare()
+
+    async def ask() -> Any:
+        async with open_bucket(BUCKET, Settings(retry_attempts=3)) as bucket:
+            return await ASYNC[operation](bucket)
+
+    def without_dates(found: Any) -> str:
+        return repr(found["ETag"]) if operation == "HeadObject" else repr(found).partition("server_time")[0]
+
+    expected = without_dates(asyncio.run(ask()))
+    for name, fault in FORGED.items():
+        if is_plausible(operation, fault):
+            continue
+        seen = faulty.once(operation, fault)
+        assert without_dates(asyncio.run(ask())) == expected, name
+        assert seen
+        faulty.rule = lambda request, fault=fault: fault if request.operation == operation else None
+        with pytest.raises(errors.TransferError, match="proxy"):
+            asyncio.run(ask())
+
+
+@pytest.mark.parametrize("operation", ["ListObjectsV2", "ListMultipartUploads", "ListParts"])
+def test_a_page_that_was_cut_off_is_not_the_last_one(faulty: FaultyServer, operation: str) -> None:
+    """Of a body without a length, that is: one whose length is known is an error by itself."""
+    bucket, upload_id = prepare()
+    expected = do(bucket, operation, upload_id)
+    root = {"ListObjectsV2": "ListBucketResult", "ListParts": "ListPartsResult"}.get(
+        operation, "ListMultipartUploadsResult"
+    )
+    start = f"<{root}><Name>{BUCKET}</Name>"
+    for body in (start, f"{start}<IsTruncated>true</IsTruncated></{root}>", f"<{root}>", f"<Some{root}></Some{root}>"):
+        seen = faulty.once(operation, Fault.forge(200, body.encode()))
+        assert do(bucket, operation, upload_id) == expected, body
+        assert seen
+
+
+@pytest.mark.parametrize("operation", ["PutObject", "UploadPart"])
+def test_a_checksum_of_other_bytes_is_not_taken_for_ours(faulty: FaultyServer, operation: str) -> None:
+    bucket, upload_id = prepare()
+    other = {"ETag": '"0123"', "x-amz-checksum-crc64nvme": "AAAAAAAAAAA="}
+    seen = faulty.once(operation, Fault.forge(200, b"", other))
+    do(bucket, operation, upload_id)
+    assert seen
+    key = "new"
+    assert faulty.s3.read(BUCKET, key) == (DATA[:1000] if operation == "PutObject" else DATA)
+    faulty.rule = lambda request: Fault.forge(200, b"", other) if request.operation == operation else None
+    with pytest.raises(errors.TransferError, match="checksum"):
+        do(bucket, operation, upload_id)
+
+
+@pytest.mark.parametrize("name", ["empty", "page", "page not found", "no content"])
+def test_files_are_whole_whoever_answers(
+    faulty: FaultyServer, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda *_: 0.002)
+    bucket = Bucket(BUCKET, Settings(part_size="5MiB"))
+    (tmp_path / "large").write_bytes(DATA)
+    (tmp_path / "small").write_bytes(DATA[:1000])
+    for file, operation in [
+        ("small", "PutObject"),
+        *(("large", each) for each in ("CreateMultipartUpload", "UploadPart", "CompleteMultipartUpload")),
+    ]:
+        seen = faulty.once(operation, FORGED[name])
+        upload_files(bucket, [FileTransfer(file, tmp_path / file)])
+        assert seen
+    for file in ("small", "large"):
+        seen = faulty.once("GetObject", FORGED[name])
+        download_files(bucket, [FileTransfer(file, tmp_path / "copy")])
+        assert seen
+        assert (tmp_path / "copy").read_bytes() == (tmp_path / file).read_bytes()
+
+
+@pytest.mark.parametrize("status", [507, 509, 520, 529, 530, 598, 599])
+def test_what_a_proxy_says_of_a_server_that_fails_passes(
+    faulty: FaultyServer, tmp_path: Path, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda *_: 0.002)
+    bucket, _ = prepare()
+
+    async def catalog() -> None:
+        async with open_bucket(BUCKET, Settings()) as connected:
+            assert await connected.read("a") == DATA[:1000]
+
+    for use in (
+        lambda: bucket.get("a"),
+        lambda: asyncio.run(catalog()),
+        lambda: download_files(bucket, [FileTransfer("a", tmp_path / "a")]),
+    ):
+        seen = faulty.once("GetObject", Fault.forge(status, PAGE, HTML))
+        use()
+        assert seen

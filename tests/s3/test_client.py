@@ -1,0 +1,112 @@
+"""One client for an endpoint, whatever else the settings say; few of them; and each request hangs as long as it may."""
+
+from __future__ import annotations
+
+import resource
+import socket
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from dcp_s3 import S3StorageReader, S3StorageWriter, Settings, errors
+from dcp_s3.s3 import client as client_module
+from dcp_s3.s3.bucket import Bucket, limit_timeouts
+from dcp_s3.s3.client import close_clients, get_client
+from tests.servers import S3Server
+
+pytestmark = [
+    pytest.mark.servers("memory"),
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
+]
+
+KIB = 1024
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"part_size": "8MiB"},
+        {"concurrency": 3},
+        {"save_timeout": 17.0},
+        {"read_timeout": 3.0, "connect_timeout": 2.0},
+        {"staging_limit": "1GiB"},
+        {"retry_attempts": 2},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_what_no_connection_depends_on_makes_no_other_client(s3_env: S3Server, other: dict[str, Any]) -> None:
+    assert get_client(Settings(**other)) is get_client(Settings())
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"endpoint_url": "http://127.0.0.1:9"}, {"region": "eu-west-3"}, {"addressing_style": "virtual"}],
+    ids=lambda other: next(iter(other)),
+)
+def test_what_connections_depend_on_makes_another_client(s3_env: S3Server, other: dict[str, Any]) -> None:
+    assert get_client(Settings(**other)) is not get_client(Settings())
+
+
+def test_the_client_that_was_not_used_for_longest_is_let_go(s3_env: S3Server) -> None:
+    close_clients()
+    first, second = Settings(region="first"), Settings(region="second")
+    kept, lost = get_client(first), get_client(second)
+    for number in range(client_module._MOST_CLIENTS - 1):
+        get_client(Settings(region=f"region-{number}"))
+        assert get_client(first) is kept
+    assert len(client_module._clients) == client_module._MOST_CLIENTS
+    assert get_client(second) is not lost
+    close_clients()
+
+
+def test_two_hundred_settings_cost_no_memory(root: str) -> None:
+    """2 MiB of state each, saved and loaded: the client's connections and buffers are those of the first few."""
+
+    def peak() -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB
+
+    state = {"w": torch.ones(512 * KIB)}
+    before = 0
+    for number in range(200):
+        settings = {"part_size": 5 * 2**20 + number, "read_timeout": 30.0 + number, "save_timeout": 100.0 + number}
+        dcp.save(state, storage_writer=S3StorageWriter(root, overwrite=True, settings=settings))
+        dcp.load(state, storage_reader=S3StorageReader(root, settings=settings))
+        if number == 9:
+            before = peak()
+    assert peak() - before < 60 * 2**20
+
+
+class _Silent:
+    """Accepts connections and says nothing."""
+
+    def __enter__(self) -> str:
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        return f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.close()
+
+
+def test_a_request_hangs_as_long_as_its_own_settings_say(s3_env: S3Server) -> None:
+    with _Silent() as url:
+        patient = Settings(endpoint_url=url, retry_attempts=1, read_timeout=600.0)
+        get_client(patient)  # the client is made with the long timeout
+        hasty = Bucket("bucket", limit_timeouts(patient, 0.2))
+        failures: list[BaseException] = []
+
+        def ask() -> None:
+            try:
+                hasty.read("key")
+            except errors.TransferError as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive()
+    [failure] = failures
+    assert "ReadTimeout" in str(failure)
+    close_clients()

@@ -1,0 +1,256 @@
+"""A request is broken off from another thread, whatever it waits for; what that needs of botocore is where it was."""
+
+from __future__ import annotations
+
+import datetime
+import inspect
+import ipaddress
+import os
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import botocore
+import pytest
+import urllib3
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from urllib3.connection import HTTPConnection
+from urllib3.connectionpool import HTTPConnectionPool
+
+from dcp_s3.s3 import latency
+from dcp_s3.s3.bucket import Bucket
+from dcp_s3.s3.download import Target, fetch_into
+from dcp_s3.s3.flight import Flight
+from dcp_s3.s3.hedge import hedges_of
+from dcp_s3.s3.latency import Expected
+from dcp_s3.settings import Settings
+from tests.faulty import FaultyServer
+from tests.memory_s3 import Fault
+from tests.proxy import FaultyProxy
+
+LONG = 30.0
+NEVER = 1000.0
+
+
+def _moved(what: str) -> str:
+    return (
+        f"botocore {botocore.__version__}, urllib3 {urllib3.__version__}: {what}. What relied on it: "
+        "s3/flight.py, by which a GET that was overtaken ends at once"
+    )
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + LONG
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+# --- private places ----------------------------------------------------------------------------------
+
+
+def test_botocores_pools_are_where_they_were(faulty: FaultyServer) -> None:
+    session = Bucket("bucket", Settings()).client._endpoint.http_session
+    classes = session._pool_classes_by_scheme
+    assert set(classes) == {"http", "https"}, _moved("_pool_classes_by_scheme is not what it was")
+    assert session._manager.pool_classes_by_scheme is classes, _moved("the pool manager has classes of its own")
+    for pool in classes.values():
+        assert pool.__name__.startswith("Abortable"), _moved("make_abortable did nothing")
+        assert issubclass(pool.ConnectionCls, HTTPConnection), _moved("ConnectionCls is not a connection of urllib3's")
+
+
+def test_urllib3_has_the_methods_that_are_overridden() -> None:
+    for cls, name, relied_on in (
+        (HTTPConnectionPool, "_put_conn", ["self", "conn"]),
+        (HTTPConnection, "_new_conn", ["self"]),
+    ):
+        found = getattr(cls, name, None)
+        assert found is not None, _moved(f"{cls.__name__}.{name} is not there")
+        assert list(inspect.signature(found).parameters) == relied_on, _moved(f"{cls.__name__}.{name} has changed")
+
+
+def test_a_request_tells_its_socket_and_the_pool_takes_it_back(faulty: FaultyServer) -> None:
+    bucket = Bucket("bucket", Settings())
+    bucket.write("k", b"abc")
+    for _ in range(2):  # on a new connection, and on one of the pool
+        flight = Flight()
+        with flight.on_this_thread():
+            body = bucket.client.get_object(Bucket="bucket", Key="k")["Body"]
+            assert flight._descriptor >= 0, _moved("the socket is not noted")
+            body.read()
+            assert flight._descriptor < 0, _moved("the pool has the connection, and the request still has its socket")
+
+
+# --- what it may wait for ----------------------------------------------------------------------------
+
+
+def get(bucket: Bucket, flight: Flight) -> bytes:
+    with flight.on_this_thread():
+        return bytes(bucket.client.get_object(Bucket="bucket", Key="k")["Body"].read())
+
+
+@pytest.mark.parametrize("fault", [Fault.straggle(NEVER), Fault.stall(1000, NEVER)], ids=lambda fault: fault.kind)
+def test_a_request_that_waits_for_its_answer_ends(faulty: FaultyServer, fault: Fault) -> None:
+    bucket, flight = Bucket("bucket", Settings()), Flight()
+    bucket.write("k", bytes(2000))
+    arrived = threading.Event()
+
+    def rule(_: Any) -> Fault:
+        arrived.set()
+        return fault
+
+    faulty.rule = rule
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit(get, bucket, flight)
+        assert arrived.wait(LONG)
+        flight.break_off()
+        assert read.exception(LONG) is not None
+
+
+def test_a_request_that_was_broken_off_before_never_begins(faulty: FaultyServer) -> None:
+    bucket, flight = Bucket("bucket", Settings()), Flight()
+    flight.break_off()
+    faulty.s3.reset_counters()
+    with pytest.raises(botocore.exceptions.EndpointConnectionError):
+        get(bucket, flight)
+    assert not faulty.s3.request_log
+
+
+def test_a_request_that_waits_for_its_connection_ends(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a port whose queue of connections is full."""
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        address = full.getsockname()
+        waiting = [socket.socket() for _ in range(3)]
+        try:
+            for each in waiting:
+                each.setblocking(False)
+                each.connect_ex(address)
+            endpoint = f"http://127.0.0.1:{address[1]}"
+            bucket = Bucket("bucket", Settings(endpoint_url=endpoint, connect_timeout=NEVER))
+            flight = Flight()
+            with ThreadPoolExecutor(1) as pool:
+                read = pool.submit(get, bucket, flight)
+                until(lambda: flight._descriptor >= 0)
+                flight.break_off()
+                assert isinstance(read.exception(LONG), botocore.exceptions.EndpointConnectionError)
+        finally:
+            for each in waiting:
+                each.close()
+
+
+def test_nobody_listens(faulty: FaultyServer) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    bucket = Bucket("bucket", Settings(endpoint_url=f"http://127.0.0.1:{port}"))
+    with pytest.raises(botocore.exceptions.EndpointConnectionError, match=f"127.0.0.1:{port}"):
+        get(bucket, Flight())
+
+
+def test_a_connection_that_is_not_made_in_time(faulty: FaultyServer) -> None:
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
+        address = full.getsockname()
+        waiting = [socket.socket() for _ in range(3)]
+        try:
+            for each in waiting:
+                each.setblocking(False)
+                each.connect_ex(address)
+            endpoint = f"http://127.0.0.1:{address[1]}"
+            bucket = Bucket("bucket", Settings(endpoint_url=endpoint, connect_timeout=0.1))
+            with pytest.raises(botocore.exceptions.ConnectTimeoutError):
+                get(bucket, Flight())
+        finally:
+            for each in waiting:
+                each.close()
+
+
+def test_a_socket_that_was_let_go_is_not_touched() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        flight = Flight()
+        flight.note(ours)
+        assert flight.let_go()
+        flight.break_off()
+        theirs.sendall(b"x")
+        assert ours.recv(1) == b"x"
+        assert not flight.let_go()
+        with pytest.raises(ConnectionAbortedError):
+            flight.note(ours)
+
+
+def test_descriptors_are_given_back() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        before = len(os.listdir("/proc/self/fd"))
+        for end in (Flight.let_go, Flight.break_off):
+            flight = Flight()
+            flight.note(ours)
+            flight.note(ours)
+            end(flight)
+        assert len(os.listdir("/proc/self/fd")) == before
+
+
+# --- TLS ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def certificate(tmp_path: Path) -> Path:
+    """A self-signed one for 127.0.0.1, with its key."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
+    now = datetime.datetime.now(datetime.timezone.utc)
+    made = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    path = tmp_path / "certificate.pem"
+    pem, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    path.write_bytes(made.public_bytes(pem) + key.private_bytes(pem, form, serialization.NoEncryption()))
+    return path
+
+
+class TlsProxy(FaultyProxy):
+    """Forwards TLS connections to a server without."""
+
+    def __init__(self, endpoint_url: str, certificate: Path) -> None:
+        super().__init__(endpoint_url, seed=0, share=0.0)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate)
+        self._listener = context.wrap_socket(self._listener, server_side=True, suppress_ragged_eofs=True)
+        self.url = self.url.replace("http:", "https:")
+
+
+@pytest.fixture
+def tls(faulty: FaultyServer, certificate: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(certificate))
+    with TlsProxy(faulty.s3.endpoint_url, certificate) as proxy:
+        yield proxy.url
+
+
+@pytest.mark.parametrize("fault", [Fault.straggle(NEVER), Fault.stall(9 * 2**20, NEVER)], ids=lambda fault: fault.kind)
+def test_over_tls_the_bytes_are_right_too(
+    faulty: FaultyServer, tls: str, fault: Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(latency, "START", Expected(0.1, 1e-8))
+    data = os.urandom(12 * 2**20)
+    bucket = Bucket("bucket", Settings(endpoint_url=tls, hedge_min_delay=0.1))
+    bucket.write("k", data)
+    faulty.once("GetObject", fault)
+    memory = bytearray(len(data))
+    fetch_into(bucket, "k", 0, [Target(memoryview(memory))])
+    assert memory == data
+    assert hedges_of(bucket).state.won == 1

@@ -1,0 +1,442 @@
+"""A GET that straggles is raced by a second one; the bytes are right whoever wins, and nothing is left behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+import dcp_s3
+from dcp_s3 import errors
+from dcp_s3.checksum import crc64nvme
+from dcp_s3.s3 import client, flight, hedge, latency, retry, throttle
+from dcp_s3.s3.bucket import Bucket, limit_timeouts
+from dcp_s3.s3.deadline import Deadline
+from dcp_s3.s3.download import Target, fetch_into
+from dcp_s3.s3.hedge import HedgeState, Race, hedges_of
+from dcp_s3.s3.latency import Budget, Expected
+from dcp_s3.s3.ranged import Cursor
+from dcp_s3.settings import Settings
+from tests.faulty import FaultyServer
+from tests.memory_s3 import Fault
+
+MIB = 2**20
+BLOCK = 4 * MIB
+LONG = 30.0  # seconds to wait for what must come
+NEVER = 1000.0  # seconds that no test waits
+DATA = random.Random(5).randbytes(10 * MIB)
+
+
+@pytest.fixture(autouse=True)
+def _impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Of a process that knows nothing yet, and hedges early; it must leave no threads and no sockets of requests."""
+    monkeypatch.setattr(hedge, "_hedges", {})
+    monkeypatch.setattr(throttle, "_gates", {})
+    monkeypatch.setattr(latency, "START", Expected(0.05, 1e-9))
+    yield
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("dcp_s3-hedge")]
+
+
+class Script:
+    """What happens to the GETs, by their order of arrival."""
+
+    def __init__(self, *faults: Fault | Callable[[], Fault | None] | None, rest: Fault | None = None) -> None:
+        self._faults = faults
+        self._rest = rest
+        self._lock = threading.Lock()
+        self.seen: list[Any] = []
+        self.arrived = [threading.Event() for _ in range(20)]
+
+    def __call__(self, request: Any) -> Fault | None:
+        if request.operation != "GetObject":
+            return None
+        with self._lock:
+            number = len(self.seen)
+            self.seen.append(request)
+        self.arrived[number].set()
+        fault = self._faults[number] if number < len(self._faults) else self._rest
+        return fault() if callable(fault) else fault
+
+    @property
+    def ranges(self) -> list[str]:
+        return [request.range for request in self.seen]
+
+    def after(self, number: int, fault: Fault | None = None) -> Callable[[], Fault | None]:
+        """``fault``, when GET ``number`` has arrived."""
+
+        def wait() -> Fault | None:
+            assert self.arrived[number].wait(LONG)
+            return fault
+
+        return wait
+
+
+def put(**settings: Any) -> Bucket:
+    bucket = Bucket("bucket", Settings(**{"hedge_min_delay": 0.05} | settings))
+    bucket.write("k", DATA)
+    return bucket
+
+
+def fetch(bucket: Bucket, *, cancel: threading.Event | None = None) -> None:
+    """Into memory in pieces, with checksums; all of it is compared."""
+    memory = [bytearray(size) for size in (3 * MIB, 5, 6 * MIB, MIB - 5)]
+    targets = [Target(memoryview(each), checksum=True) for each in memory]
+    fetch_into(bucket, "k", 0, targets, cancel=cancel)
+    assert b"".join(memory) == DATA
+    assert [target.crc for target in targets] == [crc64nvme(bytes(each)) for each in memory]
+
+
+def state_of(bucket: Bucket) -> HedgeState:
+    return hedges_of(bucket).state
+
+
+# --- who wins ----------------------------------------------------------------------------------------
+
+
+def test_a_late_head_is_overtaken(faulty: FaultyServer) -> None:
+    bucket = put()
+    faulty.rule = script = Script(Fault.straggle(NEVER))
+    fetch(bucket)
+    assert script.ranges == [f"bytes=0-{len(DATA) - 1}"] * 2
+    assert state_of(bucket) == HedgeState(started=1, won=1, bytes=len(DATA), wasted=0)
+    assert list(dcp_s3.metrics()["hedges"].values()) == [{"started": 1, "won": 1, "bytes": len(DATA), "wasted": 0}]
+
+
+@pytest.mark.parametrize(
+    "fault", [Fault.stall(8 * MIB, NEVER), Fault.crawl(100_000, after_bytes=8 * MIB)], ids=lambda fault: fault.kind
+)
+def test_of_a_body_that_stops_only_the_rest_is_asked_for_and_of_the_same_version(
+    faulty: FaultyServer, fault: Fault
+) -> None:
+    bucket = put()
+    faulty.rule = script = Script(fault)
+    fetch(bucket)
+    # The memory's pieces are 3 MiB, 5 bytes, 6 MiB, ...; the 6 MiB come as 4 and 2.
+    reached = 9 * MIB + 5 - 2 * MIB
+    assert script.ranges == [f"bytes=0-{len(DATA) - 1}", f"bytes={reached}-{len(DATA) - 1}"]
+    assert "if-match" in script.seen[1].headers
+    assert state_of(bucket) == HedgeState(started=1, won=1, bytes=len(DATA) - reached, wasted=0)
+
+
+def test_a_second_request_that_is_slower_is_ended(faulty: FaultyServer) -> None:
+    bucket = put()
+    script = Script(rest=Fault.straggle(NEVER))
+    script._faults = (script.after(1),)
+    faulty.rule = script
+    fetch(bucket)
+    assert state_of(bucket).won == 0
+    assert state_of(bucket).started >= 1
+
+
+def test_a_second_request_that_straggles_is_replaced(faulty: FaultyServer) -> None:
+    bucket = put()
+    faulty.rule = Script(Fault.straggle(NEVER), Fault.stall(MIB, NEVER))
+    fetch(bucket)
+    assert state_of(bucket) == HedgeState(started=2, won=1, bytes=len(DATA) + MIB, wasted=MIB)
+
+
+def test_what_the_first_request_received_meanwhile_counts_as_wasted(faulty: FaultyServer) -> None:
+    bucket = put()
+    cursor = Cursor([Target(memoryview(bytearray(3 * BLOCK)))])
+    race = Race(bucket, "k", 0, cursor, None)
+    race._advance(BLOCK)
+    second = hedge._Hedge(0, 3 * BLOCK, ["e"], threading.Event())
+    race._etag.append("e")
+    assert race._has_won(second)
+    with pytest.raises(retry.Cancelled):
+        race._advance(BLOCK)
+    assert cursor.done == BLOCK, "once it is lost, the reader's request moves nothing"
+    assert second.overlap == BLOCK
+    assert race.take()
+    assert (cursor.full, second.overlap) == (True, BLOCK)
+
+
+# --- failures ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fault", [Fault.error(500, "InternalError"), Fault.reset(), Fault.truncate(MIB)])
+def test_errors_of_the_second_request_are_nobodys(
+    faulty: FaultyServer, fault: Fault, caplog: pytest.LogCaptureFixture
+) -> None:
+    bucket = put()
+    script = Script(None, fault, fault, fault, Fault.straggle(NEVER))
+    script._faults = (script.after(3), fault, fault, fault)
+    faulty.rule = script
+    with caplog.at_level(logging.INFO):
+        fetch(bucket)
+    assert not [record for record in caplog.records if not record.name.startswith("benchmarks")]
+    assert len(script.seen) == 4
+    assert (state_of(bucket).started, state_of(bucket).won) == (3, 0)
+
+
+def test_if_both_fail_the_first_ones_error_is_raised(faulty: FaultyServer) -> None:
+    bucket = put(retry_attempts=2)
+    script = Script(rest=Fault.reset())
+    script._faults = (script.after(1, Fault.reset()),)
+    faulty.rule = script
+    with pytest.raises(errors.TransferError, match="after 2 attempts"):
+        fetch(bucket)
+
+
+def test_the_second_request_saves_a_read_whose_attempts_are_used_up(faulty: FaultyServer) -> None:
+    bucket = put(retry_attempts=1)
+    script = Script(None, Fault.delay(0.1))
+    script._faults = (script.after(1, Fault.reset()), Fault.delay(0.1))
+    faulty.rule = script
+    fetch(bucket)
+    assert len(script.seen) == 2
+
+
+def test_a_read_that_waits_before_its_next_attempt_is_woken(
+    faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket = put()
+    monkeypatch.setattr(retry, "backoff", lambda _: NEVER)
+    script = Script(None, Fault.delay(0.1))
+    script._faults = (script.after(1, Fault.error(500, "InternalError")), Fault.delay(0.1))
+    faulty.rule = script
+    fetch(bucket)
+    assert state_of(bucket).won == 1
+
+
+def test_a_missing_object_is_not_waited_for(faulty: FaultyServer) -> None:
+    bucket = put()
+    script = Script(rest=Fault.straggle(NEVER))
+    script._faults = (script.after(1),)
+    faulty.rule = script
+    with pytest.raises(errors.ObjectNotFoundError):
+        fetch_into(bucket, "other", 0, [Target(memoryview(bytearray(10)))])
+
+
+def test_an_object_replaced_meanwhile_is_not_mixed(faulty: FaultyServer) -> None:
+    bucket = put()
+    other = Bucket("bucket", Settings(concurrency=1))
+
+    replaced = threading.Event()
+
+    def replace() -> None:
+        other.write("k", bytes(len(DATA)))
+        replaced.set()
+
+    def wait() -> None:
+        assert replaced.wait(LONG)
+
+    faulty.rule = Script(Fault.stall(9 * MIB, 1.0), replace, wait, wait)
+    fetch(bucket)
+    assert state_of(bucket).started >= 1
+    assert state_of(bucket).won == 0
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "done", "wins"),
+    [("a", "a", 4, True), ("b", "a", 4, False), ("b", "a", 0, True), (None, None, 4, False), (None, None, 0, True)],
+)
+def test_a_second_request_wins_only_with_the_version_of_what_is_there(
+    faulty: FaultyServer, ours: str | None, theirs: str | None, done: int, wins: bool
+) -> None:
+    """The first one's head may come after the second was begun, of any version, or of one without an ETag."""
+    bucket = put()
+    cursor = Cursor([Target(memoryview(bytearray(10)))])
+    race = Race(bucket, "k", 0, cursor, None)
+    second = hedge._Hedge(0, 10, [theirs] if theirs else [], threading.Event())
+    second.cursor.fill(memoryview(bytes(range(10))))
+    race._etag += [ours] if ours else []
+    if done:
+        race._advance(done)
+    assert race._has_won(second) is wins
+    assert race.take() is wins
+    assert cursor.full is wins
+
+
+# --- what ends a race --------------------------------------------------------------------------------
+
+
+def test_cancelling_ends_both_at_once(faulty: FaultyServer) -> None:
+    bucket, cancel = put(), threading.Event()
+    faulty.rule = script = Script(rest=Fault.straggle(NEVER))
+    with ThreadPoolExecutor(1) as pool:
+        read = pool.submit(fetch, bucket, cancel=cancel)
+        assert script.arrived[1].wait(LONG)
+        cancel.set()
+        assert isinstance(read.exception(LONG), retry.Cancelled)
+
+
+def test_the_deadline_ends_both(faulty: FaultyServer) -> None:
+    bucket = put()
+    faulty.rule = script = Script(rest=Fault.straggle(NEVER))
+    late = Bucket("bucket", limit_timeouts(bucket.settings, 0.5), deadline=Deadline.start("DCP_S3_LOAD_TIMEOUT", 0.5))
+    with pytest.raises(errors.DeadlineExceededError, match="DCP_S3_LOAD_TIMEOUT"):
+        fetch(late)
+    assert len(script.seen) >= 2
+
+
+# --- when there is none ------------------------------------------------------------------------------
+
+
+def test_none_without_the_setting(faulty: FaultyServer) -> None:
+    bucket = put(hedge_percentile=0)
+    faulty.rule = script = Script(Fault.straggle(0.4))
+    fetch(bucket)
+    assert len(script.seen) == 1
+
+
+def test_none_while_s3_throttles(faulty: FaultyServer) -> None:
+    bucket = put(concurrency=4)
+    bucket.gate.signal(0.0)
+    faulty.rule = script = Script(Fault.straggle(0.4))
+    fetch(bucket)
+    assert len(script.seen) == 1
+
+
+def test_none_soon_after_s3_throttled(faulty: FaultyServer) -> None:
+    bucket = put(concurrency=1)  # the limit is 1 at the ceiling, too: the gate is open at once
+    bucket.gate.signal(0.0)
+    assert bucket.gate.is_calm(0.0)
+    faulty.rule = script = Script(Fault.straggle(0.4))
+    fetch(bucket)
+    assert len(script.seen) == 1
+
+
+def test_none_beyond_the_budget(faulty: FaultyServer) -> None:
+    bucket = put()
+    hedges_of(bucket)._budget = Budget(0.1, 1, 16)
+    faulty.rule = script = Script(Fault.straggle(NEVER), None, Fault.straggle(0.4), None)
+    fetch(bucket)
+    fetch(bucket)
+    assert len(script.seen) == 3
+
+
+def test_none_of_a_request_that_is_too_long(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hedge, "_MOST_BYTES", len(DATA) - 1)
+    bucket = put()
+    faulty.rule = script = Script(Fault.straggle(0.4))
+    fetch(bucket)
+    assert len(script.seen) == 1
+
+
+def test_none_before_the_delay(faulty: FaultyServer) -> None:
+    bucket = put(hedge_min_delay=NEVER)
+    faulty.rule = script = Script(Fault.straggle(0.4))
+    fetch(bucket)
+    assert len(script.seen) == 1
+
+
+def test_a_store_that_is_slow_to_all_is_not_hedged_once_that_is_known(faulty: FaultyServer) -> None:
+    bucket = put()
+    for _ in range(8):
+        hedges_of(bucket)._latencies.add(NEVER, 1.0, BLOCK)
+    faulty.rule = script = Script(Fault.straggle(0.4))
+    fetch(bucket)
+    assert len(script.seen) == 1
+
+
+def test_at_most_two_at_once_of_few_requests(faulty: FaultyServer) -> None:
+    bucket = put()
+    hedges = hedges_of(bucket)
+    assert [hedges.may_start(bucket, take=True) for _ in range(3)] == [True, True, False]
+    hedges.ended(won=False, received=0, wasted=0)
+    assert hedges.may_start(bucket, take=True)
+
+
+# --- what is left ------------------------------------------------------------------------------------
+
+
+def test_connections_that_were_shut_down_are_not_used_again(
+    faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one attempt each, a request on a dead connection would fail."""
+    bucket = put(retry_attempts=1)
+    hedges_of(bucket)._budget = Budget(1.0, 16, 16)
+    for fault in [Fault.straggle(NEVER), Fault.stall(9 * MIB, NEVER), Fault.stall(0, NEVER)] * 2:
+        faulty.rule = Script(fault)
+        fetch(bucket)
+        faulty.rule = Script()
+        fetch(bucket)
+        fetch(bucket)
+
+
+def test_without_botocores_private_place_it_only_takes_longer(
+    faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client, "make_abortable", lambda _: None)
+    bucket = put(read_timeout=7.5)  # settings, and so a client, of its own
+    faulty.rule = Script(Fault.straggle(0.6))
+    fetch(bucket)
+    assert state_of(bucket).won == 1
+
+
+def test_a_process_that_was_held_up_does_not_blame_s3() -> None:
+    flying = flight.Flight()
+    idle = hedge._Idle(flying)
+    assert idle.pass_by(1.0) is None
+    flying.await_bytes(0)
+    for expected in (0.0, 1.0, 2.0):
+        assert idle.pass_by(1.0) == 0
+        assert idle.seconds == expected
+    flying.await_bytes(5)
+    assert (idle.pass_by(1.0), idle.seconds) == (5, 0.0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_whatever_happens_the_bytes_are_right_and_nothing_is_left(faulty: FaultyServer, seed: int) -> None:
+    bucket = put(retry_attempts=20)
+    hedges_of(bucket)._budget = Budget(1.0, 100, 100)
+    rng, lock = random.Random(seed), threading.Lock()
+
+    def rule(request: Any) -> Fault | None:
+        if request.operation != "GetObject":
+            return None
+        with lock:
+            kind, place = rng.random(), rng.randrange(3 * MIB)
+            seconds = rng.choice([0.04, 0.06, 0.08, 0.1, 0.3])  # about as long as a race takes to begin and to end
+        return (
+            Fault.straggle(seconds) if kind < 0.2
+            else Fault.stall(place, seconds) if kind < 0.4
+            else Fault.crawl(30e6, after_bytes=place) if kind < 0.5
+            else Fault.truncate(place) if kind < 0.55
+            else Fault.reset_response(place) if kind < 0.6
+            else Fault.reset(seconds=seconds) if kind < 0.65
+            else None
+        )  # fmt: skip
+
+    def read(number: int) -> None:
+        random_read = random.Random(1000 * seed + number)
+        start = random_read.randrange(len(DATA) // 2)
+        sizes = [random_read.choice([1, 1000, 500_000, 1_500_000]) for _ in range(3)]
+        memory = [bytearray(size) for size in sizes]
+        targets = [Target(memoryview(each), checksum=True) for each in memory]
+        fetch_into(bucket, "k", start, targets)
+        assert b"".join(memory) == DATA[start : start + sum(sizes)]
+        assert [target.crc for target in targets] == [crc64nvme(bytes(each)) for each in memory]
+
+    faulty.rule = rule
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(read, range(60)))
+    state = state_of(bucket)
+    assert 0 < state.won < state.started
+    assert hedges_of(bucket)._running == 0
+    assert (bucket.gate.state.in_flight, bucket.gate.state.waiting) == (0, 0)
+
+
+def test_no_descriptors_are_left(faulty: FaultyServer) -> None:
+    bucket = put()
+    hedges_of(bucket)._budget = Budget(1.0, 16, 16)
+    faulty.rule = Script()
+    fetch(bucket)
+    client.close_clients()
+    faulty.s3.stop()
+    before = set(os.listdir("/proc/self/fd"))
+    faulty.s3.start()
+    for fault in [Fault.straggle(NEVER), Fault.stall(9 * MIB, NEVER), None]:
+        faulty.rule = Script(fault)
+        fetch(bucket)
+    client.close_clients()
+    faulty.s3.stop()
+    assert len(os.listdir("/proc/self/fd")) <= len(before)
+    faulty.s3.start()

@@ -1,0 +1,184 @@
+"""What is tried again, what is not, and what it is called in the end."""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import botocore.exceptions as boto
+import pytest
+import urllib3.exceptions
+
+from dcp_s3 import errors
+from dcp_s3.s3 import retry
+from dcp_s3.s3.deadline import Deadline
+
+
+def client_error(code: str, status: int) -> boto.ClientError:
+    return boto.ClientError(
+        {"Error": {"Code": code, "Message": "no"}, "ResponseMetadata": {"HTTPStatusCode": status}}, "PutObject"
+    )
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "backoff", lambda _: 0.0)
+
+
+def failing(times: int, error: Exception) -> tuple[Callable[[], str], list[int]]:
+    calls: list[int] = []
+
+    def request() -> str:
+        calls.append(1)
+        if len(calls) <= times:
+            raise error
+        return "done"
+
+    return request, calls
+
+
+PASSING = [
+    client_error("SlowDown", 503),
+    client_error("InternalError", 500),
+    client_error("BadDigest", 400),
+    client_error("RequestTimeout", 400),
+    client_error("502", 502),
+    client_error("507", 507),
+    client_error("509", 509),
+    *(client_error(str(status), status) for status in range(520, 531)),
+    client_error("598", 598),
+    client_error("599", 599),
+    ConnectionResetError("reset"),
+    urllib3.exceptions.ProtocolError("broken"),
+    boto.ReadTimeoutError(endpoint_url="http://x"),
+    boto.EndpointConnectionError(endpoint_url="http://x"),
+    boto.ConnectionClosedError(endpoint_url="http://x"),
+    retry.TruncatedBodyError("short"),
+]
+
+
+@pytest.mark.parametrize("error", PASSING, ids=repr)
+def test_what_passes_is_tried_again(error: Exception) -> None:
+    request, calls = failing(2, error)
+    assert retry.call(request, operation="PutObject", bucket="b", key="k", attempts=3) == "done"
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("error", PASSING, ids=repr)
+def test_the_last_error_says_bucket_key_operation_attempts_and_cause(error: Exception) -> None:
+    request, calls = failing(99, error)
+    with pytest.raises(errors.TransferError) as failure:
+        retry.call(request, operation="UploadPart", bucket="b", key="some/key", attempts=4)
+    assert len(calls) == 4
+    raised = failure.value
+    assert (raised.bucket, raised.key, raised.operation, raised.attempts) == ("b", "some/key", "UploadPart", 4)
+    assert "UploadPart on s3://b/some/key failed after 4 attempts" in str(raised)
+    assert raised.__cause__ is error
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (client_error("NoSuchBucket", 404), errors.BucketNotFoundError),
+        (client_error("NoSuchKey", 404), errors.ObjectNotFoundError),
+        (client_error("404", 404), errors.ObjectNotFoundError),
+        (client_error("AccessDenied", 403), errors.AccessDeniedError),
+        (client_error("InvalidAccessKeyId", 403), errors.CredentialsError),
+        (client_error("SignatureDoesNotMatch", 403), errors.CredentialsError),
+        (client_error("ExpiredToken", 400), errors.CredentialsError),
+        (client_error("PreconditionFailed", 412), errors.PreconditionFailedError),
+        (client_error("InvalidArgument", 400), errors.StorageError),
+        (client_error("NotImplemented", 501), errors.StorageError),
+        (client_error("505", 505), errors.StorageError),
+        (boto.NoCredentialsError(), errors.CredentialsError),
+    ],
+    ids=repr,
+)
+def test_what_does_not_pass_fails_at_once_by_its_own_name(error: Exception, expected: type[Exception]) -> None:
+    request, calls = failing(99, error)
+    with pytest.raises(expected, match="Remedy") as failure:
+        retry.call(request, operation="GetObject", bucket="b", key="k", attempts=5)
+    assert type(failure.value) is expected
+    assert len(calls) == 1
+
+
+def test_bugs_are_not_wrapped() -> None:
+    request, calls = failing(99, KeyError("bug"))
+    with pytest.raises(KeyError):
+        retry.call(request, operation="GetObject", bucket="b", attempts=5)
+    assert len(calls) == 1
+
+
+def test_cancelling_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "backoff", lambda _: 3600.0)
+    cancel = threading.Event()
+    threading.Timer(0.05, cancel.set).start()
+    request, calls = failing(99, client_error("SlowDown", 503))
+    with pytest.raises(retry.Cancelled):
+        retry.call(request, operation="GetObject", bucket="b", attempts=5, cancel=cancel)
+    assert len(calls) == 1
+
+
+def deadline_in(seconds: float) -> Deadline:
+    deadline = Deadline.start("DCP_S3_SAVE_TIMEOUT", seconds)
+    assert deadline is not None
+    return deadline
+
+
+def test_no_attempt_is_made_after_the_deadline() -> None:
+    request, calls = failing(0, KeyError())
+    with pytest.raises(errors.DeadlineExceededError, match="it was not begun") as failure:
+        retry.call(request, operation="GetObject", bucket="b", key="k", attempts=5, deadline=deadline_in(0))
+    assert calls == []
+    assert (failure.value.key, failure.value.setting, failure.value.attempts) == ("k", "DCP_S3_SAVE_TIMEOUT", 0)
+
+
+def test_a_wait_that_would_outlast_the_deadline_is_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "backoff", lambda _: 3600.0)
+    error = client_error("SlowDown", 503)
+    request, calls = failing(99, error)
+    with pytest.raises(errors.DeadlineExceededError, match="1 attempts, the last: SlowDown: no") as failure:
+        retry.call(request, operation="GetObject", bucket="b", attempts=5, deadline=deadline_in(60))
+    assert failure.value.__cause__ is error
+    assert len(calls) == 1
+
+
+def test_an_error_may_show_that_the_work_is_done() -> None:
+    answers: list[Any] = [ConnectionResetError(), client_error("NoSuchUpload", 404)]
+
+    def request() -> str:
+        raise answers.pop(0)
+
+    def lost(error: Exception) -> str | None:
+        return "found" if retry.error_code(error) == "NoSuchUpload" else None
+
+    assert retry.call(request, operation="X", bucket="b", attempts=5, recover=lost) == "found"
+    answers.append(client_error("NoSuchKey", 404))
+    with pytest.raises(errors.ObjectNotFoundError):
+        retry.call(request, operation="X", bucket="b", attempts=5, recover=lost)
+
+
+@pytest.mark.parametrize(("attempt", "longest"), [(1, 0.1), (2, 0.2), (5, 1.6), (20, 10.0)])
+def test_the_wait_doubles_up_to_a_cap(monkeypatch: pytest.MonkeyPatch, attempt: int, longest: float) -> None:
+    monkeypatch.undo()
+    assert retry.backoff(attempt, rng=lambda: 1.0) == pytest.approx(longest)
+    assert retry.backoff(attempt, rng=lambda: 0.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("operation", "permission"),
+    [
+        ("GetObject", "s3:GetObject and s3:ListBucket"),
+        ("HeadObject", "s3:GetObject and s3:ListBucket"),
+        ("PutObject", "s3:PutObject"),
+        ("UploadPart", "s3:PutObject"),
+        ("AbortMultipartUpload", "s3:AbortMultipartUpload"),
+        ("DeleteObjects", "s3:DeleteObject"),
+        ("ListObjectsV2", "s3:ListBucket"),
+        ("ListMultipartUploads", "s3:ListBucketMultipartUploads"),
+        ("ListParts", "s3:ListMultipartUploadParts"),
+    ],
+)
+def test_a_refusal_names_the_permission_that_the_operation_needs(operation: str, permission: str) -> None:
+    error = retry.to_storage_error(client_error("AccessDenied", 403), operation, "b", "k", 1)
+    assert f"the credentials need {permission} here" in str(error)
+    assert "DCP_S3_EXPECTED_BUCKET_OWNER" in str(error)

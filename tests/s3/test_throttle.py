@@ -1,0 +1,513 @@
+"""S3 throttles: fewer requests in flight, for uploads and downloads together, until it takes more again."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import botocore.exceptions as boto
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dcp_s3
+from dcp_s3 import S3StorageReader, S3StorageWriter, errors
+from dcp_s3.s3 import retry, throttle
+from dcp_s3.s3.bucket import Bucket
+from dcp_s3.s3.download import Target, fetch_into
+from dcp_s3.s3.parts import Piece
+from dcp_s3.s3.throttle import Aimd, Gate, gate_of
+from dcp_s3.s3.upload import Uploader
+from dcp_s3.settings import Settings
+from dcp_s3.spill.background import stop_draining
+from dcp_s3.spill.session import spilled_bytes
+from tests.faulty import BUCKET, FaultyServer
+from tests.memory_s3 import Fault
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+LONG = 30.0  # seconds to wait for what must come
+
+
+@pytest.fixture(autouse=True)
+def _new_gates(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(throttle, "_gates", {})
+
+
+def slow_down(status: int = 503, code: str = "SlowDown") -> boto.ClientError:
+    return boto.ClientError({"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}, "UploadPart")
+
+
+# --- the limit ---------------------------------------------------------------------------------------
+
+
+Events = st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.integers(0, 5)), max_size=60)
+
+
+@given(st.integers(1, 512), Events)
+def test_the_limit_stays_between_one_and_the_ceiling(ceiling: int, events: list[tuple[bool, int, int]]) -> None:
+    aimd, now = Aimd(ceiling), 0
+    for success, pause, took in events:
+        now += pause
+        before = aimd.limit
+        if success:
+            aimd.succeeded(now - took)
+            assert before <= aimd.limit <= before + 1
+        else:
+            fell = aimd.throttled(now - took, now)
+            assert fell == (aimd.limit < before)
+            assert aimd.limit >= before // 2
+        assert 1 <= aimd.limit <= ceiling
+        assert aimd.is_open == (aimd.limit == ceiling)
+
+
+@given(st.integers(2, 512), st.integers(1, 600))
+def test_a_burst_lowers_it_once(ceiling: int, burst: int) -> None:
+    aimd = Aimd(ceiling)
+    assert [aimd.throttled(0, 1 + n) for n in range(burst)] == [True] + [False] * (burst - 1)
+    assert aimd.limit == ceiling // 2
+
+
+@given(st.integers(2, 64), st.integers(1, 8))
+def test_requests_that_began_before_do_not_raise_it_and_later_ones_do_by_one_a_round(ceiling: int, rounds: int) -> None:
+    aimd = Aimd(ceiling)
+    aimd.throttled(0, 10)
+    lowered = aimd.limit
+    for _ in range(100):
+        aimd.succeeded(9)
+    assert aimd.limit == lowered
+    for _ in range(rounds):
+        before = aimd.limit
+        for _ in range(before + 1):
+            aimd.succeeded(11)
+        assert min(before + 1, ceiling) <= aimd.limit <= before + 2
+    for _ in range(ceiling * ceiling):
+        aimd.succeeded(11)
+    assert aimd.is_open
+
+
+def test_a_decrease_for_each_round_trip_leads_to_one() -> None:
+    aimd = Aimd(64)
+    limits = []
+    for now in range(1, 9):
+        aimd.throttled(now - 0.5, now)
+        limits.append(aimd.limit)
+    assert limits == [32, 16, 8, 4, 2, 1, 1, 1]
+
+
+def test_a_higher_ceiling_lifts_a_limit_only_where_it_was_open() -> None:
+    opened, closed = Aimd(4), Aimd(4)
+    closed.throttled(0, 1)
+    for aimd in (opened, closed):
+        aimd.raise_ceiling(16)
+    assert (opened.limit, closed.limit) == (16, 2)
+
+
+# --- the gate ----------------------------------------------------------------------------------------
+
+
+def closed_gate(limit: int) -> Gate:
+    """With ``limit`` places, none of them taken."""
+    gate = Gate("test", 2 * limit)
+    gate.signal(time.monotonic())
+    assert gate.state.limit == limit
+    return gate
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LONG
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_an_open_gate_lets_everybody_pass() -> None:
+    gate = Gate("test", 2)
+    assert all(gate.enter(timeout=0) for _ in range(50))
+    assert (gate.state.in_flight, gate.state.waited) == (50, 0.0)
+
+
+def test_first_come_first_served() -> None:
+    gate = closed_gate(1)
+    assert gate.enter()
+    served: list[int] = []
+
+    def wait(number: int) -> None:
+        assert gate.enter(timeout=LONG)
+        served.append(number)
+        gate.leave(0, succeeded=False, throttled=False)
+
+    with ThreadPoolExecutor(5) as pool:
+        for number in range(5):
+            pool.submit(wait, number)
+            until(lambda number=number: gate.state.waiting == number + 1)  # type: ignore[misc]
+        assert not gate.enter(timeout=0), "behind those that wait"
+        gate.leave(0, succeeded=False, throttled=False)
+    assert served == [0, 1, 2, 3, 4]
+    assert (gate.state.in_flight, gate.state.waiting) == (0, 0)
+    assert gate.state.waited > 0
+
+
+def test_cancelling_ends_the_wait_and_leaves_no_trace() -> None:
+    gate, cancel = closed_gate(1), threading.Event()
+    assert gate.enter()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(gate.enter, cancel=cancel)
+        until(lambda: gate.state.waiting == 1)
+        cancel.set()
+        assert waiting.result(LONG) is False
+    assert (gate.state.in_flight, gate.state.waiting) == (1, 0)
+    gate.leave(0, succeeded=False, throttled=False)
+    assert gate.enter(timeout=0)
+
+
+def test_success_admits_more_than_it_frees() -> None:
+    gate = closed_gate(1)
+    assert gate.enter()
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(gate.enter, timeout=LONG) for _ in range(2)]
+        until(lambda: gate.state.waiting == 2)
+        gate.leave(time.monotonic(), succeeded=True, throttled=False)
+        assert all(each.result(LONG) for each in waiting)
+    assert gate.state.limit == 2
+
+
+def test_many_threads_never_exceed_the_limit() -> None:
+    gate, lock = closed_gate(3), threading.Lock()
+    inside, most = [0], [0]
+
+    def work(_: int) -> None:
+        assert gate.enter(timeout=LONG)
+        with lock:
+            inside[0] += 1
+            most[0] = max(most[0], inside[0])
+        with lock:
+            inside[0] -= 1
+        gate.leave(0, succeeded=False, throttled=False)  # neither: the limit stays
+
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(work, range(2000)))
+    assert 1 <= most[0] <= 3
+    assert (gate.state.in_flight, gate.state.waiting) == (0, 0)
+
+
+def test_decreases_are_logged_with_the_limit_but_not_each(caplog: pytest.LogCaptureFixture) -> None:
+    gate = Gate("http://host/bucket", 64)
+    with caplog.at_level("INFO", "dcp_s3.s3.throttle"):
+        for _ in range(4):
+            gate.signal(time.monotonic())
+    assert [record.getMessage() for record in caplog.records] == [
+        "S3 throttles (http://host/bucket): at most 32 data requests in flight now, 1 decreases so far"
+    ]
+    assert (gate.state.limit, gate.state.decreases, gate.state.throttled) == (4, 4, 4)
+
+
+# --- the retry loop ----------------------------------------------------------------------------------
+
+
+def call(request: Callable[[], Any], gate: Gate, **options: Any) -> Any:
+    options = {"attempts": 5, "data": True} | options
+    return retry.call(request, operation="UploadPart", bucket="b", key="k", gate=gate, **options)
+
+
+@pytest.mark.parametrize(
+    ("error", "counts"),
+    [
+        (slow_down(), 1),
+        (slow_down(503, "ServiceUnavailable"), 1),
+        (slow_down(503, "SlowDownWrite"), 1),
+        (slow_down(429, "TooManyRequests"), 1),
+        (slow_down(400, "Throttling"), 1),
+        (slow_down(500, "InternalError"), 0),
+        (ConnectionResetError(), 0),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("data", [True, False])
+def test_what_counts_as_throttling(error: Exception, counts: int, data: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "backoff", lambda _: 0.0)
+    gate, failures = Gate("test", 8), [error]
+
+    def request() -> str:
+        if failures:
+            raise failures.pop()
+        return "done"
+
+    assert call(request, gate, data=data) == "done"
+    state = gate.state
+    assert (state.throttled, state.decreases, state.in_flight) == (counts, counts, 0)
+    assert state.limit == (8 if not counts else 4)
+
+
+def test_a_bug_gives_its_place_back() -> None:
+    gate = closed_gate(1)
+    with pytest.raises(KeyError):
+        call(lambda: {}["x"], gate)
+    assert gate.state.in_flight == 0
+
+
+def test_a_throttled_request_has_no_place_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate, waiting, go_on = closed_gate(1), threading.Event(), threading.Event()
+
+    class Waits(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waiting.set()
+            assert go_on.wait(LONG)
+            return False
+
+    failures = [slow_down()]
+
+    def request() -> str:
+        if failures:
+            raise failures.pop()
+        return "done"
+
+    with ThreadPoolExecutor(1) as pool:
+        throttled = pool.submit(call, request, gate, cancel=Waits())
+        assert waiting.wait(LONG)
+        assert call(lambda: "another", gate) == "another"
+        go_on.set()
+        assert throttled.result(LONG) == "done"
+
+
+def test_small_requests_never_wait() -> None:
+    gate = closed_gate(1)
+    assert gate.enter()
+    assert call(lambda: "small", gate, data=False) == "small"
+    assert gate.state.in_flight == 1
+
+
+def test_waiting_at_the_gate_uses_up_the_patience() -> None:
+    gate = closed_gate(1)
+    assert gate.enter()
+    with pytest.raises(errors.TransferError, match="S3 throttles") as failure:
+        call(lambda: pytest.fail("not its turn"), gate, patience=0.05)
+    assert failure.value.key == "k"
+    assert gate.state.waiting == 0
+
+
+def test_a_cancelled_request_does_not_wait_on() -> None:
+    gate, cancel = closed_gate(1), threading.Event()
+    assert gate.enter()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(call, lambda: "never", gate, cancel=cancel)
+        until(lambda: gate.state.waiting == 1)
+        cancel.set()
+        with pytest.raises(retry.Cancelled):
+            waiting.result(LONG)
+
+
+# --- against a server --------------------------------------------------------------------------------
+
+
+class Narrow:
+    """The rule of a server that handles so many data requests at a time, each in some time, and refuses the rest."""
+
+    def __init__(self, server: FaultyServer, places: int, seconds: float = 0.01) -> None:
+        self._server, self._places, self._seconds = server, places, seconds
+        self._lock = threading.Lock()
+        self.refused = 0
+
+    def __call__(self, request: Any) -> Fault | None:
+        if request.operation not in ("PutObject", "UploadPart", "GetObject"):
+            return None
+        if self._server.s3.in_flight <= self._places:
+            return Fault.delay(self._seconds)
+        with self._lock:
+            self.refused += 1
+        return Fault.error(503, "SlowDown")
+
+
+TENSORS = 60
+
+
+def save_and_load(server: FaultyServer, rule: Narrow) -> None:
+    """Each tensor is an object of its own."""
+    server.rule = rule
+    settings = {"concurrency": 16, "retry_attempts": 100}
+    state = {f"t{n}": torch.full((100,), float(n)) for n in range(TENSORS)}
+    url = f"s3://{BUCKET}/run-{id(rule)}"
+    dcp.save(state, storage_writer=S3StorageWriter(url, separate=list(state), settings=settings))
+    found = {name: torch.zeros(100) for name in state}
+    dcp.load(found, storage_reader=S3StorageReader(url, settings=settings))
+    assert all(torch.equal(found[name], state[name]) for name in state)
+
+
+def test_a_save_and_a_load_end_with_few_refusals(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    rule = Narrow(faulty, places=3)
+    save_and_load(faulty, rule)
+    (state,) = throttle.snapshot().values()
+    assert state.throttled == rule.refused > 0
+    assert 1 <= state.decreases <= state.throttled
+    assert (state.in_flight, state.waiting) == (0, 0)
+    assert state.limit < 16
+    monkeypatch.setattr(Aimd, "throttled", lambda *_: False)
+    ungated = Narrow(faulty, places=3)
+    save_and_load(faulty, ungated)
+    assert rule.refused < ungated.refused / 2  # about 20 and 230
+
+
+def make_bucket(**settings: Any) -> Bucket:
+    return Bucket(BUCKET, Settings(**settings))
+
+
+def put(bucket: Bucket, key: str) -> None:
+    with Uploader(bucket) as uploader:
+        upload = uploader.start(key, 3)
+        upload.write(Piece.of(b"abc"))
+        upload.finish()
+
+
+def get(bucket: Bucket, key: str) -> bytes:
+    memory = bytearray(3)
+    fetch_into(bucket, key, 0, [Target(memoryview(memory))])
+    return bytes(memory)
+
+
+def gate_of_bucket(bucket: Bucket) -> Gate:
+    return gate_of(bucket.settings.endpoint_url, bucket.name, bucket.settings.concurrency)
+
+
+def test_the_limit_grows_back(faulty: FaultyServer) -> None:
+    bucket = make_bucket(concurrency=8)
+    faulty.once("PutObject", Fault.error(503, "SlowDown"))
+    put(bucket, "k")
+    gate = gate_of_bucket(bucket)
+    assert gate.state.limit == 4
+    limits = []
+    while gate.state.limit < 8:
+        assert get(bucket, "k") == b"abc"
+        limits.append(gate.state.limit)
+        assert len(limits) < 100
+    assert limits == sorted(limits)
+    assert set(limits) == {4, 5, 6, 7, 8}
+
+
+@pytest.mark.parametrize("first", ["upload", "download"])
+def test_uploads_and_downloads_share_one_limit(faulty: FaultyServer, first: str) -> None:
+    bucket = make_bucket(concurrency=2, endpoint_url=faulty.s3.endpoint_url)
+    put(bucket, "k")
+    gate, go_on, begun = gate_of_bucket(bucket), threading.Event(), threading.Event()
+    gate.signal(time.monotonic())
+    assert gate.state.limit == 1
+
+    def rule(request: Any) -> None:
+        if request.key == "held":
+            begun.set()
+            assert go_on.wait(LONG)
+
+    with ThreadPoolExecutor(2) as pool:
+        put(bucket, "held")  # to have it for the download; the limit is two again
+        gate.signal(time.monotonic())
+        faulty.rule = rule
+        held = pool.submit(put if first == "upload" else get, bucket, "held")
+        assert begun.wait(LONG)
+        other = pool.submit(get if first == "upload" else put, bucket, "k")
+        try:
+            until(lambda: gate.state.waiting == 1)
+            assert bucket.read("k") == b"abc", "a small request passes"
+        finally:
+            go_on.set()
+        held.result(LONG)
+        other.result(LONG)
+    assert gate.state.waiting == 0
+
+
+def test_small_requests_lower_the_limit(faulty: FaultyServer) -> None:
+    bucket = make_bucket(concurrency=8)
+    put(bucket, "k")
+    for operation, request in {
+        "HeadObject": lambda: bucket.head("k"),
+        "ListObjectsV2": lambda: list(bucket.list("")),
+        "DeleteObjects": lambda: bucket.delete(["k"]),
+    }.items():
+        before = gate_of_bucket(bucket).state.limit
+        seen = faulty.once(operation, Fault.error(503, "SlowDown"))
+        request()
+        assert seen
+        assert gate_of_bucket(bucket).state.limit == before // 2
+
+
+def test_looking_at_many_checkpoints_lowers_the_limit(faulty: FaultyServer) -> None:
+    seen = faulty.once("ListObjectsV2", Fault.error(503, "SlowDown"))
+    assert dcp_s3.list_checkpoints(f"s3://{BUCKET}/run", settings={"concurrency": 8}) == []
+    assert seen
+    assert gate_of_bucket(make_bucket(concurrency=8)).state.limit == 4
+
+
+def test_endpoints_and_buckets_have_limits_of_their_own() -> None:
+    gates = [gate_of(endpoint, bucket, 8) for endpoint in (None, "http://a", "http://b") for bucket in ("x", "y")]
+    gates[0].signal(time.monotonic())
+    assert [gate.state.limit for gate in gates] == [4, 8, 8, 8, 8, 8]
+    assert gate_of(None, "x", 4) is gates[0]
+    assert set(throttle.snapshot()) == {
+        "s3://x", "s3://y", "http://a/x", "http://a/y", "http://b/x", "http://b/y",
+    }  # fmt: skip
+
+
+def _in_child(sender: Any) -> None:
+    gate = gate_of("http://a", "x", 8)
+    sender.send((gate.state.limit, gate.state.in_flight, sorted(throttle.snapshot())))
+
+
+def test_a_forked_child_has_a_limit_of_its_own() -> None:
+    gate = gate_of("http://a", "x", 8)
+    gate.signal(time.monotonic())
+    assert gate.enter()
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_in_child, args=(sender,))
+    with throttle._lock, gate._lock:  # as if other threads held them
+        child.start()
+    assert receiver.poll(LONG)
+    assert receiver.recv() == (8, 0, ["http://a/x"])
+    child.join(LONG)
+    assert child.exitcode == 0
+    assert (gate.state.limit, gate.state.in_flight) == (4, 1)
+
+
+def test_a_save_that_waits_too_long_at_the_gate_is_spilled(
+    faulty: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of it is refused: S3 throttled others before, which hold the only place."""
+    bucket = make_bucket(concurrency=2)
+    gate = gate_of_bucket(bucket)
+    gate.signal(time.monotonic())
+    assert gate.enter()
+    before = spilled_bytes["s3"]
+    settings = {"concurrency": 2, "spill_dir": str(tmp_path), "spill_after": 0.2}
+    future = dcp.async_save(
+        {"w": torch.ones(10)}, storage_writer=S3StorageWriter(f"s3://{BUCKET}/run", settings=settings)
+    )
+    try:
+        until(lambda: spilled_bytes["s3"] > before)
+        assert not future.done()
+    finally:
+        gate.leave(0, succeeded=False, throttled=False)
+    future.result(LONG)
+    found = {"w": torch.zeros(10)}
+    dcp.load(found, storage_reader=S3StorageReader(f"s3://{BUCKET}/run"))
+    assert torch.equal(found["w"], torch.ones(10))
+    stop_draining()
+
+
+def test_metrics_are_plain_numbers(faulty: FaultyServer) -> None:
+    bucket = make_bucket(concurrency=8, endpoint_url=faulty.s3.endpoint_url)
+    faulty.once("PutObject", Fault.error(503, "SlowDown"))
+    put(bucket, "k")
+    found = dcp_s3.metrics()
+    assert found["throttle"] == {
+        f"{faulty.s3.endpoint_url}/{BUCKET}": {
+            "limit": 4, "in_flight": 0, "waiting": 0, "throttled": 1, "decreases": 1, "waited": 0.0,
+        }
+    }  # fmt: skip
+    assert found["spilled_bytes"] == dict(spilled_bytes)
+    assert json.loads(json.dumps(found)) == found

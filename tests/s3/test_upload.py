@@ -1,0 +1,200 @@
+"""Objects from buffers: part sizes, multipart, failures that leave nothing open."""
+
+import contextlib
+import itertools
+import random
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcp_s3 import errors
+from dcp_s3.checksum import combine_crc64nvme, crc64nvme
+from dcp_s3.s3.bucket import Bucket
+from dcp_s3.s3.parts import MAX_PARTS, Piece, choose_part_size
+from dcp_s3.s3.upload import Uploader
+from dcp_s3.settings import MAX_PART_SIZE, MIN_PART_SIZE, Settings
+from tests.faulty import FaultyServer
+from tests.memory_s3 import Fault
+
+PART = MIN_PART_SIZE
+
+
+@given(st.integers(0, 40 * 2**40), st.integers(MIN_PART_SIZE, MAX_PART_SIZE))
+def test_the_part_size_grows_only_where_10000_parts_would_not_do(size: int, wished: int) -> None:
+    chosen = choose_part_size(size, wished)
+    assert wished <= chosen <= MAX_PART_SIZE
+    assert -(-size // chosen) <= MAX_PARTS * 9 // 10 + 1
+    if chosen > wished:
+        assert -(-size // wished) > MAX_PARTS * 8 // 10
+
+
+def test_an_object_that_s3_cannot_hold() -> None:
+    with pytest.raises(errors.SettingsError, match="BUCKETS_PER_RANK"):
+        choose_part_size(60 * 2**40, 32 * 2**20)
+
+
+@given(st.lists(st.binary(max_size=50), max_size=6))
+def test_checksums_combine(parts: list[bytes]) -> None:
+    assert combine_crc64nvme((crc64nvme(part), len(part)) for part in parts) == crc64nvme(b"".join(parts))
+
+
+def make_bucket(name: str, **settings: Any) -> Bucket:
+    return Bucket(name, Settings(**{"part_size": PART, "concurrency": 3, **settings}))
+
+
+@pytest.mark.parametrize("checksum", ["auto", "crc32c", "none"])
+@pytest.mark.parametrize("size", [0, 1, PART, PART + 1, 3 * PART + 12345])
+def test_what_is_written_is_what_is_read(bucket: str, size: int, checksum: str) -> None:
+    target = make_bucket(bucket, checksum=checksum)
+    data = random.Random(size).randbytes(size)
+    with Uploader(target) as uploader:
+        upload = uploader.start("some/ke y+ü%", size)
+        # Buffers that end before, at and behind the ends of parts.
+        cuts = sorted({0, min(7, size), size // 2, min(PART, size), size})
+        written: list[Piece] = []
+        for low, high in itertools.pairwise(cuts):
+            written += upload.write(Piece.of(memoryview(data)[low:high]))
+        result = upload.finish()
+    assert (result.key, result.size) == ("some/ke y+ü%", size)
+    assert target.read("some/ke y+ü%") == data
+    assert all(piece.view is None for piece in written), "memory is released once it is sent"
+    if checksum == "none":
+        assert result.crc64nvme is None
+    else:
+        assert result.crc64nvme == crc64nvme(data)
+        assert combine_crc64nvme((piece.crc or 0, piece.size) for piece in written) == crc64nvme(data)
+
+
+def test_small_objects_take_one_request(memory_server: Any, bucket: str) -> None:
+    target = make_bucket(bucket)
+    target.client  # noqa: B018 - made before counting
+    memory_server.handle.reset_counters()
+    with Uploader(target) as uploader:
+        for name in "abc":
+            upload = uploader.start(name, PART)
+            upload.write(Piece.of(bytes(PART)))
+            upload.finish()
+    assert dict(memory_server.handle.counters.requests) == {"PutObject": 3}
+
+
+def upload(target: Bucket, data: bytes, key: str = "k") -> None:
+    with Uploader(target) as uploader:
+        one = uploader.start(key, len(data))
+        one.write(Piece.of(data))
+        one.finish()
+
+
+DATA = random.Random(1).randbytes(4 * PART + 99)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_faults_that_pass_do_not_harm(faulty: FaultyServer, seed: int) -> None:
+    rng = random.Random(seed)
+    lock = threading.Lock()
+    hits: list[str] = []
+
+    def rule(request: Any) -> Any:
+        with lock:
+            fault = rng.choice(
+                [
+                    Fault.error(503, "SlowDown"),
+                    Fault.error(500, "InternalError"),
+                    Fault.reset(),
+                    Fault.reset_request(after_bytes=100_000),
+                    Fault.apply_then_reset(),
+                    *[None] * 8,
+                ]
+            )
+            if fault is not None:
+                hits.append(request.operation)
+            return fault
+
+    target = make_bucket("bucket", retry_attempts=20)
+    faulty.rule = rule
+    for round_ in range(6):
+        upload(target, DATA, f"k{round_}")
+    faulty.rule = lambda _: None
+    assert hits
+    assert all(faulty.s3.read("bucket", f"k{round_}") == DATA for round_ in range(6))
+    assert faulty.s3.open_uploads("bucket") == []
+
+
+@pytest.mark.parametrize("fault", [Fault.apply_then_reset(), Fault.error_in_200()], ids=lambda f: f.kind)
+def test_a_complete_that_seems_to_fail_is_brought_to_its_end(faulty: FaultyServer, fault: Fault) -> None:
+    seen = faulty.once("CompleteMultipartUpload", fault)
+    upload(make_bucket("bucket"), DATA)
+    assert seen
+    assert faulty.s3.read("bucket", "k") == DATA
+
+
+@pytest.mark.parametrize("operation", ["UploadPart", "CompleteMultipartUpload", "CreateMultipartUpload", "PutObject"])
+def test_a_failure_leaves_no_upload_and_no_object(faulty: FaultyServer, operation: str) -> None:
+    def rule(request: Any) -> Any:
+        return Fault.error(503, "SlowDown") if request.operation == operation and "bad" in request.key else None
+
+    faulty.rule = rule
+    target = make_bucket("bucket", retry_attempts=2)
+
+    def save() -> None:
+        with Uploader(target) as uploader:
+            good = uploader.start("good", len(DATA))
+            good.write(Piece.of(DATA))
+            good.finish()
+            bad = uploader.start("bad", len(DATA))
+            bad.write(Piece.of(b"small" if operation == "PutObject" else DATA))
+            bad.finish()
+
+    with pytest.raises(errors.TransferError, match=operation):
+        save()
+    assert faulty.s3.open_uploads("bucket") == []
+    assert faulty.s3.objects("bucket") == {}
+    assert not [t for t in threading.enumerate() if t.name.startswith("dcp_s3-")]
+
+
+def test_an_upload_whose_id_was_lost_with_the_only_answer_is_aborted(faulty: FaultyServer) -> None:
+    seen = faulty.once("CreateMultipartUpload", Fault.apply_then_reset())
+    with pytest.raises(errors.TransferError):
+        upload(make_bucket("bucket", retry_attempts=1), DATA)
+    assert seen
+    assert faulty.s3.open_uploads("bucket") == []
+
+
+def test_damage_on_the_wire_is_noticed_and_repaired(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first body is damaged behind the checksum; the server rejects it, the second is right."""
+    from dcp_s3.s3 import body
+
+    damaged: list[int] = []
+    original = body.GatherBody.chunks
+
+    def chunks(self: Any) -> Any:
+        sent = b"".join(original(self))
+        if len(sent) > 1000 and not damaged:
+            damaged.append(1)
+            sent = sent[:500] + bytes([sent[500] ^ 1]) + sent[501:]
+        yield sent
+
+    monkeypatch.setattr(body.GatherBody, "chunks", chunks)
+    upload(make_bucket("bucket"), DATA)
+    assert damaged
+    assert faulty.s3.read("bucket", "k") == DATA
+
+
+def test_an_interrupt_aborts(faulty: FaultyServer) -> None:
+    target = make_bucket("bucket")
+    with contextlib.suppress(KeyboardInterrupt), Uploader(target) as uploader:
+        one = uploader.start("k", len(DATA))
+        one.write(Piece.of(DATA))
+        raise KeyboardInterrupt
+    assert faulty.s3.open_uploads("bucket") == []
+    assert faulty.s3.objects("bucket") == {}
+
+
+def test_an_object_that_begins_after_the_end_is_cancelled() -> None:
+    with Uploader(make_bucket("bucket"), isolated=True) as uploader:
+        before = uploader.start("before", 1)
+        uploader.stop()
+        assert before.cancel.is_set()
+        assert uploader.start("after", 1).cancel.is_set()

@@ -1,0 +1,513 @@
+"""The in-memory S3 server answers boto3 as S3 does, and fails on demand."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import socket
+import threading
+import urllib.request
+import zlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import boto3
+import pytest
+from botocore.config import Config
+from botocore.exceptions import (
+    ClientError,
+    ConnectionClosedError,
+    EndpointConnectionError,
+    HTTPClientError,
+    IncompleteReadError,
+    ResponseStreamingError,
+)
+
+from tests.memory_s3 import Counters, Fault, MemoryS3, MemoryS3Process, Reader, Reads, fetch_counters, reset_counters
+from tests.memory_s3.memory import BLOCK_SIZE, Pool
+from tests.memory_s3.store import paginate
+
+BUCKET = "bucket"
+MIB = 1 << 20
+BROKEN = (ConnectionClosedError, EndpointConnectionError, HTTPClientError, ConnectionError)
+
+
+def client(memory: MemoryS3 | MemoryS3Process, *, key: str = "test", attempts: int = 1) -> Any:
+    return boto3.client(
+        "s3",
+        endpoint_url=memory.endpoint_url,
+        aws_access_key_id=key,
+        aws_secret_access_key="secret",
+        region_name="us-east-1",
+        config=Config(
+            s3={"addressing_style": "path"},
+            retries={"total_max_attempts": attempts, "mode": "standard"},
+        ),
+    )
+
+
+def crc32(data: bytes) -> str:
+    return base64.b64encode(zlib.crc32(data).to_bytes(4, "big")).decode()
+
+
+def code(error: pytest.ExceptionInfo[ClientError]) -> tuple[int, str]:
+    response = error.value.response
+    return response["ResponseMetadata"]["HTTPStatusCode"], response["Error"]["Code"]
+
+
+@pytest.fixture
+def memory() -> Iterator[MemoryS3]:
+    with MemoryS3(preallocate=16 * MIB) as running:
+        running.create_bucket(BUCKET)
+        yield running
+
+
+@pytest.fixture
+def s3(memory: MemoryS3) -> Iterator[Any]:
+    connected = client(memory)
+    yield connected
+    connected.close()
+
+
+def raw(memory: MemoryS3) -> http.client.HTTPConnection:
+    return http.client.HTTPConnection(memory.endpoint_url.removeprefix("http://"), timeout=10)
+
+
+class TestObjects:
+    @pytest.mark.parametrize("size", [0, 1, BLOCK_SIZE, 3 * BLOCK_SIZE + 5])
+    def test_what_is_put_is_got(self, memory: MemoryS3, s3: Any, size: int) -> None:
+        data = bytes(i * 7 % 251 for i in range(1000)) * (size // 1000 + 1)
+        data = data[:size]
+        s3.put_object(Bucket=BUCKET, Key="a b/ü+%", Body=data, Metadata={"step": "5"}, ContentType="x/y")
+        answer = s3.get_object(Bucket=BUCKET, Key="a b/ü+%")
+        assert answer["Body"].read() == data == memory.read(BUCKET, "a b/ü+%")
+        assert answer["Metadata"] == {"step": "5"}
+        head = s3.head_object(Bucket=BUCKET, Key="a b/ü+%")
+        assert (head["ContentLength"], head["ContentType"]) == (size, "x/y")
+        assert head["ETag"] == answer["ETag"]
+        assert memory.objects(BUCKET) == {"a b/ü+%": size}
+
+    @pytest.mark.parametrize(
+        ("header", "start", "stop"),
+        [("bytes=0-0", 0, 1), ("bytes=5-", 5, 10), ("bytes=-3", 7, 10), ("bytes=4-99", 4, 10)],
+    )
+    def test_ranges(self, s3: Any, header: str, start: int, stop: int) -> None:
+        data = b"0123456789"
+        s3.put_object(Bucket=BUCKET, Key="k", Body=data)
+        answer = s3.get_object(Bucket=BUCKET, Key="k", Range=header)
+        assert answer["ResponseMetadata"]["HTTPStatusCode"] == 206
+        assert answer["ContentRange"] == f"bytes {start}-{stop - 1}/10"
+        assert answer["Body"].read() == data[start:stop]
+
+    def test_a_range_outside_the_object_is_refused(self, s3: Any) -> None:
+        s3.put_object(Bucket=BUCKET, Key="k", Body=b"0123456789")
+        with pytest.raises(ClientError) as error:
+            s3.get_object(Bucket=BUCKET, Key="k", Range="bytes=10-")
+        assert code(error) == (416, "InvalidRange")
+
+    def test_conditions(self, s3: Any) -> None:
+        etag = s3.put_object(Bucket=BUCKET, Key="k", Body=b"1", IfNoneMatch="*")["ETag"]
+        with pytest.raises(ClientError) as error:
+            s3.put_object(Bucket=BUCKET, Key="k", Body=b"2", IfNoneMatch="*")
+        assert code(error) == (412, "PreconditionFailed")
+        assert s3.get_object(Bucket=BUCKET, Key="k", IfMatch=etag)["Body"].read() == b"1"
+        with pytest.raises(ClientError) as error:
+            s3.get_object(Bucket=BUCKET, Key="k", IfMatch='"other"')
+        assert code(error) == (412, "PreconditionFailed")
+        with pytest.raises(ClientError) as error:
+            s3.get_object(Bucket=BUCKET, Key="k", IfNoneMatch=etag)
+        assert code(error)[0] == 304
+        s3.put_object(Bucket=BUCKET, Key="k", Body=b"3", IfMatch=etag)
+
+    def test_what_is_missing_is_named(self, s3: Any) -> None:
+        with pytest.raises(s3.exceptions.NoSuchKey):
+            s3.get_object(Bucket=BUCKET, Key="none")
+        with pytest.raises(s3.exceptions.NoSuchBucket):
+            s3.put_object(Bucket="none", Key="k", Body=b"1")
+        with pytest.raises(ClientError) as error:
+            s3.head_object(Bucket=BUCKET, Key="none")
+        assert code(error) == (404, "404")
+
+    def test_copy_and_delete(self, memory: MemoryS3, s3: Any) -> None:
+        s3.put_object(Bucket=BUCKET, Key="a", Body=b"data", Metadata={"m": "1"})
+        s3.copy_object(Bucket=BUCKET, Key="b", CopySource={"Bucket": BUCKET, "Key": "a"})
+        s3.delete_object(Bucket=BUCKET, Key="a")
+        s3.delete_object(Bucket=BUCKET, Key="a")
+        assert s3.get_object(Bucket=BUCKET, Key="b")["Body"].read() == b"data"
+        assert s3.head_object(Bucket=BUCKET, Key="b")["Metadata"] == {"m": "1"}
+        keys = [{"Key": "b"}, {"Key": "never <there>"}]
+        answer = s3.delete_objects(Bucket=BUCKET, Delete={"Objects": keys})
+        assert answer["Deleted"] == keys
+        assert memory.objects(BUCKET) == {}
+
+    def test_buckets(self, s3: Any) -> None:
+        s3.create_bucket(Bucket="other")
+        s3.head_bucket(Bucket="other")
+        assert [b["Name"] for b in s3.list_buckets()["Buckets"]] == [BUCKET, "other"]
+        s3.put_object(Bucket="other", Key="k", Body=b"")
+        with pytest.raises(ClientError) as error:
+            s3.delete_bucket(Bucket="other")
+        assert code(error) == (409, "BucketNotEmpty")
+        s3.delete_object(Bucket="other", Key="k")
+        s3.delete_bucket(Bucket="other")
+        with pytest.raises(ClientError) as error:
+            s3.head_bucket(Bucket="other")
+        assert code(error) == (404, "404")
+
+
+class TestListing:
+    KEYS = ("a/1", "a/2", "a/b/3", "b/4", "c", "d & <e>", "run/é")
+
+    @pytest.fixture(autouse=True)
+    def objects(self, s3: Any) -> None:
+        for key in self.KEYS:
+            s3.put_object(Bucket=BUCKET, Key=key, Body=key.encode())
+
+    @pytest.mark.parametrize("operation", ["list_objects_v2", "list_objects"])
+    @pytest.mark.parametrize("page_size", [1, 2, 1000])
+    def test_pages_add_up(self, s3: Any, operation: str, page_size: int) -> None:
+        def names(**arguments: str) -> tuple[list[str], list[str]]:
+            pages = list(
+                s3.get_paginator(operation).paginate(
+                    Bucket=BUCKET, PaginationConfig={"PageSize": page_size}, **arguments
+                )
+            )
+            return (
+                [entry["Key"] for page in pages for entry in page.get("Contents", [])],
+                [entry["Prefix"] for page in pages for entry in page.get("CommonPrefixes", [])],
+            )
+
+        assert names() == (list(self.KEYS), [])
+        assert names(Prefix="a/") == (["a/1", "a/2", "a/b/3"], [])
+        assert names(Delimiter="/") == (["c", "d & <e>"], ["a/", "b/", "run/"])
+        assert names(Prefix="a/", Delimiter="/") == (["a/1", "a/2"], ["a/b/"])
+
+    def test_start_after_and_facts(self, s3: Any) -> None:
+        answer = s3.list_objects_v2(Bucket=BUCKET, StartAfter="b/4", MaxKeys=1)
+        (entry,) = answer["Contents"]
+        assert (entry["Key"], entry["Size"]) == ("c", 1)
+        assert entry["ETag"] == s3.head_object(Bucket=BUCKET, Key="c")["ETag"]
+        assert answer["IsTruncated"] is True
+        assert answer["KeyCount"] == 1
+
+    def test_a_page_never_exceeds_its_limit(self) -> None:
+        page = paginate(["a/1", "b/1", "c"], prefix="", delimiter="/", after="", max_keys=2)
+        assert (page.keys, page.prefixes) == ([], ["a/", "b/"])
+        assert page.next_after is not None
+
+
+class TestMultipart:
+    def begin(self, s3: Any, **arguments: Any) -> dict[str, Any]:
+        answer = s3.create_multipart_upload(Bucket=BUCKET, Key="k", **arguments)
+        return {"Bucket": BUCKET, "Key": "k", "UploadId": answer["UploadId"]}
+
+    def test_parts_become_an_object(self, memory: MemoryS3, s3: Any) -> None:
+        upload = self.begin(s3, Metadata={"m": "1"})
+        bodies = {2: b"b" * 100, 1: b"a" * 5 * MIB}
+        etags = {
+            number: s3.upload_part(**upload, PartNumber=number, Body=body)["ETag"] for number, body in bodies.items()
+        }
+        assert memory.open_uploads(BUCKET) == ["k"]
+        listed = s3.list_parts(**upload, MaxParts=1)
+        assert [(p["PartNumber"], p["Size"]) for p in listed["Parts"]] == [(1, 5 * MIB)]
+        assert listed["IsTruncated"] is True
+        uploads = s3.list_multipart_uploads(Bucket=BUCKET)["Uploads"]
+        assert [u["UploadId"] for u in uploads] == [upload["UploadId"]]
+        parts = [{"PartNumber": n, "ETag": etags[n]} for n in (1, 2)]
+        s3.complete_multipart_upload(**upload, MultipartUpload={"Parts": parts})
+        answer = s3.get_object(Bucket=BUCKET, Key="k", Range=f"bytes={5 * MIB - 2}-{5 * MIB + 1}")
+        assert answer["Body"].read() == b"aabb"
+        assert answer["Metadata"] == {"m": "1"}
+        assert s3.get_object(Bucket=BUCKET, Key="k", PartNumber=2)["Body"].read() == bodies[2]
+        assert memory.open_uploads(BUCKET) == []
+
+    def test_a_wrong_part_list_is_refused(self, s3: Any) -> None:
+        upload = self.begin(s3)
+        first = s3.upload_part(**upload, PartNumber=1, Body=b"small")["ETag"]
+        second = s3.upload_part(**upload, PartNumber=2, Body=b"last")["ETag"]
+
+        def complete(*parts: tuple[int, str]) -> tuple[int, str]:
+            chosen = [{"PartNumber": number, "ETag": etag} for number, etag in parts]
+            with pytest.raises(ClientError) as error:
+                s3.complete_multipart_upload(**upload, MultipartUpload={"Parts": chosen})
+            return code(error)
+
+        assert complete((1, second)) == (400, "InvalidPart")
+        assert complete((3, first)) == (400, "InvalidPart")
+        assert complete((2, second), (1, first)) == (400, "InvalidPartOrder")
+        assert complete((1, first), (2, second)) == (400, "EntityTooSmall")
+
+    def test_an_aborted_upload_is_gone(self, memory: MemoryS3, s3: Any) -> None:
+        upload = self.begin(s3)
+        s3.upload_part(**upload, PartNumber=1, Body=b"1")
+        s3.abort_multipart_upload(**upload)
+        with pytest.raises(ClientError) as error:
+            s3.upload_part(**upload, PartNumber=2, Body=b"2")
+        assert code(error) == (404, "NoSuchUpload")
+        assert memory.open_uploads(BUCKET) == []
+
+    def test_only_one_of_two_uploads_creates_the_object(self, memory: MemoryS3, s3: Any) -> None:
+        uploads = [self.begin(s3), self.begin(s3)]
+        etags = [s3.upload_part(**u, PartNumber=1, Body=b"x")["ETag"] for u in uploads]
+        lists = [{"Parts": [{"PartNumber": 1, "ETag": etag}]} for etag in etags]
+        s3.complete_multipart_upload(**uploads[0], MultipartUpload=lists[0], IfNoneMatch="*")
+        with pytest.raises(ClientError) as error:
+            s3.complete_multipart_upload(**uploads[1], MultipartUpload=lists[1], IfNoneMatch="*")
+        assert code(error) == (412, "PreconditionFailed")
+        assert memory.open_uploads(BUCKET) == ["k"]
+
+
+class TestChecksums:
+    DATA = b"tensor bytes"
+
+    @pytest.mark.parametrize("algorithm", ["CRC64NVME", "CRC32C", "CRC32", "SHA256"])
+    def test_a_wrong_checksum_is_refused(self, memory: MemoryS3, s3: Any, algorithm: str) -> None:
+        pytest.importorskip("awscrt")
+        right = s3.put_object(Bucket=BUCKET, Key="k", Body=self.DATA, ChecksumAlgorithm=algorithm)
+        name = f"Checksum{algorithm}"
+        other = s3.put_object(Bucket=BUCKET, Key="l", Body=b"other", ChecksumAlgorithm=algorithm)
+        assert right[name] != other[name]
+        with pytest.raises(ClientError) as error:
+            s3.put_object(Bucket=BUCKET, Key="k", Body=b"corrupt", **{name: right[name]})
+        assert code(error) == (400, "BadDigest")
+        got = s3.get_object(Bucket=BUCKET, Key="k", ChecksumMode="ENABLED")
+        assert got[name] == right[name]
+        assert memory.read(BUCKET, "k") == self.DATA
+
+    def test_a_wrong_part_checksum_is_refused(self, s3: Any) -> None:
+        upload = s3.create_multipart_upload(Bucket=BUCKET, Key="k")["UploadId"]
+        with pytest.raises(ClientError) as error:
+            s3.upload_part(
+                Bucket=BUCKET, Key="k", UploadId=upload, PartNumber=1,
+                Body=self.DATA, ChecksumCRC32=crc32(b"other"),
+            )  # fmt: skip
+        assert code(error) == (400, "BadDigest")
+
+    def test_the_whole_objects_checksum_is_verified_on_completion(self, s3: Any) -> None:
+        checksums = pytest.importorskip("awscrt.checksums")
+
+        def crc64(data: bytes) -> str:
+            return base64.b64encode(checksums.crc64nvme(data).to_bytes(8, "big")).decode()
+
+        created = s3.create_multipart_upload(
+            Bucket=BUCKET, Key="k", ChecksumAlgorithm="CRC64NVME", ChecksumType="FULL_OBJECT"
+        )
+        upload = {"Bucket": BUCKET, "Key": "k", "UploadId": created["UploadId"]}
+        part = s3.upload_part(**upload, PartNumber=1, Body=self.DATA, ChecksumCRC64NVME=crc64(self.DATA))
+        parts = {"Parts": [{"PartNumber": 1, "ETag": part["ETag"]}]}
+        arguments = {"MultipartUpload": parts, "ChecksumType": "FULL_OBJECT"}
+        with pytest.raises(ClientError) as error:
+            s3.complete_multipart_upload(**upload, **arguments, ChecksumCRC64NVME=crc64(b"other"))
+        assert code(error) == (400, "BadDigest")
+        s3.complete_multipart_upload(**upload, **arguments, ChecksumCRC64NVME=crc64(self.DATA))
+
+    @pytest.mark.parametrize("http_chunked", [False, True])
+    @pytest.mark.parametrize("good", [False, True])
+    def test_chunked_bodies_with_a_trailer(self, memory: MemoryS3, http_chunked: bool, good: bool) -> None:
+        trailer = crc32(self.DATA if good else b"other")
+        encoded = (
+            b"6;chunk-signature=ab\r\n" + self.DATA[:6] + b"\r\n6\r\n" + self.DATA[6:] + b"\r\n"
+            b"0\r\nx-amz-checksum-crc32:" + trailer.encode() + b"\r\n\r\n"
+        )
+        headers = {
+            "x-amz-content-sha256": "STREAMING-UNSIGNED-PAYLOAD-TRAILER",
+            "x-amz-decoded-content-length": str(len(self.DATA)),
+            "x-amz-trailer": "x-amz-checksum-crc32",
+        }
+        connection = raw(memory)
+        for _ in range(2):  # the connection stays usable
+            if http_chunked:
+                pieces = [encoded[i : i + 7] for i in range(0, len(encoded), 7)]
+                connection.request("PUT", "/bucket/k", iter(pieces), headers, encode_chunked=True)
+            else:
+                connection.request("PUT", "/bucket/k", encoded, headers)
+            answer = connection.getresponse()
+            text = answer.read()
+            assert answer.status == (200 if good else 400)
+            assert good or b"BadDigest" in text
+        connection.close()
+        assert memory.objects(BUCKET) == ({"k": len(self.DATA)} if good else {})
+
+
+class TestFaults:
+    def test_an_error_answer_applies_nothing_and_is_retried(self, memory: MemoryS3) -> None:
+        failures = iter([Fault.error(503, "SlowDown"), Fault.error(500, "InternalError")])
+        memory.fault = lambda request: next(failures, None)
+        s3 = client(memory, attempts=3)
+        s3.put_object(Bucket=BUCKET, Key="k", Body=b"x" * MIB)
+        assert memory.counters.requests == {"PutObject": 3}
+        assert memory.counters.answers == {503: 1, 500: 1, 200: 1}
+
+    def test_a_reset_reaches_the_client(self, memory: MemoryS3, s3: Any) -> None:
+        memory.fault = lambda request: Fault.reset()
+        with pytest.raises(BROKEN):
+            s3.get_object(Bucket=BUCKET, Key="k")
+
+    def test_a_reset_inside_the_request_body_applies_nothing(self, memory: MemoryS3, s3: Any) -> None:
+        memory.fault = lambda request: Fault.reset_request(after_bytes=100_000)
+        with pytest.raises(BROKEN):
+            s3.put_object(Bucket=BUCKET, Key="k", Body=b"x" * 8 * MIB)
+        assert memory.objects(BUCKET) == {}
+
+    def test_a_truncated_body_is_noticed(self, memory: MemoryS3, s3: Any) -> None:
+        s3.put_object(Bucket=BUCKET, Key="k", Body=b"x" * 1000)
+        memory.fault = lambda request: Fault.truncate(after_bytes=600)
+        body = s3.get_object(Bucket=BUCKET, Key="k")["Body"]
+        with pytest.raises((IncompleteReadError, ResponseStreamingError)):
+            body.read()
+        assert memory.counters.bytes_out == 600
+
+    def test_a_reset_inside_the_response_body_is_noticed(self, memory: MemoryS3, s3: Any) -> None:
+        s3.put_object(Bucket=BUCKET, Key="k", Body=b"x" * 8 * MIB)
+        memory.fault = lambda request: Fault.reset_response(after_bytes=100_000)
+        with pytest.raises((*BROKEN, ResponseStreamingError)):
+            s3.get_object(Bucket=BUCKET, Key="k")["Body"].read()
+
+    def test_some_keys_are_not_deleted(self, memory: MemoryS3, s3: Any) -> None:
+        for key in ("a", "b", "c"):
+            s3.put_object(Bucket=BUCKET, Key=key, Body=b"x")
+        memory.fault = lambda request: Fault.delete_partly("SlowDown")
+        keys = {"Objects": [{"Key": key} for key in ("a", "b", "c")], "Quiet": True}
+        (failed,) = s3.delete_objects(Bucket=BUCKET, Delete=keys)["Errors"]
+        assert (failed["Key"], failed["Code"]) == ("a", "SlowDown")
+        assert list(memory.objects(BUCKET)) == ["a"]
+
+    def test_a_forged_answer_is_sent_as_it_is(self, memory: MemoryS3, s3: Any) -> None:
+        memory.fault = lambda request: Fault.forge(203, b"<html/>", {"Via": "proxy"})
+        url = f"{memory.endpoint_url}/{BUCKET}/key"
+        with urllib.request.urlopen(urllib.request.Request(url, b"data", method="PUT")) as answer:
+            assert (answer.status, answer.read(), answer.headers.items()) == (
+                203, b"<html/>", [("Content-Length", "7"), ("Via", "proxy")],
+            )  # fmt: skip
+        assert memory.objects(BUCKET) == {}
+        memory.fault = lambda request: Fault.forge(200, applied=True)
+        s3.put_object(Bucket=BUCKET, Key="key", Body=b"data")
+        assert memory.objects(BUCKET) == {"key": 4}
+
+    def test_a_repeated_request_is_carried_out_twice(self, memory: MemoryS3, s3: Any) -> None:
+        memory.fault = lambda request: Fault.repeat()
+        with pytest.raises(ClientError) as error:
+            s3.put_object(Bucket=BUCKET, Key="key", Body=b"data", IfNoneMatch="*")
+        assert code(error)[0] == 412
+        assert memory.objects(BUCKET) == {"key": 4}
+
+    def test_apply_then_reset_applies(self, memory: MemoryS3, s3: Any) -> None:
+        memory.fault = lambda request: Fault.apply_then_reset()
+        with pytest.raises(BROKEN):
+            s3.put_object(Bucket=BUCKET, Key="k", Body=b"done")
+        assert memory.read(BUCKET, "k") == b"done"
+
+    def test_an_error_inside_a_200_answer(self, memory: MemoryS3, s3: Any) -> None:
+        upload = s3.create_multipart_upload(Bucket=BUCKET, Key="k")["UploadId"]
+        arguments = {"Bucket": BUCKET, "Key": "k", "UploadId": upload}
+        etag = s3.upload_part(**arguments, PartNumber=1, Body=b"x")["ETag"]
+        memory.fault = lambda request: Fault.error_in_200("InternalError")
+        with pytest.raises(ClientError) as error:
+            s3.complete_multipart_upload(**arguments, MultipartUpload={"Parts": [{"PartNumber": 1, "ETag": etag}]})
+        assert code(error)[1] == "InternalError"
+        assert memory.open_uploads(BUCKET) == ["k"]
+
+    def test_the_fault_function_sees_the_request(self, memory: MemoryS3, s3: Any) -> None:
+        s3.put_object(Bucket=BUCKET, Key="k", Body=b"0123456789")
+        memory.reset_counters()
+        s3.get_object(Bucket=BUCKET, Key="k", Range="bytes=2-3")
+        (request,) = memory.request_log
+        assert (request.operation, request.bucket, request.key) == ("GetObject", BUCKET, "k")
+        assert request.range == "bytes=2-3"
+        assert memory.counters.bytes_out == 2
+
+
+class TestServer:
+    def test_a_foreign_access_key_is_refused(self) -> None:
+        with MemoryS3(access_key="mine") as memory:
+            client(memory, key="mine").create_bucket(Bucket="b")
+            with pytest.raises(ClientError) as error:
+                client(memory, key="yours").put_object(Bucket="b", Key="k", Body=b"x")
+            assert code(error) == (403, "InvalidAccessKeyId")
+            connection = raw(memory)
+            connection.request("GET", "/b/k")
+            assert b"AccessDenied" in connection.getresponse().read()
+            connection.close()
+
+    def test_what_is_not_http_is_refused(self, memory: MemoryS3) -> None:
+        host, port = memory.endpoint_url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as sock:
+            sock.sendall(b"nonsense\r\n\r\n")
+            assert sock.makefile("rb").read().startswith(b"HTTP/1.1 400 ")
+
+    def test_what_is_not_implemented_is_said_so(self, s3: Any) -> None:
+        with pytest.raises(ClientError) as error:
+            s3.get_object_tagging(Bucket=BUCKET, Key="k")
+        assert code(error) == (501, "NotImplemented")
+
+    def test_memory_is_recycled(self) -> None:
+        pool = Pool(4 * BLOCK_SIZE)
+        body = pool.allocate(2 * BLOCK_SIZE + 1)
+        part = body.slice(5, 10)
+        assert pool.free_bytes == BLOCK_SIZE
+        too_much = pool.allocate(2 * BLOCK_SIZE)
+        assert len(too_much) == 2 * BLOCK_SIZE
+        del body
+        assert pool.free_bytes == BLOCK_SIZE
+        del part
+        assert pool.free_bytes == 4 * BLOCK_SIZE
+
+    def test_it_runs_in_a_process_of_its_own(self) -> None:
+        with MemoryS3Process() as memory:
+            s3 = client(memory)
+            s3.create_bucket(Bucket=BUCKET)
+            s3.put_object(Bucket=BUCKET, Key="k", Body=b"x")
+            assert s3.get_object(Bucket=BUCKET, Key="k")["Body"].read() == b"x"
+
+
+class TestCounters:
+    def test_reads_are_counted_by_access_key_and_object(self, memory: MemoryS3) -> None:
+        first, second = client(memory, key="first"), client(memory, key="second")
+        first.put_object(Bucket=BUCKET, Key="a/b", Body=b"0123456789")
+        for s3 in (first, first, second):
+            s3.get_object(Bucket=BUCKET, Key="a/b", Range="bytes=2-5")["Body"].read()
+        second.head_object(Bucket=BUCKET, Key="a/b")
+        assert fetch_counters(memory.endpoint_url).reads == {
+            Reader("first", "a/b"): Reads(2, 8),
+            Reader("second", "a/b"): Reads(1, 4),
+        }
+
+    def test_another_process_reads_and_resets_them(self) -> None:
+        with MemoryS3Process() as memory:
+            s3 = client(memory)
+            s3.create_bucket(Bucket=BUCKET)
+            s3.put_object(Bucket=BUCKET, Key="k", Body=b"x" * 1000)
+            s3.get_object(Bucket=BUCKET, Key="k")["Body"].read()
+            counters = fetch_counters(memory.endpoint_url)
+            assert counters.requests == {"CreateBucket": 1, "PutObject": 1, "GetObject": 1}
+            assert counters.answers == {200: 3}
+            assert (counters.bytes_in, counters.bytes_out) == (1000, 1000)
+            reset_counters(memory.endpoint_url)
+            assert fetch_counters(memory.endpoint_url) == Counters()
+
+    def test_they_wait_for_requests_under_way(self, memory: MemoryS3) -> None:
+        begun, go_on = threading.Event(), threading.Event()
+
+        def hold(_: object) -> None:
+            begun.set()
+            assert go_on.wait(30)
+
+        client(memory).put_object(Bucket=BUCKET, Key="k", Body=b"x" * 10)
+        memory.fault = hold
+        with ThreadPoolExecutor(2) as pool:
+            read = pool.submit(lambda: client(memory).get_object(Bucket=BUCKET, Key="k")["Body"].read())
+            assert begun.wait(30)
+            counters = pool.submit(fetch_counters, memory.endpoint_url)
+            go_on.set()
+            assert counters.result().bytes_out == len(read.result()) == 10
+
+    def test_what_a_client_broke_off_counts(self, memory: MemoryS3) -> None:
+        client(memory).put_object(Bucket=BUCKET, Key="k", Body=b"x" * 64 * MIB)
+        sock = raw(memory)
+        sock.request("GET", f"/{BUCKET}/k")
+        answer = sock.getresponse()
+        assert len(answer.read(MIB)) == MIB
+        answer.close()
+        sock.close()
+        assert MIB <= fetch_counters(memory.endpoint_url).bytes_out < 64 * MIB

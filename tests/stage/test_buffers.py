@@ -1,0 +1,314 @@
+"""Memory of every kind: it lives as long as something reads it, is really there, and is given back."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import mmap
+import os
+import subprocess
+import sys
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dcp_s3.errors import StagingError
+from dcp_s3.stage import buffers
+from dcp_s3.stage.buffers import Buffer, Kind, map_shared
+from dcp_s3.tensor_memory import view_bytes
+
+KINDS: tuple[Kind, ...] = ("private", "shared", "file")
+PAGE = mmap.PAGESIZE
+
+
+def _descriptors() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def _mapped() -> int:
+    """Bytes of address space of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
+
+
+@pytest.fixture(params=KINDS)
+def buffer(request: pytest.FixtureRequest, tmp_path: Path) -> Buffer:
+    return Buffer(3 * PAGE + 5, request.param, directory=str(tmp_path))
+
+
+def test_memory_can_be_written_and_read(buffer: Buffer) -> None:
+    lease = buffer.lease()
+    assert (len(lease), buffer.size) == (3 * PAGE + 5, 3 * PAGE + 5)
+    assert bytes(lease) == bytes(len(lease))
+    tensor = torch.frombuffer(lease, dtype=torch.uint8)
+    assert tensor.data_ptr() == buffer.address
+    tensor.fill_(7)
+    assert bytes(buffer.lease()) == b"\x07" * buffer.size
+    assert not buffer.pinned
+
+
+def test_memory_starts_on_a_page(buffer: Buffer) -> None:
+    assert buffer.address % PAGE == 0
+
+
+def test_only_shared_memory_and_files_have_a_descriptor(buffer: Buffer) -> None:
+    if buffer.kind == "private":
+        with pytest.raises(ValueError, match="private"):
+            buffer.fileno()
+    else:
+        assert os.fstat(buffer.fileno()).st_size == buffer.size
+        assert not os.get_inheritable(buffer.fileno())
+
+
+def _views() -> dict[str, Callable[[torch.Tensor], Any]]:
+    return {
+        "tensor": lambda t: t,
+        "view": lambda t: t.view(2, -1),
+        "slice": lambda t: t[3:5],
+        "detached": lambda t: t.detach(),
+        "dtype": lambda t: t.view(torch.int32),
+        "transposed": lambda t: t.view(2, -1).t(),
+        "data": lambda t: t.data,
+        "parameter": lambda t: torch.nn.Parameter(t.view(torch.float32)),
+        "storage": lambda t: t.untyped_storage(),
+        "from storage": lambda t: torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage(), 4, (2,), (1,)),
+        "bytes": view_bytes,
+        "part of the bytes": lambda t: view_bytes(t)[2:9],
+        "bytes of a slice": lambda t: view_bytes(t[5:])[1:],
+        "numpy": lambda t: t[3:].numpy(),
+        "list": lambda t: [{"a": (t[1],)}],
+    }
+
+
+@pytest.mark.parametrize("kind", _views())
+def test_a_lease_lives_as_long_as_what_reads_it(buffer: Buffer, kind: str) -> None:
+    lease = buffer.lease()
+    other = buffer.lease()
+    alive, others = weakref.ref(lease), weakref.ref(other)
+    tensor = torch.frombuffer(lease, dtype=torch.uint8, count=64, offset=64)
+    kept = _views()[kind](tensor)
+    del lease, tensor
+    gc.collect()
+    assert alive() is not None
+    del other
+    assert others() is None
+    del kept
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_copy_does_not_keep_the_lease(buffer: Buffer) -> None:
+    lease = buffer.lease()
+    alive = weakref.ref(lease)
+    copied = torch.frombuffer(lease, dtype=torch.uint8).clone()
+    del lease
+    assert alive() is None
+    assert copied.numel() == buffer.size
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_reads_outlives_the_buffer(kind: Kind, tmp_path: Path) -> None:
+    buffer = Buffer(3 * PAGE, kind, directory=str(tmp_path))
+    tensor = torch.frombuffer(buffer.lease(), dtype=torch.uint8, count=100, offset=PAGE)
+    gone = weakref.ref(buffer)
+    del buffer
+    gc.collect()
+    tensor.fill_(9)
+    assert tensor.tolist() == [9] * 100
+    assert gone() is None
+
+
+def test_a_file_leaves_no_name(tmp_path: Path) -> None:
+    directory = tmp_path / "made" / "at need"
+    buffer = Buffer(PAGE, "file", directory=str(directory))
+    assert os.listdir(directory) == []
+    assert os.fstat(buffer.fileno()).st_nlink == 0
+    assert os.fstat(buffer.fileno()).st_mode & 0o077 == 0
+    assert os.fstat(buffer.fileno()).st_dev == os.stat(directory).st_dev
+
+
+def test_a_file_without_o_tmpfile_leaves_no_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = os.open
+
+    def refuse(path: Any, flags: int, *mode: Any, **options: Any) -> int:
+        if flags & os.O_TMPFILE == os.O_TMPFILE:
+            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+        return opened(path, flags, *mode, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+    before = _descriptors()
+    buffer = Buffer(PAGE, "file", directory=str(tmp_path))
+    assert _descriptors() == before + 2  # the mapping has a duplicate
+    assert os.listdir(tmp_path) == []
+    assert os.fstat(buffer.fileno()).st_nlink == 0
+    assert os.fstat(buffer.fileno()).st_size == PAGE
+
+
+def test_shared_memory_without_memfd(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    buffer = Buffer(PAGE, "shared")
+    buffer.lease()[:3] = b"abc"
+    assert bytes(map_shared(os.dup(buffer.fileno()), PAGE)[:3]) == b"abc"
+
+
+@pytest.mark.parametrize("kind", ["shared", "file"])
+def test_space_is_reserved(kind: Kind, tmp_path: Path) -> None:
+    buffer = Buffer(100 * PAGE, kind, directory=str(tmp_path))
+    assert os.fstat(buffer.fileno()).st_blocks * 512 >= 100 * PAGE
+
+
+@pytest.mark.parametrize("kind", ["shared", "file"])
+def test_another_mapping_shows_the_same_bytes(kind: Kind, tmp_path: Path) -> None:
+    buffer = Buffer(2 * PAGE, kind, directory=str(tmp_path))
+    descriptor = os.dup(buffer.fileno())
+    mapped = map_shared(descriptor, buffer.size)
+    buffer.lease()[PAGE] = 42
+    assert mapped[PAGE] == 42
+    with pytest.raises(OSError):
+        os.fstat(descriptor)  # closed
+    del buffer
+    assert mapped[PAGE] == 42
+
+
+def test_a_mapping_that_fails_closes_the_descriptor() -> None:
+    buffer = Buffer(PAGE, "shared")
+    descriptor = os.dup(buffer.fileno())
+    with pytest.raises(ValueError):
+        map_shared(descriptor, 3 * PAGE)
+    with pytest.raises(OSError):
+        os.fstat(descriptor)
+
+
+# --- no room ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"),
+    [
+        (errno.ENOSPC, "DCP_S3_STAGING_LIMIT"),
+        (errno.EDQUOT, "DCP_S3_STAGING_LIMIT"),
+        (errno.EFBIG, "DCP_S3_STAGING_LIMIT"),
+        (errno.EOPNOTSUPP, "local disk"),
+    ],
+)
+def test_a_full_disk_names_directory_and_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str
+) -> None:
+    def fail(descriptor: int, offset: int, size: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    before = _descriptors()
+    with pytest.raises(StagingError) as failure:
+        Buffer(5 * 2**20, "file", directory=str(tmp_path))
+    message = str(failure.value)
+    assert repr(str(tmp_path)) in message
+    assert "5.0 MiB" in message
+    assert os.strerror(number) in message
+    assert "DCP_S3_SPILL_DIR" in message
+    assert remedy in message
+    assert isinstance(failure.value.__cause__, OSError)
+    del failure
+    gc.collect()
+    assert _descriptors() == before
+
+
+def test_no_shared_memory_names_the_settings(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(descriptor: int, offset: int, size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", fail)
+    before = _descriptors()
+    with pytest.raises(StagingError, match=r"shared memory.*DCP_S3_STAGING_LIMIT and DCP_S3_SPILL_DIR"):
+        Buffer(PAGE, "shared")
+    gc.collect()
+    assert _descriptors() == before
+
+
+_TOO_LARGE = """
+import resource, signal, sys
+from dcp_s3.errors import StagingError
+from dcp_s3.staging.buffers import Buffer
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+Buffer(1 << 20, "file", directory=sys.argv[1])
+try:
+    Buffer((1 << 20) + 1, "file", directory=sys.argv[1])
+except StagingError as error:
+    print(error)
+"""
+
+
+def test_a_file_system_that_takes_no_more(tmp_path: Path) -> None:
+    """The limit of file sizes is one that every user can set; a full disk answers in the same place."""
+    run = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _TOO_LARGE, str(tmp_path)],
+        timeout=100, check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    assert "cannot reserve 1.0 MiB" in run.stdout
+    assert repr(str(tmp_path)) in run.stdout
+    assert "DCP_S3_SPILL_DIR" in run.stdout
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_spill_directory_that_is_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("x")
+    for path in (file, file / "below"):
+        with pytest.raises(StagingError, match=r"DCP_S3_SPILL_DIR") as failure:
+            Buffer(PAGE, "file", directory=str(path))
+        assert repr(str(path)) in str(failure.value)
+    assert file.read_text() == "x"
+
+
+def test_a_spill_directory_that_cannot_be_written() -> None:
+    """In /proc nobody makes files, root neither."""
+    for path in ("/proc/self", "/proc/no/such/directory"):
+        with pytest.raises(StagingError, match=r"spill directory.*DCP_S3_SPILL_DIR") as failure:
+            Buffer(PAGE, "file", directory=path)
+        assert repr(path) in str(failure.value)
+
+
+# --- memory is given back --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_descriptors_and_memory_are_given_back(kind: Kind, tmp_path: Path) -> None:
+    size = 64 * 2**20
+    before, mapped = _descriptors(), _mapped()
+    for _ in range(20):
+        buffer = Buffer(size, kind, directory=str(tmp_path))
+        tensor = torch.frombuffer(buffer.lease(), dtype=torch.uint8)
+        del buffer
+        tensor[-1] = 1
+    assert _mapped() >= mapped + size  # the last one is in use
+    del tensor
+    gc.collect()
+    assert _descriptors() == before
+    assert _mapped() < mapped + size
+
+
+def test_pinned_memory_is_unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, int]] = []
+    monkeypatch.setattr(buffers._torch, "pin_memory", lambda address, size: calls.append(("pin", address)))
+    monkeypatch.setattr(buffers._torch, "unpin_memory", lambda address: calls.append(("unpin", address)))
+    buffer = Buffer(PAGE, "private")
+    buffer.pin()
+    address = buffer.address
+    assert buffer.pinned
+    assert calls == [("pin", address)]
+    del buffer
+    assert calls == [("pin", address), ("unpin", address)]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="pins memory for CUDA")
+@pytest.mark.parametrize("kind", ["private", "shared"])
+def test_pinned_memory_is_pinned_for_cuda(kind: Kind) -> None:
+    buffer = Buffer(PAGE, kind)
+    buffer.pin()
+    tensor = torch.frombuffer(buffer.lease(), dtype=torch.uint8)
+    assert buffer.pinned
+    assert tensor.is_pinned()

@@ -1,0 +1,195 @@
+"""Staged states cross to another process by descriptors: the same bytes and aliases, nothing copied, nothing left."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import multiprocessing
+import os
+import pickle
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dcp_s3 import S3Stager
+from dcp_s3.stage.handover import StagedState
+from tests.end_to_end.states import DTYPES, assert_same, random_tensor
+
+_PATIENCE_SECONDS = 60
+
+
+def _serve(connection: Connection) -> None:
+    """Answers each (function, state) with what the function returns."""
+    while (request := connection.recv()) is not None:
+        function, state = request
+        connection.send(function(state))
+        del request, state
+
+
+class _Process:
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def ask(self, function: Callable[[Any], Any], state: Any) -> Any:
+        self._connection.send((function, state))
+        assert self._connection.poll(_PATIENCE_SECONDS), "no answer"
+        return self._connection.recv()
+
+    def close(self) -> None:
+        self._connection.send(None)
+        self._process.join(_PATIENCE_SECONDS)
+        code = self._process.exitcode
+        self._process.kill()
+        self._connection.close()
+        assert code == 0
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[_Process]:
+    process = _Process()
+    yield process
+    process.close()
+
+
+@pytest.fixture(params=["private", "shared", "file", "mixed"])
+def stager(request: pytest.FixtureRequest, tmp_path: Path) -> S3Stager:
+    options: dict[str, Any] = {"staging_generations": 4}
+    if request.param in ("file", "mixed"):
+        options |= {"staging_limit": "1MiB", "spill_dir": str(tmp_path)}
+    stager = S3Stager(options)
+    if request.param == "file":
+        stager._pool.limit = 0
+    stager._pool.shared = request.param == "shared"
+    return stager
+
+
+def _state() -> dict[str, Any]:
+    base = random_tensor((40, 30), torch.float32, 1)
+    large = random_tensor((600, 1000), torch.float32, 2)
+    return {
+        "dtypes": {str(dtype): random_tensor((5, 7), dtype, number) for number, dtype in enumerate(DTYPES)},
+        "scalars": [random_tensor((), dtype, number) for number, dtype in enumerate(DTYPES)],
+        "base": base,
+        "row": base[3],
+        "t": base.t(),
+        "large": large,
+        "sparse view": large[::7, ::5],
+        "conj": torch.tensor([1 + 2j, 3 - 4j]).conj(),
+        "empty": torch.empty(3, 0, dtype=torch.bfloat16),
+        "expanded": torch.arange(3.0).expand(4, 3),
+        "parameter": nn.Parameter(torch.ones(3)),
+        "object": {"n": 5, "text": "läuft", "list": [1, None]},
+    }
+
+
+def _echo(state: dict[str, Any]) -> Any:
+    """As bytes: nothing of torch's own handing over on the way back."""
+    assert type(state) is dict
+    file = io.BytesIO()
+    torch.save(_plain(state), file)
+    return file.getvalue()
+
+
+def _read(answer: bytes) -> Any:
+    return torch.load(io.BytesIO(answer), weights_only=False)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().resolve_conj().clone(memory_format=torch.contiguous_format)
+    if isinstance(value, dict):
+        return {key: _plain(entry) for key, entry in value.items()}
+    return [_plain(entry) for entry in value] if isinstance(value, list) else value
+
+
+def test_the_bytes_are_the_same(process: _Process, stager: S3Stager) -> None:
+    state = _state()
+    found = _read(process.ask(_echo, stager.stage(state)))
+    assert_same(found, _plain(state))
+
+
+def _aliases(state: dict[str, Any]) -> list[bool]:
+    state["base"].fill_(5.0)
+    return [bool((state[name] == 5).all()) for name in ("row", "t", "large")]
+
+
+def test_views_stay_aliased(process: _Process, stager: S3Stager) -> None:
+    assert process.ask(_aliases, stager.stage(_state())) == [True, True, False]
+
+
+def test_the_bytes_of_tensors_are_not_pickled() -> None:
+    staged = S3Stager().stage({f"w{n}": torch.zeros(1_310_720) for n in range(10)})  # 50 MiB
+    assert len(ForkingPickler.dumps(staged)) < 20_000
+    assert len(pickle.dumps(staged)) > 50 * 2**20
+
+
+def test_private_memory_makes_the_pool_use_shared_memory(process: _Process) -> None:
+    stager = S3Stager()
+    staged: Any = stager.stage({"w": torch.ones(3)})
+    assert [buffer.kind for buffer in staged.buffers] == ["private"]
+    assert not stager._pool.shared
+    process.ask(_echo, staged)
+    assert stager._pool.shared
+    del staged
+    staged = stager.stage({"w": torch.full((3,), 2.0)})
+    assert [buffer.kind for buffer in staged.buffers] == ["shared"]
+    assert _read(process.ask(_echo, staged))["w"].tolist() == [2, 2, 2]
+
+
+def test_a_state_outlives_its_stager(process: _Process) -> None:
+    stager = S3Stager()
+    staged = stager.stage({"w": torch.ones(3)})
+    stager.close()
+    del stager
+    gc.collect()
+    assert _read(process.ask(_echo, staged))["w"].tolist() == [1, 1, 1]
+
+
+def test_a_plain_pickle_or_copy_is_a_plain_dict() -> None:
+    staged: Any = S3Stager().stage({"w": torch.ones(3), "n": [1]})
+    assert type(staged) is StagedState
+    for found in (pickle.loads(pickle.dumps(staged)), copy.deepcopy(staged)):
+        assert type(found) is dict
+        assert found["n"] == [1]
+        assert found["w"].tolist() == [1, 1, 1]
+        assert found["w"].data_ptr() != staged["w"].data_ptr()
+
+
+def _sum(state: dict[str, Any]) -> float:
+    return float(state["w"].sum())
+
+
+def _descriptors_there(_: Any) -> int:
+    gc.collect()
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_no_descriptors_are_left(process: _Process, shared: bool) -> None:
+    stager = S3Stager()
+    before = theirs = 0
+    for step in range(25):
+        stager._pool.shared = shared
+        staged: Any = stager.stage({"w": torch.full((1000,), float(step))})
+        assert process.ask(_sum, staged) == 1000.0 * step
+        del staged
+        if step == 4:
+            before, theirs = len(os.listdir("/proc/self/fd")), process.ask(_descriptors_there, {})
+    gc.collect()
+    deadline = time.monotonic() + 20
+    while len(os.listdir("/proc/self/fd")) > before + 1:  # multiprocessing closes what it has sent in a thread
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert process.ask(_descriptors_there, {}) <= theirs + 1

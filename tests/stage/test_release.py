@@ -1,0 +1,159 @@
+"""A save that failed gives its staged copy back, whoever keeps what tells of it, and with the collector turned off."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+
+from dcp_s3 import CheckpointManager, S3Stager, S3StorageWriter, errors
+from dcp_s3.stage import pool as pool_module
+from tests.faulty import BUCKET, FaultyServer, serve
+from tests.memory_s3 import Fault
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
+_PATIENCE_SECONDS = 60
+ROOT = f"s3://{BUCKET}"
+_ONE = {"staging_generations": 1, "retry_attempts": 1, "part_size": "5MiB"}
+_FAULTS = {
+    "denied": Fault.error(403, "AccessDenied"),
+    "slow down": Fault.error(503, "SlowDown"),
+    "reset": Fault.reset_request(1000),
+}
+
+
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _state() -> dict[str, Any]:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return {f"of-{rank}": {"parts": [torch.ones(2**18) for _ in range(12)]}, "same": torch.ones(10), "step": 3}
+
+
+def _refuse(server: FaultyServer, fault: Fault, *, rank: int | None = None) -> None:
+    """Data of saves below bad/ is not taken: of all ranks, or of one."""
+    name = "/__" if rank is None else f"/__{rank}_"
+    server.rule = lambda request: (
+        fault
+        if request.operation in ("PutObject", "UploadPart") and request.key.startswith("bad/") and name in request.key
+        else None
+    )
+
+
+def _fail_again_and_again(asynchronous: bool, kind: AsyncCheckpointerType, keep: bool) -> str:
+    """Each save needs the one generation there is."""
+    stager, kept = S3Stager(_ONE, asynchronous=asynchronous), []
+    with _no_collector():
+        for number in range(4):
+            url = f"{ROOT}/bad/step-{number}"
+            answer: Any = dcp.async_save(
+                _state(),
+                storage_writer=S3StorageWriter(url, settings=_ONE),
+                async_stager=stager,
+                async_checkpointer_type=kind,
+            )
+            future = answer.upload_completion if isinstance(answer, AsyncSaveResponse) else answer
+            error = future.exception(_PATIENCE_SECONDS)
+            assert isinstance(error, CheckpointException), repr(error)
+            if keep:
+                kept.append((future, error))
+            del answer, future, error
+        good: Any = dcp.async_save(
+            _state(),
+            storage_writer=S3StorageWriter(f"{ROOT}/good", settings=_ONE),
+            async_stager=stager,
+            async_checkpointer_type=kind,
+        )
+        (good.upload_completion if isinstance(good, AsyncSaveResponse) else good).result(_PATIENCE_SECONDS)
+    return str(kept[0][1]) if keep else ""
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("keep", [False, True], ids=["forgotten", "kept"])
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "asynchronous"])
+@pytest.mark.parametrize("fault", list(_FAULTS))
+def test_saves_of_one_rank_that_fail_do_not_hold_up_the_next(
+    monkeypatch: pytest.MonkeyPatch, fault: str, asynchronous: bool, keep: bool
+) -> None:
+    with serve(monkeypatch) as server:
+        _refuse(server, _FAULTS[fault])
+        text = _fail_again_and_again(asynchronous, THREAD, keep)
+    assert not keep or "dcp_s3.errors." in text
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "asynchronous"])
+@pytest.mark.parametrize("rank", [None, 0, 1], ids=["both", "first", "second"])
+def test_nor_do_those_of_two_ranks_of_which_one_or_both_fail(
+    monkeypatch: pytest.MonkeyPatch, rank: int | None, asynchronous: bool
+) -> None:
+    with serve(monkeypatch) as server:
+        _refuse(server, _FAULTS["denied"], rank=rank)
+        run_ranks(2, _fail_again_and_again, asynchronous, THREAD, True)
+
+
+def test_nor_do_those_of_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serve(monkeypatch) as server:
+        _refuse(server, _FAULTS["denied"])
+        run_ranks(1, _fail_again_and_again, False, PROCESS, True)
+
+
+def _manager_fails_again_and_again() -> list[str]:
+    kept = []
+    with _no_collector(), CheckpointManager(f"{ROOT}/bad", settings=_ONE) as manager:
+        for step in range(4):
+            manager.save(step, _state())
+            with pytest.raises(errors.SaveFailedError) as caught:
+                manager.wait()
+            kept.append(caught)
+    return [str(each.value) for each in kept]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_nor_do_those_of_a_manager(monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    with serve(monkeypatch) as server:
+        _refuse(server, _FAULTS["denied"])
+        assert all(len(texts) == 4 for texts in run_ranks(ranks, _manager_fails_again_and_again))
+
+
+@pytest.mark.timeout(100)
+def test_nor_does_a_save_that_fails_while_the_next_one_waits_for_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_module, "_REPORT_SECONDS", 1e9)  # what was only found then is never found
+    with serve(monkeypatch) as server, _no_collector():
+        _refuse(server, _FAULTS["denied"])
+        stager, kept = S3Stager(_ONE), []
+        for number in range(3):
+            writer = S3StorageWriter(f"{ROOT}/bad/step-{number}", settings=_ONE)
+            kept.append(dcp.async_save(_state(), storage_writer=writer, async_stager=stager))
+        for future in kept:
+            assert isinstance(future.exception(_PATIENCE_SECONDS), CheckpointException)  # type: ignore[union-attr]
+
+
+def test_the_error_of_a_save_in_the_foreground_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    with serve(monkeypatch) as server:
+        _refuse(server, _FAULTS["denied"])
+        with pytest.raises(CheckpointException) as caught:
+            dcp.save(S3Stager(_ONE).stage(_state()), storage_writer=S3StorageWriter(f"{ROOT}/bad/x", settings=_ONE))  # type: ignore[arg-type]
+        names = []
+        trace = caught.value.__traceback__
+        while trace is not None:
+            names.append(trace.tb_frame.f_code.co_name)
+            trace = trace.tb_next
+        assert "_save_state_dict" in names

@@ -1,0 +1,459 @@
+"""Saves that overlap, through every kind of staging: each checkpoint is the state at its call, to the last bit."""
+
+from __future__ import annotations
+
+import io
+import logging
+import multiprocessing.connection
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from dcp_s3 import S3Stager, S3StorageReader, S3StorageWriter
+from tests.end_to_end.states import DTYPES, bits, random_tensor
+from tests.ranks import run_ranks
+from tests.servers import S3Server
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+_PATIENCE_SECONDS = 60
+_SAVES = 3
+STAGERS = ["blocking", "asynchronous", "writer"]
+
+
+def _make_stager(name: str) -> S3Stager | None:
+    """None: the writer stages."""
+    return None if name == "writer" else S3Stager(asynchronous=name == "asynchronous")
+
+
+# --- what is saved ---------------------------------------------------------------------------------------
+
+
+class _Counter:
+    """A Stateful object."""
+
+    def __init__(self) -> None:
+        self.seen = torch.zeros(3, dtype=torch.int64)
+        self.names: list[str] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen, "names": self.names}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen, self.names = state["seen"], state["names"]
+
+
+def _refill(tensor: torch.Tensor, name: str, step: int) -> None:
+    """Random bits that only depend on the arguments (and, for a shard, on the rank), put in place."""
+    seed = f"{name}/{step}"
+    if isinstance(tensor, DTensor):
+        if any(placement.is_shard() for placement in tensor.placements):
+            seed += f"/{dist.get_rank()}"
+        tensor = tensor.to_local()
+    with torch.no_grad():
+        tensor.copy_(random_tensor(tuple(tensor.shape), tensor.dtype, zlib.crc32(seed.encode())))
+
+
+class _Job:
+    """A model, its optimizer and all else that a training has; DTensors where there are ranks."""
+
+    def __init__(self, step: int) -> None:
+        self._distributed = dist.is_initialized()
+        rank = dist.get_rank() if self._distributed else 0
+        model = nn.Sequential(nn.Linear(300, 501), nn.Linear(501, 300, dtype=torch.bfloat16))
+        model.register_buffer("count", torch.tensor(0))
+        base = torch.zeros(60, 40)
+        self.tensors: dict[str, torch.Tensor] = {
+            **{str(dtype): torch.zeros(5, 7, dtype=dtype) for dtype in DTYPES},
+            "base": base,
+            "alone": torch.zeros(3000, 30),
+            "large": torch.zeros(1_500_000),  # 6 MB
+        }
+        self.sharded: dict[str, torch.Tensor] = {}
+        if self._distributed:
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            fully_shard(model, mesh=mesh)
+            for name, shape, placement in (
+                ("rows", (7, 1000), Shard(0)),
+                ("columns", (5, 9), Shard(1)),
+                ("one row", (1, 4), Shard(0)),  # the second rank has nothing of it
+                ("copies", (11, 3), Replicate()),
+            ):
+                self.sharded[name] = distribute_tensor(torch.zeros(shape), mesh, [placement])
+        self.model, self.optimizer = model, torch.optim.AdamW(model.parameters())
+        get_state_dict(model, self.optimizer)  # makes the optimizer's state
+        self.own = f"rank {rank}"
+        self.values: dict[str, Any] = {
+            "list": [0, [0], {"x": 0}],
+            "text": "",
+            "bytes": b"",
+            "none": None,
+            "number": 0.0,
+        }
+        self.counter = _Counter()
+        self.change(step)
+
+    def change(self, step: int) -> None:
+        """Everything, in place."""
+        for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+            _refill(tensor, name, step)
+        for name, parameter in self.model.named_parameters():
+            for key, tensor in self.optimizer.state[parameter].items():
+                _refill(tensor, f"{name}.{key}", step)
+        self.optimizer.param_groups[0]["lr"] = 0.5**step
+        for name, tensor in self.sharded.items():
+            _refill(tensor, name, step)
+        for name, tensor in self.tensors.items():
+            _refill(tensor, f"{self.own}.{name}", step)
+        self.values["list"][0] = step
+        self.values["list"][1][0] = step + 10
+        self.values["list"][2]["x"] = step + 20
+        self.values.update(text=f"step {step}", bytes=bytes([step]), number=step / 7)
+        self.counter.seen += step + 1
+        self.counter.names[:] = [f"name {step}", self.own]
+
+    def state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        base, alone = self.tensors["base"], self.tensors["alone"]
+        views = {
+            "columns": base[:, 1:3],
+            "transposed": base.t(),
+            "flat": base.view(-1)[7:19],
+            "of a large one": alone[5:7],
+            "strided": alone[::100, 3],
+        }
+        own = {"tensors": {n: t for n, t in self.tensors.items() if n != "alone"}, "views": views}
+        return {
+            "model": model,
+            "optimizer": optimizer,
+            "sharded": self.sharded,
+            self.own: {**own, "values": self.values},
+            f"counter of {self.own}": self.counter,
+        }
+
+    def bits(self) -> dict[str, Any]:
+        """Every leaf by its name: what must be the same for two jobs to be in the same state."""
+        flat: dict[str, Any] = {}
+        _flatten({name: v.state_dict() if isinstance(v, _Counter) else v for name, v in self.state().items()}, "", flat)
+        return flat
+
+
+def _flatten(value: Any, path: str, flat: dict[str, Any]) -> None:
+    if isinstance(value, DTensor):
+        value = value.to_local()
+    if isinstance(value, torch.Tensor):
+        flat[path] = (value.dtype, tuple(value.shape), zlib.crc32(bits(value)), bits(value)[:64])
+    elif isinstance(value, dict):
+        for key, entry in value.items():
+            _flatten(entry, f"{path}/{key}", flat)
+    elif isinstance(value, (list, tuple)):
+        for number, entry in enumerate(value):
+            _flatten(entry, f"{path}/{number}", flat)
+    else:
+        flat[path] = value
+
+
+def _state_at(step: int, changes: int) -> dict[str, Any]:
+    """What a job that was changed ``changes`` times, last to ``step``, has; `_Counter.seen` adds up."""
+    job = _Job(0)
+    for each in range(1, changes):
+        job.change(each)
+    assert job.values["list"][0] == step
+    return job.bits()
+
+
+def _loaded(url: str) -> dict[str, Any]:
+    """Into another job with other values."""
+    job = _Job(100)
+    state = job.state()
+    dcp.load(state, storage_reader=S3StorageReader(url))
+    flat: dict[str, Any] = {}
+    _flatten({name: v.state_dict() if isinstance(v, _Counter) else v for name, v in state.items()}, "", flat)
+    return flat
+
+
+def _assert_saved(url: str, step: int) -> None:
+    found, expected = _loaded(url), _state_at(step, step + 1)
+    assert set(found) == set(expected)
+    wrong = [name for name, value in expected.items() if found[name] != value]
+    assert not wrong, f"{url}: {wrong}"
+
+
+# --- slow saves ------------------------------------------------------------------------------------------
+
+
+class _UntilFile:
+    """Waits for a file; for a planner that is pickled into another process."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __call__(self) -> None:
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while not self._path.exists():
+            assert time.monotonic() < deadline, f"{self._path} did not appear"
+            time.sleep(0.01)
+
+
+class _WaitingPlanner(DefaultSavePlanner):
+    """Gives out no data before `go` does not block any more: what the save reads, it reads after that."""
+
+    def __init__(self, go: Callable[[], Any]) -> None:
+        super().__init__()
+        self._go = go
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        self._go()
+        return super().resolve_data(write_item)
+
+
+class _WhenStagingWaits(logging.Handler):
+    """Calls `act` as soon as the stager says that it waits for an earlier save."""
+
+    def __init__(self, act: Callable[[], Any]) -> None:
+        super().__init__()
+        self._act = act
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.getMessage().startswith("staging waits"):
+            self._act()
+
+
+@contextmanager
+def _when_staging_waits(act: Callable[[], Any]) -> Iterator[None]:
+    logger, handler = logging.getLogger("dcp_s3.stage.pool"), _WhenStagingWaits(act)
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+
+
+@contextmanager
+def _count_sent() -> Iterator[list[int]]:
+    """Bytes of each write to any multiprocessing pipe by this process."""
+    sent: list[int] = []
+    connection: Any = multiprocessing.connection.Connection
+    original = connection._send_bytes
+
+    def counting(self: Any, data: Any) -> Any:
+        sent.append(len(data))
+        return original(self, data)
+
+    connection._send_bytes = counting
+    try:
+        yield sent
+    finally:
+        connection._send_bytes = original
+
+
+def _save_three(url: str, directory: str, stager_name: str, kind: AsyncCheckpointerType) -> None:
+    """One after the other, all changed in between; the first two can not go on before the third waits for them."""
+    job, stager = _Job(0), _make_stager(stager_name)
+    go = Path(directory, f"go-{dist.get_rank() if dist.is_initialized() else 0}")
+    uploads: list[Future[Any]] = []
+    done_then: list[list[bool]] = []
+
+    def staging_waits() -> None:
+        done_then.append([upload.done() for upload in uploads])
+        go.touch()
+
+    groups = [dist.new_group(backend="gloo") if dist.is_initialized() else None for _ in range(_SAVES)]
+    with _when_staging_waits(staging_waits), _count_sent() as sent:
+        for step, group in enumerate(groups):
+            if step:
+                job.change(step)
+            answer: Any = dcp.async_save(
+                job.state(),
+                storage_writer=S3StorageWriter(f"{url}/{step}", settings={"part_size": "5MiB"}),
+                planner=_WaitingPlanner(_UntilFile(go)),
+                process_group=group,
+                async_checkpointer_type=kind,
+                async_stager=stager,
+            )
+            if stager_name == "asynchronous":
+                assert isinstance(answer, AsyncSaveResponse)
+                uploads.append(answer.upload_completion)
+                answer.staging_completion.result(_PATIENCE_SECONDS)
+            else:
+                uploads.append(answer)
+        job.change(_SAVES)
+        assert done_then, "the third save did not wait for a staged copy"
+        assert done_then[0][:2] == [False, False], done_then
+        for upload in uploads:
+            upload.result(_PATIENCE_SECONDS)
+    if kind is AsyncCheckpointerType.PROCESS:
+        # 6 MB and more in each of three states: none of them went through the pipe.
+        assert 0 < sum(sent) < 2_000_000, sum(sent)
+    for step in range(_SAVES):
+        _assert_saved(f"{url}/{step}", step)
+    if stager is not None:
+        stager.close()
+
+
+@pytest.mark.parametrize("kind", list(AsyncCheckpointerType), ids=lambda kind: str(kind.name))
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stager", STAGERS)
+def test_three_saves_in_a_row_are_each_the_state_at_their_call(
+    root: str, memory_server: S3Server, tmp_path: Path, stager: str, world_size: int, kind: AsyncCheckpointerType
+) -> None:
+    run_ranks(world_size, _save_three, root, str(tmp_path), stager, kind)
+
+
+@pytest.mark.parametrize("stager", STAGERS)
+def test_three_saves_in_a_row_without_process_group(
+    root: str, memory_server: S3Server, tmp_path: Path, stager: str
+) -> None:
+    _save_three(root, str(tmp_path), stager, AsyncCheckpointerType.THREAD)
+
+
+# --- a script that ends ----------------------------------------------------------------------------------
+
+_SCRIPT = """
+import sys, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from dcp_s3 import S3Stager, S3StorageWriter
+
+if __name__ == "__main__":
+    url, kind, rendezvous = sys.argv[1:]
+    if kind == "PROCESS":
+        dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=0, world_size=1)
+    state = {"x": torch.arange(3_000_000), "y": {"z": torch.ones(3, dtype=torch.bfloat16), "epoch": 7}}
+    dcp.async_save(
+        state,
+        storage_writer=S3StorageWriter(url),
+        async_stager=S3Stager(asynchronous=True),
+        async_checkpointer_type=AsyncCheckpointerType[kind],
+    )
+"""
+
+
+@pytest.mark.parametrize("kind", ["THREAD", "PROCESS"])
+def test_a_script_may_end_right_after_an_asynchronous_save(
+    root: str, memory_server: S3Server, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT)
+    command = [sys.executable, "-W", "ignore", str(script), root, kind, str(tmp_path / "rendezvous")]
+    ended = subprocess.run(command, timeout=120, check=False, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    state = {
+        "x": torch.zeros(3_000_000, dtype=torch.int64),
+        "y": {"z": torch.zeros(3, dtype=torch.bfloat16), "epoch": 0},
+    }
+    dcp.load(state, storage_reader=S3StorageReader(root))
+    assert torch.equal(state["x"], torch.arange(3_000_000))
+    assert torch.equal(state["y"]["z"], torch.ones(3, dtype=torch.bfloat16))
+    assert state["y"]["epoch"] == 7
+
+
+# --- CUDA ------------------------------------------------------------------------------------------------
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+def _cuda_state(devices: list[torch.device]) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    for device in devices:
+        base = torch.arange(6_000_000, dtype=torch.float32, device=device).view(2000, 3000)
+        state[str(device)] = {
+            "large": base,
+            "transposed": base.t(),
+            "strided": base[::3, 5:9],
+            "bfloat16": torch.arange(999, device=device).to(torch.bfloat16),
+            "alone": torch.arange(4_000_000, device=device).view(2000, 2000)[:, 7],
+            "step": torch.tensor(3, device=device),
+        }
+    state["cpu"] = torch.arange(100)
+    return state
+
+
+def _to_cpu(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _to_cpu(entry) for key, entry in value.items()}
+    return value.cpu().clone(memory_format=torch.contiguous_format)
+
+
+def _change_on_the_gpu(state: dict[str, Any]) -> None:
+    """Many kernels in the default streams, of which the host waits for none."""
+    for name, tensors in state.items():
+        if name != "cpu":
+            for _ in range(50):
+                for key in ("large", "bfloat16", "alone", "step"):
+                    tensors[key].add_(1)
+
+
+def _stage_while_the_gpu_works(url: str, stager: S3Stager, devices: list[torch.device]) -> None:
+    state = _cuda_state(devices)
+    for step in range(3):
+        _change_on_the_gpu(state)  # still under way when it is staged
+        answer: Any = dcp.async_save(state, storage_writer=S3StorageWriter(f"{url}/{step}"), async_stager=stager)
+        if stager.asynchronous:
+            answer.staging_completion.result(_PATIENCE_SECONDS)
+            answer = answer.upload_completion
+        _change_on_the_gpu(state)
+        _change_on_the_gpu(state)
+        answer.result(_PATIENCE_SECONDS)
+        expected = _to_cpu(_cuda_state(devices))
+        for name, tensors in expected.items():
+            if name != "cpu":
+                for key in ("large", "transposed", "strided", "bfloat16", "alone", "step"):
+                    for _ in range(50 * (3 * step + 1)):
+                        tensors[key].add_(1)
+        found = {
+            k: {n: torch.zeros_like(t) for n, t in v.items()} if k != "cpu" else v * 0 for k, v in expected.items()
+        }
+        dcp.load(found, storage_reader=S3StorageReader(f"{url}/{step}"))
+        flat_found: dict[str, Any] = {}
+        flat_expected: dict[str, Any] = {}
+        _flatten(found, "", flat_found)
+        _flatten(expected, "", flat_expected)
+        assert flat_found == flat_expected
+
+
+@needs_cuda
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "asynchronous"])
+def test_a_cuda_state_is_that_of_the_call_while_the_gpu_goes_on(
+    root: str, memory_server: S3Server, asynchronous: bool
+) -> None:
+    with S3Stager(asynchronous=asynchronous) as stager:
+        _stage_while_the_gpu_works(root, stager, [torch.device("cuda:0")])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no second CUDA device")
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "asynchronous"])
+def test_states_on_two_devices(root: str, memory_server: S3Server, asynchronous: bool) -> None:
+    with S3Stager(asynchronous=asynchronous) as stager:
+        _stage_while_the_gpu_works(root, stager, [torch.device("cuda:0"), torch.device("cuda:1")])
+
+
+@needs_cuda
+def test_a_cuda_state_is_staged_in_pinned_memory() -> None:
+    with S3Stager() as stager:
+        staged: Any = stager.stage(_cuda_state([torch.device("cuda:0")]))
+        assert staged["cuda:0"]["large"].device.type == "cpu"
+        assert staged.buffers
+        assert all(buffer.pinned for buffer in staged.buffers)
+        assert staged["cuda:0"]["large"].is_pinned()

@@ -1,0 +1,284 @@
+"""A load counts as a change in place: autograd and staging, which look at tensors' versions, learn of it."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from dcp_s3 import S3Stager, S3StorageReader, S3StorageWriter, errors
+from dcp_s3.stage.copier import Copier
+from tests.faulty import BUCKET, FaultyServer, serve
+from tests.ranks import run_ranks
+from tests.servers import S3Server
+
+pytestmark = [pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"), pytest.mark.timeout(120)]
+
+_PATIENCE_SECONDS = 60
+_MODIFIED = "modified by an inplace operation"
+LARGE = (700, 300)  # more than what is received through a buffer, and than an item that is decoded at once
+SMALL = (5, 3)
+
+
+def _transposed(shape: tuple[int, ...]) -> nn.Parameter:
+    return nn.Parameter(torch.ones(shape[::-1]).permute(tuple(range(len(shape))[::-1])))
+
+
+def _double(shape: tuple[int, ...]) -> nn.Parameter:
+    return nn.Parameter(torch.ones(shape, dtype=torch.float64))
+
+
+def _ordinary(shape: tuple[int, ...]) -> nn.Parameter:
+    return nn.Parameter(torch.ones(shape))
+
+
+def _itself(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter
+
+
+def _detached(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.detach()
+
+
+def _part(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.detach()[:1] if parameter.dim() else parameter.detach().view(1)
+
+
+_MAKERS = (_ordinary, _transposed, _double)
+_VIEWS = (_itself, _detached, _part)
+
+
+def _backward(parameter: torch.Tensor, load: Callable[[], object]) -> None:
+    """A load between forward and backward."""
+    loss = (parameter * parameter).sum()
+    load()
+    loss.backward()
+
+
+@pytest.mark.parametrize("writer", ["dcp_s3", "torch"])
+def test_a_load_between_forward_and_backward_is_an_error_as_with_torch(
+    memory_server: S3Server, root: str, s3: Any, bucket: str, tmp_path: Path, writer: str
+) -> None:
+    """However the bytes arrive, and whatever is given of the parameter."""
+    parameters, stored, targets = {}, {}, {}
+    for make, shape, view in itertools.product(_MAKERS, (SMALL, LARGE, ()), _VIEWS):
+        name = f"{make.__name__} {shape} {view.__name__}"
+        parameters[name] = make(shape)
+        targets[name] = view(parameters[name])
+        stored[name] = torch.rand_like(targets[name], dtype=torch.float32)
+    if writer == "torch":
+        dcp.save(stored, checkpoint_id=tmp_path)
+        for path in tmp_path.iterdir():
+            s3.upload_file(str(path), bucket, f"run/{path.name}")
+    else:
+        dcp.save(stored, storage_writer=S3StorageWriter(root))
+    losses = {name: (parameter * parameter).sum() for name, parameter in parameters.items()}
+    dcp.load(targets, storage_reader=S3StorageReader(root, settings={"allow_dtype_cast": True}))
+    for name, loss in losses.items():
+        assert torch.equal(targets[name].detach(), stored[name].to(targets[name].dtype)), name
+        with pytest.raises(RuntimeError, match=_MODIFIED):
+            loss.backward()
+
+
+def test_what_is_not_loaded_keeps_its_version(memory_server: S3Server, root: str) -> None:
+    dcp.save({"w": torch.ones(3)}, storage_writer=S3StorageWriter(root))
+    parameter, other = nn.Parameter(torch.ones(2)), torch.zeros(3)
+    _backward(parameter, lambda: dcp.load({"w": other}, storage_reader=S3StorageReader(root)))
+    assert parameter.grad is not None
+
+
+def test_tensors_without_versions(memory_server: S3Server, root: str) -> None:
+    """Those of inference mode have none; others change in it as well."""
+    dcp.save({"w": torch.ones(3), "v": torch.ones(3)}, storage_writer=S3StorageWriter(root))
+    ordinary = torch.zeros(3)
+    before = ordinary._version
+    with torch.inference_mode():
+        made = torch.zeros(3)
+        dcp.load({"w": made, "v": ordinary}, storage_reader=S3StorageReader(root))
+    assert made.tolist() == ordinary.tolist() == [1, 1, 1]
+    assert ordinary._version > before
+
+
+class _Wrapper(torch.Tensor):
+    """A traceable wrapper subclass, which has no memory of its own."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        wrapper.inner = inner
+        return wrapper
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = torch.utils._pytree.tree_map_only(cls, lambda wrapper: wrapper.inner, args)
+        found = func(*plain, **(kwargs or {}))
+        if func is torch.ops.aten.copy_.default:
+            return args[0]
+        return cls(found) if isinstance(found, torch.Tensor) else found
+
+
+def test_a_wrapper(memory_server: S3Server, root: str) -> None:
+    dcp.save({"w": torch.ones(3)}, storage_writer=S3StorageWriter(root))
+    wrapper = _Wrapper(torch.zeros(3))
+    before = wrapper._version
+    dcp.load({"w": wrapper}, storage_reader=S3StorageReader(root))
+    assert wrapper.inner.tolist() == [1, 1, 1]
+    assert wrapper._version > before
+
+
+def test_a_load_that_fails_counts(memory_server: S3Server, root: str, s3: Any, bucket: str) -> None:
+    """Some of its bytes may have arrived."""
+    dcp.save({"w": torch.ones(LARGE)}, storage_writer=S3StorageWriter(root))
+    (data,) = (found["Key"] for found in s3.list_objects_v2(Bucket=bucket)["Contents"] if "distcp" in found["Key"])
+    body = bytearray(s3.get_object(Bucket=bucket, Key=data)["Body"].read())
+    body[len(body) // 2] ^= 1
+    s3.put_object(Bucket=bucket, Key=data, Body=bytes(body))
+    parameter = nn.Parameter(torch.zeros(LARGE))
+
+    def load() -> None:
+        with pytest.raises(CheckpointException):
+            dcp.load({"w": parameter}, storage_reader=S3StorageReader(root))
+
+    with pytest.raises(RuntimeError, match=_MODIFIED):
+        _backward(parameter, load)
+
+
+# --- while the state is staged ---------------------------------------------------------------------------
+
+
+class _HeldUp:
+    """Staging copies when `go` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go = threading.Event()
+        copy = Copier.copy
+
+        def wait(*arguments: Any) -> Any:
+            assert self.go.wait(_PATIENCE_SECONDS)
+            return copy(*arguments)
+
+        monkeypatch.setattr(Copier, "copy", wait)
+
+
+def _failure_of_save(
+    state: dict[str, Any], monkeypatch: pytest.MonkeyPatch, run: str, change: Callable[[], object]
+) -> BaseException:
+    """Of a save to ``run``/new, of which staging is held up during ``change``."""
+    held_up = _HeldUp(monkeypatch)
+    with S3Stager(asynchronous=True) as stager:
+        saved = dcp.async_save(state, storage_writer=S3StorageWriter(f"{run}/new"), async_stager=stager)
+        try:
+            assert isinstance(saved, AsyncSaveResponse)
+            change()
+        finally:
+            held_up.go.set()
+        with pytest.raises((CheckpointException, errors.StagingError)) as failure:
+            saved.upload_completion.result(_PATIENCE_SECONDS)
+    return failure.value
+
+
+def _load_old(run: str, state: dict[str, Any]) -> None:
+    settings = {"part_size": "5MiB", "allow_dtype_cast": True}
+    dcp.load(state, storage_reader=S3StorageReader(f"{run}/old", settings=settings))
+
+
+def test_a_load_while_the_state_is_staged_fails_the_save(
+    memory_server: S3Server, root: str, monkeypatch: pytest.MonkeyPatch, s3: Any, bucket: str
+) -> None:
+    old = {"model": {"w": torch.ones(LARGE), "b": torch.ones(SMALL)}, "step": 1}
+    dcp.save(old, storage_writer=S3StorageWriter(f"{root}/old"))
+    state = {"model": {"w": torch.zeros(LARGE), "b": torch.zeros(SMALL)}, "step": 2}
+    failure = _failure_of_save(state, monkeypatch, root, lambda: _load_old(root, state))
+    assert "2 tensors were changed in place" in str(failure)
+    assert not s3.list_objects_v2(Bucket=bucket, Prefix="run/new/").get("Contents")
+
+
+# --- several ranks, which read together what they share --------------------------------------------------
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
+    with serve(monkeypatch) as server:
+        yield server
+
+
+_KINDS = ["plain", "strided", "view", "cast", "replicated", "sharded"]
+
+
+def _shared(kind: str) -> torch.Tensor:
+    """What both ranks read, into memory in which it can be received and into others."""
+    tensor = torch.zeros(600, 500)
+    if kind == "strided":
+        return torch.zeros(500, 600).t()
+    if kind == "view":
+        return torch.zeros(900, 500)[100:700]
+    if kind in ("replicated", "sharded"):
+        mesh = init_device_mesh("cpu", (2,))
+        return distribute_tensor(tensor, mesh, [Replicate() if kind == "replicated" else Shard(1)])
+    return tensor.double() if kind == "cast" else tensor
+
+
+def _load_on_ranks() -> None:
+    url = f"s3://{BUCKET}/run"
+    dcp.save({kind: torch.ones(600, 500) for kind in _KINDS}, storage_writer=S3StorageWriter(url))
+    for kind in _KINDS:
+        parameter = nn.Parameter(_shared(kind))
+        reader = S3StorageReader(url, settings={"allow_dtype_cast": True, "part_size": "5MiB"})
+        loss = (parameter * parameter).sum()
+        dcp.load({kind: parameter.detach()}, storage_reader=reader)
+        with pytest.raises(RuntimeError, match=_MODIFIED):
+            loss.backward()
+        assert reader._group is not None
+        assert reader._group.shares_data
+        loaded: Any = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        assert torch.equal(loaded, torch.ones_like(loaded)), kind
+
+
+def test_shared_loads_count(faulty: FaultyServer) -> None:
+    run_ranks(2, _load_on_ranks)
+
+
+def _save_on_ranks() -> None:
+    """Of DTensors each state dict has its own, as that of FSDP; only their versions are those of the parameter."""
+    run = f"s3://{BUCKET}/run"
+    dcp.save({kind: torch.ones(600, 500) for kind in _KINDS}, storage_writer=S3StorageWriter(f"{run}/old"))
+    for kind in _KINDS:
+        parameter = nn.Parameter(_shared(kind))
+
+        def load(parameter: nn.Parameter = parameter, kind: str = kind) -> None:
+            _load_old(run, {kind: parameter.detach()})
+
+        def train(parameter: nn.Parameter = parameter) -> None:
+            with torch.no_grad():
+                parameter.add_(1)
+
+        for change in (load, train):
+            with pytest.MonkeyPatch.context() as patch:
+                failure = _failure_of_save({kind: parameter.detach()}, patch, run, change)
+            assert isinstance(failure, CheckpointException)
+            texts = [str(error) for error, _ in failure.failures.values()]
+            assert len(texts) == 2
+            assert all("1 tensors were changed in place" in text for text in texts), (kind, texts)
+    dist.barrier()
+
+
+def test_a_shared_load_while_the_state_is_staged_fails_the_save(faulty: FaultyServer) -> None:
+    run_ranks(2, _save_on_ranks)
+    assert not [key for key in faulty.s3.objects(BUCKET) if key.startswith("run/new/")]

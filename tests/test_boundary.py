@@ -1,0 +1,403 @@
+"""What a user sees of a save or load that fails: the cause, without our frames; of an asynchronous save, in the log."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import re
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+
+from dcp_s3 import S3LoadPlanner, S3Stager, S3StorageReader, S3StorageWriter, errors
+from tests.faulty import BUCKET, FaultyServer, serve
+from tests.memory_s3 import Fault
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+_PATIENCE_SECONDS = 60
+_URL = f"s3://{BUCKET}/run/step-1"
+_DENIED = Fault.error(403, "AccessDenied")
+
+_SCRIPT = """
+import sys
+from concurrent.futures import wait
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from dcp_s3 import S3Stager, S3StorageWriter
+
+if __name__ == "__main__":
+    url, rendezvous = sys.argv[1:]
+    state = {"weight": torch.ones(1_000_000)}
+    writer = S3StorageWriter(url)
+"""
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
+    with serve(monkeypatch) as server:
+        yield server
+
+
+def _deny(faulty: FaultyServer, operation: str, name: str) -> None:
+    faulty.rule = lambda r: _DENIED if r.operation == operation and r.key.endswith(name) else None
+
+
+def _run(tmp_path: Path, body: str) -> subprocess.CompletedProcess[str]:
+    """A script of the user's, in a process of its own that does nothing about logging."""
+    script = tmp_path / "script.py"
+    script.write_text(_SCRIPT + "".join(f"    {line}\n" for line in body.strip().splitlines()))
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", str(script), _URL, str(tmp_path / "rendezvous")],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def _logged(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
+    """What the user sees in the log. (Nobody sees what DCP logs of each of its steps.)"""
+    return [r.getMessage() for r in caplog.records if r.levelno >= level and not r.name.startswith("c10d-")]
+
+
+def _wait_for_one(lines: Callable[[], list[str]]) -> list[str]:
+    """The lines of a log as soon as there is one: whoever waits for a future is woken before it is logged."""
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while not lines() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return lines()
+
+
+def _our_frames(text: str) -> list[str]:
+    """The files of dcp_s3, botocore and urllib3 in tracebacks."""
+    return [Path(file).name for file in re.findall(r'File "([^"]*)"', text) if re.search("dcp_s3/|boto|urllib3", file)]
+
+
+# --- asynchronous saves whose future nobody looks at -------------------------------------------------------
+
+
+def test_failures_that_nobody_looks_at_are_one_line_each_on_standard_error(
+    faulty: FaultyServer, tmp_path: Path
+) -> None:
+    faulty.rule = lambda r: (
+        _DENIED
+        if r.operation == "PutObject" and r.key.endswith(".distcp" if "/data" in r.key else ".metadata")
+        else None
+    )
+    done = _run(
+        tmp_path,
+        """
+def save(**more):
+    wait([dcp.async_save(state, **more)])  # for the sake of the staging: at the result nobody looks
+
+save(storage_writer=S3StorageWriter(url + "/data"))
+save(storage_writer=S3StorageWriter(url + "/commit"))
+save(storage_writer=S3StorageWriter(), checkpoint_id=url + "/data-by-id")
+save(storage_writer=S3StorageWriter(url + "/data-alone"), use_collectives=False)
+save(storage_writer=S3StorageWriter(url + "/data-staged"), async_stager=S3Stager())
+small = S3Stager({"staging_limit": "1MiB"}, asynchronous=True)
+dcp.async_save(state, storage_writer=S3StorageWriter(url + "/staging"), async_stager=small)
+""",
+    )
+    assert done.returncode == 0, done.stderr
+    *uploads, staging = done.stderr.splitlines()
+    for line, (name, where) in zip(
+        uploads,
+        [("data", " on rank 0"), ("commit", " on rank 0"), ("data-by-id", " on rank 0"), ("data-alone", ""),
+         ("data-staged", " on rank 0")],
+        strict=True,
+    ):  # fmt: skip
+        start = f"the asynchronous save to {_URL}/{name} failed{where}: AccessDeniedError: PutObject on "
+        assert line.startswith(start)
+        assert "Remedy: the credentials need s3:PutObject" in line
+    assert staging.startswith("the asynchronous save failed: its state could not be staged: StagingLimitError: ")
+    assert "DCP_S3_STAGING_LIMIT" in staging
+
+
+def test_failures_of_the_checkpoint_process_are_one_line_each_of_the_training_process(
+    faulty: FaultyServer, tmp_path: Path
+) -> None:
+    _deny(faulty, "PutObject", ".distcp")
+    done = _run(
+        tmp_path,
+        """
+dist.init_process_group("gloo", init_method="file://" + rendezvous, rank=0, world_size=1)
+unknown = type("Unknown", (dcp.DefaultSavePlanner,), {})()  # cannot be pickled
+for planner in (None, unknown):
+    dcp.async_save(
+        state, storage_writer=writer, planner=planner, async_checkpointer_type=AsyncCheckpointerType.PROCESS
+    )
+""",
+    )
+    assert done.returncode == 0, done.stderr
+    start = f"the asynchronous save to {_URL} failed"
+    denied, unsendable = [line for line in done.stderr.splitlines() if line.startswith(start)]
+    assert denied.startswith(f"{start} on rank 0: AccessDeniedError: PutObject on ")
+    assert unsendable.startswith(f"{start}: PicklingError: ")
+    assert _our_frames(done.stderr) == ["boundary.py"], "of what torch itself logs, in the checkpoint process"
+
+
+def _fail_on_rank_1(url: str, kind: AsyncCheckpointerType, staging: str) -> list[str]:
+    lines: list[str] = []
+
+    class Collecting(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logging.getLogger("dcp_s3").addHandler(Collecting(logging.ERROR))
+    rank = dist.get_rank()
+    stager = S3Stager({"staging_limit": "1MiB"} if rank == 1 and staging == "fails" else {}, asynchronous=True)
+    answer: Any = dcp.async_save(
+        {f"of rank {rank}": torch.ones(1_000_000)},
+        storage_writer=S3StorageWriter(url),
+        async_stager=stager,
+        async_checkpointer_type=kind,
+    )
+    assert isinstance(answer, AsyncSaveResponse)
+    assert answer.upload_completion.exception(_PATIENCE_SECONDS) is not None
+    return _wait_for_one(lambda: lines)
+
+
+@pytest.mark.parametrize("kind", list(AsyncCheckpointerType), ids=lambda kind: str(kind.name))
+@pytest.mark.parametrize("staging", ["passes", "fails"])
+def test_every_rank_logs_once_which_rank_failed(
+    faulty: FaultyServer, kind: AsyncCheckpointerType, staging: str
+) -> None:
+    if staging == "passes":
+        faulty.rule = lambda r: _DENIED if r.operation == "PutObject" and "/__1_" in r.key else None
+    cause = "AccessDeniedError: PutObject on " if staging == "passes" else "StagingLimitError: "
+    for (line,) in run_ranks(2, _fail_on_rank_1, _URL, kind, staging):
+        assert line.startswith(f"the asynchronous save to {_URL} failed on rank 1: {cause}")
+
+
+def _fail_on_both(url: str) -> list[str]:
+    lines = _fail_on_rank_1(url, AsyncCheckpointerType.THREAD, "passes")
+    assert len(lines) == 1
+    return lines
+
+
+def test_a_cause_of_several_ranks_is_told_once(faulty: FaultyServer) -> None:
+    _deny(faulty, "PutObject", ".distcp")
+    for (line,) in run_ranks(3, _fail_on_both, _URL):
+        assert line.startswith(f"the asynchronous save to {_URL} failed on ranks 0 to 2: AccessDeniedError: ")
+
+
+class _BrokenPlanner(DefaultSavePlanner):
+    def create_global_plan(self, all_plans: Any) -> Any:
+        raise ZeroDivisionError("in the planner")
+
+
+@pytest.mark.parametrize("use_collectives", [True, False])
+def test_what_fails_outside_of_dcp_s3_is_logged_as_well(
+    faulty: FaultyServer, caplog: pytest.LogCaptureFixture, use_collectives: bool
+) -> None:
+    future: Any = dcp.async_save(
+        {"w": torch.ones(3)},
+        storage_writer=S3StorageWriter(_URL),
+        planner=_BrokenPlanner(),
+        use_collectives=use_collectives,
+    )
+    with pytest.raises((CheckpointException, ZeroDivisionError)):
+        future.result(_PATIENCE_SECONDS)
+    (message,) = _wait_for_one(lambda: _logged(caplog, logging.ERROR))
+    assert "ZeroDivisionError: in the planner" in message
+    assert _URL in message
+
+
+def test_a_state_that_torchs_writer_cannot_get_is_logged(tmp_path: Path) -> None:
+    assert run_ranks(2, _stage_for_torchs_writer, str(tmp_path)) == [0, 1]
+
+
+def _stage_for_torchs_writer(path: str) -> int:
+    lines: list[str] = []
+
+    class Collecting(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            lines.append(record.getMessage())
+
+    logging.getLogger("dcp_s3").addHandler(Collecting(logging.ERROR))
+    stager = S3Stager({"staging_limit": "1MiB"} if dist.get_rank() == 1 else {})
+    future: Any = dcp.async_save(
+        {f"of rank {dist.get_rank()}": torch.ones(1_000_000)},
+        storage_writer=dcp.FileSystemWriter(path),
+        async_stager=stager,
+    )
+    assert isinstance(future.exception(_PATIENCE_SECONDS), CheckpointException)
+    assert all(line.startswith("a state could not be staged: StagingLimitError: ") for line in lines)
+    return len(lines)
+
+
+def test_saves_that_succeed_and_saves_that_raise_to_their_caller_log_nothing(
+    faulty: FaultyServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    future: Any = dcp.async_save({"w": torch.ones(3)}, storage_writer=S3StorageWriter(_URL))
+    future.result(_PATIENCE_SECONDS)
+    _deny(faulty, "PutObject", ".distcp")
+    with pytest.raises(CheckpointException):
+        dcp.save({"w": torch.ones(3)}, storage_writer=S3StorageWriter(f"{_URL}0"))
+    with ThreadPoolExecutor(1) as pool:  # of the user's, who waits
+        error = pool.submit(dcp.save, {"w": torch.ones(3)}, storage_writer=S3StorageWriter(f"{_URL}1")).exception()
+    assert isinstance(error, CheckpointException)
+    pickle.dumps(S3StorageWriter(_URL))
+    assert _logged(caplog, logging.ERROR) == []
+
+
+# --- without our frames ------------------------------------------------------------------------------------
+
+
+def test_a_save_that_nobody_catches_shows_the_cause_and_none_of_our_frames(
+    faulty: FaultyServer, tmp_path: Path
+) -> None:
+    _deny(faulty, "PutObject", ".distcp")
+    done = _run(tmp_path, "dcp.save(state, storage_writer=writer)")
+    assert done.returncode == 1
+    _assert_plain(done.stderr)
+    assert "boto" not in done.stderr
+
+
+def _assert_plain(text: str) -> None:
+    assert text.startswith("Traceback"), text
+    assert _our_frames(text) == ["boundary.py"], text
+    assert "During handling" not in text
+    assert "direct cause" not in text
+    assert re.search(r"^dcp_s3\.errors\.\w+: .* Remedy: ", text, re.MULTILINE)
+
+
+def _save(size: int = 3) -> None:
+    dcp.save({"w": torch.ones(size)}, storage_writer=S3StorageWriter(_URL))
+
+
+def _load(size: int = 3, **planner: Any) -> None:
+    dcp.load({"w": torch.ones(size)}, storage_reader=S3StorageReader(_URL), **planner)
+
+
+@pytest.mark.parametrize(
+    ("saved", "operation", "name", "act"),
+    [
+        (False, "PutObject", ".metadata", _save),
+        (False, "GetObject", ".metadata", _save),
+        (True, "", "", _save),
+        (True, "GetObject", ".metadata", _load),
+        (True, "GetObject", ".distcp", _load),
+        (False, "", "", _load),
+        (True, "", "", lambda: _load(4, planner=S3LoadPlanner())),
+    ],
+    ids=["commit", "plan", "save again", "load metadata", "load data", "load nothing", "load another shape"],
+)
+def test_errors_show_the_boundary_and_none_of_our_frames(
+    faulty: FaultyServer,
+    caplog: pytest.LogCaptureFixture,
+    saved: bool,
+    operation: str,
+    name: str,
+    act: Callable[[], None],
+) -> None:
+    if saved:
+        _save()
+    if operation:
+        _deny(faulty, operation, name)
+    with pytest.raises(CheckpointException) as caught:
+        act()
+    _assert_plain("".join(traceback.format_exception(caught.value)))
+    # torch says of whatever its loader catches that there is no metadata.
+    assert _logged(caplog, logging.WARNING) == []
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_the_metadata_of_a_single_rank_is_still_looked_for(faulty: FaultyServer, listed: bool) -> None:
+    dcp.save({"w": torch.ones(3)}, storage_writer=S3StorageWriter(_URL), use_collectives=False)
+    if not listed:
+        faulty.rule = lambda r: _DENIED if r.operation.startswith("List") else None
+    state = {"w": torch.zeros(3)}
+    dcp.load(state, storage_reader=S3StorageReader(_URL))
+    assert torch.equal(state["w"], torch.ones(3))
+
+
+def _failures(url: str) -> tuple[list[tuple[Any, ...]], str]:
+    state = {f"of rank {dist.get_rank()}": torch.ones(1000)}
+    try:
+        dcp.save(state, storage_writer=S3StorageWriter(url))
+    except CheckpointException as error:
+        causes: Any = [cause for cause, _ in error.failures.values()]
+        told = [(type(cause), cause.bucket, cause.operation, cause.attempts, cause.key) for cause in causes]
+        return told, "".join(traceback.format_exception(error))
+    raise AssertionError("nothing failed")
+
+
+def test_each_rank_is_told_of_all_with_one_frame_for_each(faulty: FaultyServer) -> None:
+    _deny(faulty, "PutObject", ".distcp")
+    for told, text in run_ranks(4, _failures, _URL):
+        assert [each[:4] for each in told] == [(errors.AccessDeniedError, BUCKET, "PutObject", 1)] * 4
+        assert [key.startswith(f"run/step-1/__{rank}_") for rank, (*_, key) in enumerate(told)] == [True] * 4
+        assert _our_frames(text) == ["boundary.py"] * 4
+
+
+def _calls(faulty: FaultyServer) -> dict[str, Callable[[], object]]:
+    denied = S3StorageWriter(_URL)
+    return {
+        "reset": lambda: S3StorageWriter().reset("nonsense"),
+        "prepare_local_plan": lambda: denied.prepare_local_plan(dcp.SavePlan([])),
+        "read_metadata": lambda: S3StorageReader(_URL).read_metadata(),
+        "create_local_plan": lambda: _plan_another_shape(),
+    }
+
+
+def _plan_another_shape() -> None:
+    planner = S3LoadPlanner()
+    metadata = dcp.metadata.Metadata(
+        {
+            "w": dcp.metadata.TensorStorageMetadata(
+                dcp.metadata.TensorProperties(),
+                torch.Size([3]),
+                [dcp.metadata.ChunkStorageMetadata(*[torch.Size([3])] * 2)],
+            )
+        }
+    )
+    planner.set_up_planner({"w": torch.ones(4)}, metadata)
+    planner.create_local_plan()
+
+
+@pytest.mark.parametrize("name", ["reset", "prepare_local_plan", "read_metadata", "create_local_plan"])
+def test_the_frames_are_in_the_log_at_level_debug(
+    faulty: FaultyServer, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    _deny(faulty, "GetObject", ".metadata")
+    with caplog.at_level(logging.DEBUG, "dcp_s3.boundary"), pytest.raises(errors.DcpS3Error) as caught:
+        _calls(faulty)[name]()
+    assert caught.value.__cause__ is caught.value.__context__ is None
+    assert [Path(entry.path).name for entry in caught.traceback][-1] == "boundary.py"
+    (record,) = caplog.records
+    assert name in record.getMessage()
+    assert record.exc_info is not None
+    text = "".join(traceback.format_exception(*record.exc_info))
+    assert record.exc_info[1] is caught.value
+    assert len(_our_frames(caplog.text)) > 1, text
+    assert str(caught.value) in caplog.text
+
+
+class _UnreadablePlanner(DefaultSavePlanner):
+    def resolve_data(self, write_item: Any) -> Any:
+        raise ZeroDivisionError("in the planner")
+
+
+def test_what_dcp_s3_does_not_raise_on_purpose_keeps_its_frames(faulty: FaultyServer) -> None:
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save({"w": torch.ones(3)}, storage_writer=S3StorageWriter(_URL), planner=_UnreadablePlanner())
+    assert "in resolve_data" in str(caught.value)
