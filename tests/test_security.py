@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors, latest, list_checkpoints, prune, remove
 from dcp_s3.offline.replicate import download, upload
-from dcp_s3.s3 import multipart, retry
+from dcp_s3.s3 import quirks, retry
 from dcp_s3.s3.bucket import Bucket
-from dcp_s3.s3.retry import permission_of
+from dcp_s3.s3.diagnosis import permission_of
 from dcp_s3.settings import Settings
 from dcp_s3.spill.drain import Drainer, DrainReport
 from dcp_s3.spill.store import SpillStore
@@ -211,7 +211,7 @@ def test_a_drain_that_may_not_look_for_uploads_names_the_permission_and_goes_on(
     caplog: pytest.LogCaptureFixture,
     permission: str,
 ) -> None:
-    monkeypatch.setattr(multipart, "_warned", set())
+    quirks.forget()
     deny(faulty, permission)
     report = drain(tmp_path, f"{ROOT}/a")
     assert (report.committed, report.waiting) == ([f"{ROOT}/a"], {})

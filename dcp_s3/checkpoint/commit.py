@@ -31,8 +31,8 @@ from dcp_s3.format.layout import (
 )
 from dcp_s3.format.manifest import Manifest, ObjectEntry
 from dcp_s3.format.metadata import dump_metadata, load_metadata
-from dcp_s3.s3.bucket import Bucket, StoredObject
-from dcp_s3.s3.delete import Target, delete_one
+from dcp_s3.s3.bucket import Bucket
+from dcp_s3.store import StoredObject, Target
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
@@ -326,7 +326,7 @@ def publish(
         )
     except errors.DeadlineExceededError:
         if not keep_objects:
-            delete_quietly(bucket.for_cleanup(), commit.keys, "of a save that was given up")
+            delete_quietly(bucket.within(bucket.limit.for_cleanup()), commit.keys, "of a save that was given up")
         raise
     if is_late():
         _check_whole(bucket, commit, keep_objects=keep_objects)
@@ -359,11 +359,11 @@ def publish(
             delete_quietly(bucket, commit.keys, "of the save that lost")
         raise exists_error(identity.url, replaceable=identity.rank is None) from None
     except errors.DeadlineExceededError:
-        if not _is_committed_after_all(bucket.for_cleanup(), identity):
+        if not _is_committed_after_all(bucket.within(bucket.limit.for_cleanup()), identity):
             raise
     # Whoever deletes says so first and looks for commits then: one of the two sees the other.
     if is_late():
-        _check_still_whole(bucket.for_cleanup(), commit, replaced, keep_objects=keep_objects)
+        _check_still_whole(bucket.within(bucket.limit.for_cleanup()), commit, replaced, keep_objects=keep_objects)
     if old := previous.keys - commit.keys:
         _delete_replaced(bucket, identity, previous, old)
     size = sum(entry.size for entry in commit.objects)
@@ -401,7 +401,7 @@ def _check_still_whole(bucket: Bucket, commit: Commit, replaced: StoredObject | 
         found = bucket.get(key)
         if found.data == commit.metadata:
             if replaced is None:
-                delete_one(bucket, Target(key, found.etag))
+                bucket.delete([Target(key, found.etag)])
             else:
                 bucket.write(key, replaced.data, if_match=found.etag, metadata=replaced.metadata)
     except (errors.ObjectNotFoundError, errors.PreconditionFailedError):

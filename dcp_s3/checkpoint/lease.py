@@ -21,7 +21,8 @@ from dataclasses import replace
 
 from dcp_s3 import errors
 from dcp_s3.format.layout import DELETION_PREFIX, lease_object, metadata_object, new_save_id, parse_deletion_object
-from dcp_s3.s3.bucket import Bucket, limit_timeouts
+from dcp_s3.limit import Limit
+from dcp_s3.s3.bucket import Bucket
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
@@ -102,13 +103,13 @@ class ReaderLease:
             return
         key, self._key = self._key, None
         try:
-            replace(self._bucket.for_cleanup(), patience=_RENEWAL_TIMEOUT).delete([key])
+            limit = replace(self._bucket.limit.for_cleanup(), patience=_RENEWAL_TIMEOUT)
+            self._bucket.within(limit).delete([key])
         except errors.StorageError as error:
             logger.warning("the lease of %s stays until it ends, in at most %s s: %s", self._url, self._seconds, error)
 
     def _renew(self, done: threading.Event) -> None:
-        settings = limit_timeouts(self._bucket.settings, _RENEWAL_TIMEOUT).model_copy(update={"retry_attempts": 1})
-        bucket = replace(self._bucket, settings=settings, deadline=None)
+        bucket = self._bucket.within(Limit(hang=_RENEWAL_TIMEOUT, attempts=1))
         while not done.wait((self._seconds or 0) / 3):
             try:
                 self._write(bucket, self._key or "")

@@ -8,7 +8,8 @@ from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.layout import METADATA_CRC_KEY, metadata_object
 from dcp_s3.format.metadata import load_metadata
-from dcp_s3.s3.bucket import Bucket, StoredObject
+from dcp_s3.s3.bucket import Bucket
+from dcp_s3.store import StoredObject
 from dcp_s3.url import CheckpointURL
 
 

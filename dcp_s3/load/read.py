@@ -160,7 +160,7 @@ class LoadExecutor:
         if not requests:
             return
         threads = min(threads or self._bucket.settings.concurrency, len(requests))
-        deadline, received = self._bucket.deadline, 0
+        deadline, received = self._bucket.limit.deadline, 0
         pool = Workers(threads, "dcp_s3-download")
         try:
             inference = torch.is_inference_mode_enabled()  # a property of the thread
@@ -196,7 +196,7 @@ class LoadExecutor:
         probes = plan_probes(heads, [item.probe for item in unknown])
         if not probes:
             return
-        deadline = self._bucket.deadline
+        deadline = self._bucket.limit.deadline
         pool = Workers(min(self._bucket.settings.concurrency, len(probes)), "dcp_s3-look")
         try:
             for future in [pool.submit(look, heads, probe, self.receive) for probe in probes]:

@@ -15,7 +15,7 @@ from dcp_s3.retention.checkpoint_info import CheckpointInfo, age_order
 from dcp_s3.retention.inspect import find_damage, run
 from dcp_s3.retention.policy import AnyOf, KeepBest, Mode, PolicyFunction, best_first
 from dcp_s3.s3.async_client import open_bucket
-from dcp_s3.s3.bucket import Bucket, limit_timeouts
+from dcp_s3.s3.bucket import Bucket
 from dcp_s3.settings import Settings
 from dcp_s3.url import parse_url
 
@@ -188,7 +188,10 @@ def find(
 def impatient(settings: Settings) -> Settings:
     """For questions that are asked again, or to which the disks know an answer, too."""
     attempts = min(_ATTEMPTS, settings.retry_attempts)
-    return limit_timeouts(settings, settings.spill_after).model_copy(update={"retry_attempts": attempts})
+    timeouts = {
+        name: min(getattr(settings, name), settings.spill_after) for name in ("connect_timeout", "read_timeout")
+    }
+    return settings.model_copy(update={**timeouts, "retry_attempts": attempts})
 
 
 def _none_asked_for(catalog: CheckpointCatalog, there: Sequence[CheckpointInfo]) -> errors.CheckpointNotFoundError:

@@ -21,9 +21,10 @@ from dcp_s3.format.manifest import Manifest, ObjectEntry
 from dcp_s3.offline.verify_bytes import ByteCheck
 from dcp_s3.offline.verify_plan import StoredItem, check_manifest, find_items, is_crc, place_items
 from dcp_s3.offline.verify_report import Problem, VerifyReport
-from dcp_s3.s3.bucket import Bucket, StoredObject
+from dcp_s3.s3.bucket import Bucket
 from dcp_s3.s3.files import OnProgress
 from dcp_s3.settings import SettingsLike, resolve_settings
+from dcp_s3.store import StoredObject
 from dcp_s3.url import CheckpointURL, parse_url
 
 _ROUNDS = 3

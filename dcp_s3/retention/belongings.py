@@ -17,8 +17,7 @@ from dcp_s3.format.layout import (
 )
 from dcp_s3.retention.checkpoint_info import is_our_data, is_spread_data, own_data
 from dcp_s3.retention.plan import LEASE_MARGIN
-from dcp_s3.s3.async_client import ListedObject
-from dcp_s3.s3.delete import Target
+from dcp_s3.store import ListedObject, Target
 from dcp_s3.url import CheckpointURL
 
 

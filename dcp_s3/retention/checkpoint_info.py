@@ -25,7 +25,7 @@ from dcp_s3.format.layout import (
     step_of,
 )
 from dcp_s3.format.manifest import Manifest
-from dcp_s3.s3.async_client import ListedObject
+from dcp_s3.store import ListedObject
 from dcp_s3.url import CheckpointURL
 
 State = Literal["committed", "incomplete", "in_progress", "leftover", "local"]

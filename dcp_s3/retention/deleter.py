@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from dcp_s3 import errors
 from dcp_s3.format.deletion_list import DeletionList
@@ -15,24 +14,21 @@ from dcp_s3.format.layout import (
     PIN,
     parse_lease_object,
 )
+from dcp_s3.limit import UNLIMITED, Limit
 from dcp_s3.retention.belongings import (
     other_targets,
 )
 from dcp_s3.retention.inspect import gather
 from dcp_s3.retention.plan import LEASE_MARGIN
-from dcp_s3.s3 import multipart
-from dcp_s3.s3.async_client import AsyncBucket, ListedObject
-from dcp_s3.s3.bucket import Bucket
-from dcp_s3.s3.delete import Target, batches, delete_batch, list_versions, old_versions
+from dcp_s3.s3.async_client import AsyncBucket
+from dcp_s3.s3.delete import batches, old_versions
+from dcp_s3.store import ListedObject, Target, Upload
 from dcp_s3.url import CheckpointURL
-from dcp_s3.workers import Workers
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-WORKERS = 8
-"""Requests that delete in flight; each of 1000 keys counts as 1000 for S3, which takes 3500 a second."""
+# Each request of 1000 keys counts as 1000 for S3, which takes 3500 a second.
+_DELETES_AT_ONCE = 8
 
 
 class LeftAloneError(errors.DcpS3Error):
@@ -58,32 +54,28 @@ class Deleter:
     """Deletes objects under one root.
 
     Args:
-        bucket: to look at it.
-        workers: threads for the requests that change something.
+        bucket: of the root.
         all_versions: whether, in a bucket with versions, all of an object's go instead of a delete marker being put.
         force: whether pins, leases and saves in progress count for nothing.
         dry_run: whether it only looks.
 
     Attributes:
-        writing: the bucket, for requests that change something.
         bucket, all_versions, force, dry_run: as given.
     """
 
     def __init__(
         self,
         bucket: AsyncBucket,
-        workers: Workers,
         *,
         all_versions: bool,
         force: bool = False,
         dry_run: bool = False,
     ) -> None:
         self.bucket = bucket
-        self.writing = Bucket(bucket.name, bucket.settings)
         self.all_versions = all_versions
         self.force = force
         self.dry_run = dry_run
-        self._workers = workers
+        self._slots = asyncio.Semaphore(_DELETES_AT_ONCE)
 
     def check_marks(self, url: CheckpointURL, objects: Iterable[ListedObject], now: float) -> None:
         """
@@ -108,7 +100,7 @@ class Deleter:
 
     async def write_list(self, url: CheckpointURL, path: str, listed: DeletionList) -> None:
         """Write down what goes."""
-        await self._run(self._write, url.key(path), listed.to_json())
+        await self.bucket.write(url.key(path), listed.to_json(), content_type="application/json")
 
     async def withdraw(self, url: CheckpointURL, paths: Iterable[str]) -> None:
         """Remove lists of what will not go after all. A failure is a warning."""
@@ -121,14 +113,14 @@ class Deleter:
         self,
         targets: Sequence[Target],
         *,
-        bucket: Bucket | None = None,
+        limit: Limit = UNLIMITED,
         look: Callable[[], Awaitable[None]] | None = None,
     ) -> list[str]:
         """Delete keys, on condition of their ETags.
 
         Args:
             targets: what goes.
-            bucket: with a deadline of its own; None: `writing`.
+            limit: of each request.
             look: called before each request, and raises if nothing more may go.
 
         Returns:
@@ -138,9 +130,9 @@ class Deleter:
             found = []
             for batch in batches(targets):
                 await look()
-                found += await self._run(delete_batch, bucket or self.writing, batch)
+                found += await self._delete_batch(batch, limit)
             return found
-        changed = await gather([self._run(delete_batch, bucket or self.writing, batch) for batch in batches(targets)])
+        changed = await gather([self._delete_batch(batch, limit) for batch in batches(targets)])
         return [key for each in changed for key in each]
 
     async def delete_rest(
@@ -172,17 +164,13 @@ class Deleter:
         """All versions but a current one, which was written since."""
         commits, keys = ({url.key(path) for path in paths} for paths in (listed.commits, listed.objects))
         if commits or keys:
-            for step in old_versions(await self._run(list_versions, self.writing, url.key("")), commits, keys):
+            for step in old_versions(await self.bucket.list_versions(url.key("")), commits, keys):
                 await self.delete_all(step)
 
     async def abort(self, key: str, upload_id: str) -> None:
         """Abort an open multipart upload; one that is not there any more is no error."""
-        await self._run(multipart.abort, self.writing, key, upload_id)
+        await self.bucket.abort(Upload(key, upload_id))
 
-    def _write(self, key: str, data: bytes) -> None:
-        self.writing.write(key, data, content_type="application/json")
-
-    async def _run(self, function: Callable[..., T], *arguments: object) -> T:
-        """In a thread: these requests are boto3's."""
-        result: T = await asyncio.wrap_future(self._workers.submit(function, *arguments))
-        return result
+    async def _delete_batch(self, batch: Sequence[Target], limit: Limit) -> list[str]:
+        async with self._slots:
+            return await self.bucket.delete(batch, limit=limit)

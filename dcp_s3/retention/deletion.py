@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.lease import DELETION_BEGINS
@@ -32,6 +32,7 @@ from dcp_s3.format.layout import (
 )
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.format.saved_entries import needed_objects
+from dcp_s3.limit import Deadline, Limit
 from dcp_s3.retention.belongings import (
     Belongings,
     commit_steps,
@@ -43,9 +44,7 @@ from dcp_s3.retention.belongings import (
 from dcp_s3.retention.checkpoint_info import CheckpointInfo
 from dcp_s3.retention.deleter import Deleter, Deletion, LeftAloneError
 from dcp_s3.retention.inspect import Inspected, inspect, matching_manifest, save_id_of
-from dcp_s3.s3.bucket import limit_timeouts
-from dcp_s3.s3.deadline import Deadline
-from dcp_s3.s3.delete import Target
+from dcp_s3.store import Target
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
@@ -110,11 +109,10 @@ class Remover:
         except (LeftAloneError, errors.StorageError):
             await self._deleter.withdraw(url, [path])
             raise
-        settings = limit_timeouts(self._deleter.writing.settings, _ATTEMPT_SECONDS)
-        in_time = replace(self._deleter.writing, settings=settings, deadline=deadline)
+        in_time = Limit(deadline=deadline, hang=_ATTEMPT_SECONDS)
         for step in commit_steps(url, listed):
             try:
-                changed = await self._deleter.delete_all(step, bucket=in_time)
+                changed = await self._deleter.delete_all(step, limit=in_time)
             except errors.StorageError as error:
                 await self._give_up(url, path, listed, error)
                 raise

@@ -47,7 +47,8 @@ from dcp_s3.retention.checkpoint_info import (
     with_metrics,
     with_step,
 )
-from dcp_s3.s3.async_client import AsyncBucket, ListedObject
+from dcp_s3.s3.async_client import AsyncBucket
+from dcp_s3.store import ListedObject
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ from dcp_s3.retention.deleter import Deleter, Deletion, LeftAloneError
 from dcp_s3.retention.inspect import inspect
 from dcp_s3.retention.plan import LeftoverObject
 from dcp_s3.retention.scan import look_deeper
-from dcp_s3.s3.delete import Target
+from dcp_s3.store import Target
 from dcp_s3.url import CheckpointURL
 
 

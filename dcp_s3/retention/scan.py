@@ -32,7 +32,8 @@ from dcp_s3.retention.checkpoint_info import (
 from dcp_s3.retention.inspect import Inspected, find_damage, inspect, map_bounded, save_id_of
 from dcp_s3.retention.plan import LEASE_MARGIN, LeftoverObject, OpenUpload, Plan, make_plan
 from dcp_s3.retention.policy import PolicyFunction
-from dcp_s3.s3.async_client import AsyncBucket, ListedObject, ListedUpload
+from dcp_s3.s3.async_client import AsyncBucket
+from dcp_s3.store import ListedObject, Upload
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
@@ -192,7 +193,7 @@ def merge_local(found: Iterable[CheckpointInfo], local: Iterable[CheckpointInfo]
     return list(merged.values())
 
 
-def open_upload(root: CheckpointURL, upload: ListedUpload) -> OpenUpload | None:
+def open_upload(root: CheckpointURL, upload: Upload) -> OpenUpload | None:
     """An open upload of a data object in a directory right under ``root``; None if it is something else's."""
     name, _, path = upload.key[len(root.key("")) :].partition("/")
     if not name or not path.endswith(DATA_SUFFIX) or ("/" in path and not is_spread_data(path)):

@@ -1,126 +1,37 @@
-"""aiobotocore: many small requests at once, for what looks at whole buckets rather than moves data.
+"""A bucket through aiobotocore: many small requests at once, for what looks at whole buckets rather than moves data.
 
-An `AsyncBucket` lives inside one event loop and one ``async with``. Retries, waits and errors are those of `retry`.
+An `AsyncBucket` lives inside one event loop and one ``async with``.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import datetime
-import email.utils
-import functools
-import logging
-import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import aiohttp
-import botocore.exceptions as boto
 from aiobotocore.config import AioConfig
 from aiobotocore.session import get_session
+from botocore import xform_name
 
 from dcp_s3 import errors
-from dcp_s3.s3 import retry
+from dcp_s3.limit import UNLIMITED, Limit
+from dcp_s3.s3 import listing, multipart, operations, retry
 from dcp_s3.s3.answers import check_answers
-from dcp_s3.s3.client import client_options, config_options, look_once, share_loader
+from dcp_s3.s3.client import client_options, config_options, look_once, prepare_session
+from dcp_s3.s3.delete import delete
+from dcp_s3.s3.operations import Operation, Request, request_arguments
 from dcp_s3.s3.throttle import gate_of
 from dcp_s3.settings import Settings
-
-logger = logging.getLogger(__name__)
+from dcp_s3.store import ListedObject as ListedObject
+from dcp_s3.store import Page, Target
+from dcp_s3.store import Upload as ListedUpload
 
 T = TypeVar("T")
 
 MAX_REQUESTS = 32
 """Requests in flight. S3 answers thousands a second; what bounds a listing is one process's CPU, which 32 keep
 busy over round trips of tens of milliseconds."""
-
-# The most that S3 gives: https://docs.aws.amazon.com/AmazonS3/latest/API/API_ListObjectsV2.html
-PAGE_SIZE = 1000
-
-
-async def call(
-    request: Callable[[], Awaitable[T]],
-    *,
-    operation: str,
-    bucket: str,
-    key: str = "",
-    attempts: int,
-) -> T:
-    """`retry.call` for a coroutine function: run ``request`` until it succeeds, fails for good, or ``attempts``
-    are used up. Cancelling the task ends it at once.
-
-    Raises:
-        StorageError: a subclass for the failure.
-    """
-    attempt = 0
-    while True:
-        attempt += 1
-        try:
-            return await request()
-        except (boto.BotoCoreError, boto.ClientError, OSError) as error:
-            failure: Exception = error
-        except (aiohttp.ClientError, asyncio.TimeoutError) as error:
-            # aiobotocore lets some of these through while it reads a body. Before Python 3.11 asyncio's
-            # TimeoutError is no OSError.
-            failure = boto.HTTPClientError(error=error)
-            failure.__cause__ = error
-        if attempt >= attempts or not retry.is_retryable(failure):
-            raise retry.to_storage_error(failure, operation, bucket, key, attempt) from failure
-        wait = retry.backoff(attempt)
-        logger.debug("%s s3://%s/%s failed (%s); attempt %d of %d, next in %.2f s",
-                     operation, bucket, key, failure, attempt, attempts, wait)  # fmt: skip
-        await asyncio.sleep(wait)
-
-
-@dataclass(frozen=True)
-class ListedObject:
-    """One object of a listing.
-
-    Attributes:
-        key: its key.
-        size: bytes.
-        modified_at: when it was written, seconds since the epoch.
-        etag: as S3 gave it, with quotes; empty if it gave none.
-    """
-
-    key: str
-    size: int
-    modified_at: float
-    etag: str = ""
-
-
-@dataclass(frozen=True)
-class Page:
-    """One page of a listing, at most 1000 entries.
-
-    Attributes:
-        objects: in key order.
-        prefixes: with a delimiter, the common prefixes, each with the delimiter at its end.
-        next_token: asks for the next page; None on the last.
-        server_time: seconds since the epoch on the server's clock, None if its answer does not tell.
-    """
-
-    objects: tuple[ListedObject, ...]
-    prefixes: tuple[str, ...]
-    next_token: str | None
-    server_time: float | None = None
-
-
-@dataclass(frozen=True)
-class ListedUpload:
-    """A multipart upload that is neither completed nor aborted.
-
-    Attributes:
-        key: of the object that it would become.
-        upload_id: S3's id of it.
-        initiated_at: when it was begun, seconds since the epoch.
-    """
-
-    key: str
-    upload_id: str
-    initiated_at: float
 
 
 class AsyncBucket:
@@ -131,50 +42,74 @@ class AsyncBucket:
         settings: whose retries and common arguments apply.
         client: an open aiobotocore S3 client.
         max_requests: requests in flight at once.
-
-    Attributes:
-        requests: number of requests so far, each attempt counted.
     """
 
     def __init__(self, name: str, settings: Settings, client: Any, *, max_requests: int) -> None:
         self.name = name
         self.settings = settings
         self.requests = 0
+        """Number of requests so far, each attempt counted."""
         self._client = client
         self._slots = asyncio.Semaphore(max_requests)
-        owner = settings.expected_bucket_owner
-        self._common = {"Bucket": name} | ({"ExpectedBucketOwner": owner} if owner else {})
 
-    async def _call(self, operation: str, key: str, request: Callable[[], Awaitable[T]]) -> T:
-        async def with_slot() -> T:
-            async with self._slots:  # not held while waiting for the next attempt
-                began = time.monotonic()
-                self.requests += 1
+    # --- carrying out -----------------------------------------------------------------------------------
+
+    async def run(self, operation: Operation[T], *, limit: Limit = UNLIMITED) -> T:
+        """Carry out an operation within ``limit``.
+
+        Raises:
+            StorageError: what the operation raises.
+        """
+        try:
+            request = next(operation)
+            while True:
                 try:
-                    return await request()
-                except boto.ClientError as error:
-                    if retry.is_throttling(error):
-                        gate_of(self.settings.endpoint_url, self.name, self.settings.concurrency).signal(began)
-                    raise
+                    answer = await self._try(request, limit)
+                except errors.StorageError as error:
+                    request = operation.throw(error)
+                else:
+                    request = operation.send(answer)
+        except StopIteration as done:
+            result: T = done.value
+            return result
+        finally:
+            operation.close()
 
-        return await call(
-            with_slot,
-            operation=operation,
-            bucket=self.name,
-            key=key,
-            attempts=self.settings.retry_attempts,
-        )
+    async def _try(self, request: Request, limit: Limit) -> Any:
+        settings = self.settings
+        most = settings.retry_attempts if limit.attempts is None else min(settings.retry_attempts, limit.attempts)
+        tries = retry.Tries(request.operation, self.name, request.key, most, limit)
+
+        async def attempt() -> Any:
+            async with self._slots:  # not held while waiting for the next attempt
+                self.requests += 1
+                return await asyncio.wait_for(self._attempt(request), limit.hang)
+
+        gate = gate_of(settings.endpoint_url, self.name, settings.concurrency)
+        return await retry.call_async(attempt, tries, gate=gate, data=request.data)
+
+    async def _attempt(self, request: Request) -> Any:
+        try:
+            method = getattr(self._client, xform_name(request.operation))
+            answer = await method(**operations.common_arguments(self), **request_arguments(request))
+            if "Body" in answer:
+                async with answer["Body"] as body:
+                    answer = {**answer, "Body": await body.read() if request.reads_body else b""}
+        except Exception as error:
+            if request.on_failure is not None:
+                request.on_failure(error)
+            raise
+        return answer if request.parse is None else request.parse(answer)
+
+    # --- objects ----------------------------------------------------------------------------------------
 
     async def head(self, key: str) -> Mapping[str, Any]:
-        """S3's HeadObject answer.
+        """S3's HeadObject answer, with the names of user metadata in lower case.
 
         Raises:
             ObjectNotFoundError: there is none (or no such bucket); other StorageErrors.
         """
-        answer: Mapping[str, Any] = await self._call(
-            "HeadObject", key, lambda: self._client.head_object(**self._common, Key=key)
-        )
-        return answer
+        return await self.run(operations.head(key))
 
     async def read(self, key: str) -> bytes:
         """All bytes of a small object.
@@ -182,13 +117,28 @@ class AsyncBucket:
         Raises:
             ObjectNotFoundError: there is none; other StorageErrors.
         """
+        return (await self.run(operations.get(key))).data
 
-        async def request() -> bytes:
-            answer = await self._client.get_object(**self._common, Key=key)
-            async with answer["Body"] as body:
-                return bytes(await body.read())
+    async def write(self, key: str, data: bytes, *, content_type: str = "application/octet-stream") -> None:
+        """Put a small object.
 
-        return await self._call("GetObject", key, request)
+        Raises:
+            StorageError: it may not be there.
+        """
+        await self.run(operations.put(self, key, data, content_type=content_type))
+
+    async def delete(self, targets: Iterable[Target], *, limit: Limit = UNLIMITED) -> list[str]:
+        """Delete objects; those that do not exist count as deleted. Each request waits for its turn while S3 throttles.
+
+        Returns:
+            Keys that were left alone because they have another ETag. Stores that know no conditional deletes ignore it.
+
+        Raises:
+            StorageError: some could not be deleted.
+        """
+        return await self.run(delete(self, targets, data=True), limit=limit)
+
+    # --- listings ---------------------------------------------------------------------------------------
 
     async def page(self, prefix: str, *, delimiter: str = "", token: str | None = None) -> Page:
         """One page of a listing of the keys that start with ``prefix``.
@@ -201,23 +151,7 @@ class AsyncBucket:
         Raises:
             BucketNotFoundError: no such bucket; other StorageErrors.
         """
-        arguments: dict[str, Any] = {**self._common, "Prefix": prefix, "MaxKeys": PAGE_SIZE}
-        if delimiter:
-            arguments["Delimiter"] = delimiter
-        if token is not None:
-            arguments["ContinuationToken"] = token
-        answer: Mapping[str, Any] = await self._call(
-            "ListObjectsV2", prefix, lambda: self._client.list_objects_v2(**arguments)
-        )
-        return Page(
-            objects=tuple(
-                ListedObject(entry["Key"], int(entry["Size"]), timestamp(entry["LastModified"]), entry.get("ETag", ""))
-                for entry in answer.get("Contents", ())
-            ),
-            prefixes=tuple(entry["Prefix"] for entry in answer.get("CommonPrefixes", ())),
-            next_token=answer["NextContinuationToken"] if answer.get("IsTruncated") else None,
-            server_time=_server_time(answer),
-        )
+        return await self.run(listing.page(prefix, delimiter=delimiter, token=token))
 
     async def pages(self, prefix: str, *, delimiter: str = "") -> list[Page]:
         """All pages of a listing.
@@ -234,48 +168,37 @@ class AsyncBucket:
         """Every object whose key starts with ``prefix``, in key order."""
         return [found for page in await self.pages(prefix) for found in page.objects]
 
-    async def list_uploads(self, prefix: str) -> tuple[ListedUpload, ...]:
+    async def list_uploads(self, prefix: str) -> Sequence[ListedUpload]:
         """Every open multipart upload whose key starts with ``prefix``, by key.
 
         Raises:
             BucketNotFoundError: no such bucket; other StorageErrors.
         """
-        found: list[ListedUpload] = []
-        arguments: dict[str, Any] = {**self._common, "Prefix": prefix, "MaxUploads": PAGE_SIZE}
-        while True:
-            try:
-                answer: Mapping[str, Any] = await self._call(
-                    "ListMultipartUploads",
-                    prefix,
-                    functools.partial(self._client.list_multipart_uploads, **arguments),
-                )
-            except errors.BucketNotFoundError:
-                raise
-            except errors.ObjectNotFoundError:
-                return tuple(found)  # rclone's answer for a bucket without uploads
-            found += [
-                ListedUpload(entry["Key"], entry["UploadId"], timestamp(entry["Initiated"]))
-                for entry in answer.get("Uploads", ())
-                if entry["Key"].startswith(prefix)
-            ]
-            if not answer.get("IsTruncated"):
-                return tuple(found)
-            arguments |= {"KeyMarker": answer["NextKeyMarker"], "UploadIdMarker": answer["NextUploadIdMarker"]}
+        return await self.run(listing.uploads(prefix))
 
+    async def abort(self, upload: ListedUpload) -> None:
+        """Abort a multipart upload; one that is gone counts as aborted.
 
-def _server_time(answer: Mapping[str, Any]) -> float | None:
-    headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
-    try:
-        return timestamp(email.utils.parsedate_to_datetime(headers["date"]))
-    except (KeyError, ValueError, TypeError):
-        return None
+        Raises:
+            StorageError: it may stay open.
+        """
+        await self.run(multipart.abort(upload.key, upload.upload_id))
 
+    async def list_versions(self, prefix: str) -> Sequence[listing.StoredVersion]:
+        """Every version of every object whose key starts with ``prefix``.
 
-def timestamp(value: datetime.datetime) -> float:
-    """Seconds since the epoch of a time in an answer of S3's; one without a zone is in UTC."""
-    if value.tzinfo is None:
-        value = value.replace(tzinfo=datetime.timezone.utc)
-    return value.timestamp()
+        Raises:
+            StorageError: the store has no ListObjectVersions, the permission is missing, ...
+        """
+        return await self.run(listing.versions(prefix))
+
+    async def check_versions(self, prefix: str) -> None:
+        """Whether `list_versions` would be answered: one request.
+
+        Raises:
+            StorageError: as `list_versions`.
+        """
+        await self.run(listing.check_versions(prefix))
 
 
 @contextlib.asynccontextmanager
@@ -291,11 +214,11 @@ async def open_bucket(name: str, settings: Settings, *, max_requests: int = MAX_
 
         async def connect() -> Any:
             session = get_session()
-            share_loader(session)
+            prepare_session(session)
             client = session.create_client("s3", config=AioConfig(**options), **client_options(settings, session))
             return await stack.enter_async_context(client)
 
-        client = await call(connect, operation="create_client", bucket=name, attempts=1)
+        client = await retry.call_async(connect, retry.Tries("create_client", name, "", 1, UNLIMITED))
         check_answers(client)
         look_once(client)
         yield AsyncBucket(name, settings, client, max_requests=max_requests)

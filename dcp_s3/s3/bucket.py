@@ -1,107 +1,107 @@
-"""Requests for whole, small objects of one bucket, each with retries and the settings' common arguments."""
+"""A bucket through boto3: operations carried out one request after the other, in the caller's thread."""
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from botocore.exceptions import ClientError
+from botocore import xform_name
 
 from dcp_s3 import errors
-from dcp_s3.checksum import ChecksumAlgorithm, crc32c, crc64nvme, encode_crc
-from dcp_s3.s3 import retry
-from dcp_s3.s3.checksum_support import with_or_without
+from dcp_s3.limit import UNLIMITED, Limit
+from dcp_s3.s3 import listing, multipart, operations, retry
 from dcp_s3.s3.client import forget_client, get_client
-from dcp_s3.s3.deadline import Deadline
+from dcp_s3.s3.delete import delete
 from dcp_s3.s3.flight import hang_at_most
+from dcp_s3.s3.operations import Operation, Request, request_arguments
 from dcp_s3.s3.throttle import Gate, gate_of
 from dcp_s3.settings import Settings
+from dcp_s3.store import StoredObject as StoredObject
+from dcp_s3.store import Target, Upload
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# https://docs.aws.amazon.com/AmazonS3/latest/API/API_DeleteObjects.html
-DELETE_BATCH = 1000
-
-# After a deadline: to abort uploads and delete objects, in all.
-_CLEANUP_SECONDS = 10.0
-
-
-@dataclass(frozen=True)
-class StoredObject:
-    """A small object as it was read.
-
-    Attributes:
-        data: its bytes.
-        metadata: user metadata, names in lower case.
-        etag: as S3 gave it, with quotes.
-    """
-
-    data: bytes
-    metadata: Mapping[str, str]
-    etag: str
-
 
 @dataclass(frozen=True)
 class Bucket:
-    """A bucket as these settings reach it. Holds no connection: cheap, picklable, fork-safe.
-
-    Attributes:
-        name: bucket name.
-        settings: of the writer or reader.
-        patience: seconds after which a request that fails is not tried again; None to go by the attempts alone.
-        deadline: after which its requests fail with DeadlineExceededError.
-    """
+    """A bucket as these settings reach it. Holds no connection: cheap, picklable, fork-safe."""
 
     name: str
     settings: Settings
-    patience: float | None = None
-    deadline: Deadline | None = None
+    limit: Limit = UNLIMITED
+    """Of its requests."""
 
     @property
     def client(self) -> Any:
         """This process's boto3 client."""
         return get_client(self.settings)
 
-    def for_cleanup(self) -> Bucket:
-        """The bucket for removing what a failure left: a deadline is put off a little, for all of that together."""
-        if self.deadline is None:
-            return self
-        deadline = replace(self.deadline, at=max(self.deadline.at, time.monotonic() + _CLEANUP_SECONDS))
-        return replace(self, settings=limit_timeouts(self.settings, _CLEANUP_SECONDS), deadline=deadline)
-
     @property
     def gate(self) -> Gate:
         """This process's gate for its data requests."""
         return gate_of(self.settings.endpoint_url, self.name, self.settings.concurrency)
 
-    @property
-    def wire_checksum(self) -> ChecksumAlgorithm:
-        """Algorithm of the checksum sent with every part and object."""
-        return "crc64nvme" if self.settings.checksum == "auto" else self.settings.checksum
+    def within(self, limit: Limit) -> Bucket:
+        """The bucket, its requests bounded by ``limit`` and nothing else."""
+        return replace(self, limit=limit)
 
-    @property
-    def common(self) -> dict[str, Any]:
-        """Arguments of every request."""
-        owner = self.settings.expected_bucket_owner
-        return {"Bucket": self.name} | ({"ExpectedBucketOwner": owner} if owner else {})
+    # --- carrying out -----------------------------------------------------------------------------------
 
-    def creation_arguments(self, *, data: bool) -> dict[str, Any]:
-        """Arguments of requests that create an object: encryption, and for data objects the storage class."""
-        arguments: dict[str, Any] = {}
-        if self.settings.sse:
-            arguments["ServerSideEncryption"] = self.settings.sse
-        if self.settings.sse_kms_key_id:
-            arguments["SSEKMSKeyId"] = self.settings.sse_kms_key_id
-        if data and self.settings.storage_class:
-            arguments["StorageClass"] = self.settings.storage_class
-        return arguments
+    def run(self, operation: Operation[T], *, cancel: threading.Event | None = None) -> T:
+        """Carry out an operation; ``cancel`` ends it as that of the limit does.
+
+        Raises:
+            Cancelled: it was cancelled.
+            StorageError: what the operation raises.
+        """
+        try:
+            request = next(operation)
+            while True:
+                try:
+                    answer = self._try(request, cancel)
+                except errors.StorageError as error:
+                    request = operation.throw(error)
+                else:
+                    request = operation.send(answer)
+        except StopIteration as done:
+            result: T = done.value
+            return result
+        finally:
+            operation.close()
+
+    def _try(self, request: Request, cancel: threading.Event | None) -> Any:
+        return self.call(
+            request.operation, request.key, lambda: self._attempt(request), cancel=cancel, data=request.data
+        )
+
+    def _attempt(self, request: Request) -> Any:
+        try:
+            answer = self.send(request)
+        except Exception as error:
+            if request.on_failure is not None:
+                request.on_failure(error)
+            raise
+        if "Body" in answer:
+            body = answer["Body"]
+            answer = {**answer, "Body": body.read() if request.reads_body else body.close()}
+        return answer if request.parse is None else request.parse(answer)
+
+    def send(self, request: Request) -> Any:
+        """Send a request once.
+
+        Returns:
+            boto3's answer; its ``Body``, if there is one, has not been read.
+
+        Raises:
+            Exception: what botocore, urllib3 or the socket raise.
+        """
+        method = getattr(self.client, xform_name(request.operation))
+        return method(**operations.common_arguments(self), **request_arguments(request))
 
     def call(
         self,
@@ -110,7 +110,6 @@ class Bucket:
         request: Callable[[], T],
         *,
         cancel: threading.Event | None = None,
-        recover: Callable[[Exception], T | None] | None = None,
         data: bool = False,
         attempts: int | None = None,
     ) -> T:
@@ -118,55 +117,34 @@ class Bucket:
 
         ``attempts``: other than the settings say.
         """
+        settings, limit = self.settings, self.limit
+        if cancel is not None:
+            limit = replace(limit, cancel=cancel)
+        most = settings.retry_attempts if limit.attempts is None else min(settings.retry_attempts, limit.attempts)
+        tries = retry.Tries(operation, self.name, key, most if attempts is None else attempts, limit)
+        connect, read = settings.connect_timeout, settings.read_timeout
+        if limit.hang is not None:
+            connect, read = min(connect, limit.hang), min(read, limit.hang)
 
         def attempt() -> T:
-            with hang_at_most(self.settings.connect_timeout, self.settings.read_timeout):
+            with hang_at_most(connect, read):
                 return request()
 
-        def call() -> T:
-            return retry.call(
-                attempt,
-                operation=operation,
-                bucket=self.name,
-                key=key,
-                attempts=self.settings.retry_attempts if attempts is None else attempts,
-                patience=self.patience,
-                deadline=self.deadline,
-                cancel=cancel,
-                recover=recover,
-                gate=self.gate,
-                data=data,
-            )
-
         try:
-            if self.settings.checksum != "auto":
-                return call()
-            return with_or_without(call, operation=operation, endpoint_url=self.settings.endpoint_url)
+            return retry.call(attempt, tries, gate=self.gate, data=data)
         except errors.CredentialsError:
-            forget_client(self.settings)  # the next save or load looks for credentials anew
+            forget_client(settings)  # the next save or load looks for credentials anew
             raise
+
+    # --- objects ----------------------------------------------------------------------------------------
 
     def exists(self, key: str) -> bool:
         """Whether the object exists.
 
-        A GET of its first byte rather than a HEAD: the answer to a HEAD has no body, so that a missing bucket
-        would look like a missing object.
-
         Raises:
             BucketNotFoundError, CredentialsError, AccessDeniedError, TransferError: cannot tell.
         """
-        try:
-            self.call("GetObject", key, lambda: self._get(key, Range="bytes=0-0")["Body"].close())
-        except errors.ObjectNotFoundError:
-            return False
-        except errors.StorageError as error:
-            if isinstance(error.__cause__, Exception) and retry.status_code(error.__cause__) == 416:
-                return True  # an empty object
-            raise
-        return True
-
-    def _get(self, key: str, **arguments: Any) -> Any:
-        return self.client.get_object(**self.common, Key=key, **arguments)
+        return self.run(operations.exists(key))
 
     def read(self, key: str) -> bytes:
         """All bytes of a small object.
@@ -182,12 +160,7 @@ class Bucket:
         Raises:
             ObjectNotFoundError: there is none; other StorageErrors.
         """
-
-        def attempt() -> StoredObject:
-            answer = self._get(key)
-            return StoredObject(bytes(answer["Body"].read()), _user_metadata(answer), answer.get("ETag", ""))
-
-        return self.call("GetObject", key, attempt)
+        return self.run(operations.get(key))
 
     def head(self, key: str, **arguments: Any) -> Mapping[str, Any]:
         """S3's HeadObject answer, with the names of user metadata in lower case.
@@ -199,10 +172,7 @@ class Bucket:
         Raises:
             ObjectNotFoundError: there is none (or no such bucket); other StorageErrors.
         """
-        answer: Mapping[str, Any] = self.call(
-            "HeadObject", key, lambda: self.client.head_object(**self.common, Key=key, **arguments)
-        )
-        return {**answer, "Metadata": _user_metadata(answer)}
+        return self.run(operations.head(key, **arguments))
 
     def write(
         self,
@@ -232,143 +202,58 @@ class Bucket:
             PreconditionFailedError: the condition does not hold: somebody else wrote the object.
             TransferError: a refusal was false, as often as it was tried; other StorageErrors.
         """
-        arguments: dict[str, Any] = {
-            **self.common,
-            **self.creation_arguments(data=False),
-            **self.checksum_arguments(data),
-            "Key": key,
-            "ContentType": content_type,
-            "Metadata": dict(metadata or {}),
-        }
+        self.run(
+            operations.put(
+                self, key, data,
+                if_absent=if_absent, if_match=if_match, content_type=content_type, metadata=metadata,
+            )
+        )  # fmt: skip
 
-        def attempt() -> bool:
-            self.client.put_object(**arguments, Body=data)
-            return True
+    def delete(self, targets: Iterable[str | Target]) -> list[str]:
+        """Delete objects, by their keys or as `Target`s; those that do not exist count as deleted.
 
-        def look(error: Exception) -> bool | None:
-            status = retry.status_code(error)
-            if status == 501 and (if_absent or if_match):
-                return without_condition()
-            if status != 412:
-                return None
-            try:
-                found = self.get(key)
-            except errors.ObjectNotFoundError:
-                return once_more() if if_absent else None
-            except errors.PreconditionFailedError:
-                return once_more()  # to a GET without a condition
-            if found.data == data:
-                return True
-            return without_condition() if if_match and found.etag == if_match else None
-
-        refusals = itertools.count(1)
-
-        def once_more() -> bool:
-            """The refusal has no ground: the object was deleted since, or it was not S3 that refused."""
-            if (times := next(refusals)) >= self.settings.retry_attempts:
-                raise errors.TransferError(
-                    f"PutObject on s3://{self.name}/{key} was refused {times} times with 412, and a GET does not show "
-                    "why. Remedy: check what is between this host and the endpoint (a proxy?)",
-                    bucket=self.name, key=key, operation="PutObject", attempts=times,
-                )  # fmt: skip
-            return self.call("PutObject", key, attempt, recover=look)
-
-        def without_condition() -> bool:
-            _warn_once_no_conditional_writes(self.settings.endpoint_url)
-            arguments.pop("IfNoneMatch", None)
-            arguments.pop("IfMatch", None)
-            return self.call("PutObject", key, attempt)
-
-        if if_absent:
-            arguments["IfNoneMatch"] = "*"
-        elif if_match:
-            arguments["IfMatch"] = if_match
-        self.call("PutObject", key, attempt, recover=look)
-
-    def checksum_arguments(self, data: bytes) -> dict[str, str]:
-        """The checksum header of a whole body, empty if checksums are off."""
-        algorithm = self.wire_checksum
-        if algorithm == "crc64nvme":
-            return {"ChecksumCRC64NVME": encode_crc(crc64nvme(data), algorithm)}
-        if algorithm == "crc32c":
-            return {"ChecksumCRC32C": encode_crc(crc32c(data), algorithm)}
-        return {}
-
-    def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects; those that do not exist count as deleted.
+        Returns:
+            Keys that were left alone because they have another ETag. Stores that know no conditional deletes ignore it.
 
         Raises:
             StorageError: some could not be deleted.
         """
-        pending = list(keys)
-        for start in range(0, len(pending), DELETE_BATCH):
-            batch = pending[start : start + DELETE_BATCH]
-            self.call("DeleteObjects", batch[0], lambda batch=batch: self._delete_batch(batch))  # type: ignore[misc]
-
-    def _delete_batch(self, batch: list[str]) -> None:
-        """One DeleteObjects. What failed and may pass stays in ``batch`` for the next attempt."""
-        listed = {"Objects": [{"Key": key} for key in batch], "Quiet": True}
-        answer: Mapping[str, Any] = self.client.delete_objects(**self.common, Delete=listed)
-        if failed := [_Failed.of(entry) for entry in answer.get("Errors", ())]:
-            batch[:] = [each.key for each in failed]
-            # One that never will be deleted, if there is one.
-            worst = min(failed, key=lambda each: retry.is_retryable(each.error(len(failed))))
-            raise worst.error(len(failed))
+        return self.run(delete(self, [Target(each) if isinstance(each, str) else each for each in targets]))
 
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
         """(key, bytes) of every object whose key starts with ``prefix``, in key order."""
-        token: dict[str, str] = {}
+        token: str | None = None
         while True:
-            page: Mapping[str, Any] = self.call(
-                "ListObjectsV2",
-                prefix,
-                lambda token=token: self.client.list_objects_v2(**self.common, Prefix=prefix, **token),  # type: ignore[misc]
-            )
-            for entry in page.get("Contents", ()):
-                yield entry["Key"], int(entry["Size"])
-            if not page.get("IsTruncated"):
+            page = self.run(listing.page(prefix, token=token))
+            for each in page.objects:
+                yield each.key, each.size
+            token = page.next_token
+            if token is None:
                 return
-            token = {"ContinuationToken": page["NextContinuationToken"]}
 
+    # --- multipart uploads ------------------------------------------------------------------------------
 
-def limit_timeouts(settings: Settings, seconds: float) -> Settings:
-    """Settings whose requests hang for ``seconds`` at most."""
-    if max(settings.connect_timeout, settings.read_timeout) <= seconds:
-        return settings
-    limits = {"connect_timeout": min(settings.connect_timeout, seconds)}
-    return settings.model_copy(update=limits | {"read_timeout": min(settings.read_timeout, seconds)})
+    def uploads(self, prefix: str) -> Sequence[Upload]:
+        """Every open multipart upload whose key starts with ``prefix``, by key.
 
+        Raises:
+            StorageError: cannot tell.
+        """
+        return self.run(listing.uploads(prefix))
 
-@dataclass(frozen=True)
-class _Failed:
-    """A key that DeleteObjects did not delete."""
+    def abort(self, upload: Upload) -> None:
+        """Abort a multipart upload; one that is gone counts as aborted.
 
-    key: str
-    code: str
-    message: str
+        Raises:
+            StorageError: it may stay open.
+        """
+        self.run(multipart.abort(upload.key, upload.upload_id))
 
-    @classmethod
-    def of(cls, entry: Mapping[str, Any]) -> _Failed:
-        return cls(str(entry.get("Key")), str(entry.get("Code")), str(entry.get("Message")))
-
-    def error(self, count: int) -> ClientError:
-        """As if the whole request had failed."""
-        message = f"{count} objects were not deleted, among them {self.key!r}: {self.message}"
-        return ClientError({"Error": {"Code": self.code, "Message": message}}, "DeleteObjects")
-
-
-def _user_metadata(answer: Mapping[str, Any]) -> dict[str, str]:
-    # rclone capitalises the names.
-    return {name.lower(): value for name, value in (answer.get("Metadata") or {}).items()}
-
-
-_warned: set[str | None] = set()
-
-
-def _warn_once_no_conditional_writes(endpoint: str | None) -> None:
-    if endpoint not in _warned:
-        _warned.add(endpoint)
-        logger.warning(
-            "%s does not know conditional writes (If-None-Match, If-Match): two jobs that save to one URL at one time "
-            "will not be told apart", endpoint or "the S3 endpoint",
-        )  # fmt: skip
+    def abort_quietly(self, upload: Upload) -> bool:
+        """`abort`; whether that worked. A failure is logged: another error is on its way to the user."""
+        try:
+            self.abort(upload)
+        except errors.StorageError as error:
+            logger.warning("the multipart upload %s of a failed save stays open: %s", upload.upload_id, error)
+            return False
+        return True

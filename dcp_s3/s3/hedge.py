@@ -12,12 +12,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import mmap
-import os
 import threading
 import time
 from dataclasses import dataclass, replace
 from types import TracebackType
 
+from dcp_s3.forking import reset_in_child
 from dcp_s3.s3 import retry
 from dcp_s3.s3.bucket import Bucket
 from dcp_s3.s3.flight import Flight
@@ -301,7 +301,8 @@ class Race:
             wait: until there is no second request under way; `stop` and the deadline end that.
         """
         while wait and self._hedge is not None and not self.stop.is_set():
-            if self._bucket.deadline is not None and self._bucket.deadline.passed:
+            deadline = self._bucket.limit.deadline
+            if deadline is not None and deadline.passed:
                 break
             self.stop.wait(_INTERVAL)
         with self._lock:
@@ -412,14 +413,11 @@ _hedges: dict[tuple[str | None, str], Hedges] = {}
 _lock = threading.Lock()
 
 
-def _after_fork_in_child() -> None:
-    # A lock held by another thread at the time of the fork would stay locked for ever.
+@reset_in_child
+def _begin_anew() -> None:
     global _lock
     _lock = threading.Lock()
     _hedges.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def hedges_of(bucket: Bucket) -> Hedges:

@@ -7,21 +7,25 @@ from them.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dcp_s3 import errors
 from dcp_s3.checksum import combine_crc64nvme, crc32c, encode_crc
-from dcp_s3.s3 import retry
+from dcp_s3.s3 import multipart, retry
 from dcp_s3.s3.body import GatherBody
 from dcp_s3.s3.bucket import Bucket
-from dcp_s3.s3.multipart import KnownPart, abort_quietly, list_uploads
+from dcp_s3.s3.diagnosis import is_retryable
+from dcp_s3.s3.multipart import KnownPart
+from dcp_s3.s3.operations import wire_checksum
 from dcp_s3.s3.parts import MAX_PARTS, Piece, choose_part_size, views_of
+from dcp_s3.store import Upload
 from dcp_s3.workers import Workers
 
 logger = logging.getLogger(__name__)
@@ -104,7 +108,7 @@ class Uploader:
                 upload.cancel.set()
 
     def _clean_up(self) -> None:
-        bucket = self.bucket.for_cleanup()
+        bucket = self.bucket.within(self.bucket.limit.for_cleanup())
         for upload in [*self._open, *self._left]:
             upload.abort(bucket)
         try:
@@ -193,7 +197,8 @@ class ObjectUpload:
         self.error: BaseException | None = None
         """The failure of one of its parts, if one did."""
         self._uploader = uploader
-        self._bucket = uploader.bucket
+        limit = replace(uploader.bucket.limit, cancel=self.cancel)
+        self._bucket = uploader.bucket.within(limit)
         self._part_size = part_size
         self._pieces: list[Piece] = []
         self._pieces_size = 0
@@ -282,7 +287,7 @@ class ObjectUpload:
             sent = [part.result() for part in self._parts]
             crc = None if sent[0][1] is None else combine_crc64nvme((c, size) for _, c, size in sent if c is not None)
             self._complete([etag for etag, _, _ in sent], crc)
-            self._abort_strays(self._bucket)
+            self._abort_strays(self._uploader.bucket)
         self._uploader.finished(self, completed=True)
         return UploadedObject(self.key, self.size, crc)
 
@@ -304,7 +309,7 @@ class ObjectUpload:
         self._abort_strays(bucket)
 
     def _abort(self, bucket: Bucket, upload_id: str) -> None:
-        if not abort_quietly(bucket, self.key, upload_id):
+        if not bucket.abort_quietly(Upload(self.key, upload_id)):
             self._uploader.unclean.add(self.key)
 
     def _abort_strays(self, bucket: Bucket) -> None:
@@ -315,7 +320,7 @@ class ObjectUpload:
         if not self._lost_id:
             return
         try:
-            found = list_uploads(bucket, self.key)
+            found = bucket.run(multipart.uploads_of(self.key))
         except errors.StorageError as error:
             logger.warning("cannot look for multipart uploads whose ids were lost: %s", error)
             self._uploader.unclean.add(self.key)
@@ -327,46 +332,26 @@ class ObjectUpload:
     # --- requests ---------------------------------------------------------------------------------
 
     def _create(self) -> str:
-        arguments = {
-            **self._bucket.common,
-            **self._bucket.creation_arguments(data=True),
-            "Key": self.key,
-        }
-        algorithm = self._bucket.wire_checksum
-        if algorithm != "none":
-            arguments |= {"ChecksumAlgorithm": algorithm.upper(), "ChecksumType": "FULL_OBJECT"}
+        def note_lost(error: Exception) -> None:
+            self._lost_id = self._lost_id or is_retryable(error)
 
-        def attempt() -> Any:
-            try:
-                return self._bucket.client.create_multipart_upload(**arguments)
-            except Exception as error:
-                self._lost_id = self._lost_id or retry.is_retryable(error)
-                raise
-
-        answer = self._bucket.call("CreateMultipartUpload", self.key, attempt, cancel=self.cancel)
-        return retry.expect(answer, "UploadId", "CreateMultipartUpload", self._bucket.name, self.key)
+        return self._bucket.run(multipart.create(self._bucket, self.key, on_failure=note_lost))
 
     def _send_part(self, pieces: list[Piece], upload_id: str, number: int) -> tuple[str, int | None, int]:
-        crc, size, arguments = self._checksum(pieces)
+        crc, size, checksum = self._checksum(pieces)
         known = self._known.get(number)
-        if known is not None and known.matches(size, arguments, views_of(pieces)):
+        if known is not None and known.matches(size, checksum, views_of(pieces)):
             return known.etag, crc, size
-        arguments |= {
-            **self._bucket.common,
-            "Key": self.key,
-            "UploadId": upload_id,
-            "PartNumber": number,
-        }
         started = time.monotonic()
-        answer = self._send("UploadPart", self._bucket.client.upload_part, arguments, pieces)
+        with self._body(pieces) as body:
+            etag = self._bucket.run(multipart.send_part(self._bucket, self.key, upload_id, number, body, checksum))
         self._uploader.took(size)
-        etag = retry.expect(answer, "ETag", "UploadPart", self._bucket.name, self.key)
         self._check_speed(time.monotonic() - started, size)
         return etag, crc, size
 
     def _check_speed(self, seconds: float, size: int) -> None:
         """Give up an isolated upload that is slower than its bucket's patience."""
-        patience = self._bucket.patience
+        patience = self._bucket.limit.patience
         if self._uploader.isolated and patience is not None and seconds > patience:
             self.error = errors.TransferError(
                 f"S3 is slow: a part of {size} bytes took {seconds:.1f} s, more than {patience:g} s",
@@ -375,30 +360,25 @@ class ObjectUpload:
             self.cancel.set()
 
     def _put(self, pieces: list[Piece]) -> tuple[str, int | None, int]:
-        crc, size, arguments = self._checksum(pieces)
-        arguments |= {
-            **self._bucket.common,
-            **self._bucket.creation_arguments(data=True),
-            "Key": self.key,
-        }
-        self._send("PutObject", self._bucket.client.put_object, arguments, pieces)
+        crc, size, checksum = self._checksum(pieces)
+        with self._body(pieces) as body:
+            self._bucket.run(multipart.send_object(self._bucket, self.key, body, checksum))
         self._uploader.took(size)
         return "", crc, size
 
-    def _send(self, operation: str, request: Any, arguments: dict[str, Any], pieces: list[Piece]) -> Any:
-        patience = self._bucket.patience if self._uploader.isolated else None
+    @contextlib.contextmanager
+    def _body(self, pieces: list[Piece]) -> Iterator[GatherBody]:
+        patience = self._bucket.limit.patience if self._uploader.isolated else None
         body = GatherBody(views_of(pieces), self.cancel, patience=patience)
         try:
-            return self._bucket.call(
-                operation, self.key, lambda: request(**arguments, Body=body), cancel=self.cancel, data=True
-            )
+            yield body
         finally:
             body.release()
 
     def _checksum(self, pieces: list[Piece]) -> tuple[int | None, int, dict[str, Any]]:
         """(CRC-64, bytes, request arguments) of a body; sets the CRC of each piece."""
         size = sum(piece.size for piece in pieces)
-        algorithm = self._bucket.wire_checksum
+        algorithm = wire_checksum(self._bucket.settings)
         if algorithm == "none":
             return None, size, {}
         crc = combine_crc64nvme((piece.checksum(), piece.size) for piece in pieces)
@@ -410,36 +390,8 @@ class ObjectUpload:
         return crc, size, {"ChecksumCRC32C": encode_crc(crc32, algorithm)}
 
     def _complete(self, etags: list[str], crc: int | None) -> None:
-        parts = [{"PartNumber": number, "ETag": etag} for number, etag in enumerate(etags, start=1)]
-        arguments = {
-            **self._bucket.common,
-            "Key": self.key,
-            "UploadId": self._upload_id,
-            "MultipartUpload": {"Parts": parts},
-        }
-        if self._bucket.wire_checksum == "crc64nvme" and crc is not None:
-            arguments |= {
-                "ChecksumCRC64NVME": encode_crc(crc, "crc64nvme"),
-                "ChecksumType": "FULL_OBJECT",
-            }
-
-        def already_completed(error: Exception) -> Any:
-            # The answer of an attempt that S3 carried out was lost: the upload is gone, the object is there.
-            if retry.error_code(error) != "NoSuchUpload":
-                return None
-            try:
-                found = self._bucket.head(self.key)
-            except errors.ObjectNotFoundError:
-                return None
-            return found if int(found["ContentLength"]) == self.size else None
-
-        self._bucket.call(
-            "CompleteMultipartUpload",
-            self.key,
-            lambda: self._bucket.client.complete_multipart_upload(**arguments),
-            cancel=self.cancel,
-            recover=already_completed,
-        )
+        upload_id = self._upload_id or ""
+        self._bucket.run(multipart.complete(self._bucket, self.key, upload_id, etags, size=self.size, crc=crc))
         self._upload_id = None
 
 

@@ -115,11 +115,11 @@ def write_buckets(
                 if session.spilled:
                     session.seal()
     except DeadlineExceededError as error:
-        if bucket.deadline is None:
+        if bucket.limit.deadline is None:
             raise
         total = sum(planned.size for planned in buckets)
         on_disk = f", {format_size(session.size)} on its disk" if session is not None else ""
-        raise bucket.deadline.error(
+        raise bucket.limit.deadline.error(
             f"the save to {names.url}",
             f"of about {format_size(total)} of rank {names.rank}, {format_size(uploader.sent)} were on S3{on_disk}",
         ) from error
@@ -143,7 +143,7 @@ def _write(buckets: Sequence[WriteBucket], targets: _Targets, device: int | None
 
     try:
         futures = [producers.submit(write, n, planned) for n, planned in enumerate(buckets)]
-        deadline = uploader.bucket.deadline
+        deadline = uploader.bucket.limit.deadline
         done, pending = wait(futures, None if deadline is None else deadline.left, FIRST_EXCEPTION)
         if any(future.exception() for future in done):
             uploader.stop()
@@ -247,7 +247,7 @@ class _Targets:
         except BaseException:
             file.abort()
             raise
-        if self.uploader.bucket.wire_checksum == "none":
+        if self.uploader.bucket.settings.checksum == "none":
             for item in written:
                 item.forget_checksum()
         entry = self._entry(number, uploaded)
@@ -260,7 +260,7 @@ class _Targets:
 
     def _entry(self, number: int, uploaded: UploadedObject) -> ObjectEntry:
         crc = uploaded.crc64nvme
-        if crc is None or self.uploader.bucket.wire_checksum == "none":
+        if crc is None or self.uploader.bucket.settings.checksum == "none":
             return ObjectEntry(self._names.relative_path(number), uploaded.size)
         return ObjectEntry(self._names.relative_path(number), uploaded.size, crc_hex(crc))
 

@@ -37,8 +37,8 @@ from dcp_s3.errors import (
     TransferError,
 )
 from dcp_s3.format.layout import metadata_object, new_nonce
-from dcp_s3.s3.bucket import Bucket, limit_timeouts
-from dcp_s3.s3.deadline import Deadline
+from dcp_s3.limit import Deadline, Limit
+from dcp_s3.s3.bucket import Bucket
 from dcp_s3.save.objects import ItemWriteResult, ObjectNames, both, write_buckets
 from dcp_s3.save.plan import plan_buckets
 from dcp_s3.settings import Settings
@@ -247,14 +247,10 @@ class Save:
             )
 
     def _bucket(self) -> Bucket:
-        settings, patience = self._settings, None
-        if self._store is not None:
-            # There is another place for what S3 does not take: find out soon.
-            patience = settings.spill_after
-            settings = limit_timeouts(settings, patience)
-        if settings.save_timeout is not None:
-            settings = limit_timeouts(settings, settings.save_timeout)
-        return Bucket(self.url.bucket, settings, patience, self._deadline)
+        # With a spill directory there is another place for what S3 does not take: find out soon.
+        patience = None if self._store is None else self._settings.spill_after
+        limit = Limit(deadline=self._deadline, patience=patience).within(patience, self._settings.save_timeout)
+        return Bucket(self.url.bucket, self._settings, limit)
 
     def _start_deadline(self) -> Deadline | None:
         return Deadline.start("DCP_S3_SAVE_TIMEOUT", self._settings.save_timeout)

@@ -24,6 +24,7 @@ from dcp_s3.checkpoint.commit import (
     publish,
 )
 from dcp_s3.checkpoint.completeness import Beginning
+from dcp_s3.limit import Limit
 from dcp_s3.s3 import multipart
 from dcp_s3.s3.bucket import Bucket
 from dcp_s3.settings import Settings
@@ -31,6 +32,7 @@ from dcp_s3.spill.files import upload_file
 from dcp_s3.spill.journal import SpilledCommit, State
 from dcp_s3.spill.local import ReadCache
 from dcp_s3.spill.store import DamagedFileError, SpilledSave, SpillStore
+from dcp_s3.store import Upload
 from dcp_s3.tracebacks import without_tracebacks
 from dcp_s3.units import format_size
 from dcp_s3.url import CheckpointURL, parse_url
@@ -107,7 +109,7 @@ class Drainer:
     def _drain(self, save: SpilledSave, report: DrainReport) -> None:
         try:
             url = parse_url(save.journal.url)
-            bucket = Bucket(url.bucket, _settings_of(save), patience=self._patience)
+            bucket = Bucket(url.bucket, _settings_of(save), Limit(patience=self._patience))
             if save.journal.state is State.WRITING:
                 if save.is_being_written():
                     report.waiting[save.name] = "it is being written"
@@ -221,5 +223,5 @@ def _settings_of(save: SpilledSave) -> Settings:
 def _abort_uploads(save: SpilledSave, bucket: Bucket) -> None:
     """Abort the multipart uploads of all keys of a save, which nobody else uses."""
     for key in save.journal.keys:
-        for upload_id in multipart.find_uploads(bucket, key):
-            multipart.abort(bucket, key, upload_id)
+        for upload_id in bucket.run(multipart.find_parts(bucket, key)):
+            bucket.abort(Upload(key, upload_id))

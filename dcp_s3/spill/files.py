@@ -19,6 +19,7 @@ from dcp_s3.s3.parts import Piece
 from dcp_s3.s3.upload import ObjectUpload, UploadedObject, Uploader
 from dcp_s3.spill.journal import SpilledObject
 from dcp_s3.spill.store import DamagedFileError, SaveWriter, clear_errors
+from dcp_s3.store import Upload
 from dcp_s3.units import format_size
 
 logger = logging.getLogger(__name__)
@@ -200,12 +201,12 @@ def _upload(
 
 def _resume(bucket: Bucket, upload: ObjectUpload) -> None:
     """Go on with a multipart upload of this key that an earlier process left; abort further ones."""
-    parts = multipart.find_uploads(bucket, upload.key)
+    parts = bucket.run(multipart.find_parts(bucket, upload.key))
     if not parts:
         return
     best = max(parts, key=lambda upload_id: len(parts[upload_id]))
     for upload_id in parts:
         if upload_id != best:
-            multipart.abort_quietly(bucket, upload.key, upload_id)
+            bucket.abort_quietly(Upload(upload.key, upload_id))
     logger.info("%s: going on with a multipart upload of which S3 has %d parts", upload.key, len(parts[best]))
     upload.resume(best, parts[best])

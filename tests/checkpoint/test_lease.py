@@ -174,7 +174,7 @@ def test_a_lease_that_can_not_be_deleted_is_a_warning(
     faulty: FaultyServer, client: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(URL)
-    faulty.rule = lambda request: Fault.error(403, "AccessDenied") if request.operation == "DeleteObjects" else None
+    faulty.rule = lambda request: Fault.error(403, "AccessDenied") if request.operation == "DeleteObject" else None
     assert torch.equal(load()["weight"], state()["weight"])
     assert "stays until it ends, in at most 600 s" in caplog.text
     assert len(leases(client)) == 1

@@ -15,7 +15,7 @@ from dcp_s3.retention.checkpoint_info import (
     shows_checkpoint,
     sort_out,
 )
-from dcp_s3.s3.async_client import ListedObject
+from dcp_s3.store import ListedObject
 from dcp_s3.url import CheckpointURL
 
 URL = CheckpointURL("bucket", "run/step-20")

@@ -17,9 +17,9 @@ from dcp_s3.format.layout import data_object, new_nonce, parse_manifest_object
 from dcp_s3.format.manifest import Manifest
 from dcp_s3.retention.checkpoint_info import CheckpointInfo, from_rank_manifests, own_data, sort_out, with_marks
 from dcp_s3.retention.plan import make_plan
-from dcp_s3.s3 import async_client
-from dcp_s3.s3.async_client import ListedObject
+from dcp_s3.s3 import listing
 from dcp_s3.s3.bucket import Bucket
+from dcp_s3.store import ListedObject
 from dcp_s3.url import CheckpointURL
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
@@ -149,7 +149,7 @@ def test_without_the_servers_time_a_save_in_progress_is_not_removed(
     clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(async_client, "_server_time", lambda _: None)
+    monkeypatch.setattr(listing, "_server_time", lambda _: None)
     clock.now = time.time()
     path = data_object(0, 0, "ab12")
     put(client, f"{ROOT}/step-1", path)

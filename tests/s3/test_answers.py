@@ -12,14 +12,13 @@ import pytest
 from dcp_s3 import errors
 from dcp_s3.s3.async_client import AsyncBucket, open_bucket
 from dcp_s3.s3.bucket import Bucket
-from dcp_s3.s3.delete import Target as ToDelete
-from dcp_s3.s3.delete import delete_batch, delete_one
 from dcp_s3.s3.download import Target, fetch_into
 from dcp_s3.s3.files import FileTransfer, download_files, upload_files
-from dcp_s3.s3.multipart import abort, list_parts, list_uploads
+from dcp_s3.s3.multipart import list_parts, uploads_of
 from dcp_s3.s3.parts import Piece
 from dcp_s3.s3.upload import Uploader
 from dcp_s3.settings import Settings
+from dcp_s3.store import Upload
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
 
@@ -51,8 +50,8 @@ def test_what_is_read_is_whole(faulty: FaultyServer, operation: str) -> None:
         "GetObject": (lambda: bucket.get("key").data, DATA[:1000]),
         "HeadObject": (lambda: bucket.head("key")["ContentLength"], 1000),
         "ListObjectsV2": (lambda: list(bucket.list("k")), [("key", 1000)]),
-        "ListMultipartUploads": (lambda: list_uploads(bucket, "upload"), [upload_id]),
-        "ListParts": (lambda: [part.size for part in list_parts(bucket, "upload", upload_id).values()], [4]),
+        "ListMultipartUploads": (lambda: bucket.run(uploads_of("upload")), [upload_id]),
+        "ListParts": (lambda: [part.size for part in bucket.run(list_parts("upload", upload_id)).values()], [4]),
     }[operation]
     for size in range(0, 260, 3):
         seen = faulty.once(operation, Fault.cut_head(size))
@@ -116,17 +115,16 @@ KEYS = ["a", "b"]
 
 def do(bucket: Bucket, operation: str, upload_id: str) -> Any:
     """Something that takes a request of that name, and whose result is right only if S3 answered."""
-    target = ToDelete("a")
     return {
         "PutObject": lambda: bucket.write("new", DATA[:1000]),
         "GetObject": lambda: bucket.get("a").data,
         "HeadObject": lambda: bucket.head("a")["ContentLength"],
         "ListObjectsV2": lambda: [key for key, _ in bucket.list("")],
-        "ListMultipartUploads": lambda: list_uploads(bucket, "upload"),
-        "ListParts": lambda: [part.size for part in list_parts(bucket, "upload", upload_id).values()],
-        "DeleteObject": lambda: delete_one(bucket, target),
-        "DeleteObjects": lambda: delete_batch(bucket, [ToDelete(key) for key in KEYS]),
-        "AbortMultipartUpload": lambda: abort(bucket, "upload", upload_id),
+        "ListMultipartUploads": lambda: bucket.run(uploads_of("upload")),
+        "ListParts": lambda: [part.size for part in bucket.run(list_parts("upload", upload_id)).values()],
+        "DeleteObject": lambda: bucket.delete(["a"]),
+        "DeleteObjects": lambda: bucket.delete(KEYS),
+        "AbortMultipartUpload": lambda: bucket.abort(Upload("upload", upload_id)),
         "CreateMultipartUpload": lambda: upload("new"),
         "UploadPart": lambda: upload("new"),
         "CompleteMultipartUpload": lambda: upload("new"),
@@ -168,8 +166,8 @@ def test_an_answer_that_s3_did_not_give_is_not_believed(faulty: FaultyServer, op
             continue
         for key in faulty.s3.objects(BUCKET):
             bucket.delete([key])
-        for each in list_uploads(bucket, "upload"):
-            abort(bucket, "upload", each)
+        for each in bucket.run(uploads_of("upload")):
+            bucket.abort(Upload("upload", each))
         bucket, upload_id = prepare()
         assert state(faulty) == before
         if operation == "ListMultipartUploads":

@@ -12,6 +12,7 @@ import pytest
 from dcp_s3 import errors
 from dcp_s3.s3.bucket import Bucket
 from dcp_s3.s3.client import close_clients, get_client
+from dcp_s3.s3.operations import creation_arguments
 from dcp_s3.settings import Settings
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
@@ -128,7 +129,7 @@ def test_encryption_class_and_owner_go_with_the_requests(faulty: FaultyServer) -
     assert seen["PutObject"]["x-amz-server-side-encryption"] == "aws:kms"
     assert seen["PutObject"]["x-amz-server-side-encryption-aws-kms-key-id"] == "key-1"
     assert "x-amz-storage-class" not in seen["PutObject"], "only data objects"
-    assert target.creation_arguments(data=True)["StorageClass"] == "STANDARD_IA"
+    assert creation_arguments(settings, data=True)["StorageClass"] == "STANDARD_IA"
     assert {headers["x-amz-expected-bucket-owner"] for headers in seen.values()} == {"123456789012"}
 
 
@@ -215,7 +216,7 @@ def test_keys_that_s3_never_deletes_are_an_error(faulty: FaultyServer, code: str
     target.write("k", b"x")
     faulty.rule = lambda _: Fault.delete_partly(code)
     with pytest.raises(errors.StorageError, match=said) as failure:
-        target.delete(["k"])
+        target.delete(["k", "l"])
     assert code in str(failure.value)
     assert "'k'" in str(failure.value)
     assert list(faulty.s3.objects(BUCKET)) == ["k"]

@@ -12,8 +12,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import S3StorageReader, S3StorageWriter, Settings, errors
+from dcp_s3.limit import Limit
 from dcp_s3.s3 import client as client_module
-from dcp_s3.s3.bucket import Bucket, limit_timeouts
+from dcp_s3.s3.bucket import Bucket
 from dcp_s3.s3.client import close_clients, get_client
 from tests.servers import S3Server
 
@@ -94,7 +95,7 @@ def test_a_request_hangs_as_long_as_its_own_settings_say(s3_env: S3Server) -> No
     with _Silent() as url:
         patient = Settings(endpoint_url=url, retry_attempts=1, read_timeout=600.0)
         get_client(patient)  # the client is made with the long timeout
-        hasty = Bucket("bucket", limit_timeouts(patient, 0.2))
+        hasty = Bucket("bucket", patient, Limit(hang=0.2))
         failures: list[BaseException] = []
 
         def ask() -> None:

@@ -15,9 +15,9 @@ import pytest
 import dcp_s3
 from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme
+from dcp_s3.limit import Deadline, Limit
 from dcp_s3.s3 import client, flight, hedge, latency, retry, throttle
-from dcp_s3.s3.bucket import Bucket, limit_timeouts
-from dcp_s3.s3.deadline import Deadline
+from dcp_s3.s3.bucket import Bucket
 from dcp_s3.s3.download import Target, fetch_into
 from dcp_s3.s3.hedge import HedgeState, Race, hedges_of
 from dcp_s3.s3.latency import Budget, Expected
@@ -270,7 +270,7 @@ def test_cancelling_ends_both_at_once(faulty: FaultyServer) -> None:
 def test_the_deadline_ends_both(faulty: FaultyServer) -> None:
     bucket = put()
     faulty.rule = script = Script(rest=Fault.straggle(NEVER))
-    late = Bucket("bucket", limit_timeouts(bucket.settings, 0.5), deadline=Deadline.start("DCP_S3_LOAD_TIMEOUT", 0.5))
+    late = bucket.within(Limit(deadline=Deadline.start("DCP_S3_LOAD_TIMEOUT", 0.5), hang=0.5))
     with pytest.raises(errors.DeadlineExceededError, match="DCP_S3_LOAD_TIMEOUT"):
         fetch(late)
     assert len(script.seen) >= 2

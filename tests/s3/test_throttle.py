@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 import dcp_s3
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
+from dcp_s3.limit import UNLIMITED, Limit
 from dcp_s3.s3 import retry, throttle
 from dcp_s3.s3.bucket import Bucket
 from dcp_s3.s3.download import Target, fetch_into
@@ -214,8 +215,9 @@ def test_decreases_are_logged_with_the_limit_but_not_each(caplog: pytest.LogCapt
 
 
 def call(request: Callable[[], Any], gate: Gate, **options: Any) -> Any:
-    options = {"attempts": 5, "data": True} | options
-    return retry.call(request, operation="UploadPart", bucket="b", key="k", gate=gate, **options)
+    options = {"attempts": 5, "data": True, "limit": UNLIMITED} | options
+    tries = retry.Tries("UploadPart", "b", "k", options["attempts"], options["limit"])
+    return retry.call(request, tries, gate=gate, data=options["data"])
 
 
 @pytest.mark.parametrize(
@@ -289,7 +291,7 @@ def test_waiting_at_the_gate_uses_up_the_patience() -> None:
     gate = closed_gate(1)
     assert gate.enter()
     with pytest.raises(errors.TransferError, match="S3 throttles") as failure:
-        call(lambda: pytest.fail("not its turn"), gate, patience=0.05)
+        call(lambda: pytest.fail("not its turn"), gate, limit=Limit(patience=0.05))
     assert failure.value.key == "k"
     assert gate.state.waiting == 0
 
@@ -427,7 +429,7 @@ def test_small_requests_lower_the_limit(faulty: FaultyServer) -> None:
     for operation, request in {
         "HeadObject": lambda: bucket.head("k"),
         "ListObjectsV2": lambda: list(bucket.list("")),
-        "DeleteObjects": lambda: bucket.delete(["k"]),
+        "DeleteObjects": lambda: bucket.delete(["k", "l"]),
     }.items():
         before = gate_of_bucket(bucket).state.limit
         seen = faulty.once(operation, Fault.error(503, "SlowDown"))

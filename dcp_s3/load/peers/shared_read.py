@@ -170,7 +170,8 @@ class SharedRead:
         exchange = Exchange(
             self._group.group, self._group.rank, owned, received,
             url=self._url, threads=fetching, memory=self._bucket.settings.load_buffers,
-            on_failure=self._executor.cancel, on_end=lambda: self._finished.put(None), deadline=self._bucket.deadline,
+            on_failure=self._executor.cancel, on_end=lambda: self._finished.put(None),
+            deadline=self._bucket.limit.deadline,
         )  # fmt: skip
         return exchange, max(1, threads - fetching)
 
