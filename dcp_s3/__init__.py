@@ -37,6 +37,7 @@ from dcp_s3.retention.remove import remove
 from dcp_s3.retention.scan import CatalogSnapshot
 from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.settings import Settings
+from dcp_s3.stage.process_saves import serialize_process_saves
 from dcp_s3.stage.stager import S3Stager
 
 __all__ = [
@@ -78,6 +79,7 @@ __all__ = [
     "read_tensors",
     "register",
     "remove",
+    "serialize_process_saves",
     "unpin",
     "unregister",
     "verify",
