@@ -107,10 +107,10 @@ class Store(abc.ABC):
     reached, refuses, or does not answer in time raises another `StorageError`. Thread safe.
     """
 
-    @property
-    @abc.abstractmethod
-    def name(self) -> str:
-        """What messages call it: a bucket, a directory."""
+    name: str
+    """What messages call it: a bucket, a directory."""
+    limit: Limit
+    """What bounds its requests."""
 
     @abc.abstractmethod
     def within(self: SelfStore, limit: Limit) -> SelfStore:

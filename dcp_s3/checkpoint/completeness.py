@@ -13,7 +13,7 @@ from dcp_s3 import errors
 from dcp_s3.format.deletion_list import DeletionList
 from dcp_s3.format.layout import parse_deletion_object
 from dcp_s3.format.manifest import ObjectEntry
-from dcp_s3.s3.bucket import Bucket
+from dcp_s3.s3.store import S3Store
 from dcp_s3.url import CheckpointURL
 
 LATE = 1800.0
@@ -40,7 +40,7 @@ class Beginning:
         return max(ages) > LATE
 
 
-def find_loss(bucket: Bucket, url: CheckpointURL, objects: Sequence[ObjectEntry]) -> str | None:
+def find_loss(bucket: S3Store, url: CheckpointURL, objects: Sequence[ObjectEntry]) -> str | None:
     """What of a save's objects is gone, or named by the list of a deletion; None if all will stay.
 
     Args:
@@ -52,7 +52,7 @@ def find_loss(bucket: Bucket, url: CheckpointURL, objects: Sequence[ObjectEntry]
         StorageError: cannot tell.
     """
     skip = len(url.key(""))
-    sizes = {key[skip:]: size for key, size in bucket.list(url.key(""))}
+    sizes = {each.key[skip:]: each.size for each in bucket.list(url.key("")).objects}
     paths = {entry.path for entry in objects}
     missing = [entry.path for entry in objects if sizes.get(entry.path) != entry.size]
     if missing:
@@ -61,7 +61,7 @@ def find_loss(bucket: Bucket, url: CheckpointURL, objects: Sequence[ObjectEntry]
         if parse_deletion_object(path) is None:
             continue
         try:
-            named = paths & set(DeletionList.from_json(bucket.read(url.key(path))).objects)
+            named = paths & set(DeletionList.from_json(bucket.get(url.key(path)).data).objects)
         except errors.ObjectNotFoundError:
             return "a prune has just deleted something there"
         except ValueError as error:

@@ -25,8 +25,8 @@ from dcp_s3.load.placement import Buffer, Reception
 from dcp_s3.load.plan import Extent, ReadRequest, plan_requests
 from dcp_s3.load.prepare import TransferFactory
 from dcp_s3.s3 import retry
-from dcp_s3.s3.bucket import Bucket
 from dcp_s3.s3.download import Target, fetch_into
+from dcp_s3.s3.store import S3Store
 from dcp_s3.spill.local import LocalObjects
 from dcp_s3.tensor_memory import counted_as_change, synchronize_accelerator
 from dcp_s3.torch_private import ReaderTransforms
@@ -60,7 +60,7 @@ class LoadExecutor:
 
     def __init__(
         self,
-        bucket: Bucket,
+        bucket: S3Store,
         url: CheckpointURL,
         metadata: Metadata,
         transforms: ReaderTransforms,

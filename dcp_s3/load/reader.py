@@ -27,7 +27,7 @@ from dcp_s3.load.peers.assign import MAX_PIECE, plan_sharing
 from dcp_s3.load.peers.assignment import Assignment, Offer, all_offered
 from dcp_s3.load.peers.shared_read import SharedRead, decline
 from dcp_s3.load.read import LoadExecutor
-from dcp_s3.s3.bucket import Bucket
+from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.spill.local import LocalObjects, find_commits
 from dcp_s3.spill.session import open_store
@@ -321,9 +321,9 @@ class S3StorageReader(StorageReader):
             )
         return self._url
 
-    def _bucket(self) -> Bucket:
+    def _bucket(self) -> S3Store:
         limit = Limit(deadline=self._deadline, hang=self.settings.load_timeout)
-        return Bucket(self._require_url().bucket, self.settings, limit)
+        return S3Store(self._require_url().bucket, self.settings, limit)
 
 
 class _UnreadableMetadata(Metadata):

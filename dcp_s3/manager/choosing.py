@@ -14,8 +14,8 @@ from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.checkpoint_info import CheckpointInfo, age_order
 from dcp_s3.retention.inspect import find_damage, run
 from dcp_s3.retention.policy import AnyOf, KeepBest, Mode, PolicyFunction, best_first
-from dcp_s3.s3.async_client import open_bucket
-from dcp_s3.s3.bucket import Bucket
+from dcp_s3.s3.async_store import open_async_store
+from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.url import parse_url
 
@@ -212,7 +212,7 @@ def _try_committed(catalog: CheckpointCatalog, info: CheckpointInfo) -> Found | 
 
 
 async def _find_damage(catalog: CheckpointCatalog, info: CheckpointInfo) -> str | None:
-    async with open_bucket(catalog.root.bucket, catalog.settings) as bucket:
+    async with open_async_store(catalog.root.bucket, catalog.settings) as bucket:
         return await find_damage(bucket, parse_url(info.url))
 
 
@@ -228,8 +228,8 @@ def _try_local(
     if away is None:
         prefix = url.key("")
         try:
-            listed = Bucket(url.bucket, catalog.settings).list(prefix)
-            missing = find_missing(waiting, disks, {key.removeprefix(prefix): size for key, size in listed})
+            listed = S3Store(url.bucket, catalog.settings).list(prefix).objects
+            missing = find_missing(waiting, disks, {each.key.removeprefix(prefix): each.size for each in listed})
         except errors.TransferError as error:
             away = error
         else:

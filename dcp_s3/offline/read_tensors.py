@@ -22,7 +22,7 @@ from dcp_s3.limit import Deadline, Limit
 from dcp_s3.load.overlaps import find_overlaps
 from dcp_s3.load.read import LoadExecutor
 from dcp_s3.offline.indexing import Index, Selection, select
-from dcp_s3.s3.bucket import Bucket
+from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.spill.local import LocalObjects
 from dcp_s3.spill.session import open_store
@@ -122,7 +122,7 @@ class _Source:
         self._settings = resolve_settings(settings)
         seconds = self._settings.load_timeout
         limit = Limit(deadline=Deadline.start("DCP_S3_LOAD_TIMEOUT", seconds), hang=seconds)
-        self._bucket = Bucket(self.url.bucket, self._settings, limit)
+        self._bucket = S3Store(self.url.bucket, self._settings, limit)
         self._metadata: Metadata = check_metadata(fetch_metadata(self._bucket, self.url), self.url)
         if not isinstance(self._metadata.storage_data, dict):
             raise errors.CorruptMetadataError(

@@ -33,9 +33,10 @@ from dcp_s3.format.layout import (
 from dcp_s3.format.manifest import Manifest
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.format.saved_entries import needed_objects
-from dcp_s3.s3.bucket import Bucket
 from dcp_s3.s3.files import FileTransfer, OnProgress, download_files, upload_files
+from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import SettingsLike, resolve_settings
+from dcp_s3.store import ABSENT
 from dcp_s3.url import CheckpointURL, parse_url
 
 _MARKER = CONTROL_PREFIX + "download.json"
@@ -198,11 +199,11 @@ def download(
         StorageError, OSError
     """
     parsed = parse_url(url)
-    bucket = Bucket(parsed.bucket, resolve_settings(settings))
+    bucket = S3Store(parsed.bucket, resolve_settings(settings))
     target = Path(directory)
     skip = len(parsed.key(""))
-    listing = {key[skip:]: size for key, size in bucket.list(parsed.key(""))}
-    source = _make_source(str(parsed), listing, lambda path: bucket.read(parsed.key(path)))
+    listing = {each.key[skip:]: each.size for each in bucket.list(parsed.key("")).objects}
+    source = _make_source(str(parsed), listing, lambda path: bucket.get(parsed.key(path)).data)
     _prepare_directory(target, parsed, source, overwrite=overwrite)
     present = {path for path, size in source.files.items() if _size_of(target / path) == size}
     wanted = {path: size for path, size in source.files.items() if path not in present}
@@ -344,7 +345,7 @@ def upload(
         StorageError, OSError
     """
     parsed = parse_url(url)
-    bucket = Bucket(parsed.bucket, resolve_settings(settings))
+    bucket = S3Store(parsed.bucket, resolve_settings(settings))
     origin = Path(directory)
     listing = {path.relative_to(origin).as_posix(): path.stat().st_size for path in origin.rglob("*") if path.is_file()}
     source = _make_source(str(origin), listing, lambda path: (origin / path).read_bytes())
@@ -360,7 +361,7 @@ def upload(
         if source.manifest_of(name):
             fields[SAVE_ID_KEY] = save_id
         try:
-            bucket.write(parsed.key(name), data, if_absent=not overwrite, metadata=fields)
+            bucket.put(parsed.key(name), data, expect=None if overwrite else ABSENT, metadata=fields)
         except errors.PreconditionFailedError:
             raise exists_error(parsed) from None
     kept = {parsed.key(path) for path in (*source.files, *source.commits)}
@@ -368,7 +369,7 @@ def upload(
     return CopyResult(source.count, source.size, source.size)
 
 
-def _clear_the_way(bucket: Bucket, url: CheckpointURL, source: _Source, *, overwrite: bool) -> frozenset[str]:
+def _clear_the_way(bucket: S3Store, url: CheckpointURL, source: _Source, *, overwrite: bool) -> frozenset[str]:
     """Refuse to replace a checkpoint, or find out what replacing it leaves over: keys to delete afterwards."""
     ranks = [rank_of_metadata(name) for name in source.commits]
     if not overwrite:
@@ -377,7 +378,7 @@ def _clear_the_way(bucket: Bucket, url: CheckpointURL, source: _Source, *, overw
         return frozenset()
     skip = len(url.key(""))
     # All objects directly below the URL that commit something; few requests, and only for an overwrite.
-    paths = [key[skip:] for prefix in (METADATA, "__") for key, _ in bucket.list(url.key(prefix))]
+    paths = [each.key[skip:] for prefix in (METADATA, "__") for each in bucket.list(url.key(prefix)).objects]
     old = [path for path in paths if path == METADATA or _is_rank_metadata(path)]
     replaced = find_previous(bucket, SaveIdentity(url, "")).keys
     planned = {url.key(path) for path in source.files}

@@ -21,8 +21,8 @@ from dcp_s3.format.manifest import Manifest, ObjectEntry
 from dcp_s3.offline.verify_bytes import ByteCheck
 from dcp_s3.offline.verify_plan import StoredItem, check_manifest, find_items, is_crc, place_items
 from dcp_s3.offline.verify_report import Problem, VerifyReport
-from dcp_s3.s3.bucket import Bucket
 from dcp_s3.s3.files import OnProgress
+from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.store import StoredObject
 from dcp_s3.url import CheckpointURL, parse_url
@@ -63,7 +63,7 @@ def verify(
         CheckpointError: it was replaced again and again while it was verified.
     """
     parsed = parse_url(url)
-    bucket = Bucket(parsed.bucket, resolve_settings(settings))
+    bucket = S3Store(parsed.bucket, resolve_settings(settings))
     for _ in range(_ROUNDS):
         check = _Check(bucket, parsed)
         report = check.run(full=full, on_total=on_total, on_progress=on_progress)
@@ -103,7 +103,7 @@ class _Commit:
 class _Check:
     """One look at a checkpoint."""
 
-    def __init__(self, bucket: Bucket, url: CheckpointURL) -> None:
+    def __init__(self, bucket: S3Store, url: CheckpointURL) -> None:
         self._bucket = bucket
         self._url = url
         self._commits: list[_Commit] = []
@@ -175,7 +175,7 @@ class _Check:
 
     def _list(self) -> Mapping[str, int]:
         prefix = self._url.key("")
-        return {key[len(prefix) :]: size for key, size in self._bucket.list(prefix)}
+        return {each.key[len(prefix) :]: each.size for each in self._bucket.list(prefix).objects}
 
     def _add_commit(self, rank: int | None, stored: StoredObject, sizes: Mapping[str, int]) -> None:
         path, metadata = metadata_object(rank), None

@@ -18,9 +18,9 @@ from dcp_s3.offline.verify_plan import StoredData, StoredItem, group_items
 from dcp_s3.offline.verify_report import Problem
 from dcp_s3.offline.verify_scan import Mismatch, ObjectScan, Run
 from dcp_s3.s3 import retry
-from dcp_s3.s3.bucket import Bucket
 from dcp_s3.s3.download import Target, fetch_into
 from dcp_s3.s3.files import OnProgress
+from dcp_s3.s3.store import S3Store
 from dcp_s3.url import CheckpointURL
 from dcp_s3.workers import Workers
 
@@ -78,7 +78,7 @@ class ByteCheck:
         on_progress: called with bytes as they were read; not with those that are read again.
     """
 
-    def __init__(self, bucket: Bucket, url: CheckpointURL, on_progress: OnProgress | None = None) -> None:
+    def __init__(self, bucket: S3Store, url: CheckpointURL, on_progress: OnProgress | None = None) -> None:
         self._bucket = bucket
         self._url = url
         self._on_progress = on_progress

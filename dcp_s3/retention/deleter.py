@@ -20,7 +20,7 @@ from dcp_s3.retention.belongings import (
 )
 from dcp_s3.retention.inspect import gather
 from dcp_s3.retention.plan import LEASE_MARGIN
-from dcp_s3.s3.async_client import AsyncBucket
+from dcp_s3.s3.async_store import AsyncS3Store
 from dcp_s3.s3.delete import batches, old_versions
 from dcp_s3.store import ListedObject, Target, Upload
 from dcp_s3.url import CheckpointURL
@@ -65,7 +65,7 @@ class Deleter:
 
     def __init__(
         self,
-        bucket: AsyncBucket,
+        bucket: AsyncS3Store,
         *,
         all_versions: bool,
         force: bool = False,
@@ -92,15 +92,14 @@ class Deleter:
             if seconds is not None and now < each.modified_at + seconds + LEASE_MARGIN:
                 raise LeftAloneError("a reader has a lease")
 
-    async def list_objects(self, prefix: str) -> tuple[list[ListedObject], float]:
+    async def list_objects(self, prefix: str) -> tuple[Sequence[ListedObject], float]:
         """Objects, and the time on S3's clock."""
-        pages = await self.bucket.pages(prefix)
-        now = pages[0].server_time
-        return [each for page in pages for each in page.objects], time.time() if now is None else now
+        listed = await self.bucket.list(prefix)
+        return listed.objects, time.time() if listed.server_time is None else listed.server_time
 
     async def write_list(self, url: CheckpointURL, path: str, listed: DeletionList) -> None:
         """Write down what goes."""
-        await self.bucket.write(url.key(path), listed.to_json(), content_type="application/json")
+        await self.bucket.put(url.key(path), listed.to_json(), content_type="application/json")
 
     async def withdraw(self, url: CheckpointURL, paths: Iterable[str]) -> None:
         """Remove lists of what will not go after all. A failure is a warning."""
@@ -171,6 +170,6 @@ class Deleter:
         """Abort an open multipart upload; one that is not there any more is no error."""
         await self.bucket.abort(Upload(key, upload_id))
 
-    async def _delete_batch(self, batch: Sequence[Target], limit: Limit) -> list[str]:
+    async def _delete_batch(self, batch: Sequence[Target], limit: Limit) -> Sequence[str]:
         async with self._slots:
-            return await self.bucket.delete(batch, limit=limit)
+            return await self.bucket.within(limit).delete(batch)

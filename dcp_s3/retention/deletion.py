@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from dcp_s3 import errors
+from dcp_s3 import errors, store
 from dcp_s3.checkpoint.lease import DELETION_BEGINS
 from dcp_s3.format.deletion_list import DeletionList
 from dcp_s3.format.layout import (
@@ -128,7 +128,7 @@ class Remover:
             return  # S3 may still carry it out
         try:
             for commit, etag in listed.commits.items():
-                if (await self._deleter.bucket.head(url.key(commit))).get("ETag", "").strip('"') != etag.strip('"'):
+                if not store.same_etag((await self._deleter.bucket.head(url.key(commit))).etag, etag):
                     return
         except errors.StorageError:
             return
@@ -147,7 +147,7 @@ class Remover:
                 head = await self._deleter.bucket.head(url.key(METADATA))
             except errors.ObjectNotFoundError:
                 raise LeftAloneError("another prune deletes it") from None
-            if head.get("ETag", "").strip('"') != planned.etag.strip('"'):
+            if not store.same_etag(head.etag, planned.etag):
                 raise LeftAloneError("it was overwritten")
         skip = len(url.key(""))
         objects, now = await self._deleter.list_objects(url.key(CONTROL_PREFIX))
@@ -182,7 +182,7 @@ class Remover:
         gone: set[str] = set()
         for path in [path for path in sizes if parse_deletion_object(path) == deletion]:
             try:
-                listed = DeletionList.from_json(await self._deleter.bucket.read(url.key(path)))
+                listed = DeletionList.from_json((await self._deleter.bucket.get(url.key(path))).data)
             except errors.ObjectNotFoundError:
                 continue  # another prune has finished it
             except ValueError as error:
@@ -226,7 +226,9 @@ class Remover:
                 needed |= {entry.path for entry in manifest.objects} | {manifest_object(manifest.save_id, rank)}
                 continue
             try:
-                metadata = load_metadata(await self._deleter.bucket.read(url.key(metadata_object(rank))), url=str(url))
+                metadata = load_metadata(
+                    (await self._deleter.bucket.get(url.key(metadata_object(rank)))).data, url=str(url)
+                )
             except errors.ObjectNotFoundError:
                 raise LeftAloneError("another prune deletes it") from None
             except errors.CheckpointError as error:

@@ -13,7 +13,7 @@ from dcp_s3.format.metadata import load_metadata
 from dcp_s3.format.saved_entries import SavedEntry, needed_objects, saved_entries
 from dcp_s3.retention.checkpoint_info import CheckpointInfo, Contents, sort_out
 from dcp_s3.retention.inspect import Root, gather, inspect_checkpoint, matching_manifest, run
-from dcp_s3.s3.async_client import open_bucket
+from dcp_s3.s3.async_store import open_async_store
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.url import CheckpointURL, parse_url
 
@@ -70,8 +70,8 @@ def describe(url: Root, *, settings: SettingsLike = None) -> CheckpointDetails:
 
 
 async def _describe(url: CheckpointURL, settings: SettingsLike) -> CheckpointDetails:
-    async with open_bucket(url.bucket, resolve_settings(settings)) as bucket:
-        contents = sort_out(url, await bucket.list(url.key("")))
+    async with open_async_store(url.bucket, resolve_settings(settings)) as bucket:
+        contents = sort_out(url, (await bucket.list(url.key(""))).objects)
         info = await inspect_checkpoint(bucket, url)
         if info is None:
             raise errors.CheckpointNotFoundError(
@@ -85,8 +85,8 @@ async def _describe(url: CheckpointURL, settings: SettingsLike) -> CheckpointDet
         found = await gather(matching_manifest(bucket, url, contents, rank) for rank in ranks)
         manifests = [manifest for manifest in found if manifest is not None]
         metadata = [
-            load_metadata(data, url=str(url))
-            for data in await gather(bucket.read(url.key(metadata_object(rank))) for rank in ranks)
+            load_metadata(stored.data, url=str(url))
+            for stored in await gather(bucket.get(url.key(metadata_object(rank))) for rank in ranks)
         ]
     needed: set[str] = set()
     entries: dict[str, SavedEntry] = {}

@@ -47,8 +47,8 @@ from dcp_s3.retention.checkpoint_info import (
     with_metrics,
     with_step,
 )
-from dcp_s3.s3.async_client import AsyncBucket
-from dcp_s3.store import ListedObject
+from dcp_s3.s3.async_store import AsyncS3Store
+from dcp_s3.store import ListedObject, ObjectHead
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ class Inspected:
 
 
 async def inspect_checkpoint(
-    bucket: AsyncBucket, url: CheckpointURL, patterns: Sequence[re.Pattern[str]] = ()
+    bucket: AsyncS3Store, url: CheckpointURL, patterns: Sequence[re.Pattern[str]] = ()
 ) -> CheckpointInfo | None:
     """The checkpoint at ``url`` itself, None if there is nothing of one.
 
@@ -143,7 +143,7 @@ async def inspect_checkpoint(
 
 
 async def inspect(
-    bucket: AsyncBucket, url: CheckpointURL, patterns: Sequence[re.Pattern[str]] = ()
+    bucket: AsyncS3Store, url: CheckpointURL, patterns: Sequence[re.Pattern[str]] = ()
 ) -> Inspected | None:
     """`inspect_checkpoint`, with what it was concluded from."""
     found = await _inspect_committed(bucket, url) or await _inspect_without_metadata(bucket, url)
@@ -157,18 +157,18 @@ async def inspect(
     return dataclasses.replace(found, info=info)
 
 
-async def _dotted(bucket: AsyncBucket, url: CheckpointURL) -> list[ListedObject]:
+async def _dotted(bucket: AsyncS3Store, url: CheckpointURL) -> list[ListedObject]:
     """What begins with a dot and may be of a checkpoint."""
     page = await bucket.page(url.key("."))
     if page.next_token is None:
         return list(page.objects)
     # Many ranks without collectives, or a directory with something like .git/: not all of that.
     metadata = await bucket.page(url.key(METADATA))
-    control = await bucket.list(url.key(CONTROL_PREFIX))
+    control = (await bucket.list(url.key(CONTROL_PREFIX))).objects
     return [*control, *(found for found in metadata.objects if found.key == url.key(METADATA))]
 
 
-async def _inspect_committed(bucket: AsyncBucket, url: CheckpointURL) -> Inspected | None:
+async def _inspect_committed(bucket: AsyncS3Store, url: CheckpointURL) -> Inspected | None:
     """A checkpoint with ``.metadata``, None without."""
     contents = sort_out(url, await _dotted(bucket, url))
     commit = contents.commits.get(None)
@@ -190,11 +190,11 @@ async def _inspect_committed(bucket: AsyncBucket, url: CheckpointURL) -> Inspect
             manifest = manifest or await matching_manifest(bucket, url, contents, None)
     if manifest is not None:
         return Inspected(from_manifest(url, manifest), contents, manifest)
-    contents = sort_out(url, await bucket.list(url.key("")))
+    contents = sort_out(url, (await bucket.list(url.key(""))).objects)
     return Inspected(from_contents(url, contents, committed_at=commit.modified_at), contents)
 
 
-async def _inspect_without_metadata(bucket: AsyncBucket, url: CheckpointURL) -> Inspected | None:
+async def _inspect_without_metadata(bucket: AsyncS3Store, url: CheckpointURL) -> Inspected | None:
     # Not a full listing at once: this may be a directory with millions of other things.
     skip = len(url.key(""))
     page = await bucket.page(url.key(""), delimiter="/")
@@ -207,7 +207,7 @@ async def _inspect_without_metadata(bucket: AsyncBucket, url: CheckpointURL) -> 
     if not shown:
         return None
     complete = page.next_token is None and not spread and CONTROL_PREFIX not in prefixes
-    contents = sort_out(url, page.objects if complete else await bucket.list(url.key("")))
+    contents = sort_out(url, page.objects if complete else (await bucket.list(url.key(""))).objects)
     if _belongs_to_parent(url, contents) or not contents.any:
         return None
     ranks = [rank for rank in contents.commits if rank is not None]
@@ -227,7 +227,7 @@ def _belongs_to_parent(url: CheckpointURL, contents: Contents) -> bool:
 
 
 async def matching_manifest(
-    bucket: AsyncBucket, url: CheckpointURL, contents: Contents, rank: int | None
+    bucket: AsyncS3Store, url: CheckpointURL, contents: Contents, rank: int | None
 ) -> Manifest | None:
     """The manifest that belongs to the commit of ``rank`` (None: to ``.metadata``): the only one there is, or that
     of the save which the commit names. None if it is missing or cannot be told.
@@ -244,7 +244,7 @@ async def matching_manifest(
     try:
         save_id = save_id_of(await bucket.head(key))
         if save_id is None:
-            metadata = load_metadata(await bucket.read(key), url=str(url))
+            metadata = load_metadata((await bucket.get(key)).data, url=str(url))
             save_id = getattr(metadata.storage_meta, "save_id", None)
     except (errors.ObjectNotFoundError, errors.CheckpointError) as error:
         logger.warning("cannot tell which manifest of %s is valid: %s", url, error)
@@ -252,10 +252,10 @@ async def matching_manifest(
     return await read_manifest(bucket, url, save_id, rank) if save_id in save_ids else None
 
 
-async def read_manifest(bucket: AsyncBucket, url: CheckpointURL, save_id: str, rank: int | None) -> Manifest | None:
+async def read_manifest(bucket: AsyncS3Store, url: CheckpointURL, save_id: str, rank: int | None) -> Manifest | None:
     """The manifest of a save, None if there is none or it can not be read."""
     try:
-        return Manifest.from_json(await bucket.read(url.key(manifest_object(save_id, rank))))
+        return Manifest.from_json((await bucket.get(url.key(manifest_object(save_id, rank)))).data)
     except errors.ObjectNotFoundError:
         return None  # lost in a copy, or replaced by another save just now
     except ValueError as error:
@@ -263,9 +263,9 @@ async def read_manifest(bucket: AsyncBucket, url: CheckpointURL, save_id: str, r
         return None
 
 
-async def _read_added(bucket: AsyncBucket, url: CheckpointURL) -> AddedMetrics:
+async def _read_added(bucket: AsyncS3Store, url: CheckpointURL) -> AddedMetrics:
     try:
-        return AddedMetrics.from_json(await bucket.read(url.key(METRICS)))
+        return AddedMetrics.from_json((await bucket.get(url.key(METRICS))).data)
     except errors.ObjectNotFoundError:
         return AddedMetrics("")
     except ValueError as error:
@@ -273,10 +273,10 @@ async def _read_added(bucket: AsyncBucket, url: CheckpointURL) -> AddedMetrics:
         return AddedMetrics("")
 
 
-async def _read_pin_reason(bucket: AsyncBucket, url: CheckpointURL) -> str | None:
+async def _read_pin_reason(bucket: AsyncS3Store, url: CheckpointURL) -> str | None:
     """Why it is pinned, if it says so and may be read. It protects whatever is in it."""
     try:
-        reason = json.loads(await bucket.read(url.key(PIN)))["reason"]
+        reason = json.loads((await bucket.get(url.key(PIN))).data)["reason"]
     except (errors.ObjectNotFoundError, errors.AccessDeniedError):
         return None
     except (ValueError, TypeError, KeyError, RecursionError):
@@ -284,24 +284,23 @@ async def _read_pin_reason(bucket: AsyncBucket, url: CheckpointURL) -> str | Non
     return reason if isinstance(reason, str) else None
 
 
-def save_id_of(head: Any) -> str | None:
+def save_id_of(head: ObjectHead) -> str | None:
     """The save id in the user metadata of ``.metadata``, None if it has none."""
-    fields = {name.lower(): value for name, value in head.get("Metadata", {}).items()}
-    return fields.get(SAVE_ID_KEY)
+    return head.metadata.get(SAVE_ID_KEY)
 
 
-async def find_damage(bucket: AsyncBucket, url: CheckpointURL) -> str | None:
+async def find_damage(bucket: AsyncS3Store, url: CheckpointURL) -> str | None:
     """Why a committed checkpoint can not be loaded, None if it can: reads its metadata and lists its objects.
 
     Raises:
         StorageError
     """
-    objects = await bucket.list(url.key(""))
+    objects = (await bucket.list(url.key(""))).objects
     sizes = {found.key: found.size for found in objects}
     commits = sort_out(url, objects).commits
     for rank in [None] if None in commits else sorted(rank for rank in commits if rank is not None):
         try:
-            data = await bucket.read(url.key(metadata_object(rank)))
+            data = (await bucket.get(url.key(metadata_object(rank)))).data
             metadata = load_metadata(data, url=str(url))
         except (errors.ObjectNotFoundError, errors.CheckpointError) as error:
             return str(error)

@@ -170,7 +170,7 @@ class LeftoverRemover:
         skip = len(url.key(""))
         objects, now = await self._deleter.list_objects(url.key("."))
         self._deleter.check_marks(url, objects, now)
-        for each in (*objects, *await self._deleter.bucket.list(url.key("__"))):
+        for each in (*objects, *(await self._deleter.bucket.list(url.key("__"))).objects):
             path = each.key[skip:]
             if is_commit(path) and not (path in known and same_etag(seen.get(path), each)):
                 raise LeftAloneError("it was committed")
@@ -182,7 +182,7 @@ class LeftoverRemover:
         spent = []
         for each in (await self._deleter.list_objects(url.key(DELETION_PREFIX)))[0]:
             try:
-                listed = DeletionList.from_json(await self._deleter.bucket.read(each.key))
+                listed = DeletionList.from_json((await self._deleter.bucket.get(each.key)).data)
             except (errors.ObjectNotFoundError, ValueError):
                 continue
             if not listed.commits and not listed.objects.keys() & left:

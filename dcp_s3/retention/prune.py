@@ -19,7 +19,7 @@ from dcp_s3.retention.leftovers import LeftoverRemover
 from dcp_s3.retention.parse import parse_policy, policy_from_settings
 from dcp_s3.retention.plan import LeftoverObject, OpenUpload, Plan
 from dcp_s3.retention.policy import PolicyFunction
-from dcp_s3.s3.async_client import open_bucket
+from dcp_s3.s3.async_store import open_async_store
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.units import parse_duration
 from dcp_s3.url import CheckpointURL, parse_url
@@ -224,7 +224,7 @@ async def apply_plan_async(
 ) -> PruneReport:
     """`apply_plan` for asyncio."""
     where, resolved = parse_url(root), resolve_settings(settings)
-    async with open_bucket(where.bucket, resolved) as bucket:
+    async with open_async_store(where.bucket, resolved) as bucket:
         if all_versions and not plan.empty:  # fails before anything is deleted
             await bucket.check_versions(where.key(""))
         return await _Application(where, plan, Deleter(bucket, all_versions=all_versions), progress).run()

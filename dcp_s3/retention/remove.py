@@ -17,7 +17,7 @@ from dcp_s3.retention.inspect import Root, inspect_checkpoint, run
 from dcp_s3.retention.leftovers import LeftoverRemover
 from dcp_s3.retention.plan import LEASE_MARGIN
 from dcp_s3.retention.scan import open_upload
-from dcp_s3.s3.async_client import open_bucket
+from dcp_s3.s3.async_store import open_async_store
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.store import Upload
 from dcp_s3.url import CheckpointURL, parse_url
@@ -60,7 +60,7 @@ async def _remove(
     parent = url.prefix.rpartition("/")[0]
     root = CheckpointURL(url.bucket, parent)
     waiting = any(info.name == url.name for info in find_local(str(root), settings=settings))
-    async with open_bucket(url.bucket, settings) as bucket:
+    async with open_async_store(url.bucket, settings) as bucket:
         deleter = Deleter(bucket, all_versions=all_versions, force=force, dry_run=dry_run)
         now = (await bucket.page(url.key(""))).server_time
         if now is None:

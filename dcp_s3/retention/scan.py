@@ -32,8 +32,8 @@ from dcp_s3.retention.checkpoint_info import (
 from dcp_s3.retention.inspect import Inspected, find_damage, inspect, map_bounded, save_id_of
 from dcp_s3.retention.plan import LEASE_MARGIN, LeftoverObject, OpenUpload, Plan, make_plan
 from dcp_s3.retention.policy import PolicyFunction
-from dcp_s3.s3.async_client import AsyncBucket
-from dcp_s3.store import ListedObject, Upload
+from dcp_s3.s3.async_store import AsyncS3Store
+from dcp_s3.store import ListedObject, Upload, same_etag
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
@@ -94,7 +94,7 @@ class Listing:
 
 
 async def list_root(
-    bucket: AsyncBucket, root: CheckpointURL, patterns: Sequence[re.Pattern[str]] = (), *, deep: bool = False
+    bucket: AsyncS3Store, root: CheckpointURL, patterns: Sequence[re.Pattern[str]] = (), *, deep: bool = False
 ) -> Listing:
     """The checkpoints directly under ``root``.
 
@@ -107,14 +107,14 @@ async def list_root(
     Raises:
         StorageError
     """
-    pages = await bucket.pages(root.key(""), delimiter="/")
-    now = pages[0].server_time
+    listed = await bucket.list(root.key(""), "/")
+    now = listed.server_time
     if now is None:
         logger.warning("the S3 endpoint does not tell its time; ages are by the clock of this host")
         now = time.time()
     skip = len(root.key(""))
-    names = [prefix[skip:-1] for page in pages for prefix in page.prefixes]
-    del pages
+    names = [prefix[skip:-1] for prefix in listed.prefixes]
+    del listed
     leftovers: list[LeftoverObject] = []
 
     async def look(name: str) -> CheckpointInfo | None:
@@ -141,7 +141,7 @@ async def list_root(
 
 
 async def scan_root(
-    bucket: AsyncBucket,
+    bucket: AsyncS3Store,
     root: CheckpointURL,
     patterns: Sequence[re.Pattern[str]] = (),
     *,
@@ -163,7 +163,7 @@ async def scan_root(
         StorageError
     """
     # Before the objects: an upload that is completed meanwhile is then seen as one or the other, or both.
-    uploads = sorted(await bucket.list_uploads(root.key("")), key=lambda each: (each.key, each.upload_id))
+    uploads = sorted(await bucket.uploads(root.key("")), key=lambda each: (each.key, each.upload_id))
     listing = await list_root(bucket, root, patterns, deep=deep)
     found = {info.name: info for info in listing.found}
     if deep:
@@ -202,7 +202,7 @@ def open_upload(root: CheckpointURL, upload: Upload) -> OpenUpload | None:
 
 
 async def look_deeper(
-    bucket: AsyncBucket, url: CheckpointURL, found: Inspected, now: float
+    bucket: AsyncS3Store, url: CheckpointURL, found: Inspected, now: float
 ) -> tuple[CheckpointInfo, list[LeftoverObject]]:
     """A committed checkpoint with its damage and when it was written, and its leftovers.
 
@@ -211,15 +211,16 @@ async def look_deeper(
     Raises:
         ObjectNotFoundError: its ``.metadata`` is gone; other StorageErrors.
     """
-    head = await bucket.head(url.key(METADATA)) if found.manifest is not None else {}
-    objects = await bucket.list(url.key(""))
+    head = await bucket.head(url.key(METADATA)) if found.manifest is not None else None
+    objects = (await bucket.list(url.key(""))).objects
     contents = sort_out(url, objects)
     newest = max((each.modified_at for each in contents.data), default=None)
     info = dataclasses.replace(found.info, written_at=newest)
     listed = contents.commits.get(None)
-    etags = {(etag or "").strip('"') for etag in (info.etag, head.get("ETag"), listed.etag if listed else None)}
-    if found.manifest is None or save_id_of(head) != found.manifest.save_id or len(etags) != 1:
-        return info, []  # foreign, a copy without user metadata, or replaced meanwhile
+    if found.manifest is None or head is None or save_id_of(head) != found.manifest.save_id:
+        return info, []  # foreign, or a copy without user metadata
+    if listed is None or not same_etag(head.etag, info.etag) or not same_etag(head.etag, listed.etag):
+        return info, []  # replaced meanwhile
     damage, leftovers = find_unneeded(url, found.manifest, objects, now=now)
     return dataclasses.replace(info, damage=damage), leftovers
 

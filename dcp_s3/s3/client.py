@@ -24,9 +24,8 @@ from botocore.config import Config
 from dcp_s3._version import __version__
 from dcp_s3.forking import reset_in_child
 from dcp_s3.s3.answers import check_answers
-from dcp_s3.s3.body import send_without_copy
+from dcp_s3.s3.botocore_private import look_once, make_abortable, send_without_copy
 from dcp_s3.s3.chain import check_endpoint_of
-from dcp_s3.s3.flight import make_abortable
 from dcp_s3.settings import Settings
 
 # A fixed text: botocore's own is put together anew for each request, which takes a sixth of a request's CPU.
@@ -129,19 +128,6 @@ def _make_client(settings: Settings) -> Any:
     make_abortable(client)
     look_once(client)
     return client
-
-
-def look_once(client: Any) -> None:
-    """Keep botocore from asking for ever where a bucket is.
-
-    It follows a redirect to the region that a HeadBucket tells; if that is redirected without a region (by a portal or
-    proxy), it asks again, as deep as the stack goes. (Seen in botocore 1.43.)
-    """
-
-    def leave_alone(request_dict: dict[str, Any], **_: Any) -> None:
-        request_dict["context"].setdefault("s3_redirect", {})["redirected"] = True
-
-    client.meta.events.register_first("needs-retry.s3.HeadBucket", leave_alone)
 
 
 def _session() -> Any:

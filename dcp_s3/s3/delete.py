@@ -149,7 +149,7 @@ def _delete_one(target: Target, *, refused: bool = False, data: bool) -> Operati
             raise
     try:
         found = yield from head(target.key)
-        if not same_etag(found.get("ETag"), target.etag):
+        if not same_etag(found.etag, target.etag):
             return False
         yield Request("DeleteObject", target.key, arguments, data=data)
     except errors.ObjectNotFoundError:

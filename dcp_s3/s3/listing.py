@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import datetime
-import email.utils
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import botocore.utils
-
 from dcp_s3 import errors
+from dcp_s3.s3 import times
 from dcp_s3.s3.operations import Operation, Request
 from dcp_s3.store import ListedObject, Page, Upload
 
@@ -31,7 +28,7 @@ class StoredVersion:
     """Whether it is a delete marker."""
 
 
-def page(prefix: str, *, delimiter: str = "", token: str | None = None) -> Operation[Page]:
+def page(prefix: str, delimiter: str = "", *, token: str | None = None) -> Operation[Page]:
     """One page of the keys that start with ``prefix``, after the page whose ``next_token`` it is.
 
     Keys that go on with ``delimiter`` after the prefix count as one common prefix.
@@ -48,21 +45,15 @@ def page(prefix: str, *, delimiter: str = "", token: str | None = None) -> Opera
 def _page(answer: Mapping[str, Any]) -> Page:
     return Page(
         objects=tuple(
-            ListedObject(entry["Key"], int(entry["Size"]), timestamp(entry["LastModified"]), entry.get("ETag", ""))
+            ListedObject(
+                entry["Key"], int(entry["Size"]), times.timestamp(entry["LastModified"]), entry.get("ETag", "")
+            )
             for entry in answer.get("Contents", ())
         ),
         prefixes=tuple(entry["Prefix"] for entry in answer.get("CommonPrefixes", ())),
         next_token=answer["NextContinuationToken"] if answer.get("IsTruncated") else None,
-        server_time=_server_time(answer),
+        server_time=times.server_time(answer),
     )
-
-
-def _server_time(answer: Mapping[str, Any]) -> float | None:
-    headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
-    try:
-        return timestamp(email.utils.parsedate_to_datetime(headers["date"]))
-    except (KeyError, ValueError, TypeError):
-        return None
 
 
 def all_pages(
@@ -96,7 +87,7 @@ def uploads(prefix: str) -> Operation[tuple[Upload, ...]]:
     except errors.ObjectNotFoundError:
         return ()  # rclone's answer for a bucket without uploads
     return tuple(
-        Upload(entry["Key"], entry["UploadId"], timestamp(entry["Initiated"]))
+        Upload(entry["Key"], entry["UploadId"], times.timestamp(entry["Initiated"]))
         for answer in answers
         for entry in answer.get("Uploads", ())
         if entry["Key"].startswith(prefix)
@@ -118,19 +109,3 @@ def versions(prefix: str) -> Operation[list[StoredVersion]]:
 def check_versions(prefix: str) -> Operation[None]:
     """Ask for a version, to see whether the store answers."""
     yield Request("ListObjectVersions", prefix, {"Prefix": prefix, "MaxKeys": 1})
-
-
-def timestamp(value: datetime.datetime | str) -> float:
-    """Seconds since the epoch of a time in an answer of S3's, parsed or not; one without a zone is in UTC."""
-    time = _parse(value) if isinstance(value, str) else value
-    if time.tzinfo is None:
-        time = time.replace(tzinfo=datetime.timezone.utc)
-    return time.timestamp()
-
-
-def _parse(value: str) -> datetime.datetime:
-    try:
-        return datetime.datetime.fromisoformat(value.replace("Z", "+00:00"))  # as S3 writes it
-    except ValueError:
-        parsed: datetime.datetime = botocore.utils.parse_timestamp(value)
-        return parsed

@@ -104,7 +104,7 @@ def complete(
 
 def _is_there(key: str, size: int) -> Operation[bool]:
     try:
-        return int((yield from head(key))["ContentLength"]) == size
+        return (yield from head(key)).size == size
     except errors.ObjectNotFoundError:
         return False
 

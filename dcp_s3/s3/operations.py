@@ -1,13 +1,14 @@
 """What S3 is asked, spelled once and without I/O: operations on single objects.
 
 An operation is a generator. It yields `Request`s, is sent S3's answer to each or thrown the `StorageError` that its
-attempts came to, and returns its result. Two drivers carry operations out: `bucket.Bucket` through boto3 and
-`async_client.AsyncBucket` through aiobotocore. Listings are in `listing`, deletions in `delete`, multipart uploads in
+attempts came to, and returns its result. Two drivers carry operations out: `store.S3Store` through boto3 and
+`async_store.AsyncS3Store` through aiobotocore. Listings are in `listing`, deletions in `delete`, multipart uploads in
 `multipart`.
 """
 
 from __future__ import annotations
 
+import base64
 import enum
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
@@ -15,10 +16,11 @@ from typing import Any, TypeVar
 
 from dcp_s3 import errors
 from dcp_s3.checksum import ChecksumAlgorithm, crc32c, crc64nvme, encode_crc
+from dcp_s3.s3 import times
 from dcp_s3.s3.diagnosis import answered_code, answered_status
 from dcp_s3.s3.quirks import Place, Quirk, knows, learn
 from dcp_s3.settings import Settings
-from dcp_s3.store import StoredObject
+from dcp_s3.store import Expect, ObjectHead, StoredObject
 
 T = TypeVar("T")
 
@@ -151,12 +153,24 @@ def get_range(key: str, byte_range: str, etag: str | None = None) -> Request:
     return Request("GetObject", key, {"Key": key, "Range": byte_range, **condition}, data=True)
 
 
-def head(key: str, **arguments: Any) -> Operation[Mapping[str, Any]]:
-    """S3's HeadObject answer, with the names of user metadata in lower case; ``arguments`` are further ones of it."""
-    answer: Mapping[str, Any] = yield Request(
-        "HeadObject", key, {"Key": key, **arguments}, lambda answer: {**answer, "Metadata": user_metadata(answer)}
+def head(key: str, *, checksum: bool = False) -> Operation[ObjectHead]:
+    """What S3 says of an object; its checksum, too, if that is asked for."""
+    mode = {"ChecksumMode": "ENABLED"} if checksum else {}
+    found: ObjectHead = yield Request("HeadObject", key, {"Key": key, **mode}, lambda answer: _head(key, answer))
+    return found
+
+
+def _head(key: str, answer: Mapping[str, Any]) -> ObjectHead:
+    crc = answer.get("ChecksumCRC64NVME")
+    return ObjectHead(
+        key=key,
+        size=int(answer["ContentLength"]),
+        modified_at=times.timestamp(answer["LastModified"]) if "LastModified" in answer else 0.0,
+        etag=answer.get("ETag", ""),
+        metadata=user_metadata(answer),
+        crc64nvme=None if crc is None else base64.b64decode(crc).hex(),
+        server_time=times.server_time(answer),
     )
-    return answer
 
 
 def exists(key: str) -> Operation[bool]:
@@ -177,14 +191,13 @@ def exists(key: str) -> Operation[bool]:
 def put(
     place: Place,
     key: str,
-    data: bytes,
+    data: bytes | memoryview,
     *,
-    if_absent: bool = False,
-    if_match: str | None = None,
+    expect: Expect | None = None,
     content_type: str = "application/octet-stream",
     metadata: Mapping[str, str] | None = None,
 ) -> Operation[None]:
-    """Write a small object, on condition that there is none (``if_absent``) or that it has an ETag (``if_match``).
+    """Write a small object, on condition that what is there is as expected.
 
     A refusal is believed only after a look: if the object is the one that was to be written, an earlier attempt did it
     and its answer was lost. Stores that do not know a condition (they answer 501, or refuse one that holds) get a plain
@@ -196,9 +209,11 @@ def put(
         "Key": key,
         "ContentType": content_type,
         "Metadata": dict(metadata or {}),
-        "Body": data,
+        "Body": bytes(data),
     }
-    condition = {"IfNoneMatch": "*"} if if_absent else {"IfMatch": if_match} if if_match else {}
+    condition = {}
+    if expect is not None:
+        condition = {"IfMatch": expect.etag} if expect.etag else {"IfNoneMatch": "*"}
     refusals = 0
     while True:
         try:
@@ -238,7 +253,7 @@ class _Refusal(enum.Enum):
     CONDITION_IS_UNKNOWN = enum.auto()
 
 
-def _look(key: str, data: bytes, condition: Mapping[str, str]) -> Operation[_Refusal]:
+def _look(key: str, data: bytes | memoryview, condition: Mapping[str, str]) -> Operation[_Refusal]:
     try:
         found = yield from get(key)
     except errors.ObjectNotFoundError:

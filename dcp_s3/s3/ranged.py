@@ -6,13 +6,16 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from dcp_s3.checksum import crc64nvme
 from dcp_s3.s3 import operations, retry
-from dcp_s3.s3.body import finish_response, readinto_response
-from dcp_s3.s3.bucket import Bucket
+from dcp_s3.s3.botocore_private import finish_response, readinto_response
 from dcp_s3.s3.diagnosis import TruncatedBodyError
 from dcp_s3.s3.flight import Flight
+
+if TYPE_CHECKING:
+    from dcp_s3.s3.store import S3Store
 
 # Bytes received before they are added to the checksum: most are then still in the CPU's cache. What a connection that
 # breaks had received of the block is lost.
@@ -108,7 +111,7 @@ class Timing:
 
 
 def get_range(
-    bucket: Bucket,
+    store: S3Store,
     key: str,
     start: int,
     cursor: Cursor,
@@ -121,7 +124,7 @@ def get_range(
     """One attempt to fetch what is missing of the bytes from ``start`` on that fill ``cursor``.
 
     Args:
-        bucket: the bucket.
+        store: where it is.
         key: of the object.
         start: first byte of the range that the cursor's beginning is for.
         cursor: moves on with what arrives, also if the attempt fails.
@@ -139,7 +142,7 @@ def get_range(
     advance = advance or cursor.advance
     began = time.monotonic()
     flight.await_bytes(0)
-    answer = bucket.send(operations.get_range(key, byte_range, etag[0] if etag else None))
+    answer = store.send(operations.get_range(key, byte_range, etag[0] if etag else None))
     head_at = time.monotonic()
     if not etag and answer.get("ETag"):
         etag.append(answer["ETag"])

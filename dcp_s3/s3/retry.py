@@ -2,21 +2,17 @@
 
 `Tries` decides for every request of the package: try again after a wait with full jitter and exponential backoff
 (https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/), or raise one error of `dcp_s3.errors` that
-names bucket, key, operation, attempts and the last cause. `call` and `call_async` only carry that out.
+names bucket, key, operation, attempts and the last cause. `call`, and `async_store.call`, only carry that out.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
-
-import aiohttp
-import botocore.exceptions as boto
 
 from dcp_s3 import errors
 from dcp_s3.limit import Cancelled as Cancelled
@@ -154,32 +150,3 @@ def call(request: Callable[[], T], tries: Tries, *, gate: Gate | None = None, da
             time.sleep(wait)
         elif cancel.wait(wait):
             raise Cancelled
-
-
-async def call_async(
-    request: Callable[[], Awaitable[T]], tries: Tries, *, gate: Gate | None = None, data: bool = False
-) -> T:
-    """`call` for a coroutine function. Cancelling the task ends it at once.
-
-    Raises:
-        Cancelled, StorageError: as `Tries`.
-    """
-    while True:
-        tries.check()
-        if gate is not None and data and not await gate.enter_async(timeout=tries.seconds_at_gate()):
-            tries.check()
-            raise tries.never_admitted()
-        tries.made += 1
-        try:
-            if gate is None:
-                return await request()
-            with gate.watching(admitted=data):
-                return await request()
-        except REQUEST_ERRORS as error:
-            failure: Exception = error
-        except (aiohttp.ClientError, asyncio.TimeoutError) as error:
-            # aiobotocore lets some of these through while it reads a body. Before Python 3.11 asyncio's
-            # TimeoutError is no OSError.
-            failure = boto.HTTPClientError(error=error)
-            failure.__cause__ = error
-        await asyncio.sleep(tries.wait_after(failure))

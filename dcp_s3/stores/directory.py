@@ -51,16 +51,13 @@ class DirectoryStore(Store):
 
     def __init__(self, path: str | os.PathLike[str], *, page_size: int = 1000) -> None:
         self._root = Path(path)
+        self.name = str(self._root)
         self._page_size = page_size
-        self._limit = UNLIMITED
-
-    @property
-    def name(self) -> str:
-        return str(self._root)
+        self.limit = UNLIMITED
 
     def within(self, limit: Limit) -> DirectoryStore:
         other = DirectoryStore(self._root, page_size=self._page_size)
-        other._limit = limit
+        other.limit = limit
         return other
 
     # --- reading ----------------------------------------------------------------------------------------
@@ -77,7 +74,7 @@ class DirectoryStore(Store):
                 )
             done = 0
             while done < view.nbytes:
-                self._limit.check(f"read of {key}")
+                self.limit.check(f"read of {key}")
                 count = os.preadv(fd, [view[done : done + _BLOCK]], start + done)
                 if not count:
                     raise errors.OutOfRangeError(
@@ -114,7 +111,7 @@ class DirectoryStore(Store):
     @contextlib.contextmanager
     def _open(self, operation: str, key: str) -> Iterator[int]:
         """The file of a key; what goes wrong with it is a StorageError."""
-        self._limit.check(f"{operation} of {key}")
+        self.limit.check(f"{operation} of {key}")
         with self._clear_errors(operation, key):
             fd = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
             try:
@@ -125,7 +122,7 @@ class DirectoryStore(Store):
                 os.close(fd)
 
     def page(self, prefix: str, delimiter: str = "", *, token: str | None = None) -> Page:
-        self._limit.check(f"list of {prefix}")
+        self.limit.check(f"list of {prefix}")
         with self._clear_errors("list", prefix):
             return make_page(self._walk(prefix), prefix, delimiter, token, self._page_size, time.time())
 
@@ -158,7 +155,7 @@ class DirectoryStore(Store):
         content_type: str = "application/octet-stream",
         metadata: Mapping[str, str] | None = None,
     ) -> None:
-        self._limit.check(f"put of {key}")
+        self.limit.check(f"put of {key}")
         path = self._path(key)
         with self._clear_errors("put", key):
             temporary = _new_file(path, memoryview(data).cast("B"))
@@ -200,7 +197,7 @@ class DirectoryStore(Store):
     def delete(self, targets: Iterable[str | Target]) -> Sequence[str]:
         left = []
         for target in map(target_of, targets):
-            self._limit.check(f"delete of {target.key}")
+            self.limit.check(f"delete of {target.key}")
             path = self._path(target.key)
             with self._clear_errors("delete", target.key), self._locked():
                 try:

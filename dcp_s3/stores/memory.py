@@ -49,18 +49,14 @@ class MemoryStore(Store):
     """
 
     def __init__(self, name: str = "memory", *, page_size: int = 1000) -> None:
-        self._name = name
+        self.name = name
         self._page_size = page_size
         self._contents = _Contents()
-        self._limit = UNLIMITED
-
-    @property
-    def name(self) -> str:
-        return self._name
+        self.limit = UNLIMITED
 
     def within(self, limit: Limit) -> MemoryStore:
-        other = MemoryStore(self._name, page_size=self._page_size)
-        other._contents, other._limit = self._contents, limit
+        other = MemoryStore(self.name, page_size=self._page_size)
+        other._contents, other.limit = self._contents, limit
         return other
 
     def read(self, key: str, start: int, into: memoryview, etag: str | None = None) -> None:
@@ -89,7 +85,7 @@ class MemoryStore(Store):
         content_type: str = "application/octet-stream",
         metadata: Mapping[str, str] | None = None,
     ) -> None:
-        self._limit.check(f"put of {key}")
+        self.limit.check(f"put of {key}")
         contents, new = self._contents, bytes(data)
         with contents.lock:
             found = contents.objects.get(key)
@@ -114,11 +110,11 @@ class MemoryStore(Store):
         return ObjectHead(key, len(found.data), found.modified_at, found.etag, found.metadata, crc, time.time())
 
     def exists(self, key: str) -> bool:
-        self._limit.check(f"look for {key}")
+        self.limit.check(f"look for {key}")
         return key in self._contents.objects
 
     def page(self, prefix: str, delimiter: str = "", *, token: str | None = None) -> Page:
-        self._limit.check(f"list of {prefix}")
+        self.limit.check(f"list of {prefix}")
         with self._contents.lock:
             objects = [
                 ListedObject(key, len(each.data), each.modified_at, each.etag)
@@ -127,7 +123,7 @@ class MemoryStore(Store):
         return make_page(objects, prefix, delimiter, token, self._page_size, time.time())
 
     def delete(self, targets: Iterable[str | Target]) -> Sequence[str]:
-        self._limit.check("delete")
+        self.limit.check("delete")
         left = []
         with self._contents.lock:
             for target in map(target_of, targets):
@@ -147,7 +143,7 @@ class MemoryStore(Store):
         pass
 
     def _find(self, operation: str, key: str) -> _Object:
-        self._limit.check(f"{operation} of {key}")
+        self.limit.check(f"{operation} of {key}")
         try:
             return self._contents.objects[key]
         except KeyError:

@@ -25,10 +25,8 @@ class Overlay(Store):
     def __init__(self, near: Store, far: Store) -> None:
         self._near = near
         self._far = far
-
-    @property
-    def name(self) -> str:
-        return self._far.name
+        self.name = far.name
+        self.limit = far.limit
 
     def within(self, limit: Limit) -> Overlay:
         return Overlay(self._near.within(limit), self._far.within(limit))

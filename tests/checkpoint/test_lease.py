@@ -17,7 +17,7 @@ from dcp_s3.checkpoint import lease
 from dcp_s3.checkpoint.lease import DELETION_BEGINS, ReaderLease
 from dcp_s3.errors import CheckpointDeletedError, CheckpointNotFoundError, SettingsError
 from dcp_s3.format.layout import LEASE_PREFIX, deletion_object, parse_lease_object
-from dcp_s3.s3.bucket import Bucket
+from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.url import parse_url
 from tests.faulty import BUCKET, FaultyServer, serve
@@ -135,7 +135,7 @@ def test_it_is_renewed_while_it_is_needed(
 ) -> None:
     save(URL)
     renewals = threading.Semaphore(0)
-    lease = ReaderLease(Bucket(BUCKET, Settings()), parse_url(URL), 0.03)  # rounded up to 1 s
+    lease = ReaderLease(S3Store(BUCKET, Settings()), parse_url(URL), 0.03)  # rounded up to 1 s
     lease.take()
     lease._seconds = 0.03  # type: ignore[assignment]
 

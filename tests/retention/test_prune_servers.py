@@ -9,9 +9,9 @@ import pytest
 
 from dcp_s3 import CheckpointCatalog, errors, latest, prune, remove
 from dcp_s3.s3 import quirks, retry
-from dcp_s3.s3.bucket import Bucket
 from dcp_s3.s3.delete import old_versions
 from dcp_s3.s3.listing import StoredVersion
+from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.store import Target
 from dcp_s3.url import parse_url
@@ -40,7 +40,7 @@ def test_keys_of_every_kind_in_one_batch(s3: Any, bucket: str) -> None:
     names = ["a b", "a+b", "a%20b", "ü/\U0001f600", "&<>\"'", "]]>", "a", "ab", "__0_0.distcp"]
     for name in [*names, *(f"{name}x" for name in names)]:
         s3.put_object(Bucket=bucket, Key=f"run/{name}", Body=b"1")
-    assert Bucket(bucket, Settings()).delete([Target(f"run/{name}") for name in names]) == []
+    assert S3Store(bucket, Settings()).delete([Target(f"run/{name}") for name in names]) == []
     assert set(keys(s3, f"s3://{bucket}/run")) == {f"{name}x" for name in names}
 
 
@@ -167,11 +167,11 @@ def test_a_store_that_refuses_conditions_that_hold_is_asked_without(faulty: Faul
 
 
 def test_a_batch_deletes_what_has_its_etag_and_says_what_has_not(faulty: FaultyServer) -> None:
-    bucket = Bucket(BUCKET, Settings())
+    bucket = S3Store(BUCKET, Settings())
     for key in ("a", "b", "c"):
-        bucket.write(key, b"1")
+        bucket.put(key, b"1")
     etags = {key: bucket.get(key).etag for key in ("a", "b", "c")}
-    bucket.write("b", b"2")
+    bucket.put("b", b"2")
     targets = [Target("a", etags["a"]), Target("b", etags["b"]), Target("c"), Target("gone", '"x"')]
     assert bucket.delete(targets) == ["b"]
     assert faulty.s3.objects(BUCKET) == {"b": 1}
@@ -180,9 +180,9 @@ def test_a_batch_deletes_what_has_its_etag_and_says_what_has_not(faulty: FaultyS
 
 
 def test_a_key_that_is_never_deleted_fails_and_the_others_go(faulty: FaultyServer) -> None:
-    bucket = Bucket(BUCKET, Settings())
+    bucket = S3Store(BUCKET, Settings())
     for key in ("a", "b"):
-        bucket.write(key, b"1")
+        bucket.put(key, b"1")
     faulty.rule = lambda _: Fault.delete_partly("AccessDenied")
     with pytest.raises(errors.AccessDeniedError, match="'a' was not deleted"):
         bucket.delete([Target("a"), Target("b")])

@@ -13,7 +13,7 @@ from dcp_s3 import CheckpointCatalog, KeepLatest, KeepSteps, annotate, pin
 from dcp_s3.errors import PolicyError, SettingsError
 from dcp_s3.format.layout import deletion_object, lease_object, parse_manifest_object
 from dcp_s3.retention import inspect
-from dcp_s3.s3 import async_client, listing
+from dcp_s3.s3 import async_store, listing
 from dcp_s3.spill.background import stop_draining
 from dcp_s3.spill.store import SpillStore
 from tests.faulty import BUCKET, FaultyServer, serve
@@ -112,14 +112,14 @@ def test_a_manifest_that_is_newer_than_its_metadata_is_not_believed(client: Any,
     clock.now += 1
     put(client, url, manifest, get(client, other, manifest))
     seen: list[str] = []
-    original = async_client.AsyncBucket.head
+    original = async_store.AsyncS3Store.head
 
     async def head(self: Any, key: str) -> Any:
         seen.append(key)
         return await original(self, key)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(async_client.AsyncBucket, "head", head)
+        patch.setattr(async_store.AsyncS3Store, "head", head)
         CheckpointCatalog(ROOT).checkpoints()
     assert seen == ["run/step-1/.metadata"]
 

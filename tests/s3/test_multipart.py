@@ -13,9 +13,9 @@ from botocore.exceptions import ClientError
 
 from dcp_s3 import errors
 from dcp_s3.s3 import multipart
-from dcp_s3.s3.bucket import Bucket
 from dcp_s3.s3.multipart import KnownPart
 from dcp_s3.s3.operations import checksum_arguments
+from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import MIN_PART_SIZE, Settings
 from dcp_s3.store import Upload
 from tests.faulty import BUCKET, FaultyServer
@@ -25,15 +25,15 @@ PART = MIN_PART_SIZE
 KEY = "run/ke y+ü%"
 
 
-def list_uploads(bucket: Bucket, key: str) -> list[str]:
+def list_uploads(bucket: S3Store, key: str) -> list[str]:
     return bucket.run(multipart.uploads_of(key))
 
 
-def list_parts(bucket: Bucket, key: str, upload_id: str) -> dict[int, KnownPart]:
+def list_parts(bucket: S3Store, key: str, upload_id: str) -> dict[int, KnownPart]:
     return bucket.run(multipart.list_parts(key, upload_id))
 
 
-def begin(bucket: Bucket, key: str, parts: dict[int, bytes]) -> str:
+def begin(bucket: S3Store, key: str, parts: dict[int, bytes]) -> str:
     algorithm = {"ChecksumAlgorithm": "CRC64NVME", "ChecksumType": "FULL_OBJECT"}
     upload_id: str = bucket.client.create_multipart_upload(Bucket=bucket.name, Key=key, **algorithm)["UploadId"]
     for number, data in parts.items():
@@ -45,7 +45,7 @@ def begin(bucket: Bucket, key: str, parts: dict[int, bytes]) -> str:
 
 
 def test_uploads_and_their_parts_are_found_and_aborted(bucket: str) -> None:
-    target = Bucket(bucket, Settings())
+    target = S3Store(bucket, Settings())
     assert list_uploads(target, KEY) == []
     data = {1: random.Random(1).randbytes(PART), 2: random.Random(2).randbytes(100)}
     first, second = begin(target, KEY, data), begin(target, KEY, {})
@@ -70,7 +70,7 @@ def test_uploads_and_their_parts_are_found_and_aborted(bucket: str) -> None:
 
 
 def test_uploads_of_keys_that_only_begin_alike_are_not_taken(bucket: str) -> None:
-    target = Bucket(bucket, Settings())
+    target = S3Store(bucket, Settings())
     longer = begin(target, "run/a-and-more", {1: b"x"})
     assert list_uploads(target, "run/a") == []
     ours = begin(target, "run/a", {1: b"x"})
@@ -83,7 +83,7 @@ def test_uploads_of_keys_that_only_begin_alike_are_not_taken(bucket: str) -> Non
 @pytest.mark.parametrize("missing", ["list_uploads", "list_parts", "abort"])
 @pytest.mark.servers("memory", "moto", "rgw")
 def test_a_bucket_that_is_missing_is_told_apart_from_an_upload_that_is(bucket: str, missing: str) -> None:
-    target = Bucket("no-such-" + bucket, Settings())
+    target = S3Store("no-such-" + bucket, Settings())
     calls: dict[str, Callable[[], Any]] = {
         "list_uploads": lambda: list_uploads(target, KEY),
         "list_parts": lambda: list_parts(target, KEY, "x"),
@@ -97,7 +97,7 @@ def test_a_bucket_that_is_missing_is_told_apart_from_an_upload_that_is(bucket: s
             calls[missing]()
 
 
-def by_pages(monkeypatch: pytest.MonkeyPatch, target: Bucket, method: str, **limit: int) -> list[dict[str, Any]]:
+def by_pages(monkeypatch: pytest.MonkeyPatch, target: S3Store, method: str, **limit: int) -> list[dict[str, Any]]:
     """Let S3 answer in small pages; returns the requests."""
     asked: list[dict[str, Any]] = []
     real = getattr(target.client, method)
@@ -112,7 +112,7 @@ def by_pages(monkeypatch: pytest.MonkeyPatch, target: Bucket, method: str, **lim
 
 @pytest.mark.servers("memory", "rgw")  # moto takes no notice of the limit, or leaves parts out
 def test_uploads_of_many_pages_are_all_found(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = Bucket(bucket, Settings())
+    target = S3Store(bucket, Settings())
     uploads = sorted(begin(target, KEY, {}) for _ in range(5))
     more = begin(target, KEY + "-more", {})
     asked = by_pages(monkeypatch, target, "list_multipart_uploads", MaxUploads=2)
@@ -126,7 +126,7 @@ def test_uploads_of_many_pages_are_all_found(bucket: str, monkeypatch: pytest.Mo
 
 @pytest.mark.servers("memory", "rgw")  # moto takes no notice of the limit, or leaves parts out
 def test_parts_of_many_pages_are_all_found(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = Bucket(bucket, Settings())
+    target = S3Store(bucket, Settings())
     upload_id = begin(target, KEY, {number: bytes(number) for number in (1, 2, 3, 5, 8)})
     asked = by_pages(monkeypatch, target, "list_parts", MaxParts=2)
     parts = list_parts(target, KEY, upload_id)
@@ -137,7 +137,7 @@ def test_parts_of_many_pages_are_all_found(bucket: str, monkeypatch: pytest.Monk
 
 
 def test_an_answer_that_is_lost_costs_nothing(faulty: FaultyServer) -> None:
-    target = Bucket(BUCKET, Settings())
+    target = S3Store(BUCKET, Settings())
     upload_id = begin(target, KEY, {1: b"x"})
     assert faulty.once("ListMultipartUploads", Fault.reset()) == []
     assert list_uploads(target, KEY) == [upload_id]
@@ -150,7 +150,7 @@ def test_an_answer_that_is_lost_costs_nothing(faulty: FaultyServer) -> None:
 
 
 def test_a_refusal_is_an_error_and_quietly_a_warning(faulty: FaultyServer, caplog: pytest.LogCaptureFixture) -> None:
-    target = Bucket(BUCKET, Settings())
+    target = S3Store(BUCKET, Settings())
     faulty.rule = lambda _: Fault.error(403, "AccessDenied")
     with pytest.raises(errors.AccessDeniedError):
         list_uploads(target, KEY)
@@ -193,9 +193,9 @@ def test_the_markers_of_a_page_are_those_of_the_next_request(monkeypatch: pytest
             "IsTruncated": False,
         },
     )
-    monkeypatch.setattr(Bucket, "client", property(lambda _: client))
+    monkeypatch.setattr(S3Store, "client", property(lambda _: client))
     owner = "123456789012"
-    assert list_uploads(Bucket("b", Settings(expected_bucket_owner=owner)), "k") == ["1", "2"]
+    assert list_uploads(S3Store("b", Settings(expected_bucket_owner=owner)), "k") == ["1", "2"]
     common = {"Bucket": "b", "ExpectedBucketOwner": owner, "Prefix": "k", "MaxUploads": 1000}
     assert client.asked == [common, {**common, "KeyMarker": "k", "UploadIdMarker": "1"}]
 
@@ -203,8 +203,8 @@ def test_the_markers_of_a_page_are_those_of_the_next_request(monkeypatch: pytest
 def test_no_such_upload_for_a_bucket_without_uploads_means_none(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = {"Error": {"Code": "NoSuchUpload"}, "ResponseMetadata": {"HTTPStatusCode": 404}}
     client = _Client(ClientError(answer, "ListMultipartUploads"))  # type: ignore[arg-type]
-    monkeypatch.setattr(Bucket, "client", property(lambda _: client))
-    assert list_uploads(Bucket("b", Settings()), "k") == []
+    monkeypatch.setattr(S3Store, "client", property(lambda _: client))
+    assert list_uploads(S3Store("b", Settings()), "k") == []
 
 
 def test_a_part_is_known_by_a_checksum_or_else_by_the_md5_in_its_etag() -> None:

@@ -12,7 +12,7 @@ import urllib3.exceptions
 
 from dcp_s3 import errors
 from dcp_s3.limit import Deadline, Limit
-from dcp_s3.s3 import diagnosis, retry
+from dcp_s3.s3 import async_store, diagnosis, retry
 
 
 def client_error(code: str, status: int) -> boto.ClientError:
@@ -115,7 +115,7 @@ def test_a_coroutine_is_tried_again_by_the_same_rules(error: Exception) -> None:
         return request()
 
     def carry_out(attempts: int) -> str:
-        return asyncio.run(retry.call_async(attempt, retry.Tries("GetObject", "b", "k", attempts, Limit())))
+        return asyncio.run(async_store.call(attempt, retry.Tries("GetObject", "b", "k", attempts, Limit())))
 
     assert carry_out(3) == "done"
     del calls[:]

@@ -22,9 +22,9 @@ import dcp_s3
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
 from dcp_s3.limit import UNLIMITED, Limit
 from dcp_s3.s3 import retry, throttle
-from dcp_s3.s3.bucket import Bucket
 from dcp_s3.s3.download import Target, fetch_into
 from dcp_s3.s3.parts import Piece
+from dcp_s3.s3.store import S3Store
 from dcp_s3.s3.throttle import Aimd, Gate, gate_of
 from dcp_s3.s3.upload import Uploader
 from dcp_s3.settings import Settings
@@ -357,24 +357,24 @@ def test_a_save_and_a_load_end_with_few_refusals(faulty: FaultyServer, monkeypat
     assert rule.refused < ungated.refused / 2  # about 20 and 230
 
 
-def make_bucket(**settings: Any) -> Bucket:
-    return Bucket(BUCKET, Settings(**settings))
+def make_bucket(**settings: Any) -> S3Store:
+    return S3Store(BUCKET, Settings(**settings))
 
 
-def put(bucket: Bucket, key: str) -> None:
+def put(bucket: S3Store, key: str) -> None:
     with Uploader(bucket) as uploader:
         upload = uploader.start(key, 3)
         upload.write(Piece.of(b"abc"))
         upload.finish()
 
 
-def get(bucket: Bucket, key: str) -> bytes:
+def get(bucket: S3Store, key: str) -> bytes:
     memory = bytearray(3)
     fetch_into(bucket, key, 0, [Target(memoryview(memory))])
     return bytes(memory)
 
 
-def gate_of_bucket(bucket: Bucket) -> Gate:
+def gate_of_bucket(bucket: S3Store) -> Gate:
     return gate_of(bucket.settings.endpoint_url, bucket.name, bucket.settings.concurrency)
 
 
@@ -415,7 +415,7 @@ def test_uploads_and_downloads_share_one_limit(faulty: FaultyServer, first: str)
         other = pool.submit(get if first == "upload" else put, bucket, "k")
         try:
             until(lambda: gate.state.waiting == 1)
-            assert bucket.read("k") == b"abc", "a small request passes"
+            assert bucket.get("k").data == b"abc", "a small request passes"
         finally:
             go_on.set()
         held.result(LONG)
@@ -428,7 +428,7 @@ def test_small_requests_lower_the_limit(faulty: FaultyServer) -> None:
     put(bucket, "k")
     for operation, request in {
         "HeadObject": lambda: bucket.head("k"),
-        "ListObjectsV2": lambda: list(bucket.list("")),
+        "ListObjectsV2": lambda: bucket.list(""),
         "DeleteObjects": lambda: bucket.delete(["k", "l"]),
     }.items():
         before = gate_of_bucket(bucket).state.limit

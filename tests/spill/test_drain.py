@@ -12,10 +12,10 @@ import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import S3StorageWriter
 from dcp_s3.s3 import multipart
-from dcp_s3.s3.bucket import Bucket
 from dcp_s3.s3.client import close_clients
 from dcp_s3.s3.operations import Operation
 from dcp_s3.s3.parts import Piece
+from dcp_s3.s3.store import S3Store
 from dcp_s3.s3.upload import Uploader
 from dcp_s3.settings import Settings
 from dcp_s3.spill.drain import Drainer, DrainReport
@@ -48,7 +48,7 @@ def test_a_checkpoint_with_another_checksum_is_drained_too(spill: Spill, checksu
     url, state = spill.url("step-1"), large_state(1)
     dcp.save(state, storage_writer=S3StorageWriter(url, settings={"durability": "local", "checksum": checksum}))
     begin_multipart(
-        Bucket(spill.bucket_name, Settings(checksum=checksum)),
+        S3Store(spill.bucket_name, Settings(checksum=checksum)),
         spill.key(),
         (spill.data().path / "object-0").read_bytes()[:PART],
     )

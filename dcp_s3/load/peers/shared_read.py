@@ -24,7 +24,7 @@ from dcp_s3.load.peers.interrupts import run_through
 from dcp_s3.load.peers.shared_items import SharedItem
 from dcp_s3.load.peers.shared_pieces import OwnedPiece, ReceivedPiece
 from dcp_s3.load.read import LoadExecutor, find_changing
-from dcp_s3.s3.bucket import Bucket
+from dcp_s3.s3.store import S3Store
 from dcp_s3.tensor_memory import counted_as_change, synchronize_accelerator
 from dcp_s3.url import CheckpointURL
 
@@ -43,7 +43,7 @@ class SharedRead:
     """
 
     def __init__(
-        self, executor: LoadExecutor, bucket: Bucket, url: CheckpointURL, metadata: Metadata, group: LoadGroup
+        self, executor: LoadExecutor, bucket: S3Store, url: CheckpointURL, metadata: Metadata, group: LoadGroup
     ) -> None:
         self._executor = executor
         self._bucket = bucket

@@ -1,10 +1,10 @@
-"""A bucket through boto3: operations carried out one request after the other, in the caller's thread."""
+"""The store on S3, through boto3: operations carried out one request after the other, in the caller's thread."""
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -15,12 +15,13 @@ from dcp_s3.limit import UNLIMITED, Limit
 from dcp_s3.s3 import listing, multipart, operations, retry
 from dcp_s3.s3.client import forget_client, get_client
 from dcp_s3.s3.delete import delete
+from dcp_s3.s3.download import fetch_into
 from dcp_s3.s3.flight import hang_at_most
 from dcp_s3.s3.operations import Operation, Request, request_arguments
+from dcp_s3.s3.ranged import Target as Memory
 from dcp_s3.s3.throttle import Gate, gate_of
 from dcp_s3.settings import Settings
-from dcp_s3.store import StoredObject as StoredObject
-from dcp_s3.store import Target, Upload
+from dcp_s3.store import Expect, ObjectHead, Page, Store, StoredObject, Target, Upload, target_of
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +29,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Bucket:
+class S3Store(Store):
     """A bucket as these settings reach it. Holds no connection: cheap, picklable, fork-safe."""
 
     name: str
@@ -46,24 +47,23 @@ class Bucket:
         """This process's gate for its data requests."""
         return gate_of(self.settings.endpoint_url, self.name, self.settings.concurrency)
 
-    def within(self, limit: Limit) -> Bucket:
-        """The bucket, its requests bounded by ``limit`` and nothing else."""
+    def within(self, limit: Limit) -> S3Store:
         return replace(self, limit=limit)
 
     # --- carrying out -----------------------------------------------------------------------------------
 
-    def run(self, operation: Operation[T], *, cancel: threading.Event | None = None) -> T:
-        """Carry out an operation; ``cancel`` ends it as that of the limit does.
+    def run(self, operation: Operation[T]) -> T:
+        """Carry out an operation.
 
         Raises:
-            Cancelled: it was cancelled.
+            Cancelled: the limit's ``cancel`` was set.
             StorageError: what the operation raises.
         """
         try:
             request = next(operation)
             while True:
                 try:
-                    answer = self._try(request, cancel)
+                    answer = self._try(request)
                 except errors.StorageError as error:
                     request = operation.throw(error)
                 else:
@@ -74,10 +74,8 @@ class Bucket:
         finally:
             operation.close()
 
-    def _try(self, request: Request, cancel: threading.Event | None) -> Any:
-        return self.call(
-            request.operation, request.key, lambda: self._attempt(request), cancel=cancel, data=request.data
-        )
+    def _try(self, request: Request) -> Any:
+        return self.call(request.operation, request.key, lambda: self._attempt(request), data=request.data)
 
     def _attempt(self, request: Request) -> Any:
         try:
@@ -136,117 +134,41 @@ class Bucket:
             forget_client(settings)  # the next save or load looks for credentials anew
             raise
 
-    # --- objects ----------------------------------------------------------------------------------------
+    # --- what a store does ------------------------------------------------------------------------------
 
-    def exists(self, key: str) -> bool:
-        """Whether the object exists.
-
-        Raises:
-            BucketNotFoundError, CredentialsError, AccessDeniedError, TransferError: cannot tell.
-        """
-        return self.run(operations.exists(key))
-
-    def read(self, key: str) -> bytes:
-        """All bytes of a small object.
-
-        Raises:
-            ObjectNotFoundError: there is none; other StorageErrors.
-        """
-        return self.get(key).data
+    def read(self, key: str, start: int, into: memoryview, etag: str | None = None) -> None:
+        fetch_into(self, key, start, [Memory(into)], etag=etag)
 
     def get(self, key: str) -> StoredObject:
-        """A small object, whole.
-
-        Raises:
-            ObjectNotFoundError: there is none; other StorageErrors.
-        """
         return self.run(operations.get(key))
 
-    def head(self, key: str, **arguments: Any) -> Mapping[str, Any]:
-        """S3's HeadObject answer, with the names of user metadata in lower case.
-
-        Args:
-            key: object key.
-            arguments: further ones of the request.
-
-        Raises:
-            ObjectNotFoundError: there is none (or no such bucket); other StorageErrors.
-        """
-        return self.run(operations.head(key, **arguments))
-
-    def write(
+    def put(
         self,
         key: str,
-        data: bytes,
+        data: bytes | memoryview,
         *,
-        if_absent: bool = False,
-        if_match: str | None = None,
+        expect: Expect | None = None,
         content_type: str = "application/octet-stream",
         metadata: Mapping[str, str] | None = None,
     ) -> None:
-        """Put a small object.
+        self.run(operations.put(self, key, data, expect=expect, content_type=content_type, metadata=metadata))
 
-        Args:
-            key: object key.
-            data: its bytes.
-            if_absent: ask S3 to refuse if the object exists (If-None-Match: *).
-            if_match: ask S3 to refuse unless the object has this ETag (If-Match).
-            content_type: MIME type.
-            metadata: user metadata.
+    def head(self, key: str, *, checksum: bool = False) -> ObjectHead:
+        return self.run(operations.head(key, checksum=checksum))
 
-        A refusal is believed only after a look: if the object is the one that was to be written, an earlier attempt
-        did it and its answer was lost. Stores that do not know a condition (they answer 501, or refuse one that holds)
-        get a plain write, after a warning.
+    def exists(self, key: str) -> bool:
+        return self.run(operations.exists(key))
 
-        Raises:
-            PreconditionFailedError: the condition does not hold: somebody else wrote the object.
-            TransferError: a refusal was false, as often as it was tried; other StorageErrors.
-        """
-        self.run(
-            operations.put(
-                self, key, data,
-                if_absent=if_absent, if_match=if_match, content_type=content_type, metadata=metadata,
-            )
-        )  # fmt: skip
+    def page(self, prefix: str, delimiter: str = "", *, token: str | None = None) -> Page:
+        return self.run(listing.page(prefix, delimiter, token=token))
 
-    def delete(self, targets: Iterable[str | Target]) -> list[str]:
-        """Delete objects, by their keys or as `Target`s; those that do not exist count as deleted.
-
-        Returns:
-            Keys that were left alone because they have another ETag. Stores that know no conditional deletes ignore it.
-
-        Raises:
-            StorageError: some could not be deleted.
-        """
-        return self.run(delete(self, [Target(each) if isinstance(each, str) else each for each in targets]))
-
-    def list(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """(key, bytes) of every object whose key starts with ``prefix``, in key order."""
-        token: str | None = None
-        while True:
-            page = self.run(listing.page(prefix, token=token))
-            for each in page.objects:
-                yield each.key, each.size
-            token = page.next_token
-            if token is None:
-                return
-
-    # --- multipart uploads ------------------------------------------------------------------------------
+    def delete(self, targets: Iterable[str | Target]) -> Sequence[str]:
+        return self.run(delete(self, map(target_of, targets)))
 
     def uploads(self, prefix: str) -> Sequence[Upload]:
-        """Every open multipart upload whose key starts with ``prefix``, by key.
-
-        Raises:
-            StorageError: cannot tell.
-        """
         return self.run(listing.uploads(prefix))
 
     def abort(self, upload: Upload) -> None:
-        """Abort a multipart upload; one that is gone counts as aborted.
-
-        Raises:
-            StorageError: it may stay open.
-        """
         self.run(multipart.abort(upload.key, upload.upload_id))
 
     def abort_quietly(self, upload: Upload) -> bool:
