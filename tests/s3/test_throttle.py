@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import multiprocessing
 import threading
@@ -211,6 +212,24 @@ def test_decreases_are_logged_with_the_limit_but_not_each(caplog: pytest.LogCapt
     assert (gate.state.limit, gate.state.decreases, gate.state.throttled) == (4, 4, 4)
 
 
+def test_a_task_has_its_turn_like_a_thread() -> None:
+    gate = closed_gate(1)
+    assert gate.enter()
+
+    async def wait() -> list[bool]:
+        assert not await gate.enter_async(timeout=0.01)
+        cancelled = asyncio.create_task(gate.enter_async())
+        waiting = asyncio.create_task(gate.enter_async(timeout=LONG))
+        await asyncio.sleep(0)  # both begin
+        assert gate.state.waiting == 2
+        cancelled.cancel()
+        await asyncio.sleep(0)
+        threading.Timer(0.01, lambda: gate.leave(0, succeeded=False, throttled=False)).start()
+        return [await waiting, gate.state.waiting == 0, gate.state.in_flight == 1]
+
+    assert asyncio.run(wait()) == [True, True, True]
+
+
 # --- the retry loop ----------------------------------------------------------------------------------
 
 
@@ -273,7 +292,7 @@ def test_a_throttled_request_has_no_place_while_it_waits(monkeypatch: pytest.Mon
         return "done"
 
     with ThreadPoolExecutor(1) as pool:
-        throttled = pool.submit(call, request, gate, cancel=Waits())
+        throttled = pool.submit(call, request, gate, limit=Limit(cancel=Waits()))
         assert waiting.wait(LONG)
         assert call(lambda: "another", gate) == "another"
         go_on.set()
@@ -300,7 +319,7 @@ def test_a_cancelled_request_does_not_wait_on() -> None:
     gate, cancel = closed_gate(1), threading.Event()
     assert gate.enter()
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(call, lambda: "never", gate, cancel=cancel)
+        waiting = pool.submit(call, lambda: "never", gate, limit=Limit(cancel=cancel))
         until(lambda: gate.state.waiting == 1)
         cancel.set()
         with pytest.raises(retry.Cancelled):
