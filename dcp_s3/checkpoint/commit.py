@@ -31,8 +31,7 @@ from dcp_s3.format.layout import (
 )
 from dcp_s3.format.manifest import Manifest, ObjectEntry
 from dcp_s3.format.metadata import dump_metadata, load_metadata
-from dcp_s3.s3.store import S3Store
-from dcp_s3.store import Expect, ObjectHead, StoredObject, Target
+from dcp_s3.store import Expect, ObjectHead, Store, StoredObject, Target
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
@@ -63,7 +62,7 @@ class SaveIdentity:
         return self.url.key(manifest_object(self.save_id, self.rank))
 
 
-def check_absent(bucket: S3Store, identity: SaveIdentity) -> None:
+def check_absent(bucket: Store, identity: SaveIdentity) -> None:
     """Refuse to save where a committed checkpoint is. Before any byte moves.
 
     Looks for a checkpoint of the other kind, too: one of a save with collectives hides those of single ranks, and
@@ -103,7 +102,7 @@ class CommitState(Enum):
     """By one that began later."""
 
 
-def find_state(bucket: S3Store, identity: SaveIdentity, *, path: str | None, started_at: float) -> CommitState:
+def find_state(bucket: Store, identity: SaveIdentity, *, path: str | None, started_at: float) -> CommitState:
     """How the commit of a save stands.
 
     Args:
@@ -129,7 +128,7 @@ def find_state(bucket: S3Store, identity: SaveIdentity, *, path: str | None, sta
     return CommitState.REPLACED if newer else CommitState.WAITING
 
 
-def is_committed(bucket: S3Store, identity: SaveIdentity) -> bool:
+def is_committed(bucket: Store, identity: SaveIdentity) -> bool:
     """Whether the checkpoint at the URL is that of this save, by its id.
 
     Raises:
@@ -141,7 +140,7 @@ def is_committed(bucket: S3Store, identity: SaveIdentity) -> bool:
         return False
 
 
-def _stored_save_id(bucket: S3Store, identity: SaveIdentity) -> str | None:
+def _stored_save_id(bucket: Store, identity: SaveIdentity) -> str | None:
     """Of the checkpoint at the URL; None if it is none of ours.
 
     Raises:
@@ -150,7 +149,7 @@ def _stored_save_id(bucket: S3Store, identity: SaveIdentity) -> str | None:
     return _save_id_in(bucket, identity, bucket.head(identity.metadata_key))
 
 
-def _save_id_in(bucket: S3Store, identity: SaveIdentity, found: ObjectHead) -> str | None:
+def _save_id_in(bucket: Store, identity: SaveIdentity, found: ObjectHead) -> str | None:
     """Of the checkpoint whose ``.metadata`` a HEAD has found."""
     save_id: str | None = found.metadata.get(SAVE_ID_KEY)
     if save_id is None:  # stores and proxies may lose user metadata
@@ -175,7 +174,7 @@ class Previous:
     etag: str | None = None
 
 
-def find_previous(bucket: S3Store, identity: SaveIdentity) -> Previous:
+def find_previous(bucket: Store, identity: SaveIdentity) -> Previous:
     """What a save with collectives is about to overwrite: a checkpoint, those of single ranks, or nothing.
 
     Raises:
@@ -260,7 +259,7 @@ def make_commit(
     return Commit(identity, manifest.to_json(), dump_metadata(metadata), tuple(objects))
 
 
-def check_newest(bucket: S3Store, identity: SaveIdentity, previous: Previous, started_at: float) -> None:
+def check_newest(bucket: Store, identity: SaveIdentity, previous: Previous, started_at: float) -> None:
     """Refuse to put a save that comes late in the place of one that began after it.
 
     Args:
@@ -288,7 +287,7 @@ def check_newest(bucket: S3Store, identity: SaveIdentity, previous: Previous, st
 
 
 def publish(
-    bucket: S3Store,
+    bucket: Store,
     commit: Commit,
     previous: Previous,
     *,
@@ -369,7 +368,7 @@ def publish(
     logger.info("committed %s: %d objects, %d bytes", identity.url, len(commit.objects), size)
 
 
-def _check_whole(bucket: S3Store, commit: Commit, *, keep_objects: bool) -> None:
+def _check_whole(bucket: Store, commit: Commit, *, keep_objects: bool) -> None:
     """Raises CheckpointDeletedError if something of a save is gone, or about to go."""
     loss = find_loss(bucket, commit.identity.url, commit.objects)
     if loss is None:
@@ -379,7 +378,7 @@ def _check_whole(bucket: S3Store, commit: Commit, *, keep_objects: bool) -> None
     raise _lost_error(commit, loss)
 
 
-def _find_replaced(bucket: S3Store, commit: Commit, previous: Previous) -> StoredObject | None:
+def _find_replaced(bucket: Store, commit: Commit, previous: Previous) -> StoredObject | None:
     """The ``.metadata`` that is about to be replaced, to be put back if need be."""
     if previous.etag is None:
         return None
@@ -390,7 +389,7 @@ def _find_replaced(bucket: S3Store, commit: Commit, previous: Previous) -> Store
     return found if found.etag == previous.etag else None
 
 
-def _check_still_whole(bucket: S3Store, commit: Commit, replaced: StoredObject | None, *, keep_objects: bool) -> None:
+def _check_still_whole(bucket: Store, commit: Commit, replaced: StoredObject | None, *, keep_objects: bool) -> None:
     """Withdraw a commit whose objects are gone, or about to go. Raises CheckpointDeletedError."""
     key = commit.identity.metadata_key
     loss = find_loss(bucket, commit.identity.url, commit.objects)
@@ -410,7 +409,7 @@ def _check_still_whole(bucket: S3Store, commit: Commit, replaced: StoredObject |
     raise _lost_error(commit, loss)
 
 
-def _delete_replaced(bucket: S3Store, identity: SaveIdentity, previous: Previous, keys: frozenset[str]) -> None:
+def _delete_replaced(bucket: Store, identity: SaveIdentity, previous: Previous, keys: frozenset[str]) -> None:
     """Delete what only the old checkpoint needs, once the new one is seen in its place.
 
     Raises:
@@ -445,7 +444,7 @@ def _lost_error(commit: Commit, loss: str) -> errors.CheckpointDeletedError:
     )
 
 
-def _is_committed_after_all(bucket: S3Store, identity: SaveIdentity) -> bool:
+def _is_committed_after_all(bucket: Store, identity: SaveIdentity) -> bool:
     """Whether S3 carried out a commit without answering."""
     try:
         return is_committed(bucket, identity)
@@ -467,7 +466,7 @@ def check_metrics(metrics: Mapping[str, Any]) -> None:
             )
 
 
-def delete_quietly(bucket: S3Store, keys: set[str] | frozenset[str], whose: str) -> None:
+def delete_quietly(bucket: Store, keys: set[str] | frozenset[str], whose: str) -> None:
     try:
         bucket.delete(sorted(keys))
     except errors.StorageError as error:

@@ -13,7 +13,7 @@ from dcp_s3 import errors
 from dcp_s3.format.deletion_list import DeletionList
 from dcp_s3.format.layout import parse_deletion_object
 from dcp_s3.format.manifest import ObjectEntry
-from dcp_s3.s3.store import S3Store
+from dcp_s3.store import Store
 from dcp_s3.url import CheckpointURL
 
 LATE = 1800.0
@@ -40,7 +40,7 @@ class Beginning:
         return max(ages) > LATE
 
 
-def find_loss(bucket: S3Store, url: CheckpointURL, objects: Sequence[ObjectEntry]) -> str | None:
+def find_loss(bucket: Store, url: CheckpointURL, objects: Sequence[ObjectEntry]) -> str | None:
     """What of a save's objects is gone, or named by the list of a deletion; None if all will stay.
 
     Args:

@@ -21,7 +21,7 @@ from dataclasses import replace
 from dcp_s3 import errors
 from dcp_s3.format.layout import DELETION_PREFIX, lease_object, metadata_object, new_save_id, parse_deletion_object
 from dcp_s3.limit import Limit
-from dcp_s3.s3.store import S3Store
+from dcp_s3.store import Store
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class ReaderLease:
         seconds: after which it ends if it is not renewed; None: there is no lease, and nothing here does anything.
     """
 
-    def __init__(self, bucket: S3Store, url: CheckpointURL, seconds: float | None) -> None:
+    def __init__(self, bucket: Store, url: CheckpointURL, seconds: float | None) -> None:
         self._bucket, self._url = bucket, url
         self._seconds = None if seconds is None else math.ceil(seconds)
         self._key: str | None = None
@@ -115,13 +115,13 @@ class ReaderLease:
             except errors.StorageError as error:
                 logger.warning("the lease of %s could not be renewed now: %s", self._url, error)
 
-    def _write(self, bucket: S3Store, key: str) -> None:
+    def _write(self, bucket: Store, key: str) -> None:
         holder = {"seconds": self._seconds, "host": platform.node(), "pid": os.getpid()}
         bucket.put(key, (json.dumps(holder) + "\n").encode(), content_type="application/json")
 
 
 def check_not_deleted(
-    bucket: S3Store, url: CheckpointURL, deletions: Collection[str] | None, *, rank: int | None = None
+    bucket: Store, url: CheckpointURL, deletions: Collection[str] | None, *, rank: int | None = None
 ) -> None:
     """After a lease or a pin was written: make sure that no prune, which may not have seen it, deletes the checkpoint.
 
@@ -155,7 +155,7 @@ def check_not_deleted(
     )
 
 
-def _is_being_deleted(bucket: S3Store, url: CheckpointURL, deletions: Collection[str] | None) -> bool:
+def _is_being_deleted(bucket: Store, url: CheckpointURL, deletions: Collection[str] | None) -> bool:
     skip = len(url.key(""))
     for each in bucket.list(url.key(DELETION_PREFIX)).objects:
         deletion = parse_deletion_object(each.key[skip:])
@@ -164,7 +164,7 @@ def _is_being_deleted(bucket: S3Store, url: CheckpointURL, deletions: Collection
     return False
 
 
-def _is_young(bucket: S3Store, key: str) -> bool:
+def _is_young(bucket: Store, key: str) -> bool:
     try:
         head = bucket.head(key)
     except errors.ObjectNotFoundError:

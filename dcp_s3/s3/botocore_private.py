@@ -69,7 +69,7 @@ def make_abortable(client: Any) -> None:
     session = getattr(getattr(client, "_endpoint", None), "http_session", None)
     classes = getattr(session, "_pool_classes_by_scheme", None)  # the one dict of all its pool managers
     if not isinstance(classes, dict):
-        logger.debug("botocore's pools are not where they were: requests can not be broken off")
+        logger.debug("botocore's pools are not where they were: requests cannot be broken off")
         return
     for scheme, pool in classes.items():
         connection = type(f"Abortable{pool.ConnectionCls.__name__}", (_Abortable, pool.ConnectionCls), {})

@@ -76,7 +76,7 @@ class Flight:
         with self._lock:
             self._close()
             self._refuse_broken()
-            with contextlib.suppress(OSError):  # no descriptor is left, or the socket is closed: can not be broken off
+            with contextlib.suppress(OSError):  # no descriptor is left, or the socket is closed: cannot be broken off
                 self._descriptor = os.dup(sock.fileno())
 
     def let_go(self) -> bool:
