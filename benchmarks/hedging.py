@@ -120,7 +120,7 @@ def _run(options: argparse.Namespace, delays: Delays, endpoint_url: str, request
         False: S3Store(_BUCKET, settings.model_copy(update={"hedge_percentile": 0.0})),
     }
     data = random.Random(0).randbytes(size)
-    buckets[True].write(_KEY, data)
+    buckets[True].put(_KEY, data)
     # Every range is the same: what is measured is the requests, and the memory is that of one object.
     memory = [bytearray(size) for _ in range(options.threads)]
     loads: dict[tuple[bool, bool], list[Load]] = defaultdict(list)

@@ -203,7 +203,7 @@ class S3StorageReader(StorageReader):
         """The ranks whose metadata is on S3, of a save without collectives; None if S3 does not say."""
         url = self._require_url()
         try:
-            listed = (key.removeprefix(url.key("")) for key, _ in self._bucket().list(url.key("__")))
+            listed = (each.key.removeprefix(url.key("")) for each in self._bucket().list(url.key("__")).objects)
             return sorted(found for found in map(rank_of_metadata, listed) if found is not None)
         except errors.StorageError:
             return None

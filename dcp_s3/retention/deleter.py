@@ -126,7 +126,7 @@ class Deleter:
             Keys that have another ETag and were left alone.
         """
         if look is not None:
-            found = []
+            found: list[str] = []
             for batch in batches(targets):
                 await look()
                 found += await self._delete_batch(batch, limit)
