@@ -199,6 +199,8 @@ class DirectoryStore(Store):
         for target in map(target_of, targets):
             self.limit.check(f"delete of {target.key}")
             path = self._path(target.key)
+            if not path.exists():
+                continue
             with self._clear_errors("delete", target.key), self._locked():
                 try:
                     if target.etag and not same_etag(_etag(path.stat()), target.etag):
