@@ -165,7 +165,7 @@ def _head(key: str, answer: Mapping[str, Any]) -> ObjectHead:
     return ObjectHead(
         key=key,
         size=int(answer["ContentLength"]),
-        modified_at=times.timestamp(answer["LastModified"]) if "LastModified" in answer else 0.0,
+        modified_at=times.timestamp(answer["LastModified"]),
         etag=answer.get("ETag", ""),
         metadata=user_metadata(answer),
         crc64nvme=None if crc is None else base64.b64decode(crc).hex(),

@@ -192,7 +192,7 @@ def test_answers_that_s3_never_gives_are_an_error(faulty: FaultyServer, operatio
 
 # With the names of the requests of AsyncS3Store.
 ASYNC: dict[str, Callable[[AsyncS3Store], Awaitable[Any]]] = {
-    "GetObject": lambda bucket: bucket.get("a").data,
+    "GetObject": lambda bucket: bucket.get("a"),
     "HeadObject": lambda bucket: bucket.head("a"),
     "ListObjectsV2": lambda bucket: bucket.list(""),
     "ListMultipartUploads": lambda bucket: bucket.uploads(""),

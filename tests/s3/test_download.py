@@ -105,7 +105,7 @@ def test_an_object_replaced_meanwhile_is_not_mixed(faulty: FaultyServer) -> None
         if len(seen) == 1:
             return Fault.truncate(after_bytes=1000)
         if len(seen) == 2:
-            other.write("k", b"x" * len(DATA))
+            other.put("k", b"x" * len(DATA))
             return Fault.error(503, "SlowDown")
         return None
 

@@ -221,7 +221,7 @@ def test_an_object_replaced_meanwhile_is_not_mixed(faulty: FaultyServer) -> None
     replaced = threading.Event()
 
     def replace() -> None:
-        other.write("k", bytes(len(DATA)))
+        other.put("k", bytes(len(DATA)))
         replaced.set()
 
     def wait() -> None:

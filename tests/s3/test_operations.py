@@ -115,7 +115,7 @@ def test_a_checksum_that_was_not_why_is_sent_again() -> None:
 def test_a_batch_of_which_some_keys_are_left() -> None:
     targets = [Target("a", '"1"'), Target("b", '"2"'), Target("c")]
     changed = {"Errors": [{"Key": "b", "Code": "PreconditionFailed"}, {"Key": "c", "Code": "NoSuchKey"}]}
-    head = {"ContentLength": 1, "ETag": '"3"'}
+    head = {"ContentLength": 1, "ETag": '"3"', "LastModified": "Wed, 21 Oct 2015 07:28:00 GMT"}
     left, asked = carry_out(delete(PLACE, targets), changed, head)
     assert left == ["b"]
     assert [each.operation for each in asked] == ["DeleteObjects", "HeadObject"]
@@ -130,9 +130,9 @@ def test_without_batches_each_key_has_a_request(status: int, is_known: bool) -> 
 
 
 def test_a_completion_that_was_not_answered_is_known_by_its_object() -> None:
-    gone = refusal(404, "NoSuchUpload")
-    carry_out(multipart.complete(PLACE, "k", "u", ["e"], size=7, crc=None), gone, {"ContentLength": 7})
-    for answer in ({"ContentLength": 6}, refusal(404)):
+    gone, modified = refusal(404, "NoSuchUpload"), {"LastModified": "Wed, 21 Oct 2015 07:28:00 GMT"}
+    carry_out(multipart.complete(PLACE, "k", "u", ["e"], size=7, crc=None), gone, {"ContentLength": 7, **modified})
+    for answer in ({"ContentLength": 6, **modified}, refusal(404)):
         with pytest.raises(errors.ObjectNotFoundError, match="NoSuchUpload"):
             carry_out(multipart.complete(PLACE, "k", "u", ["e"], size=7, crc=None), gone, answer)
 
