@@ -8,6 +8,7 @@
 
 from dcp_s3 import errors
 from dcp_s3._version import __version__
+from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.counters import metrics
 from dcp_s3.integrations.dcp import register, unregister
 from dcp_s3.load.planner import S3LoadPlanner
@@ -17,7 +18,6 @@ from dcp_s3.offline.read_tensors import read_tensor, read_tensors
 from dcp_s3.offline.verify import verify
 from dcp_s3.offline.verify_report import Problem, VerifyReport
 from dcp_s3.retention.catalog import CheckpointCatalog, latest, list_checkpoints
-from dcp_s3.retention.checkpoint_info import CheckpointInfo
 from dcp_s3.retention.marks import annotate, pin, unpin
 from dcp_s3.retention.parse import parse_policy
 from dcp_s3.retention.plan import Decision, Plan, make_plan

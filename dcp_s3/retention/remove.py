@@ -10,24 +10,25 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dcp_s3 import errors
+from dcp_s3.checkpoint.deleter import WORKERS, Deleter, Deletion, LeftAloneError
+from dcp_s3.checkpoint.deletion import Remover
+from dcp_s3.checkpoint.directory import LEASE_MARGIN
+from dcp_s3.checkpoint.info import CheckpointInfo
+from dcp_s3.checkpoint.leftovers import LeftoverRemover
+from dcp_s3.checkpoint.look import inspect_checkpoint
+from dcp_s3.coroutines import run
 from dcp_s3.retention.catalog import find_local
-from dcp_s3.retention.checkpoint_info import CheckpointInfo
-from dcp_s3.retention.deleter import WORKERS, Deleter, Deletion, LeftAloneError
-from dcp_s3.retention.deletion import Remover
-from dcp_s3.retention.inspect import Root, inspect_checkpoint, run
-from dcp_s3.retention.leftovers import LeftoverRemover
-from dcp_s3.retention.plan import LEASE_MARGIN
 from dcp_s3.retention.scan import open_upload
 from dcp_s3.s3.async_client import ListedUpload, open_bucket
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
-from dcp_s3.url import CheckpointURL, parse_url
+from dcp_s3.url import CheckpointURL, URLLike, parse_url
 from dcp_s3.workers import Workers
 
 logger = logging.getLogger(__name__)
 
 
 def remove(
-    url: Root,
+    url: URLLike,
     *,
     force: bool = False,
     all_versions: bool = False,

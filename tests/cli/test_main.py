@@ -29,6 +29,7 @@ from tests.retention.making import (
     state,
     zeros,
 )
+from tests.spread import spreading
 
 
 def run(*arguments: object, status: int = 0) -> Any:
@@ -160,7 +161,8 @@ def test_show_adds_up_the_ranks_of_a_save_without_collectives(root: str) -> None
 
 
 def test_torch_reads_what_was_downloaded_and_we_what_was_uploaded_again(root: str, s3: Any, tmp_path: Path) -> None:
-    url = save(f"{root}/step 7+%é", metrics={"loss": 0.25}, settings={"prefix_spread": 1})
+    with spreading(1):
+        url = save(f"{root}/step 7+%é", metrics={"loss": 0.25})
     put(s3, url, "tokenizer/vocab.json", b"{}")
     put(s3, url, "__0_9-abcdef.distcp", b"left over")
     put(s3, url, ".dcp_s3/pin")
