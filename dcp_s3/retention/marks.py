@@ -12,6 +12,7 @@ from dcp_s3 import errors
 from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.checkpoint.lease import check_not_deleted
 from dcp_s3.checkpoint.look import inspect_checkpoint
+from dcp_s3.checkpoint.stored_metadata import not_found_error
 from dcp_s3.coroutines import run
 from dcp_s3.format.added_metrics import AddedMetrics, check_added
 from dcp_s3.format.layout import METRICS, PIN
@@ -124,9 +125,5 @@ def _require_committed(url: CheckpointURL, settings: Settings) -> CheckpointInfo
 
     info = run(inspect())
     if info is None or not info.committed:
-        raise errors.CheckpointNotFoundError(
-            f"there is no committed checkpoint at {url}. Remedy: check the URL; `dcp-s3 ls` on its parent shows what "
-            "is there",
-            url=str(url),
-        )
+        raise not_found_error(url)
     return info

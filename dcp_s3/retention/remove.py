@@ -16,6 +16,7 @@ from dcp_s3.checkpoint.directory import LEASE_MARGIN
 from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.checkpoint.leftovers import LeftoverRemover
 from dcp_s3.checkpoint.look import inspect_checkpoint
+from dcp_s3.checkpoint.stored_metadata import not_found_error
 from dcp_s3.coroutines import run
 from dcp_s3.retention.catalog import find_local
 from dcp_s3.retention.scan import open_upload
@@ -77,11 +78,7 @@ async def _remove(
             ]
             info = await inspect_checkpoint(bucket, url)
             if info is None and not uploads:
-                raise errors.CheckpointNotFoundError(
-                    f"there is nothing of a checkpoint at {url}. Remedy: check the URL; `dcp-s3 ls` on its parent "
-                    "shows what is there",
-                    url=str(url),
-                )
+                raise not_found_error(url, "nothing of a checkpoint")
             why = "its commit waits in this host's spill directory" if waiting else None
             if any(each.initiated_at > since for each in uploads):
                 why = "a save is in progress: an upload was begun within the grace period"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from dcp_s3 import errors
 from dcp_s3.checkpoint.directory import Directory
 from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.checkpoint.listing import list_directory_async
 from dcp_s3.checkpoint.look import find_manifest, inspect_checkpoint
+from dcp_s3.checkpoint.stored_metadata import not_found_error
 from dcp_s3.coroutines import gather, run
 from dcp_s3.format.layout import metadata_object
 from dcp_s3.format.manifest import Manifest
@@ -76,11 +76,7 @@ async def _describe(url: CheckpointURL, settings: SettingsLike) -> CheckpointDet
         directory = await list_directory_async(bucket, url)
         info = await inspect_checkpoint(bucket, url)
         if info is None:
-            raise errors.CheckpointNotFoundError(
-                f"there is nothing of a checkpoint at {url}. Remedy: check the URL; `dcp-s3 ls` on its parent shows "
-                "what is there",
-                url=str(url),
-            )
+            raise not_found_error(url, "nothing of a checkpoint")
         ranks = directory.committing
         found = await gather(find_manifest(bucket, url, directory, rank) for rank in ranks)
         manifests = [manifest for manifest in found if manifest is not None]

@@ -130,6 +130,17 @@ def test_of_two_manifests_the_one_of_the_committed_save_counts(root: str, s3: An
     assert info.metrics == {"loss": 2.0}
 
 
+def test_the_manifest_of_a_save_in_progress_is_not_that_of_a_commit_which_lost_its_own(root: str, s3: Any) -> None:
+    url = save(f"{root}/run-12", metrics={"loss": 2.0})
+    manifest = next(path for path in keys(s3, url) if is_manifest(path))
+    other = get(s3, url, manifest).replace(b"2.0", b"9.0")
+    delete(s3, url, manifest)
+    time.sleep(1.1)  # times are of whole seconds
+    put(s3, url, ".dcp_s3/manifest-ffffffffffffffff.json", other)
+    [info] = list_checkpoints(root)
+    assert (info.state, info.foreign, info.metrics) == ("committed", True, {})
+
+
 def test_a_lost_or_broken_manifest_leaves_the_checkpoint_committed(root: str, s3: Any) -> None:
     for name, data in (("step-1", None), ("step-2", b"{}"), ("step-3", b"\xff\x00")):
         url = save(f"{root}/{name}")
