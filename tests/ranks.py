@@ -5,8 +5,9 @@
 `fn` is a module-level function (it is pickled by name); inside it torch.distributed is initialised.
 The processes are forked from a server process that has imported torch once, so a rank starts in
 milliseconds rather than seconds, yet shares no state with the test process: no threads, clients or
-connections are inherited. They are not daemons, so that a rank may start processes itself (as
-torch's AsyncCheckpointerType.PROCESS does), and each leads a process group, so that those end too.
+connections are inherited. They are not daemons, so that a rank may start processes itself, and each
+leads a process group, so that those end too. The checkpoint process of a rank (torch's
+AsyncCheckpointerType.PROCESS) comes from the same fork server, rather than import torch for seconds.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
+import types
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -33,9 +37,11 @@ _PRELOAD = [
     "aiobotocore.session",
     "torch",
     "torch.distributed.checkpoint",
+    "torch.distributed.checkpoint._async_process_executor",
     "torch.distributed.checkpoint.state_dict_saver",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
+    "dcp_s3",
     "pydantic_settings",
     "pytest",
     "tests.memory_s3",
@@ -208,6 +214,7 @@ def _main(call: _Call, connection: Connection) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    _fork_checkpoint_processes()
     try:
         dist.init_process_group(
             "gloo",
@@ -224,6 +231,40 @@ def _main(call: _Call, connection: Connection) -> None:
     connection.close()
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
+
+
+def _fork_checkpoint_processes() -> None:
+    """Let torch take a process of the fork server where it would spawn one: what that one gets, it gets pickled too."""
+    from torch.distributed.checkpoint import _async_process_executor as executor
+
+    context = multiprocessing.get_context("forkserver")
+    # The rank knows the address of the server that it is from, but not its process: it would start another one.
+    assert forkserver._forkserver._forkserver_address is not None
+    forkserver._forkserver.ensure_running = lambda: None
+
+    def process(*, target: Any, args: Any, **options: Any) -> Any:
+        return context.Process(target=_checkpoint_process, args=(dict(os.environ), target, args), **options)
+
+    started = types.SimpleNamespace(Pipe=context.Pipe, Process=process)
+    executor.mp = types.SimpleNamespace(get_context=lambda _: started)
+
+
+def _checkpoint_process(environment: dict[str, str], target: Any, args: Any) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    # Of another session than its rank, whose end would else leave it behind in the middle of a save.
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    import torch
+
+    torch.set_num_threads(1)
+    target(*args)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _pickled(exception: BaseException) -> bytes | None:
