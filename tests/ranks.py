@@ -31,22 +31,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-# Imported once, by the fork server. None of these starts a thread or opens a connection on import.
-_PRELOAD = [
-    "boto3",
-    "aiobotocore.session",
-    "torch",
-    "torch.distributed.checkpoint",
-    "torch.distributed.checkpoint._async_process_executor",
-    "torch.distributed.checkpoint.state_dict_saver",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-    "dcp_s3",
-    "pydantic_settings",
-    "pytest",
-    "tests.memory_s3",
-    "tests.ranks",
-]
+from dcp_s3.s3 import retry
+from tests.preload import MODULES
 
 # After one rank failed, the others usually hang in a collective: how long to wait for theirs.
 _OTHERS_GRACE_SECONDS = 3.0
@@ -83,7 +69,7 @@ def run_ranks(
     and RanksTimedOut after `timeout` seconds. Either way no process is left.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload(MODULES)
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory(prefix="dcp-s3-ranks-") as directory:
         environment = {
@@ -125,6 +111,7 @@ class _Call:
         self.environment = environment
         self.rendezvous = rendezvous
         self.timeout = timeout
+        self.backoff = (retry.BACKOFF_BASE, retry.BACKOFF_CAP)
 
 
 class _Rank:
@@ -206,9 +193,7 @@ def _main(call: _Call, connection: Connection) -> None:
     os.setsid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # end with the fork server
-    # The fork server's environment is that of the test that started it.
-    os.environ.clear()
-    os.environ.update(call.environment)
+    _take_on(call.environment, call.backoff)
     os.environ.update(RANK=str(call.rank), LOCAL_RANK=str(call.rank), WORLD_SIZE=str(call.world_size))
     import torch
     import torch.distributed as dist
@@ -233,6 +218,13 @@ def _main(call: _Call, connection: Connection) -> None:
         dist.destroy_process_group()
 
 
+def _take_on(environment: dict[str, str], backoff: tuple[float, float]) -> None:
+    """Make this process, which knows the fork server's only, like the one that asked for it."""
+    os.environ.clear()
+    os.environ.update(environment)
+    retry.BACKOFF_BASE, retry.BACKOFF_CAP = backoff
+
+
 def _fork_checkpoint_processes() -> None:
     """Let torch take a process of the fork server where it would spawn one: what that one gets, it gets pickled too."""
     from torch.distributed.checkpoint import _async_process_executor as executor
@@ -243,15 +235,17 @@ def _fork_checkpoint_processes() -> None:
     forkserver._forkserver.ensure_running = lambda: None
 
     def process(*, target: Any, args: Any, **options: Any) -> Any:
-        return context.Process(target=_checkpoint_process, args=(dict(os.environ), target, args), **options)
+        like_this = (dict(os.environ), (retry.BACKOFF_BASE, retry.BACKOFF_CAP))
+        return context.Process(target=_checkpoint_process, args=(*like_this, target, args), **options)
 
     started = types.SimpleNamespace(Pipe=context.Pipe, Process=process)
     executor.mp = types.SimpleNamespace(get_context=lambda _: started)
 
 
-def _checkpoint_process(environment: dict[str, str], target: Any, args: Any) -> None:
-    os.environ.clear()
-    os.environ.update(environment)
+def _checkpoint_process(
+    environment: dict[str, str], backoff: tuple[float, float], target: Any, args: Sequence[Any]
+) -> None:
+    _take_on(environment, backoff)
     # Of another session than its rank, whose end would else leave it behind in the middle of a save.
     threading.Thread(target=_end_with_parent, daemon=True).start()
     import torch
