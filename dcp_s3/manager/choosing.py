@@ -9,10 +9,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from dcp_s3 import errors
+from dcp_s3.checkpoint.info import CheckpointInfo, age_order
+from dcp_s3.checkpoint.listing import list_directory
+from dcp_s3.checkpoint.look import find_damage
+from dcp_s3.coroutines import run
 from dcp_s3.manager.waiting import Disk, WaitingCheckpoint, find_missing, merge
 from dcp_s3.retention.catalog import CheckpointCatalog
-from dcp_s3.retention.checkpoint_info import CheckpointInfo, age_order
-from dcp_s3.retention.inspect import find_damage, run
 from dcp_s3.retention.policy import AnyOf, KeepBest, Mode, PolicyFunction, best_first
 from dcp_s3.s3.async_store import open_async_store
 from dcp_s3.s3.store import S3Store
@@ -188,9 +190,8 @@ def find(
 def impatient(settings: Settings) -> Settings:
     """For questions that are asked again, or to which the disks know an answer, too."""
     attempts = min(_ATTEMPTS, settings.retry_attempts)
-    timeouts = {
-        name: min(getattr(settings, name), settings.spill_after) for name in ("connect_timeout", "read_timeout")
-    }
+    names = ("connect_timeout", "read_timeout")
+    timeouts = {name: min(getattr(settings, name), settings.spill_after) for name in names}
     return settings.model_copy(update={**timeouts, "retry_attempts": attempts})
 
 
@@ -226,10 +227,8 @@ def _try_local(
         return Found(info.url, step, local=True)
     what = "it waits on disk to be committed, and not every rank has all of it on its own"
     if away is None:
-        prefix = url.key("")
         try:
-            listed = S3Store(url.bucket, catalog.settings).list(prefix).objects
-            missing = find_missing(waiting, disks, {each.key.removeprefix(prefix): each.size for each in listed})
+            missing = find_missing(waiting, disks, list_directory(S3Store(url.bucket, catalog.settings), url))
         except errors.TransferError as error:
             away = error
         else:
