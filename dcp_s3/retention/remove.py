@@ -71,7 +71,7 @@ async def _remove(
         since = math.inf if force else now - settings.retention_grace
         uploads = [
             each
-            for each in await bucket.list_uploads(url.key(""))
+            for each in await bucket.uploads(url.key(""))
             if (upload := open_upload(root, each)) is not None and upload.checkpoint == url.name
         ]
         info = await inspect_checkpoint(bucket, url)
