@@ -77,7 +77,9 @@ def classes() -> dict[str, Any]:
 
 def _attributes(value: Any) -> Any:
     slots = [getattr(value, slot) for slot in ("name", "_call") if isinstance(value, Allowed)]
-    return type(value), slots, {key: id(item) for key, item in getattr(value, "__dict__", {}).items()}
+    attributes = {key: id(item) for key, item in getattr(value, "__dict__", {}).items()}
+    attributes.pop("__slotnames__", None)  # which pickle.dumps leaves there
+    return type(value), slots, attributes
 
 
 # --- pickles, by opcodes --------------------------------------------------------------------------------

@@ -20,7 +20,8 @@ from dcp_s3.torch_private import FileReader
 
 # Pickles before the bytes of the storages: magic number, protocol, system, value, keys of the storages.
 _OLD_FORMAT_PICKLES = 5
-_LATER_PROTOCOL = re.compile(rb"\x80[^\x00-\x02]")
+# Of those that there are; a pickle of numbers may have these bytes by chance.
+_LATER_PROTOCOL = re.compile(rb"\x80[\x03-\x05]")
 
 
 class BadArchiveError(MalformedPickleError):

@@ -55,25 +55,19 @@ class PropertiesMirror(Mirror):
         self.__dict__.update(_read_properties(state))
 
 
+@functools.lru_cache(maxsize=256)
 def _read_properties(state: Any) -> dict[str, Any]:
+    """The attributes that torch itself makes of a state; nobody changes them."""
     if type(state) is not tuple or len(state) != 5 or type(state[3]) is not Deferred:
         raise MalformedPickleError("the state of a TensorProperties is none that torch writes")
-    dtype, layout, requires_grad, memory_format, pin_memory = state
+    dtype, layout, requires_grad, encoding, pin_memory = state
+    memory_format = encoding.make(*encoding.arguments)
     right = isinstance(dtype, torch.dtype) and isinstance(layout, torch.layout)
+    right = right and isinstance(memory_format, MEMORY_FORMAT_ENCODING)
     if not right or type(requires_grad) is not bool or type(pin_memory) is not bool:
         raise MalformedPickleError("the properties of a tensor are not dtype, layout, flags and memory format")
-    return _make_properties(dtype, layout, requires_grad, memory_format, pin_memory)
-
-
-@functools.lru_cache(maxsize=256)
-def _make_properties(*state: Any) -> dict[str, Any]:
-    """The attributes that torch itself makes of a state; nobody changes them."""
-    *before, memory_format, pin_memory = state
-    encoding = memory_format.make(*memory_format.arguments)
-    if not isinstance(encoding, MEMORY_FORMAT_ENCODING):
-        raise MalformedPickleError("the memory format of a tensor is none")
     properties = TensorProperties.__new__(TensorProperties)
-    properties.__setstate__((*before, encoding, pin_memory))  # type: ignore[no-untyped-call]
+    properties.__setstate__((dtype, layout, requires_grad, memory_format, pin_memory))  # type: ignore[no-untyped-call]
     return vars(properties)
 
 

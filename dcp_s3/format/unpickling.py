@@ -77,19 +77,26 @@ def unpickle(
         MalformedPickleError: it cannot be read.
         UnsafeGlobalError: from ``find_global``.
     """
+    # Without `peek`, Python reads a pickle without frames opcode by opcode, at a microsecond each.
+    reader = io.BufferedReader(stream)  # type: ignore[type-var]
     try:
         _check_extensions(stream)
-        return _Unpickler(stream, find_global, load_persistent).load()
+        value = _Unpickler(reader, find_global, load_persistent).load()
+        end = reader.tell()
     except (MalformedPickleError, UnsafeGlobalError):
         raise
     except Exception as error:  # whatever constructors and hashes raise, and the memory's end
         raise MalformedPickleError(f"{type(error).__name__}: {str(error)[:200]}") from error
+    finally:
+        reader.detach()  # or its end would close the stream
+    stream.seek(end)
+    return value
 
 
 class _Unpickler(pickle.Unpickler):
     def __init__(
         self,
-        stream: io.BytesIO,
+        stream: io.BufferedReader[Any],
         find_global: Callable[[str, str], Any],
         load_persistent: Callable[[Any], Any] | None,
     ) -> None:

@@ -205,7 +205,7 @@ def test_tensors_of_every_number_of_dimensions_and_chunks(protocol: int) -> None
     items = {}
     for number in range(24):
         dimensions, parts = number % 6, 1 + number % 3 if number % 6 else 1
-        size = torch.Size([300 * parts, *[number * 10_000] * (dimensions - 1)] if dimensions else [])
+        size = torch.Size([300 * parts, *[number * 100] * (dimensions - 1)] if dimensions else [])
         chunks = []
         for part in range(parts):
             offset = torch.Size([300 * part, *[0] * (dimensions - 1)] if dimensions else [])
