@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dcp_s3.checksum import combine_crc64nvme, crc64nvme_between, crc_hex
@@ -64,11 +64,6 @@ class ObjectScan:
         self._cuts, self._cut_set = sorted(cuts), cuts
         self._runs: list[Run] = []
         self._missing = data.size
-
-    def ranges(self, size: int) -> Iterator[tuple[int, int]]:
-        """First byte and length of the ranges to ask for, of at most ``size`` bytes; one, even of an empty object."""
-        for start in range(0, max(1, self.data.size), size):
-            yield start, min(size, self.data.size - start)
 
     def segments(self, start: int, length: int, block: int) -> list[int]:
         """Lengths into which a range is cut: at both ends of every checked item, and after ``block`` bytes."""
