@@ -6,38 +6,45 @@
 >>> dcp.load(state, storage_reader=S3StorageReader("s3://bucket/run/step-1000"))
 """
 
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
+
 from dcp_s3 import errors
 from dcp_s3._version import __version__
-from dcp_s3.counters import metrics
-from dcp_s3.integrations.dcp import register, unregister
-from dcp_s3.load.planner import S3LoadPlanner
-from dcp_s3.load.reader import S3StorageReader
-from dcp_s3.manager.manager import CheckpointManager
-from dcp_s3.offline.read_tensors import read_tensor, read_tensors
-from dcp_s3.offline.verify import verify
-from dcp_s3.offline.verify_report import Problem, VerifyReport
-from dcp_s3.retention.catalog import CheckpointCatalog, latest, list_checkpoints
-from dcp_s3.retention.checkpoint_info import CheckpointInfo
-from dcp_s3.retention.marks import annotate, pin, unpin
-from dcp_s3.retention.parse import parse_policy
-from dcp_s3.retention.plan import Decision, Plan, make_plan
-from dcp_s3.retention.policy import (
-    KeepBest,
-    KeepDaily,
-    KeepEvery,
-    KeepHourly,
-    KeepLatest,
-    KeepSteps,
-    KeepWeekly,
-    KeepWithin,
-    Policy,
-)
-from dcp_s3.retention.prune import PruneReport, apply_plan, prune
-from dcp_s3.retention.remove import remove
-from dcp_s3.retention.scan import CatalogSnapshot
-from dcp_s3.save.writer import S3StorageWriter
-from dcp_s3.settings import Settings
-from dcp_s3.stage.stager import S3Stager
+
+if _TYPE_CHECKING:
+    from dcp_s3.counters import metrics
+    from dcp_s3.integrations.dcp import register, unregister
+    from dcp_s3.load.planner import S3LoadPlanner
+    from dcp_s3.load.reader import S3StorageReader
+    from dcp_s3.manager.manager import CheckpointManager
+    from dcp_s3.offline.read_tensors import read_tensor, read_tensors
+    from dcp_s3.offline.verify import verify
+    from dcp_s3.offline.verify_report import Problem, VerifyReport
+    from dcp_s3.retention.catalog import CheckpointCatalog, latest, list_checkpoints
+    from dcp_s3.retention.checkpoint_info import CheckpointInfo
+    from dcp_s3.retention.marks import annotate, pin, unpin
+    from dcp_s3.retention.parse import parse_policy
+    from dcp_s3.retention.plan import Decision, Plan, make_plan
+    from dcp_s3.retention.policy import (
+        KeepBest,
+        KeepDaily,
+        KeepEvery,
+        KeepHourly,
+        KeepLatest,
+        KeepSteps,
+        KeepWeekly,
+        KeepWithin,
+        Policy,
+    )
+    from dcp_s3.retention.prune import PruneReport, apply_plan, prune
+    from dcp_s3.retention.remove import remove
+    from dcp_s3.retention.scan import CatalogSnapshot
+    from dcp_s3.save.writer import S3StorageWriter
+    from dcp_s3.settings import Settings
+    from dcp_s3.stage.process_saves import serialize_process_saves
+    from dcp_s3.stage.stager import S3Stager
 
 __all__ = [
     "CatalogSnapshot",
@@ -78,7 +85,63 @@ __all__ = [
     "read_tensors",
     "register",
     "remove",
+    "serialize_process_saves",
     "unpin",
     "unregister",
     "verify",
 ]
+
+_MODULES = {
+    "metrics": "dcp_s3.counters",
+    "register": "dcp_s3.integrations.dcp",
+    "unregister": "dcp_s3.integrations.dcp",
+    "S3LoadPlanner": "dcp_s3.load.planner",
+    "S3StorageReader": "dcp_s3.load.reader",
+    "CheckpointManager": "dcp_s3.manager.manager",
+    "read_tensor": "dcp_s3.offline.read_tensors",
+    "read_tensors": "dcp_s3.offline.read_tensors",
+    "verify": "dcp_s3.offline.verify",
+    "Problem": "dcp_s3.offline.verify_report",
+    "VerifyReport": "dcp_s3.offline.verify_report",
+    "CheckpointCatalog": "dcp_s3.retention.catalog",
+    "latest": "dcp_s3.retention.catalog",
+    "list_checkpoints": "dcp_s3.retention.catalog",
+    "CheckpointInfo": "dcp_s3.retention.checkpoint_info",
+    "annotate": "dcp_s3.retention.marks",
+    "pin": "dcp_s3.retention.marks",
+    "unpin": "dcp_s3.retention.marks",
+    "parse_policy": "dcp_s3.retention.parse",
+    "Decision": "dcp_s3.retention.plan",
+    "Plan": "dcp_s3.retention.plan",
+    "make_plan": "dcp_s3.retention.plan",
+    "KeepBest": "dcp_s3.retention.policy",
+    "KeepDaily": "dcp_s3.retention.policy",
+    "KeepEvery": "dcp_s3.retention.policy",
+    "KeepHourly": "dcp_s3.retention.policy",
+    "KeepLatest": "dcp_s3.retention.policy",
+    "KeepSteps": "dcp_s3.retention.policy",
+    "KeepWeekly": "dcp_s3.retention.policy",
+    "KeepWithin": "dcp_s3.retention.policy",
+    "Policy": "dcp_s3.retention.policy",
+    "PruneReport": "dcp_s3.retention.prune",
+    "apply_plan": "dcp_s3.retention.prune",
+    "prune": "dcp_s3.retention.prune",
+    "remove": "dcp_s3.retention.remove",
+    "CatalogSnapshot": "dcp_s3.retention.scan",
+    "S3StorageWriter": "dcp_s3.save.writer",
+    "Settings": "dcp_s3.settings",
+    "serialize_process_saves": "dcp_s3.stage.process_saves",
+    "S3Stager": "dcp_s3.stage.stager",
+}
+"""Where each name comes from. Imported when it is first used: ``dcp-s3 --help`` needs no torch."""
+
+
+def __getattr__(name: str) -> _Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'dcp_s3' has no attribute {name!r}")
+    value = globals()[name] = getattr(_import_module(_MODULES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

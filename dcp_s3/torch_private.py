@@ -62,6 +62,7 @@ __all__ = [
     "find_save_group",
     "find_upload_future",
     "is_first_look",
+    "is_process_starting",
     "is_traceable_wrapper_subclass",
     "narrow_tensor_by_index",
     "pin_memory",
@@ -237,12 +238,29 @@ def _use_one_thread(executor: Any) -> None:
     executor._executor.wait_for_process()
 
 
+def is_process_starting() -> bool:
+    """Whether a save by `AsyncCheckpointerType.PROCESS` is starting the checkpoint process, on whatever thread.
+
+    To start it takes a collective step, which another save would take part in again on those ranks only that do not see
+    the process yet.
+    """
+    if async_process_executor._CHECKPOINT_PROCESS is not None:
+        return False
+    starting = ProcessBasedAsyncCheckpointExecutor._execute_save_impl.__code__
+    for frame in list(sys._current_frames().values()):
+        each: FrameType | None = frame
+        while each is not None:
+            if each.f_code is starting:
+                return True
+            each = each.f_back
+    return False
+
+
 def save_in_turn(on_end: Callable[[Future[Any]], None]) -> None:
-    """Make saves by `AsyncCheckpointerType.PROCESS` that overlap queue up; ``on_end`` is called with each that ended.
+    """Replace the constructor of torch's executor of PROCESS saves: all of them share a thread, in the order of calls.
 
     torch 2.13 gives each a thread of its own, and all threads talk to the one checkpoint process through one pipe,
-    unlocked: answers go to the wrong save or are cut up, two first saves start two processes, and ranks may send
-    overlapping saves in different orders, which mixes up their collectives.
+    unlocked. ``on_end`` is called with the future of each save that ended.
     """
     _InTurn.on_end = staticmethod(on_end)
     ProcessBasedAsyncCheckpointExecutor.__init__ = _use_one_thread  # type: ignore[assignment]

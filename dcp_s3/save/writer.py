@@ -19,11 +19,11 @@ from dcp_s3.checkpoint.commit import check_metrics
 from dcp_s3.errors import MissingURLError, SaveProtocolError
 from dcp_s3.format.layout import new_save_id
 from dcp_s3.save.save import Save, SaveOptions, wait_committed
-from dcp_s3.save.turns import take_turn
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.spill.session import open_store
 from dcp_s3.stage.failure import raise_if_failed
 from dcp_s3.stage.stager import shared_stager
+from dcp_s3.stage.turns import take_turn
 from dcp_s3.torch_private import StreamTransformExtension, WriterTransforms, find_save_group
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
 

@@ -20,6 +20,7 @@ from dcp_s3.stage.buffers import Buffer, map_shared
 from dcp_s3.stage.failure import FailedStaging, forget
 from dcp_s3.stage.moves import Move, move
 from dcp_s3.stage.pool import BufferPool
+from dcp_s3.stage.process_saves import wait_for_pipe
 from dcp_s3.stage.release import release_when_over
 
 
@@ -84,6 +85,8 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _reduce(state: StagedState) -> tuple[Any, ...]:
+    wait_for_pipe()
+    release_when_over()
     file = io.BytesIO()
     try:
         _Pickler(file, state.buffers).dump(dict(state))
@@ -116,6 +119,7 @@ def _rebuild(structure: bytes, descriptors: Sequence[tuple[Any, int]]) -> dict[s
 
 
 def _reduce_failed(state: FailedStaging) -> tuple[Any, ...]:
+    wait_for_pipe()
     forget(state)
     return FailedStaging, (state.error,)
 

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from dcp_s3 import torch_private
 from dcp_s3.errors import StagingError
 from dcp_s3.settings import Settings, SettingsLike, local_world_size, resolve_settings
 from dcp_s3.stage.budget import measure_available, resolve_limit
@@ -24,7 +23,7 @@ from dcp_s3.stage.copier import Copier, Versions, check_unchanged
 from dcp_s3.stage.failure import FailedStaging
 from dcp_s3.stage.handover import StagedState
 from dcp_s3.stage.pool import BufferPool
-from dcp_s3.stage.release import release
+from dcp_s3.stage.process_saves import wait_for_process
 from dcp_s3.stage.snapshot import Snapshot
 from dcp_s3.units import format_size
 from dcp_s3.workers import InTurn
@@ -39,7 +38,8 @@ class S3Stager(AsyncStager):
     ``DCP_S3_STAGING_GENERATIONS`` staged copies exist at a time, then the next `stage` waits and says so in the log.
     Memory is bounded by ``DCP_S3_STAGING_LIMIT``; what exceeds it is staged in files in ``DCP_S3_SPILL_DIR``.
 
-    May be used for any number of saves, with any writer, by one thread at a time.
+    May be used for any number of saves, with any writer, by one thread at a time. Saves by
+    `AsyncCheckpointerType.PROCESS` that overlap take turns: see `serialize_process_saves`.
 
     Args:
         settings: a `Settings`, or a mapping of those that differ from the environment.
@@ -55,7 +55,6 @@ class S3Stager(AsyncStager):
     def __init__(self, settings: SettingsLike = None, *, asynchronous: bool = False) -> None:
         self.settings: Settings = resolve_settings(settings)
         self.asynchronous = asynchronous
-        torch_private.save_in_turn(release)
         limit = self.settings.staging_limit
         self._pool = BufferPool(
             limit=resolve_limit(limit, measure_available() if isinstance(limit, float) else 0, local_world_size()),
@@ -80,6 +79,7 @@ class S3Stager(AsyncStager):
         """
         if self._closed:
             raise StagingError("this S3Stager was closed. Remedy: close it after the last save, or make a new one")
+        wait_for_process()
         if not self.asynchronous:
             return self.stage_now(state_dict)
         future = self._begin(state_dict)
