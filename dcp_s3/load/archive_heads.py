@@ -14,8 +14,8 @@ from typing import NamedTuple
 import torch
 
 from dcp_s3.format.archive import MAX_HEAD, ArchiveHead, HeadError, parse_head
+from dcp_s3.format.blocks import Range
 from dcp_s3.format.framing import FrameCache, FramingError
-from dcp_s3.load.plan import Range
 from dcp_s3.load.transfer import Transfer
 
 SMALL_ITEM = 64 * 2**10

@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import logging
 import queue
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -98,7 +99,10 @@ class Source:
             lost = self._explain(error, path, start + sum(target.view.nbytes for target in targets))
             if lost is None:
                 raise
-            raise lost from error
+            try:
+                raise lost from error
+            finally:
+                del lost  # its traceback has this frame: no cycle
 
     def _explain(self, error: errors.StorageError, path: str, stop: int) -> errors.CorruptCheckpointError | None:
         """What an answer of S3 says about the checkpoint, if anything."""
@@ -169,7 +173,9 @@ class Engine:
         return max(_SMALL_BUFFER, min(settings.part_size, settings.load_buffers // settings.concurrency))
 
     @contextlib.contextmanager
-    def fetch(self, requests: Iterable[ReadRequest], *, threads: int, total: int = 0) -> Iterator[Iterator[Arrival]]:
+    def fetch(
+        self, requests: Iterable[ReadRequest], *, threads: int, total: int = 0, ahead: int | None = None
+    ) -> Iterator[Iterator[Arrival]]:
         """Carry out ``requests``, in order, several at once; iterate over what has arrived.
 
         An error on a thread is raised by the iterator. When the block is left by an error, what is under way is
@@ -179,13 +185,14 @@ class Engine:
             requests: taken as threads become free.
             threads: requests at once.
             total: bytes of all, for the error of a deadline; 0 where it says nothing of them.
+            ahead: requests that may be under way, or through and not taken yet; None: all of them.
 
         Raises:
             CorruptCheckpointError: stored bytes are missing, cut short or not what was written.
             DeadlineExceededError: the source's deadline has passed.
             StorageError: S3 failed for good.
         """
-        work = _Work(requests)
+        work = _Work(requests, ahead or sys.maxsize)
         inference = torch.is_inference_mode_enabled()  # a property of the thread
         pool = Workers(threads, self._name)
         try:
@@ -224,6 +231,7 @@ class Engine:
                 continue
             if isinstance(outcome, Arrival):
                 received += outcome.request.length
+                work.make_room()
                 yield outcome
                 continue
             try:
@@ -308,28 +316,43 @@ class Engine:
 class _Work:
     """Requests to be carried out, and what came of them. Safe to use from several threads.
 
+    Args:
+        requests: in order.
+        ahead: requests that are taken before there must be room for more.
+
     Attributes:
         outcomes: of requests; errors; and None from each thread that has ended.
     """
 
-    def __init__(self, requests: Iterable[ReadRequest]) -> None:
+    def __init__(self, requests: Iterable[ReadRequest], ahead: int) -> None:
         self._requests = iter(requests)
         self._again: deque[ReadRequest] = deque()
-        self._lock = threading.Lock()
+        self._room = ahead
+        self._changed = threading.Condition()
         self.outcomes: queue.SimpleQueue[Arrival | BaseException | None] = queue.SimpleQueue()
 
     def next(self) -> ReadRequest | None:
         """What to fetch next; None if there is nothing more."""
-        with self._lock:
-            return self._again.popleft() if self._again else next(self._requests, None)
+        with self._changed:
+            self._changed.wait_for(lambda: self._room > 0)
+            request = self._again.popleft() if self._again else next(self._requests, None)
+            self._room -= request is not None
+            return request
 
     def add(self, requests: Iterable[ReadRequest]) -> None:
         """To be fetched before all others."""
-        with self._lock:
+        with self._changed:
             self._again.extend(requests)
+
+    def make_room(self) -> None:
+        """An outcome has been taken."""
+        with self._changed:
+            self._room += 1
+            self._changed.notify()
 
     def stop(self) -> None:
         """There is nothing more to fetch."""
-        with self._lock:
-            self._requests = iter(())
+        with self._changed:
+            self._requests, self._room = iter(()), sys.maxsize
             self._again.clear()
+            self._changed.notify_all()

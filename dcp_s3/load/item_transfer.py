@@ -13,9 +13,10 @@ import torch
 from torch.distributed.checkpoint.planner import ReadItem
 
 from dcp_s3.format.archive import ArchiveHead
+from dcp_s3.format.blocks import Range
 from dcp_s3.load.archive_heads import HeadProof
 from dcp_s3.load.boxes import Box, Section, boxes_of_section, covering_run, find_section, row_major_strides
-from dcp_s3.load.plan import Range, ranges_of_box
+from dcp_s3.load.plan import ranges_of_box
 from dcp_s3.load.transfer import Transfer
 from dcp_s3.tensor_memory import is_direct, view_bytes
 from dcp_s3.torch_private import StorageInfo, narrow_tensor_by_index
@@ -33,10 +34,9 @@ class ItemTransfer(Transfer):
         loaded: what an item that is not a tensor came out as.
         sizes: shape of what is stored, as far as it is read: of the chunk, or (bytes,) of a whole item.
         dtype: of what is stored; uint8 for a whole item.
-        box: what is needed of that.
     """
 
-    __slots__ = ("box", "dtype", "item", "loaded", "sizes", "target")
+    __slots__ = ("dtype", "item", "loaded", "sizes", "target")
 
     def __init__(
         self,
@@ -48,7 +48,6 @@ class ItemTransfer(Transfer):
         owned: tuple[int, int] | None,
         sizes: Sequence[int],
         dtype: torch.dtype,
-        box: Box,
     ) -> None:
         super().__init__(path, base, ranges, owned)
         self.item = item
@@ -56,7 +55,11 @@ class ItemTransfer(Transfer):
         self.loaded: io.BytesIO | None = None
         self.sizes = sizes
         self.dtype = dtype
-        self.box = box
+
+    @property
+    def box(self) -> Box:
+        """What is needed of what is stored."""
+        return Box((0,) * len(self.sizes), tuple(self.sizes))
 
     def name_of(self, part: Range) -> str:
         """See `Transfer`."""
@@ -140,7 +143,7 @@ class TensorTransfer(ItemTransfer):
         order: of the dimensions of ``target`` in the box; None: the same.
     """
 
-    __slots__ = ("_into",)
+    __slots__ = ("_box", "_into")
 
     def __init__(
         self,
@@ -155,18 +158,23 @@ class TensorTransfer(ItemTransfer):
         box: Box | None = None,
         order: Sequence[int] | None = None,
     ) -> None:
-        box = box or Box(item.storage_offsets, item.lengths)
+        self._box = box
         self._into = into = target if order is None else target.permute(*order)
         owned = None
         if dtype == into.dtype and ranges and is_direct(into):
             nbytes = into.nbytes
-            if box.lengths == sizes:
+            if box is None and is_whole(item, sizes):
                 owned = 0, nbytes
             else:
-                start, stop = covering_run(sizes, box)
+                start, stop = covering_run(sizes, box or Box(item.storage_offsets, item.lengths))
                 start, stop = start * dtype.itemsize, stop * dtype.itemsize
                 owned = (start, stop) if stop - start == nbytes else None
-        super().__init__(item, path, raw_start, ranges, target, owned, sizes, dtype, box)
+        super().__init__(item, path, raw_start, ranges, target, owned, sizes, dtype)
+
+    @property
+    def box(self) -> Box:
+        """See `ItemTransfer`."""
+        return self._box or Box(self.item.storage_offsets, self.item.lengths)
 
     def memory(self, start: int, stop: int) -> memoryview:
         """See `Transfer`."""
@@ -290,9 +298,7 @@ class StreamTransfer(ItemTransfer):
         size = info.length
         ranges = [Range(0, size, crc)] if size else []
         owned = (0, size) if unpack is None else None
-        super().__init__(
-            item, info.relative_path, info.offset, ranges, target, owned, (size,), torch.uint8, Box((0,), (size,))
-        )
+        super().__init__(item, info.relative_path, info.offset, ranges, target, owned, (size,), torch.uint8)
         self._decode = decode
         self._unpack = unpack
         self._unpacked = False

@@ -115,14 +115,19 @@ class Reception:
         A range that came in one piece and is damaged never gets there.
         """
         complete = []
+        view = self._buffer.view
         for (start, stop, transfer), target, place in self._received:
             offset, length, crc = start - transfer.base, stop - start, 0
-            if target is not None:
-                crc = target.crc or 0
-            elif place is not None and transfer.checked:
-                crc = crc64nvme(self._buffer.view(place, place + length))
-            if place is not None and not transfer.is_damaged(offset, length, crc):
-                transfer.place(offset, self._buffer.view(place, place + length))
+            if place is None:
+                crc = (target.crc or 0) if target is not None else 0
+            else:
+                data = view(place, place + length)
+                if target is not None:
+                    crc = target.crc or 0
+                elif transfer.checked:
+                    crc = crc64nvme(data)
+                if not transfer.is_damaged(offset, length, crc):
+                    transfer.place(offset, data)
             if transfer.arrived(offset, length, crc):
                 complete.append(transfer)
         return complete

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from dcp_s3.format.blocks import Blocks, widen
+from dcp_s3.format.blocks import Blocks, Range, widen
 from dcp_s3.load.boxes import Box, runs_of_box
 
 
@@ -47,20 +47,6 @@ class ReadRequest(NamedTuple):
     shared: bool = False
 
 
-class Range(NamedTuple):
-    """A run of bytes that is fetched for an item.
-
-    Attributes:
-        start: first byte, counted from where the item counts.
-        stop: byte behind the last.
-        crc: CRC-64/NVME of them, None if it is not known.
-    """
-
-    start: int
-    stop: int
-    crc: int | None
-
-
 def ranges_of_box(
     sizes: Sequence[int], box: Box, element_size: int, *, blocks: Blocks | None, max_gap: int
 ) -> list[Range]:
@@ -93,7 +79,7 @@ def ranges_of_box(
         if merged and first - merged[-1][1] <= max_gap:
             first = merged.pop()[0]
         merged.append((first, min(-(-stop // blocks.size) * blocks.size, nbytes)))
-    return [Range(*widen(start, stop, nbytes, blocks)) for start, stop in merged]
+    return [widen(start, stop, nbytes, blocks) for start, stop in merged]
 
 
 # The framing between the raw bytes of two neighbours is less; it is never asked around.

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 
 from dcp_s3 import errors
 from dcp_s3.format.archive import ArchiveHead
+from dcp_s3.format.blocks import Range
 from dcp_s3.format.item_limits import check_limits
 from dcp_s3.format.saved_entries import find_chunk
 from dcp_s3.format.storage_info import get_blocks, get_crc, get_raw_offset
@@ -20,7 +21,7 @@ from dcp_s3.load.archive_heads import SMALL_ITEM, ArchiveHeads, HeadProbe, HeadP
 from dcp_s3.load.boxes import Box
 from dcp_s3.load.dtypes import Conversion, keeps_values
 from dcp_s3.load.item_transfer import ArchivedTransfer, ItemTransfer, StreamTransfer, TensorTransfer, is_whole
-from dcp_s3.load.plan import Range, ranges_of_box
+from dcp_s3.load.plan import ranges_of_box
 from dcp_s3.tensor_memory import is_direct, view_bytes
 from dcp_s3.torch_private import ReaderTransforms, StorageInfo, narrow_tensor_by_index
 from dcp_s3.url import CheckpointURL

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 
 from dcp_s3 import errors
 from dcp_s3.checksum import crc_hex
+from dcp_s3.format.blocks import Range
 from dcp_s3.load.engine import Engine, Receiver, Source
 from dcp_s3.load.placement import Buffer, Reception
-from dcp_s3.load.plan import Range, ReadRequest, Segment
+from dcp_s3.load.plan import ReadRequest, Segment
 from dcp_s3.load.transfer import Transfer
 from dcp_s3.offline.verify_decode import UnknownExtensionError, find_damage
 from dcp_s3.offline.verify_plan import StoredData, StoredItem, group_items
@@ -224,7 +225,7 @@ class ByteCheck:
         if not threads:
             return
         self._left = {data.path: self.total([data]) for data in objects}
-        with self._engine.fetch(self._requests(objects), threads=threads) as arrivals:
+        with self._engine.fetch(self._requests(objects), threads=threads, ahead=2 * threads) as arrivals:
             for request, finished in arrivals:
                 self._take(request, finished)
 

@@ -10,10 +10,11 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
+from dcp_s3.format.blocks import Range
 from dcp_s3.format.storage_info import make_storage_info
 from dcp_s3.load.boxes import Section
 from dcp_s3.load.item_transfer import StreamTransfer, TensorTransfer
-from dcp_s3.load.plan import Range, plan_requests
+from dcp_s3.load.plan import plan_requests
 
 INDEX, NOTHING = MetadataIndex("x"), torch.Size((0,))
 ITEM = ReadItem(LoadItemType.BYTE_IO, INDEX, NOTHING, INDEX, NOTHING, NOTHING)
@@ -48,8 +49,8 @@ def test_planned_requests_keep_no_target_alive() -> None:
     try:
         requests = plan_requests(transfer.segments(), max_request=8, max_gap=0)
         assert len(requests) == 1
-        known = weakref.ref(transfer)
-        del transfer, requests
+        known = weakref.ref(target)
+        del target, transfer, requests
         assert known() is None
     finally:
         gc.enable()

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 
 from dcp_s3 import errors
 from dcp_s3.checksum import combine_crc64nvme, crc64nvme, crc_hex
-from dcp_s3.format.blocks import widen
+from dcp_s3.format.blocks import Range, widen
 from dcp_s3.load.boxes import Box, Section, contains, find_section
 from dcp_s3.load.engine import Engine
 from dcp_s3.load.item_transfer import ItemTransfer, cut_out, elements_of
 from dcp_s3.load.peers.assignment import Peer, SharedPart, SharedPiece, StoredChunk
-from dcp_s3.load.plan import Range
 from dcp_s3.load.transfer import Transfer
 from dcp_s3.tensor_memory import view_bytes
 
@@ -46,7 +45,7 @@ class SharedItems:
         self,
         items: Mapping[int, ItemTransfer],
         stored: Mapping[int, StoredChunk],
-        alone: frozenset[int] | set[int],
+        alone: Collection[int],
         finished: Callable[[ItemTransfer], None],
     ) -> None:
         self._items, self._alone, self._finished = items, alone, finished
@@ -274,6 +273,6 @@ def _range_of(stored: StoredChunk, part: SharedPart) -> Range:
     """A part as a range of the object, with its checksum if that is known."""
     crc = None
     if stored.blocks is not None:
-        checked = widen(part.start, part.stop, stored.nbytes, stored.blocks)
-        crc = checked.crc if (checked.start, checked.stop) == (part.start, part.stop) else None
+        start, stop, crc = widen(part.start, part.stop, stored.nbytes, stored.blocks)
+        crc = crc if (start, stop) == (part.start, part.stop) else None
     return Range(stored.base + part.start, stored.base + part.stop, crc)
