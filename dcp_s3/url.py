@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from dcp_s3.errors import InvalidURLError
 
+URLLike = str | os.PathLike[str]
+"""A URL as users give it."""
+
 _SCHEME = "s3://"
 _FOLDED = "s3:/"  # by pathlib, which takes several slashes for one
 # https://docs.aws.amazon.com/AmazonS3/latest/userguide/bucketnamingrules.html, loosened to what other stores
@@ -52,7 +55,7 @@ def is_s3_url(value: object) -> bool:
     return _text(value)[: len(_FOLDED)].lower() == _FOLDED
 
 
-def parse_url(value: str | os.PathLike[str]) -> CheckpointURL:
+def parse_url(value: URLLike) -> CheckpointURL:
     """Split ``s3://bucket/prefix``.
 
     Keys are taken literally: nothing is unquoted, so ``%``, ``+``, spaces and unicode are safe. Slashes at the

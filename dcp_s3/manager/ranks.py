@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from dcp_s3.errors import CheckpointError
+from dcp_s3.tracebacks import portable
 
 T = TypeVar("T")
 Failures = dict[int, BaseException]
@@ -69,7 +69,7 @@ class Ranks:
             value = work()
         except BaseException as error:  # noqa: BLE001 - whatever it is, the other ranks wait for this one
             failure = error
-        answers = self.gather((value, None if failure is None else portable(failure)))
+        answers = self.gather((value, None if failure is None else for_others(failure)))
         if failure is not None and not (alike and isinstance(failure, Exception)):
             raise failure
         failures = {rank: error for rank, (_, error) in enumerate(answers) if error is not None}
@@ -89,7 +89,7 @@ class Ranks:
                 answer = [(True, function())]
             except BaseException as error:  # noqa: BLE001 - it goes to all ranks
                 failure = error
-                answer = [(False, portable(error))]
+                answer = [(False, for_others(error))]
         dist.broadcast_object_list(answer, group=self.group, group_src=0)
         if failure is not None:
             raise failure
@@ -100,15 +100,7 @@ class Ranks:
         return found
 
 
-def portable(error: BaseException) -> BaseException:
-    """The error without what it holds on to, or one of ours with its text if it could not cross to other processes.
-
-    An interrupt of one rank is none of the others.
-    """
-    if not isinstance(error, Exception):
-        return CheckpointError(f"{type(error).__name__}: {error}")
-    try:
-        copied: BaseException = pickle.loads(pickle.dumps(error))  # noqa: S301 - what was just pickled
-    except Exception:  # noqa: BLE001 - whatever its class does
-        return CheckpointError(f"{type(error).__name__}: {error}")
-    return copied
+def for_others(error: BaseException) -> BaseException:
+    """The error as the other ranks get it. An interrupt of one rank is none of the others."""
+    copied = portable(error) if isinstance(error, Exception) else None
+    return copied or CheckpointError(f"{type(error).__name__}: {error}")
