@@ -84,14 +84,12 @@ class Caller(NamedTuple):
         group: its process group.
         rank: of this process in it.
         world_size: of the group, at least 2.
-        coordinator: rank in the group.
         plain_finish: whether the planner's `finish_plan` is torch's, which returns what it was given and can not fail.
     """
 
     group: dist.ProcessGroup
     rank: int
     world_size: int
-    coordinator: int
     plain_finish: bool
 
 
@@ -154,7 +152,7 @@ def _caller_of(variables: dict[str, Any]) -> Caller | None:
         return None
     finish = getattr(variables.get("planner"), "finish_plan", None)
     plain = getattr(finish, "__func__", None) is DefaultLoadPlanner.finish_plan
-    return Caller(group, wrapper.rank, world_size, wrapper.coordinator_rank, plain)
+    return Caller(group, wrapper.rank, world_size, plain)
 
 
 _DCP = "torch.distributed.checkpoint."

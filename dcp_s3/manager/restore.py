@@ -120,6 +120,7 @@ class Restoring:
             found.url,
             include_uncommitted=found.local,
             weights_only=self._weights_only,
+            process_group=self._ranks.group,
             settings=impatient(self._settings) if found.local else self._settings,
         )
         mine = _load(collected, reader, group=self._ranks.group, rank=self._ranks.rank, planner=planner)
