@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import threading
 from collections.abc import Iterator
+
+from dcp_s3.forking import reset_in_child
 
 _lock = threading.Lock()
 _pauses = 0
@@ -36,6 +37,7 @@ def collector_paused() -> Iterator[None]:
                 gc.enable()
 
 
+@reset_in_child
 def _begin_anew() -> None:
     """A forked child has none of the threads that pause: they would never end it."""
     global _lock, _pauses
@@ -43,9 +45,6 @@ def _begin_anew() -> None:
     if _pauses and _was_enabled:
         gc.enable()
     _pauses = 0
-
-
-os.register_at_fork(after_in_child=_begin_anew)
 
 
 def collect_young() -> None:

@@ -101,6 +101,10 @@ class AccessDeniedError(StorageError):
     """The credentials are valid but lack a permission."""
 
 
+class OutOfRangeError(StorageError):
+    """An object has fewer bytes than were asked for."""
+
+
 class PreconditionFailedError(StorageError):
     """A conditional request (If-None-Match, If-Match) was refused: the object is not as expected."""
 

@@ -16,8 +16,8 @@ from dcp_s3.coroutines import run
 from dcp_s3.manager.waiting import Disk, WaitingCheckpoint, find_missing, merge
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.policy import AnyOf, KeepBest, Mode, PolicyFunction, best_first
-from dcp_s3.s3.async_client import open_bucket
-from dcp_s3.s3.bucket import Bucket, limit_timeouts
+from dcp_s3.s3.async_store import open_async_store
+from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.url import parse_url
 
@@ -190,7 +190,9 @@ def find(
 def impatient(settings: Settings) -> Settings:
     """For questions that are asked again, or to which the disks know an answer, too."""
     attempts = min(_ATTEMPTS, settings.retry_attempts)
-    return limit_timeouts(settings, settings.spill_after).model_copy(update={"retry_attempts": attempts})
+    names = ("connect_timeout", "read_timeout")
+    timeouts = {name: min(getattr(settings, name), settings.spill_after) for name in names}
+    return settings.model_copy(update={**timeouts, "retry_attempts": attempts})
 
 
 def _none_asked_for(catalog: CheckpointCatalog, there: Sequence[CheckpointInfo]) -> errors.CheckpointNotFoundError:
@@ -211,7 +213,7 @@ def _try_committed(catalog: CheckpointCatalog, info: CheckpointInfo) -> Found | 
 
 
 async def _find_damage(catalog: CheckpointCatalog, info: CheckpointInfo) -> str | None:
-    async with open_bucket(catalog.root.bucket, catalog.settings) as bucket:
+    async with open_async_store(catalog.root.bucket, catalog.settings) as bucket:
         return await find_damage(bucket, parse_url(info.url))
 
 
@@ -226,7 +228,7 @@ def _try_local(
     what = "it waits on disk to be committed, and not every rank has all of it on its own"
     if away is None:
         try:
-            missing = find_missing(waiting, disks, list_directory(Bucket(url.bucket, catalog.settings), url))
+            missing = find_missing(waiting, disks, list_directory(S3Store(url.bucket, catalog.settings), url))
         except errors.TransferError as error:
             away = error
         else:

@@ -16,9 +16,9 @@ from dcp_s3.checksum import crc_hex
 from dcp_s3.errors import DeadlineExceededError, SpillError, TransferError
 from dcp_s3.format.layout import data_object
 from dcp_s3.format.manifest import ObjectEntry
-from dcp_s3.s3.bucket import Bucket
 from dcp_s3.s3.parts import choose_part_size
 from dcp_s3.s3.retry import Cancelled
+from dcp_s3.s3.store import S3Store
 from dcp_s3.s3.upload import WAITING_PARTS, ObjectUpload, UploadedObject, Uploader
 from dcp_s3.save.items import ItemWriter, WrittenItem
 from dcp_s3.save.plan import WriteBucket
@@ -63,7 +63,7 @@ class ObjectNames:
 
 
 def write_buckets(
-    bucket: Bucket,
+    bucket: S3Store,
     buckets: Sequence[WriteBucket],
     planner: SavePlanner,
     transforms: WriterTransforms,
@@ -114,11 +114,11 @@ def write_buckets(
                 if session.spilled:
                     session.seal()
     except DeadlineExceededError as error:
-        if bucket.deadline is None:
+        if bucket.limit.deadline is None:
             raise
         total = sum(planned.size for planned in buckets)
         on_disk = f", {format_size(session.size)} on its disk" if session is not None else ""
-        raise bucket.deadline.error(
+        raise bucket.limit.deadline.error(
             f"the save to {names.url}",
             f"of about {format_size(total)} of rank {names.rank}, {format_size(uploader.sent)} were on S3{on_disk}",
         ) from error
@@ -142,7 +142,7 @@ def _write(buckets: Sequence[WriteBucket], targets: _Targets, device: int | None
 
     try:
         futures = [producers.submit(write, n, planned) for n, planned in enumerate(buckets)]
-        deadline = uploader.bucket.deadline
+        deadline = uploader.store.limit.deadline
         done, pending = wait(futures, None if deadline is None else deadline.left, FIRST_EXCEPTION)
         if any(future.exception() for future in done):
             uploader.stop()
@@ -234,7 +234,7 @@ class _Targets:
             raise refusal from None
 
     def _spill(self, session: SpillSession, number: int, planned: WriteBucket, reason: str) -> list[WriteResult]:
-        part_size = choose_part_size(planned.size, self.uploader.bucket.settings.part_size)
+        part_size = choose_part_size(planned.size, self.uploader.store.settings.part_size)
         file = session.open(number, self._names.key(number), planned.size)
         try:
             written = []
@@ -246,7 +246,7 @@ class _Targets:
         except BaseException:
             file.abort()
             raise
-        if self.uploader.bucket.wire_checksum == "none":
+        if self.uploader.store.settings.checksum == "none":
             for item in written:
                 item.forget_checksum()
         entry = self._entry(number, uploaded)
@@ -259,7 +259,7 @@ class _Targets:
 
     def _entry(self, number: int, uploaded: UploadedObject) -> ObjectEntry:
         crc = uploaded.crc64nvme
-        if crc is None or self.uploader.bucket.wire_checksum == "none":
+        if crc is None or self.uploader.store.settings.checksum == "none":
             return ObjectEntry(self._names.relative_path(number), uploaded.size)
         return ObjectEntry(self._names.relative_path(number), uploaded.size, crc_hex(crc))
 

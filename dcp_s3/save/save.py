@@ -37,8 +37,8 @@ from dcp_s3.errors import (
     TransferError,
 )
 from dcp_s3.format.layout import metadata_object, new_nonce
-from dcp_s3.s3.bucket import Bucket, limit_timeouts
-from dcp_s3.s3.deadline import Deadline
+from dcp_s3.limit import Deadline, Limit
+from dcp_s3.s3.store import S3Store
 from dcp_s3.save.objects import ItemWriteResult, ObjectNames, both, write_buckets
 from dcp_s3.save.plan import plan_buckets
 from dcp_s3.settings import Settings
@@ -226,7 +226,7 @@ class Save:
             CheckpointError: one that began later is there.
             StorageError: S3 refuses to tell.
         """
-        bucket = Bucket(self.url.bucket, self._settings)
+        bucket = S3Store(self.url.bucket, self._settings)
         if self._an_object is None:
             return bucket.exists(self._identity.metadata_key)
         state = find_state(bucket, self._identity, path=self._an_object, started_at=self._beginning.at)
@@ -246,15 +246,11 @@ class Save:
                 "(process_group=dist.new_group(backend='gloo'))"
             )
 
-    def _bucket(self) -> Bucket:
-        settings, patience = self._settings, None
-        if self._store is not None:
-            # There is another place for what S3 does not take: find out soon.
-            patience = settings.spill_after
-            settings = limit_timeouts(settings, patience)
-        if settings.save_timeout is not None:
-            settings = limit_timeouts(settings, settings.save_timeout)
-        return Bucket(self.url.bucket, settings, patience, self._deadline)
+    def _bucket(self) -> S3Store:
+        # With a spill directory there is another place for what S3 does not take: find out soon.
+        patience = None if self._store is None else self._settings.spill_after
+        limit = Limit(deadline=self._deadline, patience=patience).within(patience, self._settings.save_timeout)
+        return S3Store(self.url.bucket, self._settings, limit)
 
     def _start_deadline(self) -> Deadline | None:
         return Deadline.start("DCP_S3_SAVE_TIMEOUT", self._settings.save_timeout)
@@ -386,7 +382,7 @@ def wait_committed(
             if spilled.journal.url == str(url):
                 left = None if deadline is None else max(0.0, deadline - time.monotonic())
                 wait_until_drained(store, spilled, timeout=left)
-    bucket, pause = Bucket(url.bucket, settings), _SHORTEST_PAUSE
+    bucket, pause = S3Store(url.bucket, settings), _SHORTEST_PAUSE
     while True:
         try:
             if save.is_committed() if save is not None else bucket.exists(url.key(metadata_object())):

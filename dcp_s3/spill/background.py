@@ -9,6 +9,7 @@ import threading
 import time
 
 from dcp_s3.errors import CheckpointError, SpillError
+from dcp_s3.forking import reset_in_child
 from dcp_s3.spill.drain import Drainer
 from dcp_s3.spill.store import SpilledSave, SpillStore
 
@@ -22,14 +23,11 @@ _running: dict[tuple[int, str], BackgroundDrain] = {}
 _lock = threading.Lock()
 
 
-def _after_fork_in_child() -> None:
-    # A lock held by another thread at the time of the fork would stay locked for ever.
+@reset_in_child
+def _begin_anew() -> None:
     global _lock
     _lock = threading.Lock()
     _running.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class BackgroundDrain:

@@ -25,13 +25,15 @@ from dcp_s3.checkpoint.commit import (
 )
 from dcp_s3.checkpoint.completeness import Beginning
 from dcp_s3.checkpoint.listing import list_directory
+from dcp_s3.limit import Limit
 from dcp_s3.s3 import multipart
-from dcp_s3.s3.bucket import Bucket
+from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.spill.files import upload_file
 from dcp_s3.spill.journal import SpilledCommit, State
 from dcp_s3.spill.local import ReadCache
 from dcp_s3.spill.store import DamagedFileError, SpilledSave, SpillStore
+from dcp_s3.store import Upload
 from dcp_s3.tracebacks import without_tracebacks
 from dcp_s3.units import format_size
 from dcp_s3.url import CheckpointURL, parse_url
@@ -108,7 +110,7 @@ class Drainer:
     def _drain(self, save: SpilledSave, report: DrainReport) -> None:
         try:
             url = parse_url(save.journal.url)
-            bucket = Bucket(url.bucket, _settings_of(save), patience=self._patience)
+            bucket = S3Store(url.bucket, _settings_of(save), Limit(patience=self._patience))
             if save.journal.state is State.WRITING:
                 if save.is_being_written():
                     report.waiting[save.name] = "it is being written"
@@ -131,7 +133,7 @@ class Drainer:
             report.waiting[save.name] = str(error)
             without_tracebacks(error)  # with them go the mapped files
 
-    def _discard(self, save: SpilledSave, bucket: Bucket, report: DrainReport) -> None:
+    def _discard(self, save: SpilledSave, bucket: S3Store, report: DrainReport) -> None:
         """A save whose process died while it wrote: nobody was told that it is durable. Leave nothing of it."""
         _abort_uploads(save, bucket)
         # Nothing that a checkpoint needs: a journal may come back after a power failure.
@@ -141,7 +143,7 @@ class Drainer:
         report.discarded.append(save.name)
         logger.warning("gave up %s of %s: its process died before the save was done", save.name, save.journal.url)
 
-    def _upload(self, save: SpilledSave, url: CheckpointURL, bucket: Bucket, report: DrainReport) -> None:
+    def _upload(self, save: SpilledSave, url: CheckpointURL, bucket: S3Store, report: DrainReport) -> None:
         started = time.monotonic()
         size, keep = save.journal.size, bucket.settings.spill_keep
         for spilled in save.journal.objects:
@@ -163,7 +165,7 @@ class Drainer:
         logger.info("drained %s of %s in %.1f s", format_size(size), save.journal.url, time.monotonic() - started)
 
     def _commit(
-        self, save: SpilledSave, spilled: SpilledCommit, url: CheckpointURL, bucket: Bucket, report: DrainReport
+        self, save: SpilledSave, spilled: SpilledCommit, url: CheckpointURL, bucket: S3Store, report: DrainReport
     ) -> None:
         identity = SaveIdentity(url, save.journal.save_id, spilled.rank)
         commit = Commit(identity, *save.read_commit(spilled), spilled.objects)
@@ -192,7 +194,7 @@ class Drainer:
         save.remove()
         report.committed.append(str(url))
 
-    def _why_incomplete(self, bucket: Bucket, url: CheckpointURL, spilled: SpilledCommit) -> str | None:
+    def _why_incomplete(self, bucket: S3Store, url: CheckpointURL, spilled: SpilledCommit) -> str | None:
         """What the checkpoint lacks on S3; None if every object is there in the right size.
 
         Raises:
@@ -219,8 +221,8 @@ def _settings_of(save: SpilledSave) -> Settings:
         raise DamagedFileError(f"the settings in its journal are not allowed: {error}") from None
 
 
-def _abort_uploads(save: SpilledSave, bucket: Bucket) -> None:
+def _abort_uploads(save: SpilledSave, bucket: S3Store) -> None:
     """Abort the multipart uploads of all keys of a save, which nobody else uses."""
     for key in save.journal.keys:
-        for upload_id in multipart.find_uploads(bucket, key):
-            multipart.abort(bucket, key, upload_id)
+        for upload_id in bucket.run(multipart.find_parts(bucket, key)):
+            bucket.abort(Upload(key, upload_id))

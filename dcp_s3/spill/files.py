@@ -7,18 +7,18 @@ import hashlib
 import logging
 import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from dcp_s3 import errors
-from dcp_s3.checksum import combine_crc64nvme, crc64nvme, crc_hex, encode_crc
+from dcp_s3.checksum import combine_crc64nvme, crc64nvme, crc_hex
 from dcp_s3.s3 import multipart
-from dcp_s3.s3.bucket import Bucket
 from dcp_s3.s3.parts import Piece
+from dcp_s3.s3.store import S3Store
 from dcp_s3.s3.upload import ObjectUpload, UploadedObject, Uploader
 from dcp_s3.spill.journal import SpilledObject
 from dcp_s3.spill.store import DamagedFileError, SaveWriter, clear_errors
+from dcp_s3.store import ObjectHead, Upload
 from dcp_s3.units import format_size
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class ObjectFile:
 
 
 def upload_file(
-    bucket: Bucket, key: str, path: Path, spilled: SpilledObject, on_progress: Callable[[int], None]
+    bucket: S3Store, key: str, path: Path, spilled: SpilledObject, on_progress: Callable[[int], None]
 ) -> None:
     """Put a spilled object on S3: nothing if it is there already, the missing parts if a multipart upload is open.
 
@@ -112,24 +112,24 @@ def upload_file(
         os.close(fd)
 
 
-def _find(bucket: Bucket, key: str, size: int) -> Mapping[str, Any] | None:
+def _find(bucket: S3Store, key: str, size: int) -> ObjectHead | None:
     """What S3 says of an object of this key and size."""
     try:
-        found = bucket.head(key, ChecksumMode="ENABLED")
+        found = bucket.head(key, checksum=True)
     except errors.ObjectNotFoundError:
         return None
-    return found if int(found["ContentLength"]) == size else None
+    return found if found.size == size else None
 
 
-def _is_same(stored: Mapping[str, Any], fd: int, spilled: SpilledObject) -> bool:
+def _is_same(stored: ObjectHead, fd: int, spilled: SpilledObject) -> bool:
     """Whether an object on S3 has the bytes of the file.
 
     S3 may have carried out a request of the save that then spilled, and what is pickled twice may differ.
     """
-    if "ChecksumCRC64NVME" in stored:
-        return bool(stored["ChecksumCRC64NVME"] == encode_crc(int(spilled.crc64nvme, 16), "crc64nvme"))
+    if stored.crc64nvme is not None:
+        return stored.crc64nvme == spilled.crc64nvme
     digests = [hashlib.md5(block, usedforsecurity=False) for block in _blocks(fd, spilled.part_size)]
-    etag = stored["ETag"].strip('"')
+    etag = stored.etag.strip('"')
     if "-" in etag:  # of a multipart upload: that of the parts' digests
         joined = hashlib.md5(b"".join(each.digest() for each in digests), usedforsecurity=False)
         return bool(etag == f"{joined.hexdigest()}-{len(digests)}")
@@ -167,7 +167,7 @@ def _check(fd: int, path: Path, spilled: SpilledObject) -> None:
 
 
 def _upload_mapped(
-    bucket: Bucket, key: str, spilled: SpilledObject, fd: int, on_progress: Callable[[int], None]
+    bucket: S3Store, key: str, spilled: SpilledObject, fd: int, on_progress: Callable[[int], None]
 ) -> None:
     mapped = mmap.mmap(fd, spilled.entry.size, access=mmap.ACCESS_READ)
     view = memoryview(mapped)
@@ -180,7 +180,7 @@ def _upload_mapped(
 
 
 def _upload(
-    bucket: Bucket, key: str, spilled: SpilledObject, view: memoryview, on_progress: Callable[[int], None]
+    bucket: S3Store, key: str, spilled: SpilledObject, view: memoryview, on_progress: Callable[[int], None]
 ) -> None:
     size, part_size = spilled.entry.size, spilled.part_size
     with Uploader(bucket) as uploader:
@@ -198,14 +198,14 @@ def _upload(
             raise
 
 
-def _resume(bucket: Bucket, upload: ObjectUpload) -> None:
+def _resume(bucket: S3Store, upload: ObjectUpload) -> None:
     """Go on with a multipart upload of this key that an earlier process left; abort further ones."""
-    parts = multipart.find_uploads(bucket, upload.key)
+    parts = bucket.run(multipart.find_parts(bucket, upload.key))
     if not parts:
         return
     best = max(parts, key=lambda upload_id: len(parts[upload_id]))
     for upload_id in parts:
         if upload_id != best:
-            multipart.abort_quietly(bucket, upload.key, upload_id)
+            bucket.abort_quietly(Upload(upload.key, upload_id))
     logger.info("%s: going on with a multipart upload of which S3 has %d parts", upload.key, len(parts[best]))
     upload.resume(best, parts[best])
