@@ -1,10 +1,10 @@
-"""Errors that somebody keeps, without the memory that their tracebacks hold."""
+"""Strip the tracebacks from errors that are kept, and so free the memory that they hold."""
 
 from __future__ import annotations
 
 
 def without_tracebacks(error: BaseException) -> None:
-    """Make an error safe to keep: tracebacks hold every caller's variables, and with them the memory that is saved."""
+    """Make an error safe to keep. Its tracebacks hold every caller's variables, and so the state being saved."""
     links, seen = [error], set()
     while links:
         link = links.pop()

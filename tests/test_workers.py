@@ -62,7 +62,7 @@ def test_work_can_be_submitted_while_the_interpreter_ends() -> None:
     script = """
 import time
 from concurrent.futures import ThreadPoolExecutor, thread
-from dcp_s3.transport.workers import InTurn, Workers
+from dcp_s3.workers import InTurn, Workers
 
 def late():
     while not thread._shutdown:

@@ -9,7 +9,7 @@ import weakref
 import torch
 
 from dcp_s3.errors import StagingError
-from dcp_s3.stage.buffers import Buffer
+from dcp_s3.stage.buffers import HostBuffer
 from dcp_s3.tensor_memory import copy_to_host, view_bytes
 
 BLOCK_SIZE = 16 * 2**20
@@ -33,7 +33,7 @@ class PinnedRing:
         self._pin = pin
         self._missing = blocks
         self._lock = threading.Lock()
-        self._free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[HostBuffer] = queue.SimpleQueue()
         self._local = threading.local()
 
     def copy(self, tensor: torch.Tensor) -> memoryview:
@@ -55,7 +55,7 @@ class PinnedRing:
             stream.synchronize()
         return view_bytes(target)
 
-    def _take(self) -> Buffer | None:
+    def _take(self) -> HostBuffer | None:
         try:
             return self._free.get_nowait()
         except queue.Empty:
@@ -65,7 +65,7 @@ class PinnedRing:
                 return None
             self._missing -= 1
         try:
-            block = Buffer(self.block_size, "private")
+            block = HostBuffer(self.block_size, "private")
         except StagingError:
             with self._lock:
                 self._missing += 1
