@@ -85,7 +85,7 @@ def _check_metrics(metrics: object) -> None:
     for name, value in metrics.items():
         if not isinstance(value, (int, float, str, bool, type(None))):
             raise errors.SaveProtocolError(
-                f"metric {_show(name)} is a {_kind(value)}, expected a number, text, a bool or None (of a tensor: "
+                f"metric {_show(name)} is a {_kind(value)}, expected a number, text, a bool or None (for a tensor: "
                 "tensor.item())"
             )
     check_metrics(metrics)

@@ -90,7 +90,7 @@ class BackgroundRetention:
                 pass
             except Exception:
                 logger.exception(
-                    "retention under %s failed: nothing else is affected, and it is tried again after the next save",
+                    "retention under %s failed and is tried again after the next save; nothing else is affected",
                     self._root,
                 )
 

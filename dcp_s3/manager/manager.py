@@ -112,7 +112,9 @@ class CheckpointManager:
         told = self._ranks.agree(configure, self._refuse("no CheckpointManager is made"))
         roots = {rank: url for rank, (url, _) in enumerate(told)}
         if len(set(roots.values())) > 1:
-            raise errors.CheckpointError(f"the ranks have different roots: {roots} (by rank). Remedy: pass the same")
+            raise errors.CheckpointError(
+                f"the ranks have different roots: {roots} (by rank). Remedy: pass the same root"
+            )
         self._left = frozenset[str]().union(*(urls for _, urls in told))
         """URLs of steps that an earlier run left on disk and this run has not reached yet. If this run saves one of
         them, it has diverged from that run, and replaces the old checkpoint."""

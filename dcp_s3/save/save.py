@@ -241,9 +241,9 @@ class Save:
     def _check_same_save(self, url: str, rank: int) -> None:
         if url != str(self.url):
             raise SaveProtocolError(
-                f"two saves met: rank {rank} saves to {url}, this rank to {self.url}; neither was committed. Remedy: "
-                "on every rank begin saves in the same order, or give saves that overlap a process group each "
-                "(process_group=dist.new_group(backend='gloo'))"
+                f"two saves overlapped: rank {rank} saves to {url}, this rank to {self.url}; neither was committed. "
+                "Remedy: begin saves in the same order on every rank, or give each overlapping save its own process "
+                "group (process_group=dist.new_group(backend='gloo'))"
             )
 
     def _bucket(self) -> Bucket:

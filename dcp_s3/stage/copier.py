@@ -174,5 +174,5 @@ def check_unchanged(versions: Versions) -> None:
         raise StagingError(
             f"{changed} tensors were changed in place while they were staged in the background, so the copy may mix "
             "old and new values and is not saved. Remedy: wait for staging_completion of async_save's response before "
-            "the next optimizer step, or use a stager that blocks: S3Stager(asynchronous=False)"
+            "the next optimizer step, or use a blocking stager: S3Stager(asynchronous=False)"
         )

@@ -54,7 +54,7 @@ def _wait_for(earlier: Sequence[Future[Any]], key: str) -> None:
         waited += _REPORT_SECONDS
         logger.warning(
             "a save has waited %.0f s for an earlier one that shares %s with it. Remedy: wait for the future of a save "
-            "before the next one, or give saves that overlap a process group each",
+            "before the next one, or give each overlapping save its own process group",
             waited,
             key,
         )

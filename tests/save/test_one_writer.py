@@ -239,7 +239,7 @@ def test_two_saves_that_meet_are_refused(
     for messages in run_ranks(2, _mixed, root, save, proper):
         assert messages
         for message in messages:
-            assert message.startswith("SaveProtocolError: two saves met: rank 1 saves to")
+            assert message.startswith("SaveProtocolError: two saves overlapped: rank 1 saves to")
             assert errors.SaveProtocolError.__name__ in message
     left = [key for key in memory_server.handle.objects(bucket) if "/of-" in key]
     assert not [key for key in left if key.endswith(".metadata")]
