@@ -1,6 +1,8 @@
-"""Strip the tracebacks from errors that are kept, and so free the memory that they hold."""
+"""Errors that are kept or sent to other processes, without the memory that their tracebacks hold."""
 
 from __future__ import annotations
+
+import pickle
 
 
 def without_tracebacks(error: BaseException) -> None:
@@ -12,3 +14,12 @@ def without_tracebacks(error: BaseException) -> None:
             seen.add(id(link))
             link.__traceback__ = None
             links += [each for each in (link.__cause__, link.__context__) if each is not None]
+
+
+def portable(error: BaseException) -> BaseException | None:
+    """A copy of the error without its traceback and cause, as another process gets it; None if it does not pickle."""
+    try:
+        copied: BaseException = pickle.loads(pickle.dumps(error))  # noqa: S301 - what was just pickled
+    except Exception:  # noqa: BLE001 - whatever its class does
+        return None
+    return copied

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from dcp_s3.errors import CheckpointError
+from dcp_s3.tracebacks import portable
 
 T = TypeVar("T")
 Failures = dict[int, BaseException]
@@ -71,7 +71,7 @@ class Ranks:
             value = work()
         except BaseException as error:  # noqa: BLE001 - whatever it is, the other ranks wait for this one
             failure = error
-        answers = self.gather((value, None if failure is None else portable(failure)))
+        answers = self.gather((value, None if failure is None else for_others(failure)))
         if failure is not None and not (alike and isinstance(failure, Exception)):
             raise failure
         failures = {rank: error for rank, (_, error) in enumerate(answers) if error is not None}
@@ -91,7 +91,7 @@ class Ranks:
                 answer = [(True, function())]
             except BaseException as error:  # noqa: BLE001 - passed on to all ranks
                 failure = error
-                answer = [(False, portable(error))]
+                answer = [(False, for_others(error))]
         dist.broadcast_object_list(answer, group=self.group, group_src=0)
         if failure is not None:
             raise failure
@@ -102,16 +102,8 @@ class Ranks:
         return found
 
 
-def portable(error: BaseException) -> BaseException:
-    """A copy of the error without the frames and objects it refers to, or a `CheckpointError` with its text if it
-    cannot be sent to other processes.
-
-    An interrupt of one rank does not interrupt the others: it becomes a `CheckpointError`.
-    """
-    if not isinstance(error, Exception):
-        return CheckpointError(f"{type(error).__name__}: {error}")
-    try:
-        copied: BaseException = pickle.loads(pickle.dumps(error))  # noqa: S301 - it was pickled just now
-    except Exception:  # noqa: BLE001 - whatever its class does
-        return CheckpointError(f"{type(error).__name__}: {error}")
-    return copied
+def for_others(error: BaseException) -> BaseException:
+    """The error as it is sent to the other ranks. An interrupt of one rank does not interrupt them: it becomes a
+    `CheckpointError`."""
+    copied = portable(error) if isinstance(error, Exception) else None
+    return copied or CheckpointError(f"{type(error).__name__}: {error}")

@@ -17,7 +17,7 @@ from dcp_s3.failures import explain, name_failed, real_causes
 from dcp_s3.load.reader import S3StorageReader
 from dcp_s3.manager.arguments import load_into, to_state_dict
 from dcp_s3.manager.choosing import ChosenCheckpoint, NotReady, Order, Patience, find, impatient
-from dcp_s3.manager.ranks import Failures, Ranks, portable
+from dcp_s3.manager.ranks import Failures, Ranks, for_others
 from dcp_s3.manager.waiting import Disk, look_at_disk
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.spill.background import drain_in_background
@@ -128,7 +128,7 @@ class Restoring:
             try:
                 load_into(collected, state)
             except Exception as error:  # noqa: BLE001 - all ranks are told
-                mine = {self._ranks.rank: portable(error)}
+                mine = {self._ranks.rank: for_others(error)}
         return {rank: error for each in self._ranks.gather(mine) for rank, error in each.items()}
 
 
@@ -144,9 +144,9 @@ def _load(
     try:
         state_dict_loader.load(state, storage_reader=reader, process_group=group, planner=planner)
     except CheckpointException as error:
-        return {failed: portable(cause) for failed, (cause, _) in error.failures.items()}
+        return {failed: for_others(cause) for failed, (cause, _) in error.failures.items()}
     except Exception as error:  # noqa: BLE001 - all ranks are told
-        return {rank: portable(error)}
+        return {rank: for_others(error)}
     return {}
 
 

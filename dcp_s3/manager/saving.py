@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_s3.errors import SaveFailedError
 from dcp_s3.failures import explain
-from dcp_s3.manager.ranks import portable
+from dcp_s3.manager.ranks import for_others
 from dcp_s3.tracebacks import without_tracebacks
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class Saving:
         shared = isinstance(error, CheckpointException)
         if isinstance(error, CheckpointException):
             failures = {failed: cause for failed, (cause, _) in error.failures.items()}
-        failures = {failed: portable(cause) for failed, cause in failures.items()}
+        failures = {failed: for_others(cause) for failed, cause in failures.items()}
         without_tracebacks(error)
         good = "none yet" if self.last_good is None else f"step {self.last_good}"
         failure = SaveFailedError(

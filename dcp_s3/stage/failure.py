@@ -8,13 +8,12 @@ step. There it raises on its rank, and the save fails on all ranks with the caus
 from __future__ import annotations
 
 import logging
-import pickle
 from collections.abc import Iterable
 from typing import Any, NoReturn
 from uuid import uuid4
 
 from dcp_s3.errors import StagingError
-from dcp_s3.tracebacks import without_tracebacks
+from dcp_s3.tracebacks import portable, without_tracebacks
 
 logger = logging.getLogger(__name__)
 
@@ -42,21 +41,14 @@ class FailedStaging(dict[str, Any]):
     """
 
     def __init__(self, error: BaseException) -> None:
-        self.error = error = _portable(error)
+        if portable(error) is None:
+            error = StagingError(f"{type(error).__name__}: {error}")
         without_tracebacks(error)
+        self.error = error
         # Unique: a plan that DCP cached for one failure must not be taken for that of another.
         self.name = f"{MARK}{uuid4().hex}"
         super().__init__({self.name: _RaiseWhenSaved(error)})
         _failures[self.name] = error
-
-
-def _portable(error: BaseException) -> BaseException:
-    """The error, or a `StagingError` with its text if it cannot be sent to other processes."""
-    try:
-        pickle.loads(pickle.dumps(error))  # noqa: S301 - it was pickled just now
-    except Exception:  # noqa: BLE001 - whatever its class does
-        return StagingError(f"{type(error).__name__}: {error}")
-    return error
 
 
 def forget(state: FailedStaging) -> None:

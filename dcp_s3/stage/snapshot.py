@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from dcp_s3 import torch_private
+from dcp_s3.collector import collector_paused
 from dcp_s3.errors import StagingError
 from dcp_s3.stage.regions import TensorSpan, plan_regions
 
@@ -55,7 +54,7 @@ class Snapshot:
         self._holes: dict[int, tuple[_Hole, torch.Tensor]] = {}  # by the tensor's id; kept, so that the id stays unique
         self._memo: dict[int, Any] = {}
         self._path: list[Any] = []
-        with torch.no_grad(), _no_collector():
+        with torch.no_grad(), collector_paused():
             self._structure = self._copy(state)
             self.regions = plan_regions(self._spans)
         self._memo.clear()
@@ -209,18 +208,6 @@ class _Filler:
         if isinstance(value, tuple) and hasattr(value, "_fields"):
             return kind._make(map(self.fill, value))
         return value
-
-
-@contextmanager
-def _no_collector() -> Iterator[None]:
-    """Pause the garbage collector: it doubles the time of making many small objects, and training stalls meanwhile."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 class _OffloadCopies(TorchFunctionMode):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +19,7 @@ from dcp_s3.s3.bucket import StoredObject
 from dcp_s3.settings import Settings
 from dcp_s3.tensor_memory import view_bytes
 from dcp_s3.torch_private import Caller
+from dcp_s3.tracebacks import portable
 
 logger = logging.getLogger(__name__)
 
@@ -136,21 +136,13 @@ class LoadGroup:
 
 
 def _for_others(failure: BaseException, url: str, rank: int) -> errors.DcpS3Error:
-    if isinstance(failure, errors.DcpS3Error) and _pickles(failure):
+    if isinstance(failure, errors.DcpS3Error) and portable(failure):
         return failure
     return errors.PeerReadError(
         f"rank {rank}, which reads the metadata of {url} for all, failed: {type(failure).__name__}: {failure}",
         url=url,
         rank=rank,
     )
-
-
-def _pickles(error: errors.DcpS3Error) -> bool:
-    try:
-        pickle.dumps(error)
-    except Exception:  # noqa: BLE001 - whatever its attributes raise
-        return False
-    return True
 
 
 def hash_text(text: str) -> int:
