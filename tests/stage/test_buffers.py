@@ -293,8 +293,8 @@ def test_descriptors_and_memory_are_given_back(kind: Kind, tmp_path: Path) -> No
 
 def test_pinned_memory_is_unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, int]] = []
-    monkeypatch.setattr(buffers._torch, "pin_memory", lambda address, size: calls.append(("pin", address)))
-    monkeypatch.setattr(buffers._torch, "unpin_memory", lambda address: calls.append(("unpin", address)))
+    monkeypatch.setattr(buffers.torch_private, "pin_memory", lambda address, size: calls.append(("pin", address)))
+    monkeypatch.setattr(buffers.torch_private, "unpin_memory", lambda address: calls.append(("unpin", address)))
     buffer = HostBuffer(PAGE, "private")
     buffer.pin()
     address = buffer.address
