@@ -158,7 +158,7 @@ def test_a_url_that_changes_before_the_save_begins_is_refused(root: str) -> None
         saves.append(dcp.async_save(_state(step), storage_writer=writer, async_stager=stager))
     stager.go()
     for save in saves:
-        with pytest.raises(CheckpointException, match=r"cannot be told which URL .*step-1, .*step-2.*checkpoint_id"):
+        with pytest.raises(CheckpointException, match=r"unclear which URL .*step-1, .*step-2.*checkpoint_id"):
             save.upload_completion.result(_PATIENCE_SECONDS)
     assert latest(root) is None
 
