@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from dcp_s3.retention import counts
+from dcp_s3.retention import prune_totals
 from dcp_s3.s3 import hedge, throttle
 from dcp_s3.spill.session import spilled_bytes
 
@@ -30,5 +30,5 @@ def metrics() -> dict[str, Any]:
         "throttle": {name: asdict(state) for name, state in throttle.snapshot().items()},
         "hedges": {name: asdict(state) for name, state in hedge.snapshot().items()},
         "spilled_bytes": dict(spilled_bytes),
-        "retention": counts.snapshot(),
+        "retention": prune_totals.snapshot(),
     }

@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from dcp_s3.errors import InvalidURLError
 
+URLLike = str | os.PathLike[str]
+"""A URL as users give it."""
+
 _SCHEME = "s3://"
 _FOLDED = "s3:/"  # what pathlib makes of it: several slashes become one
 # https://docs.aws.amazon.com/AmazonS3/latest/userguide/bucketnamingrules.html, relaxed to what other stores
@@ -49,7 +52,7 @@ def is_s3_url(value: object) -> bool:
     return _text(value)[: len(_FOLDED)].lower() == _FOLDED
 
 
-def parse_url(value: str | os.PathLike[str]) -> CheckpointURL:
+def parse_url(value: URLLike) -> CheckpointURL:
     """Split ``s3://bucket/prefix``.
 
     Keys are taken literally: nothing is unquoted, so ``%``, ``+``, spaces and Unicode are safe. Trailing slashes are

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from dcp_s3 import errors
 from dcp_s3._version import __version__
 from dcp_s3.checkpoint.completeness import find_loss
+from dcp_s3.checkpoint.listing import list_directory
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.layout import (
     METADATA,
@@ -26,7 +27,6 @@ from dcp_s3.format.layout import (
     SAVE_ID_KEY,
     manifest_object,
     metadata_object,
-    rank_of_metadata,
     step_of,
 )
 from dcp_s3.format.manifest import Manifest, ObjectEntry
@@ -182,15 +182,13 @@ def find_previous(bucket: Bucket, identity: SaveIdentity) -> Previous:
         StorageError: cannot tell.
     """
     url = identity.url
-    prefix = url.key("")
-    listed = (key.removeprefix(prefix) for key, _ in bucket.list(url.key("__")))
-    names = [name for name in listed if rank_of_metadata(name) is not None]
     keys: set[str] = set()
     etag = None
-    for name in [metadata_object(), *names]:
+    for rank in [None, *list_directory(bucket, url, "__").ranks]:
+        key = url.key(metadata_object(rank))
         try:
-            stored = bucket.get(url.key(name))
-            if name == metadata_object():
+            stored = bucket.get(key)
+            if rank is None:
                 etag = stored.etag
             metadata = load_metadata(stored.data, url=str(url))
         except errors.ObjectNotFoundError:
@@ -199,9 +197,8 @@ def find_previous(bucket: Bucket, identity: SaveIdentity) -> Previous:
             logger.warning("the objects of the checkpoint that is being overwritten will stay: %s", error)
             continue
         keys.update(url.key(info.relative_path) for info in (metadata.storage_data or {}).values())
-        rank = rank_of_metadata(name)
         if rank is not None:
-            keys.add(url.key(name))
+            keys.add(key)
         save_id = getattr(metadata.storage_meta, "save_id", None)
         if save_id:
             keys.add(url.key(manifest_object(save_id, rank)))

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from dcp_s3 import errors
+from dcp_s3.checkpoint.listing import list_directory
 from dcp_s3.format.deletion_list import DeletionList
-from dcp_s3.format.layout import parse_deletion_object
 from dcp_s3.format.manifest import ObjectEntry
 from dcp_s3.s3.bucket import Bucket
 from dcp_s3.url import CheckpointURL
@@ -51,15 +51,12 @@ def find_loss(bucket: Bucket, url: CheckpointURL, objects: Sequence[ObjectEntry]
     Raises:
         StorageError: cannot tell.
     """
-    skip = len(url.key(""))
-    sizes = {key[skip:]: size for key, size in bucket.list(url.key(""))}
+    directory = list_directory(bucket, url)
     paths = {entry.path for entry in objects}
-    missing = [entry.path for entry in objects if sizes.get(entry.path) != entry.size]
+    missing = directory.lacking({entry.path: entry.size for entry in objects}, exact=True)
     if missing:
         return f"{len(missing)} of its {len(paths)} objects are gone, the first {missing[0]}"
-    for path in sizes:
-        if parse_deletion_object(path) is None:
-            continue
+    for path in directory.deletions:
         try:
             named = paths & set(DeletionList.from_json(bucket.read(url.key(path))).objects)
         except errors.ObjectNotFoundError:

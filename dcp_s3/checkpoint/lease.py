@@ -20,7 +20,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from dcp_s3 import errors
-from dcp_s3.format.layout import DELETION_PREFIX, lease_object, metadata_object, new_save_id, parse_deletion_object
+from dcp_s3.checkpoint.listing import list_directory
+from dcp_s3.format.layout import DELETION_PREFIX, lease_object, metadata_object, new_save_id
 from dcp_s3.s3.bucket import Bucket, limit_timeouts
 from dcp_s3.url import CheckpointURL
 
@@ -156,12 +157,11 @@ def check_not_deleted(
 
 
 def _is_being_deleted(bucket: Bucket, url: CheckpointURL, deletions: Collection[str] | None) -> bool:
-    skip = len(url.key(""))
-    for key, _ in bucket.list(url.key(DELETION_PREFIX)):
-        deletion = parse_deletion_object(key[skip:])
-        if deletion is not None and (deletions is None or deletion in deletions) and _is_young(bucket, key):
-            return True
-    return False
+    lists = list_directory(bucket, url, DELETION_PREFIX).deletions.values()
+    return any(
+        (deletions is None or found.kind.deletion in deletions) and _is_young(bucket, url.key(found.path))
+        for found in lists
+    )
 
 
 def _is_young(bucket: Bucket, key: str) -> bool:

@@ -27,8 +27,8 @@ from dcp_s3.cli.app import (
 )
 from dcp_s3.offline import replicate
 from dcp_s3.retention.catalog import CheckpointCatalog
-from dcp_s3.retention.details import describe
 from dcp_s3.retention.parse import policy_from_settings
+from dcp_s3.retention.show import describe
 from dcp_s3.s3.chain import find_chain
 from dcp_s3.settings import resolve_settings
 from dcp_s3.units import format_size

@@ -15,10 +15,10 @@ from typing import Any
 from dcp_s3.cli import tables
 from dcp_s3.cli.app import ask, note, print_json, print_line, progress_of_steps, to_json
 from dcp_s3.errors import DcpS3Error
-from dcp_s3.retention.counts import counting
 from dcp_s3.retention.plan import Plan
 from dcp_s3.retention.policy import Policy
 from dcp_s3.retention.prune import PruneReport, apply_plan, prune, prune_async
+from dcp_s3.retention.prune_totals import counting
 from dcp_s3.settings import Settings
 from dcp_s3.units import format_size
 

@@ -22,10 +22,10 @@ from dcp_s3.cli.app import (
 )
 from dcp_s3.errors import CorruptMetadataError, MetricsError, PolicyError, UnsafeMetadataError
 from dcp_s3.retention import marks
-from dcp_s3.retention.details import describe
 from dcp_s3.retention.parse import parse_policy, policy_from_settings
 from dcp_s3.retention.prune import check_grace
 from dcp_s3.retention.remove import remove
+from dcp_s3.retention.show import describe
 from dcp_s3.settings import resolve_settings
 from dcp_s3.units import format_size, parse_duration
 from dcp_s3.url import parse_url

@@ -12,10 +12,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dcp_s3.checkpoint.directory import LEASE_MARGIN
+from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.format.saved_entries import SavedEntry
-from dcp_s3.retention.checkpoint_info import CheckpointInfo
-from dcp_s3.retention.details import CheckpointDetails, StoredObject
-from dcp_s3.retention.plan import LEASE_MARGIN, Plan
+from dcp_s3.retention.plan import Plan
+from dcp_s3.retention.show import CheckpointDetails, StoredObject
 from dcp_s3.s3.chain import Found
 from dcp_s3.settings import ENV_PREFIX, Settings
 from dcp_s3.units import format_size

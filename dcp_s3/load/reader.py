@@ -17,9 +17,10 @@ from dcp_s3 import errors
 from dcp_s3.boundary import called_by_dcp
 from dcp_s3.checkpoint.commit import CommitState, SaveIdentity, find_state
 from dcp_s3.checkpoint.lease import ReaderLease
+from dcp_s3.checkpoint.listing import list_directory
 from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
 from dcp_s3.collector import collector_paused
-from dcp_s3.format.layout import SAVE_ID_KEY, deletion_id, metadata_object, new_save_id, rank_of_metadata
+from dcp_s3.format.layout import SAVE_ID_KEY, deletion_id, metadata_object, new_save_id
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.load.peers.agree import LoadGroup, join_load
 from dcp_s3.load.peers.assign import MAX_PIECE, plan_sharing
@@ -201,10 +202,8 @@ class S3StorageReader(StorageReader):
 
     def _find_ranks(self) -> list[int] | None:
         """The ranks whose metadata is on S3, of a save without collectives; None if S3 does not say."""
-        url = self._require_url()
         try:
-            listed = (key.removeprefix(url.key("")) for key, _ in self._bucket().list(url.key("__")))
-            return sorted(found for found in map(rank_of_metadata, listed) if found is not None)
+            return list_directory(self._bucket(), self._require_url(), "__").ranks
         except errors.StorageError:
             return None
 

@@ -9,10 +9,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from dcp_s3 import errors
+from dcp_s3.checkpoint.info import CheckpointInfo, age_order
+from dcp_s3.checkpoint.listing import list_directory
+from dcp_s3.checkpoint.look import find_damage
+from dcp_s3.coroutines import run
 from dcp_s3.manager.waiting import Disk, WaitingCheckpoint, find_missing, waiting_checkpoints
 from dcp_s3.retention.catalog import CheckpointCatalog
-from dcp_s3.retention.checkpoint_info import CheckpointInfo, age_order
-from dcp_s3.retention.inspect import find_damage, run
 from dcp_s3.retention.policy import AnyOf, KeepBest, Mode, PolicyFunction, best_first
 from dcp_s3.s3.async_client import open_bucket
 from dcp_s3.s3.bucket import Bucket, limit_timeouts
@@ -220,10 +222,8 @@ def _try_local(
         return ChosenCheckpoint(info.url, step, local=True)
     what = "it waits on disk to be committed, and not every rank has all of it on its own"
     if away is None:
-        prefix = url.key("")
         try:
-            listed = Bucket(url.bucket, catalog.settings).list(prefix)
-            missing = find_missing(waiting, disks, {key.removeprefix(prefix): size for key, size in listed})
+            missing = find_missing(waiting, disks, list_directory(Bucket(url.bucket, catalog.settings), url))
         except errors.TransferError as error:
             away = error
         else:

@@ -27,10 +27,10 @@ from dcp_s3.manager.restore import Restoring
 from dcp_s3.manager.saving import Saving
 from dcp_s3.manager.waiting import look_at_disk
 from dcp_s3.retention.catalog import CheckpointCatalog
-from dcp_s3.retention.counts import counting
 from dcp_s3.retention.marks import annotate
 from dcp_s3.retention.policy import Mode, PolicyFunction
 from dcp_s3.retention.prune import prune
+from dcp_s3.retention.prune_totals import counting
 from dcp_s3.save.writer import S3StorageWriter, Separate
 from dcp_s3.settings import Settings, SettingsLike
 from dcp_s3.stage.failure import FailedStaging

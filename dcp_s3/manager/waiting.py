@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from dcp_s3.checkpoint.directory import Directory
+from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.format.manifest import Manifest, ObjectEntry
 from dcp_s3.retention.catalog import CheckpointCatalog
-from dcp_s3.retention.checkpoint_info import CheckpointInfo
 from dcp_s3.spill.local import find_commits, find_kept, find_waiting
 from dcp_s3.spill.session import open_store
 
@@ -80,16 +81,16 @@ def waiting_checkpoints(disks: Iterable[Disk]) -> list[WaitingCheckpoint]:
     return list(found.values())
 
 
-def find_missing(checkpoint: WaitingCheckpoint, disks: Sequence[Disk], on_s3: Mapping[str, int]) -> list[str]:
+def find_missing(checkpoint: WaitingCheckpoint, disks: Sequence[Disk], on_s3: Directory) -> list[str]:
     """The data objects that are neither on S3 nor on a disk of this job. Without them the checkpoint cannot become
     complete.
 
     Args:
         checkpoint: the waiting checkpoint.
         disks: disks of all ranks.
-        on_s3: bytes of the objects on S3, by path in the checkpoint.
+        on_s3: what is on S3 at the checkpoint's URL.
     """
-    missing = {entry.path for entry in checkpoint.objects if on_s3.get(entry.path) != entry.size}
+    missing = set(on_s3.lacking({entry.path: entry.size for entry in checkpoint.objects}, exact=True))
     for disk in disks:
         missing &= {entry.path for entry in disk.lacks(checkpoint)}
     return sorted(missing)

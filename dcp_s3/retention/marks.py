@@ -9,16 +9,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from dcp_s3 import errors
+from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.checkpoint.lease import check_not_deleted
+from dcp_s3.checkpoint.look import inspect_checkpoint
+from dcp_s3.checkpoint.stored_metadata import not_found_error
+from dcp_s3.coroutines import run
 from dcp_s3.format.added_metrics import AddedMetrics, check_added
 from dcp_s3.format.layout import METRICS, PIN
-from dcp_s3.retention.checkpoint_info import CheckpointInfo
-from dcp_s3.retention.inspect import Root, inspect_checkpoint, run
 from dcp_s3.s3 import retry
 from dcp_s3.s3.async_client import open_bucket
 from dcp_s3.s3.bucket import Bucket
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
-from dcp_s3.url import CheckpointURL, parse_url
+from dcp_s3.url import CheckpointURL, URLLike, parse_url
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +30,7 @@ _JSON = "application/json"
 _CONFLICTS = 50
 
 
-def annotate(url: Root, metrics: Mapping[str, Any], *, settings: SettingsLike = None) -> dict[str, Any]:
+def annotate(url: URLLike, metrics: Mapping[str, Any], *, settings: SettingsLike = None) -> dict[str, Any]:
     """Add metrics to a committed checkpoint, or replace single ones. Several processes may do so at a time.
 
     They lie in ``.dcp_s3/metrics.json`` with the id of the save that they belong to: an overwriting save starts anew.
@@ -80,7 +82,7 @@ def _read_metrics(bucket: Bucket, url: CheckpointURL, of: str) -> tuple[str | No
     return stored.etag, found.metrics if found.of == of else {}
 
 
-def pin(url: Root, reason: str | None = None, *, settings: SettingsLike = None) -> None:
+def pin(url: URLLike, reason: str | None = None, *, settings: SettingsLike = None) -> None:
     """Protect a committed checkpoint from every policy until `unpin`. Pinning it again replaces the reason.
 
     The pin is of the URL: a save that overwrites the checkpoint leaves it there.
@@ -102,7 +104,7 @@ def pin(url: Root, reason: str | None = None, *, settings: SettingsLike = None) 
         raise
 
 
-def unpin(url: Root, *, settings: SettingsLike = None) -> bool:
+def unpin(url: URLLike, *, settings: SettingsLike = None) -> bool:
     """Remove the pin; whether there was one.
 
     Raises:
@@ -123,9 +125,5 @@ def _require_committed(url: CheckpointURL, settings: Settings) -> CheckpointInfo
 
     info = run(inspect())
     if info is None or not info.committed:
-        raise errors.CheckpointNotFoundError(
-            f"there is no committed checkpoint at {url}. Remedy: check the URL; `dcp-s3 ls` on its parent shows what "
-            "is there",
-            url=str(url),
-        )
+        raise not_found_error(url)
     return info

@@ -10,24 +10,26 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dcp_s3 import errors
+from dcp_s3.checkpoint.deleter import WORKERS, Deleter, Deletion, LeftAloneError
+from dcp_s3.checkpoint.deletion import Remover
+from dcp_s3.checkpoint.directory import LEASE_MARGIN
+from dcp_s3.checkpoint.info import CheckpointInfo
+from dcp_s3.checkpoint.leftovers import LeftoverRemover
+from dcp_s3.checkpoint.look import inspect_checkpoint
+from dcp_s3.checkpoint.stored_metadata import not_found_error
+from dcp_s3.coroutines import run
 from dcp_s3.retention.catalog import find_local
-from dcp_s3.retention.checkpoint_info import CheckpointInfo
-from dcp_s3.retention.deleter import WORKERS, Deleter, Deletion, LeftAloneError
-from dcp_s3.retention.deletion import Remover
-from dcp_s3.retention.inspect import Root, inspect_checkpoint, run
-from dcp_s3.retention.leftovers import LeftoverRemover
-from dcp_s3.retention.plan import LEASE_MARGIN
 from dcp_s3.retention.scan import open_upload
 from dcp_s3.s3.async_client import ListedUpload, open_bucket
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
-from dcp_s3.url import CheckpointURL, parse_url
+from dcp_s3.url import CheckpointURL, URLLike, parse_url
 from dcp_s3.workers import Workers
 
 logger = logging.getLogger(__name__)
 
 
 def remove(
-    url: Root,
+    url: URLLike,
     *,
     force: bool = False,
     all_versions: bool = False,
@@ -76,11 +78,7 @@ async def _remove(
             ]
             info = await inspect_checkpoint(bucket, url)
             if info is None and not uploads:
-                raise errors.CheckpointNotFoundError(
-                    f"there is nothing of a checkpoint at {url}. Remedy: check the URL; `dcp-s3 ls` on its parent "
-                    "shows what is there",
-                    url=str(url),
-                )
+                raise not_found_error(url, "nothing of a checkpoint")
             why = "its commit waits in this host's spill directory" if waiting else None
             if any(each.initiated_at > since for each in uploads):
                 why = "a save is in progress: an upload was begun within the grace period"

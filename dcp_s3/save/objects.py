@@ -49,11 +49,10 @@ class ObjectNames:
     url: CheckpointURL
     rank: int
     nonce: str
-    prefix_spread: int
 
     def relative_path(self, number: int) -> str:
         """Path of object ``number``, relative to the checkpoint."""
-        return data_object(self.rank, number, self.nonce, prefix_spread=self.prefix_spread)
+        return data_object(self.rank, number, self.nonce)
 
     def key(self, number: int) -> str:
         """Key of object ``number``."""

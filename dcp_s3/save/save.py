@@ -179,7 +179,7 @@ class Save:
             separate=self._options.separate,
         )
         # Not in the plan: a planner may reuse a cached plan.
-        names = ObjectNames(self.url, self._rank, new_nonce(), self._settings.prefix_spread)
+        names = ObjectNames(self.url, self._rank, new_nonce())
         with self._spill_session(names, len(buckets)) as session:
             results = write_buckets(self._bucket(), buckets, planner, self._options.transforms, names, session)
         if session is not None and session.sealed:

@@ -24,6 +24,7 @@ from dcp_s3.checkpoint.commit import (
     publish,
 )
 from dcp_s3.checkpoint.completeness import Beginning
+from dcp_s3.checkpoint.listing import list_directory
 from dcp_s3.s3 import multipart
 from dcp_s3.s3.bucket import Bucket
 from dcp_s3.settings import Settings
@@ -194,8 +195,8 @@ class Drainer:
         Raises:
             DamagedFileError: a missing object was set aside.
         """
-        sizes = dict(bucket.list(url.key("")))
-        missing = [entry.path for entry in spilled.objects if sizes.get(url.key(entry.path)) != entry.size]
+        sizes = {entry.path: entry.size for entry in spilled.objects}
+        missing = list_directory(bucket, url).lacking(sizes, exact=True)
         if not missing:
             return None
         refused = self._store.refused_objects(str(url))

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import dcp_s3
+from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.errors import CheckpointNotFoundError
-from dcp_s3.retention.checkpoint_info import CheckpointInfo
 from dcp_s3.units import format_size
 from examples.demo.report import Check, Report
 from examples.demo.storage import BucketView, StepDirectory

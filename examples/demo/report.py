@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
+from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.cli import tables
-from dcp_s3.retention.checkpoint_info import CheckpointInfo
 from dcp_s3.retention.plan import Plan
 from dcp_s3.units import format_size
 from examples.demo.storage import StepDirectory

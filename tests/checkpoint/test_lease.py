@@ -16,7 +16,7 @@ from dcp_s3 import CheckpointCatalog, S3StorageReader
 from dcp_s3.checkpoint import lease
 from dcp_s3.checkpoint.lease import DELETION_BEGINS, ReaderLease
 from dcp_s3.errors import CheckpointDeletedError, CheckpointNotFoundError, SettingsError
-from dcp_s3.format.layout import LEASE_PREFIX, deletion_object, parse_lease_object
+from dcp_s3.format.layout import LEASE_PREFIX, classify, deletion_object
 from dcp_s3.s3.bucket import Bucket
 from dcp_s3.settings import Settings
 from dcp_s3.url import parse_url
@@ -125,7 +125,7 @@ def test_a_reset_reader_gives_its_lease_back(faulty: FaultyServer, client: Any) 
     reader = S3StorageReader(URL)
     reader.read_metadata()
     [path] = leases(client)
-    assert parse_lease_object(path) == 600
+    assert classify(path).seconds == 600
     reader.reset()
     assert leases(client) == []
 

@@ -36,6 +36,7 @@ from tests.faulty import BUCKET, FaultyServer, serve
 from tests.memory_s3 import Fault
 from tests.ranks import run_ranks
 from tests.retention.making import delete, get, keys, save_on_ranks
+from tests.spread import spreading
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -141,7 +142,8 @@ def saved(memory_server: Any, s3: Any, root: str) -> Saved:
 
 def test_a_good_checkpoint(s3: Any, root: str) -> None:
     state = {**every_kind(), "large": random_tensor((1500, 1000), torch.float32)}
-    saved = Saved(s3, root).save(state, buckets_per_rank=2, prefix_spread=2)
+    with spreading(2):
+        saved = Saved(s3, root).save(state, buckets_per_rank=2)
     fast, full = saved.verify(full=False), saved.verify()
     items, objects = len(saved.metadata.storage_data), len(saved.data)
     for report in (fast, full):

@@ -8,11 +8,11 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import S3StorageReader, latest, pin, prune
-from dcp_s3.checkpoint import completeness
+from dcp_s3.checkpoint import completeness, deleter, deletion
 from dcp_s3.checkpoint.commit import publish
 from dcp_s3.errors import CheckpointDeletedError
 from dcp_s3.format.layout import lease_object
-from dcp_s3.retention import belongings, deleter, deletion
+from dcp_s3.s3.async_client import ListedObject
 from dcp_s3.save import save as saving
 from tests.faulty import FaultyServer
 from tests.memory_s3 import Fault
@@ -156,12 +156,12 @@ def test_what_is_written_again_with_equal_bytes_is_no_part_of_a_deletion_that_wa
     [path] = lists(client, url)
     listed = deletion.DeletionList.from_json(get(client, url, path))
     found = [
-        deleter.ListedObject(f"run/step-1/{path}", len(data[path]), clock.now + 1, etag)
+        ListedObject(f"run/step-1/{path}", len(data[path]), clock.now + 1, etag)
         for path, etag in listed.objects.items()
     ]
-    where = deletion.CheckpointURL("bucket", "run/step-1")
-    assert belongings.still_there(where, listed, found, written_at=clock.now).objects == {}
-    assert belongings.still_there(where, listed, found, written_at=clock.now + 1).objects == listed.objects
+    directory = deletion.Directory.of(deletion.CheckpointURL("bucket", "run/step-1"), found)
+    assert deletion.still_there(directory, listed, written_at=clock.now).objects == {}
+    assert deletion.still_there(directory, listed, written_at=clock.now + 1).objects == listed.objects
 
 
 def test_a_delete_that_s3_refuses_leaves_no_list(faulty: FaultyServer, client: Any, clock: Clock) -> None:

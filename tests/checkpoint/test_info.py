@@ -2,19 +2,17 @@ from __future__ import annotations
 
 import pytest
 
-from dcp_s3.format.layout import data_object, new_nonce
-from dcp_s3.format.manifest import Manifest, ObjectEntry
-from dcp_s3.retention.checkpoint_info import (
+from dcp_s3.checkpoint.directory import Directory
+from dcp_s3.checkpoint.info import (
     CheckpointInfo,
     age_order,
-    from_contents,
+    from_listing,
     from_manifest,
     from_rank_manifests,
-    is_spread_data,
     newest_first,
-    shows_checkpoint,
-    sort_out,
 )
+from dcp_s3.format.layout import spread
+from dcp_s3.format.manifest import Manifest, ObjectEntry
 from dcp_s3.s3.async_client import ListedObject
 from dcp_s3.url import CheckpointURL
 
@@ -68,40 +66,25 @@ def test_a_name_without_a_number_has_no_step() -> None:
     assert from_manifest(CheckpointURL("bucket", "run/final"), _manifest(step=7)).step is None
 
 
-def test_listing_is_sorted_out() -> None:
-    contents = sort_out(
-        URL,
-        _listing(
-            ".metadata", "__3.metadata", ".dcp_s3/manifest-ab.json", ".dcp_s3/manifest-cd.3.json",
-            ".dcp_s3/metrics.json", "__0_0-ab.distcp", "config.json",
-        ),
-    )  # fmt: skip
-    assert [found.key for found in contents.data] == ["run/step-20/__0_0-ab.distcp"]
-    assert contents.commits.keys() == {None, 3}
-    assert contents.manifests == {None: ("ab",), 3: ("cd",)}
-    assert contents.metrics
-    assert (contents.size, contents.newest) == (10, 56.0)
-
-
 def test_objects_without_commit_are_incomplete_and_as_old_as_the_last_write() -> None:
-    info = from_contents(URL, sort_out(URL, _listing("__0_0-ab.distcp", "__1_0-cd.distcp")), committed_at=None)
+    info = from_listing(URL, Directory.of(URL, _listing("__0_0-ab.distcp", "__1_0-cd.distcp")), committed_at=None)
     assert (info.state, info.step, info.objects, info.size, info.created_at) == ("incomplete", 20, 2, 20, 51.0)
 
 
 @pytest.mark.parametrize(
-    ("path", "foreign"), [("__0_0-ab.distcp", False), ("7f/__0_0-ab.distcp", False), ("__0_0.distcp", True)]
+    ("path", "foreign"), [("__0_0-ab.distcp", False), (spread("__0_0-ab.distcp", 2), False), ("__0_0.distcp", True)]
 )
 def test_torn_save_is_foreign_unless_the_names_are_ours(path: str, foreign: bool) -> None:
-    assert from_contents(URL, sort_out(URL, _listing(path)), committed_at=None).foreign is foreign
+    assert from_listing(URL, Directory.of(URL, _listing(path)), committed_at=None).foreign is foreign
 
 
 def _rank_state(commits: dict[int, float], worlds: dict[int, int]) -> str:
     """The state for ranks that committed at a time (commits) and say a world size (worlds)."""
-    contents = sort_out(URL, _listing(*(f"__{rank}.metadata" for rank in commits)))
+    directory = Directory.of(URL, _listing(*(f"__{rank}.metadata" for rank in commits)))
     manifests = {
         rank: _manifest(rank, world_size=world, created_at=commits.get(rank, 0.0)) for rank, world in worlds.items()
     }
-    return from_rank_manifests(URL, contents, manifests).state
+    return from_rank_manifests(URL, directory, manifests).state
 
 
 @pytest.mark.parametrize(
@@ -125,28 +108,6 @@ def test_ranks_that_commit_for_themselves_must_all_have_done_so(
 
 
 def test_sizes_of_all_ranks_add_up() -> None:
-    contents = sort_out(URL, _listing("__0.metadata", "__1.metadata"))
-    info = from_rank_manifests(URL, contents, {0: _manifest(0), 1: _manifest(1)})
+    directory = Directory.of(URL, _listing("__0.metadata", "__1.metadata"))
+    info = from_rank_manifests(URL, directory, {0: _manifest(0), 1: _manifest(1)})
     assert (info.world_size, info.objects, info.size, info.metrics) == (2, 4, 84, {"loss": 1.0})
-
-
-@pytest.mark.parametrize("spread", [1, 2, 4])
-def test_spread_data_is_told_by_its_hash(spread: int) -> None:
-    path = data_object(3, 1, new_nonce(), prefix_spread=spread)
-    directory, _, name = path.partition("/")
-    other = "".join("0" if digit != "0" else "1" for digit in directory)
-    assert is_spread_data(path)
-    assert not is_spread_data(f"{other}/{name}")
-    assert not is_spread_data(name)
-    assert not is_spread_data(f"{directory}/__3_1.distcp")
-
-
-@pytest.mark.parametrize(
-    ("name", "shows"),
-    [
-        (".metadata", True), ("__12.metadata", True), ("__0_0.distcp", True), ("x.distcp", True), (".dcp_s3/", True),
-        ("step-1/", False), ("notes.metadata", False), ("model.pt", False), ("500/", False),
-    ],
-)  # fmt: skip
-def test_what_shows_a_checkpoint(name: str, shows: bool) -> None:
-    assert shows_checkpoint(["config.json", name]) is shows

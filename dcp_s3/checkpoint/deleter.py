@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from dcp_s3 import errors
+from dcp_s3.checkpoint.directory import Directory
+from dcp_s3.checkpoint.listing import list_directory_async
+from dcp_s3.coroutines import gather
 from dcp_s3.format.deletion_list import DeletionList
-from dcp_s3.format.layout import (
-    PIN,
-    parse_lease_object,
-)
-from dcp_s3.retention.belongings import (
-    other_targets,
-)
-from dcp_s3.retention.inspect import gather
-from dcp_s3.retention.plan import LEASE_MARGIN
+from dcp_s3.format.layout import METADATA, What, classify
 from dcp_s3.s3 import multipart
-from dcp_s3.s3.async_client import AsyncBucket, ListedObject
 from dcp_s3.s3.bucket import Bucket
 from dcp_s3.s3.delete import Target, batches, delete_batch, list_versions, old_versions
 from dcp_s3.url import CheckpointURL
 from dcp_s3.workers import Workers
+
+if TYPE_CHECKING:
+    from dcp_s3.s3.async_client import AsyncBucket
 
 logger = logging.getLogger(__name__)
 
@@ -85,26 +81,17 @@ class Deleter:
         self.dry_run = dry_run
         self._workers = workers
 
-    def check_marks(self, url: CheckpointURL, objects: Iterable[ListedObject], now: float) -> None:
+    async def list_directory(self, url: CheckpointURL, *prefixes: str) -> Directory:
+        """What lies at the URL, or begins with one of some prefixes there."""
+        return await list_directory_async(self.bucket, url, *prefixes)
+
+    def check_protection(self, directory: Directory) -> None:
         """
         Raises:
-            LeftAloneError: a pin, or a lease that has not ended by ``now`` (of S3's clock), is among the objects.
+            LeftAloneError: it is pinned, or a reader has a lease.
         """
-        if self.force:
-            return
-        skip = len(url.key(""))
-        for each in objects:
-            seconds = parse_lease_object(each.key[skip:])
-            if each.key[skip:] == PIN:
-                raise LeftAloneError("it is pinned")
-            if seconds is not None and now < each.modified_at + seconds + LEASE_MARGIN:
-                raise LeftAloneError("a reader has a lease")
-
-    async def list_objects(self, prefix: str) -> tuple[list[ListedObject], float]:
-        """Objects, and the time on S3's clock."""
-        pages = await self.bucket.pages(prefix)
-        now = pages[0].server_time
-        return [each for page in pages for each in page.objects], time.time() if now is None else now
+        if not self.force and directory.protection is not None:
+            raise LeftAloneError(directory.protection)
 
     async def write_list(self, url: CheckpointURL, path: str, listed: DeletionList) -> None:
         """Write down what goes."""
@@ -186,3 +173,22 @@ class Deleter:
         """In a thread: these requests are boto3's."""
         result: T = await asyncio.wrap_future(self._workers.submit(function, *arguments))
         return result
+
+
+def commit_steps(url: CheckpointURL, listed: DeletionList) -> list[list[Target]]:
+    """What to delete first, in steps. ``.metadata`` hides those of single ranks, and goes after them."""
+    targets = [Target(url.key(path), etag) for path, etag in sorted(listed.commits.items())]
+    hidden = [each for each in targets if each.key != url.key(METADATA)]
+    return [step for step in (hidden, [each for each in targets if each not in hidden]) if step]
+
+
+def other_targets(url: CheckpointURL, listed: DeletionList) -> list[Target]:
+    """What to delete then. Names that no other save uses need no condition, and get none."""
+    return [
+        Target(url.key(path), "" if _is_of_one_save(path) else etag) for path, etag in sorted(listed.objects.items())
+    ]
+
+
+def _is_of_one_save(path: str) -> bool:
+    kind = classify(path)
+    return bool(kind.nonce) or kind.what is What.MANIFEST

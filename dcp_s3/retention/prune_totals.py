@@ -13,7 +13,7 @@ from dcp_s3.retention.prune import PruneReport
 
 
 @dataclass
-class RetentionCounts:
+class PruneTotals:
     """Attributes:
     runs: prunes that were begun.
     failed: those of them that raised, were stopped, or could not delete all that they should.
@@ -29,7 +29,7 @@ class RetentionCounts:
     last_success: float = 0.0
 
 
-_counts = RetentionCounts()
+_totals = PruneTotals()
 _lock = threading.Lock()
 
 
@@ -38,20 +38,20 @@ def counting() -> Iterator[Callable[[PruneReport], None]]:
     """Count the prune in the body, which gives its report to the function that this yields; without one it failed."""
     reports: list[PruneReport] = []
     with _lock:
-        _counts.runs += 1
+        _totals.runs += 1
     try:
         yield reports.append
     finally:
         with _lock:
             ok = bool(reports) and reports[0].ok
-            _counts.failed += not ok
-            _counts.deleted += sum(len(report.deleted) for report in reports)
-            _counts.freed_bytes += sum(report.size for report in reports)
+            _totals.failed += not ok
+            _totals.deleted += sum(len(report.deleted) for report in reports)
+            _totals.freed_bytes += sum(report.size for report in reports)
             if ok:
-                _counts.last_success = time.time()
+                _totals.last_success = time.time()
 
 
 def snapshot() -> dict[str, Any]:
-    """The counts now."""
+    """The totals now."""
     with _lock:
-        return asdict(_counts)
+        return asdict(_totals)

@@ -10,29 +10,11 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from dcp_s3 import errors
+from dcp_s3.checkpoint.deleter import Deleter, Deletion, LeftAloneError, commit_steps
+from dcp_s3.checkpoint.info import LeftoverObject
+from dcp_s3.checkpoint.look import inspect, look_deeper
 from dcp_s3.format.deletion_list import DeletionList
-from dcp_s3.format.layout import (
-    CONTROL_PREFIX,
-    DELETION_PREFIX,
-    METADATA,
-    PIN,
-    deletion_id,
-    deletion_object,
-    new_nonce,
-    parse_deletion_object,
-    parse_lease_object,
-    parse_manifest_object,
-)
-from dcp_s3.retention.belongings import (
-    commit_steps,
-    is_commit,
-    same_etag,
-    sort_belongings,
-)
-from dcp_s3.retention.deleter import Deleter, Deletion, LeftAloneError
-from dcp_s3.retention.inspect import inspect
-from dcp_s3.retention.plan import LeftoverObject
-from dcp_s3.retention.scan import look_deeper
+from dcp_s3.format.layout import DELETION_PREFIX, deletion_id, deletion_object, new_nonce
 from dcp_s3.s3.delete import Target
 from dcp_s3.url import CheckpointURL
 
@@ -65,27 +47,16 @@ class LeftoverRemover:
             raise LeftAloneError("it was committed")
         if found.info.damage is not None and not self._deleter.force:
             raise LeftAloneError(found.info.damage)
-        objects, now = await self._deleter.list_objects(url.key(""))
-        self._deleter.check_marks(url, objects, now)
-        belongings = sort_belongings(url, objects, (), since=since, now=now)
-        if METADATA in belongings.commits:
+        directory = await self._deleter.list_directory(url)
+        self._deleter.check_protection(directory)
+        if None in directory.commits:
             raise LeftAloneError("it was committed")
-        young = [path for path, each in belongings.commits.items() if each.modified_at > since]
-        if (belongings.being_saved or young) and not self._deleter.force:
-            raise LeftAloneError(f"a save is in progress: {belongings.being_saved or young[0]} was written")
-        skip = len(url.key(""))
-        for each in objects:  # everything in our own directory goes, but what protects and what is to be finished
-            path = each.key[skip:]
-            if (
-                path.startswith(CONTROL_PREFIX)
-                and path != PIN
-                and parse_lease_object(path) is None
-                and parse_deletion_object(path) is None
-            ):
-                belongings.objects[path] = each
+        removal = directory.removal_of_uncommitted(since=since)
+        if removal.being_saved and not self._deleter.force:
+            raise LeftAloneError(f"a save is in progress: {removal.being_saved} was written")
         if self._deleter.dry_run:
-            return Deletion(url.name, len(belongings.commits) + len(belongings.objects), belongings.size)
-        everything = belongings.to_list(None, all_versions=self._deleter.all_versions)
+            return Deletion(url.name, removal.count, removal.size)
+        everything = removal.to_list(None, all_versions=self._deleter.all_versions)
         seen = {**everything.commits, **everything.objects}
         known = set(everything.commits)
 
@@ -105,7 +76,7 @@ class LeftoverRemover:
             await self._deleter.withdraw(url, [path])
             raise
         await self._deleter.delete_rest(url, replace(listed, objects={}), [path])
-        return Deletion(url.name, len(belongings.commits) + len(belongings.objects), belongings.size)
+        return Deletion(url.name, removal.count, removal.size)
 
     async def delete_leftovers(
         self, url: CheckpointURL, planned: Sequence[LeftoverObject], *, since: float
@@ -116,7 +87,7 @@ class LeftoverRemover:
             LeftAloneError: a save is in progress.
             StorageError
         """
-        _, now = await self._deleter.list_objects(url.key(DELETION_PREFIX))
+        now = (await self._deleter.list_directory(url, DELETION_PREFIX)).now
         found = await inspect(self._deleter.bucket, url)
         unneeded = (
             (await look_deeper(self._deleter.bucket, url, found, now))[1] if found and found.info.committed else []
@@ -167,24 +138,22 @@ class LeftoverRemover:
             seen: ETag by relative path of what was listed.
             known: relative paths of the commits in it that may be there still.
         """
-        skip = len(url.key(""))
-        objects, now = await self._deleter.list_objects(url.key("."))
-        self._deleter.check_marks(url, objects, now)
-        for each in (*objects, *await self._deleter.bucket.list(url.key("__"))):
-            path = each.key[skip:]
-            if is_commit(path) and not (path in known and same_etag(seen.get(path), each)):
+        directory = await self._deleter.list_directory(url, ".", "__")
+        self._deleter.check_protection(directory)
+        for each in directory.commits.values():
+            if not (each.path in known and each.has_etag(seen.get(each.path))):
                 raise LeftAloneError("it was committed")
-            if parse_manifest_object(path) is not None and not same_etag(seen.get(path), each):
-                raise LeftAloneError("a save is in progress: it has written its manifest")
+        if any(not each.has_etag(seen.get(each.path)) for each in directory.all_manifests):
+            raise LeftAloneError("a save is in progress: it has written its manifest")
 
     async def _spent_lists(self, url: CheckpointURL, left: Collection[str]) -> list[str]:
         """Lists of leftovers of which none is left, from prunes that were cut off."""
         spent = []
-        for each in (await self._deleter.list_objects(url.key(DELETION_PREFIX)))[0]:
+        for path in (await self._deleter.list_directory(url, DELETION_PREFIX)).deletions:
             try:
-                listed = DeletionList.from_json(await self._deleter.bucket.read(each.key))
+                listed = DeletionList.from_json(await self._deleter.bucket.read(url.key(path)))
             except (errors.ObjectNotFoundError, ValueError):
                 continue
             if not listed.commits and not listed.objects.keys() & left:
-                spent.append(each.key[len(url.key("")) :])
+                spent.append(path)
         return spent

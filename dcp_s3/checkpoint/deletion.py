@@ -12,37 +12,26 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from dcp_s3 import errors
+from dcp_s3.checkpoint.deleter import Deleter, Deletion, LeftAloneError, commit_steps
+from dcp_s3.checkpoint.directory import Directory, Removal
+from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.checkpoint.lease import DELETION_BEGINS
+from dcp_s3.checkpoint.look import Inspected, find_manifest, inspect, save_id_of
 from dcp_s3.format.deletion_list import DeletionList
 from dcp_s3.format.layout import (
     CONTROL_PREFIX,
     DELETION_PREFIX,
     METADATA,
-    METRICS,
     deletion_object,
     manifest_object,
     metadata_object,
     new_nonce,
-    parse_deletion_object,
-    parse_manifest_object,
 )
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.format.saved_entries import needed_objects
-from dcp_s3.retention.belongings import (
-    Belongings,
-    commit_steps,
-    is_begun,
-    same_etag,
-    sort_belongings,
-    still_there,
-)
-from dcp_s3.retention.checkpoint_info import CheckpointInfo
-from dcp_s3.retention.deleter import Deleter, Deletion, LeftAloneError
-from dcp_s3.retention.inspect import Inspected, inspect, matching_manifest, save_id_of
 from dcp_s3.s3.bucket import limit_timeouts
 from dcp_s3.s3.deadline import Deadline
 from dcp_s3.s3.delete import Target
@@ -85,21 +74,22 @@ class Remover:
             raise LeftAloneError("it is gone, or no longer committed")
         _check_unchanged(planned, found.info)
         needed = await self._needed(url, found)
-        objects, now = await self._deleter.list_objects(url.key(""))
-        self._deleter.check_marks(url, objects, now)
-        belongings = sort_belongings(url, objects, needed, since=since, now=now)
-        if belongings.being_saved and not self._deleter.force:
-            raise LeftAloneError(f"a save is in progress: {belongings.being_saved} was written")
-        if planned.etag is not None and not same_etag(planned.etag, belongings.commits.get(METADATA)):
+        directory = await self._deleter.list_directory(url)
+        self._deleter.check_protection(directory)
+        removal = directory.removal(needed, since=since)
+        if removal.being_saved and not self._deleter.force:
+            raise LeftAloneError(f"a save is in progress: {removal.being_saved} was written")
+        commit = directory.commits.get(None)
+        if planned.etag is not None and (commit is None or not commit.has_etag(planned.etag)):
             raise LeftAloneError("it was overwritten")
         if not self._deleter.dry_run:
-            await self._delete(url, planned, belongings, newest)
-        return Deletion(url.name, len(belongings.commits) + len(belongings.objects), belongings.size)
+            await self._delete(url, planned, removal, newest)
+        return Deletion(url.name, removal.count, removal.size)
 
     async def _delete(
-        self, url: CheckpointURL, planned: CheckpointInfo, belongings: Belongings, newest: CheckpointURL | None
+        self, url: CheckpointURL, planned: CheckpointInfo, removal: Removal, newest: CheckpointURL | None
     ) -> None:
-        listed = belongings.to_list(planned.save_id, all_versions=self._deleter.all_versions)
+        listed = removal.to_list(planned.save_id, all_versions=self._deleter.all_versions)
         path = deletion_object(planned.deletion_id, new_nonce())
         deadline = _CommitDeadline.begin()
         try:
@@ -151,19 +141,15 @@ class Remover:
                 raise LeftAloneError("another prune deletes it") from None
             if head.get("ETag", "").strip('"') != planned.etag.strip('"'):
                 raise LeftAloneError("it was overwritten")
-        skip = len(url.key(""))
-        objects, now = await self._deleter.list_objects(url.key(CONTROL_PREFIX))
-        self._deleter.check_marks(url, objects, now)
-        lists = []
-        for each in objects:
-            path = each.key[skip:]
-            if path == METRICS and not self._deleter.force and not same_etag(listed.objects.get(path), each):
+        directory = await self._deleter.list_directory(url, CONTROL_PREFIX)
+        self._deleter.check_protection(directory)
+        if not self._deleter.force:
+            metrics = directory.metrics
+            if metrics is not None and not metrics.has_etag(listed.objects.get(metrics.path)):
                 raise LeftAloneError("metrics were added to it")
-            if parse_manifest_object(path) is not None and path not in listed.objects and not self._deleter.force:
+            if any(each.path not in listed.objects for each in directory.all_manifests):
                 raise LeftAloneError("a save is in progress: it has written its manifest")
-            if parse_deletion_object(path) == planned.deletion_id:
-                lists.append(path)
-        return lists
+        return [each.path for each in directory.lists_of(planned.deletion_id)]
 
     async def finish(self, url: CheckpointURL, deletion: str) -> Deletion:
         """Finish a deletion that was cut off: exactly what its lists name goes, as far as it is what it was.
@@ -174,73 +160,68 @@ class Remover:
 
         Raises:
             LeftAloneError: the checkpoint is still there.
-            CheckpointError: a list can not be read.
+            CheckpointError: a list cannot be read.
             StorageError
         """
-        objects, now = await self._deleter.list_objects(url.key(""))
-        skip = len(url.key(""))
-        sizes = {each.key[skip:]: each.size for each in objects}
-        written = {each.key[skip:]: each.modified_at for each in objects}
+        directory = await self._deleter.list_directory(url)
         gone: set[str] = set()
-        for path in [path for path in sizes if parse_deletion_object(path) == deletion]:
+        for found in directory.lists_of(deletion):
+            path = found.path
             try:
                 listed = DeletionList.from_json(await self._deleter.bucket.read(url.key(path)))
             except errors.ObjectNotFoundError:
                 continue  # another prune has finished it
             except ValueError as error:
                 raise errors.CheckpointError(
-                    f"the list of a deletion s3://{url.bucket}/{url.key(path)} can not be read: {error}. "
+                    f"the list of a deletion s3://{url.bucket}/{url.key(path)} cannot be read: {error}. "
                     "Remedy: delete it; what it names is then left over, and goes after the grace period",
                     url=str(url),
                 ) from None
-            if not is_begun(url, listed, objects) or await self._has_save(url, listed.save_id, sizes):
+            if not _has_begun(directory, listed) or await self._has_save(url, listed.save_id, directory):
                 if not listed.commits:  # of leftovers, or of a save that was committed after all
-                    if written[path] < now - DELETION_BEGINS or not listed.objects.keys() & sizes.keys():
+                    given_up = found.modified_at < directory.now - DELETION_BEGINS
+                    if given_up or not listed.objects.keys() & directory.objects.keys():
                         await self._deleter.withdraw(url, [path])
                     continue
                 raise LeftAloneError("a deletion was begun and given up; the checkpoint is still there")
-            rest = still_there(url, listed, objects, written_at=written[path])
+            rest = still_there(directory, listed, written_at=found.modified_at)
             for step in commit_steps(url, rest):
                 await self._deleter.delete_all(step)
             # With versions, what has its delete marker already may still have older ones.
             await self._deleter.delete_rest(url, rest, [path], purged=listed)
             gone |= {*rest.commits, *rest.objects}
-        return Deletion(url.name, len(gone), sum(sizes[path] for path in gone))
+        return Deletion(url.name, len(gone), sum(directory.sizes[path] for path in gone))
 
     async def withdraw_given_up(self, url: CheckpointURL, deletion: str) -> None:
         """Remove the lists of deletions of a checkpoint that is still there, which were cut off before they began."""
-        objects, now = await self._deleter.list_objects(url.key(DELETION_PREFIX))
-        skip = len(url.key(""))
-        old = [each.key[skip:] for each in objects if each.modified_at < now - DELETION_BEGINS]
-        await self._deleter.delete_all(
-            [Target(url.key(path)) for path in old if parse_deletion_object(path) == deletion]
-        )
+        directory = await self._deleter.list_directory(url, DELETION_PREFIX)
+        old = [each for each in directory.lists_of(deletion) if each.modified_at < directory.now - DELETION_BEGINS]
+        await self._deleter.delete_all([Target(url.key(each.path)) for each in old])
 
     async def _needed(self, url: CheckpointURL, found: Inspected) -> set[str]:
         """Relative paths of the data objects and manifests that a checkpoint's metadata names."""
         if found.manifest is not None:
             return {entry.path for entry in found.manifest.objects} | {manifest_object(found.manifest.save_id)}
         needed: set[str] = set()
-        ranks = [None] if None in found.contents.commits else list(found.contents.commits)
-        for rank in ranks:
-            manifest = await matching_manifest(self._deleter.bucket, url, found.contents, rank)
-            if manifest is not None:
-                needed |= {entry.path for entry in manifest.objects} | {manifest_object(manifest.save_id, rank)}
-                continue
+        for rank in found.directory.committing:
             try:
+                manifest = await find_manifest(self._deleter.bucket, url, found.directory, rank)
+                if manifest is not None:
+                    needed |= {entry.path for entry in manifest.objects} | {manifest_object(manifest.save_id, rank)}
+                    continue
                 metadata = load_metadata(await self._deleter.bucket.read(url.key(metadata_object(rank))), url=str(url))
             except errors.ObjectNotFoundError:
                 raise LeftAloneError("another prune deletes it") from None
             except errors.CheckpointError as error:
-                logger.warning("what %s consists of can not be read, so that only old objects go: %s", url, error)
+                logger.warning("what %s consists of cannot be read, so that only old objects go: %s", url, error)
                 continue
             needed |= set(needed_objects(metadata))
         return needed
 
-    async def _has_save(self, url: CheckpointURL, save_id: str | None, there: Iterable[str]) -> bool:
+    async def _has_save(self, url: CheckpointURL, save_id: str | None, directory: Directory) -> bool:
         """Whether the checkpoint at the URL is of that save, though its ``.metadata`` may have another ETag: one that
         was brought back from a copy."""
-        if save_id is None or METADATA not in there:
+        if save_id is None or None not in directory.commits:
             return False
         try:
             return save_id_of(await self._deleter.bucket.head(url.key(METADATA))) == save_id
@@ -294,3 +275,21 @@ def _check_unchanged(planned: CheckpointInfo, now: CheckpointInfo) -> None:
         raise LeftAloneError("it was overwritten")
     if repr(sorted(planned.metrics.items())) != repr(sorted(now.metrics.items())):
         raise LeftAloneError("metrics were added to it")
+
+
+def _has_begun(directory: Directory, listed: DeletionList) -> bool:
+    """Whether a deletion whose list was found has come so far that the checkpoint is none any more."""
+    if not listed.commits:  # it was never committed
+        return not directory.commits
+    there = directory.unchanged(listed.commits)
+    return METADATA not in there if METADATA in listed.commits else len(there) < len(listed.commits)
+
+
+def still_there(directory: Directory, listed: DeletionList, *, written_at: float) -> DeletionList:
+    """Of a list that was found, and written at that time (seconds since the epoch on the clock of S3), what is still
+    there and unchanged. What is younger than the list is another save's, though its bytes may be the same."""
+    return replace(
+        listed,
+        commits=directory.unchanged(listed.commits, until=written_at),
+        objects=directory.unchanged(listed.objects, until=written_at),
+    )

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from dcp_s3 import errors
+from dcp_s3.checkpoint.directory import Directory
+from dcp_s3.checkpoint.info import CheckpointInfo
+from dcp_s3.checkpoint.listing import list_directory_async
+from dcp_s3.checkpoint.look import find_manifest, inspect_checkpoint
+from dcp_s3.checkpoint.stored_metadata import not_found_error
+from dcp_s3.coroutines import gather, run
 from dcp_s3.format.layout import metadata_object
 from dcp_s3.format.manifest import Manifest
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.format.saved_entries import SavedEntry, needed_objects, saved_entries
-from dcp_s3.retention.checkpoint_info import CheckpointInfo, Contents, sort_out
-from dcp_s3.retention.inspect import Root, gather, inspect_checkpoint, matching_manifest, run
 from dcp_s3.s3.async_client import open_bucket
 from dcp_s3.settings import SettingsLike, resolve_settings
-from dcp_s3.url import CheckpointURL, parse_url
+from dcp_s3.url import CheckpointURL, URLLike, parse_url
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,7 @@ class CheckpointDetails:
         return asdict(self)
 
 
-def describe(url: Root, *, settings: SettingsLike = None) -> CheckpointDetails:
+def describe(url: URLLike, *, settings: SettingsLike = None) -> CheckpointDetails:
     """Look at the checkpoint at ``url``: its listing, manifests and metadata, no data.
 
     Raises:
@@ -71,18 +73,12 @@ def describe(url: Root, *, settings: SettingsLike = None) -> CheckpointDetails:
 
 async def _describe(url: CheckpointURL, settings: SettingsLike) -> CheckpointDetails:
     async with open_bucket(url.bucket, resolve_settings(settings)) as bucket:
-        contents = sort_out(url, await bucket.list(url.key("")))
+        directory = await list_directory_async(bucket, url)
         info = await inspect_checkpoint(bucket, url)
         if info is None:
-            raise errors.CheckpointNotFoundError(
-                f"there is nothing of a checkpoint at {url}. Remedy: check the URL; `dcp-s3 ls` on its parent shows "
-                "what is there",
-                url=str(url),
-            )
-        ranks: Sequence[int | None] = [None]
-        if None not in contents.commits:
-            ranks = sorted(rank for rank in contents.commits if rank is not None)
-        found = await gather(matching_manifest(bucket, url, contents, rank) for rank in ranks)
+            raise not_found_error(url, "nothing of a checkpoint")
+        ranks = directory.committing
+        found = await gather(find_manifest(bucket, url, directory, rank) for rank in ranks)
         manifests = [manifest for manifest in found if manifest is not None]
         metadata = [
             load_metadata(data, url=str(url))
@@ -98,7 +94,7 @@ async def _describe(url: CheckpointURL, settings: SettingsLike) -> CheckpointDet
         info=info,
         writer=manifests[0].writer if manifests else {},
         items=sum(len(loaded.storage_data or {}) for loaded in metadata),
-        objects=tuple(_objects(url, contents, manifests, needed)),
+        objects=tuple(_objects(directory, manifests, needed)),
         entries=tuple(entries.values()),
     )
 
@@ -110,9 +106,7 @@ def _merge(before: SavedEntry | None, entry: SavedEntry) -> SavedEntry:
     return replace(entry, chunks=before.chunks + entry.chunks, size=before.size + entry.size)
 
 
-def _objects(url: CheckpointURL, contents: Contents, manifests: list[Manifest], needed: set[str]) -> list[StoredObject]:
-    skip = len(url.key(""))
-    sizes: dict[str, int | None] = dict.fromkeys(needed)
-    sizes |= {found.key[skip:]: found.size for found in contents.data}
+def _objects(directory: Directory, manifests: list[Manifest], needed: set[str]) -> list[StoredObject]:
+    sizes: dict[str, int | None] = dict.fromkeys(needed) | {path: each.size for path, each in directory.data.items()}
     crcs = {entry.path: entry.crc64nvme for manifest in manifests for entry in manifest.objects}
     return [StoredObject(path, sizes[path], crcs.get(path), path in needed) for path in sorted(sizes)]
