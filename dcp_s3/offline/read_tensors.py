@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from dcp_s3 import errors
 from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
 from dcp_s3.limit import Deadline, Limit
+from dcp_s3.load.engine import Source
 from dcp_s3.load.overlaps import find_overlaps
 from dcp_s3.load.read import LoadExecutor
 from dcp_s3.offline.indexing import Index, Selection, select
@@ -179,9 +180,9 @@ class _Source:
                 items += self._tensor_items(fqn, saved, selection)
         store = open_store(self._settings)
         with contextlib.closing(LocalObjects(store, str(self.url))) if store else contextlib.nullcontext() as local:
-            LoadExecutor(
-                self._bucket, self.url, self._metadata, ReaderTransforms(None), local, weights_only=weights_only
-            ).run(LoadPlan(items), planner)
+            source = Source(self._bucket, self.url, local)
+            executor = LoadExecutor(source, self._metadata, ReaderTransforms(None), weights_only=weights_only)
+            executor.run(LoadPlan(items), planner)
         return {fqn: planner.entries[fqn] for fqn in wanted}
 
     def _tensor_items(self, fqn: str, saved: TensorStorageMetadata, selection: Selection) -> list[ReadItem]:

@@ -67,6 +67,7 @@ class LoadGroup:
 
     Attributes:
         shares_data: whether they share more than the metadata.
+        is_coordinator: whether this rank fetches the metadata for all.
         raised: by a signal while this rank agreed with the others, who now wait for it: to be given to `fetch_once`.
     """
 
@@ -76,8 +77,8 @@ class LoadGroup:
         self.group = caller.group
         self.rank = caller.rank
         self.world_size = caller.world_size
-        self.is_coordinator = caller.rank == caller.coordinator
-        self._coordinator = dist.get_global_rank(caller.group, caller.coordinator)
+        self.is_coordinator = caller.rank == 0
+        self._coordinator = dist.get_global_rank(caller.group, 0)
 
     def agree(self, *values: int) -> list[list[int]]:
         """The ``values`` (64 bits each, as many on every rank) of all ranks, in order of ranks. Collective."""
