@@ -22,13 +22,13 @@ import torch
 from dcp_s3 import errors
 from dcp_s3.checksum import crc_hex
 from dcp_s3.collector import collect_young
+from dcp_s3.limit import Deadline
 from dcp_s3.load.placement import Buffer, Reception
 from dcp_s3.load.plan import ReadRequest, Segment, plan_requests
 from dcp_s3.load.transfer import Transfer
 from dcp_s3.s3 import retry
-from dcp_s3.s3.bucket import Bucket
-from dcp_s3.s3.deadline import Deadline
 from dcp_s3.s3.download import Target, fetch_into
+from dcp_s3.s3.store import S3Store
 from dcp_s3.spill.local import LocalObjects
 from dcp_s3.units import format_size
 from dcp_s3.url import CheckpointURL
@@ -57,7 +57,7 @@ class Source:
         settings: of the bucket.
     """
 
-    def __init__(self, bucket: Bucket, url: CheckpointURL, local: LocalObjects | None = None) -> None:
+    def __init__(self, bucket: S3Store, url: CheckpointURL, local: LocalObjects | None = None) -> None:
         self._bucket = bucket
         self._local = local
         self._cancel = threading.Event()
@@ -67,7 +67,7 @@ class Source:
     @property
     def deadline(self) -> Deadline | None:
         """When all must be there."""
-        return self._bucket.deadline
+        return self._bucket.limit.deadline
 
     @property
     def cancelled(self) -> bool:
@@ -106,7 +106,6 @@ class Source:
 
     def _explain(self, error: errors.StorageError, path: str, stop: int) -> errors.CorruptCheckpointError | None:
         """What an answer of S3 says about the checkpoint, if anything."""
-        cause = error.__cause__
         if isinstance(error, errors.ObjectNotFoundError):
             what = (
                 f"is incomplete: its object {path} does not exist. It was deleted after the save: load an earlier "
@@ -114,7 +113,7 @@ class Source:
             )
         elif isinstance(error, errors.PreconditionFailedError):
             what = f"changed while it was read: its object {path} was replaced. Remedy: load it again"
-        elif isinstance(cause, Exception) and retry.status_code(cause) == 416:
+        elif isinstance(error, errors.OutOfRangeError):
             what = f"is damaged: {path} ends before byte {stop}. Load an earlier checkpoint"
         else:
             return None

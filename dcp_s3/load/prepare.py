@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 from dcp_s3 import errors
 from dcp_s3.format.archive import ArchiveHead
 from dcp_s3.format.blocks import Range
-from dcp_s3.format.item_limits import check_limits
+from dcp_s3.format.item_pickles import check_storages
 from dcp_s3.format.saved_entries import find_chunk
 from dcp_s3.format.storage_info import get_blocks, get_crc, get_raw_offset
 from dcp_s3.load.archive_heads import SMALL_ITEM, ArchiveHeads, HeadProbe, HeadProof, ItemKind, read_tensor
@@ -200,7 +200,7 @@ class TransferFactory:
             with self._naming_damage(item):
                 stream = self._decode(item, info, buffer)
                 seekable = stream if isinstance(stream, io.BytesIO) else io.BytesIO(stream.read(-1))
-                check_limits(seekable)
+                check_storages(seekable)
                 seekable.seek(0)
                 tensor = cast(torch.Tensor, torch.load(seekable, map_location="cpu", weights_only=True))
                 target.copy_(narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths))

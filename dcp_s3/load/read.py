@@ -130,9 +130,9 @@ class LoadExecutor:
         with self.engine.fetch(requests, threads=threads, total=sum([r.length for r in requests])) as arrivals:
             try:
                 for _, finished in arrivals:
-                    for transfer in finished:
-                        if isinstance(transfer, ItemTransfer):
-                            self.commit(transfer, planner)
+                    for arrived in finished:
+                        if isinstance(arrived, ItemTransfer):
+                            self.commit(arrived, planner)
             except BaseException as error:
                 on_error(error)
                 raise

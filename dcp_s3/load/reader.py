@@ -23,14 +23,14 @@ from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
 from dcp_s3.collector import collector_paused
 from dcp_s3.format.layout import SAVE_ID_KEY, deletion_id, metadata_object, new_save_id
 from dcp_s3.format.metadata import load_metadata
+from dcp_s3.limit import Deadline, Limit
 from dcp_s3.load.engine import Source
 from dcp_s3.load.peers.agree import LoadGroup, join_load
 from dcp_s3.load.peers.assign import MAX_PIECE, plan_sharing
 from dcp_s3.load.peers.assignment import Assignment, Offer, all_offered
 from dcp_s3.load.peers.shared_read import SharedRead, decline
 from dcp_s3.load.read import LoadExecutor
-from dcp_s3.s3.bucket import Bucket, limit_timeouts
-from dcp_s3.s3.deadline import Deadline
+from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.spill.local import LocalObjects, find_commits
 from dcp_s3.spill.session import open_store
@@ -354,11 +354,9 @@ class S3StorageReader(StorageReader):
             )
         return self._url
 
-    def _bucket(self) -> Bucket:
-        settings = self.settings
-        if settings.load_timeout is not None:
-            settings = limit_timeouts(settings, settings.load_timeout)
-        return Bucket(self._require_url().bucket, settings, deadline=self._deadline)
+    def _bucket(self) -> S3Store:
+        limit = Limit(deadline=self._deadline, hang=self.settings.load_timeout)
+        return S3Store(self._require_url().bucket, self.settings, limit)
 
 
 class _UnreadableMetadata(Metadata):

@@ -16,9 +16,9 @@ from dcp_s3.offline.verify_decode import UnknownExtensionError, find_damage
 from dcp_s3.offline.verify_plan import StoredData, StoredItem, group_items
 from dcp_s3.offline.verify_report import Problem
 from dcp_s3.offline.verify_scan import Mismatch, ObjectScan
-from dcp_s3.s3.bucket import Bucket
 from dcp_s3.s3.download import Target
 from dcp_s3.s3.files import OnProgress
+from dcp_s3.s3.store import S3Store
 from dcp_s3.url import CheckpointURL
 
 BLOCK = 2**20
@@ -197,7 +197,7 @@ class ByteCheck:
         on_progress: called with bytes as they were read; not with those that are read again.
     """
 
-    def __init__(self, bucket: Bucket, url: CheckpointURL, on_progress: OnProgress | None = None) -> None:
+    def __init__(self, bucket: S3Store, url: CheckpointURL, on_progress: OnProgress | None = None) -> None:
         self._engine = Engine(Source(bucket, url), "dcp_s3-verify", _receiver)
         self._settings = bucket.settings
         self._on_progress = on_progress

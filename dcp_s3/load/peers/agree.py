@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from dcp_s3 import errors
 from dcp_s3.load.peers.interrupts import run_through
-from dcp_s3.s3.bucket import StoredObject
 from dcp_s3.settings import Settings
+from dcp_s3.store import StoredObject
 from dcp_s3.tensor_memory import view_bytes
 from dcp_s3.torch_private import Caller
 from dcp_s3.tracebacks import portable
