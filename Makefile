@@ -2,6 +2,8 @@
 PYTHON ?= python3
 # Processes that share the tests.
 JOBS   ?= 2
+# After this time `make soak` begins no further test: by default all of it runs.
+SOAK_MINUTES ?= 100
 VENV   := .venv
 PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check --quiet
@@ -26,13 +28,14 @@ install: $(DEV) ## create .venv with everything (runtime, tests, lint, benchmark
 demo: $(DEMO_OR_DEV) ## the demo on a local S3 server; URL=s3://bucket/prefix runs it on yours, ARGS=... is passed on
 	@$(PY) -m examples.demo $(if $(URL),--url '$(URL)') $(ARGS)
 
-test: $(DEV) ## pytest in JOBS processes (2); ARGS=... is passed on
-	@$(PY) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+test: $(DEV) ## pytest in JOBS processes (2), without what takes long; ARGS=... is passed on
+	@$(PY) -m pytest -n $(JOBS) --dist worksteal -m "not soak" $(ARGS)
 
-# Each bounded by its counts: about 75 minutes together on two cores.
-soak: $(DEV) ## the tests that break things, with large counts (about 75 minutes); ARGS=... is passed on
+# What `test` leaves out, then the tests that break things, with large counts. What is not begun in time is named.
+soak: $(DEV) ## what takes long, in JOBS processes; SOAK_MINUTES=... begins nothing after that; ARGS=... is passed on
 	@DCP_S3_TEST_CYCLES=500 DCP_S3_TEST_LOOPS=1000 DCP_S3_TEST_KILLS=100 DCP_S3_TEST_FAULTS=100 \
-		timeout 5400 $(PY) -m pytest --timeout=5400 tests/soak tests/spill/test_kill.py $(ARGS)
+		DCP_S3_TEST_MINUTES=$(SOAK_MINUTES) \
+		$(PY) -m pytest -n $(JOBS) --dist load --maxschedchunk 1 --timeout 5400 -m "soak or counted" $(ARGS)
 
 lint: $(DEV) ## ruff, mypy, import-linter
 	$(PY) -m ruff check .

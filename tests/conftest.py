@@ -4,13 +4,23 @@ A test that takes `server`, `s3`, `bucket` or `root` runs on every server that t
 `@pytest.mark.servers("memory", "rgw")` restricts it, and taking `memory_server` restricts it to the
 in-memory one. `root` is where most tests start: an s3:// URL in an empty bucket, with the
 environment set such that dcp_s3 and boto3 find the server without arguments.
+
+`make test` leaves out what is marked `soak`, and of a test marked `@pytest.mark.quick("id", ...)` all
+cases but those; `make soak` runs them. After DCP_S3_TEST_MINUTES no further test is begun: it is skipped,
+and named as not run.
 """
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
+import signal
+import sys
+import threading
+import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +30,8 @@ from botocore.config import Config
 from botocore.exceptions import ClientError
 from hypothesis import settings
 
+import tests.preload
+from dcp_s3.s3 import retry
 from tests.servers import NAMES, S3Server, Servers, ServerUnavailable
 from tests.servers.external import BUCKET as EXTERNAL_BUCKET
 
@@ -33,11 +45,76 @@ _PROXIES = ("http_proxy", "https_proxy", "all_proxy", "no_proxy")
 _NO_UPLOADS = {"NoSuchUpload", "NotImplemented", "MethodNotAllowed"}
 
 
-@pytest.fixture(autouse=True, scope="module")
+_END = "DCP_S3_TEST_END"  # in the environment of all processes that share the tests: seconds since the epoch
+_NOT_RUN = "not run: DCP_S3_TEST_MINUTES are over"
+_end = float("inf")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    global _end
+    if "DCP_S3_TEST_MINUTES" in os.environ:
+        os.environ.setdefault(_END, str(time.time() + 60 * float(os.environ["DCP_S3_TEST_MINUTES"])))
+        _end = float(os.environ[_END])
+    # Background shells start programs with Ctrl-C ignored, and so would be what they start.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        mark = item.get_closest_marker("quick")
+        if mark is not None:
+            server = item.callspec.params.get("server", "")  # type: ignore[attr-defined]
+            if item.callspec.id.removeprefix(f"{server}-") not in mark.args:  # type: ignore[attr-defined]
+                item.add_marker("soak")
+    if _end < float("inf"):
+        # What has large counts comes last, the first case of each test before any second one.
+        cases: Counter[str] = Counter()
+        turns: dict[pytest.Item, int] = {}
+        for item in items:
+            if item.get_closest_marker("counted") is not None:
+                name = item.nodeid.partition("[")[0]
+                cases[name] += 1
+                turns[item] = cases[name]
+        items.sort(key=lambda item: turns.get(item, 0))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    if time.time() > _end:
+        pytest.skip(_NOT_RUN)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    left = [report.nodeid for report in terminalreporter.stats.get("skipped", ()) if _NOT_RUN in str(report.longrepr)]
+    if left:
+        terminalreporter.section(f"{len(left)} tests were NOT RUN: DCP_S3_TEST_MINUTES were over")
+        for nodeid in left:
+            terminalreporter.line(nodeid)
+
+
+@pytest.fixture(autouse=True, scope="session")
 def _small_heap() -> None:
-    """Keep the garbage collector, which many tests call, from what a thousand earlier tests left."""
+    """Keep the garbage collector, which many tests call, from what was imported. Nothing of that is ever garbage."""
+    tests.preload.share_service_models()
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _trim() -> Iterator[None]:
+    """Give memory back: servers, states and tracebacks of a module's tests are in cycles and hold much of it."""
+    yield
+    gc.collect()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between attempts, also of ranks (`tests.ranks` tells them)."""
+    monkeypatch.setattr(retry, "BACKOFF_BASE", 0.01)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -108,19 +185,27 @@ def s3_env(server: S3Server, monkeypatch: pytest.MonkeyPatch, _own_environment: 
     return server
 
 
+@pytest.fixture(scope="session")
+def _clients() -> Iterator[dict[str, Any]]:
+    clients: dict[str, Any] = {}
+    yield clients
+    for client in clients.values():
+        client.close()
+
+
 @pytest.fixture
-def s3(s3_env: S3Server) -> Iterator[Any]:
-    """A plain boto3 client of `server`, to look at what the code under test did."""
-    style = "path" if s3_env.is_local else "auto"
-    config = Config(
-        s3={"addressing_style": style},
-        retries={"mode": "standard"},
-        # rclone answers a range with 200 and the whole object's checksum: botocore would compare.
-        response_checksum_validation="when_required",
-    )
-    client = boto3.Session().client("s3", endpoint_url=s3_env.endpoint_url, config=config)
-    yield client
-    client.close()
+def s3(s3_env: S3Server, _clients: dict[str, Any]) -> Any:
+    """A plain boto3 client of `server`, to look at what the code under test did. One for all tests."""
+    if s3_env.name not in _clients:
+        style = "path" if s3_env.is_local else "auto"
+        config = Config(
+            s3={"addressing_style": style},
+            retries={"mode": "standard"},
+            # rclone answers a range with 200 and the whole object's checksum: botocore would compare.
+            response_checksum_validation="when_required",
+        )
+        _clients[s3_env.name] = boto3.Session().client("s3", endpoint_url=s3_env.endpoint_url, config=config)
+    return _clients[s3_env.name]
 
 
 @pytest.fixture

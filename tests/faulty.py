@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import boto3
 import pytest
 
 from tests.memory_s3 import Fault, MemoryS3
@@ -44,7 +43,5 @@ def serve(monkeypatch: pytest.MonkeyPatch, server: FaultyServer | None = None) -
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
         monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        client = boto3.Session().client("s3", endpoint_url=server.s3.endpoint_url)
-        client.create_bucket(Bucket=BUCKET)
-        client.close()
+        server.s3.create_bucket(BUCKET)
         yield server

@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.faulty import FaultyServer
 from tests.memory_s3 import Fault
-from tests.ranks import _PRELOAD
+from tests.preload import MODULES
 
 # --- in the test ----------------------------------------------------------------------------------------
 
@@ -25,7 +25,7 @@ from tests.ranks import _PRELOAD
 def new_process(function: Any, *arguments: Any, **options: Any) -> Any:
     """A process of the fork server, not started yet."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload(MODULES)
     return context.Process(target=function, args=arguments, kwargs=options)
 
 

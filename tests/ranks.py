@@ -5,8 +5,9 @@
 `fn` is a module-level function (it is pickled by name); inside it torch.distributed is initialised.
 The processes are forked from a server process that has imported torch once, so a rank starts in
 milliseconds rather than seconds, yet shares no state with the test process: no threads, clients or
-connections are inherited. They are not daemons, so that a rank may start processes itself (as
-torch's AsyncCheckpointerType.PROCESS does), and each leads a process group, so that those end too.
+connections are inherited. They are not daemons, so that a rank may start processes itself, and each
+leads a process group, so that those end too. The checkpoint process of a rank (torch's
+AsyncCheckpointerType.PROCESS) comes from the same fork server, rather than import torch for seconds.
 """
 
 from __future__ import annotations
@@ -19,28 +20,19 @@ import pickle
 import signal
 import sys
 import tempfile
+import threading
 import time
 import traceback
+import types
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-# Imported once, by the fork server. None of these starts a thread or opens a connection on import.
-_PRELOAD = [
-    "boto3",
-    "aiobotocore.session",
-    "torch",
-    "torch.distributed.checkpoint",
-    "torch.distributed.checkpoint.state_dict_saver",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-    "pydantic_settings",
-    "pytest",
-    "tests.memory_s3",
-    "tests.ranks",
-]
+from dcp_s3.s3 import retry
+from tests.preload import MODULES
 
 # After one rank failed, the others usually hang in a collective: how long to wait for theirs.
 _OTHERS_GRACE_SECONDS = 3.0
@@ -77,7 +69,7 @@ def run_ranks(
     and RanksTimedOut after `timeout` seconds. Either way no process is left.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload(MODULES)
     deadline = time.monotonic() + timeout
     with tempfile.TemporaryDirectory(prefix="dcp-s3-ranks-") as directory:
         environment = {
@@ -119,6 +111,7 @@ class _Call:
         self.environment = environment
         self.rendezvous = rendezvous
         self.timeout = timeout
+        self.backoff = (retry.BACKOFF_BASE, retry.BACKOFF_CAP)
 
 
 class _Rank:
@@ -200,14 +193,13 @@ def _main(call: _Call, connection: Connection) -> None:
     os.setsid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # end with the fork server
-    # The fork server's environment is that of the test that started it.
-    os.environ.clear()
-    os.environ.update(call.environment)
+    _take_on(call.environment, call.backoff)
     os.environ.update(RANK=str(call.rank), LOCAL_RANK=str(call.rank), WORLD_SIZE=str(call.world_size))
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    _fork_checkpoint_processes()
     try:
         dist.init_process_group(
             "gloo",
@@ -224,6 +216,49 @@ def _main(call: _Call, connection: Connection) -> None:
     connection.close()
     with contextlib.suppress(Exception):
         dist.destroy_process_group()
+
+
+def _take_on(environment: dict[str, str], backoff: tuple[float, float]) -> None:
+    """Make this process, which knows the fork server's only, like the one that asked for it."""
+    os.environ.clear()
+    os.environ.update(environment)
+    retry.BACKOFF_BASE, retry.BACKOFF_CAP = backoff
+
+
+def _fork_checkpoint_processes() -> None:
+    """Let torch take a process of the fork server where it would spawn one: what that one gets, it gets pickled too."""
+    from torch.distributed.checkpoint import _async_process_executor as executor
+
+    context = multiprocessing.get_context("forkserver")
+    # The rank knows the address of the server that it is from, but not its process: it would start another one.
+    assert forkserver._forkserver._forkserver_address is not None
+    forkserver._forkserver.ensure_running = lambda: None
+
+    def process(*, target: Any, args: Any, **options: Any) -> Any:
+        like_this = (dict(os.environ), (retry.BACKOFF_BASE, retry.BACKOFF_CAP))
+        return context.Process(target=_checkpoint_process, args=(*like_this, target, args), **options)
+
+    started = types.SimpleNamespace(Pipe=context.Pipe, Process=process)
+    executor.mp = types.SimpleNamespace(get_context=lambda _: started)
+
+
+def _checkpoint_process(
+    environment: dict[str, str], backoff: tuple[float, float], target: Any, args: Sequence[Any]
+) -> None:
+    _take_on(environment, backoff)
+    # Of another session than its rank, whose end would else leave it behind in the middle of a save.
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    import torch
+
+    torch.set_num_threads(1)
+    target(*args)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
 
 
 def _pickled(exception: BaseException) -> bytes | None:

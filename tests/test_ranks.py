@@ -94,11 +94,12 @@ def _write_pids_and_hang(directory: str) -> None:
 
 def test_a_timeout_kills_every_rank_and_what_it_started(tmp_path: Path) -> None:
     run_ranks(1, _environment)  # so that the time below is not spent on starting the fork server
-    with pytest.raises(RanksTimedOut, match=r"ranks \[0, 1\] of 2 did not end within 5 s"):
-        run_ranks(2, _write_pids_and_hang, str(tmp_path), timeout=5)
+    # gloo is to be connected within this time too, whatever else this machine does.
+    with pytest.raises(RanksTimedOut, match=r"ranks \[0, 1\] of 2 did not end within 10 s"):
+        run_ranks(2, _write_pids_and_hang, str(tmp_path), timeout=10)
     pids = [int(pid) for rank in ("0", "1") for pid in (tmp_path / rank).read_text().split()]
     assert len(pids) == 4
-    deadline = time.monotonic() + 10  # an orphan is reaped by init, in its own time
+    deadline = time.monotonic() + 60  # an orphan is reaped by init, in its own time
     while any(map(_runs, pids)):
         assert time.monotonic() < deadline
         time.sleep(0.05)

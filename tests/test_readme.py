@@ -44,6 +44,7 @@ def _type(line: str) -> None:
     assert result.exit_code == 0, f"{line}: {result.output} {result.exception!r}"
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_the_blocks_run_as_pasted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader has a bucket called `bucket`, and AWS's own variables that lead to it; on the host is /nvme/spill."""

@@ -12,10 +12,10 @@ from dcp_s3.workers import InTurn, Workers
 def test_results_errors_and_names() -> None:
     workers = Workers(3, "dcp_s3-test")
     futures = [workers.submit(divmod, 7, n) for n in (2, 0, 3)]
-    assert futures[0].result(10) == (3, 1)
+    assert futures[0].result(60) == (3, 1)
     with pytest.raises(ZeroDivisionError):
-        futures[1].result(10)
-    assert futures[2].result(10) == (2, 1)
+        futures[1].result(60)
+    assert futures[2].result(60) == (2, 1)
     assert {t.name for t in threading.enumerate() if t.name.startswith("dcp_s3-test")} == {
         f"dcp_s3-test-{n}" for n in range(3)
     }
@@ -53,7 +53,7 @@ def test_an_interrupt_while_the_threads_start_leaves_none(monkeypatch: pytest.Mo
     with pytest.raises(KeyboardInterrupt):
         Workers(3, "dcp_s3-test")
     for thread in started:
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
 
 
@@ -62,7 +62,7 @@ def test_work_can_be_submitted_while_the_interpreter_ends() -> None:
     script = """
 import time
 from concurrent.futures import ThreadPoolExecutor, thread
-from dcp_s3.transport.workers import InTurn, Workers
+from dcp_s3.workers import InTurn, Workers
 
 def late():
     while not thread._shutdown:
@@ -86,9 +86,9 @@ def test_in_turn_runs_one_after_the_other_on_a_thread_that_ends() -> None:
     assert all(future.done() for future in futures)
     assert order == list(range(100))
     with pytest.raises(ZeroDivisionError):
-        failing.result(10)
+        failing.result(60)
     assert not [t for t in threading.enumerate() if t.name == "dcp_s3-test"]
-    assert turns.submit(divmod, 7, 2).result(10) == (3, 1)
+    assert turns.submit(divmod, 7, 2).result(60) == (3, 1)
 
 
 def test_in_turn_can_be_used_after_a_thread_could_not_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +98,7 @@ def test_in_turn_can_be_used_after_a_thread_could_not_be_started(monkeypatch: py
         with pytest.raises(RuntimeError, match="can't start"):
             turns.submit(divmod, 7, 2)
     turns.join()
-    assert turns.submit(divmod, 7, 2).result(10) == (3, 1)
+    assert turns.submit(divmod, 7, 2).result(60) == (3, 1)
 
 
 def test_workers_that_can_not_all_be_started_leave_none_behind(monkeypatch: pytest.MonkeyPatch) -> None:

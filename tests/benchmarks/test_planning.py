@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.planning import CASES, Figures, run
 from tests.ranks import run_ranks
 
@@ -10,6 +12,7 @@ def _run_small() -> list[Figures]:
     return [run(case, 2, 1) for case in CASES if case.share == 1]
 
 
+@pytest.mark.soak
 def test_the_small_cases() -> None:
     (figures,) = run_ranks(1, _run_small)
     assert all(each.same for each in figures)

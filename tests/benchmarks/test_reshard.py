@@ -193,6 +193,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads(file.read_text()) | {"status": status}
 
 
+@pytest.mark.soak
 def test_a_quick_run_loads_every_case(quick: dict[str, Any]) -> None:
     assert quick["failures"] == {}
     assert sorted(load["case"] for load in quick["loads"]) == sorted(CASES)
@@ -207,6 +208,7 @@ def test_a_quick_run_loads_every_case(quick: dict[str, Any]) -> None:
         assert min(load.seconds, load.cpu_seconds) > 0
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", CASES)
 def test_a_quick_run_fetches_what_the_target_allows(name: str, quick: dict[str, Any]) -> None:
     case = CASES[name]
@@ -214,6 +216,7 @@ def test_a_quick_run_fetches_what_the_target_allows(name: str, quick: dict[str, 
     assert load.ratio(case.of) <= case.limit
 
 
+@pytest.mark.soak
 def test_the_exit_status_is_that_of_the_targets(quick: dict[str, Any]) -> None:
     missed = find_misses([Load(**fields) for fields in quick["loads"]])
     assert quick["status"] == (1 if missed else 0)

@@ -78,6 +78,7 @@ def test_a_reader_that_loads_nothing_is_noticed(tmp_path: Path) -> None:
         load("broken", 1, reader, make_state(3, 64), state)
 
 
+@pytest.mark.soak
 def test_a_short_run_has_figures_of_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

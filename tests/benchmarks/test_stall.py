@@ -120,6 +120,7 @@ def test_a_way_that_fails_does_not_stop_the_others(target: Target, monkeypatch: 
     assert isinstance(measured[1][1], Stall)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", ["dcp_s3-blocking", "dcp_s3-async"])
 def test_the_training_loop_saves_at_its_steps(name: str, target: Target) -> None:
     training = train(WAYS[name], target, MIB, Plan(multiplications=1, lead_in=2, every=3, saves=2))
@@ -132,6 +133,7 @@ def test_the_training_loop_saves_at_its_steps(name: str, target: Target) -> None
     assert all(seconds > 0 for seconds in (*training.step_seconds, *training.saved_seconds))
 
 
+@pytest.mark.soak
 def test_a_quick_run_has_figures_of_all_cases(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,7 +28,7 @@ from tests.ranks import RankFailed, run_ranks
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
-    pytest.mark.timeout(60),  # far below what a request may hang without a deadline
+    pytest.mark.timeout(180),  # below what requests may hang without a deadline: eight times LONG
 ]
 
 MIB = 2**20
@@ -319,7 +319,7 @@ def _save_on_ranks(url: str) -> BaseException | None:
 
 def test_the_deadline_of_one_rank_is_told_to_all(faulty: Hanging) -> None:
     faulty.hang("UploadPart", key="__1_")
-    for told in run_ranks(2, _save_on_ranks, URL, timeout=LONG):
+    for told in run_ranks(2, _save_on_ranks, URL):
         assert isinstance(told, CheckpointException)
         assert set(told.failures) == {1}
         assert isinstance(told.failures[1][0], errors.DeadlineExceededError)
@@ -345,7 +345,7 @@ def _save_while_one_dies(url: str, dying: int) -> None:
 @pytest.mark.parametrize("dying", [0, 1])
 def test_a_rank_that_dies_fails_the_save_of_the_others(faulty: Hanging, dying: int) -> None:
     with pytest.raises(RankFailed) as caught:
-        run_ranks(2, _save_while_one_dies, URL, dying, timeout=LONG)
+        run_ranks(2, _save_while_one_dies, URL, dying)
     text = str(caught.value)
     assert f"exit code -{int(signal.SIGKILL)}" in text
     assert f"rank {1 - dying} failed" in text or caught.value.rank == 1 - dying

@@ -30,6 +30,7 @@ def test_states_of_one_process(memory_server: Any, root: str) -> None:
     differential.run_all(drawn(0, STATES), root)
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_states_of_ranks(memory_server: Any, root: str, ranks: int) -> None:
     found = drawn(ranks, max(3, STATES // 3))

@@ -106,6 +106,7 @@ def _assert_same(name: str, found: Any, expected: Any) -> None:
         assert found == expected, name
 
 
+@pytest.mark.quick("4-loaded_on2")
 @pytest.mark.parametrize(("saved_on", "loaded_on"), [(1, (1, 2)), (2, (2, 4, 1)), (4, (4, 2, 3))])
 def test_dtensors_are_stored_once_and_load_on_any_world_size(
     root: str, bucket: str, memory_server: S3Server, saved_on: int, loaded_on: tuple[int, ...]
@@ -248,6 +249,7 @@ def _assert_same_state(found: dict[str, Any], expected: dict[str, Any]) -> None:
         _assert_same(name, found[name], value)
 
 
+@pytest.mark.quick("2-loaded_on0")
 @pytest.mark.parametrize(("saved_on", "loaded_on"), [(2, (4, 1)), (4, (3,))])
 def test_fsdp_model_and_adamw(root: str, memory_server: S3Server, saved_on: int, loaded_on: tuple[int, ...]) -> None:
     (_, _, expected), *_ = run_ranks(saved_on, _save_job, root, "fsdp")

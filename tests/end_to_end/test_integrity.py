@@ -391,7 +391,6 @@ def test_replaced_metadata(memory_server: Any, saved: Saved, data: bytes) -> Non
     assert isinstance(saved.failure_of_load(), errors.CorruptMetadataError)
 
 
-@pytest.mark.timeout(60)
 def test_flipped_bits_in_metadata_load_what_was_saved_or_fail_with_our_error(memory_server: Any, saved: Saved) -> None:
     original = saved.get(".metadata")
     target = {"small": {"w7": torch.zeros(9, 5)}}
@@ -482,7 +481,7 @@ def test_a_tampered_raw_offset(memory_server: Any, saved: Saved, raw_offset: int
     assert isinstance(error, (errors.CorruptMetadataError, errors.CorruptCheckpointError))
 
 
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)  # whoever takes its memory for it does not end in hours
 def test_an_item_said_to_be_larger_than_any_object(memory_server: Any, saved: Saved) -> None:
     def apply(metadata: Metadata) -> None:
         for index, info in metadata.storage_data.items():

@@ -34,6 +34,7 @@ def _demo(*arguments: str) -> tuple[int, str]:
     return process.returncode, output
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_the_demo_tears_a_save_and_restores_every_bit_on_another_number_of_ranks() -> None:
     status, output = _demo()
@@ -54,6 +55,7 @@ def test_a_url_that_is_none_ends_the_demo_with_a_message_and_status_1() -> None:
     assert "Traceback" not in output
 
 
+@pytest.mark.soak
 def test_a_worker_that_fails_is_reported_with_its_log(tmp_path: Path) -> None:
     failing = Workers(1, ["--no-such-option"], logs=tmp_path / "logs")
     with failing as workers, pytest.raises(WorkerError, match=r"(?s)rank 0 .* status 2.*--url"):

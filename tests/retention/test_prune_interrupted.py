@@ -88,6 +88,7 @@ def test_a_prune_alone_does_all(catalog: Catalog) -> None:
     assert report.objects == len(catalog.start) - len(catalog.keep)
 
 
+@pytest.mark.quick("True")
 @pytest.mark.parametrize("applied", [True, False])
 def test_cut_off_at_any_request_it_tears_nothing_and_the_next_one_completes_it(catalog: Catalog, applied: bool) -> None:
     plan = make_plan()
@@ -108,6 +109,7 @@ def test_cut_off_at_any_request_it_tears_nothing_and_the_next_one_completes_it(c
     assert len(seen) > 10
 
 
+@pytest.mark.quick("0")
 @pytest.mark.parametrize("seed", range(2))
 def test_cut_off_again_and_again_it_gets_there(catalog: Catalog, seed: int) -> None:
     rng = random.Random(seed)

@@ -1,6 +1,6 @@
 """Saves and loads while a quarter of all requests fails, in every way that the tests' servers can make them fail.
 
-DCP_S3_TEST_CYCLES says how many cycles of save and load there are on the in-memory server (50), and through the proxy
+DCP_S3_TEST_CYCLES says how many cycles of save and load there are on the in-memory server (10), and through the proxy
 (a tenth of it, 3 at least); DCP_S3_TEST_SEED what they do and which faults come (0). The cycle is in the message of a
 failure.
 """
@@ -30,10 +30,12 @@ from tests.faulty import BUCKET, FaultyServer, serve
 from tests.memory_s3 import Fault
 from tests.proxy import FaultyProxy
 
-CYCLES = int(os.environ.get("DCP_S3_TEST_CYCLES", "50"))
+CYCLES = int(os.environ.get("DCP_S3_TEST_CYCLES", "10"))
 SEED = int(os.environ.get("DCP_S3_TEST_SEED", "0"))
 OTHER_BUCKET = "other-bucket"
 MIB = 2**20
+
+pytestmark = pytest.mark.counted
 
 # One request fails this often in a row, at most: two less than DCP_S3_RETRY_ATTEMPTS's default. With more, a run of
 # thousands of requests would now and then meet eight faults in a row, and be right to fail.
@@ -188,7 +190,7 @@ def context(text: str) -> Iterator[None]:
         raise
 
 
-@pytest.mark.timeout(60 + CYCLES)
+@pytest.mark.timeout(300 + CYCLES)
 @pytest.mark.usefixtures("_short_waits")
 def test_saves_and_loads_are_right_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     with serve(monkeypatch) as server:
@@ -253,8 +255,9 @@ def test_downloads_and_uploads_are_right_whatever_fails(monkeypatch: pytest.Monk
     assert chaos.injected.total() > 5
 
 
+@pytest.mark.soak
 @pytest.mark.servers("moto", "rclone")
-@pytest.mark.timeout(60 + 2 * CYCLES)
+@pytest.mark.timeout(300 + 2 * CYCLES)
 @pytest.mark.usefixtures("_short_waits")
 def test_saves_and_loads_are_right_through_a_network_that_breaks(
     server: Any, s3: Any, bucket: str, monkeypatch: pytest.MonkeyPatch

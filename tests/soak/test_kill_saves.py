@@ -26,6 +26,7 @@ from tests.killing import AtRequest, kill_all, new_process, read_lines, running,
 from tests.soak.saving_worker import Job, make_state, save_for_ever
 
 pytestmark = [
+    pytest.mark.counted,
     pytest.mark.skipif(sys.platform != "linux", reason="relies on Linux's signals"),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
 ]
@@ -67,6 +68,7 @@ def points() -> list[Any]:
     return found
 
 
+@pytest.mark.quick("new_url-1_ranks-seed0", "overwrite-2_ranks-seed3")
 @pytest.mark.parametrize(("overwrite", "ranks", "seed"), points())
 def test_after_a_kill_a_checkpoint_is_whole_or_not_there(
     faulty: FaultyServer, tmp_path: Path, overwrite: bool, ranks: int, seed: int

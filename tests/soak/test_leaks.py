@@ -28,7 +28,7 @@ from dcp_s3.s3 import retry
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.memory_s3 import Fault
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self")
+pytestmark = [pytest.mark.counted, pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self")]
 
 LOOPS = int(os.environ.get("DCP_S3_TEST_LOOPS", "60"))
 WARM_UP = 20
@@ -133,7 +133,8 @@ class Loop:
         self.done["load in vain"] += 1
 
 
-@pytest.mark.timeout(60 + LOOPS)
+@pytest.mark.soak
+@pytest.mark.timeout(300 + LOOPS)
 def test_nothing_is_left_of_saves_and_loads(faulty: FaultyServer) -> None:
     loop = Loop(faulty)
     with S3Stager() as stager:

@@ -38,6 +38,7 @@ URL = f"{ROOT}/step-1"
 MIB = 2**20
 
 pytestmark = [
+    pytest.mark.counted,
     pytest.mark.timeout(300 + 200 * FAULTS),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
 ]
@@ -284,6 +285,7 @@ def test_a_load(world: World) -> None:
     meet_every_fault(world, lambda: load(URL, state), check)
 
 
+@pytest.mark.soak
 def test_a_search_for_the_newest(world: World) -> None:
     for step in (1, 2, 3):
         save(f"{ROOT}/step-{step}", state_of(step))
@@ -297,6 +299,7 @@ def test_a_search_for_the_newest(world: World) -> None:
     meet_every_fault(world, act, lambda _: None)
 
 
+@pytest.mark.soak
 def test_a_prune(world: World) -> None:
     """Of step 1, and of what a save left; 2 is pinned, 3 is being read, 4 is the newest."""
     states = {step: state_of(step) for step in (1, 2, 3, 4)}
@@ -338,6 +341,7 @@ def test_a_prune(world: World) -> None:
     assert {key for key in world.server.s3.objects(BUCKET) if "deletion" not in key} == kept
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("overwrite", [True, False], ids=["an overwrite", "a save"])
 def test_a_drain(world: World, monkeypatch: pytest.MonkeyPatch, overwrite: bool) -> None:
     old, new = state_of(1), state_of(2)

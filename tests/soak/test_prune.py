@@ -28,6 +28,8 @@ from tests.memory_s3 import Fault
 SECONDS = float(os.environ.get("DCP_S3_TEST_SECONDS", "10"))
 ROOT = f"s3://{BUCKET}/run"
 
+pytestmark = pytest.mark.counted
+
 
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
@@ -78,6 +80,7 @@ def restore(done: Counter[str]) -> int:
         return number
 
 
+@pytest.mark.soak
 def test_no_reader_and_no_save_ever_fails(faulty: FaultyServer) -> None:
     save(1)
     until = time.monotonic() + SECONDS

@@ -34,7 +34,10 @@ from tests.memory_s3 import Fault
 from tests.spill import kill_worker
 from tests.spill.kill_worker import Job, make_state
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+pytestmark = [
+    pytest.mark.counted,
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
+]
 
 ROOT = f"s3://{BUCKET}/run"
 KILLS = int(os.environ.get("DCP_S3_TEST_KILLS", "9"))
@@ -93,6 +96,7 @@ def _kill_points() -> list[Any]:
     return [pytest.param(name, seed, id=f"{name}-seed{seed}") for name, seed in points]
 
 
+@pytest.mark.quick("one_rank-seed0", "one_of_two_ranks-seed3", "a_drain-seed4")
 @pytest.mark.skipif(sys.platform != "linux", reason="relies on Linux's signals and file locks")
 @pytest.mark.parametrize(("scene", "seed"), _kill_points())
 def test_what_was_durable_is_there_after_a_kill_of(

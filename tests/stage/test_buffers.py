@@ -231,7 +231,7 @@ def test_no_shared_memory_names_the_settings(monkeypatch: pytest.MonkeyPatch) ->
 _TOO_LARGE = """
 import resource, signal, sys
 from dcp_s3.errors import StagingError
-from dcp_s3.staging.buffers import Buffer
+from dcp_s3.stage.buffers import Buffer
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
 Buffer(1 << 20, "file", directory=sys.argv[1])

@@ -86,7 +86,7 @@ def _fail_again_and_again(asynchronous: bool, kind: AsyncCheckpointerType, keep:
     return str(kept[0][1]) if keep else ""
 
 
-@pytest.mark.timeout(100)
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("keep", [False, True], ids=["forgotten", "kept"])
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "asynchronous"])
 @pytest.mark.parametrize("fault", list(_FAULTS))
@@ -133,7 +133,7 @@ def test_nor_do_those_of_a_manager(monkeypatch: pytest.MonkeyPatch, ranks: int) 
         assert all(len(texts) == 4 for texts in run_ranks(ranks, _manager_fails_again_and_again))
 
 
-@pytest.mark.timeout(100)
+@pytest.mark.timeout(180)
 def test_nor_does_a_save_that_fails_while_the_next_one_waits_for_its_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_module, "_REPORT_SECONDS", 1e9)  # what was only found then is never found
     with serve(monkeypatch) as server, _no_collector():

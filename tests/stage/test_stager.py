@@ -572,6 +572,7 @@ time.sleep(1)  # until the thread is idle; before, see the next test
     assert _run(script) == "[1.0, 1.0, 1.0]\n"
 
 
+@pytest.mark.soak
 def test_a_process_ends_in_the_middle_of_a_copy() -> None:
     for _ in range(3):
         assert _run('w = torch.ones(50_000_000)\nstager.stage({"w": w})\nprint("end")') == "end\n"

@@ -314,7 +314,7 @@ REFUSALS = {
 }
 
 
-@pytest.mark.timeout(60)  # else it would wait for a generation for good
+@pytest.mark.timeout(180)  # else it would wait for a generation for good
 @pytest.mark.parametrize(
     ("staging", "refusal", "mebibytes"),
     [
@@ -345,7 +345,7 @@ def test_uploads_that_fail_in_another_process_do_not_use_up_the_generations(faul
     run_ranks(1, _fail_five_times, staging, PROCESS, errors.TransferError, urls, 12)
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("staging", ["blocking", "asynchronous"])
 def test_saves_that_fail_in_planning_do_not_use_up_the_generations(
     root: str, memory_server: S3Server, staging: str

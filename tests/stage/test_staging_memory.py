@@ -144,6 +144,7 @@ def _file_system(path: Path) -> str:
     ).stdout.strip()
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "asynchronous"])
 def test_memory_is_flat_from_the_third_save_on(environment: dict[str, str], asynchronous: bool) -> None:
     # One generation: a save may end an instant before its copy is free, and the next would take a second buffer.
@@ -154,6 +155,7 @@ def test_memory_is_flat_from_the_third_save_on(environment: dict[str, str], asyn
     assert max(measured[2:]) - third <= 8 * _MIB, [value // _MIB for value in measured]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("asynchronous", [True], ids=["asynchronous"])  # blocking differs in who waits only
 def test_what_exceeds_the_budget_is_not_in_memory(
     environment: dict[str, str], tmp_path: Path, asynchronous: bool

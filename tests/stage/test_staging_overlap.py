@@ -312,6 +312,7 @@ def _save_three(url: str, directory: str, stager_name: str, kind: AsyncCheckpoin
         stager.close()
 
 
+@pytest.mark.quick("blocking-1-PROCESS", "asynchronous-2-PROCESS", "writer-2-THREAD")
 @pytest.mark.parametrize("kind", list(AsyncCheckpointerType), ids=lambda kind: str(kind.name))
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stager", STAGERS)

@@ -27,7 +27,7 @@ class Interrupts:
 
     def send(self) -> None:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
-        assert self._raised.acquire(timeout=10)
+        assert self._raised.acquire(timeout=60)
 
 
 @pytest.fixture

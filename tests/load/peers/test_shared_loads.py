@@ -361,7 +361,7 @@ def test_every_rank_is_told_what_went_wrong(recording: Recording) -> None:
     for told in outcome:
         for name, (failures, seconds) in told.items():
             assert failures, name
-            assert seconds < 20, name
+            assert seconds < 60, name
         for run, cause, text in (
             ("deleted", "CorruptCheckpointError", "does not exist"),
             ("damaged", "CorruptCheckpointError", "twice"),
@@ -447,7 +447,7 @@ class _Interrupts:
 
     def send(self) -> None:
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
-        assert self._raised.acquire(timeout=10)
+        assert self._raised.acquire(timeout=60)
 
 
 def _interrupted() -> dict[str, dict[int, tuple[str, str]]]:
