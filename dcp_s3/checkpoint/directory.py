@@ -309,7 +309,7 @@ class Directory:
             path, what = found.path, found.kind.what
             if what is What.COMMIT:
                 continue
-            if what is What.METRICS or (path in needed and is_inside(path)):
+            if what is What.METRICS or (path in needed and (what is not What.OTHER or is_inside(path))):
                 objects[path] = found
             elif what is What.LEASE:
                 if self._has_ended(found):

@@ -142,7 +142,7 @@ _DELETION = re.compile(rf"{re.escape(DELETION_PREFIX)}([0-9a-f]+)-([0-9a-f]+)\.j
 
 
 def classify(path: str) -> Kind:
-    """What an object is, by its path relative to the checkpoint."""
+    """What an object is, by its path relative to the checkpoint. What is not `is_inside` is `What.OTHER`."""
     directory, slash, rest = path.partition("/")
     if not slash:
         return _classify_name(path)
@@ -190,7 +190,7 @@ def _classify_control(path: str) -> Kind:
         return Kind(What.LEASE, seconds=int(match[1]))
     if match := _DELETION.fullmatch(path):
         return Kind(What.DELETION, deletion=match[1], attempt=match[2])
-    return Kind(What.CONTROL)
+    return Kind(What.CONTROL if is_inside(path) else What.OTHER)
 
 
 def is_inside(relative_path: str) -> bool:
