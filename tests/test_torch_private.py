@@ -473,13 +473,13 @@ def _ask(path: Path) -> None:
 
     reader = _Asking(path)
     dcp.load({"w": torch.zeros(3)}, storage_reader=reader)
-    assert reader.asked == [(dist.group.WORLD, rank, 2, 0, True)], _moved("dcp.load hides its group", relied_on)
+    assert reader.asked == [(dist.group.WORLD, rank, 2, True)], _moved("dcp.load hides its group", relied_on)
 
     group = dist.new_group([1, 0])
     reader = _Asking(path)
     dcp.load({"w": torch.zeros(3)}, storage_reader=reader, process_group=group, planner=_Curious(reader))
     first, second = reader.asked
-    assert first == (group, dist.get_rank(group), 2, 0, False), _moved("the group is another", relied_on)
+    assert first == (group, dist.get_rank(group), 2, False), _moved("the group is another", relied_on)
     assert second is None, _moved("a planner's own call looks like the load's", relied_on)
 
     reader = _Asking(path)
