@@ -29,12 +29,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
+from dcp_s3.limit import Cancelled
 from dcp_s3.load.engine import Engine
 from dcp_s3.load.item_transfer import TensorTransfer
 from dcp_s3.load.peers.agree import LoadGroup, join_load
 from dcp_s3.load.peers.exchange import Exchange
 from dcp_s3.load.peers.shared_pieces import OwnedPiece, ReceivedPiece
-from dcp_s3.s3 import retry
 from dcp_s3.settings import Settings
 from dcp_s3.torch_private import Caller
 from dcp_s3.workers import Workers
@@ -538,7 +538,7 @@ def _cancelled() -> dict[int, tuple[str, str]]:
     def fetch_alone(engine: Engine, *_: Any) -> None:
         fetching.set()
         assert engine._source._cancel.wait(10)
-        raise retry.Cancelled
+        raise Cancelled
 
     def note(exchange: Exchange, failure: Any) -> None:
         fail(exchange, failure)
