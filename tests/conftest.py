@@ -110,13 +110,23 @@ def _small_heap() -> None:
     gc.freeze()
 
 
-@pytest.fixture(autouse=True, scope="module")
+_level = 0.0  # MiB of this process after the latest collection
+
+
+@pytest.fixture(autouse=True)
 def _trim() -> Iterator[None]:
-    """Give memory back: servers, states and tracebacks of a module's tests are in cycles and hold much of it."""
+    """Give memory back. What tests leave is in cycles of few objects that hold much: the collector does not hurry."""
+    global _level
     yield
-    gc.collect()
-    if sys.platform == "linux":
+    if sys.platform == "linux" and _resident() > _level + 100:
+        gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
+        _level = _resident()
+
+
+def _resident() -> float:
+    """MiB of memory that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 @pytest.fixture(autouse=True)
