@@ -14,6 +14,7 @@ from dcp_s3 import errors
 from dcp_s3._version import __version__
 
 if _TYPE_CHECKING:
+    from dcp_s3.checkpoint.info import CheckpointInfo
     from dcp_s3.counters import metrics
     from dcp_s3.integrations.dcp import register, unregister
     from dcp_s3.load.planner import S3LoadPlanner
@@ -23,7 +24,6 @@ if _TYPE_CHECKING:
     from dcp_s3.offline.verify import verify
     from dcp_s3.offline.verify_report import Problem, VerifyReport
     from dcp_s3.retention.catalog import CheckpointCatalog, latest, list_checkpoints
-    from dcp_s3.retention.checkpoint_info import CheckpointInfo
     from dcp_s3.retention.marks import annotate, pin, unpin
     from dcp_s3.retention.parse import parse_policy
     from dcp_s3.retention.plan import Decision, Plan, make_plan
@@ -106,7 +106,7 @@ _MODULES = {
     "CheckpointCatalog": "dcp_s3.retention.catalog",
     "latest": "dcp_s3.retention.catalog",
     "list_checkpoints": "dcp_s3.retention.catalog",
-    "CheckpointInfo": "dcp_s3.retention.checkpoint_info",
+    "CheckpointInfo": "dcp_s3.checkpoint.info",
     "annotate": "dcp_s3.retention.marks",
     "pin": "dcp_s3.retention.marks",
     "unpin": "dcp_s3.retention.marks",

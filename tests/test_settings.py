@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 import dcp_s3
-from dcp_s3 import S3StorageReader, S3StorageWriter, Settings
+from dcp_s3 import S3StorageReader, S3StorageWriter, Settings, settings
 from dcp_s3.errors import SettingsError
 
 
@@ -193,6 +193,18 @@ def test_a_misspelled_variable_is_reported(monkeypatch: pytest.MonkeyPatch, capl
     with caplog.at_level(logging.WARNING, "dcp_s3.settings"):
         Settings()
     assert "DCP_S3_PARTSIZE" in caplog.text
+
+
+def test_spreading_names_has_no_effect_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(settings, "_warned", set())
+    monkeypatch.setenv("DCP_S3_PREFIX_SPREAD", "2")
+    with caplog.at_level(logging.WARNING, "dcp_s3.settings"):
+        assert {Settings().prefix_spread, Settings().prefix_spread} == {2}
+    [record] = caplog.records
+    assert "no effect" in record.getMessage()
+    assert "DCP_S3_PART_SIZE" in record.getMessage()
 
 
 def test_no_secret_gets_into_repr_or_pickle(monkeypatch: pytest.MonkeyPatch) -> None:

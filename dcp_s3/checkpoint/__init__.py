@@ -1,1 +1,1 @@
-"""A checkpoint as it lies on S3: commit, completeness, metadata, leases."""
+"""A checkpoint as it lies on S3: its directory, metadata, commit, deletion and leases."""

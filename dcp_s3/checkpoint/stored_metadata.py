@@ -8,11 +8,11 @@ from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.layout import METADATA_CRC_KEY, metadata_object
 from dcp_s3.format.metadata import load_metadata
-from dcp_s3.s3.bucket import Bucket, StoredObject
+from dcp_s3.store import Store, StoredObject
 from dcp_s3.url import CheckpointURL
 
 
-def fetch_metadata(bucket: Bucket, url: CheckpointURL, rank: int | None = None) -> StoredObject:
+def fetch_metadata(bucket: Store, url: CheckpointURL, rank: int | None = None) -> StoredObject:
     """The object whose presence is the commit: ``.metadata``, or that of ``rank``. Not checked yet.
 
     Raises:
@@ -22,11 +22,18 @@ def fetch_metadata(bucket: Bucket, url: CheckpointURL, rank: int | None = None) 
     try:
         return bucket.get(url.key(metadata_object(rank)))
     except errors.ObjectNotFoundError:
-        raise errors.CheckpointNotFoundError(
-            f"there is no committed checkpoint at {url}: it has no {metadata_object(rank)}. Remedy: check the URL; "
-            "`dcp-s3 ls` on its parent shows what is there. A save that was cut off leaves no checkpoint",
-            url=str(url),
-        ) from None
+        raise not_found_error(url, why=f": it has no {metadata_object(rank)}") from None
+
+
+def not_found_error(
+    url: CheckpointURL, what: str = "no committed checkpoint", why: str = ""
+) -> errors.CheckpointNotFoundError:
+    """The error where there is ``what`` at a URL."""
+    return errors.CheckpointNotFoundError(
+        f"there is {what} at {url}{why}. Remedy: check the URL; `dcp-s3 ls` on its parent shows what is there. A save "
+        "that was cut off leaves no checkpoint",
+        url=str(url),
+    )
 
 
 def find_crc_mismatch(stored: StoredObject) -> str | None:

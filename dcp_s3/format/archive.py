@@ -3,22 +3,24 @@
 torch.save writes a zip archive: ``data.pkl`` (how the tensor is made from a storage), small records, the storage's raw
 bytes as ``data/0``, and more records. Every record stands behind a local header. The sizes in those are zero: a record
 ends where a data descriptor says that it does, which follows it, and of the pickle and of the storage we know it.
-Nothing is unpickled by Python or torch: of globals only those that make an ordinary tensor are known, and work and
-memory are bounded by `MAX_HEAD`.
+Of globals only those that make an ordinary tensor are known, and what they make is a description of it.
 """
 
 from __future__ import annotations
 
+import io
+import math
 import struct
 import sys
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from dcp_s3.format.unpickle import Constructor, Limits, MalformedPickleError, UnsafeGlobalError, unpickle
+from dcp_s3.format.pickled_tensors import STORAGE_TYPES, TENSORS, PickledTensor, load_storage
+from dcp_s3.format.plain_values import find_plain
+from dcp_s3.format.unpickling import MalformedPickleError, UnsafeGlobalError, unpickle
 
 MAX_HEAD = 64 * 2**10
 """Bytes before a storage at most. torch 2.13 writes 704 for a usual tensor, 20 KiB if it aligns to pages."""
@@ -30,7 +32,7 @@ _LOCAL_SIGNATURE = b"PK\x03\x04"
 _DESCRIPTOR_SIGNATURE = b"PK\x07\x08"
 _HAS_DESCRIPTOR = 0x8
 _UTF8_NAMES = 0x800
-_PROTOCOL = 2  # of torch.save
+_PROTOCOL = b"\x80\x02"  # 2, that of torch.save
 
 
 class HeadError(Exception):
@@ -80,7 +82,7 @@ def parse_head(data: bytes) -> ArchiveHead:
     """
     more = len(data) < MAX_HEAD
     data = data[:MAX_HEAD]
-    tensor: _Tensor | None = None
+    tensor: PickledTensor | None = None
     prefix, byteorder, position = "", "little", 0  # torch takes an archive without the record for little-endian
     for number in range(_MAX_RECORDS):
         record = _read_local_header(data, position, more)
@@ -188,145 +190,43 @@ def _skip_descriptor(data: bytes, position: int, size: int, more: bool) -> int:
 # --- the pickle -----------------------------------------------------------------------------------
 
 
-class _Storage(NamedTuple):
-    key: str
-    nbytes: int
-    dtype: torch.dtype | None
-    """None of a storage of mere bytes."""
-
-
-class _Tensor(NamedTuple):
-    storage: _Storage
-    dtype: torch.dtype
-    offset: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-
-
-class _StorageType(NamedTuple):
-    dtype: torch.dtype | None
-
-
-def _read_pickle(data: bytes, start: int, more: bool) -> tuple[_Tensor, int]:
+def _read_pickle(data: bytes, start: int, more: bool) -> tuple[PickledTensor, int]:
+    if data[start : start + 2] != _PROTOCOL:
+        raise HeadError(f"its pickle does not begin with {_PROTOCOL!r}", truncated=more and len(data) < start + 2)
+    stream = io.BytesIO(data)
+    stream.seek(start)
     try:
-        found, end = unpickle(data, _find_global, _no_state, _load_storage, start=start, max_protocol=_PROTOCOL)
+        found = unpickle(stream, _find_global, load_storage)
     except UnsafeGlobalError as error:
         raise HeadError(f"it needs {error.args[0]}") from None
     except MalformedPickleError as error:
         raise HeadError(f"its pickle is no tensor's: {error}", truncated=more) from None
-    if not isinstance(found, _Tensor):
+    if not isinstance(found, PickledTensor):
         raise HeadError("its pickle is no tensor's")
-    return found, end
-
-
-def _no_state(cls: type) -> None:
-    return None
-
-
-def _load_storage(found: Any) -> _Storage:
-    # ("storage", type, key, location, number of elements)
-    if type(found) is not tuple or len(found) != 5 or found[0] != "storage":
-        raise MalformedPickleError("a storage is not described as torch does")
-    _, kind, key, location, numel = found
-    if not isinstance(kind, _StorageType) or type(key) is not str or type(location) is not str or not _is_count(numel):
-        raise MalformedPickleError("a storage is not described as torch does")
-    return _Storage(key, numel * (kind.dtype.itemsize if kind.dtype else 1), kind.dtype)
-
-
-def _make_tensor(arguments: tuple[Any, ...], limits: Limits) -> _Tensor:
-    """`_rebuild_tensor_v2`: storage, offset, shape, strides, requires_grad, hooks, and what is unusual."""
-    storage, offset, shape, strides, *_ = arguments
-    if len(arguments) != 6 or not isinstance(storage, _Storage) or storage.dtype is None:
-        raise MalformedPickleError("a tensor that is not an ordinary one")
-    return _checked(_Tensor(storage, storage.dtype, offset, shape, strides))
-
-
-def _make_typed_tensor(arguments: tuple[Any, ...], limits: Limits) -> _Tensor:
-    """`_rebuild_tensor_v3`: as v2, of a storage of bytes, with a dtype behind the hooks."""
-    storage, offset, shape, strides, _, _, dtype, *_ = arguments
-    if (
-        len(arguments) != 7
-        or not isinstance(storage, _Storage)
-        or storage.dtype is not None
-        or not isinstance(dtype, torch.dtype)
-    ):
-        raise MalformedPickleError("a tensor that is not an ordinary one")
-    return _checked(_Tensor(storage, dtype, offset, shape, strides))
-
-
-def _checked(tensor: _Tensor) -> _Tensor:
-    if not (_is_count(tensor.offset) and _are_counts(tensor.shape) and _are_counts(tensor.strides)):
-        raise MalformedPickleError("a tensor without a shape")
-    if len(tensor.shape) != len(tensor.strides):
-        raise MalformedPickleError("a tensor whose shape and strides differ in length")
-    return tensor
-
-
-def _make_parameter(arguments: tuple[Any, ...], limits: Limits) -> _Tensor:
-    """`_rebuild_parameter`: tensor, requires_grad, hooks."""
-    if len(arguments) != 3 or not isinstance(arguments[0], _Tensor):
-        raise MalformedPickleError("a parameter without a tensor")
-    return arguments[0]
-
-
-def _make_hooks(arguments: tuple[Any, ...], limits: Limits) -> OrderedDict[Any, Any]:
-    if arguments:
-        raise MalformedPickleError("hooks that are not empty")
-    return OrderedDict()
-
-
-_MAX_COUNT = 2**62
-
-
-def _is_count(value: object) -> bool:
-    return type(value) is int and 0 <= value < _MAX_COUNT
-
-
-def _are_counts(values: object) -> bool:
-    return type(values) is tuple and all(map(_is_count, values))
-
-
-_STORAGES = {
-    "Double": torch.float64, "Float": torch.float32, "Half": torch.float16, "BFloat16": torch.bfloat16,
-    "Long": torch.int64, "Int": torch.int32, "Short": torch.int16, "Char": torch.int8, "Byte": torch.uint8,
-    "Bool": torch.bool, "ComplexDouble": torch.complex128, "ComplexFloat": torch.complex64,
-}  # fmt: skip
-_GLOBALS: dict[str, Any] = {
-    **{f"torch.{name}Storage": _StorageType(dtype) for name, dtype in _STORAGES.items()},
-    "torch.storage.UntypedStorage": _StorageType(None),
-    "torch._utils._rebuild_tensor_v2": Constructor("a tensor", call=_make_tensor),
-    "torch._utils._rebuild_tensor_v3": Constructor("a tensor", call=_make_typed_tensor),
-    "torch._utils._rebuild_parameter": Constructor("a parameter", call=_make_parameter),
-    "collections.OrderedDict": Constructor("an OrderedDict", call=_make_hooks),
-}
+    if found.is_unusual:
+        raise HeadError("its tensor is not an ordinary one")
+    return found, stream.tell()
 
 
 def _find_global(module: str, name: str) -> Any:
-    found = _GLOBALS.get(f"{module}.{name}")
-    if found is None and module == "torch":
-        constant = vars(torch).get(name)
-        found = constant if isinstance(constant, torch.dtype) else None
+    found = TENSORS.get((module, name)) or STORAGE_TYPES.get((module, name))
+    if found is None and (name == "OrderedDict" or module == "torch"):
+        found = find_plain(module, name)
     if found is None:
-        raise UnsafeGlobalError(f"{module}.{name}")
+        raise UnsafeGlobalError(module, name)
     return found
 
 
 # --- the tensor -----------------------------------------------------------------------------------
 
 
-def _describe(tensor: _Tensor, start: int) -> ArchiveHead:
-    numel = 1
-    for size in tensor.shape:
-        numel *= size
-        if numel > _MAX_COUNT:
-            raise HeadError("its tensor is larger than its storage")
+def _describe(tensor: PickledTensor, start: int) -> ArchiveHead:
     order = find_order(tensor.shape, tensor.strides)
     if order is None:
         raise HeadError("its tensor is not dense")
     itemsize = tensor.dtype.itemsize
-    if (tensor.offset + numel) * itemsize > tensor.storage.nbytes:
-        raise HeadError("its tensor is larger than its storage")
-    return ArchiveHead(start, start + tensor.offset * itemsize, numel * itemsize, tensor.dtype, tensor.shape, order)
+    nbytes = math.prod(tensor.shape) * itemsize
+    return ArchiveHead(start, start + tensor.offset * itemsize, nbytes, tensor.dtype, tensor.shape, order)
 
 
 def find_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...] | None:

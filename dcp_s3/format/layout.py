@@ -1,4 +1,7 @@
-"""Names of the objects of a checkpoint, relative to its URL. Pure."""
+"""Names of the objects of a checkpoint, relative to its URL: how they are made, and what they say. Pure.
+
+`classify` reads what the other functions write; `dcp_s3.checkpoint.directory` does so for a whole listing.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import hashlib
 import re
 import secrets
 from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
 
 METADATA = ".metadata"
 DATA_SUFFIX = ".distcp"
@@ -24,8 +29,6 @@ METADATA_CRC_KEY = "dcp-s3-crc64nvme"
 # Control characters, lone surrogates, and the backslash, which separates directories on Windows: no writer uses them.
 _NO_KEY = re.compile(r"[\x00-\x1f\x7f\\\ud800-\udfff]")
 
-_MANIFEST = re.compile(re.escape(CONTROL_PREFIX) + r"manifest-([0-9a-f]+)(?:\.(\d+))?\.json")
-
 
 def new_save_id() -> str:
     """A random id of one save of one checkpoint (hex)."""
@@ -37,16 +40,18 @@ def new_nonce() -> str:
     return secrets.token_hex(6)
 
 
-def data_object(rank: int, index: int, nonce: str, *, prefix_spread: int = 0) -> str:
-    """Relative path of data object number ``index`` of ``rank``: ``[xx/]__{rank}_{index}-{nonce}.distcp``.
+def data_object(rank: int, index: int, nonce: str) -> str:
+    """Relative path of data object number ``index`` of ``rank``: ``__{rank}_{index}-{nonce}.distcp``.
 
     The nonce keeps the objects of two saves to one URL apart, so that overwriting a checkpoint leaves the old
     one whole until the new ``.metadata`` is there.
     """
-    name = f"__{rank}_{index}-{nonce}{DATA_SUFFIX}"
-    if not prefix_spread:
-        return name
-    return f"{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()[:prefix_spread]}/{name}"
+    return f"__{rank}_{index}-{nonce}{DATA_SUFFIX}"
+
+
+def spread(name: str, digits: int) -> str:
+    """Where earlier versions put a data object with their setting ``prefix_spread``: ``a7/__0_0-....distcp``."""
+    return f"{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()[:digits]}/{name}"
 
 
 def metadata_object(rank: int | None = None) -> str:
@@ -54,24 +59,9 @@ def metadata_object(rank: int | None = None) -> str:
     return METADATA if rank is None else f"__{rank}{METADATA}"
 
 
-_RANK_METADATA = re.compile(r"__(\d+)" + re.escape(METADATA))
-
-
-def rank_of_metadata(relative_path: str) -> int | None:
-    """The rank in the name of one rank's metadata, None if it is something else."""
-    match = _RANK_METADATA.fullmatch(relative_path)
-    return int(match[1]) if match else None
-
-
 def manifest_object(save_id: str, rank: int | None = None) -> str:
     """Relative path of the manifest of one save (and of one rank, without collectives)."""
     return f"{CONTROL_PREFIX}manifest-{save_id}{'' if rank is None else f'.{rank}'}.json"
-
-
-def parse_manifest_object(relative_path: str) -> str | None:
-    """The save id in a manifest's relative path, None if it is not one."""
-    match = _MANIFEST.fullmatch(relative_path)
-    return match[1] if match else None
 
 
 def lease_object(lease_id: str, seconds: int) -> str:
@@ -80,15 +70,6 @@ def lease_object(lease_id: str, seconds: int) -> str:
     The lease ends ``seconds`` after S3 stored the object, so a listing tells it, by S3's clock.
     """
     return f"{LEASE_PREFIX}{lease_id}.{seconds}"
-
-
-_LEASE = re.compile(re.escape(LEASE_PREFIX) + r"[0-9a-f]+\.(\d{1,9})")
-
-
-def parse_lease_object(relative_path: str) -> int | None:
-    """Seconds of the lease in a lease's relative path, None if it is not one."""
-    match = _LEASE.fullmatch(relative_path)
-    return int(match[1]) if match else None
 
 
 def deletion_id(save_id: str | None, etag: str | None) -> str:
@@ -102,13 +83,114 @@ def deletion_object(deletion: str, attempt: str = "0") -> str:
     return f"{DELETION_PREFIX}{deletion}-{attempt}.json"
 
 
-_DELETION = re.compile(re.escape(DELETION_PREFIX) + r"([0-9a-f]+)-[0-9a-f]+\.json")
+# --- reading names -------------------------------------------------------------------------------
 
 
-def parse_deletion_object(relative_path: str) -> str | None:
-    """The `deletion_id` in the relative path of a deletion's list, None if it is not one."""
-    match = _DELETION.fullmatch(relative_path)
-    return match[1] if match else None
+class What(Enum):
+    """What an object in a checkpoint's directory is."""
+
+    DATA = "data"
+    COMMIT = "commit"
+    """Its presence makes the directory a checkpoint: ``.metadata``, or that of one rank without collectives."""
+    MANIFEST = "manifest"
+    METRICS = "metrics"
+    PIN = "pin"
+    LEASE = "lease"
+    DELETION = "deletion"
+    """The list of what a deletion removes."""
+    CONTROL = "control"
+    """Something else in our own directory, ``.dcp_s3/``."""
+    NESTED = "nested"
+    """Shows that a directory right below is a checkpoint of its own."""
+    NESTED_DATA = "nested data"
+    """Data in a directory below, where no save to this checkpoint puts any."""
+    OTHER = "other"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the name of an object in a checkpoint's directory says."""
+
+    what: What
+    rank: int | None = None
+    """Of data, a commit or a manifest; None where the name has none."""
+    number: int | None = None
+    """Of data: which of its rank's objects."""
+    nonce: str = ""
+    """Of data: empty if another library named it."""
+    spread: int = 0
+    """Of data: hex digits of the hash in front of its name (`spread`)."""
+    save_id: str = ""
+    """Of a manifest."""
+    seconds: int = 0
+    """Of a lease."""
+    deletion: str = ""
+    """Of a deletion's list: its `deletion_id`."""
+    attempt: str = ""
+    """Of a deletion's list."""
+    below: str = ""
+    """Of what is nested: name of the directory."""
+
+
+_NUMBER = "(0|[1-9][0-9]*)"
+_RANK_METADATA = re.compile(f"__{_NUMBER}{re.escape(METADATA)}")
+_OUR_DATA = re.compile(f"__{_NUMBER}_{_NUMBER}-([0-9a-f]+){re.escape(DATA_SUFFIX)}")
+_RANK_DATA = re.compile(f"__{_NUMBER}_{_NUMBER}[^0-9].*")
+_SPREAD = re.compile("[0-9a-f]{1,4}")
+_MANIFEST = re.compile(rf"{re.escape(CONTROL_PREFIX)}manifest-([0-9a-f]+)(?:\.{_NUMBER})?\.json")
+_LEASE = re.compile(rf"{re.escape(LEASE_PREFIX)}[0-9a-f]+\.(0|[1-9][0-9]{{0,8}})")
+_DELETION = re.compile(rf"{re.escape(DELETION_PREFIX)}([0-9a-f]+)-([0-9a-f]+)\.json")
+
+
+def classify(path: str) -> Kind:
+    """What an object is, by its path relative to the checkpoint."""
+    directory, slash, rest = path.partition("/")
+    if not slash:
+        return _classify_name(path)
+    if path.startswith(CONTROL_PREFIX):
+        return _classify_control(path)
+    if not is_inside(path):
+        return Kind(What.OTHER)
+    found = _classify_name(rest) if "/" not in rest else None
+    if found is not None and found.nonce and may_be_spread(directory) and path == spread(rest, len(directory)):
+        return Kind(What.DATA, found.rank, found.number, found.nonce, spread=len(directory))
+    if rest.startswith(CONTROL_PREFIX) or (found is not None and found.what is What.COMMIT):
+        return Kind(What.NESTED, below=directory)
+    return Kind(What.NESTED_DATA, below=directory) if path.endswith(DATA_SUFFIX) else Kind(What.OTHER)
+
+
+def may_be_spread(directory: str) -> bool:
+    """Whether a directory is named like one of those that `spread` makes; ``500`` usually is a checkpoint."""
+    return _SPREAD.fullmatch(directory) is not None
+
+
+def _classify_name(name: str) -> Kind:
+    """Of an object right in the checkpoint's directory."""
+    if name == METADATA:
+        return Kind(What.COMMIT)
+    if match := _RANK_METADATA.fullmatch(name):
+        return Kind(What.COMMIT, rank=int(match[1]))
+    if match := _OUR_DATA.fullmatch(name):
+        return Kind(What.DATA, int(match[1]), int(match[2]), match[3])
+    if not name.endswith(DATA_SUFFIX) or not is_inside(name):
+        return Kind(What.OTHER)
+    match = _RANK_DATA.fullmatch(name)
+    return Kind(What.DATA, int(match[1]), int(match[2])) if match else Kind(What.DATA)
+
+
+def _classify_control(path: str) -> Kind:
+    """Of an object in our own directory."""
+    if path == METRICS:
+        return Kind(What.METRICS)
+    if path == PIN:
+        return Kind(What.PIN)
+    if match := _MANIFEST.fullmatch(path):
+        return Kind(What.MANIFEST, rank=None if match[2] is None else int(match[2]), save_id=match[1])
+    if match := _LEASE.fullmatch(path):
+        return Kind(What.LEASE, seconds=int(match[1]))
+    if match := _DELETION.fullmatch(path):
+        return Kind(What.DELETION, deletion=match[1], attempt=match[2])
+    return Kind(What.CONTROL)
 
 
 def is_inside(relative_path: str) -> bool:

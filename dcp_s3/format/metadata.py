@@ -1,18 +1,20 @@
 """``.metadata``: DCP's pickled Metadata, read without running what a pickle may hold.
 
-A checkpoint's bucket is often writable by more people than may run code on a cluster. The unpickler makes what DCP's
-planners and storage layers put into metadata, and nothing else; then every field that loading relies on is checked.
+A checkpoint's bucket is often writable by more people than may run code on a cluster. What DCP's planners and storage
+layers put into metadata is unpickled as mirrors of theirs, and nothing else is; every field that loading relies on is
+checked, the rest is made plain data; only then they become instances of torch's classes.
 """
 
 from __future__ import annotations
 
+import io
 import math
 import operator
 import pickle
 import reprlib
 from collections.abc import Callable
 from pathlib import PurePath
-from typing import Any, NoReturn, TypeGuard
+from typing import Any, NoReturn, TypeGuard, cast
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -28,19 +30,29 @@ from torch.distributed.checkpoint.metadata import (
 from dcp_s3.collector import collector_paused
 from dcp_s3.errors import CorruptMetadataError, UnsafeMetadataError
 from dcp_s3.format.layout import is_inside
-from dcp_s3.format.metadata_globals import build_of, find_global
-from dcp_s3.format.nesting import check_nesting
-from dcp_s3.format.records import make_shortcuts
-from dcp_s3.format.unpickle import MalformedPickleError, UnsafeGlobalError, unpickle
+from dcp_s3.format.metadata_mirrors import MIRRORS, find_global
+from dcp_s3.format.settled_values import Settler
+from dcp_s3.format.unpickling import MalformedPickleError, UnsafeGlobalError, unpickle
 from dcp_s3.torch_private import StorageInfo
 
 # An item of one object: S3's largest object is 50 TiB, what is pickled or encoded goes through memory.
 _MAX_ITEM_BYTES = 2**44
 _MAX_INT = 2**63
-# Of what planners add: a plan of a nested state is flat. Values that occur often are pickled once.
-_MAX_DEPTH = 50
-_MAX_UNFOLDING = 1000
-_KNOWN_FIELDS = {"state_dict_metadata", "storage_data", "storage_meta", "version"}
+# Attributes that are checked here, all of plain types.
+_CHECKED = {
+    Metadata: frozenset({"state_dict_metadata", "storage_data"}),
+    TensorStorageMetadata: frozenset({"properties", "size", "chunks"}),
+    ChunkStorageMetadata: frozenset({"offsets", "sizes"}),
+    MetadataIndex: frozenset({"fqn", "offset", "index"}),
+    TensorProperties: frozenset({"dtype", "layout", "requires_grad", "memory_format", "pin_memory"}),
+    BytesStorageMetadata: frozenset(),
+    StorageInfo: frozenset({
+        "relative_path", "offset", "length", "transform_descriptors",
+        "raw_offset", "crc64nvme", "crc64nvme_block", "crc64nvme_blocks",  # see format/storage_info.py
+    }),
+}  # fmt: skip
+_MIRRORS = {cls: (MIRRORS[cls], checked) for cls, checked in _CHECKED.items()}
+_set = object.__setattr__  # of instances whose class refuses it
 
 
 def dump_metadata(metadata: Metadata) -> bytes:
@@ -57,121 +69,156 @@ def load_metadata(data: bytes, *, url: str) -> Metadata:
 
     Raises:
         UnsafeMetadataError: a global outside the list, or an object outside the checkpoint's prefix.
-        CorruptMetadataError: truncated, empty, not DCP metadata, or of fields that can not be.
+        CorruptMetadataError: truncated, empty, not DCP metadata, or of impossible fields.
     """
     with collector_paused():
-        return _load(data, url)
+        try:
+            return _Checks(url).check(unpickle(io.BytesIO(data), find_global))
+        except UnsafeGlobalError as error:
+            raise UnsafeMetadataError(
+                f"the metadata of {url} names the global {error}, which DCP's metadata never needs: loading it could "
+                "run code. Nothing was loaded. If the checkpoint should be trusted, find out who wrote it and with "
+                "what",
+                url=url,
+            ) from None
+        except MalformedPickleError as error:
+            raise CorruptMetadataError(
+                f"the metadata of {url} ({len(data)} bytes) cannot be read: {error}. "
+                "It is truncated or damaged: load an earlier checkpoint, or restore the object from a backup",
+                url=url,
+            ) from None
 
 
-def _load(data: bytes, url: str) -> Metadata:
-    try:
-        metadata, _ = unpickle(data, find_global, build_of, make_shortcuts=make_shortcuts)
-    except UnsafeGlobalError as error:
-        raise UnsafeMetadataError(
-            f"the metadata of {url} names the global {error}, which DCP's metadata never needs: loading it could "
-            "run code. Nothing was loaded. If the checkpoint should be trusted, find out who wrote it and with what",
-            url=url,
-        ) from None
-    except MalformedPickleError as error:
+class _Checks:
+    """Makes torch's metadata of mirrors, and checks it."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._settler = Settler()
+
+    def check(self, metadata: Any) -> Metadata:
+        if type(metadata) is not MIRRORS[Metadata] or type(vars(metadata).get("state_dict_metadata")) is not dict:
+            raise CorruptMetadataError(
+                f"the metadata of {self._url} is a pickled {type(metadata).__name__}, not DCP metadata", url=self._url
+            )
+        self._check_entries(vars(metadata)["state_dict_metadata"])
+        if vars(metadata).get("storage_data") is not None:
+            vars(metadata)["storage_data"] = self._check_storage(vars(metadata)["storage_data"])
+        self._check_meta(vars(metadata))
+        try:
+            self._settler.settle_others(metadata, _CHECKED[Metadata])
+        except MalformedPickleError as error:
+            self._fail("planner_data", f"cannot be used: {error}")
+        _set(metadata, "__class__", Metadata)
+        return cast(Metadata, metadata)
+
+    def _check_entries(self, entries: dict[Any, Any]) -> None:
+        for fqn, entry in entries.items():
+            if type(fqn) is not str:
+                self._fail(fqn, "is a name that is no string")
+            if self._is(entry, TensorStorageMetadata):
+                if not self._is_tensor(vars(entry)):
+                    self._fail(fqn, "has no complete description of its shape, dtype and chunks")
+            elif not self._is(entry, BytesStorageMetadata):
+                self._fail(fqn, f"is a {type(entry).__name__}")
+
+    def _is_tensor(self, fields: dict[str, Any]) -> bool:
+        """Whether everything is there that loading will rely on; a damaged pickle may leave out attributes."""
+        size, properties, chunks = fields.get("size"), fields.get("properties"), fields.get("chunks")
+        if not _is_shape(size) or not self._is(properties, TensorProperties) or type(chunks) is not list:
+            return False
+        if "dtype" not in vars(properties) or math.prod(size) > _MAX_INT // 16:
+            return False
+        for chunk in chunks:
+            if not self._is(chunk, ChunkStorageMetadata):
+                return False
+            found = chunk.__dict__
+            offsets, sizes = found.get("offsets"), found.get("sizes")
+            if not _is_shape(offsets) or not _is_shape(sizes) or not len(offsets) == len(sizes) == len(size):
+                return False
+            if any(map(operator.gt, map(operator.add, offsets, sizes), size)):
+                return False
+        return True
+
+    def _check_storage(self, storage_data: Any) -> dict[Any, Any]:
+        """Where the items lie, by indices that have torch's hash."""
+        if type(storage_data) is not dict:
+            raise CorruptMetadataError(
+                f"the metadata of {self._url} is damaged: where its items lie is a {type(storage_data).__name__}, "
+                "expected a dict. Load an earlier checkpoint",
+                url=self._url,
+            )
+        inside: set[str] = set()
+        for index, info in storage_data.items():
+            if not self._is(index, MetadataIndex) or not _is_index(index.__dict__.get):
+                self._fail(index, "is not the index of an item")
+            path = getattr(info, "relative_path", None)
+            if type(path) is not str or (path not in inside and not is_inside(path)):
+                raise UnsafeMetadataError(
+                    f"the metadata of {self._url} places {_name(index)} at {reprlib.repr(path)}, outside the "
+                    "checkpoint: it was tampered with, or written by something else than a DCP storage writer",
+                    url=self._url,
+                )
+            inside.add(path)
+            if not self._is(info, StorageInfo) or not _is_range(info.__dict__.get):
+                self._fail(index, "lies at no possible range of bytes")
+        return dict(storage_data.items())
+
+    def _is(self, value: Any, cls: type) -> bool:
+        """Whether ``value`` stands for an instance of torch's ``cls``; then it is one."""
+        mirror, checked = _MIRRORS[cls]
+        if type(value) is not mirror:
+            return type(value) is cls  # already: it occurs twice
+        if not checked.issuperset(value.__dict__):
+            self._settler.settle_others(value, checked)
+        _set(value, "__class__", cls)
+        return True
+
+    def _check_meta(self, fields: dict[str, Any]) -> None:
+        """What is not needed to load."""
+        meta = fields.get("storage_meta")
+        if meta is not None:
+            if type(meta) is not MIRRORS[StorageMeta]:
+                self._fail("storage_meta", f"is a {type(meta).__name__}")
+            self._settler.settle(meta)
+            for name, is_right in _STORAGE_META.items():
+                if name in vars(meta) and not is_right(vars(meta)[name]):
+                    self._fail(f"storage_meta.{name}", f"is a {type(vars(meta)[name]).__name__}")
+        if not _is_text(fields.get("version")):
+            self._fail("version", "is no string")
+
+    def _fail(self, index: object, what: str) -> NoReturn:
         raise CorruptMetadataError(
-            f"the metadata of {url} ({len(data)} bytes) can not be read: {error}. "
-            "It is truncated or damaged: load an earlier checkpoint, or restore the object from a backup",
-            url=url,
-        ) from None
-    if type(metadata) is not Metadata or type(getattr(metadata, "state_dict_metadata", None)) is not dict:
-        raise CorruptMetadataError(
-            f"the metadata of {url} is a pickled {type(metadata).__name__}, not DCP metadata",
-            url=url,
+            f"the metadata of {self._url} is damaged: {_name(index)} {what}. Load an earlier checkpoint", url=self._url
         )
-    _check_entries(metadata.state_dict_metadata, url)
-    _check_storage(metadata.storage_data, url)
-    _check_rest(metadata, url, max_nodes=_MAX_UNFOLDING * len(data))
-    return metadata
-
-
-def _check_entries(entries: dict[Any, Any], url: str) -> None:
-    for fqn, entry in entries.items():
-        if type(fqn) is not str:
-            _fail(url, fqn, "is a name that is no string")
-        if type(entry) is TensorStorageMetadata:
-            if not _is_tensor(vars(entry)):
-                _fail(url, fqn, "has no complete description of its shape, dtype and chunks")
-        elif type(entry) is not BytesStorageMetadata:
-            _fail(url, fqn, f"is a {type(entry).__name__}")
-
-
-def _is_tensor(fields: dict[str, Any]) -> bool:
-    """Whether everything is there that loading will rely on; a damaged pickle may leave out attributes."""
-    size, properties, chunks = fields.get("size"), fields.get("properties"), fields.get("chunks")
-    if not _is_shape(size) or type(properties) is not TensorProperties or type(chunks) is not list:
-        return False
-    if not isinstance(vars(properties).get("dtype"), torch.dtype) or math.prod(size) > _MAX_INT // 16:
-        return False
-    for chunk in chunks:
-        if type(chunk) is not ChunkStorageMetadata:
-            return False
-        offsets, sizes = vars(chunk).get("offsets"), vars(chunk).get("sizes")
-        if not _is_shape(offsets) or not _is_shape(sizes) or not len(offsets) == len(sizes) == len(size):
-            return False
-        if any(map(operator.gt, map(operator.add, offsets, sizes), size)):
-            return False
-    return True
 
 
 def _is_shape(value: Any) -> TypeGuard[torch.Size]:
     return type(value) is torch.Size and (not value or min(value) >= 0)
 
 
-def _check_storage(storage_data: Any, url: str) -> None:
-    if storage_data is None:
-        return
-    if type(storage_data) is not dict:
-        raise CorruptMetadataError(
-            f"the metadata of {url} is damaged: where its items lie is a {type(storage_data).__name__}, expected a "
-            "dict. Load an earlier checkpoint",
-            url=url,
-        )
-    inside: set[str] = set()
-    for index, info in storage_data.items():
-        if type(index) is not MetadataIndex or not _is_index(vars(index)):
-            _fail(url, index, "is not the index of an item")
-        path = getattr(info, "relative_path", None)
-        if type(path) is str and path not in inside and is_inside(path):
-            inside.add(path)
-        if type(path) is not str or path not in inside:
-            raise UnsafeMetadataError(
-                f"the metadata of {url} places {_name(index)} at {reprlib.repr(path)}, outside the "
-                "checkpoint: it was tampered with, or written by something else than a DCP storage writer",
-                url=url,
-            )
-        if type(info) is not StorageInfo or not _is_range(vars(info)):
-            _fail(url, index, "lies at no possible range of bytes")
-
-
-def _is_index(fields: dict[str, Any]) -> bool:
-    offset, index = fields.get("offset"), fields.get("index")
+def _is_index(get: Callable[..., Any]) -> bool:
+    offset, index = get("offset"), get("index", 0)
     return (
-        type(fields.get("fqn")) is str
+        type(get("fqn")) is str
         and (offset is None or _is_shape(offset))
         and (index is None or (type(index) is int and 0 <= index < _MAX_INT))
     )
 
 
-def _is_range(fields: dict[str, Any]) -> bool:
+def _is_range(get: Callable[..., Any]) -> bool:
     """Whether offset, length and the facts that are added to them (see format/storage_info.py) can be."""
-    offset, length, descriptors = fields.get("offset"), fields.get("length"), fields.get("transform_descriptors")
-    if type(offset) is not int or type(length) is not int or not 0 <= offset < _MAX_INT:
-        return False
+    offset, length, descriptors = get("offset"), get("length"), get("transform_descriptors")
+    raw_offset, crc, block = get("raw_offset", 0), get("crc64nvme", 0), get("crc64nvme_block", 0)
     return (
-        0 <= length <= _MAX_ITEM_BYTES
+        type(offset) is type(length) is type(raw_offset) is type(crc) is type(block) is int
+        and 0 <= offset < _MAX_INT
+        and 0 <= raw_offset <= length <= _MAX_ITEM_BYTES
+        and 0 <= crc < 2**64
+        and 0 <= block < _MAX_INT
+        and type(get("crc64nvme_blocks", b"")) is bytes
         and (descriptors is None or (type(descriptors) in (list, tuple) and all(type(d) is str for d in descriptors)))
-        and _is_int_or_missing(fields, "raw_offset", length + 1)
-        and _is_int_or_missing(fields, "crc64nvme", 2**64)
     )
-
-
-def _is_int_or_missing(fields: dict[str, Any], name: str, end: int) -> bool:
-    return name not in fields or (type(fields[name]) is int and 0 <= fields[name] < end)
 
 
 def _is_text(value: object) -> bool:
@@ -186,31 +233,6 @@ _STORAGE_META: dict[str, Callable[[Any], bool]] = {
 }
 
 
-def _check_rest(metadata: Metadata, url: str, *, max_nodes: int) -> None:
-    """What is not needed to load: it must only do no harm to whoever looks at it."""
-    meta = getattr(metadata, "storage_meta", None)
-    if meta is not None:
-        if type(meta) is not StorageMeta:
-            _fail(url, "storage_meta", f"is a {type(meta).__name__}")
-        for name, is_right in _STORAGE_META.items():
-            if name in vars(meta) and not is_right(vars(meta)[name]):
-                _fail(url, f"storage_meta.{name}", f"is a {type(vars(meta)[name]).__name__}")
-    if not _is_text(getattr(metadata, "version", None)):
-        _fail(url, "version", "is no string")
-    rest = {name: value for name, value in vars(metadata).items() if name not in _KNOWN_FIELDS}
-    try:
-        check_nesting(rest, max_depth=_MAX_DEPTH, max_nodes=max_nodes)
-    except MalformedPickleError as error:
-        _fail(url, "planner_data", f"can not be used: {error}")
-
-
 def _name(index: object) -> str:
     fqn = getattr(index, "fqn", index)
     return reprlib.repr(fqn) if isinstance(fqn, str) else f"a {type(index).__name__}"
-
-
-def _fail(url: str, index: object, what: str) -> NoReturn:
-    raise CorruptMetadataError(
-        f"the metadata of {url} is damaged: {_name(index)} {what}. Load an earlier checkpoint",
-        url=url,
-    )

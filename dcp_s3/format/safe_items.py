@@ -10,14 +10,15 @@ import logging
 import pickle
 import re
 import threading
+from typing import NamedTuple
 
 import torch
 from torch.serialization import get_safe_globals, get_unsafe_globals_in_checkpoint
 
 from dcp_s3.errors import CheckpointError, CorruptCheckpointError, UnsafeItemError
-from dcp_s3.format.item_limits import BadArchiveError, check_limits, is_archive
+from dcp_s3.format.item_pickles import BadArchiveError, check_storages, is_archive
 from dcp_s3.format.item_values import KNOWN, check_values
-from dcp_s3.format.unpickle import MalformedPickleError, UnsafeGlobalError
+from dcp_s3.format.unpickling import MalformedPickleError, UnsafeGlobalError
 
 logger = logging.getLogger(__name__)
 
@@ -30,9 +31,9 @@ _NOT_KNOWN = "is neither in torch's list of what is safe to load nor a type that
 def check_item(stream: io.BytesIO, *, fqn: str, url: str, verified: bool) -> None:
     """Check that the item may be unpickled without restriction, and that it is what it seems.
 
-    It is loaded by ``torch.load(stream, weights_only=True)`` with tensors on the meta device: their bytes are neither
-    read nor copied. A tensor that can not be there (a quantized one, for example) is loaded once more as what it is.
-    What names values of `item_values` is not loaded, but gone through.
+    What consists of `item_values` is gone through, and not loaded. Other items are loaded by
+    ``torch.load(stream, weights_only=True)`` with tensors on the meta device: their bytes are neither read nor copied.
+    A tensor that cannot be there (a quantized one, for example) is loaded once more as what it is.
 
     Args:
         stream: what torch.save wrote; at its beginning afterwards.
@@ -45,20 +46,63 @@ def check_item(stream: io.BytesIO, *, fqn: str, url: str, verified: bool) -> Non
         CorruptCheckpointError: it is damaged.
     """
     try:
-        check_limits(stream)
+        refused = _find_refusal(stream)
+        if refused is not None and refused.is_for_torch:
+            refused = _ask_torch(stream)
+        if refused is not None:
+            raise _explain(refused, fqn, url, verified) from None
+    finally:
+        stream.seek(0)
+
+
+class _Refusal(NamedTuple):
+    """Why an item should not be unpickled.
+
+    Attributes:
+        names: of globals that nobody has allowed.
+        error: what else is wrong.
+        is_for_torch: whether torch might take it all the same.
+    """
+
+    names: list[str]
+    error: Exception
+    is_for_torch: bool = False
+
+
+def _find_refusal(stream: io.BytesIO) -> _Refusal | None:
+    """Why an item is refused, unless torch takes it; None if it consists of `item_values`. The position moves."""
+    error: Exception = MalformedPickleError("it is no archive")
+    if is_archive(stream):
+        try:
+            check_values(stream)
+        except BadArchiveError as found:
+            return _Refusal([], found)
+        except (UnsafeGlobalError, MalformedPickleError) as found:
+            error = found
+        else:
+            return None
+    unknown = find_unsafe_globals(stream)
+    names = [name for name in unknown if name not in KNOWN]
+    if names or not unknown:
+        return _Refusal(names, error, is_for_torch=not unknown)
+    if isinstance(error, UnsafeGlobalError):
+        error = MalformedPickleError(f"it has {error} beside {', '.join(unknown)}")
+    return _Refusal([], error)
+
+
+def _ask_torch(stream: io.BytesIO) -> _Refusal | None:
+    """Why an item is refused all of whose globals torch allows, or which is in the old format."""
+    try:
+        check_storages(stream)
         _load(stream, "meta" if is_archive(stream) else "cpu")  # in the old format, meta hides errors
     except (MalformedPickleError, pickle.UnpicklingError) as error:
-        unknown = [] if isinstance(error, BadArchiveError) else find_unsafe_globals(stream)
-        refused = _refused(stream, unknown, error)
-        if refused is not None:
-            raise _explain(*refused, fqn, url, verified) from None
+        return _Refusal([], error)
     except Exception:  # noqa: BLE001 - whatever kernels and constructors raise
         try:
             _load(stream, "cpu")
-        except Exception as error:
-            raise _explain([], error, fqn, url, verified) from error
-    finally:
-        stream.seek(0)
+        except Exception as error:  # noqa: BLE001 - likewise
+            return _Refusal([], error)
+    return None
 
 
 def _load(stream: io.BytesIO, device: str) -> None:
@@ -66,27 +110,8 @@ def _load(stream: io.BytesIO, device: str) -> None:
     torch.load(stream, map_location=device, weights_only=True)
 
 
-def _refused(stream: io.BytesIO, unknown: list[str], error: Exception) -> tuple[list[str], Exception] | None:
-    """Why an item is refused: globals that may be unsafe, or what else is wrong with it. None if it is not refused.
-
-    Args:
-        stream: its position moves.
-        unknown: the item's globals that are not in torch's list.
-        error: why torch refuses it.
-    """
-    unsafe = [name for name in unknown if name not in KNOWN]
-    if unsafe or not unknown:
-        return unsafe, error
-    try:
-        check_values(stream)
-    except UnsafeGlobalError as found:
-        return [], MalformedPickleError(f"it has {found} beside {', '.join(unknown)}")
-    except MalformedPickleError as found:
-        return [], found
-    return None
-
-
-def _explain(names: list[str], error: Exception, fqn: str, url: str, verified: bool) -> CheckpointError:
+def _explain(refused: _Refusal, fqn: str, url: str, verified: bool) -> CheckpointError:
+    names, error, _ = refused
     if not names and not verified:
         return CorruptCheckpointError(
             f"{fqn!r} in {url} cannot be unpickled: {_reason(error)}. It was saved without a checksum: it is damaged, "
@@ -148,13 +173,12 @@ def warn_of_unsafe_item(fqn: str, stream: io.BytesIO) -> None:
         _inspected[fqn] = safe
     position = stream.tell()
     try:
-        unknown = find_unsafe_globals(stream)
-        refused = _refused(stream, unknown, MalformedPickleError()) if unknown else None
+        refused = _find_refusal(stream)
     finally:
         stream.seek(position)
-    if refused is None:
+    if refused is None or refused.is_for_torch or isinstance(refused.error, BadArchiveError):
         return
-    names, error = refused
+    names, error, _ = refused
     if names:
         logger.warning(
             "%r holds %s, which %s: loading it will need torch.serialization.add_safe_globals([%s]) or "

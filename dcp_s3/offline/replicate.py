@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,24 +18,26 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.commit import SaveIdentity, check_absent, exists_error, find_previous
+from dcp_s3.checkpoint.directory import Directory, Found
+from dcp_s3.checkpoint.listing import list_directory
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.layout import (
     CONTROL_PREFIX,
-    DATA_SUFFIX,
     METADATA,
     METADATA_CRC_KEY,
-    PIN,
     SAVE_ID_KEY,
+    What,
+    classify,
     manifest_object,
-    parse_manifest_object,
-    rank_of_metadata,
+    metadata_object,
 )
 from dcp_s3.format.manifest import Manifest
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.format.saved_entries import needed_objects
-from dcp_s3.s3.bucket import Bucket
 from dcp_s3.s3.files import FileTransfer, OnProgress, download_files, upload_files
+from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import SettingsLike, resolve_settings
+from dcp_s3.store import ABSENT
 from dcp_s3.url import CheckpointURL, parse_url
 
 _MARKER = CONTROL_PREFIX + "download.json"
@@ -91,31 +93,21 @@ class _Source:
 
 
 def _manifest_path(commit: str, metadata: Metadata) -> str:
-    return manifest_object(str(getattr(metadata.storage_meta, "save_id", None)), rank_of_metadata(commit))
+    return manifest_object(str(getattr(metadata.storage_meta, "save_id", None)), classify(commit).rank)
 
 
-def _commit_names(paths: Iterable[str]) -> list[str]:
-    """The commits among some paths: ``.metadata`` alone, or those of the ranks, of which rank 0's comes last."""
-    names = list(paths)
-    if METADATA in names:
-        return [METADATA]
-    return sorted(filter(_is_rank_metadata, names), key=lambda name: -(rank_of_metadata(name) or 0))
+def _make_source(where: str, directory: Directory, read: Callable[[str], bytes]) -> _Source:
+    """Find out what belongs to the checkpoint in a directory.
 
-
-def _is_rank_metadata(path: str) -> bool:
-    return rank_of_metadata(path) is not None
-
-
-def _make_source(where: str, listing: Mapping[str, int], read: Callable[[str], bytes]) -> _Source:
-    """Find out what belongs to the checkpoint among ``listing`` (relative path -> bytes).
-
-    Left out are data objects that the metadata does not name (of another save), manifests of other saves, and pins.
+    Left out are data objects that the metadata does not name (of another save), manifests of other saves, pins, leases,
+    lists of deletions, and checkpoints in directories below.
 
     Raises:
         CheckpointNotFoundError: nothing is committed.
         CorruptCheckpointError: something that the metadata names is missing or too short.
     """
-    names = _commit_names(listing)
+    # That of rank 0 comes last.
+    names = [metadata_object(rank) for rank in reversed(directory.committing)]
     if not names:
         raise errors.CheckpointNotFoundError(
             f"there is no committed checkpoint at {where}: it has no {METADATA}. Remedy: check the URL or directory",
@@ -127,18 +119,17 @@ def _make_source(where: str, listing: Mapping[str, int], read: Callable[[str], b
     for loaded in metadata.values():
         for path, size in needed_objects(loaded).items():
             needed[path] = max(size, needed.get(path, 0))
-    for path, size in needed.items():
-        if listing.get(path, -1) < size:
-            found = f"has {listing[path]} bytes" if path in listing else "is not there"
-            raise errors.CorruptCheckpointError(
-                f"{where} can not be copied: its object {path} (at least {size} bytes) {found}. Remedy: it is damaged, "
-                "or being deleted; copy another checkpoint",
-                url=where,
-            )
-    manifests = {_manifest_path(name, loaded) for name, loaded in metadata.items()}
-    for path in manifests & listing.keys():
+    damage = directory.describe_damage(needed)
+    if damage is not None:
+        raise errors.CorruptCheckpointError(
+            f"{where} cannot be copied: {damage}. Remedy: it is damaged, or being deleted; copy another checkpoint",
+            url=where,
+        )
+    manifests = {_manifest_path(name, loaded) for name, loaded in metadata.items()} & directory.objects.keys()
+    for path in manifests:
         _check_ranks(where, read(path), present=len(names))
-    files = {path: size for path, size in listing.items() if _belongs(path, needed, manifests)}
+    belong = needed.keys() | manifests
+    files = {found.path: found.size for found in directory if found.path in belong or _is_besides(found)}
     return _Source(commits, metadata, files)
 
 
@@ -155,15 +146,12 @@ def _check_ranks(where: str, manifest: bytes, *, present: int) -> None:
         )
 
 
-def _belongs(path: str, needed: Mapping[str, int], manifests: set[str]) -> bool:
-    if path.endswith(DATA_SUFFIX):
-        return path in needed
-    if parse_manifest_object(path) is not None:
-        return path in manifests
-    if path in (PIN, _MARKER, METADATA) or _is_rank_metadata(path):
+def _is_besides(found: Found) -> bool:
+    """Whether an object goes along with the checkpoint, though nothing names it: metrics, and what users put there."""
+    if found.kind.what not in (What.METRICS, What.CONTROL, What.OTHER) or found.path == _MARKER:
         return False
     # Keys may be anything: "./.metadata" must not become the file .metadata, "a/" has no file.
-    return not any(segment in ("", ".", "..") for segment in path.split("/"))
+    return not any(segment in ("", ".", "..") for segment in found.path.split("/"))
 
 
 # --- download ------------------------------------------------------------------------------------
@@ -198,11 +186,9 @@ def download(
         StorageError, OSError
     """
     parsed = parse_url(url)
-    bucket = Bucket(parsed.bucket, resolve_settings(settings))
+    bucket = S3Store(parsed.bucket, resolve_settings(settings))
     target = Path(directory)
-    skip = len(parsed.key(""))
-    listing = {key[skip:]: size for key, size in bucket.list(parsed.key(""))}
-    source = _make_source(str(parsed), listing, lambda path: bucket.read(parsed.key(path)))
+    source = _make_source(str(parsed), list_directory(bucket, parsed), lambda path: bucket.get(parsed.key(path)).data)
     _prepare_directory(target, parsed, source, overwrite=overwrite)
     present = {path for path, size in source.files.items() if _size_of(target / path) == size}
     wanted = {path: size for path, size in source.files.items() if path not in present}
@@ -237,11 +223,9 @@ def _prepare_directory(target: Path, url: CheckpointURL, source: _Source, *, ove
                 url=str(url),
             )
         # What is there may have the right size by chance.
-        for name in [*_commit_names(os.listdir(target)), *source.files]:
+        commits = Directory.of_sizes(dict.fromkeys(os.listdir(target), 0)).commits.values()
+        for name in [*(found.path for found in commits), *source.files]:
             (target / name).unlink(missing_ok=True)
-        for name in os.listdir(target):
-            if name == METADATA or _is_rank_metadata(name):
-                (target / name).unlink()
     marker.parent.mkdir(parents=True, exist_ok=True)
     _write_whole(marker, mark)
 
@@ -344,10 +328,10 @@ def upload(
         StorageError, OSError
     """
     parsed = parse_url(url)
-    bucket = Bucket(parsed.bucket, resolve_settings(settings))
+    bucket = S3Store(parsed.bucket, resolve_settings(settings))
     origin = Path(directory)
-    listing = {path.relative_to(origin).as_posix(): path.stat().st_size for path in origin.rglob("*") if path.is_file()}
-    source = _make_source(str(origin), listing, lambda path: (origin / path).read_bytes())
+    sizes = {path.relative_to(origin).as_posix(): path.stat().st_size for path in origin.rglob("*") if path.is_file()}
+    source = _make_source(str(origin), Directory.of_sizes(sizes), lambda path: (origin / path).read_bytes())
     replaced = _clear_the_way(bucket, parsed, source, overwrite=overwrite)
     total = sum(source.files.values())
     if on_total is not None:
@@ -360,7 +344,7 @@ def upload(
         if source.manifest_of(name):
             fields[SAVE_ID_KEY] = save_id
         try:
-            bucket.write(parsed.key(name), data, if_absent=not overwrite, metadata=fields)
+            bucket.put(parsed.key(name), data, expect=None if overwrite else ABSENT, metadata=fields)
         except errors.PreconditionFailedError:
             raise exists_error(parsed) from None
     kept = {parsed.key(path) for path in (*source.files, *source.commits)}
@@ -368,17 +352,14 @@ def upload(
     return CopyResult(source.count, source.size, source.size)
 
 
-def _clear_the_way(bucket: Bucket, url: CheckpointURL, source: _Source, *, overwrite: bool) -> frozenset[str]:
+def _clear_the_way(bucket: S3Store, url: CheckpointURL, source: _Source, *, overwrite: bool) -> frozenset[str]:
     """Refuse to replace a checkpoint, or find out what replacing it leaves over: keys to delete afterwards."""
-    ranks = [rank_of_metadata(name) for name in source.commits]
     if not overwrite:
-        for rank in ranks:
-            check_absent(bucket, SaveIdentity(url, "", rank))
+        for name in source.commits:
+            check_absent(bucket, SaveIdentity(url, "", classify(name).rank))
         return frozenset()
-    skip = len(url.key(""))
-    # All objects directly below the URL that commit something; few requests, and only for an overwrite.
-    paths = [key[skip:] for prefix in (METADATA, "__") for key, _ in bucket.list(url.key(prefix))]
-    old = [path for path in paths if path == METADATA or _is_rank_metadata(path)]
+    # Few requests, and only for an overwrite.
+    old = [found.path for found in list_directory(bucket, url, METADATA, "__").commits.values()]
     replaced = find_previous(bucket, SaveIdentity(url, "")).keys
     planned = {url.key(path) for path in source.files}
     if old and (replaced & planned or old != [METADATA] or METADATA not in source.commits):

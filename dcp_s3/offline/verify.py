@@ -9,21 +9,22 @@ from dataclasses import dataclass
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_s3 import errors
+from dcp_s3.checkpoint.directory import Directory
+from dcp_s3.checkpoint.listing import list_directory
 from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata, find_crc_mismatch
 from dcp_s3.format.layout import (
     SAVE_ID_KEY,
     manifest_object,
     metadata_object,
-    parse_manifest_object,
-    rank_of_metadata,
 )
 from dcp_s3.format.manifest import Manifest, ObjectEntry
 from dcp_s3.offline.verify_bytes import ByteCheck
 from dcp_s3.offline.verify_plan import StoredItem, check_manifest, find_items, is_crc, place_items
 from dcp_s3.offline.verify_report import Problem, VerifyReport
-from dcp_s3.s3.bucket import Bucket, StoredObject
 from dcp_s3.s3.files import OnProgress
+from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import SettingsLike, resolve_settings
+from dcp_s3.store import StoredObject
 from dcp_s3.url import CheckpointURL, parse_url
 
 _ROUNDS = 3
@@ -62,7 +63,7 @@ def verify(
         CheckpointError: it was replaced again and again while it was verified.
     """
     parsed = parse_url(url)
-    bucket = Bucket(parsed.bucket, resolve_settings(settings))
+    bucket = S3Store(parsed.bucket, resolve_settings(settings))
     for _ in range(_ROUNDS):
         check = _Check(bucket, parsed)
         report = check.run(full=full, on_total=on_total, on_progress=on_progress)
@@ -102,7 +103,7 @@ class _Commit:
 class _Check:
     """One look at a checkpoint."""
 
-    def __init__(self, bucket: Bucket, url: CheckpointURL) -> None:
+    def __init__(self, bucket: S3Store, url: CheckpointURL) -> None:
         self._bucket = bucket
         self._url = url
         self._commits: list[_Commit] = []
@@ -160,23 +161,18 @@ class _Check:
         try:
             stored = {None: fetch_metadata(self._bucket, self._url)}
         except errors.CheckpointNotFoundError as error:
-            sizes = self._list()
-            ranks = [rank for rank in map(rank_of_metadata, sizes) if rank is not None]
-            if not ranks:
+            directory = list_directory(self._bucket, self._url)
+            if not directory.ranks:
                 raise
-            for rank in sorted(ranks):
-                self._add_commit(rank, fetch_metadata(self._bucket, self._url, rank), sizes)
+            for rank in directory.ranks:
+                self._add_commit(rank, fetch_metadata(self._bucket, self._url, rank), directory)
             self._keep_ranks_of_save(error)
-            return sizes
-        sizes = self._list()
-        self._add_commit(None, stored[None], sizes)
-        return sizes
+            return directory.sizes
+        directory = list_directory(self._bucket, self._url)
+        self._add_commit(None, stored[None], directory)
+        return directory.sizes
 
-    def _list(self) -> Mapping[str, int]:
-        prefix = self._url.key("")
-        return {key[len(prefix) :]: size for key, size in self._bucket.list(prefix)}
-
-    def _add_commit(self, rank: int | None, stored: StoredObject, sizes: Mapping[str, int]) -> None:
+    def _add_commit(self, rank: int | None, stored: StoredObject, directory: Directory) -> None:
         path, metadata = metadata_object(rank), None
         problems: list[Problem] = []
         self._bytes_read += len(stored.data)
@@ -191,32 +187,32 @@ class _Check:
         save_id = named if named is not None else inside
         manifest = None
         try:
-            manifest = self._read_manifest(save_id, rank, sizes, expected=named is not None)
+            manifest = self._read_manifest(save_id, rank, directory, expected=named is not None)
         except ValueError as error:
             problems.append(Problem(manifest_object(str(save_id), rank), None, str(error)))
         self._commits.append(_Commit(rank, stored, metadata, save_id, manifest, tuple(problems)))
 
     def _read_manifest(
-        self, save_id: object, rank: int | None, sizes: Mapping[str, int], *, expected: bool
+        self, save_id: str | None, rank: int | None, directory: Directory, *, expected: bool
     ) -> Manifest | None:
         """The manifest of a save, None if there is none.
 
         Args:
             save_id: of the save; that of another library is no hex number.
             rank: None with collectives.
-            sizes: of all objects.
+            directory: all objects.
             expected: whether the metadata says that there is one.
 
         Raises:
             ValueError: what is wrong with it.
         """
-        path = manifest_object(str(save_id), rank)
-        if path not in sizes or parse_manifest_object(path) is None:
+        found = directory.manifests.get(rank, {}).get(str(save_id))
+        if found is None:
             if expected:
                 raise ValueError(f"is missing; {metadata_object(rank)} names it")
             return None
         try:
-            stored = self._bucket.get(self._url.key(path))
+            stored = self._bucket.get(self._url.key(found.path))
         except errors.ObjectNotFoundError:
             raise ValueError("was deleted meanwhile") from None
         self._bytes_read += len(stored.data)

@@ -12,8 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 
 from dcp_s3 import errors
-from dcp_s3.format.manifest import Manifest
-from dcp_s3.retention.checkpoint_info import (
+from dcp_s3.checkpoint.info import (
     CheckpointInfo,
     age_order,
     from_manifest,
@@ -21,14 +20,16 @@ from dcp_s3.retention.checkpoint_info import (
     newest_first,
     with_step,
 )
-from dcp_s3.retention.inspect import Root, find_damage, inspect_checkpoint, run
+from dcp_s3.checkpoint.look import find_damage, inspect_checkpoint
+from dcp_s3.coroutines import run
+from dcp_s3.format.manifest import Manifest
 from dcp_s3.retention.policy import Mode, best_first
 from dcp_s3.retention.scan import CatalogSnapshot, list_root, merge_local, scan_root
-from dcp_s3.s3.async_client import AsyncBucket, open_bucket
+from dcp_s3.s3.async_store import AsyncS3Store, open_async_store
 from dcp_s3.settings import Settings, SettingsLike, compile_step_pattern, resolve_settings
 from dcp_s3.spill.local import find_commits
 from dcp_s3.spill.session import open_store
-from dcp_s3.url import CheckpointURL, parse_url
+from dcp_s3.url import CheckpointURL, URLLike, parse_url
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class CheckpointCatalog:
     """
 
     def __init__(
-        self, root: Root, *, settings: SettingsLike = None, patterns: str | Sequence[str] | None = None
+        self, root: URLLike, *, settings: SettingsLike = None, patterns: str | Sequence[str] | None = None
     ) -> None:
         self.root = parse_url(root)
         self.settings = resolve_settings(settings)
@@ -101,7 +102,7 @@ class CheckpointCatalog:
 
     async def _checkpoints(self) -> list[CheckpointInfo]:
         local = self.local()  # first: what is drained meanwhile is then seen twice rather than not at all
-        async with open_bucket(self.root.bucket, self.settings) as bucket:
+        async with open_async_store(self.root.bucket, self.settings) as bucket:
             listing = await list_root(bucket, self.root, self._patterns)
         grace = self.settings.retention_grace
         found = merge_local(listing.found, local)
@@ -109,7 +110,7 @@ class CheckpointCatalog:
 
     async def scan_async(self, deep: bool) -> CatalogSnapshot:
         local = self.local()
-        async with open_bucket(self.root.bucket, self.settings) as bucket:
+        async with open_async_store(self.root.bucket, self.settings) as bucket:
             return await scan_root(bucket, self.root, self._patterns, deep=deep, local=local)
 
     def local(self) -> list[CheckpointInfo]:
@@ -117,7 +118,7 @@ class CheckpointCatalog:
         return [with_step(info, self._patterns) for info in find_local(str(self.root), settings=self.settings)]
 
     async def _first(self, order: Callable[[Iterable[CheckpointInfo]], list[CheckpointInfo]]) -> CheckpointInfo | None:
-        async with open_bucket(self.root.bucket, self.settings) as bucket:
+        async with open_async_store(self.root.bucket, self.settings) as bucket:
             return await _first_loadable(bucket, self.root, self._patterns, order)
 
 
@@ -135,7 +136,7 @@ def _compile(patterns: str | Sequence[str] | None, settings: Settings) -> tuple[
 
 
 async def _first_loadable(
-    bucket: AsyncBucket,
+    bucket: AsyncS3Store,
     root: CheckpointURL,
     patterns: Sequence[re.Pattern[str]],
     order: Callable[[Iterable[CheckpointInfo]], list[CheckpointInfo]],
@@ -156,7 +157,7 @@ async def _first_loadable(
             return None
 
 
-def list_checkpoints(root: Root, *, settings: SettingsLike = None) -> list[CheckpointInfo]:
+def list_checkpoints(root: URLLike, *, settings: SettingsLike = None) -> list[CheckpointInfo]:
     """The checkpoints directly under ``root``, committed or not, oldest first.
 
     Sorted by step, time and name. Directories that hold nothing of a checkpoint are left out. ``committed`` says
@@ -173,14 +174,14 @@ def list_checkpoints(root: Root, *, settings: SettingsLike = None) -> list[Check
     return run(list_checkpoints_async(root, settings=settings))
 
 
-async def list_checkpoints_async(root: Root, *, settings: SettingsLike = None) -> list[CheckpointInfo]:
+async def list_checkpoints_async(root: URLLike, *, settings: SettingsLike = None) -> list[CheckpointInfo]:
     """`list_checkpoints` for asyncio."""
     url = parse_url(root)
-    async with open_bucket(url.bucket, resolve_settings(settings)) as bucket:
+    async with open_async_store(url.bucket, resolve_settings(settings)) as bucket:
         return list((await list_root(bucket, url, _compile(None, bucket.settings))).found)
 
 
-def latest(root: Root, *, include_uncommitted: bool = False, settings: SettingsLike = None) -> CheckpointInfo | None:
+def latest(root: URLLike, *, include_uncommitted: bool = False, settings: SettingsLike = None) -> CheckpointInfo | None:
     """The checkpoint to resume from: of the committed ones under ``root`` that with the highest step, then the
     newest; None if there is none.
 
@@ -211,7 +212,7 @@ def latest(root: Root, *, include_uncommitted: bool = False, settings: SettingsL
     return max([*waiting, *([] if found is None else [found])], key=age_order, default=None)
 
 
-def find_local(root: Root, *, settings: Settings) -> list[CheckpointInfo]:
+def find_local(root: URLLike, *, settings: Settings) -> list[CheckpointInfo]:
     """The checkpoints directly under ``root`` whose commits wait in this host's spill directory, oldest first."""
     store = open_store(settings)
     found = []
@@ -222,8 +223,8 @@ def find_local(root: Root, *, settings: Settings) -> list[CheckpointInfo]:
     return sorted(found, key=age_order)
 
 
-async def latest_async(root: Root, *, settings: SettingsLike = None) -> CheckpointInfo | None:
+async def latest_async(root: URLLike, *, settings: SettingsLike = None) -> CheckpointInfo | None:
     """`latest` for asyncio."""
     url = parse_url(root)
-    async with open_bucket(url.bucket, resolve_settings(settings)) as bucket:
+    async with open_async_store(url.bucket, resolve_settings(settings)) as bucket:
         return await _first_loadable(bucket, url, _compile(None, bucket.settings), newest_first)

@@ -9,16 +9,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from dcp_s3 import errors
+from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.checkpoint.lease import check_not_deleted
+from dcp_s3.checkpoint.look import inspect_checkpoint
+from dcp_s3.checkpoint.stored_metadata import not_found_error
+from dcp_s3.coroutines import run
 from dcp_s3.format.added_metrics import AddedMetrics, check_added
 from dcp_s3.format.layout import METRICS, PIN
-from dcp_s3.retention.checkpoint_info import CheckpointInfo
-from dcp_s3.retention.inspect import Root, inspect_checkpoint, run
 from dcp_s3.s3 import retry
-from dcp_s3.s3.async_client import open_bucket
-from dcp_s3.s3.bucket import Bucket
+from dcp_s3.s3.async_store import open_async_store
+from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
-from dcp_s3.url import CheckpointURL, parse_url
+from dcp_s3.store import Expect
+from dcp_s3.url import CheckpointURL, URLLike, parse_url
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +31,7 @@ _JSON = "application/json"
 _CONFLICTS = 50
 
 
-def annotate(url: Root, metrics: Mapping[str, Any], *, settings: SettingsLike = None) -> dict[str, Any]:
+def annotate(url: URLLike, metrics: Mapping[str, Any], *, settings: SettingsLike = None) -> dict[str, Any]:
     """Add metrics to a committed checkpoint, or replace single ones. Several processes may do so at a time.
 
     They lie in ``.dcp_s3/metrics.json`` with the id of the save that they belong to: an overwriting save starts anew.
@@ -50,13 +53,13 @@ def annotate(url: Root, metrics: Mapping[str, Any], *, settings: SettingsLike = 
     check_added(metrics, url=str(where))
     info = _require_committed(where, resolved)
     of = info.save_id or info.etag or ""
-    bucket, key = Bucket(where.bucket, resolved), where.key(METRICS)
+    bucket, key = S3Store(where.bucket, resolved), where.key(METRICS)
     conflicts = 0
     while True:
         etag, before = _read_metrics(bucket, where, of)
         added = AddedMetrics(of, {**before, **metrics})
         try:
-            bucket.write(key, added.to_json(), if_absent=etag is None, if_match=etag, content_type=_JSON)
+            bucket.put(key, added.to_json(), expect=Expect(etag or ""), content_type=_JSON)
         except errors.PreconditionFailedError:
             conflicts += 1
             if conflicts == _CONFLICTS:
@@ -66,7 +69,7 @@ def annotate(url: Root, metrics: Mapping[str, Any], *, settings: SettingsLike = 
         return dict(added.metrics)
 
 
-def _read_metrics(bucket: Bucket, url: CheckpointURL, of: str) -> tuple[str | None, Mapping[str, Any]]:
+def _read_metrics(bucket: S3Store, url: CheckpointURL, of: str) -> tuple[str | None, Mapping[str, Any]]:
     """The ETag of `METRICS`, None without one, and what it has of the save ``of``."""
     try:
         stored = bucket.get(url.key(METRICS))
@@ -80,7 +83,7 @@ def _read_metrics(bucket: Bucket, url: CheckpointURL, of: str) -> tuple[str | No
     return stored.etag, found.metrics if found.of == of else {}
 
 
-def pin(url: Root, reason: str | None = None, *, settings: SettingsLike = None) -> None:
+def pin(url: URLLike, reason: str | None = None, *, settings: SettingsLike = None) -> None:
     """Protect a committed checkpoint from every policy until `unpin`. Pinning it again replaces the reason.
 
     The pin is of the URL: a save that overwrites the checkpoint leaves it there.
@@ -92,9 +95,9 @@ def pin(url: Root, reason: str | None = None, *, settings: SettingsLike = None) 
     """
     where, resolved = parse_url(url), resolve_settings(settings)
     info = _require_committed(where, resolved)
-    bucket = Bucket(where.bucket, resolved)
+    bucket = S3Store(where.bucket, resolved)
     body = {"reason": reason, "pinned_at": time.time()}
-    bucket.write(where.key(PIN), (json.dumps(body) + "\n").encode(), content_type=_JSON)
+    bucket.put(where.key(PIN), (json.dumps(body) + "\n").encode(), content_type=_JSON)
     try:
         check_not_deleted(bucket, where, {info.deletion_id}, rank=None if info.etag else 0)
     except errors.CheckpointDeletedError:  # a prune was faster
@@ -102,14 +105,14 @@ def pin(url: Root, reason: str | None = None, *, settings: SettingsLike = None) 
         raise
 
 
-def unpin(url: Root, *, settings: SettingsLike = None) -> bool:
+def unpin(url: URLLike, *, settings: SettingsLike = None) -> bool:
     """Remove the pin; whether there was one.
 
     Raises:
         InvalidURLError, SettingsError, StorageError
     """
     where = parse_url(url)
-    bucket = Bucket(where.bucket, resolve_settings(settings))
+    bucket = S3Store(where.bucket, resolve_settings(settings))
     pinned = bucket.exists(where.key(PIN))
     if pinned:
         bucket.delete([where.key(PIN)])
@@ -118,14 +121,10 @@ def unpin(url: Root, *, settings: SettingsLike = None) -> bool:
 
 def _require_committed(url: CheckpointURL, settings: Settings) -> CheckpointInfo:
     async def inspect() -> CheckpointInfo | None:
-        async with open_bucket(url.bucket, settings) as bucket:
+        async with open_async_store(url.bucket, settings) as bucket:
             return await inspect_checkpoint(bucket, url)
 
     info = run(inspect())
     if info is None or not info.committed:
-        raise errors.CheckpointNotFoundError(
-            f"there is no committed checkpoint at {url}. Remedy: check the URL; `dcp-s3 ls` on its parent shows what "
-            "is there",
-            url=str(url),
-        )
+        raise not_found_error(url)
     return info

@@ -21,13 +21,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from dcp_s3.retention.checkpoint_info import CheckpointInfo, age_order
+from dcp_s3.checkpoint.directory import LEASE_MARGIN
+from dcp_s3.checkpoint.info import CheckpointInfo, LeftoverObject, age_order
 from dcp_s3.retention.policy import PolicyFunction, run_policy
 
 Action = Literal["keep", "delete"]
-
-LEASE_MARGIN = 60.0
-"""Seconds for which a lease counts after its end. Both times are of S3's clock; a renewal may be under way."""
 
 
 @dataclass(frozen=True)
@@ -45,26 +43,6 @@ class OpenUpload:
     upload_id: str
     initiated_at: float
     checkpoint: str
-
-
-@dataclass(frozen=True)
-class LeftoverObject:
-    """An object in the directory of a committed checkpoint that the checkpoint does not need: of a save that failed,
-    of one that was overwritten, or of a save in progress.
-
-    Attributes:
-        key: its key.
-        size: bytes.
-        modified_at: seconds since the epoch, on the clock of S3.
-        checkpoint: name of the directory under the root.
-        is_lease: whether it is a reader's lease that has ended, and no part of a save.
-    """
-
-    key: str
-    size: int
-    modified_at: float
-    checkpoint: str
-    is_lease: bool = False
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from typing import Any, Literal, Protocol
 
+from dcp_s3.checkpoint.info import CheckpointInfo, age_order
 from dcp_s3.errors import PolicyError
-from dcp_s3.retention.checkpoint_info import CheckpointInfo, age_order
 from dcp_s3.units import parse_duration
 
 Reasons = Mapping[str, Sequence[str]]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -12,22 +10,19 @@ from functools import partial
 from typing import Any
 
 from dcp_s3 import errors
+from dcp_s3.checkpoint.deleter import Deleter, Deletion, LeftAloneError
+from dcp_s3.checkpoint.deletion import Remover
+from dcp_s3.checkpoint.info import CheckpointInfo, LeftoverObject, age_order
+from dcp_s3.checkpoint.leftovers import LeftoverRemover
+from dcp_s3.coroutines import map_bounded, run
 from dcp_s3.retention.catalog import CheckpointCatalog
-from dcp_s3.retention.checkpoint_info import CheckpointInfo, age_order
-from dcp_s3.retention.deleter import WORKERS, Deleter, Deletion, LeftAloneError
-from dcp_s3.retention.deletion import Remover
-from dcp_s3.retention.inspect import Root, map_bounded, run
-from dcp_s3.retention.leftovers import LeftoverRemover
 from dcp_s3.retention.parse import parse_policy, policy_from_settings
-from dcp_s3.retention.plan import LeftoverObject, OpenUpload, Plan
+from dcp_s3.retention.plan import OpenUpload, Plan
 from dcp_s3.retention.policy import PolicyFunction
-from dcp_s3.s3.async_client import open_bucket
-from dcp_s3.s3.bucket import Bucket
-from dcp_s3.s3.delete import check_versions
+from dcp_s3.s3.async_store import open_async_store
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.units import parse_duration
-from dcp_s3.url import CheckpointURL, parse_url
-from dcp_s3.workers import Workers
+from dcp_s3.url import CheckpointURL, URLLike, parse_url
 
 logger = logging.getLogger(__name__)
 
@@ -116,7 +111,7 @@ class PruneReport:
 
 
 def prune(
-    root: Root,
+    root: URLLike,
     policy: PolicyFunction | str | None = None,
     *,
     grace: float | str | None = None,
@@ -159,7 +154,7 @@ def prune(
 
 
 async def prune_async(
-    root: Root,
+    root: URLLike,
     policy: PolicyFunction | str | None = None,
     *,
     grace: float | str | None = None,
@@ -203,7 +198,7 @@ def check_grace(grace: float | str, *, force: bool) -> float:
 
 
 def apply_plan(
-    root: Root,
+    root: URLLike,
     plan: Plan,
     *,
     all_versions: bool = False,
@@ -220,7 +215,7 @@ def apply_plan(
 
 
 async def apply_plan_async(
-    root: Root,
+    root: URLLike,
     plan: Plan,
     *,
     all_versions: bool = False,
@@ -229,12 +224,10 @@ async def apply_plan_async(
 ) -> PruneReport:
     """`apply_plan` for asyncio."""
     where, resolved = parse_url(root), resolve_settings(settings)
-    async with open_bucket(where.bucket, resolved) as bucket:
-        with contextlib.closing(Workers(WORKERS, "dcp_s3-prune")) as workers:
-            if all_versions and not plan.empty:  # fails before anything is deleted
-                await asyncio.wrap_future(workers.submit(check_versions, Bucket(where.bucket, resolved), where.key("")))
-            deleter = Deleter(bucket, workers, all_versions=all_versions)
-            return await _Application(where, plan, deleter, progress).run()
+    async with open_async_store(where.bucket, resolved) as bucket:
+        if all_versions and not plan.empty:  # fails before anything is deleted
+            await bucket.check_versions(where.key(""))
+        return await _Application(where, plan, Deleter(bucket, all_versions=all_versions), progress).run()
 
 
 class _Application:

@@ -11,28 +11,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from dcp_s3 import errors
-from dcp_s3.format.layout import (
-    CONTROL_PREFIX,
-    DATA_SUFFIX,
-    METADATA,
-    manifest_object,
-    parse_lease_object,
-    parse_manifest_object,
-)
-from dcp_s3.format.manifest import Manifest
-from dcp_s3.retention.checkpoint_info import (
-    CheckpointInfo,
-    age_order,
-    is_our_data,
-    is_spread_data,
-    newest_first,
-    own_data,
-    sort_out,
-)
-from dcp_s3.retention.inspect import Inspected, find_damage, inspect, map_bounded, save_id_of
-from dcp_s3.retention.plan import LEASE_MARGIN, LeftoverObject, OpenUpload, Plan, make_plan
+from dcp_s3.checkpoint.info import CheckpointInfo, LeftoverObject, age_order, newest_first
+from dcp_s3.checkpoint.look import find_damage, inspect, look_deeper
+from dcp_s3.coroutines import map_bounded
+from dcp_s3.format.layout import CONTROL_PREFIX, What, classify
+from dcp_s3.retention.plan import OpenUpload, Plan, make_plan
 from dcp_s3.retention.policy import PolicyFunction
-from dcp_s3.s3.async_client import AsyncBucket, ListedObject, ListedUpload
+from dcp_s3.s3.async_store import AsyncS3Store
+from dcp_s3.store import Upload
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
@@ -93,7 +79,7 @@ class Listing:
 
 
 async def list_root(
-    bucket: AsyncBucket, root: CheckpointURL, patterns: Sequence[re.Pattern[str]] = (), *, deep: bool = False
+    bucket: AsyncS3Store, root: CheckpointURL, patterns: Sequence[re.Pattern[str]] = (), *, deep: bool = False
 ) -> Listing:
     """The checkpoints directly under ``root``.
 
@@ -106,14 +92,14 @@ async def list_root(
     Raises:
         StorageError
     """
-    pages = await bucket.pages(root.key(""), delimiter="/")
-    now = pages[0].server_time
+    listed = await bucket.list(root.key(""), "/")
+    now = listed.server_time
     if now is None:
         logger.warning("the S3 endpoint does not tell its time; ages are by the clock of this host")
         now = time.time()
     skip = len(root.key(""))
-    names = [prefix[skip:-1] for page in pages for prefix in page.prefixes]
-    del pages
+    names = [prefix[skip:-1] for prefix in listed.prefixes]
+    del listed
     leftovers: list[LeftoverObject] = []
 
     async def look(name: str) -> CheckpointInfo | None:
@@ -140,7 +126,7 @@ async def list_root(
 
 
 async def scan_root(
-    bucket: AsyncBucket,
+    bucket: AsyncS3Store,
     root: CheckpointURL,
     patterns: Sequence[re.Pattern[str]] = (),
     *,
@@ -162,7 +148,7 @@ async def scan_root(
         StorageError
     """
     # Before the objects: an upload that is completed meanwhile is then seen as one or the other, or both.
-    uploads = sorted(await bucket.list_uploads(root.key("")), key=lambda each: (each.key, each.upload_id))
+    uploads = sorted(await bucket.uploads(root.key("")), key=lambda each: (each.key, each.upload_id))
     listing = await list_root(bucket, root, patterns, deep=deep)
     found = {info.name: info for info in listing.found}
     if deep:
@@ -192,59 +178,9 @@ def merge_local(found: Iterable[CheckpointInfo], local: Iterable[CheckpointInfo]
     return list(merged.values())
 
 
-def open_upload(root: CheckpointURL, upload: ListedUpload) -> OpenUpload | None:
+def open_upload(root: CheckpointURL, upload: Upload) -> OpenUpload | None:
     """An open upload of a data object in a directory right under ``root``; None if it is something else's."""
     name, _, path = upload.key[len(root.key("")) :].partition("/")
-    if not name or not path.endswith(DATA_SUFFIX) or ("/" in path and not is_spread_data(path)):
+    if not name or classify(path).what is not What.DATA:
         return None
     return OpenUpload(upload.key, upload.upload_id, upload.initiated_at, name)
-
-
-async def look_deeper(
-    bucket: AsyncBucket, url: CheckpointURL, found: Inspected, now: float
-) -> tuple[CheckpointInfo, list[LeftoverObject]]:
-    """A committed checkpoint with its damage and when it was written, and its leftovers.
-
-    Neither damage nor leftovers where there is no manifest that is certainly its own.
-
-    Raises:
-        ObjectNotFoundError: its ``.metadata`` is gone; other StorageErrors.
-    """
-    head = await bucket.head(url.key(METADATA)) if found.manifest is not None else {}
-    objects = await bucket.list(url.key(""))
-    contents = sort_out(url, objects)
-    newest = max((each.modified_at for each in contents.data), default=None)
-    info = dataclasses.replace(found.info, written_at=newest)
-    listed = contents.commits.get(None)
-    etags = {(etag or "").strip('"') for etag in (info.etag, head.get("ETag"), listed.etag if listed else None)}
-    if found.manifest is None or save_id_of(head) != found.manifest.save_id or len(etags) != 1:
-        return info, []  # foreign, a copy without user metadata, or replaced meanwhile
-    damage, leftovers = find_unneeded(url, found.manifest, objects, now=now)
-    return dataclasses.replace(info, damage=damage), leftovers
-
-
-def find_unneeded(
-    url: CheckpointURL, manifest: Manifest, objects: Sequence[ListedObject], *, now: float
-) -> tuple[str | None, list[LeftoverObject]]:
-    """Damage and leftovers of a checkpoint of ours, by its manifest and a listing. Pure.
-
-    Only what has a name that dcp_s3 gives is a leftover: nobody else's objects are.
-    """
-    skip = len(url.key(""))
-    sizes = {each.key[skip:]: each.size for each in objects}
-    own = {path for path in own_data(sizes, {entry.path for entry in manifest.objects}) if is_our_data(path)}
-    damage = None
-    for entry in manifest.objects:
-        if sizes.get(entry.path, -1) < entry.size:
-            stored = f"has {sizes[entry.path]} bytes instead of {entry.size}" if entry.path in sizes else "is not there"
-            damage = f"its object {entry.path} {stored}"
-            break
-    needed = {entry.path for entry in manifest.objects} | {manifest_object(manifest.save_id)}
-    leftovers = []
-    for each in objects:
-        path = each.key[skip:]
-        lease = parse_lease_object(path)
-        ended = lease is not None and each.modified_at + lease + LEASE_MARGIN < now
-        if ended or ((path in own or parse_manifest_object(path) is not None) and path not in needed):
-            leftovers.append(LeftoverObject(each.key, each.size, each.modified_at, url.name, is_lease=ended))
-    return damage, leftovers

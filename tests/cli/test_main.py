@@ -15,6 +15,7 @@ import dcp_s3
 from dcp_s3 import annotate
 from dcp_s3.cli.main import app
 from dcp_s3.cli.tables import format_age
+from dcp_s3.format.layout import deletion_object, lease_object
 from dcp_s3.offline import replicate as copy
 from dcp_s3.settings import MIN_PART_SIZE
 from tests.retention.making import (
@@ -29,6 +30,7 @@ from tests.retention.making import (
     state,
     zeros,
 )
+from tests.spread import spreading
 
 
 def run(*arguments: object, status: int = 0) -> Any:
@@ -140,7 +142,7 @@ def test_show_works_on_foreign_incomplete_and_damaged_ones(root: str, s3: Any, t
     details = json.loads(run("show", url, "--json").stdout)
     assert details["info"]["foreign"]
     assert {entry["fqn"] for entry in details["entries"]} == set(state())
-    assert "something else than dcp_s3" in run("show", url).stdout
+    assert "something other than dcp_s3" in run("show", url).stdout
     delete(s3, url, next(path for path in keys(s3, url) if path.endswith(".distcp")))
     assert "missing" in run("show", url).stdout
     torn = save(f"{root}/step-8")
@@ -160,15 +162,18 @@ def test_show_adds_up_the_ranks_of_a_save_without_collectives(root: str) -> None
 
 
 def test_torch_reads_what_was_downloaded_and_we_what_was_uploaded_again(root: str, s3: Any, tmp_path: Path) -> None:
-    url = save(f"{root}/step 7+%é", metrics={"loss": 0.25}, settings={"prefix_spread": 1})
+    with spreading(1):
+        url = save(f"{root}/step 7+%é", metrics={"loss": 0.25})
     put(s3, url, "tokenizer/vocab.json", b"{}")
     put(s3, url, "__0_9-abcdef.distcp", b"left over")
-    put(s3, url, ".dcp_s3/pin")
+    others = [".dcp_s3/pin", lease_object("ab", 3600), deletion_object("ab"), "500/.metadata", "500/__0_0.distcp"]
+    for path in others:
+        put(s3, url, path)
     run("download", url, tmp_path / "a" / "b")
     assert _same(_stock_load(tmp_path / "a" / "b"))
     run("upload", tmp_path / "a" / "b", f"{root}/copy")
     assert _same(_load(f"{root}/copy"))
-    expected = {path: size for path, size in keys(s3, url).items() if "_9-" not in path and "pin" not in path}
+    expected = {path: size for path, size in keys(s3, url).items() if "_9-" not in path and path not in others}
     assert keys(s3, f"{root}/copy") == expected
     copied = {info["name"]: info for info in json.loads(run("ls", root, "--json").stdout)}["copy"]
     assert (copied["foreign"], copied["metrics"], copied["world_size"]) == (False, {"loss": 0.25}, 1)

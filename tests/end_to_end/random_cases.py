@@ -133,7 +133,6 @@ def cases(draw: st.DrawFn, ranks: int) -> Case:
             "part_size": draw(st.sampled_from([5 * MIB, 64 * MIB])),
             "checksum": draw(st.sampled_from(["auto", "crc64nvme", "crc32c", "none"])),
             "buckets_per_rank": draw(st.integers(1, 4)),
-            "prefix_spread": draw(st.integers(0, 1)),
             "concurrency": draw(st.integers(1, 8)),
         },
         reading={

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 import dcp_s3
 from dcp_s3 import S3StorageReader, errors
 from dcp_s3.format.metadata import load_metadata
-from dcp_s3.retention.details import describe
+from dcp_s3.retention.show import describe
 from tests.end_to_end.states import assert_same, blank, random_tensor
 from tests.end_to_end.test_interchange import upload
 

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_s3 import S3StorageReader, S3StorageWriter
 from tests.end_to_end.states import DTYPES, assert_same, bits, blank, every_kind, random_tensor
+from tests.spread import spreading
 
 SMALL = {"part_size": "5MiB", "concurrency": 3}
 
@@ -66,7 +67,6 @@ def test_each_load_has_an_id_that_the_planner_sees(memory_server: Any, root: str
     [
         {"checksum": "none"},
         {"checksum": "crc32c"},
-        {"prefix_spread": 2},
         {"buckets_per_rank": 7, "concurrency": 1},
     ],
     ids=str,
@@ -74,6 +74,13 @@ def test_each_load_has_an_id_that_the_planner_sees(memory_server: Any, root: str
 def test_settings_that_change_what_is_written(memory_server: Any, root: str, settings: dict[str, Any]) -> None:
     state = {**every_kind(), "large": random_tensor((4000, 1000), torch.float32)}
     save(state, root, settings={**SMALL, **settings})
+    assert_same(load(blank(state), root), state)
+
+
+def test_what_earlier_versions_spread_over_directories_is_read(memory_server: Any, root: str) -> None:
+    state = {**every_kind(), "large": random_tensor((4000, 1000), torch.float32)}
+    with spreading(2):
+        save(state, root, settings=SMALL)
     assert_same(load(blank(state), root), state)
 
 

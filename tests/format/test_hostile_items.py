@@ -8,6 +8,7 @@ import json
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +18,33 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_s3 import errors
-from dcp_s3.format.item_limits import check_limits
+from dcp_s3.format.item_pickles import check_storages
 from dcp_s3.format.safe_items import check_item
-from dcp_s3.format.unpickle import MalformedPickleError
+from dcp_s3.format.unpickling import MalformedPickleError
 from tests import hostile
-from tests.hostile import archive, call, decode_item, decode_tensor, doubling, name, plain, save, stream, text
+from tests.hostile import archive, call, decode_item, decode_tensor, name, plain, save, stream, text
 from tests.hostile_values import HOSTILE
 from tests.mutations import mutated
 
 REFUSED = (errors.UnsafeItemError, errors.CorruptCheckpointError)
-# Not large, and torch's own unpickler takes them, too.
+# Python's unpickler takes them, too, and nobody is harmed.
 HARMLESS = {
-    *("tuples that double", "a huge memo", "a dict that contains itself", "a list that contains itself"),
-    *("10,000 lists", "10,000 tuples", "10,000 dicts", "a range of 10**12"),
-}
+    "tuples that double", "a dict that contains itself", "a list that contains itself", "10,000 lists", "10,000 tuples",
+    "10,000 dicts", "a range of 10**12",
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _nothing_ran_and_no_class_was_changed() -> Iterator[None]:
+    before = hostile.classes()
+    yield
+    assert hostile.classes() == before
+    assert not hostile.was_tripped()
 
 
 @pytest.mark.timeout(180)
-def test_bombs_need_no_memory() -> None:
-    """All of them, metadata and items, in a process that may use 2 GiB."""
+def test_bombs_are_our_errors() -> None:
+    """All of them, metadata and items, in a process that may use no more than half a GiB."""
     script = [sys.executable, "-W", "ignore", "-m", "tests.hostile"]
     root = Path(__file__).parents[2]
     done = subprocess.run(script, cwd=root, capture_output=True, text=True, timeout=170, check=False)
@@ -49,9 +58,10 @@ def test_bombs_need_no_memory() -> None:
         "dcp_s3.errors.CorruptCheckpointError",
     )
     loaded = {case["case"] for case in cases if not case["found"].startswith(ours)}
-    harmless = {f"{label}, item" for label in HARMLESS} | {"a huge memo", "a huge frame", "a range of 10**12"}
+    harmless = {f"{label}, item" for label in HARMLESS} | {"a range of 10**12"}
     assert loaded == harmless, [case for case in cases if case["case"] in loaded ^ harmless]
-    assert summary["peak"] < summary["used"] + hostile.MEMORY // 4
+    assert not [case for case in cases if case["ran"]]
+    assert summary["unchanged"]
 
 
 @pytest.mark.parametrize(
@@ -189,7 +199,7 @@ def test_entries_that_overlap() -> None:
     entry = data[central : data.index(b"PK\x01\x02", central + 4)]
     end = data.index(b"PK\x06\x06") if b"PK\x06\x06" in data else data.index(b"PK\x05\x06")
     with pytest.raises(MalformedPickleError):
-        check_limits(io.BytesIO(data[:central] + entry * 50 + data[central:end] + data[end:]))
+        check_storages(io.BytesIO(data[:central] + entry * 50 + data[central:end] + data[end:]))
 
 
 def test_python_2_s_names_are_not_imported() -> None:
@@ -197,13 +207,6 @@ def test_python_2_s_names_are_not_imported() -> None:
     for module, qualified in (("UserDict", "OrderedDict"), ("__builtin__", "set")):
         data = archive(b"\x80\x03" + name(module, qualified) + b")R.")
         with pytest.raises(errors.UnsafeItemError, match="protocol"):
-            decode_item(data)
-
-
-@pytest.mark.parametrize("levels", [30, 60])
-def test_keys_that_take_forever_to_hash(levels: int) -> None:
-    for data in (archive(stream(b"}" + doubling(levels) + b"K\x01s")), stream(b"}" + doubling(levels) + b"K\x01s")):
-        with pytest.raises(errors.UnsafeItemError):
             decode_item(data)
 
 

@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import dcp_s3
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
 from dcp_s3.format import item_values, safe_items
+from dcp_s3.format.plain_values import PLAIN
 from dcp_s3.format.safe_items import check_item
 from tests import hostile
 from tests.format.test_hostile_items import mutated_items
@@ -192,7 +193,7 @@ def test_arguments_as_other_versions_of_python_write_them() -> None:
 
 def test_python_imports_what_the_check_takes_it_for() -> None:
     """In pickles of protocol 2, Python's unpickler translates the names of Python 2."""
-    for module, qualified in item_values._CONSTRUCTORS:
+    for module, qualified in (*item_values._GLOBALS, *PLAIN):
         assert (module, qualified) not in NAME_MAPPING
         assert module not in IMPORT_MAPPING
         pickled = stream(name("__builtin__", qualified)) if module == "builtins" else b""

@@ -1,8 +1,13 @@
 """Names of objects."""
 
+from __future__ import annotations
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dcp_s3.format import layout
+from dcp_s3.format.layout import Kind, What
 
 
 def test_data_objects_of_two_saves_never_share_a_name() -> None:
@@ -13,17 +18,103 @@ def test_data_objects_of_two_saves_never_share_a_name() -> None:
     assert first.endswith(".distcp")
 
 
-def test_prefix_spread() -> None:
-    names = [layout.data_object(rank, 0, "00", prefix_spread=2) for rank in range(200)]
-    assert all(len(name.split("/")[0]) == 2 and layout.is_inside(name) for name in names)
-    assert len({name.split("/")[0] for name in names}) > 50
+_hex = st.text("0123456789abcdef", min_size=1, max_size=16)
+_ranks = st.integers(0, 10**6)
+_maybe_rank = st.one_of(st.none(), _ranks)
+_names = st.one_of(
+    st.builds(lambda r, n, x: (layout.data_object(r, n, x), Kind(What.DATA, r, n, x)), _ranks, _ranks, _hex),
+    st.builds(
+        lambda r, x, digits: (
+            layout.spread(layout.data_object(r, 1, x), digits),
+            Kind(What.DATA, r, 1, x, spread=digits),
+        ),
+        _ranks, _hex, st.integers(1, 4),
+    ),
+    st.builds(lambda r: (layout.metadata_object(r), Kind(What.COMMIT, r)), _maybe_rank),
+    st.builds(lambda x, r: (layout.manifest_object(x, r), Kind(What.MANIFEST, r, save_id=x)), _hex, _maybe_rank),
+    st.builds(
+        lambda x, s: (layout.lease_object(x, s), Kind(What.LEASE, seconds=s)), _hex, st.integers(0, 999_999_999)
+    ),
+    st.builds(
+        lambda x, y: (layout.deletion_object(x, y), Kind(What.DELETION, deletion=x, attempt=y)), _hex, _hex
+    ),
+    st.sampled_from([(layout.METRICS, Kind(What.METRICS)), (layout.PIN, Kind(What.PIN))]),
+)  # fmt: skip
 
 
-def test_manifest_names_round_trip() -> None:
-    save_id = layout.new_save_id()
-    assert layout.parse_manifest_object(layout.manifest_object(save_id)) == save_id
-    assert layout.parse_manifest_object(layout.manifest_object(save_id, 3)) == save_id
-    assert layout.parse_manifest_object(".dcp_s3/pin") is None
+@given(_names)
+def test_every_name_that_is_made_is_told_for_what_it_is(made: tuple[str, Kind]) -> None:
+    path, kind = made
+    assert layout.classify(path) == kind
+
+
+def _make(kind: Kind) -> str | None:
+    """The name that is made for a kind; None for those that nothing here makes."""
+    if kind.what is What.DATA and kind.rank is not None and kind.number is not None and kind.nonce:
+        name = layout.data_object(kind.rank, kind.number, kind.nonce)
+        return layout.spread(name, kind.spread) if kind.spread else name
+    made = {
+        What.COMMIT: layout.metadata_object(kind.rank),
+        What.MANIFEST: layout.manifest_object(kind.save_id, kind.rank),
+        What.METRICS: layout.METRICS,
+        What.PIN: layout.PIN,
+        What.DELETION: layout.deletion_object(kind.deletion, kind.attempt),
+    }
+    return made.get(kind.what)
+
+
+_edits = st.tuples(st.integers(0, 60), st.integers(0, 2), st.text("0٣/a.-_\\ \n", max_size=2))
+
+
+@given(_names, st.lists(_edits, max_size=3))
+def test_nothing_else_is_told_for_it(made: tuple[str, Kind], edits: list[tuple[int, int, str]]) -> None:
+    path = made[0]
+    for start, length, text in edits:
+        path = path[:start] + text + path[start + length :]
+    kind = layout.classify(path)
+    assert _make(kind) in (None, path)
+    if kind.what is What.LEASE:
+        assert path.startswith(layout.LEASE_PREFIX)
+        assert path.endswith(f".{kind.seconds}")
+    if kind.what is What.DATA and not kind.nonce:
+        assert path.endswith(layout.DATA_SUFFIX)
+        assert "/" not in path
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("__3_1.distcp", Kind(What.DATA, 3, 1)),  # torch's
+        ("x.distcp", Kind(What.DATA)),
+        (".dcp_s3/other", Kind(What.CONTROL)),
+        (".dcp_s3/lease-ab.1234567890", Kind(What.CONTROL)),
+        ("step-1/.metadata", Kind(What.NESTED, below="step-1")),
+        ("5/__0.metadata", Kind(What.NESTED, below="5")),
+        ("5/.dcp_s3/pin", Kind(What.NESTED, below="5")),
+        ("6/__0_0-ab.distcp", Kind(What.NESTED_DATA, below="6")),
+        ("a/b/.metadata", Kind(What.OTHER)),
+        ("a/b/__0_0.distcp", Kind(What.NESTED_DATA, below="a")),
+        ("a/../__0_0.distcp", Kind(What.OTHER)),
+        ("__00.metadata", Kind(What.OTHER)),
+        ("__٣.metadata", Kind(What.OTHER)),
+        ("notes.metadata", Kind(What.OTHER)),
+        ("model.pt", Kind(What.OTHER)),
+        ("", Kind(What.OTHER)),
+        ("/" * 1024, Kind(What.OTHER)),
+    ],
+)
+def test_names_that_others_make(path: str, kind: Kind) -> None:
+    assert layout.classify(path) == kind
+
+
+@pytest.mark.parametrize("digits", [1, 2, 4])
+def test_spread_data_is_told_by_its_hash(digits: int) -> None:
+    path = layout.spread(layout.data_object(3, 1, layout.new_nonce()), digits)
+    directory, _, name = path.partition("/")
+    other = "".join("0" if digit != "0" else "1" for digit in directory)
+    assert layout.classify(path).spread == digits
+    assert layout.classify(f"{other}/{name}") == Kind(What.NESTED_DATA, below=other)
+    assert layout.classify(f"{directory}/__3_1.distcp") == Kind(What.NESTED_DATA, below=directory)
 
 
 @pytest.mark.parametrize("path", ["", "/etc/passwd", "../other/x", "a/../../b"])

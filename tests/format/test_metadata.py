@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import gc
 import os
 import pathlib
 import pickle
@@ -30,7 +31,9 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from dcp_s3.errors import CorruptMetadataError, UnsafeMetadataError
+from dcp_s3.format.blocks import Blocks
 from dcp_s3.format.metadata import dump_metadata, load_metadata
+from dcp_s3.format.storage_info import make_storage_info
 
 URL = "s3://bucket/step-1"
 
@@ -172,3 +175,51 @@ def test_truncation_names_the_checkpoint(cut: int) -> None:
 def test_another_pickle_is_not_metadata() -> None:
     with pytest.raises(CorruptMetadataError, match="dict"):
         load_metadata(pickle.dumps({"a": 1}), url=URL)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("data", [dump_metadata(_metadata()), b"nothing"])
+def test_the_garbage_collector_is_left_as_it_was(data: bytes, enabled: bool) -> None:
+    before = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        try:
+            load_metadata(data, url=URL)
+        except CorruptMetadataError:
+            assert data == b"nothing"
+        assert gc.isenabled() is enabled
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
+def test_keys_that_are_equal_are_one() -> None:
+    """They are told apart while they are unpickled, and have torch's hash afterwards."""
+    value = [{(1, 2): number, MetadataIndex("w", [number // 100]): None} for number in range(300)]
+    found = load_metadata(pickle.dumps(Metadata({}, planner_data=value)), url=URL)
+    assert found.planner_data == value
+
+
+@pytest.mark.parametrize("protocol", [2, 3, 4, 5])
+def test_tensors_of_every_number_of_dimensions_and_chunks(protocol: int) -> None:
+    entries: dict[str, BytesStorageMetadata | TensorStorageMetadata] = {}
+    items = {}
+    for number in range(24):
+        dimensions, parts = number % 6, 1 + number % 3 if number % 6 else 1
+        size = torch.Size([300 * parts, *[number * 100] * (dimensions - 1)] if dimensions else [])
+        chunks = []
+        for part in range(parts):
+            offset = torch.Size([300 * part, *[0] * (dimensions - 1)] if dimensions else [])
+            chunks.append(ChunkStorageMetadata(offset, torch.Size([300, *size[1:]] if dimensions else [])))
+            crc = 2**63 + number if number % 4 else None
+            blocks = Blocks(2**20, bytes([number]) * 24 * number, crc) if crc is not None and number % 2 else None
+            items[MetadataIndex(str(number), offset, part if number % 5 else None)] = make_storage_info(
+                "__0_0.distcp", number * 2**30, 70_000, raw_offset=700, crc64nvme=crc, blocks=blocks
+            )
+        properties = TensorProperties((torch.bfloat16, torch.float32)[number % 2], requires_grad=number % 3 == 0)
+        entries[str(number)] = TensorStorageMetadata(properties, size, chunks)
+    metadata = Metadata(entries, {fqn: ("layers", fqn) for fqn in entries}, items, version="1.0.0")
+    found = load_metadata(pickle.dumps(metadata, protocol), url=URL)
+    assert repr(found) == repr(metadata)
+    assert found == metadata
+    assert list(map(vars, found.storage_data.values())) == list(map(vars, items.values()))
+    assert all(found.storage_data[index] == info for index, info in items.items())

@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from dcp_s3.retention.checkpoint_info import CheckpointInfo
+from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.retention.plan import LeftoverObject, OpenUpload
 from dcp_s3.retention.policy import (
     AnyOf,

@@ -10,6 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import S3StorageWriter
+from dcp_s3.format.layout import What, classify
 from dcp_s3.url import parse_url
 from tests.ranks import run_ranks
 
@@ -65,6 +66,10 @@ def keys(s3: Any, url: str) -> dict[str, int]:
     for page in s3.get_paginator("list_objects_v2").paginate(Bucket=where.bucket, Prefix=where.key("")):
         found |= {entry["Key"][len(where.key("")) :]: entry["Size"] for entry in page.get("Contents", ())}
     return found
+
+
+def is_manifest(path: str) -> bool:
+    return classify(path).what is What.MANIFEST
 
 
 def delete(s3: Any, url: str, path: str) -> None:

@@ -12,12 +12,12 @@ import boto3
 import pytest
 
 from dcp_s3 import errors, latest, list_checkpoints
-from dcp_s3.format.layout import parse_manifest_object
 from dcp_s3.retention.catalog import list_checkpoints_async
-from dcp_s3.s3 import async_client, retry
+from dcp_s3.s3 import listing, retry
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.memory_s3 import Fault
-from tests.retention.making import delete, get, keys, put, save, save_foreign, save_on_ranks
+from tests.retention.making import delete, get, is_manifest, keys, put, save, save_foreign, save_on_ranks
+from tests.spread import spreading
 
 
 def _names(root: str) -> dict[str, str]:
@@ -61,7 +61,7 @@ def test_a_torn_save_is_incomplete_and_never_latest(root: str, s3: Any) -> None:
     bare = save(f"{root}/step-3")
     delete(s3, bare, ".metadata")
     for path in keys(s3, bare):
-        if parse_manifest_object(path):
+        if is_manifest(path):
             delete(s3, bare, path)
     assert _names(root) == {"step-1": "committed", "step-2": "incomplete", "step-3": "incomplete"}
     assert [info.foreign for info in list_checkpoints(root)] == [False] * 3
@@ -107,7 +107,7 @@ def test_ranks_without_collectives_count_when_all_have_committed(root: str, s3: 
 
 def test_a_rank_with_two_manifests_has_the_one_that_its_commit_names(root: str, s3: Any) -> None:
     url = save_on_ranks(f"{root}/step-4", 2)
-    manifest = next(path for path in keys(s3, url) if parse_manifest_object(path) and path.endswith(".1.json"))
+    manifest = next(path for path in keys(s3, url) if is_manifest(path) and path.endswith(".1.json"))
     stale = get(s3, url, manifest).replace(b'"world_size": 2', b'"world_size": 3')
     put(s3, url, ".dcp_s3/manifest-00000000000000ff.1.json", stale)
     assert _names(root) == {"step-4": "committed"}
@@ -122,7 +122,7 @@ def test_a_copy_that_lost_its_user_metadata_still_has_its_manifest(root: str, s3
 
 def test_of_two_manifests_the_one_of_the_committed_save_counts(root: str, s3: Any) -> None:
     url = save(f"{root}/run-12", metrics={"loss": 2.0})
-    manifest = next(path for path in keys(s3, url) if parse_manifest_object(path))
+    manifest = next(path for path in keys(s3, url) if is_manifest(path))
     for save_id in ("0000000000000000", "ffffffffffffffff"):
         put(s3, url, f".dcp_s3/manifest-{save_id}.json", get(s3, url, manifest).replace(b"2.0", b"9.0"))
     _drop_user_metadata(s3, url)
@@ -130,10 +130,21 @@ def test_of_two_manifests_the_one_of_the_committed_save_counts(root: str, s3: An
     assert info.metrics == {"loss": 2.0}
 
 
+def test_the_manifest_of_a_save_in_progress_is_not_that_of_a_commit_which_lost_its_own(root: str, s3: Any) -> None:
+    url = save(f"{root}/run-12", metrics={"loss": 2.0})
+    manifest = next(path for path in keys(s3, url) if is_manifest(path))
+    other = get(s3, url, manifest).replace(b"2.0", b"9.0")
+    delete(s3, url, manifest)
+    time.sleep(1.1)  # times are of whole seconds
+    put(s3, url, ".dcp_s3/manifest-ffffffffffffffff.json", other)
+    [info] = list_checkpoints(root)
+    assert (info.state, info.foreign, info.metrics) == ("committed", True, {})
+
+
 def test_a_lost_or_broken_manifest_leaves_the_checkpoint_committed(root: str, s3: Any) -> None:
     for name, data in (("step-1", None), ("step-2", b"{}"), ("step-3", b"\xff\x00")):
         url = save(f"{root}/{name}")
-        manifest = next(path for path in keys(s3, url) if parse_manifest_object(path))
+        manifest = next(path for path in keys(s3, url) if is_manifest(path))
         delete(s3, url, manifest) if data is None else put(s3, url, manifest, data)
     found = list_checkpoints(root)
     assert [(info.state, info.objects, info.step) for info in found] == [("committed", 1, step) for step in (1, 2, 3)]
@@ -194,7 +205,8 @@ def test_directories_without_anything_of_a_checkpoint_are_left_out(root: str, s3
 
 @pytest.mark.parametrize("committed", [True, False])
 def test_hash_prefixes_are_part_of_their_checkpoint(root: str, s3: Any, committed: bool) -> None:
-    url = save(f"{root}/step-8", settings={"prefix_spread": 2}, separate=["weight", "half"])
+    with spreading(2):
+        url = save(f"{root}/step-8", separate=["weight", "half"])
     if not committed:
         for path in keys(s3, url):
             if not path.endswith(".distcp"):
@@ -263,7 +275,7 @@ def test_a_bad_url_is_an_error(root: str) -> None:
 
 
 def test_listings_of_many_pages(root: str, s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(async_client, "PAGE_SIZE", 2)
+    monkeypatch.setattr(listing, "PAGE_SIZE", 2)
     for i in range(5):
         put(s3, root, f"dir-{i}/file")
     url = save(f"{root}/step-1", separate=["weight", "half"])

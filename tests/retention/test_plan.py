@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dcp_s3.checkpoint.info import CheckpointInfo, age_order, in_grace
 from dcp_s3.errors import PolicyError
-from dcp_s3.retention.checkpoint_info import CheckpointInfo, age_order, in_grace
 from dcp_s3.retention.plan import LEASE_MARGIN, LeftoverObject, OpenUpload, Plan, make_plan
 from dcp_s3.retention.policy import KeepLatest, KeepSteps, Policy
 from tests.retention import histories as random

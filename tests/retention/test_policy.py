@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 
+from dcp_s3.checkpoint.info import CheckpointInfo, age_order
 from dcp_s3.errors import PolicyError, SettingsError
-from dcp_s3.retention.checkpoint_info import CheckpointInfo, age_order
 from dcp_s3.retention.parse import parse_policy, policy_from_settings
 from dcp_s3.retention.policy import (
     KeepBest,

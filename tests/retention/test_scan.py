@@ -9,16 +9,17 @@ from typing import Any
 import boto3
 import pytest
 
-from dcp_s3 import CheckpointCatalog, KeepLatest, KeepSteps, annotate, pin
+from dcp_s3 import CheckpointCatalog, KeepLatest, KeepSteps, annotate, coroutines, pin
 from dcp_s3.errors import PolicyError, SettingsError
-from dcp_s3.format.layout import deletion_object, lease_object, parse_manifest_object
-from dcp_s3.retention import inspect
-from dcp_s3.s3 import async_client
+from dcp_s3.format.layout import deletion_object, lease_object
+from dcp_s3.retention import scan
+from dcp_s3.s3 import async_store, listing
 from dcp_s3.spill.background import stop_draining
 from dcp_s3.spill.store import SpillStore
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.memory_s3 import MemoryS3
-from tests.retention.making import delete, get, keys, put, save, save_foreign, save_on_ranks
+from tests.retention.making import delete, get, is_manifest, keys, put, save, save_foreign, save_on_ranks
+from tests.spread import spreading
 
 ROOT = f"s3://{BUCKET}/run"
 HOUR = 3600.0
@@ -108,18 +109,18 @@ def test_at_most_four_requests_for_a_checkpoint_of_ours(faulty: FaultyServer, cl
 def test_a_manifest_that_is_newer_than_its_metadata_is_not_believed(client: Any, clock: Clock, tmp_path: Path) -> None:
     url = save_foreign(client, f"{ROOT}/step-1", tmp_path)
     other = save(f"{ROOT}/other-2", metrics={"loss": 1})
-    manifest = next(path for path in keys(client, other) if parse_manifest_object(path))
+    manifest = next(path for path in keys(client, other) if is_manifest(path))
     clock.now += 1
     put(client, url, manifest, get(client, other, manifest))
     seen: list[str] = []
-    original = async_client.AsyncBucket.head
+    original = async_store.AsyncS3Store.head
 
     async def head(self: Any, key: str) -> Any:
         seen.append(key)
         return await original(self, key)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(async_client.AsyncBucket, "head", head)
+        patch.setattr(async_store.AsyncS3Store, "head", head)
         CheckpointCatalog(ROOT).checkpoints()
     assert seen == ["run/step-1/.metadata"]
 
@@ -127,7 +128,7 @@ def test_a_manifest_that_is_newer_than_its_metadata_is_not_believed(client: Any,
 def test_a_directory_with_very_many_dotted_names_is_not_listed_whole(
     faulty: FaultyServer, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(async_client, "PAGE_SIZE", 3)
+    monkeypatch.setattr(listing, "PAGE_SIZE", 3)
     url = save(f"{ROOT}/step-1")
     for number in range(20):
         put(client, url, f".git/{number}")
@@ -140,7 +141,7 @@ def test_a_directory_with_very_many_dotted_names_is_not_listed_whole(
 def test_open_uploads_of_checkpoints_right_under_the_root(
     client: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(async_client, "PAGE_SIZE", 2)
+    monkeypatch.setattr(listing, "PAGE_SIZE", 2)
     wanted = {open_upload(client, key): key for key in ("run/step-1/__0_0-ab.distcp", "run/new/__1_0.distcp")}
     wanted[open_upload(client, "run/new/__1_0.distcp")] = "run/new/__1_0.distcp"
     for key in ("runner/step-1/__0_0-ab.distcp", "run/logs/events", "run/deep/er/__0_0-ab.distcp", "run/x.distcp"):
@@ -178,8 +179,9 @@ def test_an_overwrite_is_seen_by_its_objects(client: Any, clock: Clock, tmp_path
 
 
 def test_leftovers_of_other_saves_are_found_and_nothing_else(client: Any, clock: Clock) -> None:
-    url = save(f"{ROOT}/step-1", settings={"prefix_spread": 2}, separate=["weight"])
-    spread = save(f"{ROOT}/other-2", settings={"prefix_spread": 2})
+    with spreading(2):
+        url = save(f"{ROOT}/step-1", separate=["weight"])
+        spread = save(f"{ROOT}/other-2")
     stray = next(path for path in keys(client, spread) if "/__" in path)
     ours = {"__0_0-abcdef.distcp", ".dcp_s3/manifest-00000000000000ff.json", stray}
     for path in (
@@ -289,7 +291,7 @@ def test_few_checkpoints_are_looked_at_at_a_time(
     for step in range(40):
         put(client, f"{ROOT}/step-{step}", ".metadata")
     at_once = peak = 0
-    original = inspect.inspect
+    original = scan.inspect
 
     async def counted(*arguments: Any) -> Any:
         nonlocal at_once, peak
@@ -301,7 +303,7 @@ def test_few_checkpoints_are_looked_at_at_a_time(
             at_once -= 1
 
     monkeypatch.setattr("dcp_s3.retention.scan.inspect", counted)
-    monkeypatch.setattr(inspect.map_bounded, "__kwdefaults__", {"limit": 5})
+    monkeypatch.setattr(coroutines.map_bounded, "__kwdefaults__", {"limit": 5})
     assert len(CheckpointCatalog(ROOT).checkpoints()) == 40
     assert peak == 5
 

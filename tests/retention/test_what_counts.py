@@ -11,20 +11,21 @@ from typing import Any
 import pytest
 
 from dcp_s3 import CheckpointCatalog, parse_policy, prune, remove
+from dcp_s3.checkpoint.directory import Directory
+from dcp_s3.checkpoint.info import CheckpointInfo, from_rank_manifests, with_marks
 from dcp_s3.checkpoint.lease import _is_young
 from dcp_s3.errors import CheckpointProtectedError, PolicyError
-from dcp_s3.format.layout import data_object, new_nonce, parse_manifest_object
+from dcp_s3.format.layout import data_object, new_nonce, spread
 from dcp_s3.format.manifest import Manifest
-from dcp_s3.retention.checkpoint_info import CheckpointInfo, from_rank_manifests, own_data, sort_out, with_marks
 from dcp_s3.retention.plan import make_plan
-from dcp_s3.s3 import async_client
-from dcp_s3.s3.async_client import ListedObject
-from dcp_s3.s3.bucket import Bucket
+from dcp_s3.s3 import times
+from dcp_s3.s3.store import S3Store
+from dcp_s3.store import ListedObject
 from dcp_s3.url import CheckpointURL
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
 from tests.retention import test_prune
-from tests.retention.making import delete, get, keys, put, save, save_locally, save_on_ranks
+from tests.retention.making import delete, get, is_manifest, keys, put, save, save_locally, save_on_ranks
 from tests.retention.test_prune import DAY, ROOT, Clock, steps
 
 client, clock, faulty = test_prune.client, test_prune.clock, test_prune.faulty
@@ -33,9 +34,9 @@ URL = CheckpointURL("bucket", "run/step-20")
 
 
 def _ranks(paths: list[str], worlds: dict[int, int]) -> CheckpointInfo:
-    contents = sort_out(URL, [ListedObject(URL.key(path), 10, 50.0) for path in paths])
+    directory = Directory.of(URL, [ListedObject(URL.key(path), 10, 50.0) for path in paths])
     manifests = {rank: Manifest(f"a{rank}", 1.0 + rank, 20, world, (), 5) for rank, world in worlds.items()}
-    return with_marks(from_rank_manifests(URL, contents, manifests), contents)
+    return with_marks(from_rank_manifests(URL, directory, manifests), directory)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,7 @@ def test_ranks_without_manifests_that_can_be_read_stay(
             put(client, url, file.name.replace(".metadata", "__0.metadata"), file.read_bytes())
     else:
         save_on_ranks(url, 1)
-        [path] = [path for path in keys(client, url) if parse_manifest_object(path)]
+        [path] = [path for path in keys(client, url) if is_manifest(path)]
         if kind == "lost manifests":
             delete(client, url, path)
         else:
@@ -95,19 +96,23 @@ def _named(directory: str) -> str:
             return name
 
 
+def _own(paths: list[str], needed: list[str] | None = None) -> set[str]:
+    return Directory.of_sizes(dict.fromkeys(paths, 1)).own_data(needed or ())
+
+
 def test_spread_data_that_is_not_the_checkpoints_own() -> None:
     near, other = f"5/{_named('5')}", f"7/{_named('7')}"
-    wide = data_object(0, 0, "ab", prefix_spread=2)
-    assert own_data([near, other, "__0_0-ab.distcp"], [other]) == {near, other, "__0_0-ab.distcp"}
-    assert own_data([near, other], ["__0_0-ab.distcp"]) == set()
-    assert own_data([wide, other], [other]) == {other}
+    wide = spread(data_object(0, 0, "ab"), 2)
+    assert _own([near, other, "__0_0-ab.distcp"], [other]) == {near, other, "__0_0-ab.distcp"}
+    assert _own([near, other], ["__0_0-ab.distcp"]) == set()
+    assert _own([wide, other], [other]) == {other}
     for marks in ("5/.metadata", "5/.dcp_s3/pin", "5/__0.metadata"):
-        assert own_data([near, other, marks], [other]) == {other}
-        assert own_data([near, other, marks]) == set()
-    assert own_data([near, other]) == {near, other}  # of a save that was not committed
-    assert own_data([near, other, wide]) == set()
-    assert own_data([near, "6/__0_0.distcp"]) == set()
-    assert own_data([near, "__0_0.distcp"]) == {"__0_0.distcp"}
+        assert _own([near, other, marks], [other]) == {other}
+        assert _own([near, other, marks]) == set()
+    assert _own([near, other]) == {near, other}  # of a save that was not committed
+    assert _own([near, other, wide]) == set()
+    assert _own([near, "6/__0_0.distcp"]) == set()
+    assert _own([near, "__0_0.distcp"]) == {"__0_0.distcp"}
 
 
 @pytest.mark.parametrize("committed", [True, False])
@@ -149,7 +154,7 @@ def test_without_the_servers_time_a_save_in_progress_is_not_removed(
     clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(async_client, "_server_time", lambda _: None)
+    monkeypatch.setattr(times, "server_time", lambda _: None)
     clock.now = time.time()
     path = data_object(0, 0, "ab12")
     put(client, f"{ROOT}/step-1", path)
@@ -180,10 +185,10 @@ def test_metadata_that_is_listed_and_not_there_ends_the_look(faulty: FaultyServe
 
 def test_the_age_of_a_deletion_without_the_servers_time(monkeypatch: pytest.MonkeyPatch) -> None:
     headers = {"last-modified": "Wed, 21 Oct 2015 07:28:00 GMT"}
-    monkeypatch.setattr(Bucket, "head", lambda *_: {"ResponseMetadata": {"HTTPHeaders": headers}})
-    assert not _is_young(object.__new__(Bucket), "key")
+    monkeypatch.setattr(S3Store, "head", lambda *_: {"ResponseMetadata": {"HTTPHeaders": headers}})
+    assert not _is_young(object.__new__(S3Store), "key")
     monkeypatch.setattr(time, "time", lambda: 1445412480.0 + 5)
-    assert _is_young(object.__new__(Bucket), "key")
+    assert _is_young(object.__new__(S3Store), "key")
 
 
 @pytest.mark.parametrize("word", ["within:48", "within:4.5", "within:7."])

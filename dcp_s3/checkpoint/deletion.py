@@ -1,0 +1,294 @@
+"""How one checkpoint is deleted, so that it may be cut off anywhere and meet readers, saves and other prunes.
+
+1. Look: it is still what the plan saw.
+2. Write down what goes (`DeletionList`), with ETags.
+3. Look again, for readers' leases and pins that came meanwhile, and for commits of saves that took long: whoever writes
+   one of these looks for the list then.
+4. Delete what makes it a checkpoint, on condition that it still has its ETag. From here on it is none.
+5. Delete the rest; at last the list.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, replace
+
+from dcp_s3 import errors
+from dcp_s3.checkpoint.deleter import Deleter, Deletion, LeftAloneError, commit_steps
+from dcp_s3.checkpoint.directory import Directory, Removal
+from dcp_s3.checkpoint.info import CheckpointInfo
+from dcp_s3.checkpoint.lease import DELETION_BEGINS
+from dcp_s3.checkpoint.look import Inspected, find_manifest, inspect, save_id_of
+from dcp_s3.format.deletion_list import DeletionList
+from dcp_s3.format.layout import (
+    CONTROL_PREFIX,
+    DELETION_PREFIX,
+    METADATA,
+    deletion_object,
+    manifest_object,
+    metadata_object,
+    new_nonce,
+)
+from dcp_s3.format.metadata import load_metadata
+from dcp_s3.format.saved_entries import needed_objects
+from dcp_s3.limit import Deadline, Limit
+from dcp_s3.store import Target, same_etag
+from dcp_s3.url import CheckpointURL
+
+logger = logging.getLogger(__name__)
+
+_ATTEMPT_SECONDS = 30.0
+"""For which one attempt to delete a commit may hang."""
+
+
+class Remover:
+    """Deletes committed checkpoints, and finishes deletions that were cut off.
+
+    Args:
+        deleter: for its root.
+    """
+
+    def __init__(self, deleter: Deleter) -> None:
+        self._deleter = deleter
+
+    async def delete_committed(
+        self, url: CheckpointURL, planned: CheckpointInfo, *, since: float, newest: CheckpointURL | None = None
+    ) -> Deletion:
+        """Delete a committed checkpoint.
+
+        Args:
+            url: of the checkpoint.
+            planned: what the plan saw.
+            since: what was written later (seconds since the epoch on the clock of S3) and is not the checkpoint's is
+                of a save in progress.
+            newest: of the checkpoint that has to be there for this one to be deleted.
+
+        Raises:
+            LeftAloneError: it changed, is protected, or something is being saved there.
+            StorageError, CheckpointError
+        """
+        found = await inspect(self._deleter.bucket, url)
+        if found is None or not found.info.committed:
+            raise LeftAloneError("it is gone, or no longer committed")
+        _check_unchanged(planned, found.info)
+        needed = await self._needed(url, found)
+        directory = await self._deleter.list_directory(url)
+        self._deleter.check_protection(directory)
+        removal = directory.removal(needed, since=since)
+        if removal.being_saved and not self._deleter.force:
+            raise LeftAloneError(f"a save is in progress: {removal.being_saved} was written")
+        commit = directory.commits.get(None)
+        if planned.etag is not None and (commit is None or not commit.has_etag(planned.etag)):
+            raise LeftAloneError("it was overwritten")
+        if not self._deleter.dry_run:
+            await self._delete(url, planned, removal, newest)
+        return Deletion(url.name, removal.count, removal.size)
+
+    async def _delete(
+        self, url: CheckpointURL, planned: CheckpointInfo, removal: Removal, newest: CheckpointURL | None
+    ) -> None:
+        listed = removal.to_list(planned.save_id, all_versions=self._deleter.all_versions)
+        path = deletion_object(planned.deletion_id, new_nonce())
+        deadline = _CommitDeadline.begin()
+        try:
+            await self._deleter.write_list(url, path, listed)
+            lists = await self._look_again(url, planned, listed, newest)
+            if deadline.passed:
+                raise LeftAloneError(_TOO_SLOW)
+        except (LeftAloneError, errors.StorageError):
+            await self._deleter.withdraw(url, [path])
+            raise
+        in_time = Limit(deadline=deadline, hang=_ATTEMPT_SECONDS)
+        for step in commit_steps(url, listed):
+            try:
+                changed = await self._deleter.delete_all(step, limit=in_time)
+            except errors.StorageError as error:
+                await self._give_up(url, path, listed, error)
+                raise
+            if changed:
+                await self._deleter.withdraw(url, [path])
+                raise LeftAloneError("it was overwritten")
+        await self._deleter.delete_rest(url, listed, {path, *lists})
+
+    async def _give_up(self, url: CheckpointURL, path: str, listed: DeletionList, error: errors.StorageError) -> None:
+        """Withdraw the list if S3 has certainly not deleted a commit, and never will: readers wait for no one."""
+        late = isinstance(error, errors.DeadlineExceededError)
+        if isinstance(error, errors.TransferError) or (late and error.attempts):
+            return  # S3 may still carry it out
+        try:
+            for commit, etag in listed.commits.items():
+                if not same_etag((await self._deleter.bucket.head(url.key(commit))).etag, etag):
+                    return
+        except errors.StorageError:
+            return
+        await self._deleter.withdraw(url, [path])
+        if late:
+            raise LeftAloneError(_TOO_SLOW)
+
+    async def _look_again(
+        self, url: CheckpointURL, planned: CheckpointInfo, listed: DeletionList, newest: CheckpointURL | None
+    ) -> list[str]:
+        """The last look before something goes; the lists of other deletions of the same checkpoint."""
+        if newest is not None and not await self._exists(newest):
+            raise LeftAloneError(f"{newest}, which was to stay as the newest, is gone")
+        if planned.etag is not None:
+            try:
+                head = await self._deleter.bucket.head(url.key(METADATA))
+            except errors.ObjectNotFoundError:
+                raise LeftAloneError("another prune deletes it") from None
+            if not same_etag(head.etag, planned.etag):
+                raise LeftAloneError("it was overwritten")
+        directory = await self._deleter.list_directory(url, CONTROL_PREFIX)
+        self._deleter.check_protection(directory)
+        if not self._deleter.force:
+            metrics = directory.metrics
+            if metrics is not None and not metrics.has_etag(listed.objects.get(metrics.path)):
+                raise LeftAloneError("metrics were added to it")
+            if any(each.path not in listed.objects for each in directory.all_manifests):
+                raise LeftAloneError("a save is in progress: it has written its manifest")
+        return [each.path for each in directory.lists_of(planned.deletion_id)]
+
+    async def finish(self, url: CheckpointURL, deletion: str) -> Deletion:
+        """Finish a deletion that was cut off: exactly what its lists name goes, as far as it is what it was.
+
+        Args:
+            url: of the checkpoint.
+            deletion: its id.
+
+        Raises:
+            LeftAloneError: the checkpoint is still there.
+            CheckpointError: a list cannot be read.
+            StorageError
+        """
+        directory = await self._deleter.list_directory(url)
+        gone: set[str] = set()
+        for found in directory.lists_of(deletion):
+            path = found.path
+            try:
+                listed = DeletionList.from_json((await self._deleter.bucket.get(url.key(path))).data)
+            except errors.ObjectNotFoundError:
+                continue  # another prune has finished it
+            except ValueError as error:
+                raise errors.CheckpointError(
+                    f"the list of a deletion s3://{url.bucket}/{url.key(path)} cannot be read: {error}. "
+                    "Remedy: delete it; what it names is then left over, and goes after the grace period",
+                    url=str(url),
+                ) from None
+            if not _has_begun(directory, listed) or await self._has_save(url, listed.save_id, directory):
+                if not listed.commits:  # of leftovers, or of a save that was committed after all
+                    given_up = found.modified_at < directory.now - DELETION_BEGINS
+                    if given_up or not listed.objects.keys() & directory.objects.keys():
+                        await self._deleter.withdraw(url, [path])
+                    continue
+                raise LeftAloneError("a deletion was begun and given up; the checkpoint is still there")
+            rest = still_there(directory, listed, written_at=found.modified_at)
+            for step in commit_steps(url, rest):
+                await self._deleter.delete_all(step)
+            # With versions, what has its delete marker already may still have older ones.
+            await self._deleter.delete_rest(url, rest, [path], purged=listed)
+            gone |= {*rest.commits, *rest.objects}
+        return Deletion(url.name, len(gone), sum(directory.sizes[path] for path in gone))
+
+    async def withdraw_given_up(self, url: CheckpointURL, deletion: str) -> None:
+        """Remove the lists of deletions of a checkpoint that is still there, which were cut off before they began."""
+        directory = await self._deleter.list_directory(url, DELETION_PREFIX)
+        old = [each for each in directory.lists_of(deletion) if each.modified_at < directory.now - DELETION_BEGINS]
+        await self._deleter.delete_all([Target(url.key(each.path)) for each in old])
+
+    async def _needed(self, url: CheckpointURL, found: Inspected) -> set[str]:
+        """Relative paths of the data objects and manifests that a checkpoint's metadata names."""
+        if found.manifest is not None:
+            return {entry.path for entry in found.manifest.objects} | {manifest_object(found.manifest.save_id)}
+        needed: set[str] = set()
+        for rank in found.directory.committing:
+            try:
+                manifest = await find_manifest(self._deleter.bucket, url, found.directory, rank)
+                if manifest is not None:
+                    needed |= {entry.path for entry in manifest.objects} | {manifest_object(manifest.save_id, rank)}
+                    continue
+                stored = await self._deleter.bucket.get(url.key(metadata_object(rank)))
+                metadata = load_metadata(stored.data, url=str(url))
+            except errors.ObjectNotFoundError:
+                raise LeftAloneError("another prune deletes it") from None
+            except errors.CheckpointError as error:
+                logger.warning("what %s consists of cannot be read, so that only old objects go: %s", url, error)
+                continue
+            needed |= set(needed_objects(metadata))
+        return needed
+
+    async def _has_save(self, url: CheckpointURL, save_id: str | None, directory: Directory) -> bool:
+        """Whether the checkpoint at the URL is of that save, though its ``.metadata`` may have another ETag: one that
+        was brought back from a copy."""
+        if save_id is None or None not in directory.commits:
+            return False
+        try:
+            return save_id_of(await self._deleter.bucket.head(url.key(METADATA))) == save_id
+        except errors.ObjectNotFoundError:
+            return False
+
+    async def _exists(self, url: CheckpointURL) -> bool:
+        for name in (METADATA, metadata_object(0)):
+            page = await self._deleter.bucket.page(url.key(name))
+            if any(each.key == url.key(name) for each in page.objects):
+                return True
+        return False
+
+
+_TOO_SLOW = "S3 is too slow for its readers to be seen"
+
+
+@dataclass(frozen=True)
+class _CommitDeadline(Deadline):
+    """By which a deletion's commits must be gone, so that readers may rely on its list; by two clocks, because one
+    stops while a host sleeps.
+
+    Attributes:
+        wall: when it passes, seconds since the epoch.
+    """
+
+    wall: float = 0.0
+
+    @classmethod
+    def begin(cls) -> _CommitDeadline:
+        """It is now that the list is written."""
+        seconds = DELETION_BEGINS / 2
+        return cls("DELETION_BEGINS / 2", seconds, time.monotonic() + seconds, time.time() + seconds)
+
+    @property
+    def left(self) -> float:
+        """Seconds until it passes by either clock, 0 if it has."""
+        return max(0.0, min(self.at - time.monotonic(), self.wall - time.time()))
+
+    @property
+    def passed(self) -> bool:
+        """Whether it has passed by either clock."""
+        return self.left <= 0
+
+
+def _check_unchanged(planned: CheckpointInfo, now: CheckpointInfo) -> None:
+    """Raises LeftAloneError unless a checkpoint is what the plan saw."""
+    if (planned.save_id, planned.modified_at) != (now.save_id, now.modified_at) or (planned.etag or "").strip('"') != (
+        now.etag or ""
+    ).strip('"'):
+        raise LeftAloneError("it was overwritten")
+    if repr(sorted(planned.metrics.items())) != repr(sorted(now.metrics.items())):
+        raise LeftAloneError("metrics were added to it")
+
+
+def _has_begun(directory: Directory, listed: DeletionList) -> bool:
+    """Whether a deletion whose list was found has come so far that the checkpoint is none any more."""
+    if not listed.commits:  # it was never committed
+        return not directory.commits
+    there = directory.unchanged(listed.commits)
+    return METADATA not in there if METADATA in listed.commits else len(there) < len(listed.commits)
+
+
+def still_there(directory: Directory, listed: DeletionList, *, written_at: float) -> DeletionList:
+    """Of a list that was found, and written at that time (seconds since the epoch on the clock of S3), what is still
+    there and unchanged. What is younger than the list is another save's, though its bytes may be the same."""
+    return replace(
+        listed,
+        commits=directory.unchanged(listed.commits, until=written_at),
+        objects=directory.unchanged(listed.objects, until=written_at),
+    )

@@ -1,0 +1,381 @@
+"""What lies at a checkpoint's URL: one listing, classified once. Pure.
+
+Whoever asks what belongs to a checkpoint, what is missing, left over or about to go, asks a `Directory`. Nobody else
+knows that earlier versions spread data over directories below the checkpoint (``a7/__0_0-....distcp``), where
+directories of that name may be checkpoints of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
+
+from dcp_s3.format.deletion_list import DeletionList
+from dcp_s3.format.layout import (
+    Kind,
+    What,
+    classify,
+    is_inside,
+    manifest_object,
+    may_be_spread,
+)
+from dcp_s3.format.manifest import Manifest
+from dcp_s3.url import CheckpointURL
+
+LEASE_MARGIN = 60.0
+"""Seconds for which a lease counts after its end. Both times are of S3's clock; a renewal may be under way."""
+
+_OUR_CONTROL = frozenset({What.MANIFEST, What.METRICS, What.PIN, What.LEASE, What.DELETION, What.CONTROL})
+
+
+class Stored(Protocol):
+    """An object of a listing: see `dcp_s3.store.ListedObject`."""
+
+    @property
+    def key(self) -> str: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def modified_at(self) -> float: ...
+    @property
+    def etag(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Found:
+    """One object in a checkpoint's directory."""
+
+    path: str
+    """Relative to the checkpoint."""
+    size: int
+    """Bytes."""
+    kind: Kind
+    modified_at: float = 0.0
+    """Seconds since the epoch on the clock of S3; 0 if the listing did not say."""
+    etag: str = ""
+    """As S3 gave it, with quotes; empty if it gave none."""
+
+    def has_etag(self, etag: str | None) -> bool:
+        """Whether this is its ETag, with or without quotes."""
+        return etag is not None and self.etag.strip('"') == etag.strip('"')
+
+
+@dataclass(frozen=True)
+class Removal:
+    """What goes with a checkpoint."""
+
+    commits: Mapping[str, Found]
+    """What makes it one, by relative path. Gone first."""
+    objects: Mapping[str, Found]
+    """Everything else, by relative path."""
+    being_saved: str | None = None
+    """Relative path of an object of a save in progress, None without any."""
+
+    @property
+    def count(self) -> int:
+        """Number of objects."""
+        return len(self.commits) + len(self.objects)
+
+    @property
+    def size(self) -> int:
+        """Bytes of all of them."""
+        return sum(found.size for found in (*self.commits.values(), *self.objects.values()))
+
+    def to_list(self, save_id: str | None, *, all_versions: bool) -> DeletionList:
+        """What is written down before the first of them goes."""
+        return DeletionList(
+            save_id=save_id,
+            commits={path: found.etag for path, found in self.commits.items()},
+            objects={path: found.etag for path, found in self.objects.items()},
+            all_versions=all_versions,
+        )
+
+
+@dataclass(frozen=True)
+class Directory:
+    """The objects at one URL, or those of them that were listed. Made by `of` and `of_sizes`."""
+
+    objects: Mapping[str, Found]
+    """All of them, by relative path."""
+    now: float = 0.0
+    """When they were listed, seconds since the epoch on the clock of S3. 0: no lease has ended."""
+    data: Mapping[str, Found] = field(default_factory=dict)
+    """Named like data of a save to this URL, by relative path; `own_data` knows better where there is more below."""
+    commits: Mapping[int | None, Found] = field(default_factory=dict)
+    """What makes it a checkpoint, by rank; rank None is ``.metadata``."""
+    manifests: Mapping[int | None, Mapping[str, Found]] = field(default_factory=dict)
+    """By rank, likewise, and save id."""
+    metrics: Found | None = None
+    """The metrics that were added after the save."""
+    pin: Found | None = None
+    leases: tuple[Found, ...] = ()
+    """Of readers, also those that have ended."""
+    deletions: Mapping[str, Found] = field(default_factory=dict)
+    """Lists of deletions that were begun, by relative path."""
+    nested: frozenset[str] = frozenset()
+    """Names of directories right below that are checkpoints of their own."""
+
+    @classmethod
+    def of(cls, url: CheckpointURL, objects: Iterable[Stored], now: float = 0.0) -> Directory:
+        """Of a listing of keys below ``url``, or of some of them."""
+        skip = len(url.key(""))
+        paths = ((each.key[skip:], each) for each in objects)
+        return cls._of((Found(path, o.size, classify(path), o.modified_at, o.etag) for path, o in paths), now)
+
+    @classmethod
+    def of_sizes(cls, sizes: Mapping[str, int]) -> Directory:
+        """Of a listing that has no times: bytes by relative path."""
+        return cls._of((Found(path, size, classify(path)) for path, size in sizes.items()), 0.0)
+
+    @classmethod
+    def _of(cls, listed: Iterable[Found], now: float) -> Directory:
+        objects = {found.path: found for found in listed}
+        of: dict[What, list[Found]] = {what: [] for what in What}
+        for found in objects.values():
+            of[found.kind.what].append(found)
+        manifests: dict[int | None, dict[str, Found]] = {}
+        for found in of[What.MANIFEST]:
+            manifests.setdefault(found.kind.rank, {})[found.kind.save_id] = found
+        return cls(
+            objects=objects,
+            now=now,
+            data={found.path: found for found in of[What.DATA]},
+            commits={found.kind.rank: found for found in of[What.COMMIT]},
+            manifests=manifests,
+            metrics=next(iter(of[What.METRICS]), None),
+            pin=next(iter(of[What.PIN]), None),
+            leases=tuple(of[What.LEASE]),
+            deletions={found.path: found for found in of[What.DELETION]},
+            nested=frozenset(found.kind.below for found in of[What.NESTED]),
+        )
+
+    # --- what is there ---------------------------------------------------------------------------
+
+    @cached_property
+    def sizes(self) -> Mapping[str, int]:
+        """Bytes by relative path."""
+        return {path: found.size for path, found in self.objects.items()}
+
+    @property
+    def ranks(self) -> list[int]:
+        """Ranks that have committed without collectives."""
+        return sorted(rank for rank in self.commits if rank is not None)
+
+    @property
+    def committing(self) -> list[int | None]:
+        """Whose metadata makes it a checkpoint: that of rank None alone if there is one, as it hides the others."""
+        return [None] if None in self.commits else [*self.ranks]
+
+    @property
+    def shows_checkpoint(self) -> bool:
+        """Whether it is, or was to become, a checkpoint."""
+        return any(found.kind.what in (What.DATA, What.COMMIT) or self._is_control(found) for found in self)
+
+    @property
+    def ours(self) -> bool:
+        """Whether dcp_s3 has written something of it."""
+        return any(found.kind.nonce or self._is_control(found) for found in self)
+
+    @property
+    def newest(self) -> float | None:
+        """When the last object was written, None without any."""
+        return max((found.modified_at for found in self), default=None)
+
+    @property
+    def data_written_at(self) -> float | None:
+        """When the last data object was written, None without any."""
+        return max((found.modified_at for found in self.data.values()), default=None)
+
+    @property
+    def data_size(self) -> int:
+        """Bytes of the data objects."""
+        return sum(found.size for found in self.data.values())
+
+    def is_spread_of(self, name: str) -> bool:
+        """Whether this directory, of that name, is no checkpoint but only holds spread data of the one above."""
+        return bool(self.data) and all(
+            path in self.data and classify(f"{name}/{path}").spread
+            for path, found in self.objects.items()
+            if found.kind.what not in (What.OTHER, What.NESTED)
+        )
+
+    def own_data(self, needed: Collection[str] = ()) -> set[str]:
+        """Relative paths of the data of saves to this very URL.
+
+        Spread data counts if it lies like that of the checkpoint, and not in a directory that is a checkpoint. If
+        nothing is needed (it was never committed), it counts if there is no other data and no such directory.
+
+        Args:
+            needed: what its manifest or metadata names.
+        """
+        plain = {path for path, found in self.data.items() if not found.kind.spread}
+        spread = {path: found.kind.spread for path, found in self.data.items() if found.kind.spread}
+        widths = {classify(path).spread for path in needed} - {0} if needed else set(spread.values())
+        if not needed:
+            others = any(found.kind.what is What.NESTED_DATA for found in self)
+            if plain or self.nested or others or len(widths) > 1:
+                return plain
+        return plain | {
+            path for path, width in spread.items() if width in widths and path.partition("/")[0] not in self.nested
+        }
+
+    # --- commits and manifests -------------------------------------------------------------------
+
+    @property
+    def all_manifests(self) -> list[Found]:
+        """Of whatever save."""
+        return [found for by_id in self.manifests.values() for found in by_id.values()]
+
+    def save_id_by_time(self, rank: int | None) -> str | None:
+        """The save that made a commit, if that is plain: there is one manifest, and it is not newer.
+
+        A manifest is written before its commit, so that a newer one is of a save that goes on, or was cut off.
+        """
+        commit, manifests = self.commits.get(rank), self.manifests.get(rank, {})
+        if commit is None or len(manifests) != 1:
+            return None
+        [(save_id, manifest)] = manifests.items()
+        return save_id if manifest.modified_at <= commit.modified_at else None
+
+    @property
+    def no_rank_missing(self) -> bool:
+        """Whether ranks 0 to n have committed, and no other has data there."""
+        writers = {found.kind.rank for found in self.data.values()} - {None}
+        return bool(self.ranks) and self.ranks == list(range(len(self.ranks))) and writers <= set(self.ranks)
+
+    # --- what is missing -------------------------------------------------------------------------
+
+    def lacking(self, sizes: Mapping[str, int], *, exact: bool = False) -> list[str]:
+        """Relative paths that are not there, or too short; with ``exact``, also those that are too long.
+
+        Args:
+            sizes: bytes by relative path: what a manifest or metadata names.
+            exact: whether the sizes are those of whole objects.
+        """
+        there = self.sizes
+        return [
+            path
+            for path, size in sizes.items()
+            if path not in there or (there[path] != size if exact else there[path] < size)
+        ]
+
+    def describe_damage(self, sizes: Mapping[str, int]) -> str | None:
+        """Why it cannot be loaded: the first that is `lacking`, in words."""
+        for path in self.lacking(sizes):
+            if path not in self.objects:
+                return f"its object {path} is not there"
+            return f"its object {path} has {self.objects[path].size} bytes instead of at least {sizes[path]}"
+        return None
+
+    # --- what protects it, what goes -------------------------------------------------------------
+
+    @property
+    def leased_until(self) -> float | None:
+        """When the last lease ends, seconds since the epoch on the clock of S3."""
+        return max((found.modified_at + found.kind.seconds for found in self.leases), default=None)
+
+    @property
+    def protection(self) -> str | None:
+        """Why it must not be deleted: a pin, or a lease that has not ended."""
+        if self.pin is not None:
+            return "it is pinned"
+        return "a reader has a lease" if any(not self._has_ended(found) for found in self.leases) else None
+
+    @property
+    def deletion_ids(self) -> tuple[str, ...]:
+        """Deletions that were begun and not finished."""
+        return tuple(sorted({found.kind.deletion for found in self.deletions.values()}))
+
+    def lists_of(self, deletion: str) -> list[Found]:
+        """The lists of one deletion, one for each attempt."""
+        return [found for found in self.deletions.values() if found.kind.deletion == deletion]
+
+    def removal(self, needed: Collection[str], *, since: float) -> Removal:
+        """What goes when a checkpoint does: what it needs, and what saves that failed left beside it. Nobody else's
+        objects, and nothing of a checkpoint in a directory below.
+
+        Args:
+            needed: relative paths of the data objects and manifests that its metadata names.
+            since: seconds since the epoch on the clock of S3; what was written later and is not needed is of a save in
+                progress.
+        """
+        own = self.own_data(needed)
+        objects: dict[str, Found] = {}
+        being_saved = None
+        for found in self:
+            path, what = found.path, found.kind.what
+            if what is What.COMMIT:
+                continue
+            if what is What.METRICS or (path in needed and is_inside(path)):
+                objects[path] = found
+            elif what is What.LEASE:
+                if self._has_ended(found):
+                    objects[path] = found
+            elif what in (What.DATA, What.MANIFEST):
+                if found.modified_at > since:
+                    being_saved = path
+                elif path in own or what is What.MANIFEST:
+                    objects[path] = found
+        if self.commits:  # a save that writes over names that are in use, as other libraries' do
+            committed = max(found.modified_at for found in self.commits.values())
+            late = (path for path in needed if path in objects and objects[path].modified_at > max(committed, since))
+            being_saved = being_saved or next(late, None)
+        return Removal({found.path: found for found in self.commits.values()}, objects, being_saved)
+
+    def removal_of_uncommitted(self, *, since: float) -> Removal:
+        """What goes when it was never committed: `removal`, and all of our own directory but what protects it and
+        what is still to be deleted."""
+        removal = self.removal((), since=since)
+        young = (path for path, found in removal.commits.items() if found.modified_at > since)
+        stay = (What.PIN, What.LEASE, What.DELETION)
+        control = {found.path: found for found in self if self._is_control(found) and found.kind.what not in stay}
+        return Removal(removal.commits, {**removal.objects, **control}, removal.being_saved or next(young, None))
+
+    def leftovers(self, manifest: Manifest) -> list[Found]:
+        """What a checkpoint of ours does not need: of saves that failed, go on, or were overwritten, and leases that
+        have ended. Only what has a name that dcp_s3 gives: nobody else's objects are leftovers."""
+        needed = {entry.path for entry in manifest.objects}
+        own = self.own_data(needed)
+        needed.add(manifest_object(manifest.save_id))
+        return [
+            found
+            for found in self
+            if (found.kind.what is What.LEASE and self._has_ended(found))
+            or (
+                found.path not in needed
+                and (found.kind.what is What.MANIFEST or (found.kind.nonce and found.path in own))
+            )
+        ]
+
+    def unchanged(self, etags: Mapping[str, str], *, until: float | None = None) -> dict[str, str]:
+        """Those of some ETags, by relative path, that are still there.
+
+        Args:
+            etags: with or without quotes.
+            until: seconds since the epoch on the clock of S3; what is younger has changed, though its bytes may be the
+                same.
+        """
+        return {
+            path: etag
+            for path, etag in etags.items()
+            if (found := self.objects.get(path)) is not None
+            and found.has_etag(etag)
+            and (until is None or found.modified_at <= until)
+        }
+
+    def __iter__(self) -> Iterator[Found]:
+        return iter(self.objects.values())
+
+    def _has_ended(self, lease: Found) -> bool:
+        return lease.modified_at + lease.kind.seconds + LEASE_MARGIN < self.now
+
+    @staticmethod
+    def _is_control(found: Found) -> bool:
+        return found.kind.what in _OUR_CONTROL
+
+
+def spread_prefixes(prefixes: Iterable[str]) -> list[str]:
+    """Those of some common prefixes (relative, with slash) that may hold spread data."""
+    return [prefix for prefix in prefixes if may_be_spread(prefix.rstrip("/"))]

@@ -1,0 +1,235 @@
+"""One checkpoint in short, concluded from its directory and manifests. Pure."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+from dcp_s3.checkpoint.directory import Directory
+from dcp_s3.format.added_metrics import AddedMetrics
+from dcp_s3.format.layout import deletion_id, step_by_patterns, step_of
+from dcp_s3.format.manifest import Manifest
+from dcp_s3.url import CheckpointURL
+
+State = Literal["committed", "incomplete", "in_progress", "leftover", "local"]
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A checkpoint under a root.
+
+    Attributes:
+        url: ``s3://...`` of the checkpoint.
+        name: last part of the URL.
+        state: ``committed`` if it has what makes it a checkpoint (``.metadata``, or that of every rank); ``local`` if
+            its commit waits in this host's spill directory; otherwise ``incomplete``, which a `CheckpointCatalog`
+            tells apart by its grace period: ``in_progress``, or ``leftover``.
+        step: training step, from the name; None without a number.
+        created_at: seconds since the epoch; when it was committed, or if it was not, last written to.
+        world_size: ranks that wrote it; None if that is not recorded.
+        objects: number of its data objects.
+        size: bytes of its data objects.
+        metrics: the user's, as saved, and over them those of `annotate`.
+        foreign: whether it was written by something else than dcp_s3: it has no manifest.
+        save_id: of the save that committed it; None for a foreign one, or one that is not committed. Without
+            collectives that of the lowest rank.
+        etag: of ``.metadata``, with quotes; None without one.
+        modified_at: seconds since the epoch on the clock of S3: when ``.metadata`` was written, or if there is none,
+            the newest object.
+        written_at: seconds since the epoch on the clock of S3, when the newest data object in its directory was
+            written; None if they were not listed.
+        pinned: whether `pin` protects it.
+        pin_reason: why, if `pin` was told.
+        leased_until: seconds since the epoch on the clock of S3, when the last reader's lease ends; None without any.
+        waiting: whether a commit of this URL waits in this host's spill directory.
+        deletions: ids (`layout.deletion_id`) of deletions that were begun and not finished.
+        damage: why it cannot be loaded; None if nothing is known of that. Of one that is not committed: why that can
+            not be told, so that it may be a checkpoint.
+    """
+
+    url: str
+    name: str
+    state: State
+    step: int | None
+    created_at: float | None
+    world_size: int | None
+    objects: int | None
+    size: int | None
+    metrics: dict[str, Any] = field(default_factory=dict, hash=False)
+    foreign: bool = False
+    save_id: str | None = None
+    etag: str | None = None
+    modified_at: float | None = None
+    written_at: float | None = None
+    pinned: bool = False
+    leased_until: float | None = None
+    waiting: bool = False
+    deletions: tuple[str, ...] = ()
+    damage: str | None = None
+    pin_reason: str | None = None
+
+    @property
+    def committed(self) -> bool:
+        """Whether ``state`` is ``committed``."""
+        return self.state == "committed"
+
+    @property
+    def deletion_id(self) -> str:
+        """What a deletion of it is known by."""
+        return deletion_id(self.save_id, self.etag)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class LeftoverObject:
+    """An object in the directory of a committed checkpoint that the checkpoint does not need: of a save that failed,
+    of one that was overwritten, or of a save in progress."""
+
+    key: str
+    size: int
+    """Bytes."""
+    modified_at: float
+    """Seconds since the epoch, on the clock of S3."""
+    checkpoint: str
+    """Name of the directory under the root."""
+    is_lease: bool = False
+    """Whether it is a reader's lease that has ended, and no part of a save."""
+
+
+def age_order(info: CheckpointInfo) -> tuple[bool, int, float, str]:
+    """Sort key: by step (those without one first), then by time, then by name."""
+    created = info.created_at or 0.0
+    return (info.step is not None, info.step or 0, 0.0 if math.isnan(created) else created, info.name)
+
+
+def newest_first(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
+    """The committed ones, the one that `latest` tries first in front."""
+    return sorted((info for info in infos if info.committed), key=age_order, reverse=True)
+
+
+def with_marks(info: CheckpointInfo, directory: Directory) -> CheckpointInfo:
+    """The checkpoint with what the names and times in its listing say besides: pin, leases, deletions, its commit."""
+    metadata = directory.commits.get(None)
+    commits = directory.commits.values() if info.committed else ()
+    return replace(
+        info,
+        pinned=directory.pin is not None,
+        leased_until=directory.leased_until,
+        deletions=directory.deletion_ids,
+        modified_at=max((found.modified_at for found in commits), default=directory.newest),
+        etag=metadata.etag if metadata else None,
+    )
+
+
+def in_grace(info: CheckpointInfo, *, now: float, grace: float) -> CheckpointInfo:
+    """An incomplete checkpoint as ``in_progress`` or ``leftover``; others as they are.
+
+    Args:
+        info: the checkpoint.
+        now: seconds since the epoch, on the clock of S3.
+        grace: seconds after its newest object for which a save counts as in progress.
+    """
+    if info.state != "incomplete":
+        return info
+    young = info.modified_at is None or now - info.modified_at < grace
+    return replace(info, state="in_progress" if young else "leftover")
+
+
+def with_step(info: CheckpointInfo, patterns: Sequence[re.Pattern[str]]) -> CheckpointInfo:
+    """The checkpoint with the step that ``patterns`` find in its name. Without patterns it keeps the one it has."""
+    return replace(info, step=step_by_patterns(info.name, patterns)) if patterns else info
+
+
+def with_metrics(info: CheckpointInfo, added: AddedMetrics) -> CheckpointInfo:
+    """The checkpoint with metrics that came after the save, if they are of this save."""
+    identity = info.save_id or info.etag
+    return replace(info, metrics={**info.metrics, **added.metrics}) if identity and added.of == identity else info
+
+
+def from_manifest(url: CheckpointURL, manifest: Manifest) -> CheckpointInfo:
+    """A committed checkpoint with the manifest that its ``.metadata`` names."""
+    return CheckpointInfo(
+        url=str(url),
+        name=url.name,
+        state="committed",
+        step=step_of(url.name),
+        created_at=manifest.created_at,
+        world_size=manifest.world_size,
+        objects=len(manifest.objects),
+        size=manifest.total_size,
+        metrics=manifest.metrics,
+        save_id=manifest.save_id,
+    )
+
+
+def from_listing(url: CheckpointURL, directory: Directory, *, committed_at: float | None) -> CheckpointInfo:
+    """A checkpoint without a manifest: a foreign one, or one that was never committed (``committed_at`` None)."""
+    return CheckpointInfo(
+        url=str(url),
+        name=url.name,
+        state="incomplete" if committed_at is None else "committed",
+        step=step_of(url.name),
+        created_at=directory.newest if committed_at is None else committed_at,
+        world_size=None,
+        objects=len(directory.data),
+        size=directory.data_size,
+        foreign=committed_at is not None or not directory.ours,
+    )
+
+
+def from_rank_manifests(url: CheckpointURL, directory: Directory, manifests: Mapping[int, Manifest]) -> CheckpointInfo:
+    """A save without collectives.
+
+    The manifest that was written last says how many ranks there must be. It is committed if each of them has
+    committed and says the same: after a save that was to overwrite another with a different number of ranks, and
+    was cut off, they do not. Where there are no manifests at all (other writers'), it is committed if no rank is
+    missing. What cannot be told has ``damage``.
+
+    Args:
+        url: of the checkpoint.
+        directory: its listing.
+        manifests: by rank; a rank whose manifest cannot be told is left out, and is then not committed.
+    """
+    present = directory.ranks
+    if not manifests:
+        if not any(rank in directory.manifests for rank in present) and directory.no_rank_missing:
+            committed_at = max(directory.commits[rank].modified_at for rank in present)
+            return from_listing(url, directory, committed_at=committed_at)
+        return replace(from_listing(url, directory, committed_at=None), damage=_untold(present, manifests))
+    last = max(manifests.values(), key=lambda manifest: manifest.created_at)
+    ranks = range(last.world_size)
+    committed = bool(ranks) and all(
+        rank in directory.commits and rank in manifests and manifests[rank].world_size == last.world_size
+        for rank in ranks
+    )
+    written = [manifests[rank] for rank in ranks if rank in manifests]
+    return CheckpointInfo(
+        url=str(url),
+        name=url.name,
+        state="committed" if committed else "incomplete",
+        step=step_of(url.name),
+        created_at=last.created_at if committed else directory.newest,
+        world_size=last.world_size,
+        objects=sum(len(manifest.objects) for manifest in written) if committed else len(directory.data),
+        size=sum(manifest.total_size for manifest in written) if committed else directory.data_size,
+        metrics={name: value for manifest in reversed(written) for name, value in manifest.metrics.items()},
+        save_id=written[0].save_id if committed else None,
+        damage=None if committed else _untold(present, manifests),
+    )
+
+
+def _untold(commits: Collection[int], manifests: Mapping[int, Manifest]) -> str | None:
+    """Why it cannot be told whether all ranks have committed; None if some certainly have not."""
+    unknown = sorted(set(commits) - set(manifests))
+    if unknown:
+        return f"it may be complete: the manifest of rank {unknown[0]} is missing or cannot be read"
+    for size in sorted({manifest.world_size for manifest in manifests.values()}):
+        if all(rank in commits and rank in manifests and manifests[rank].world_size == size for rank in range(size)):
+            return f"it may be complete: {size} ranks say so, and others do not"
+    return None

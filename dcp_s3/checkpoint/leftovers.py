@@ -1,0 +1,159 @@
+"""What saves that failed left behind, deleted while others may be about to commit.
+
+As with a checkpoint (`deletion.py`), what goes is written down first, for saves that took long and are about to commit,
+and S3 is looked at again before each request, for those that have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+
+from dcp_s3 import errors
+from dcp_s3.checkpoint.deleter import Deleter, Deletion, LeftAloneError, commit_steps
+from dcp_s3.checkpoint.info import LeftoverObject
+from dcp_s3.checkpoint.look import inspect, look_deeper
+from dcp_s3.format.deletion_list import DeletionList
+from dcp_s3.format.layout import DELETION_PREFIX, deletion_id, deletion_object, new_nonce
+from dcp_s3.store import Target
+from dcp_s3.url import CheckpointURL
+
+
+class LeftoverRemover:
+    """Deletes directories of saves that were never committed, and what lies beside a checkpoint that it does not need.
+
+    Args:
+        deleter: for its root.
+    """
+
+    def __init__(self, deleter: Deleter) -> None:
+        self._deleter = deleter
+
+    async def delete_uncommitted(self, url: CheckpointURL, *, since: float) -> Deletion:
+        """Delete what a save that was never committed left.
+
+        Args:
+            url: of the directory.
+            since: nothing in it may have been written later: seconds since the epoch on the clock of S3.
+
+        Raises:
+            LeftAloneError: it was committed meanwhile, is being saved, or is protected.
+            StorageError, CheckpointError
+        """
+        found = await inspect(self._deleter.bucket, url)
+        if found is None:
+            return Deletion(url.name, 0, 0)  # somebody else was faster
+        if found.info.committed:
+            raise LeftAloneError("it was committed")
+        if found.info.damage is not None and not self._deleter.force:
+            raise LeftAloneError(found.info.damage)
+        directory = await self._deleter.list_directory(url)
+        self._deleter.check_protection(directory)
+        if None in directory.commits:
+            raise LeftAloneError("it was committed")
+        removal = directory.removal_of_uncommitted(since=since)
+        if removal.being_saved and not self._deleter.force:
+            raise LeftAloneError(f"a save is in progress: {removal.being_saved} was written")
+        if self._deleter.dry_run:
+            return Deletion(url.name, removal.count, removal.size)
+        everything = removal.to_list(None, all_versions=self._deleter.all_versions)
+        seen = {**everything.commits, **everything.objects}
+        known = set(everything.commits)
+
+        async def look() -> None:
+            if not self._deleter.force:
+                await self._look_for_commits(url, seen, known)
+
+        # It is none, whatever goes first; and what is written down must not make a part of it look like one.
+        listed = replace(everything, commits={}, objects=everything.objects)
+        path = await self._announce(url, listed, look)
+        try:
+            for step in commit_steps(url, everything):
+                await self._deleter.delete_all(step, look=look)
+            known.clear()
+            await self._deleter.delete_rest(url, listed, (), look=look)
+        except LeftAloneError:
+            await self._deleter.withdraw(url, [path])
+            raise
+        await self._deleter.delete_rest(url, replace(listed, objects={}), [path])
+        return Deletion(url.name, removal.count, removal.size)
+
+    async def delete_leftovers(
+        self, url: CheckpointURL, planned: Sequence[LeftoverObject], *, since: float
+    ) -> Deletion:
+        """Delete objects of other saves in the directory of a committed checkpoint.
+
+        Raises:
+            LeftAloneError: a save is in progress.
+            StorageError
+        """
+        now = (await self._deleter.list_directory(url, DELETION_PREFIX)).now
+        found = await inspect(self._deleter.bucket, url)
+        unneeded = (
+            (await look_deeper(self._deleter.bucket, url, found, now))[1] if found and found.info.committed else []
+        )
+        if any(each.modified_at > since and not each.is_lease for each in unneeded):
+            raise LeftAloneError("a save is in progress: an object was written")
+        gone = [each for each in planned if each in unneeded]
+        if not gone or found is None:
+            return Deletion(url.name, 0, 0)
+        before = found.info
+
+        async def look() -> None:
+            now = await inspect(self._deleter.bucket, url)
+            if now is None or (now.info.save_id, now.info.etag) != (before.save_id, before.etag):
+                raise LeftAloneError("it was overwritten")
+
+        skip = len(url.key(""))
+        listed = DeletionList(
+            None, {}, dict.fromkeys((each.key[skip:] for each in gone), ""), self._deleter.all_versions
+        )
+        path = await self._announce(url, listed, look)
+        try:
+            await self._deleter.delete_all([Target(each.key) for each in gone], look=look)
+        except LeftAloneError:
+            await self._deleter.withdraw(url, [path])
+            raise
+        left = {each.key[skip:] for each in unneeded} - set(listed.objects)
+        lists = await self._spent_lists(url, left)
+        await self._deleter.delete_rest(url, replace(listed, objects={}), {path, *lists}, purged=listed)
+        return Deletion(url.name, len(gone), sum(each.size for each in gone))
+
+    async def _announce(self, url: CheckpointURL, listed: DeletionList, look: Callable[[], Awaitable[None]]) -> str:
+        """Write down what goes, for saves that are about to commit, and look for those that have; the list's path."""
+        path = deletion_object(deletion_id(None, new_nonce()), new_nonce())
+        try:
+            await self._deleter.write_list(url, path, listed)
+            await look()
+        except (LeftAloneError, errors.StorageError):
+            await self._deleter.withdraw(url, [path])
+            raise
+        return path
+
+    async def _look_for_commits(self, url: CheckpointURL, seen: Mapping[str, str], known: Collection[str]) -> None:
+        """Raises LeftAloneError if a save was committed, or is about to be, since a listing.
+
+        Args:
+            url: of the checkpoint.
+            seen: ETag by relative path of what was listed.
+            known: relative paths of the commits in it that may be there still.
+        """
+        directory = await self._deleter.list_directory(url, ".", "__")
+        self._deleter.check_protection(directory)
+        for each in directory.commits.values():
+            if not (each.path in known and each.has_etag(seen.get(each.path))):
+                raise LeftAloneError("it was committed")
+        if any(not each.has_etag(seen.get(each.path)) for each in directory.all_manifests):
+            raise LeftAloneError("a save is in progress: it has written its manifest")
+
+    async def _spent_lists(self, url: CheckpointURL, left: Collection[str]) -> list[str]:
+        """Lists of leftovers of which none is left, from prunes that were cut off."""
+        spent = []
+        for path in (await self._deleter.list_directory(url, DELETION_PREFIX)).deletions:
+            try:
+                listed = DeletionList.from_json((await self._deleter.bucket.get(url.key(path))).data)
+            except (errors.ObjectNotFoundError, ValueError):
+                continue
+            if not listed.commits and not listed.objects.keys() & left:
+                spent.append(path)
+        return spent

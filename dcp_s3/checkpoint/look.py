@@ -1,0 +1,270 @@
+"""One checkpoint, looked at with few small requests.
+
+Of ours there are two: a listing of what begins with a dot (``.metadata``, and below ``.dcp_s3/`` manifest, metrics, pin
+and leases), and a GET of the manifest. A GET more if metrics were added, another if it is pinned, a HEAD more if it is
+not plain which manifest belongs to ``.metadata``: five at most. Foreign ones, and those that are not committed, are
+listed.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from dcp_s3 import errors
+from dcp_s3.checkpoint.directory import Directory, spread_prefixes
+from dcp_s3.checkpoint.info import (
+    CheckpointInfo,
+    LeftoverObject,
+    from_listing,
+    from_manifest,
+    from_rank_manifests,
+    with_marks,
+    with_metrics,
+    with_step,
+)
+from dcp_s3.checkpoint.listing import list_directory_async
+from dcp_s3.coroutines import map_bounded
+from dcp_s3.format.added_metrics import AddedMetrics
+from dcp_s3.format.layout import (
+    CONTROL_PREFIX,
+    METADATA,
+    METRICS,
+    PIN,
+    SAVE_ID_KEY,
+    What,
+    manifest_object,
+    metadata_object,
+)
+from dcp_s3.format.manifest import Manifest
+from dcp_s3.format.metadata import load_metadata
+from dcp_s3.format.saved_entries import needed_objects
+from dcp_s3.store import ObjectHead, same_etag
+from dcp_s3.url import CheckpointURL
+
+if TYPE_CHECKING:
+    from dcp_s3.s3.async_store import AsyncS3Store
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Inspected:
+    """A checkpoint with what was read for it."""
+
+    info: CheckpointInfo
+    directory: Directory
+    """What begins with a dot; all of its objects if they had to be listed."""
+    manifest: Manifest | None = None
+    """Of a committed save with collectives; None without."""
+
+
+async def inspect_checkpoint(
+    bucket: AsyncS3Store, url: CheckpointURL, patterns: Sequence[re.Pattern[str]] = ()
+) -> CheckpointInfo | None:
+    """The checkpoint at ``url`` itself, None if there is nothing of one.
+
+    Args:
+        bucket: of the URL.
+        url: of the checkpoint.
+        patterns: that find the step in its name, instead of the rules of `step_of`.
+
+    Raises:
+        StorageError
+    """
+    found = await inspect(bucket, url, patterns)
+    return None if found is None else found.info
+
+
+async def inspect(
+    bucket: AsyncS3Store, url: CheckpointURL, patterns: Sequence[re.Pattern[str]] = ()
+) -> Inspected | None:
+    """`inspect_checkpoint`, with what it was concluded from."""
+    found = await _inspect_committed(bucket, url) or await _inspect_without_metadata(bucket, url)
+    if found is None:
+        return None
+    info = with_step(with_marks(found.info, found.directory), patterns)
+    if found.directory.metrics is not None and info.committed:
+        info = with_metrics(info, await _read_added(bucket, url))
+    if info.pinned:
+        info = replace(info, pin_reason=await _read_pin_reason(bucket, url))
+    return replace(found, info=info)
+
+
+async def _list_dotted(bucket: AsyncS3Store, url: CheckpointURL) -> Directory:
+    """What begins with a dot and may be of a checkpoint."""
+    page = await bucket.page(url.key("."))
+    if page.next_token is None:
+        return Directory.of(url, page.objects)
+    # Many ranks without collectives, or a directory with something like .git/: not all of that.
+    metadata = await bucket.page(url.key(METADATA))
+    control = (await bucket.list(url.key(CONTROL_PREFIX))).objects
+    return Directory.of(url, [*control, *(found for found in metadata.objects if found.key == url.key(METADATA))])
+
+
+async def _inspect_committed(bucket: AsyncS3Store, url: CheckpointURL) -> Inspected | None:
+    """A checkpoint with ``.metadata``, None without."""
+    directory = await _list_dotted(bucket, url)
+    commit = directory.commits.get(None)
+    if commit is None:
+        return None
+    try:
+        manifest = await find_manifest(bucket, url, directory, None)
+    except errors.ObjectNotFoundError:
+        return None  # deleted just now
+    if manifest is not None:
+        return Inspected(from_manifest(url, manifest), directory, manifest)
+    directory = await list_directory_async(bucket, url)
+    return Inspected(from_listing(url, directory, committed_at=commit.modified_at), directory)
+
+
+async def _inspect_without_metadata(bucket: AsyncS3Store, url: CheckpointURL) -> Inspected | None:
+    # Not a full listing at once: this may be a directory with millions of other things.
+    skip = len(url.key(""))
+    page = await bucket.page(url.key(""), delimiter="/")
+    prefixes = [prefix[skip:] for prefix in page.prefixes]
+    directory, spread = Directory.of(url, page.objects), spread_prefixes(prefixes)
+    shown = CONTROL_PREFIX in prefixes or directory.shows_checkpoint
+    if not shown and spread:
+        sample = await bucket.page(url.key(spread[0]))
+        shown = Directory.of(url, sample.objects).shows_checkpoint
+    if not shown:
+        return None
+    if page.next_token is not None or spread or CONTROL_PREFIX in prefixes:
+        directory = await list_directory_async(bucket, url)
+    if directory.is_spread_of(url.name) or not directory.shows_checkpoint:
+        return None
+    ranks = directory.ranks
+    if not ranks:
+        return Inspected(from_listing(url, directory, committed_at=None), directory)
+
+    async def manifest_of(rank: int) -> Manifest | None:
+        try:
+            return await find_manifest(bucket, url, directory, rank)
+        except errors.ObjectNotFoundError:
+            return None  # deleted just now
+
+    manifests = await map_bounded(manifest_of, ranks)
+    by_rank = {rank: manifest for rank, manifest in zip(ranks, manifests, strict=True) if manifest is not None}
+    return Inspected(from_rank_manifests(url, directory, by_rank), directory)
+
+
+async def find_manifest(
+    bucket: AsyncS3Store, url: CheckpointURL, directory: Directory, rank: int | None
+) -> Manifest | None:
+    """The manifest that belongs to the commit of ``rank`` (None: to ``.metadata``): that of the save which the commit
+    names. None if it is missing, cannot be read, or cannot be told.
+
+    Raises:
+        ObjectNotFoundError: the commit is gone; other StorageErrors.
+    """
+    manifests = directory.manifests.get(rank, {})
+    if not manifests:
+        return None
+    save_id = directory.save_id_by_time(rank)
+    if save_id is None:
+        save_id = save_id_of(await bucket.head(url.key(metadata_object(rank))))
+    if save_id is None and len(manifests) == 1:
+        [save_id] = manifests
+    if save_id is None:
+        try:
+            metadata = load_metadata((await bucket.get(url.key(metadata_object(rank)))).data, url=str(url))
+        except errors.CheckpointError as error:
+            logger.warning("cannot tell which manifest of %s is valid: %s", url, error)
+            return None
+        inside = getattr(metadata.storage_meta, "save_id", None)
+        save_id = inside if inside in manifests else None  # that of another library may be anything
+    return None if save_id is None else await _read_manifest(bucket, url, save_id, rank)
+
+
+async def _read_manifest(bucket: AsyncS3Store, url: CheckpointURL, save_id: str, rank: int | None) -> Manifest | None:
+    """The manifest of a save, None if there is none or it cannot be read."""
+    try:
+        return Manifest.from_json((await bucket.get(url.key(manifest_object(save_id, rank)))).data)
+    except errors.ObjectNotFoundError:
+        return None  # lost in a copy, or replaced by another save just now
+    except ValueError as error:
+        logger.warning("the manifest %s of %s is not used: %s", manifest_object(save_id, rank), url, error)
+        return None
+
+
+async def _read_added(bucket: AsyncS3Store, url: CheckpointURL) -> AddedMetrics:
+    try:
+        return AddedMetrics.from_json((await bucket.get(url.key(METRICS))).data)
+    except errors.ObjectNotFoundError:
+        return AddedMetrics("")
+    except ValueError as error:
+        logger.warning("the metrics that were added to %s are not used: %s", url, error)
+        return AddedMetrics("")
+
+
+async def _read_pin_reason(bucket: AsyncS3Store, url: CheckpointURL) -> str | None:
+    """Why it is pinned, if it says so and may be read. It protects whatever is in it."""
+    try:
+        reason = json.loads((await bucket.get(url.key(PIN))).data)["reason"]
+    except (errors.ObjectNotFoundError, errors.AccessDeniedError):
+        return None
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return reason if isinstance(reason, str) else None
+
+
+def save_id_of(head: ObjectHead) -> str | None:
+    """The save id in the user metadata of ``.metadata``, None if it has none."""
+    return head.metadata.get(SAVE_ID_KEY)
+
+
+async def find_damage(bucket: AsyncS3Store, url: CheckpointURL) -> str | None:
+    """Why a committed checkpoint cannot be loaded, None if it can: reads its metadata and lists its objects.
+
+    Raises:
+        StorageError
+    """
+    directory = await list_directory_async(bucket, url)
+    for rank in directory.committing:
+        try:
+            metadata = load_metadata((await bucket.get(url.key(metadata_object(rank)))).data, url=str(url))
+        except (errors.ObjectNotFoundError, errors.CheckpointError) as error:
+            return str(error)
+        if not isinstance(metadata.storage_data, dict):
+            return "its metadata does not say where its items lie"
+        damage = directory.describe_damage(needed_objects(metadata))
+        if damage is not None:
+            return damage
+    return None if directory.commits else "it was deleted meanwhile"
+
+
+async def look_deeper(
+    bucket: AsyncS3Store, url: CheckpointURL, found: Inspected, now: float
+) -> tuple[CheckpointInfo, list[LeftoverObject]]:
+    """A committed checkpoint with its damage and when it was written, and its leftovers.
+
+    Neither damage nor leftovers where there is no manifest that is certainly its own.
+
+    Args:
+        bucket: of the URL.
+        url: of the checkpoint.
+        found: the checkpoint.
+        now: seconds since the epoch on the clock of S3; leases that ended before are left over.
+
+    Raises:
+        ObjectNotFoundError: its ``.metadata`` is gone; other StorageErrors.
+    """
+    head = await bucket.head(url.key(METADATA)) if found.manifest is not None else None
+    directory = replace(await list_directory_async(bucket, url), now=now)
+    info = replace(found.info, written_at=directory.data_written_at)
+    listed = directory.commits.get(None)
+    if found.manifest is None or head is None or save_id_of(head) != found.manifest.save_id:
+        return info, []  # foreign, or a copy without user metadata
+    if listed is None or not same_etag(head.etag, info.etag) or not same_etag(head.etag, listed.etag):
+        return info, []  # foreign, a copy without user metadata, or replaced meanwhile
+    damage = directory.describe_damage({entry.path: entry.size for entry in found.manifest.objects})
+    leftovers = [
+        LeftoverObject(url.key(each.path), each.size, each.modified_at, url.name, is_lease=each.kind.what is What.LEASE)
+        for each in directory.leftovers(found.manifest)
+    ]
+    return replace(info, damage=damage), leftovers

@@ -1,0 +1,206 @@
+"""The app of ``dcp-s3``, and what its commands share: options, output, progress and questions."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from typer.core import TyperGroup
+
+from dcp_s3._version import __version__
+from dcp_s3.cli import exits, tables
+from dcp_s3.errors import DcpS3Error
+from dcp_s3.format.manifest import number_to_json
+from dcp_s3.url import is_s3_url
+
+
+class _Group(TyperGroup):
+    """Turns errors into a message and an exit status."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError:
+            raise  # click handles it: the reader of the output has gone
+        except typer.BadParameter as error:
+            error.message = in_options(error.message, error.ctx.command.params if error.ctx is not None else ())
+            raise
+        except (DcpS3Error, OSError) as error:
+            command: Any = self.get_command(ctx, ctx.invoked_subcommand or "")
+            parameters = () if command is None else command.params
+            note(f"dcp-s3: {in_options(str(error), parameters)}")
+            raise typer.Exit(exits.status_of(error)) from None
+
+
+def in_options(message: str, parameters: Iterable[Any]) -> str:
+    """A message of the library, with the names of Python arguments replaced by those of the command's options."""
+    for parameter in parameters:
+        message = message.replace(f"{parameter.name}=True", parameter.opts[0])
+    return message
+
+
+app = typer.Typer(
+    name="dcp-s3",
+    cls=_Group,
+    help="PyTorch distributed checkpoints on S3: list, copy, verify and prune them.",
+    epilog="Exit status: " + ". ".join(f"{status} {meaning}" for status, meaning in exits.MEANINGS.items()) + ".",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON; NaN and infinities become text.")]
+URL = Annotated[str, typer.Argument(metavar="URL", help="s3://bucket/prefix of the checkpoint.")]
+ROOT = Annotated[str, typer.Argument(metavar="ROOT", help="s3://bucket/prefix above the checkpoints.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be done, and why.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
+
+
+def _print_version(value: bool) -> None:
+    if value:
+        typer.echo(f"dcp-s3 {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    _: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """PyTorch distributed checkpoints on S3: list, copy, verify and prune them."""
+
+
+def print_json(value: Any) -> None:
+    """Print JSON, for programs."""
+    sys.stdout.write(to_json(value, indent=1) + "\n")
+
+
+def to_json(value: Any, *, indent: int | None = None) -> str:
+    """Strict JSON: NaN and infinities become text, as in the manifests."""
+    return json.dumps(_strict(value), indent=indent, allow_nan=False)
+
+
+def _strict(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _strict(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_strict(each) for each in value]
+    return number_to_json(value)
+
+
+def print_line(text: str) -> None:
+    """Print a line for people, above the progress bar if there is one."""
+    sys.stdout.write(text + "\n")
+
+
+def note(text: str) -> None:
+    """Print for people on stderr, beside the output for programs."""
+    tables.make_console(stderr=True).print(text, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def progress(label: str) -> Iterator[dict[str, Any]]:
+    """A progress bar for bytes, on a terminal only. Yields the callbacks ``on_total`` and ``on_progress``."""
+    with _bar(BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as bar:
+        task = bar.add_task(label, total=None)
+        yield {
+            "on_total": lambda total: bar.update(task, total=total),
+            "on_progress": lambda count: bar.update(task, advance=count),
+        }
+
+
+@contextlib.contextmanager
+def progress_of_steps(label: str) -> Iterator[Callable[[int, int], None]]:
+    """A progress bar for steps, on a terminal only. Yields a function that takes the steps done and their total."""
+    with _bar(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()) as bar:
+        task = bar.add_task(label, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _bar(*columns: ProgressColumn) -> Progress:
+    console = tables.make_console(stderr=True)
+    return Progress(
+        *columns,
+        console=console,
+        disable=not console.is_terminal,
+        transient=True,
+        redirect_stdout=sys.stdout.isatty(),  # output to a pipe stays out of the terminal
+    )
+
+
+def stop_on_signals() -> threading.Event:
+    """An event that SIGTERM and Ctrl-C set from now on, for commands that then end by themselves."""
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    return stop
+
+
+def someone_is_there() -> bool:
+    """Whether a question can be asked and answered."""
+    return sys.stdin.isatty() and sys.stderr.isatty()
+
+
+def require_yes(yes: bool) -> None:
+    """Require ``--yes`` if there is no terminal on which to ask.
+
+    Raises:
+        typer.BadParameter: there is no terminal, and ``--yes`` was not given.
+    """
+    if not yes and not someone_is_there():
+        raise typer.BadParameter(
+            "there is no terminal to ask on. Remedy: --yes deletes without a question, --dry-run only shows",
+            param_hint="--yes",
+        )
+
+
+def ask(question: str) -> None:
+    """Ask, and end the command unless the answer is yes."""
+    if not typer.confirm(question, err=True):
+        note("nothing was deleted")
+        raise typer.Exit(exits.FAILED)
+
+
+def local_directory(path: Path | None) -> Path | None:
+    """Check, as an argument's callback, that the argument is not a URL: the two are easily swapped.
+
+    Raises:
+        typer.BadParameter: it is a URL.
+    """
+    if path is not None and is_s3_url(path):
+        raise typer.BadParameter(f"{str(path)!r} is an S3 URL, but this must be a local directory")
+    return path
+
+
+@contextlib.contextmanager
+def wrong_usage(*kinds: type[Exception], hint: str) -> Iterator[None]:
+    """Report these errors in the body as wrong usage, exit status 2: they come from what was typed.
+
+    Args:
+        kinds: types of the errors.
+        hint: name of the argument or option.
+    """
+    try:
+        yield
+    except kinds as error:
+        raise typer.BadParameter(str(error), param_hint=hint) from None

@@ -1,0 +1,147 @@
+"""What torch.save wrote, gone through without loading it: archives, and the format before them.
+
+What an item's pickle would make is described rather than made, and its storages must be as large as they say: torch
+believes a pickle, and would read beyond what is stored.
+"""
+
+from __future__ import annotations
+
+import io
+import pickletools
+import re
+import zipfile
+from collections.abc import Callable
+from typing import Any
+
+from dcp_s3.format.pickled_tensors import STORAGE_TYPES, TENSORS, UNUSUAL_TENSORS, PickledStorage, load_storage
+from dcp_s3.format.plain_values import find_plain
+from dcp_s3.format.unpickling import MalformedPickleError, Sealed, unpickle
+from dcp_s3.torch_private import FileReader
+
+# Pickles before the bytes of the storages: magic number, protocol, system, value, keys of the storages.
+_OLD_FORMAT_PICKLES = 5
+# Of those that there are; a pickle of numbers may have these bytes by chance.
+_LATER_PROTOCOL = re.compile(rb"\x80[\x03-\x05]")
+
+
+class BadArchiveError(MalformedPickleError):
+    """An item's archive should not be read by anybody: damaged, compressed, or with entries that overlap."""
+
+
+class Opaque(metaclass=Sealed):
+    """Stands for an instance of any class, made of any arguments, with any state."""
+
+    __slots__ = ()
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Any:
+        return super().__new__(cls)
+
+    def __setstate__(self, state: Any) -> None:
+        pass
+
+
+class _WithData(Opaque):
+    """Stands for a tensor or storage, which must not be made with a size and no data."""
+
+    __slots__ = ()
+
+    def __new__(cls, *arguments: Any, **options: Any) -> Any:
+        if any(isinstance(argument, int) for argument in arguments):
+            raise MalformedPickleError("a tensor of a given size without data")
+        return super().__new__(cls)
+
+
+def is_archive(stream: io.BytesIO) -> bool:
+    """Whether torch.load takes it for an archive rather than for the old format."""
+    with stream.getbuffer() as data:
+        return bytes(data[:4]) == b"PK\x03\x04"
+
+
+def check_storages(stream: io.BytesIO) -> None:
+    """Check that the storages and tensors of an item lie within what is stored; globals may be any.
+
+    Args:
+        stream: what torch.save wrote; its position moves.
+
+    Raises:
+        BadArchiveError: of the archive around the pickle.
+        MalformedPickleError: they do not, or it is damaged, or not what torch.save writes.
+    """
+    if is_archive(stream):
+        unpickle_archive(stream, _find_any)
+        return
+    size = stream.getbuffer().nbytes
+    stream.seek(0)
+    for _ in range(_OLD_FORMAT_PICKLES):
+        _check_protocol(stream)
+        unpickle(stream, _find_any, _storage_loader(lambda key: size))
+
+
+def unpickle_archive(stream: io.BytesIO, find_global: Callable[[str, str], Any]) -> Any:
+    """What stands for the value in an archive of torch.save.
+
+    Args:
+        stream: its position moves.
+        find_global: what stands for each global.
+
+    Raises:
+        BadArchiveError: it is damaged, or should not be read.
+        MalformedPickleError: a storage is larger than what is stored, or the pickle is not what torch.save writes.
+        UnsafeGlobalError: from ``find_global``.
+    """
+    size = stream.getbuffer().nbytes
+    stream.seek(0)
+    try:
+        with zipfile.ZipFile(stream) as archive:
+            entries = archive.infolist()
+            sizes = {entry.filename.partition("/")[2]: entry.file_size for entry in entries}
+        if any(entry.compress_type for entry in entries) or sum(entry.file_size for entry in entries) > size:
+            raise BadArchiveError("its archive is compressed, or its entries overlap")
+        if len(sizes) < len(entries):
+            raise BadArchiveError("its archive has two entries of one name")
+        stream.seek(0)
+        pickled = io.BytesIO(FileReader(stream).get_record("data.pkl"))
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, OSError, ValueError) as error:
+        raise BadArchiveError(f"its archive is damaged ({type(error).__name__}: {error})") from error
+    _check_protocol(pickled)
+    return unpickle(pickled, find_global, _storage_loader(lambda key: sizes.get(f"data/{key}", -1)))
+
+
+def _check_protocol(stream: io.BytesIO) -> None:
+    """The pickle's must be that of torch.save, 2, to its end.
+
+    From 3 on, Python's unpickler takes Python 2's names of modules as they are, where torch's weights-only unpickler
+    goes on translating them: what it checks would not be what is imported.
+    """
+    start = stream.tell()
+    with stream.getbuffer() as data:
+        right = bytes(data[start : start + 2]) == b"\x80\x02"
+        later = _LATER_PROTOCOL.search(data, start) is not None
+    if later:
+        try:
+            later = any(opcode.name == "PROTO" and argument != 2 for opcode, argument, _ in pickletools.genops(stream))
+        except Exception as error:
+            raise MalformedPickleError(f"{type(error).__name__}: {error}") from error
+        stream.seek(start)
+    if later or not right:
+        raise MalformedPickleError("it is no pickle, or its protocol is not 2")
+
+
+def _storage_loader(size_of: Callable[[str], int]) -> Callable[[Any], PickledStorage]:
+    def load(found: Any) -> PickledStorage:
+        storage = load_storage(found)
+        if storage.nbytes > size_of(storage.key):
+            raise MalformedPickleError("a storage is larger than what is stored")
+        return storage
+
+    return load
+
+
+def _find_any(module: str, name: str) -> Any:
+    found = STORAGE_TYPES.get((module, name)) or UNUSUAL_TENSORS.get((module, name)) or find_plain(module, name)
+    if found is None and module == "torch._utils" and name != "_rebuild_parameter":  # which may be of any tensor
+        found = TENSORS.get((module, name))
+    if found is not None:
+        return found
+    sized = module.partition(".")[0] == "torch" and name.endswith(("Tensor", "Storage"))
+    return _WithData if sized else Opaque

@@ -1,0 +1,57 @@
+"""What prunes of this process have done, for `dcp_s3.metrics`."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dcp_s3.retention.prune import PruneReport
+
+
+@dataclass
+class PruneTotals:
+    """Attributes:
+    runs: prunes that were begun.
+    failed: those of them that raised, were stopped, or could not delete all that they should.
+    deleted: checkpoints that are gone.
+    freed_bytes: data that went with them.
+    last_success: seconds since the epoch when a prune last ended well; 0 before the first.
+    """
+
+    runs: int = 0
+    failed: int = 0
+    deleted: int = 0
+    freed_bytes: int = 0
+    last_success: float = 0.0
+
+
+_totals = PruneTotals()
+_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def counting() -> Iterator[Callable[[PruneReport], None]]:
+    """Count the prune in the body, which gives its report to the function that this yields; without one it failed."""
+    reports: list[PruneReport] = []
+    with _lock:
+        _totals.runs += 1
+    try:
+        yield reports.append
+    finally:
+        with _lock:
+            ok = bool(reports) and reports[0].ok
+            _totals.failed += not ok
+            _totals.deleted += sum(len(report.deleted) for report in reports)
+            _totals.freed_bytes += sum(report.size for report in reports)
+            if ok:
+                _totals.last_success = time.time()
+
+
+def snapshot() -> dict[str, Any]:
+    """The totals now."""
+    with _lock:
+        return asdict(_totals)

@@ -1,0 +1,112 @@
+"""Everything about one checkpoint, for people who look at it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from dcp_s3.checkpoint.directory import Directory
+from dcp_s3.checkpoint.info import CheckpointInfo
+from dcp_s3.checkpoint.listing import list_directory_async
+from dcp_s3.checkpoint.look import find_manifest, inspect_checkpoint
+from dcp_s3.checkpoint.stored_metadata import not_found_error
+from dcp_s3.coroutines import gather, run
+from dcp_s3.format.layout import metadata_object
+from dcp_s3.format.manifest import Manifest
+from dcp_s3.format.metadata import load_metadata
+from dcp_s3.format.saved_entries import SavedEntry, needed_objects, saved_entries
+from dcp_s3.s3.async_store import open_async_store
+from dcp_s3.settings import SettingsLike, resolve_settings
+from dcp_s3.url import CheckpointURL, URLLike, parse_url
+
+
+@dataclass(frozen=True)
+class StoredObject:
+    """One data object of a checkpoint.
+
+    Attributes:
+        path: relative to the checkpoint.
+        size: bytes; None if the metadata names it but it is not there.
+        crc64nvme: as recorded in the manifest, 16 hex digits; None without.
+        used: whether the metadata refers to it; otherwise it is left over from another save.
+    """
+
+    path: str
+    size: int | None
+    crc64nvme: str | None
+    used: bool
+
+
+@dataclass(frozen=True)
+class CheckpointDetails:
+    """One checkpoint.
+
+    Attributes:
+        info: what the catalog says; metrics that were added after the save are included.
+        writer: library versions that wrote it, empty for foreign ones.
+        items: number of saved items (tensor chunks and others).
+        objects: data objects.
+        entries: what was saved; empty for a checkpoint that is incomplete.
+    """
+
+    info: CheckpointInfo
+    writer: dict[str, str]
+    items: int
+    objects: tuple[StoredObject, ...]
+    entries: tuple[SavedEntry, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, for JSON."""
+        return asdict(self)
+
+
+def describe(url: URLLike, *, settings: SettingsLike = None) -> CheckpointDetails:
+    """Look at the checkpoint at ``url``: its listing, manifests and metadata, no data.
+
+    Raises:
+        CheckpointNotFoundError: there is nothing of a checkpoint, not even an incomplete one.
+        UnsafeMetadataError, CorruptMetadataError: its metadata can not, or must not, be read.
+        InvalidURLError, SettingsError, StorageError
+    """
+    return run(_describe(parse_url(url), settings))
+
+
+async def _describe(url: CheckpointURL, settings: SettingsLike) -> CheckpointDetails:
+    async with open_async_store(url.bucket, resolve_settings(settings)) as bucket:
+        directory = await list_directory_async(bucket, url)
+        info = await inspect_checkpoint(bucket, url)
+        if info is None:
+            raise not_found_error(url, "nothing of a checkpoint")
+        ranks = directory.committing
+        found = await gather(find_manifest(bucket, url, directory, rank) for rank in ranks)
+        manifests = [manifest for manifest in found if manifest is not None]
+        metadata = [
+            load_metadata(stored.data, url=str(url))
+            for stored in await gather(bucket.get(url.key(metadata_object(rank))) for rank in ranks)
+        ]
+    needed: set[str] = set()
+    entries: dict[str, SavedEntry] = {}
+    for loaded in metadata:
+        needed |= needed_objects(loaded).keys()
+        for entry in saved_entries(loaded):
+            entries[entry.fqn] = _merge(entries.get(entry.fqn), entry)
+    return CheckpointDetails(
+        info=info,
+        writer=manifests[0].writer if manifests else {},
+        items=sum(len(loaded.storage_data or {}) for loaded in metadata),
+        objects=tuple(_objects(directory, manifests, needed)),
+        entries=tuple(entries.values()),
+    )
+
+
+def _merge(before: SavedEntry | None, entry: SavedEntry) -> SavedEntry:
+    """The same entry in the metadata of two ranks: each describes what it wrote itself."""
+    if before is None:
+        return entry
+    return replace(entry, chunks=before.chunks + entry.chunks, size=before.size + entry.size)
+
+
+def _objects(directory: Directory, manifests: list[Manifest], needed: set[str]) -> list[StoredObject]:
+    sizes: dict[str, int | None] = dict.fromkeys(needed) | {path: each.size for path, each in directory.data.items()}
+    crcs = {entry.path: entry.crc64nvme for manifest in manifests for entry in manifest.objects}
+    return [StoredObject(path, sizes[path], crcs.get(path), path in needed) for path in sorted(sizes)]

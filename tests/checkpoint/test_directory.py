@@ -1,0 +1,140 @@
+"""What a listing says of a checkpoint."""
+
+from __future__ import annotations
+
+import pytest
+
+from dcp_s3.checkpoint.directory import LEASE_MARGIN, Directory, spread_prefixes
+from dcp_s3.format.layout import deletion_object, lease_object, manifest_object, spread
+from dcp_s3.format.manifest import Manifest, ObjectEntry
+from dcp_s3.s3.async_store import ListedObject
+from dcp_s3.url import CheckpointURL
+
+URL = CheckpointURL("bucket", "run/step-20")
+NOW = 1000.0
+MANIFEST = Manifest("ab", 100.0, 20, 2, (ObjectEntry("__0_0-ab.distcp", 10), ObjectEntry("__1_0-ab.distcp", 10)), 5)
+NEEDED = {entry.path for entry in MANIFEST.objects} | {manifest_object("ab")}
+
+
+def directory(*paths: str, now: float = NOW) -> Directory:
+    """Objects of 10 bytes."""
+    return Directory.of(URL, [ListedObject(URL.key(path), 10, 50.0, f'"{path}"') for path in paths], now)
+
+
+def of_times(**times: float) -> Directory:
+    """Of a manifest, a commit, ..., by letter, each with the time when it was written."""
+    names = {
+        "manifest": manifest_object("ab"), "other": manifest_object("cd"), "commit": ".metadata",
+        "data": "__0_0-ab.distcp", "stray": "__0_0-cd.distcp", "foreign": "__0_0.distcp",
+    }  # fmt: skip
+    return Directory.of(URL, [ListedObject(URL.key(names[name]), 10, at) for name, at in times.items()], NOW)
+
+
+def test_a_listing_is_classified() -> None:
+    found = directory(
+        ".metadata", "__3.metadata", manifest_object("ab"), manifest_object("cd", 3), ".dcp_s3/metrics.json",
+        ".dcp_s3/pin", lease_object("ab", 60), deletion_object("cd", "ef"), "__0_0-ab.distcp", "config.json",
+        "500/.metadata",
+    )  # fmt: skip
+    assert list(found.data) == ["__0_0-ab.distcp"]
+    assert found.commits.keys() == {None, 3}
+    assert (found.ranks, found.committing) == ([3], [None])
+    assert {rank: list(by_id) for rank, by_id in found.manifests.items()} == {None: ["ab"], 3: ["cd"]}
+    assert found.metrics is not None
+    assert found.pin is not None
+    assert (found.leased_until, found.deletion_ids, found.nested) == (110.0, ("cd",), {"500"})
+    assert (found.data_size, found.newest) == (10, 50.0)
+    assert found.sizes == dict.fromkeys(found.objects, 10)
+
+
+@pytest.mark.parametrize(
+    ("name", "shows"),
+    [
+        (".metadata", True), ("__12.metadata", True), ("__0_0.distcp", True), ("x.distcp", True), (".dcp_s3/x", True),
+        ("step-1/.metadata", False), ("notes.metadata", False), ("model.pt", False), ("500/__0_0.distcp", False),
+    ],
+)  # fmt: skip
+def test_what_shows_a_checkpoint(name: str, shows: bool) -> None:
+    assert directory("config.json", name).shows_checkpoint is shows
+
+
+def test_a_manifest_belongs_to_a_commit_that_is_not_older() -> None:
+    assert of_times(manifest=50, commit=50).save_id_by_time(None) == "ab"
+    assert of_times(manifest=51, commit=50).save_id_by_time(None) is None
+    assert of_times(manifest=50, other=49, commit=50).save_id_by_time(None) is None
+    assert of_times(commit=50).save_id_by_time(None) is None
+    assert of_times(manifest=50).save_id_by_time(None) is None
+
+
+def test_what_is_missing_or_of_another_size() -> None:
+    found = directory("a.distcp", "b.distcp")
+    sizes = {"a.distcp": 9, "b.distcp": 10, "c.distcp": 1}
+    assert found.lacking(sizes) == ["c.distcp"]
+    assert found.lacking(sizes, exact=True) == ["a.distcp", "c.distcp"]
+    assert found.describe_damage(sizes) == "its object c.distcp is not there"
+    assert found.describe_damage({"a.distcp": 11}) == "its object a.distcp has 10 bytes instead of at least 11"
+    assert found.describe_damage({"a.distcp": 1}) is None
+
+
+def test_a_lease_protects_until_it_has_ended_and_a_while_longer() -> None:
+    ends = 50.0 + 60
+    for now, why in ((ends, "a reader has a lease"), (ends + LEASE_MARGIN + 1, None)):
+        assert directory(lease_object("ab", 60), now=now).protection == why
+    assert directory(".dcp_s3/pin", lease_object("ab", 60)).protection == "it is pinned"
+    assert Directory.of_sizes({lease_object("ab", 0): 1}).protection is not None  # when it is now, is not known
+
+
+def test_what_goes_with_a_checkpoint() -> None:
+    kept = ["model.pt", "notes/__0_0-ab.distcp", "500/.metadata", ".dcp_s3/pin", ".dcp_s3/other", "../__0_0.distcp"]
+    gone = [*NEEDED, "__0_7.distcp", "__0_0-cd.distcp", manifest_object("cd"), ".dcp_s3/metrics.json"]
+    ended, lasting = lease_object("ab", 60), lease_object("ab", 2000)
+    removal = directory(".metadata", *kept, *gone, ended, lasting).removal(NEEDED, since=500)
+    assert list(removal.commits) == [".metadata"]
+    assert removal.objects.keys() == {*gone, ended}
+    assert (removal.count, removal.size, removal.being_saved) == (len(gone) + 2, 10 * (len(gone) + 2), None)
+    listed = removal.to_list("ab", all_versions=False)
+    assert listed.commits == {".metadata": '".metadata"'}
+    assert directory(*gone).unchanged(listed.objects) == {path: f'"{path}"' for path in gone}
+    assert directory(*gone).unchanged(listed.objects, until=49) == {}
+
+
+def test_a_save_in_progress() -> None:
+    assert of_times(commit=50, data=50, stray=501).removal({"__0_0-ab.distcp"}, since=500).being_saved
+    assert of_times(commit=50, data=50, other=501).removal({"__0_0-ab.distcp"}, since=500).being_saved
+    assert of_times(commit=50, data=50, stray=499).removal({"__0_0-ab.distcp"}, since=500).being_saved is None
+    # Another library writes over names that are in use.
+    assert of_times(commit=501, foreign=502).removal({"__0_0.distcp"}, since=500).being_saved
+    assert of_times(commit=503, foreign=502).removal({"__0_0.distcp"}, since=500).being_saved is None
+    assert of_times(stray=501).removal_of_uncommitted(since=500).being_saved
+    rank = Directory.of(URL, [ListedObject(URL.key("__0.metadata"), 1, 501)], NOW)
+    assert rank.removal_of_uncommitted(since=500).being_saved == "__0.metadata"
+
+
+def test_all_of_our_own_directory_goes_with_what_was_never_committed() -> None:
+    stays = [".dcp_s3/pin", lease_object("ab", 2000), deletion_object("ab"), "model.pt"]
+    goes = ["__0_0-ab.distcp", manifest_object("ab"), ".dcp_s3/other"]
+    assert directory(*stays, *goes).removal_of_uncommitted(since=500).objects.keys() == set(goes)
+
+
+def test_only_what_has_our_names_is_left_over() -> None:
+    left = ["__0_0-cd.distcp", manifest_object("cd"), manifest_object("ab", 1), lease_object("ab", 60)]
+    others = ["__0_0.distcp", "notes/__0_0-ab.distcp", "500/__0_0-ab.distcp", ".dcp_s3/other", ".dcp_s3/pin"]
+    found = directory(".metadata", *NEEDED, *left, *others, lease_object("cd", 2000)).leftovers(MANIFEST)
+    assert {each.path for each in found} == set(left)
+
+
+def test_ranks_that_may_be_all() -> None:
+    assert directory("__0.metadata", "__1.metadata", "__1_0.distcp").no_rank_missing
+    assert not directory("__0.metadata", "__1_0.distcp").no_rank_missing
+    assert not directory("__1.metadata").no_rank_missing
+    assert not directory("__0_0.distcp").no_rank_missing
+
+
+def test_directories_that_only_hold_spread_data_of_the_one_above() -> None:
+    name, _, data = spread("__0_0-ab.distcp", 2).partition("/")
+    assert directory(data, "notes.txt").is_spread_of(name)
+    assert not directory(data).is_spread_of("zz")
+    for other in (".metadata", ".dcp_s3/pin", "__0_0.distcp", f"x/{data}"):
+        assert not directory(data, other).is_spread_of(name)
+    assert not directory("notes.txt").is_spread_of(name)
+    assert spread_prefixes([f"{name}/", "step-1/", "12345/"]) == [f"{name}/"]
