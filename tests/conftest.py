@@ -6,8 +6,8 @@ in-memory one. `root` is where most tests start: an s3:// URL in an empty bucket
 environment set such that dcp_s3 and boto3 find the server without arguments.
 
 `make test` leaves out what is marked `soak`, and of a test marked `@pytest.mark.quick("id", ...)` all
-cases but those; `make soak` runs them. After DCP_S3_TEST_MINUTES no further test is begun: it is skipped,
-and named as not run.
+cases but those. What is not about S3 itself it runs on the in-memory server and on Ceph's. `make soak`
+runs the rest. After DCP_S3_TEST_MINUTES no further test is begun: it is skipped, and named as not run.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import boto3
@@ -49,6 +50,11 @@ _END = "DCP_S3_TEST_END"  # in the environment of all processes that share the t
 _NOT_RUN = "not run: DCP_S3_TEST_MINUTES are over"
 _end = float("inf")
 
+_TESTS = Path(__file__).parent
+_SOAK_SERVERS = ("moto", "rclone")
+# What differs between servers: requests and their answers, conditional writes.
+_ON_EVERY_SERVER = ("s3/", "servers/", "checkpoint/", "retention/test_prune_servers.py", "test_store_contract.py")
+
 
 def pytest_configure(config: pytest.Config) -> None:
     global _end
@@ -63,11 +69,13 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
+        case = getattr(item, "callspec", None)
+        server = "" if case is None else str(case.params.get("server", ""))
         mark = item.get_closest_marker("quick")
-        if mark is not None:
-            server = item.callspec.params.get("server", "")  # type: ignore[attr-defined]
-            if item.callspec.id.removeprefix(f"{server}-") not in mark.args:  # type: ignore[attr-defined]
-                item.add_marker("soak")
+        if mark is not None and case.id.removeprefix(f"{server}-") not in mark.args:
+            item.add_marker("soak")
+        if server in _SOAK_SERVERS and not str(item.path.relative_to(_TESTS)).startswith(_ON_EVERY_SERVER):
+            item.add_marker("soak")
     if _end < float("inf"):
         # What has large counts comes last, the first case of each test before any second one.
         cases: Counter[str] = Counter()
@@ -102,13 +110,23 @@ def _small_heap() -> None:
     gc.freeze()
 
 
-@pytest.fixture(autouse=True, scope="module")
+_level = 0.0  # MiB of this process after the latest collection
+
+
+@pytest.fixture(autouse=True)
 def _trim() -> Iterator[None]:
-    """Give memory back: servers, states and tracebacks of a module's tests are in cycles and hold much of it."""
+    """Give memory back. What tests leave is in cycles of few objects that hold much: the collector does not hurry."""
+    global _level
     yield
-    gc.collect()
-    if sys.platform == "linux":
+    if sys.platform == "linux" and _resident() > _level + 100:
+        gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
+        _level = _resident()
+
+
+def _resident() -> float:
+    """MiB of memory that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 @pytest.fixture(autouse=True)

@@ -28,6 +28,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,12 @@ def run_ranks(
     *args: Any,
     timeout: float = 120,
     env: Mapping[str, str] | None = None,
+    forget: str = "",
 ) -> list[Any]:
     """Calls `fn(*args)` on each of `world_size` ranks and returns what each returned.
 
-    The ranks see this process's environment as it is now (monkeypatch included), plus `env`.
+    The ranks see this process's environment as it is now (monkeypatch included), plus `env`. The package
+    `forget`, which the fork server has imported, is as good as never imported on them.
 
     Raises RankFailed for the first rank that failed (its message has every failed rank's traceback)
     and RanksTimedOut after `timeout` seconds. Either way no process is left.
@@ -80,10 +83,12 @@ def run_ranks(
             **(env or {}),
         }
         rendezvous = str(Path(directory) / "rendezvous")
+        # Unpickled by the ranks themselves: this imports the module of `fn`.
+        work = bytes(ForkingPickler.dumps((fn, args)))
         ranks: list[_Rank] = []
         try:
             for rank in range(world_size):
-                call = _Call(rank, world_size, fn, args, environment, rendezvous, timeout)
+                call = _Call(rank, world_size, work, environment, rendezvous, timeout, forget)
                 ranks.append(_Rank(context, call))
             return _collect(ranks, deadline, timeout)
         finally:
@@ -98,19 +103,19 @@ class _Call:
         self,
         rank: int,
         world_size: int,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
+        work: bytes,
         environment: dict[str, str],
         rendezvous: str,
         timeout: float,
+        forget: str,
     ) -> None:
         self.rank = rank
         self.world_size = world_size
-        self.fn = fn
-        self.args = args
+        self.work = work
         self.environment = environment
         self.rendezvous = rendezvous
         self.timeout = timeout
+        self.forget = forget
         self.backoff = (retry.BACKOFF_BASE, retry.BACKOFF_CAP)
 
 
@@ -195,12 +200,15 @@ def _main(call: _Call, connection: Connection) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # end with the fork server
     _take_on(call.environment, call.backoff)
     os.environ.update(RANK=str(call.rank), LOCAL_RANK=str(call.rank), WORLD_SIZE=str(call.world_size))
+    for name in [name for name in sys.modules if call.forget and name.partition(".")[0] == call.forget]:
+        del sys.modules[name]
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     _fork_checkpoint_processes()
     try:
+        fn, args = pickle.loads(call.work)
         dist.init_process_group(
             "gloo",
             init_method=f"file://{call.rendezvous}",
@@ -208,7 +216,7 @@ def _main(call: _Call, connection: Connection) -> None:
             world_size=call.world_size,
             timeout=timedelta(seconds=call.timeout),
         )
-        result = call.fn(*call.args)
+        result = fn(*args)
         answer = pickle.dumps((True, result))
     except BaseException as e:  # noqa: BLE001 - torch's CheckpointException is no Exception
         answer = pickle.dumps((False, (traceback.format_exc(), _pickled(e))))

@@ -131,6 +131,7 @@ dcp.async_save(state, storage_writer=S3StorageWriter(url + "/staging"), async_st
     assert "DCP_S3_STAGING_LIMIT" in staging
 
 
+@pytest.mark.soak
 def test_failures_of_the_checkpoint_process_are_one_line_each_of_the_training_process(
     faulty: FaultyServer, tmp_path: Path
 ) -> None:
@@ -175,6 +176,7 @@ def _fail_on_rank_1(url: str, kind: AsyncCheckpointerType, staging: str) -> list
     return _wait_for_one(lambda: lines)
 
 
+@pytest.mark.quick("fails-PROCESS", "passes-THREAD")
 @pytest.mark.parametrize("kind", list(AsyncCheckpointerType), ids=lambda kind: str(kind.name))
 @pytest.mark.parametrize("staging", ["passes", "fails"])
 def test_every_rank_logs_once_which_rank_failed(

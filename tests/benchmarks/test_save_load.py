@@ -50,6 +50,7 @@ def test_loopback_moves_all_bytes() -> None:
     assert load.wall_seconds > 0
 
 
+@pytest.mark.quick("dcp_s3")
 @pytest.mark.parametrize("name", CASES)
 def test_a_case_loads_what_it_saved(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     reason = reason_to_skip(name)

@@ -216,6 +216,7 @@ def test_every_goes_on_after_a_failure_and_ends_cleanly(run_of_four: str, faulty
     assert steps() == [3, 4]
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_every_ends_cleanly_in_the_middle_of_a_run(
     run_of_four: str, faulty: FaultyServer, number: signal.Signals

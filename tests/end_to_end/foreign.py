@@ -1,6 +1,6 @@
 """The other clients of a DCP checkpoint: torch on a directory, torch with fsspec and s3fs, s3torchconnector.
 
-Everything here runs on `tests.ranks.run_ranks`, in processes in which dcp_s3 was never imported and can not be:
+Everything here runs on `tests.ranks.run_ranks(..., forget="dcp_s3")`, where dcp_s3 is not imported and cannot be:
 what they read needs nothing but torch, and what they wrote was written by somebody else. Hence this module must not
 import dcp_s3.
 """

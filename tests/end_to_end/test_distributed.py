@@ -379,6 +379,7 @@ def _load_replicated(url: str, saved_on: int) -> None:
     assert [state[f"only_rank_{rank}"] for rank in range(saved_on)] == [10 * rank for rank in range(saved_on)]
 
 
+@pytest.mark.quick("4-1")
 @pytest.mark.parametrize(("saved_on", "loaded_on"), [(1, 2), (4, 1)])
 def test_replicated_tensors_objects_and_stateful(
     root: str, bucket: str, memory_server: S3Server, saved_on: int, loaded_on: int
@@ -636,6 +637,7 @@ def _overwrite_failing(url: str) -> BaseException | None:
     return error
 
 
+@pytest.mark.quick("1-CompleteMultipartUpload-fault1-AccessDeniedError")
 @pytest.mark.parametrize(
     ("rank", "operation", "fault", "expected"),
     [

@@ -26,7 +26,7 @@ CLIENTS = ["fsspec", "s3torchconnector"]
 
 def run_foreign(server: S3Server, fn: Any, *args: Any, ranks: int = 1) -> Any:
     """`fn` on ranks that can not import dcp_s3; the other clients know the endpoint by AWS's own variable."""
-    return run_ranks(ranks, fn, *args, env={"AWS_ENDPOINT_URL": server.endpoint_url})[0]
+    return run_ranks(ranks, fn, *args, env={"AWS_ENDPOINT_URL": server.endpoint_url}, forget="dcp_s3")[0]
 
 
 def save(url: str, **settings: Any) -> None:

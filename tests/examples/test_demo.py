@@ -48,6 +48,7 @@ def test_the_demo_interrupts_a_save_and_restores_every_bit_on_another_number_of_
     assert "Traceback" not in output
 
 
+@pytest.mark.soak
 def test_a_url_that_is_none_ends_the_demo_with_a_message_and_status_1() -> None:
     status, output = _demo("--url", "http://example.com/run")
     assert status == 1

@@ -125,6 +125,7 @@ def _drained(spill: Path, *, expected: set[int]) -> None:
     assert {info.step for info in list_checkpoints(ROOT) if info.committed} == expected
 
 
+@pytest.mark.quick("two_on_a_host")
 @_LAYOUTS
 def test_what_was_durable_before_a_kill_is_restored_when_s3_is_back(
     faulty: FaultyServer, tmp_path: Path, ranks: int, shared: bool
@@ -137,6 +138,7 @@ def test_what_was_durable_before_a_kill_is_restored_when_s3_is_back(
     _drained(tmp_path, expected={1, 2, 3, 4, 5, 6})
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_restarts_in_a_row_while_s3_stays_away_go_on_from_the_disk(
     faulty: FaultyServer, tmp_path: Path, ranks: int
@@ -205,6 +207,7 @@ def _lose(directory: Path, name: str, *, commit: bool) -> None:
         shutil.rmtree(save.path)
 
 
+@pytest.mark.quick("0-True")
 @pytest.mark.parametrize(("host", "commit"), [(1, False), (0, False), (0, True)])
 def test_a_step_whose_parts_are_lost_is_passed_over_and_does_not_stand_in_the_way(
     faulty: FaultyServer, tmp_path: Path, host: int, commit: bool
@@ -226,6 +229,7 @@ def _second_attempt(step: int) -> bool:
     return bool(loaded["attempt"] == 2)
 
 
+@pytest.mark.quick("back")
 @pytest.mark.parametrize("rule", [away, back])
 def test_a_run_that_goes_back_replaces_the_steps_that_waited(faulty: FaultyServer, tmp_path: Path, rule: Any) -> None:
     run_ranks(2, _save_to_s3, 1)

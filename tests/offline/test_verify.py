@@ -605,7 +605,7 @@ def test_damage_in_flight_to_what_torch_wrote(foreign_saved: Saved, monkeypatch:
 @pytest.mark.parametrize("client", ["fsspec", "s3torchconnector"])
 def test_checkpoints_of_other_s3_clients(memory_server: Any, s3: Any, root: str, client: str) -> None:
     env = {"AWS_ENDPOINT_URL": memory_server.endpoint_url}
-    run_ranks(1, foreign.write, client, root, {"thread_count": 2}, env=env)
+    run_ranks(1, foreign.write, client, root, {"thread_count": 2}, env=env, forget="dcp_s3")
     saved = Saved(s3, root)
     report = saved.verify()
     assert report.ok, report.problems

@@ -63,6 +63,7 @@ def test_the_client_that_was_not_used_for_longest_is_let_go(s3_env: S3Server) ->
     close_clients()
 
 
+@pytest.mark.soak
 def test_two_hundred_settings_cost_no_memory(root: str) -> None:
     """2 MiB of state each, saved and loaded: the client's connections and buffers are those of the first few."""
 

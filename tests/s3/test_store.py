@@ -140,6 +140,7 @@ def _in_child(settings: Settings, bucket: str, connection: Any) -> None:
     os._exit(0)
 
 
+@pytest.mark.quick("fork")
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
 def test_a_child_process_makes_its_own_client(memory_server: Any, bucket: str, method: str) -> None:

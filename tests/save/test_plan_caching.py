@@ -212,6 +212,7 @@ def _save_on_ranks(url: str, one_writer: bool) -> list[bool]:
     return from_cache
 
 
+@pytest.mark.quick("one writer")
 @pytest.mark.parametrize("one_writer", [False, True], ids=["a writer each", "one writer"])
 def test_on_two_ranks(root: str, bucket: str, memory_server: S3Server, one_writer: bool) -> None:
     first, second = run_ranks(2, _save_on_ranks, root, one_writer)

@@ -238,6 +238,7 @@ def meet_every_fault(world: World, act: Callable[[], None], check: Callable[[boo
     assert not failures, "\n".join([f"{len(failures)} of {turn}", *failures[:50]])
 
 
+@pytest.mark.quick("one part")
 @pytest.mark.parametrize("large", [False, True], ids=["one part", "several parts"])
 def test_a_save(world: World, large: bool) -> None:
     new = state_of(2, large=large)
@@ -249,6 +250,7 @@ def test_a_save(world: World, large: bool) -> None:
     meet_every_fault(world, lambda: save(URL, new), check)
 
 
+@pytest.mark.quick("several parts")
 @pytest.mark.parametrize("large", [False, True], ids=["one part", "several parts"])
 def test_an_overwrite(world: World, large: bool) -> None:
     old, new = state_of(1), state_of(2, large=large)

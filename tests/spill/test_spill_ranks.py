@@ -94,6 +94,7 @@ def data_of(path: str) -> list[str]:
     ]  # fmt: skip
 
 
+@pytest.mark.quick("0")
 @pytest.mark.parametrize("first", [0, 1])
 def test_when_one_rank_spills_the_commit_waits_for_it(faulty: FaultyServer, tmp_path: Path, first: int) -> None:
     paths = directories_of(tmp_path, 2)
@@ -114,6 +115,7 @@ def test_when_one_rank_spills_the_commit_waits_for_it(faulty: FaultyServer, tmp_
     assert faulty.s3.open_uploads(BUCKET) == []
 
 
+@pytest.mark.quick("0")
 @pytest.mark.parametrize("first", [0, 1])
 def test_with_local_durability_every_directory_has_to_be_drained(
     faulty: FaultyServer, tmp_path: Path, first: int
@@ -142,6 +144,7 @@ def test_a_directory_that_both_share_is_drained_in_one_pass(
     assert_complete(URL, full_state())
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("count", [1, 2])
 def test_with_s3_durability_the_save_ends_when_all_is_on_s3(faulty: FaultyServer, tmp_path: Path, count: int) -> None:
     paths = directories_of(tmp_path, count)
@@ -200,6 +203,7 @@ def _save_async(directories: list[str], kind: AsyncCheckpointerType) -> None:
     assert S3Store(BUCKET, writer.settings).exists("run/step-1/.metadata")
 
 
+@pytest.mark.quick("1-thread", "2-process")
 @pytest.mark.parametrize("kind", [THREAD, PROCESS], ids=["thread", "process"])
 @pytest.mark.parametrize("count", [1, 2])
 def test_the_ranks_of_an_asynchronous_save_can_wait_for_its_commit(

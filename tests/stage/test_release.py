@@ -86,6 +86,7 @@ def _fail_again_and_again(asynchronous: bool, kind: AsyncCheckpointerType, keep:
     return str(kept[0][1]) if keep else ""
 
 
+@pytest.mark.quick("denied-blocking-forgotten", "slow down-asynchronous-kept", "reset-blocking-kept")
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("keep", [False, True], ids=["forgotten", "kept"])
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "asynchronous"])
@@ -99,6 +100,7 @@ def test_saves_of_one_rank_that_fail_do_not_hold_up_the_next(
     assert not keep or "dcp_s3.errors." in text
 
 
+@pytest.mark.quick("both-blocking", "first-asynchronous")
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["blocking", "asynchronous"])
 @pytest.mark.parametrize("rank", [None, 0, 1], ids=["both", "first", "second"])
 def test_nor_do_those_of_two_ranks_of_which_one_or_both_fail(

@@ -168,6 +168,7 @@ def _fail_on_one_rank(url: str, directory: str, staging: str, kind: AsyncCheckpo
         _assert_saved(f"{url}/{name}-good", good)
 
 
+@pytest.mark.quick("asynchronous-THREAD", "blocking-PROCESS", "writer-PROCESS")
 @pytest.mark.parametrize("kind", [THREAD, PROCESS], ids=lambda kind: str(kind.name))
 @pytest.mark.parametrize("staging", ["blocking", "asynchronous", "writer"])
 def test_staging_that_fails_on_one_rank_fails_the_save_on_all_and_the_next_is_right(

@@ -277,6 +277,7 @@ def _random_loads(seed: int, count: int) -> None:
             assert torch.equal(found.view(torch.uint8), full.view(torch.uint8)), (seed, number, n)
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("seed", [1, 2])
 def test_random_states_on_random_placements(recording: Recording, seed: int) -> None:
     run_ranks(4, _random_loads, seed, 6)
