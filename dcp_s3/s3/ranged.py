@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from botocore.exceptions import ClientError
 
@@ -115,7 +115,8 @@ class Timing:
 
 def _another_version() -> ClientError:
     error = {"Code": "PreconditionFailed", "Message": "the object has another ETag"}
-    return ClientError({"Error": error, "ResponseMetadata": {"HTTPStatusCode": 412}}, "GetObject")
+    answer: Any = {"Error": error, "ResponseMetadata": {"HTTPStatusCode": 412}}
+    return ClientError(answer, "GetObject")
 
 
 def get_range(
