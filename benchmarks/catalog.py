@@ -29,7 +29,7 @@ from dcp_s3.format.layout import SAVE_ID_KEY, manifest_object
 from dcp_s3.format.manifest import Manifest, ObjectEntry
 from dcp_s3.format.metadata import dump_metadata
 from dcp_s3.retention.scan import list_root
-from dcp_s3.s3.async_client import open_bucket
+from dcp_s3.s3.async_store import open_async_store
 from tests.memory_s3 import MemoryS3Process
 
 BUCKET = "bench"
@@ -66,7 +66,7 @@ def fill(endpoint_url: str, checkpoints: int, objects: int) -> None:
 
 async def _list(catalog: CheckpointCatalog) -> tuple[int, int]:
     """What ``dcp-s3 ls`` does: number of checkpoints, and of requests."""
-    async with open_bucket(catalog.root.bucket, catalog.settings) as bucket:
+    async with open_async_store(catalog.root.bucket, catalog.settings) as bucket:
         return len((await list_root(bucket, catalog.root)).found), bucket.requests
 
 

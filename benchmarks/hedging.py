@@ -26,9 +26,9 @@ from rich.table import Table
 
 from benchmarks.units import MIB, parse_size
 from dcp_s3.s3 import hedge
-from dcp_s3.s3.bucket import Bucket
 from dcp_s3.s3.download import Target, fetch_into
 from dcp_s3.s3.hedge import HedgeState, hedges_of
+from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from tests.memory_s3 import Fault, MemoryS3, RequestInfo
 
@@ -116,11 +116,11 @@ def _run(options: argparse.Namespace, delays: Delays, endpoint_url: str, request
     size = options.request_size
     settings = Settings(endpoint_url=endpoint_url, concurrency=options.threads)
     buckets = {
-        True: Bucket(_BUCKET, settings),
-        False: Bucket(_BUCKET, settings.model_copy(update={"hedge_percentile": 0.0})),
+        True: S3Store(_BUCKET, settings),
+        False: S3Store(_BUCKET, settings.model_copy(update={"hedge_percentile": 0.0})),
     }
     data = random.Random(0).randbytes(size)
-    buckets[True].write(_KEY, data)
+    buckets[True].put(_KEY, data)
     # Every range is the same: what is measured is the requests, and the memory is that of one object.
     memory = [bytearray(size) for _ in range(options.threads)]
     loads: dict[tuple[bool, bool], list[Load]] = defaultdict(list)
@@ -137,7 +137,7 @@ def _run(options: argparse.Namespace, delays: Delays, endpoint_url: str, request
                  f"{options.delay:g} s late ({options.place}); median of {options.rounds}", console)  # fmt: skip
 
 
-def _load(bucket: Bucket, requests: int, memory: list[bytearray], late: Callable[[], int]) -> Load:
+def _load(bucket: S3Store, requests: int, memory: list[bytearray], late: Callable[[], int]) -> Load:
     hedge._hedges.clear()
     free = list(memory)
 

@@ -1,11 +1,11 @@
-"""What crosses from dcp_s3 to DCP when something fails: `called_by_dcp`, on the methods that DCP calls.
+"""How errors leave dcp_s3 for DCP: `called_by_dcp`, on the methods that DCP calls.
 
-DCP sends the traceback of each rank's error to all ranks, and each prints all of them. What dcp_s3 raises on purpose
-says in its message what happened and what to do about it, so it leaves without the frames, and without the errors of
-botocore and urllib3, that it came from. They are in the log, at level DEBUG. Any other exception keeps its frames.
+DCP sends the traceback of each rank's error to all ranks, and each prints all of them. The message of a dcp_s3 error
+says what happened and what to do about it. So the error leaves without its frames, and without the errors of botocore
+and urllib3 that caused it. Those are in the log, at level DEBUG. Any other exception keeps its frames.
 
-Nobody may ever look at the future of an asynchronous save, so that its failure goes to the log, too: on every rank, and
-whatever failed.
+Nobody may ever look at the future of an asynchronous save. So its failure is logged too: on every rank, whatever
+failed.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _watched: weakref.WeakSet[Future[Any]] = weakref.WeakSet()
 
 
 def called_by_dcp(method: F) -> F:
-    """For a method of a writer, reader or planner: how its errors reach the user."""
+    """Decorate a method of a writer, reader or planner: its errors leave without their frames."""
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -48,13 +48,13 @@ def called_by_dcp(method: F) -> F:
         try:
             raise failure
         finally:
-            del failure, self, args, kwargs  # its traceback has this frame: no cycle, and no state
+            del failure, self, args, kwargs  # no cycle, and no state kept: the traceback has this frame
 
     return call  # type: ignore[return-value]
 
 
 def _watch(called: Any) -> None:
-    """Have the failure of the asynchronous save logged that this is part of, if it is part of one."""
+    """Log the failure of the asynchronous save that this call is part of, if it is part of one."""
     if getattr(called, "caller_reports", False):
         return
     future = find_upload_future()

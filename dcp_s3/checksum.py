@@ -1,4 +1,4 @@
-"""CRC-64/NVME and CRC-32C, and how to combine those of neighbouring ranges without reading them again."""
+"""CRC-64/NVME and CRC-32C, and how to combine those of neighbouring ranges without reading the bytes again."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def combine_crc64nvme(parts: Iterable[tuple[int, int]]) -> int:
 
 
 def crc64nvme_between(before: int, through: int, length: int) -> int:
-    """The CRC-64/NVME of the last ``length`` bytes of a run, from that of the bytes before them and that of all."""
+    """The CRC-64/NVME of the last ``length`` bytes of a run, from the CRC of the bytes before them and that of the
+    whole run."""
     return int(checksums.combine_crc64nvme(before, 0, length)) ^ through
 
 

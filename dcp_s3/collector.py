@@ -1,16 +1,17 @@
-"""Python's cyclic garbage collector, out of the way while many objects are made that all stay.
+"""Python's cyclic garbage collector, paused while many long-lived objects are made.
 
-Metadata and plans of a large checkpoint are millions of objects. The collector goes through all that there are again
-and again while they are made, which takes as long as making them, and finds nothing.
+Metadata and plans of a large checkpoint are millions of objects. While they are made, the collector walks all objects
+again and again. That takes as long as making them, and finds nothing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import threading
 from collections.abc import Iterator
+
+from dcp_s3.forking import reset_in_child
 
 _lock = threading.Lock()
 _pauses = 0
@@ -19,8 +20,8 @@ _was_enabled = False
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """No automatic collection in this process meanwhile. Pauses may overlap; the last one puts back what was found,
-    whatever `gc.disable` and `gc.enable` were called meanwhile."""
+    """Pause automatic collection in this process. Pauses may overlap. The last one to end restores the state found by
+    the first, whatever `gc.disable` and `gc.enable` were called in between."""
     global _pauses, _was_enabled
     with _lock:
         if _pauses == 0:
@@ -31,13 +32,14 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         with _lock:
-            _pauses = max(0, _pauses - 1)  # 0 in a child that was forked meanwhile
+            _pauses = max(0, _pauses - 1)  # 0 in a child that was forked during the pause
             if _pauses == 0 and _was_enabled:
                 gc.enable()
 
 
-def _begin_anew() -> None:
-    """A forked child has none of the threads that pause: they would never end it."""
+@reset_in_child
+def _reset_after_fork() -> None:
+    """End all pauses in a forked child: it has none of the threads that would end them."""
     global _lock, _pauses
     _lock = threading.Lock()
     if _pauses and _was_enabled:
@@ -45,9 +47,6 @@ def _begin_anew() -> None:
     _pauses = 0
 
 
-os.register_at_fork(after_in_child=_begin_anew)
-
-
 def collect_young() -> None:
-    """Collect what was made since the last collection: for long pauses, in which garbage is made as well."""
+    """Collect what was made since the last collection: for long pauses, which make garbage as well."""
     gc.collect(1)

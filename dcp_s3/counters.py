@@ -1,4 +1,4 @@
-"""What this process has counted, for monitoring."""
+"""Counters of this process, for monitoring."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ def metrics() -> dict[str, Any]:
 
     ``throttle``
         by ``{endpoint}/{bucket}``: ``limit``, ``in_flight`` and ``waiting`` (data requests, now), ``throttled``
-        (requests that S3 refused with SlowDown and the like), ``decreases`` (of the limit) and ``waited`` (seconds that
-        data requests were held back, in all).
+        (requests that S3 refused with SlowDown or a like error), ``decreases`` (of the limit) and ``waited`` (seconds
+        for which data requests were held back, in total).
     ``hedges``
-        by ``{endpoint}/{bucket}``: second GETs of ranges whose first one straggled: ``started``, ``won`` (were faster),
-        ``bytes`` (that they received) and ``wasted`` (bytes that were received twice).
+        by ``{endpoint}/{bucket}``: second GETs of ranges whose first GET straggled: ``started``, ``won`` (were faster),
+        ``bytes`` (received by them) and ``wasted`` (bytes received twice).
     ``spilled_bytes``
-        by reason: ``local durability`` or ``s3`` (which did not take them).
+        by reason: ``local durability``, or ``s3`` (S3 did not take them).
     ``retention``
-        of a `CheckpointManager` and of ``dcp-s3 prune``: ``runs``, ``failed`` (runs), ``deleted`` (checkpoints),
+        prunes by a `CheckpointManager` or ``dcp-s3 prune``: ``runs``, ``failed`` (runs), ``deleted`` (checkpoints),
         ``freed_bytes`` and ``last_success`` (seconds since the epoch; 0 before the first).
     """
     return {

@@ -1,9 +1,10 @@
 """Every exception that dcp_s3 raises on purpose.
 
-Each message names the thing (bucket, key, setting, FQN), what was expected, what was found and what to do
-about it. All of them pickle, because torch.distributed carries them from the failing rank to the others:
-`dcp.save` and `dcp.load` raise torch's ``CheckpointException`` (a BaseException), whose ``failures`` maps each
-failing rank to one of these. Their tracebacks end where DCP calls dcp_s3; the whole ones are in the log at level DEBUG.
+Each message names the thing (bucket, key, setting, FQN), what was expected, what was found and what to do about it.
+
+All of them pickle, because torch.distributed carries them from the failing rank to the others. `dcp.save` and
+`dcp.load` raise torch's ``CheckpointException`` (a BaseException), whose ``failures`` maps each failing rank to one of
+these. Tracebacks end where DCP calls dcp_s3; the full ones are in the log at level DEBUG.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def _rebuild(cls: type[DcpS3Error], args: tuple[Any, ...], state: dict[str, Any]
 
 
 class SettingsError(DcpS3Error, ValueError):
-    """A setting has a value that is not allowed; names the variable, the value and what is allowed."""
+    """A setting has a value that is not allowed. The message names the variable, the value and what is allowed."""
 
 
 class InvalidURLError(DcpS3Error, ValueError):
@@ -35,20 +36,20 @@ class InvalidURLError(DcpS3Error, ValueError):
 
 
 class MissingURLError(InvalidURLError):
-    """A writer or reader was used before it was given a URL."""
+    """A writer or reader was used before it had a URL."""
 
 
 # --- storage -------------------------------------------------------------------------------------
 
 
 class StorageError(DcpS3Error):
-    """A request to S3 failed for good.
+    """A request to S3 failed, and retrying did not help or would not.
 
     Attributes:
         bucket: the bucket.
-        key: the object key (or prefix), empty for requests to the bucket itself.
+        key: the object key or prefix; empty for requests to the bucket itself.
         operation: the S3 operation, for example ``UploadPart``.
-        attempts: how often it was tried.
+        attempts: number of attempts.
     """
 
     def __init__(
@@ -68,29 +69,29 @@ class StorageError(DcpS3Error):
 
 
 class TransferError(StorageError):
-    """A request kept failing (throttling, 5xx, resets, timeouts) until the attempts ran out."""
+    """A request kept failing (throttling, 5xx, resets, timeouts) until its attempts ran out."""
 
 
 class DeadlineExceededError(StorageError):
-    """A save or load was not done within ``DCP_S3_SAVE_TIMEOUT`` or ``DCP_S3_LOAD_TIMEOUT``, and was given up.
+    """A save or load did not finish within ``DCP_S3_SAVE_TIMEOUT`` or ``DCP_S3_LOAD_TIMEOUT``, and was given up.
 
     Attributes:
-        setting: name of the variable.
-        seconds: what it was set to.
+        setting: name of the environment variable.
+        seconds: its value.
     """
 
-    def __init__(self, message: str, *, setting: str = "", seconds: float = 0.0, **details: Any) -> None:
-        super().__init__(message, **details)
+    def __init__(self, message: str, *, setting: str = "", seconds: float = 0.0, **request: Any) -> None:
+        super().__init__(message, **request)
         self.setting = setting
         self.seconds = seconds
 
 
 class BucketNotFoundError(StorageError):
-    """The bucket does not exist, or not at this endpoint."""
+    """The bucket does not exist at this endpoint."""
 
 
 class ObjectNotFoundError(StorageError):
-    """An object that was asked for does not exist."""
+    """A requested object does not exist."""
 
 
 class CredentialsError(StorageError):
@@ -101,15 +102,19 @@ class AccessDeniedError(StorageError):
     """The credentials are valid but lack a permission."""
 
 
+class OutOfRangeError(StorageError):
+    """An object has fewer bytes than were asked for."""
+
+
 class PreconditionFailedError(StorageError):
-    """A conditional request (If-None-Match, If-Match) was refused: the object is not as expected."""
+    """A conditional request (If-None-Match, If-Match) was refused: the object is not in the expected state."""
 
 
 # --- staging -------------------------------------------------------------------------------------
 
 
 class StagingError(DcpS3Error):
-    """A state could not be copied for an asynchronous save: no room, or something in it can not be copied."""
+    """A state could not be copied for an asynchronous save: there is no room, or something in it cannot be copied."""
 
 
 class StagingLimitError(StagingError):
@@ -120,7 +125,7 @@ class StagingLimitError(StagingError):
 
 
 class SpillError(DcpS3Error):
-    """The spill directory can not take what should go there: full, over its limit, or not writable."""
+    """The spill directory cannot take the data: it is full, over its limit, or not writable."""
 
 
 class JournalError(SpillError):
@@ -131,7 +136,7 @@ class JournalError(SpillError):
 
 
 class CheckpointError(DcpS3Error):
-    """Something about a checkpoint as a whole.
+    """Base of errors about a checkpoint as a whole.
 
     Attributes:
         url: the checkpoint's URL.
@@ -151,11 +156,11 @@ class CheckpointDeletedError(CheckpointNotFoundError):
 
 
 class CheckpointProtectedError(CheckpointError):
-    """A checkpoint was not deleted: it is pinned, a reader has a lease, or something is being saved there."""
+    """A checkpoint was not deleted: it is pinned, a reader holds a lease, or a save to it is in progress."""
 
 
 class CheckpointExistsError(CheckpointError):
-    """A committed checkpoint is at the URL already and ``overwrite`` was not asked for."""
+    """There is already a committed checkpoint at the URL, and ``overwrite`` is off."""
 
 
 class CorruptMetadataError(CheckpointError):
@@ -171,10 +176,10 @@ class CorruptCheckpointError(CheckpointError):
 
 
 class PeerReadError(CheckpointError):
-    """Another rank of the load failed to read, or to send, what this rank needs.
+    """Another rank of the load failed to read or send what this rank needs.
 
     Attributes:
-        rank: that rank, in the load's process group.
+        rank: the failing rank, in the load's process group.
     """
 
     def __init__(self, message: str, *, url: str = "", rank: int = -1) -> None:
@@ -183,7 +188,7 @@ class PeerReadError(CheckpointError):
 
 
 class UnsafeItemError(CheckpointError):
-    """An item that is no tensor holds what could run code, or is made as nothing is that picklers write.
+    """A non-tensor item contains something that could run code, or that no pickler writes.
 
     Attributes:
         fqn: the item's fully qualified name.
@@ -195,15 +200,15 @@ class UnsafeItemError(CheckpointError):
 
 
 class MissingExtensionError(CheckpointError):
-    """An item went through a stream extension that the reader's registry does not know."""
+    """An item was written with a stream extension that the reader's registry does not know."""
 
 
 class SaveProtocolError(CheckpointError):
-    """DCP's calls did not come in the documented order, or a planner returned what cannot be stored."""
+    """DCP's calls came out of order, or a planner returned something that cannot be stored."""
 
 
 class StepFailedError(CheckpointError):
-    """What a `CheckpointManager` did for a step failed.
+    """Base: an operation of a `CheckpointManager` on a step failed.
 
     Attributes:
         step: the step.
@@ -219,32 +224,32 @@ class StepFailedError(CheckpointError):
 
 
 class SaveFailedError(StepFailedError):
-    """A save of a `CheckpointManager` failed; what was committed before is untouched."""
+    """A save by a `CheckpointManager` failed. What was committed before is untouched."""
 
 
 class RestoreFailedError(StepFailedError):
-    """A `CheckpointManager` could not load a checkpoint; the state may be loaded in part."""
+    """A `CheckpointManager` could not load a checkpoint. The state may be partly loaded."""
 
 
 class MetricsError(CheckpointError, ValueError):
-    """Metrics that can not be stored: a name that is no text, or a value that is no number, text or bool."""
+    """Metrics cannot be stored: a name is not text, or a value is not a number, text or bool."""
 
 
 # --- retention -----------------------------------------------------------------------------------
 
 
 class PolicyError(DcpS3Error, ValueError):
-    """A retention policy is none: text that can not be parsed, a bad argument, or a function that fails."""
+    """A retention policy is invalid: text that cannot be parsed, a bad argument, or a function that fails."""
 
 
 # --- loading -------------------------------------------------------------------------------------
 
 
 class EntryNotFoundError(CheckpointError, LookupError):
-    """A checkpoint has no entry, or no tensor, of the name that was asked for.
+    """A checkpoint has no entry, or no tensor, of the given name.
 
     Attributes:
-        fqn: the name, or the pattern.
+        fqn: the name or pattern.
     """
 
     def __init__(self, message: str, *, url: str = "", fqn: str = "") -> None:
@@ -253,7 +258,7 @@ class EntryNotFoundError(CheckpointError, LookupError):
 
 
 class TensorIndexError(CheckpointError, IndexError):
-    """An index into a saved tensor is out of range, or not one that can be read.
+    """An index into a saved tensor is out of range, or of a kind that cannot be read.
 
     Attributes:
         fqn: the tensor's fully qualified name.
@@ -281,4 +286,4 @@ class ShapeMismatchError(TensorMismatchError):
 
 
 class DtypeMismatchError(TensorMismatchError):
-    """The saved tensor has another dtype and conversion was not asked for."""
+    """The saved tensor has another dtype, and conversion is off."""

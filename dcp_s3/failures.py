@@ -1,4 +1,4 @@
-"""What failed on which ranks, in few words. Pure."""
+"""What failed on which ranks, in a few words. Pure."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dcp_s3.errors import PeerReadError
 
 _MOST_CAUSES = 3
 _MOST_TEXT = 1000
-# Names of objects, sizes and times differ from rank to rank where the cause is one.
+# Hex names, sizes and times differ from rank to rank even if the cause is the same.
 _OWN = re.compile(r"[0-9a-f]*\d[0-9a-f]*")
 
 
 def explain(failures: Mapping[int, BaseException]) -> str:
-    """``on rank 1: AccessDeniedError: ...``. Ranks that failed alike are one cause, in the words of the first."""
+    """``on rank 1: AccessDeniedError: ...``. Ranks with the same cause share one entry, in the words of the first."""
     return "; ".join(f"on {ranks}: {cause}" for ranks, cause in _causes(failures))
 
 
 def name_failed(failures: Mapping[int, BaseException]) -> str:
-    """``rank 1 can not go on: ZeroDivisionError: ...``."""
-    return "; ".join(f"{ranks} can not go on: {cause}" for ranks, cause in _causes(failures))
+    """``rank 1 cannot go on: ZeroDivisionError: ...``."""
+    return "; ".join(f"{ranks} cannot go on: {cause}" for ranks, cause in _causes(failures))
 
 
 def _causes(failures: Mapping[int, BaseException]) -> list[tuple[str, str]]:
@@ -35,7 +35,7 @@ def _causes(failures: Mapping[int, BaseException]) -> list[tuple[str, str]]:
 
 
 def real_causes(failures: Mapping[int, BaseException]) -> dict[int, BaseException]:
-    """Without the ranks that only failed because another one did, if there is that one."""
+    """Leave out the ranks that failed only because another one did, unless all of them say so."""
     causes = {rank: error for rank, error in failures.items() if not isinstance(error, PeerReadError)}
     return causes or dict(failures)
 

@@ -1,8 +1,8 @@
-"""All tunables in one place: the environment (prefix ``DCP_S3_``) and keyword settings that override it.
+"""All tunables in one place: the environment (prefix ``DCP_S3_``), and keyword settings that override it.
 
-The environment is read when a `Settings` object is made, never at import. What is left unset follows AWS's own
-chain (``AWS_ENDPOINT_URL_S3``, ``AWS_PROFILE``, instance roles, ...): credentials are never settings here, so
-they can not end up in a repr, a log or a pickle of ours.
+The environment is read when a `Settings` object is made, never at import. Whatever is unset follows AWS's own chain
+(``AWS_ENDPOINT_URL_S3``, ``AWS_PROFILE``, instance roles, ...). Credentials are never settings here, so they cannot end
+up in a repr, a log or a pickle of dcp_s3.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_PART_SIZE = 5 * 2**30
 Size = Annotated[int, BeforeValidator(parse_size)]
 SizeOrFraction = Annotated[int | float, BeforeValidator(parse_size_or_fraction)]
 Seconds = Annotated[float, BeforeValidator(parse_duration)]
-# Of one request. poll(2), on which sockets wait, counts milliseconds in 31 bits: 24 days at most.
+# For one request. Sockets wait in poll(2), which counts milliseconds in 31 bits: 24 days at most.
 RequestSeconds = Annotated[Seconds, Field(gt=0, le=86400)]
 
 
@@ -39,8 +39,8 @@ def _parse_directory(value: object) -> object:
     path = os.path.expanduser(value) if isinstance(value, (str, os.PathLike)) else value
     if isinstance(path, str) and not os.path.isabs(path):
         raise ValueError(
-            "expected an absolute path like /nvme/spill (or ~/spill): a relative one is another directory after a "
-            "restart from elsewhere, which would not find what waits in it"
+            "expected an absolute path like /nvme/spill (or ~/spill): after a restart from elsewhere, a relative one "
+            "is another directory, and what waits in the old one is not found"
         )
     return path
 
@@ -49,7 +49,7 @@ Directory = Annotated[str, BeforeValidator(_parse_directory)]
 
 
 class Settings(BaseSettings):
-    """What one writer or reader is configured with. Immutable, hashable, and safe to pickle and to print.
+    """The configuration of one writer or reader. Immutable, hashable, and safe to pickle and to print.
 
     Raises:
         SettingsError: names the variable, the value found and what is allowed.
@@ -68,98 +68,101 @@ class Settings(BaseSettings):
     region: str | None = None
     """Region name. Unset: AWS's own chain."""
     addressing_style: Literal["auto", "path", "virtual"] = "auto"
-    """How the bucket goes into the request's URL. ``path`` for most stores other than AWS; ``auto`` lets
-    botocore choose (path style for IP addresses and bucket names with dots)."""
+    """Where the bucket goes in the request's URL. Most stores other than AWS need ``path``. ``auto`` lets botocore
+    choose (path style for IP addresses and bucket names with dots)."""
 
     part_size: Size = Field(default=64 * 2**20, ge=MIN_PART_SIZE, le=MAX_PART_SIZE)
-    """Bytes of one part of a multipart upload, and the most that one ranged GET fetches. 64 MiB: a request costs about
-    1 ms of CPU in botocore whatever its size, which at 32 MiB was a sixth of the client's CPU (docs/performance.md)."""
+    """Bytes in one part of a multipart upload, and the most that one ranged GET fetches. 64 MiB: a request costs about
+    1 ms of CPU in botocore whatever its size. At 32 MiB that was a sixth of the client's CPU (docs/performance.md)."""
     concurrency: int = Field(default=8, ge=1, le=512)
-    """Requests in flight per process, each way. 8: S3 serves about 90 MB/s to one connection; with the usual
-    8 processes per host this fills 5 GiB/s."""
+    """Requests in flight per process in each direction. 8: S3 serves about 90 MB/s to one connection, so the usual 8
+    processes per host fill 5 GiB/s."""
     buckets_per_rank: int = Field(default=4, ge=1, le=256)
     """At most this many objects per rank and save; small states get fewer."""
     checksum: Literal["auto", "crc64nvme", "crc32c", "none"] = "auto"
-    """Checksum sent with every part, for S3 to reject damage in flight. ``auto`` is CRC-64/NVME. ``none`` also
-    leaves out the checksums of items and objects, so that a load can not verify them."""
+    """Checksum sent with every part, so that S3 rejects damage in flight. ``auto`` is CRC-64/NVME. ``none`` also omits
+    the checksums of items and objects, so a load cannot verify them."""
 
     sse: Literal["AES256", "aws:kms", "aws:kms:dsse"] | None = None
-    """Server-side encryption of what is written. Unset: the bucket's default."""
+    """Server-side encryption of written objects. Unset: the bucket's default."""
     sse_kms_key_id: str | None = None
     """KMS key for ``sse=aws:kms``."""
     storage_class: str | None = None
     """Storage class of data objects, for example ``STANDARD_IA``. Unset: the bucket's default."""
     expected_bucket_owner: str | None = Field(default=None, pattern=r"^\d{12}$")
-    """AWS account id (12 digits) that must own the bucket; S3 refuses every request otherwise."""
+    """AWS account id (12 digits) that must own the bucket. If another account owns it, S3 refuses every request."""
 
     retry_attempts: int = Field(default=8, ge=1, le=100)
-    """How often one request is tried in all before the save or load fails."""
+    """Attempts for one request, including the first, before the save or load fails."""
     connect_timeout: RequestSeconds = 5.0
     """Seconds to wait for a connection."""
     read_timeout: RequestSeconds = 60.0
     """Seconds without a byte before a request counts as broken."""
     save_timeout: Seconds | None = Field(default=None, gt=0)
-    """Seconds in which a rank must have written its data, and the coordinator committed. After that the save is given
-    up, with a `DeadlineExceededError`, and what it uploaded is removed. Unset: no limit."""
+    """Seconds in which a rank must write its data, and the coordinator commit. After that the save is given up with a
+    `DeadlineExceededError`, and what it uploaded is removed. Unset: no limit."""
     load_timeout: Seconds | None = Field(default=None, gt=0)
-    """Seconds in which a rank must have loaded, from the moment it has the metadata. Unset: no limit."""
+    """Seconds in which a rank must load, counted from when it has the metadata. Unset: no limit."""
 
     read_gap: Size = Field(default=256 * 2**10, ge=0)
-    """Bytes between two ranges of an object that a load rather fetches and throws away than asks around. 256 KiB is
-    what S3 sends on one connection (90 MB/s) in a tenth of a request's latency (about 30 ms): a higher value makes
-    fewer requests, a lower one moves fewer bytes."""
+    """Largest gap in bytes between two ranges of an object that a load fetches and throws away, rather than send two
+    requests. 256 KiB is what S3 sends on one connection (90 MB/s) in a tenth of a request's latency (about 30 ms). A
+    higher value makes fewer requests; a lower one moves fewer bytes."""
     read_waste: float = Field(default=0.0025, ge=0, allow_inf_nan=False)
-    """Bytes between ranges that a load fetches and throws away at most, as a share of those that it needs."""
+    """The most that a load may fetch and throw away in gaps, as a fraction of the bytes that it needs."""
     load_buffers: Size = Field(default=512 * 2**20, ge=2**20)
-    """Bytes of host memory, per process, through which a load brings what it can not receive in place: tensors on a
-    device, strided ones, other dtypes, parts of rows."""
+    """Bytes of host memory, per process, for loading what cannot be received in place: tensors on a device, strided
+    ones, other dtypes, parts of rows."""
     hedge_percentile: float = Field(default=95.0, ge=0, lt=100)
-    """A ranged GET that takes longer, to its first byte or between two blocks of its body, than this percentage of
-    those before it is raced by a second one. 0: never. At most one in ten is, and none while S3 throttles."""
+    """Hedge a ranged GET with a second one if it takes longer than this percentile of earlier ones, to its first byte
+    or between two blocks of its body. 0: never. At most one in ten is hedged, and none while S3 throttles."""
     hedge_min_delay: Seconds = Field(default=0.2, gt=0)
-    """Seconds without a byte before which no request is raced, however fast the others are. 0.2: S3's first byte
-    comes within that of nearly all requests, while those that straggle take seconds."""
+    """Seconds without a byte before a request may be hedged, however fast the others are. 0.2: nearly all requests get
+    S3's first byte within that time; those that straggle take seconds."""
 
     prefix_spread: int = Field(default=0, ge=0, le=4)
-    """Without effect: names were spread below the checkpoint, where S3's partitions are always cold. A larger
-    ``part_size`` keeps very large jobs below what S3 takes. Checkpoints that were saved so are still read."""
+    """No longer has an effect: it spread names below the checkpoint's URL, where S3's partitions are always cold. A
+    larger ``part_size`` keeps very large jobs below S3's request limits. Checkpoints saved with it can still be
+    read."""
 
     staging_limit: SizeOrFraction | None = None
-    """Host memory for the staged copies of asynchronous saves, per process: bytes (``64GiB``), or a fraction (``0.5``,
-    ``50%``) of the memory that is available when the stager is made, divided by the ranks on the host
-    (``LOCAL_WORLD_SIZE``). Unset: no limit."""
+    """Host memory per process for the staged copies of asynchronous saves: bytes (``64GiB``), or a fraction (``0.5``,
+    ``50%``) of the memory available when the stager is made, divided by the ranks on the host (``LOCAL_WORLD_SIZE``).
+    Unset: no limit."""
     staging_generations: int = Field(default=2, ge=1, le=64)
-    """At most this many staged copies at a time; while all are being saved, the next asynchronous save waits."""
+    """Staged copies that may exist at a time. While all of them are being saved, the next asynchronous save waits."""
     spill_dir: Directory | None = None
-    """Local directory (NVMe) for what exceeds ``staging_limit``, and for objects that wait for S3; an absolute path, or
-    one with ``~``. Unset: no spilling. Processes of one host may share it; those of different hosts must not."""
+    """Local directory (NVMe) for staged copies beyond ``staging_limit``, and for objects that wait for S3: an absolute
+    path, or one with ``~``. Unset: no spilling. Processes of one host may share it; those of different hosts must
+    not."""
     spill_limit: Size | None = Field(default=None, ge=2**20)
     """Bytes of objects that may wait in ``spill_dir``. Unset: as much as fits."""
     spill_keep: Size | None = None
     """Bytes of uploaded objects that stay in ``spill_dir`` for loads on this host. Unset: none."""
     spill_after: RequestSeconds = 20.0
-    """Seconds after which a part that S3 does not take counts as refused; its object goes to ``spill_dir``, if set."""
+    """Seconds after which a part that S3 does not take counts as refused. Its object then goes to ``spill_dir``, if
+    set."""
     durability: Literal["s3", "local"] = "s3"
-    """When a save is done: ``s3``, when it is committed on S3; ``local``, when every rank has it on its disk
-    (``spill_dir``), from where it is uploaded and committed in the background."""
+    """When a save is done. ``s3``: when it is committed on S3. ``local``: when every rank has it on its disk
+    (``spill_dir``); it is then uploaded and committed in the background."""
 
     retention: str | None = None
     """Policies in one line, for example ``latest:3 best:2:val_loss:min every:10000 within:48h daily:7``: what prune
-    keeps when it is given none. Unset: everything that is committed."""
+    keeps if it is given no policy. Unset: everything that is committed."""
     retention_grace: Seconds = Field(default=86400.0, ge=0)
-    """Seconds for which objects of a save that is not committed, and open multipart uploads, count as a save in
-    progress. After that they are leftovers."""
+    """Seconds for which the objects of an uncommitted save, and open multipart uploads, count as a save in progress.
+    After that they are leftovers."""
     reader_lease: Seconds | None = Field(default=None, ge=10, le=30 * 86400)
     """Seconds for which a load keeps prune from deleting the checkpoint, renewed while it runs. Unset: no lease."""
     step_pattern: str | None = None
-    """Regular expression with a group of digits that finds the step in a checkpoint's name, for example
-    ``step-(\\d+)``. Unset: the last number in it."""
+    """Regular expression with one group of digits that finds the step in a checkpoint's name, for example
+    ``step-(\\d+)``. Unset: the last number in the name."""
 
     load_sharing: bool = True
-    """Whether the ranks of a load read what several of them need once, from S3, and send it to each other. Needs a
-    process group with gloo for CPU tensors; off on one rank is off on all."""
+    """Whether data that several ranks of a load need is read from S3 once and sent between the ranks. Needs a process
+    group with gloo for CPU tensors. Off on one rank means off on all."""
     allow_dtype_cast: bool = True
-    """Whether a load may convert a saved tensor to another dtype, as torch's readers do; one warning tells of those
+    """Whether a load may convert a saved tensor to another dtype, as torch's readers do. One warning names the tensors
     whose values may not all fit. Off: `DtypeMismatchError`, before anything is changed."""
 
     def __init__(self, **values: Any) -> None:
@@ -175,7 +178,7 @@ class Settings(BaseSettings):
         if self.prefix_spread and "prefix_spread" not in _warned:
             _warned.add("prefix_spread")
             logger.warning(
-                "DCP_S3_PREFIX_SPREAD = %d has no effect any more: S3 was not spared by it. Remedy: unset it; for very "
+                "DCP_S3_PREFIX_SPREAD = %d has no effect any more: it did not relieve S3. Remedy: unset it; for very "
                 "large jobs set a larger DCP_S3_PART_SIZE, so that a save makes fewer requests", self.prefix_spread,
             )  # fmt: skip
 
@@ -206,10 +209,10 @@ class Settings(BaseSettings):
 
 
 def check_endpoint(url: str) -> None:
-    """Whether S3 requests can be sent to a URL.
+    """Check that S3 requests can be sent to a URL.
 
     Raises:
-        ValueError: it has no scheme, another one than http and https, no host, or a port that is none.
+        ValueError: the URL has no scheme, a scheme other than http and https, no host, or an invalid port.
     """
     try:
         parts = urlsplit(url)
@@ -222,21 +225,21 @@ def check_endpoint(url: str) -> None:
 
 
 def aws_variable(*names: str) -> tuple[str, str] | None:
-    """The first of these environment variables of AWS's own chain that is set: its name and value."""
+    """The first of ``names``, environment variables of AWS's own chain, that is set: its name and value."""
     return next(((name, value) for name in names if (value := os.environ.get(name))), None)
 
 
 def aws_endpoint_variable() -> tuple[str, str] | None:
-    """The variable of AWS's own chain that names the endpoint of S3, and its value."""
+    """The environment variable of AWS's own chain that sets the endpoint of S3: its name and value."""
     ignored = os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() == "true"
     return None if ignored else aws_variable("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
 
 
 def require_endpoint(source: str, url: str) -> None:
-    """`check_endpoint` of what ``source`` says.
+    """Check an endpoint with `check_endpoint`. The error names ``source``, where the URL came from.
 
     Raises:
-        SettingsError: it is none.
+        SettingsError: the URL is not an endpoint.
     """
     try:
         check_endpoint(url)
@@ -245,10 +248,10 @@ def require_endpoint(source: str, url: str) -> None:
 
 
 def compile_step_pattern(pattern: str) -> re.Pattern[str]:
-    """A pattern for `step_pattern`.
+    """Compile a `step_pattern`.
 
     Raises:
-        ValueError: it is no regular expression, or has not exactly one group.
+        ValueError: the pattern is not a regular expression, or does not have exactly one group.
     """
     example = r"expected a regular expression with one group around the digits, for example step-(\d+)"
     try:
@@ -277,7 +280,7 @@ def _explain(error: ValidationError, given: Mapping[str, Any]) -> str:
 
 
 def local_world_size() -> int:
-    """Ranks on this host as the launcher tells it (torchrun sets ``LOCAL_WORLD_SIZE``), otherwise 1."""
+    """Ranks on this host, from the launcher (torchrun sets ``LOCAL_WORLD_SIZE``); otherwise 1."""
     value = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(value)) if value.isdecimal() else 1
 
@@ -294,7 +297,7 @@ def _warn_of_unknown_variables(cls: type[Settings]) -> None:
         if name not in _warned:
             _warned.add(name)
             logger.warning(
-                "%s is set but is no setting of dcp_s3; there are: %s",
+                "%s is set but is not a setting of dcp_s3; there are: %s",
                 name,
                 ", ".join(sorted(known)),
             )
@@ -304,16 +307,16 @@ SettingsLike = Settings | Mapping[str, Any] | None
 
 
 def resolve_settings(settings: SettingsLike) -> Settings:
-    """A `Settings` object from what a constructor was given: one, a mapping of overrides, or None.
+    """The `Settings` for what a constructor was given: a `Settings` object, a mapping of overrides, or None.
 
     Raises:
-        SettingsError: a value is not allowed, or there is no such setting; or `AWS_ENDPOINT_URL_S3`, which is in force
-            without ``endpoint_url``, is no URL.
+        SettingsError: a value is not allowed; there is no such setting; or ``endpoint_url`` is unset and
+            `AWS_ENDPOINT_URL_S3`, used instead, is not a URL.
     """
     if settings is not None and not isinstance(settings, (Settings, Mapping)):
         raise SettingsError(f"settings must be a Settings object, a mapping or None, not {type(settings).__name__}")
     resolved = settings if isinstance(settings, Settings) else Settings(**dict(settings or {}))
-    # Before anything is saved or loaded. That of a profile is looked at when a client is made.
+    # Checked before anything is saved or loaded. A profile's endpoint is checked when a client is made.
     if resolved.endpoint_url is None and (variable := aws_endpoint_variable()) is not None:
         require_endpoint(*variable)
     return resolved

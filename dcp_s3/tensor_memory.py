@@ -1,4 +1,4 @@
-"""Tensors as memory: views of their bytes without copies, and bounded copies where there must be one."""
+"""The bytes of tensors: views without copies, and bounded copies where a view is impossible."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is dense strided memory of its own dtype (no sparse, quantized or wrapper tensor)."""
+    """Whether the tensor is dense strided memory of its own dtype (not sparse, quantized or a wrapper)."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout == torch.strided
@@ -20,7 +20,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def is_direct(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's bytes are one run of CPU memory, in row-major order, with nothing lazy about them."""
+    """Whether the tensor's bytes are one run of CPU memory in row-major order, with no lazy conjugation or negation."""
     return (
         is_plain(tensor)
         and tensor.device.type == "cpu"
@@ -33,7 +33,7 @@ def is_direct(tensor: torch.Tensor) -> bool:
 def view_bytes(tensor: torch.Tensor) -> memoryview:
     """The bytes of a tensor for which `is_direct` holds, as a writable memoryview that keeps the tensor alive.
 
-    Through ctypes rather than numpy, which torch can do without and which knows neither bfloat16 nor float8.
+    Made with ctypes, not numpy: torch works without numpy, and numpy has neither bfloat16 nor float8.
     """
     size = tensor.nbytes
     if size == 0:
@@ -45,11 +45,11 @@ def view_bytes(tensor: torch.Tensor) -> memoryview:
 
 @contextlib.contextmanager
 def counted_as_change(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Count up the versions of ``tensors``, which are written to meanwhile, before the first byte and after the last.
+    """Increment the versions of ``tensors`` on entry and on exit, for a block that writes to their memory.
 
-    Memory that is received into changes below autograd, which would compute gradients from what it did not see change,
-    and below staging, which would take a copy that is half old and half new for a good one. Views share the version of
-    their base; tensors of inference mode have none.
+    Received bytes change memory below autograd and staging, which would not notice. Autograd would compute gradients
+    from changed values, and staging would accept a copy that is half old and half new. Views share the version of their
+    base; tensors of inference mode have none.
     """
     torch.autograd.graph.increment_version(tensors)
     try:
@@ -61,8 +61,8 @@ def counted_as_change(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 def synchronize_accelerator(tensors: Iterable[torch.Tensor | None]) -> None:
     """Wait for the accelerator if one of ``tensors`` is on it.
 
-    The threads that copy to and from it have streams of their own: what the caller's stream has still to do with a
-    tensor must be done before them, and what they have to do before the caller goes on.
+    The threads that copy to and from it have streams of their own. What the caller's stream still has to do with a
+    tensor must be done before they begin, and their work must be done before the caller goes on.
     """
     if any(tensor is not None and tensor.device.type not in ("cpu", "meta") for tensor in tensors):
         torch.accelerator.synchronize()
@@ -78,8 +78,8 @@ def iterate_bytes(
 ) -> Iterator[memoryview]:
     """The bytes of any plain tensor in row-major order.
 
-    A tensor for which `is_direct` holds comes as one view, uncopied. Others (on a device, strided, lazily
-    conjugated) are copied by ``copy`` piece by piece, about ``chunk_size`` bytes at a time, when asked for.
+    A tensor for which `is_direct` holds comes as one view, without a copy. Others (on a device, strided, lazily
+    conjugated) are copied with ``copy`` as the caller iterates, about ``chunk_size`` bytes at a time.
     """
     if is_direct(tensor):
         yield view_bytes(tensor)

@@ -1,6 +1,6 @@
-"""Every private name of torch that dcp_s3 touches: those of the distributed checkpoint, and of staging.
+"""Every private name of torch that dcp_s3 uses, for distributed checkpoints and for staging.
 
-All were seen in torch 2.13.0; ``tests/test_torch_private.py`` says of each who relies on it, and fails when it moves.
+All were seen in torch 2.13.0. ``tests/test_torch_private.py`` says who relies on each, and fails when one moves.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MEMORY
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as create_chunk_list
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-FileReader = torch._C.PyTorchFileReader  # of the archives of torch.save
-storage_utils: Any = _storage_utils  # chooses a writer or reader where none is given
+FileReader = torch._C.PyTorchFileReader  # reads the archives that torch.save writes
+storage_utils: Any = _storage_utils  # chooses the writer or reader if dcp.save or dcp.load is given none
 
 __all__ = [
     "CURRENT_DCP_VERSION",
@@ -62,6 +62,7 @@ __all__ = [
     "find_save_group",
     "find_upload_future",
     "is_first_look",
+    "is_loading",
     "is_process_starting",
     "is_traceable_wrapper_subclass",
     "narrow_tensor_by_index",
@@ -78,41 +79,48 @@ _MAX_STEPS = 8
 
 
 class Caller(NamedTuple):
-    """The load that called a storage reader.
-
-    Attributes:
-        group: its process group.
-        rank: of this process in it.
-        world_size: of the group, at least 2.
-        coordinator: rank in the group.
-        plain_finish: whether the planner's `finish_plan` is torch's, which returns what it was given and can not fail.
-    """
+    """The `dcp.load` that called a storage reader."""
 
     group: dist.ProcessGroup
+    """The load's process group."""
     rank: int
+    """This process's rank in the group."""
     world_size: int
-    coordinator: int
+    """Ranks in the group, at least 2."""
     plain_finish: bool
+    """Whether the planner's `finish_plan` is torch's, which returns its argument and cannot fail."""
 
 
 def find_load_group() -> Caller | None:
-    """The process group of the `dcp.load` that is calling `read_metadata`; None where it is not all ranks that do so.
+    """The process group of the `dcp.load` that is calling `read_metadata`; None if not all of its ranks make this call.
 
-    DCP tells it to no storage reader. It is among the variables of torch's `local_step`, which all ranks of the group
-    go through, and which has no metadata yet the first time it asks for them: a planner that calls `read_metadata`
-    itself, later in `local_step`, gets None, and so does everybody who calls it without `dcp.load`.
+    DCP does not pass the group to a storage reader. But it is a variable of torch's `local_step`, which all ranks of
+    the group run. On its first call it has no metadata yet: a planner that calls `read_metadata` itself, later in
+    `local_step`, gets None. So does any caller outside of `dcp.load`.
     """
     variables = _first_look()
     return None if variables is None else _caller_of(variables)
 
 
 def is_first_look() -> bool:
-    """Whether `dcp.load` is calling `read_metadata` for the metadata of all ranks, before it asks for that of one."""
+    """Whether `dcp.load` is calling `read_metadata` for the metadata of all ranks, before that of this rank alone."""
     return _first_look() is not None
 
 
+def is_loading() -> bool:
+    """Whether torch's loader is among the callers, whatever it looks like inside."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_MAX_STEPS):
+        if frame is None:
+            return False
+        if frame.f_globals.get("__name__") == _LOADER_MODULE:
+            return True
+        frame = frame.f_back
+    return False
+
+
 def _first_look() -> dict[str, Any] | None:
-    """The variables of torch's `local_step`, if that is what calls, and has not asked for metadata before."""
+    """The variables of torch's `local_step`, if it is the caller and has not asked for metadata before."""
     variables = _local_step_variables(_LOADER_MODULE)
     if variables is None or variables.get("metadata", ...) is not None or variables.get("global_metadata_exc"):
         return None
@@ -120,9 +128,9 @@ def _first_look() -> dict[str, Any] | None:
 
 
 def find_save_group() -> str | None:
-    """Name of the process group of the save that calls a storage writer; None if its ranks tell each other nothing.
+    """Name of the process group of the save that calls a storage writer; None if its ranks do not communicate.
 
-    DCP tells it to no storage writer; like that of a load, it is among the variables of torch's `local_step`.
+    DCP does not pass the group to a storage writer. As in a load, it is a variable of torch's `local_step`.
     """
     variables = _local_step_variables(_SAVER_MODULE) or {}
     wrapper: Any = variables.get("distW")
@@ -133,7 +141,7 @@ def find_save_group() -> str | None:
 
 
 def _local_step_variables(module: str) -> dict[str, Any] | None:
-    """Of torch's `local_step` in ``module``, if that is what calls."""
+    """The variables of torch's `local_step` in ``module``, if it is the caller."""
     frame: FrameType | None = sys._getframe(2)
     for _ in range(_MAX_STEPS):
         if frame is None:
@@ -154,7 +162,7 @@ def _caller_of(variables: dict[str, Any]) -> Caller | None:
         return None
     finish = getattr(variables.get("planner"), "finish_plan", None)
     plain = getattr(finish, "__func__", None) is DefaultLoadPlanner.finish_plan
-    return Caller(group, wrapper.rank, world_size, wrapper.coordinator_rank, plain)
+    return Caller(group, wrapper.rank, world_size, plain)
 
 
 _DCP = "torch.distributed.checkpoint."
@@ -165,7 +173,7 @@ _UPLOADS = {(_DCP + "_async_thread_executor", "save_wrapper"), (_DCP + "_async_p
 def find_upload_future() -> Future[Any] | None:
     """The future of the `dcp.async_save` whose thread calls this; None in a `dcp.save`, which raises to its caller.
 
-    DCP gives it to nobody but the caller of `async_save`. It is that of the task which the thread runs.
+    DCP gives the future only to the caller of `async_save`. It belongs to the task that the thread runs.
     """
     frame, found = sys._getframe(1).f_back, False
     while frame is not None:
@@ -174,7 +182,7 @@ def find_upload_future() -> Future[Any] | None:
             variables = frame.f_locals
             future = getattr(variables.get("self"), "future", None)
             if type(variables) is dict:
-                variables.clear()  # before Python 3.13 a copy that stays with the frame, and would keep the state
+                variables.clear()  # before Python 3.13: a copy that lives as long as the frame, and keeps the state
             if isinstance(future, Future):
                 return future
         found = found or (module, frame.f_code.co_name) in _UPLOADS
@@ -183,7 +191,7 @@ def find_upload_future() -> Future[Any] | None:
 
 
 def rebuild_sharded_tensor(source: ShardedTensor, tensors: Sequence[torch.Tensor]) -> ShardedTensor:
-    """``source`` with its local shards replaced by ``tensors`` in CPU memory; its metadata says so."""
+    """``source`` with ``tensors`` in CPU memory as its local shards, and metadata to match."""
     cpu = torch.device("cpu")
     metadata = copy.deepcopy(source.metadata())
     for shard_metadata in metadata.shards_metadata:
@@ -206,45 +214,48 @@ def _place(shard_metadata: Any, device: torch.device) -> None:
         shard_metadata.placement._device = device
 
 
-class _InTurn:
-    """Stands in for the thread pool of one PROCESS save: all of them run on the same thread, in the order of calls."""
+class _SharedThread:
+    """Stands in for the thread pool of one PROCESS save. All such saves run on one thread, in the order of calls."""
 
     _thread: ThreadPoolExecutor | None = None
     _latest: Future[Any] | None = None
     on_end: ClassVar[Callable[[Future[Any]], None] | None] = None
 
     def submit(self, function: Callable[..., Any], **arguments: Any) -> Future[Any]:
-        if _InTurn._thread is None:
-            _InTurn._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="AsyncCheckpointExecutor")
-        _InTurn._latest = _InTurn._thread.submit(function, **arguments)
-        if _InTurn.on_end is not None:
-            _InTurn._latest.add_done_callback(_InTurn.on_end)
-        return _InTurn._latest
+        if _SharedThread._thread is None:
+            _SharedThread._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="AsyncCheckpointExecutor")
+        _SharedThread._latest = _SharedThread._thread.submit(function, **arguments)
+        if _SharedThread.on_end is not None:
+            _SharedThread._latest.add_done_callback(_SharedThread.on_end)
+        return _SharedThread._latest
 
     def wait_for_process(self) -> None:
-        """Wait while the first save starts the checkpoint process. To start it takes a collective step, which a second
-        save would take part in again on those ranks only that do not see the process yet."""
+        """Wait while the first save starts the checkpoint process.
+
+        Starting it takes a collective step. A second save would take part in that step again, but only on ranks that do
+        not see the process yet.
+        """
         while (
             async_process_executor._CHECKPOINT_PROCESS is None
-            and _InTurn._latest is not None
-            and not _InTurn._latest.done()
+            and _SharedThread._latest is not None
+            and not _SharedThread._latest.done()
         ):
             time.sleep(0.01)
 
     def shutdown(self, wait: bool = True) -> None:
-        """Nothing: the thread goes on to the next save."""
+        """Do nothing: the thread is kept for the next save."""
 
 
 def _use_one_thread(executor: Any) -> None:
-    executor._executor = _InTurn()
+    executor._executor = _SharedThread()
     executor._executor.wait_for_process()
 
 
 def is_process_starting() -> bool:
-    """Whether a save by `AsyncCheckpointerType.PROCESS` is starting the checkpoint process, on whatever thread.
+    """Whether any thread is starting the checkpoint process, in a save by `AsyncCheckpointerType.PROCESS`.
 
-    To start it takes a collective step, which another save would take part in again on those ranks only that do not see
-    the process yet.
+    Starting it takes a collective step. Another save would take part in that step again, but only on ranks that do not
+    see the process yet.
     """
     if async_process_executor._CHECKPOINT_PROCESS is not None:
         return False
@@ -261,8 +272,8 @@ def is_process_starting() -> bool:
 def save_in_turn(on_end: Callable[[Future[Any]], None]) -> None:
     """Replace the constructor of torch's executor of PROCESS saves: all of them share a thread, in the order of calls.
 
-    torch 2.13 gives each a thread of its own, and all threads talk to the one checkpoint process through one pipe,
-    unlocked. ``on_end`` is called with the future of each save that ended.
+    torch 2.13 gives each save a thread of its own, and all threads use one pipe to the checkpoint process, without a
+    lock. ``on_end`` is called with the future of each save that has ended.
     """
-    _InTurn.on_end = staticmethod(on_end)
+    _SharedThread.on_end = staticmethod(on_end)
     ProcessBasedAsyncCheckpointExecutor.__init__ = _use_one_thread  # type: ignore[assignment]

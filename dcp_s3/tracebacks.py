@@ -1,4 +1,4 @@
-"""Errors that are kept, or sent to other processes, without the memory that their tracebacks hold."""
+"""Errors that are kept or sent to other processes, without the memory that their tracebacks hold."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pickle
 
 
 def without_tracebacks(error: BaseException) -> None:
-    """Make an error safe to keep: tracebacks hold every caller's variables, and with them the memory that is saved."""
+    """Make an error safe to keep. Its tracebacks hold every caller's variables, and so the state being saved."""
     links, seen = [error], set()
     while links:
         link = links.pop()

@@ -16,7 +16,7 @@ _NUMBER_UNIT = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-z]*)\s*", re.IGNORECA
 
 MAX_SIZE = 2**63 - 1
 MAX_DURATION = 3650 * 86400.0
-"""Ten years. The operating system's own timeouts overflow somewhere above it."""
+"""Ten years. The operating system's timeouts overflow somewhere above that."""
 
 _FRACTION = re.compile(r"\s*([0-9]*\.[0-9]+|[0-9]+(\.[0-9]+)?\s*%)\s*")
 
@@ -30,7 +30,7 @@ def _parse(text: str, units: dict[str, float] | dict[str, int], example: str) ->
 
 
 def parse_size(value: object) -> int:
-    """Bytes of ``64MiB``, ``5GB``, ``1048576`` or an int. ``K``, ``M``, ``G``, ``T`` are binary.
+    """Bytes from ``64MiB``, ``5GB``, ``1048576`` or an int. ``K``, ``M``, ``G``, ``T`` are binary.
 
     Raises:
         ValueError: not a size, negative, or above `MAX_SIZE`.
@@ -46,10 +46,10 @@ def parse_size(value: object) -> int:
 
 
 def parse_size_or_fraction(value: object) -> int | float:
-    """Bytes (int) of what `parse_size` takes, or a fraction (float) of ``0.5``, ``"0.5"`` or ``50%``.
+    """Bytes (int) from what `parse_size` takes, or a fraction (float) from ``0.5``, ``"0.5"`` or ``50%``.
 
     Raises:
-        ValueError: neither, or a fraction that is not above 0 and at most 1.
+        ValueError: not a size or fraction, or a fraction that is not above 0 and at most 1.
     """
     fraction: float | None = None
     if isinstance(value, float) and value <= 1:
@@ -64,7 +64,7 @@ def parse_size_or_fraction(value: object) -> int | float:
 
 
 def parse_duration(value: object) -> float:
-    """Seconds of ``30s``, ``5m``, ``250ms``, ``2h``, ``1d``, or a plain number of seconds.
+    """Seconds from ``30s``, ``5m``, ``250ms``, ``2h``, ``1d``, or a plain number of seconds.
 
     Raises:
         ValueError: not a duration, negative, or above `MAX_DURATION`.

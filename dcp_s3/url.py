@@ -9,32 +9,29 @@ from dataclasses import dataclass
 from dcp_s3.errors import InvalidURLError
 
 URLLike = str | os.PathLike[str]
-"""A URL as users give it."""
+"""A URL in the forms that users may pass."""
 
 _SCHEME = "s3://"
-_FOLDED = "s3:/"  # by pathlib, which takes several slashes for one
-# https://docs.aws.amazon.com/AmazonS3/latest/userguide/bucketnamingrules.html, loosened to what other stores
-# and old buckets allow; access-point ARNs are passed on as they are.
+_FOLDED = "s3:/"  # what pathlib makes of it: several slashes become one
+# https://docs.aws.amazon.com/AmazonS3/latest/userguide/bucketnamingrules.html, relaxed to what other stores
+# and old buckets allow. Access-point ARNs are passed on unchanged.
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,254}|arn:[A-Za-z0-9:/_.-]+?:accesspoint[:/][A-Za-z0-9_.-]+")
 _MAX_KEY_BYTES = 1024
-# Room below the prefix for the longest name we write.
+# Room below the prefix for the longest name that is written.
 _RESERVED_KEY_BYTES = 100
 
 
 @dataclass(frozen=True)
 class CheckpointURL:
-    """Where a checkpoint lies: all of its objects have keys ``{prefix}/...`` in ``bucket``.
-
-    Attributes:
-        bucket: bucket name or access-point ARN.
-        prefix: key prefix without a slash at either end; empty for the whole bucket.
-    """
+    """The location of a checkpoint. All of its objects have keys ``{prefix}/...`` in ``bucket``."""
 
     bucket: str
+    """Bucket name or access-point ARN."""
     prefix: str
+    """Key prefix without a slash at either end. Empty: the whole bucket."""
 
     def key(self, relative_path: str) -> str:
-        """The object key of a path below the checkpoint."""
+        """The object key of ``relative_path``, a path below the checkpoint."""
         return f"{self.prefix}/{relative_path}" if self.prefix else relative_path
 
     def child(self, name: str) -> CheckpointURL:
@@ -51,18 +48,18 @@ class CheckpointURL:
 
 
 def is_s3_url(value: object) -> bool:
-    """Whether ``value`` is text or a path that starts with ``s3:/`` (any case). Does not say that it is well formed."""
+    """Whether ``value`` is text or a path that starts with ``s3:/`` (any case). The rest is not checked."""
     return _text(value)[: len(_FOLDED)].lower() == _FOLDED
 
 
 def parse_url(value: URLLike) -> CheckpointURL:
     """Split ``s3://bucket/prefix``.
 
-    Keys are taken literally: nothing is unquoted, so ``%``, ``+``, spaces and unicode are safe. Slashes at the
-    end are dropped. ``s3:/bucket/prefix``, which pathlib makes of it, is the same URL.
+    Keys are taken literally: nothing is unquoted, so ``%``, ``+``, spaces and Unicode are safe. Trailing slashes are
+    dropped. ``s3:/bucket/prefix``, which pathlib makes of it, is the same URL.
 
     Raises:
-        InvalidURLError: another scheme, no or a bad bucket name, an empty, ``.`` or ``..`` path segment, or a
+        InvalidURLError: another scheme; a missing or bad bucket name; an empty, ``.`` or ``..`` path segment; or a
             prefix too long for the names below it (S3 keys have at most 1024 bytes).
     """
     if not is_s3_url(value):

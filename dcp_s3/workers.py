@@ -1,8 +1,8 @@
-"""A few named threads that end when their owner is done.
+"""Small groups of named threads that end when their owner is done.
 
-Not `concurrent.futures.ThreadPoolExecutor`: at the end of a script the interpreter waits for torch's thread that
-carries out an asynchronous save, but refuses every `submit` of an executor meanwhile. A last `async_save` that nobody
-waited for would be lost without a word.
+`concurrent.futures.ThreadPoolExecutor` will not do. At the end of a script the interpreter waits for torch's thread
+that carries out an asynchronous save, but executors already refuse every `submit`. A last `async_save` that nobody
+waited for would be lost silently.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _Task = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 
 class Workers:
-    """``count`` threads that run what is submitted, in order of submission.
+    """``count`` threads that run submitted tasks, in order of submission.
 
     Args:
         count: number of threads, at least one.
-        name: of the threads; a number is added.
+        name: name of the threads; each gets a number.
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -31,7 +31,7 @@ class Workers:
         try:
             for number in range(count):
                 thread = threading.Thread(target=self._work, name=f"{name}-{number}")
-                self._threads.append(thread)  # first: an interrupt in start() may leave a thread that runs
+                self._threads.append(thread)  # before start(): an interrupt in it may leave the thread running
                 thread.start()
         except BaseException:
             self.close()
@@ -44,7 +44,7 @@ class Workers:
         return future
 
     def close(self) -> None:
-        """Cancel what has not begun, wait for what has, and end the threads."""
+        """Cancel tasks that have not begun, wait for the others, and end the threads."""
         while True:
             try:
                 task = self._tasks.get_nowait()
@@ -65,9 +65,9 @@ class Workers:
 
 
 class InTurn:
-    """Runs what is submitted one after the other, on a thread that lives only while there is something to do.
+    """Runs submitted tasks one after the other, on a thread that lives only while there are tasks.
 
-    An idle thread would keep the interpreter from ending, or as a daemon be torn out of torch's C++ at its end.
+    An idle thread would keep the interpreter from ending. As a daemon it would be killed inside torch's C++ at exit.
     """
 
     def __init__(self, name: str) -> None:
@@ -77,7 +77,7 @@ class InTurn:
         self._thread: threading.Thread | None = None
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Run ``function(*arguments)`` when all that was submitted before is done."""
+        """Run ``function(*arguments)`` once all earlier tasks are done."""
         future: Future[Any] = Future()
         with self._lock:
             if self._thread is None:
@@ -88,7 +88,7 @@ class InTurn:
         return future
 
     def join(self) -> None:
-        """Wait until all that was submitted is done."""
+        """Wait until all submitted tasks are done."""
         thread = self._thread
         if thread is not None:
             thread.join()
@@ -110,7 +110,7 @@ def _run(task: _Task) -> None:
         return
     try:
         future.set_result(function(*arguments))
-    except BaseException as error:  # noqa: BLE001 - it goes to whoever waits for the future
+    except BaseException as error:  # noqa: BLE001 - passed on to whoever waits for the future
         future.set_exception(error)
     finally:
-        del task, future, function, arguments  # the error's traceback has this frame: no cycle
+        del task, future, function, arguments  # no cycle: the error's traceback has this frame

@@ -1,4 +1,4 @@
-"""One hash for a whole training state, whatever it is sharded over: to compare states bit for bit."""
+"""One hash for a whole training state, however it is sharded: to compare states bit for bit."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch.distributed.tensor import DTensor
 def state_digest(state: Mapping[str, Any]) -> str:
     """SHA-256 (hex) over the names, dtypes, shapes and bits of everything in a state dict.
 
-    Sharded tensors count as the tensor that they are shards of. That gathers them one after the
-    other: every rank must call this, and gets the same answer.
+    A sharded tensor is hashed as the whole tensor, which is gathered for that. So every rank must call this, and all
+    get the same answer.
     """
     digest = hashlib.sha256()
     for name, value in sorted(_leaves(state)):
@@ -24,7 +24,7 @@ def state_digest(state: Mapping[str, Any]) -> str:
             tensor = value.full_tensor() if isinstance(value, DTensor) else value
             tensor = tensor.detach().cpu().contiguous()
             digest.update(f"{tensor.dtype} {list(tensor.shape)}\0".encode())
-            # As bytes: floats that compare equal (0.0 and -0.0) differ here, and NaNs do not.
+            # As bytes: 0.0 and -0.0 compare equal as floats but differ here; equal NaNs do not.
             digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
         else:
             digest.update(f"{value!r}\0".encode())
@@ -32,7 +32,7 @@ def state_digest(state: Mapping[str, Any]) -> str:
 
 
 def _leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """(path, value) of everything that is neither a mapping nor a list or tuple."""
+    """(path, value) of everything that is not a mapping, list or tuple."""
     if isinstance(state, Mapping):
         for key, value in state.items():
             yield from _leaves(value, f"{name}/{key}")

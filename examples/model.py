@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes. The defaults make 5.1 million parameters: with AdamW's moments, 58 MiB of state."""
+    """The sizes of the model. The defaults give 5.1 million parameters: with AdamW's moments, 58 MiB of state."""
 
     vocabulary: int = 256
     width: int = 384
@@ -38,7 +38,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU."""
+    """A SwiGLU feed-forward layer."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class FeedForward(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention, then feed-forward, each on a normalized copy and added back."""
+    """Attention, then feed-forward; each takes normalized input, and its output is added back."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Predicts each next byte from those before it."""
+    """Predicts each byte from those before it."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()

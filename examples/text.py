@@ -1,4 +1,4 @@
-"""Real text that every Python has: the sources of its standard library, as bytes."""
+"""Text that every Python installation has: the sources of its standard library, as bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def standard_library_text() -> Tensor:
-    """The top-level modules of the standard library, one after the other (uint8, some megabytes).
+    """The top-level modules of the standard library, concatenated (uint8, some megabytes).
 
     Raises:
         FileNotFoundError: this Python comes without sources.
@@ -27,8 +27,8 @@ def batch(
 ) -> tuple[Tensor, Tensor]:
     """This rank's share of the batch of ``step``: inputs, and the bytes that follow them.
 
-    The batch as a whole depends on the step alone, so a run that goes on with another number of
-    ranks sees the same text in the same order.
+    The whole batch depends only on the step. So a run that continues on another number of ranks sees the same text in
+    the same order.
 
     Returns:
         Two (sequences of this rank, length) int64 tensors.

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 -m examples.train --url s3://bucket/run
 
-Started again after it was killed, on any number of ranks, it goes on from the newest complete
-checkpoint below ``--url``. It runs on CPUs; what differs on GPUs is the backend, nothing about S3.
+If it is killed and started again, on any number of ranks, it continues from the newest complete
+checkpoint below ``--url``. It runs on CPUs. On GPUs only the backend differs, nothing about S3.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BATCH = 12
 
 
 class TrainState(Stateful):
-    """All that is needed to go on: DCP calls these two methods when it saves and loads."""
+    """Everything needed to continue the training. DCP calls these two methods when it saves and loads."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model = model
@@ -42,7 +42,7 @@ class TrainState(Stateful):
         self.step = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Sharded (DTensors): every rank saves what it holds, and nothing is gathered."""
+        """The state as sharded DTensors: every rank saves its own shards, and nothing is gathered."""
         model, optimizer = get_state_dict(self.model, self.optimizer)
         return {"model": model, "optimizer": optimizer, "step": self.step}
 
@@ -58,7 +58,7 @@ class TrainState(Stateful):
 
 
 def main() -> None:
-    """Train as the command line says."""
+    """Train with the options of the command line."""
     options = parse_arguments()
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -99,11 +99,11 @@ def main() -> None:
                 upload.result()  # one save at a time; if it failed, on any rank, this raises
             record("saved", state, options.digest_file)
             started = time.perf_counter()
-            # Returns as soon as the state has been copied; the upload goes on in the background. What a
-            # killed save has left at this URL is no checkpoint, and not in the way.
+            # Returns as soon as the state has been copied; the upload goes on in the background. Leftovers of
+            # a killed save at this URL are not a checkpoint, and do no harm.
             upload = dcp.async_save(
                 {"train": state},
-                # Overwriting: a step may be there that `latest` passed over because it is damaged.
+                # overwrite: this step may exist, but damaged, so that `latest` passed over it.
                 storage_writer=dcp_s3.S3StorageWriter(f"{options.url}/step-{state.step:08d}", overwrite=True),
                 process_group=checkpoint_group,
             )
@@ -117,8 +117,8 @@ def main() -> None:
 def find_newest(url: str) -> str | None:
     """URL of the newest complete checkpoint below ``url``.
 
-    Rank 0 looks and tells the others: if each looked for itself, a save that commits just then
-    could make them load different ones.
+    Rank 0 looks and tells the others. If each rank looked for itself, a save that commits at that moment could make
+    them load different checkpoints.
     """
     found: list[str | None] = [None]
     if dist.get_rank() == 0:
@@ -129,7 +129,7 @@ def find_newest(url: str) -> str | None:
 
 
 def record(event: str, state: TrainState, path: Path | None) -> None:
-    """Append the digest of the whole state to a file (the demo compares them); optional, and slow."""
+    """Append the digest of the whole state to a file, if ``path`` is given. Slow; the demo compares the digests."""
     if path is None:
         return
     digest = state_digest(state.state_dict())
@@ -147,13 +147,13 @@ def mean(value: Tensor) -> float:
 
 
 def say(message: str) -> None:
-    """Print once, not once per rank."""
+    """Print on rank 0 only."""
     if dist.get_rank() == 0:
         print(message, flush=True)
 
 
 def parse_arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(prog="examples.train", description=__doc__.partition("\n")[0])
     parser.add_argument("--url", required=True, help="s3://bucket/prefix of this run")
     parser.add_argument("--steps", type=int, default=200, help="train to here; default: %(default)s")

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors, latest, list_checkpoints, prune, remove
 from dcp_s3.offline.replicate import download, upload
-from dcp_s3.s3 import multipart, retry
-from dcp_s3.s3.bucket import Bucket
-from dcp_s3.s3.retry import permission_of
+from dcp_s3.s3 import quirks, retry
+from dcp_s3.s3.diagnosis import permission_of
+from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.spill.drain import Drainer, DrainReport
 from dcp_s3.spill.store import SpillStore
@@ -85,7 +85,7 @@ def drain(directory: Path, url: str) -> DrainReport:
     (data,) = [found for found in store.scan() if found.journal.commit is None]
     (spilled,) = data.journal.objects
     key = url.removeprefix(f"s3://{BUCKET}/") + "/" + spilled.entry.path
-    begin_multipart(Bucket(BUCKET, Settings()), key, (data.path / spilled.file).read_bytes()[: 5 * 2**20])
+    begin_multipart(S3Store(BUCKET, Settings()), key, (data.path / spilled.file).read_bytes()[: 5 * 2**20])
     return Drainer(store).run()
 
 
@@ -116,7 +116,7 @@ def read_everything(tmp_path: Path) -> None:
 def test_pruning_needs_its_policy(faulty: FaultyServer) -> None:
     for step in (1, 2, 3):
         save(f"{ROOT}/step-{step}")
-    begin_multipart(Bucket(BUCKET, Settings()), "run/step-1/__0_0-ab.distcp", b"x" * 5 * 2**20)
+    begin_multipart(S3Store(BUCKET, Settings()), "run/step-1/__0_0-ab.distcp", b"x" * 5 * 2**20)
     faulty.s3.reset_counters()
     remove(f"{ROOT}/step-1", force=True)
     assert prune(ROOT, "latest:1").deleted
@@ -211,7 +211,7 @@ def test_a_drain_that_may_not_look_for_uploads_names_the_permission_and_goes_on(
     caplog: pytest.LogCaptureFixture,
     permission: str,
 ) -> None:
-    monkeypatch.setattr(multipart, "_warned", set())
+    quirks.forget()
     deny(faulty, permission)
     report = drain(tmp_path, f"{ROOT}/a")
     assert (report.committed, report.waiting) == ([f"{ROOT}/a"], {})

@@ -473,13 +473,13 @@ def _ask(path: Path) -> None:
 
     reader = _Asking(path)
     dcp.load({"w": torch.zeros(3)}, storage_reader=reader)
-    assert reader.asked == [(dist.group.WORLD, rank, 2, 0, True)], _moved("dcp.load hides its group", relied_on)
+    assert reader.asked == [(dist.group.WORLD, rank, 2, True)], _moved("dcp.load hides its group", relied_on)
 
     group = dist.new_group([1, 0])
     reader = _Asking(path)
     dcp.load({"w": torch.zeros(3)}, storage_reader=reader, process_group=group, planner=_Curious(reader))
     first, second = reader.asked
-    assert first == (group, dist.get_rank(group), 2, 0, False), _moved("the group is another", relied_on)
+    assert first == (group, dist.get_rank(group), 2, False), _moved("the group is another", relied_on)
     assert second is None, _moved("a planner's own call looks like the load's", relied_on)
 
     reader = _Asking(path)
@@ -537,6 +537,21 @@ def test_torchs_finish_plan_returns_what_it_was_given() -> None:
     assert DefaultLoadPlanner().finish_plan(plan) is plan, _moved(
         "DefaultLoadPlanner.finish_plan changes the plan", "plain_finish: plans that are shared out stay what they are"
     )
+
+
+def test_a_load_can_be_told_from_its_callers(tmp_path: Path) -> None:
+    found: list[bool] = []
+
+    class Reader(FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            found.append(torch_private.is_loading())
+            return super().read_metadata()
+
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path)
+    reader = Reader(tmp_path)
+    dcp.load({"w": torch.zeros(3)}, storage_reader=reader)
+    reader.read_metadata()
+    assert found == [True, False], _moved("dcp.load lies elsewhere", "S3StorageReader(process_group=...)")
 
 
 def _first_looks(path: Path, *, missing: bool, planner: bool) -> list[bool]:

@@ -31,8 +31,7 @@ from dcp_s3.format.layout import (
 )
 from dcp_s3.format.manifest import Manifest, ObjectEntry
 from dcp_s3.format.metadata import dump_metadata, load_metadata
-from dcp_s3.s3.bucket import Bucket, StoredObject
-from dcp_s3.s3.delete import Target, delete_one
+from dcp_s3.store import Expect, ObjectHead, Store, StoredObject, Target
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
@@ -63,7 +62,7 @@ class SaveIdentity:
         return self.url.key(manifest_object(self.save_id, self.rank))
 
 
-def check_absent(bucket: Bucket, identity: SaveIdentity) -> None:
+def check_absent(bucket: Store, identity: SaveIdentity) -> None:
     """Refuse to save where a committed checkpoint is. Before any byte moves.
 
     Looks for a checkpoint of the other kind, too: one of a save with collectives hides those of single ranks, and
@@ -103,7 +102,7 @@ class CommitState(Enum):
     """By one that began later."""
 
 
-def find_state(bucket: Bucket, identity: SaveIdentity, *, path: str | None, started_at: float) -> CommitState:
+def find_state(bucket: Store, identity: SaveIdentity, *, path: str | None, started_at: float) -> CommitState:
     """How the commit of a save stands.
 
     Args:
@@ -119,7 +118,7 @@ def find_state(bucket: Bucket, identity: SaveIdentity, *, path: str | None, star
         save_id = _stored_save_id(bucket, identity)
         if save_id == identity.save_id:
             return CommitState.COMMITTED
-        data = bucket.read(identity.url.key(manifest_object(save_id or "", identity.rank)))
+        data = bucket.get(identity.url.key(manifest_object(save_id or "", identity.rank))).data
         manifest = Manifest.from_json(data)
     except (errors.ObjectNotFoundError, ValueError):
         return CommitState.WAITING  # there is none, or none of ours
@@ -129,7 +128,7 @@ def find_state(bucket: Bucket, identity: SaveIdentity, *, path: str | None, star
     return CommitState.REPLACED if newer else CommitState.WAITING
 
 
-def is_committed(bucket: Bucket, identity: SaveIdentity) -> bool:
+def is_committed(bucket: Store, identity: SaveIdentity) -> bool:
     """Whether the checkpoint at the URL is that of this save, by its id.
 
     Raises:
@@ -141,7 +140,7 @@ def is_committed(bucket: Bucket, identity: SaveIdentity) -> bool:
         return False
 
 
-def _stored_save_id(bucket: Bucket, identity: SaveIdentity) -> str | None:
+def _stored_save_id(bucket: Store, identity: SaveIdentity) -> str | None:
     """Of the checkpoint at the URL; None if it is none of ours.
 
     Raises:
@@ -150,12 +149,12 @@ def _stored_save_id(bucket: Bucket, identity: SaveIdentity) -> str | None:
     return _save_id_in(bucket, identity, bucket.head(identity.metadata_key))
 
 
-def _save_id_in(bucket: Bucket, identity: SaveIdentity, found: Mapping[str, Any]) -> str | None:
+def _save_id_in(bucket: Store, identity: SaveIdentity, found: ObjectHead) -> str | None:
     """Of the checkpoint whose ``.metadata`` a HEAD has found."""
-    save_id: str | None = found["Metadata"].get(SAVE_ID_KEY)
+    save_id: str | None = found.metadata.get(SAVE_ID_KEY)
     if save_id is None:  # stores and proxies may lose user metadata
         try:
-            metadata = load_metadata(bucket.read(identity.metadata_key), url=str(identity.url))
+            metadata = load_metadata(bucket.get(identity.metadata_key).data, url=str(identity.url))
         except errors.CheckpointError:
             return None
         save_id = getattr(metadata.storage_meta, "save_id", None)
@@ -175,7 +174,7 @@ class Previous:
     etag: str | None = None
 
 
-def find_previous(bucket: Bucket, identity: SaveIdentity) -> Previous:
+def find_previous(bucket: Store, identity: SaveIdentity) -> Previous:
     """What a save with collectives is about to overwrite: a checkpoint, those of single ranks, or nothing.
 
     Raises:
@@ -257,7 +256,7 @@ def make_commit(
     return Commit(identity, manifest.to_json(), dump_metadata(metadata), tuple(objects))
 
 
-def check_newest(bucket: Bucket, identity: SaveIdentity, previous: Previous, started_at: float) -> None:
+def check_newest(bucket: Store, identity: SaveIdentity, previous: Previous, started_at: float) -> None:
     """Refuse to put a save that comes late in the place of one that began after it.
 
     Args:
@@ -274,7 +273,7 @@ def check_newest(bucket: Bucket, identity: SaveIdentity, previous: Previous, sta
         return
     save_id = _stored_save_id(bucket, identity)
     try:
-        manifest = Manifest.from_json(bucket.read(identity.url.key(manifest_object(save_id or ""))))
+        manifest = Manifest.from_json(bucket.get(identity.url.key(manifest_object(save_id or ""))).data)
     except (errors.ObjectNotFoundError, ValueError):
         return  # not ours, or damaged: what the user asked to overwrite
     if (manifest.started_at or manifest.created_at) > started_at and save_id != identity.save_id:
@@ -285,7 +284,7 @@ def check_newest(bucket: Bucket, identity: SaveIdentity, previous: Previous, sta
 
 
 def publish(
-    bucket: Bucket,
+    bucket: Store,
     commit: Commit,
     previous: Previous,
     *,
@@ -315,7 +314,7 @@ def publish(
     identity = commit.identity
     replaced = None
     try:
-        bucket.write(
+        bucket.put(
             identity.manifest_key,
             commit.manifest,
             content_type="application/json",
@@ -323,17 +322,16 @@ def publish(
         )
     except errors.DeadlineExceededError:
         if not keep_objects:
-            delete_quietly(bucket.for_cleanup(), commit.keys, "of a save that was given up")
+            delete_quietly(bucket.within(bucket.limit.for_cleanup()), commit.keys, "of a save that was given up")
         raise
     if is_late():
         _check_whole(bucket, commit, keep_objects=keep_objects)
         replaced = _find_replaced(bucket, commit, previous)
     try:
-        bucket.write(
+        bucket.put(
             identity.metadata_key,
             commit.metadata,
-            if_absent=previous.etag is None,
-            if_match=previous.etag,
+            expect=Expect(previous.etag or ""),
             metadata={SAVE_ID_KEY: identity.save_id, METADATA_CRC_KEY: crc_hex(crc64nvme(commit.metadata))},
         )
     except errors.ObjectNotFoundError:
@@ -356,18 +354,18 @@ def publish(
             delete_quietly(bucket, commit.keys, "of the save that lost")
         raise exists_error(identity.url, replaceable=identity.rank is None) from None
     except errors.DeadlineExceededError:
-        if not _is_committed_after_all(bucket.for_cleanup(), identity):
+        if not _is_committed_after_all(bucket.within(bucket.limit.for_cleanup()), identity):
             raise
     # Whoever deletes says so first and looks for commits then: one of the two sees the other.
     if is_late():
-        _check_still_whole(bucket.for_cleanup(), commit, replaced, keep_objects=keep_objects)
+        _check_still_whole(bucket.within(bucket.limit.for_cleanup()), commit, replaced, keep_objects=keep_objects)
     if old := previous.keys - commit.keys:
         _delete_replaced(bucket, identity, previous, old)
     size = sum(entry.size for entry in commit.objects)
     logger.info("committed %s: %d objects, %d bytes", identity.url, len(commit.objects), size)
 
 
-def _check_whole(bucket: Bucket, commit: Commit, *, keep_objects: bool) -> None:
+def _check_whole(bucket: Store, commit: Commit, *, keep_objects: bool) -> None:
     """Raises CheckpointDeletedError if something of a save is gone, or about to go."""
     loss = find_loss(bucket, commit.identity.url, commit.objects)
     if loss is None:
@@ -377,7 +375,7 @@ def _check_whole(bucket: Bucket, commit: Commit, *, keep_objects: bool) -> None:
     raise _lost_error(commit, loss)
 
 
-def _find_replaced(bucket: Bucket, commit: Commit, previous: Previous) -> StoredObject | None:
+def _find_replaced(bucket: Store, commit: Commit, previous: Previous) -> StoredObject | None:
     """The ``.metadata`` that is about to be replaced, to be put back if need be."""
     if previous.etag is None:
         return None
@@ -388,7 +386,7 @@ def _find_replaced(bucket: Bucket, commit: Commit, previous: Previous) -> Stored
     return found if found.etag == previous.etag else None
 
 
-def _check_still_whole(bucket: Bucket, commit: Commit, replaced: StoredObject | None, *, keep_objects: bool) -> None:
+def _check_still_whole(bucket: Store, commit: Commit, replaced: StoredObject | None, *, keep_objects: bool) -> None:
     """Withdraw a commit whose objects are gone, or about to go. Raises CheckpointDeletedError."""
     key = commit.identity.metadata_key
     loss = find_loss(bucket, commit.identity.url, commit.objects)
@@ -398,9 +396,9 @@ def _check_still_whole(bucket: Bucket, commit: Commit, replaced: StoredObject | 
         found = bucket.get(key)
         if found.data == commit.metadata:
             if replaced is None:
-                delete_one(bucket, Target(key, found.etag))
+                bucket.delete([Target(key, found.etag)])
             else:
-                bucket.write(key, replaced.data, if_match=found.etag, metadata=replaced.metadata)
+                bucket.put(key, replaced.data, expect=Expect(found.etag), metadata=replaced.metadata)
     except (errors.ObjectNotFoundError, errors.PreconditionFailedError):
         pass  # somebody else deleted or replaced it
     if not keep_objects:
@@ -408,7 +406,7 @@ def _check_still_whole(bucket: Bucket, commit: Commit, replaced: StoredObject | 
     raise _lost_error(commit, loss)
 
 
-def _delete_replaced(bucket: Bucket, identity: SaveIdentity, previous: Previous, keys: frozenset[str]) -> None:
+def _delete_replaced(bucket: Store, identity: SaveIdentity, previous: Previous, keys: frozenset[str]) -> None:
     """Delete what only the old checkpoint needs, once the new one is seen in its place.
 
     Raises:
@@ -416,7 +414,7 @@ def _delete_replaced(bucket: Bucket, identity: SaveIdentity, previous: Previous,
     """
     try:
         found = bucket.head(identity.metadata_key)
-        etag, committed = found["ETag"], _save_id_in(bucket, identity, found) == identity.save_id
+        etag, committed = found.etag or None, _save_id_in(bucket, identity, found) == identity.save_id
     except errors.ObjectNotFoundError:
         etag, committed = None, False
     except errors.StorageError as error:
@@ -443,7 +441,7 @@ def _lost_error(commit: Commit, loss: str) -> errors.CheckpointDeletedError:
     )
 
 
-def _is_committed_after_all(bucket: Bucket, identity: SaveIdentity) -> bool:
+def _is_committed_after_all(bucket: Store, identity: SaveIdentity) -> bool:
     """Whether S3 carried out a commit without answering."""
     try:
         return is_committed(bucket, identity)
@@ -465,7 +463,7 @@ def check_metrics(metrics: Mapping[str, Any]) -> None:
             )
 
 
-def delete_quietly(bucket: Bucket, keys: set[str] | frozenset[str], whose: str) -> None:
+def delete_quietly(bucket: Store, keys: set[str] | frozenset[str], whose: str) -> None:
     try:
         bucket.delete(sorted(keys))
     except errors.StorageError as error:

@@ -13,7 +13,7 @@ from dcp_s3 import errors
 from dcp_s3.checkpoint.listing import list_directory
 from dcp_s3.format.deletion_list import DeletionList
 from dcp_s3.format.manifest import ObjectEntry
-from dcp_s3.s3.bucket import Bucket
+from dcp_s3.store import Store
 from dcp_s3.url import CheckpointURL
 
 LATE = 1800.0
@@ -40,7 +40,7 @@ class Beginning:
         return max(ages) > LATE
 
 
-def find_loss(bucket: Bucket, url: CheckpointURL, objects: Sequence[ObjectEntry]) -> str | None:
+def find_loss(bucket: Store, url: CheckpointURL, objects: Sequence[ObjectEntry]) -> str | None:
     """What of a save's objects is gone, or named by the list of a deletion; None if all will stay.
 
     Args:
@@ -58,7 +58,7 @@ def find_loss(bucket: Bucket, url: CheckpointURL, objects: Sequence[ObjectEntry]
         return f"{len(missing)} of its {len(paths)} objects are gone, the first {missing[0]}"
     for path in directory.deletions:
         try:
-            named = paths & set(DeletionList.from_json(bucket.read(url.key(path))).objects)
+            named = paths & set(DeletionList.from_json(bucket.get(url.key(path)).data).objects)
         except errors.ObjectNotFoundError:
             return "a prune has just deleted something there"
         except ValueError as error:

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.directory import Directory
@@ -14,21 +14,18 @@ from dcp_s3.checkpoint.listing import list_directory_async
 from dcp_s3.coroutines import gather
 from dcp_s3.format.deletion_list import DeletionList
 from dcp_s3.format.layout import METADATA, What, classify
-from dcp_s3.s3 import multipart
-from dcp_s3.s3.bucket import Bucket
-from dcp_s3.s3.delete import Target, batches, delete_batch, list_versions, old_versions
+from dcp_s3.limit import UNLIMITED, Limit
+from dcp_s3.s3.delete import batches, old_versions
+from dcp_s3.store import Target, Upload
 from dcp_s3.url import CheckpointURL
-from dcp_s3.workers import Workers
 
 if TYPE_CHECKING:
-    from dcp_s3.s3.async_client import AsyncBucket
+    from dcp_s3.s3.async_store import AsyncS3Store
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-WORKERS = 8
-"""Requests that delete in flight; each of 1000 keys counts as 1000 for S3, which takes 3500 a second."""
+# Each request of 1000 keys counts as 1000 for S3, which takes 3500 a second.
+_DELETES_AT_ONCE = 8
 
 
 class LeftAloneError(errors.DcpS3Error):
@@ -55,31 +52,27 @@ class Deleter:
 
     Args:
         bucket: to look at it.
-        workers: threads for the requests that change something.
         all_versions: whether, in a bucket with versions, all of an object's go instead of a delete marker being put.
         force: whether pins, leases and saves in progress count for nothing.
         dry_run: whether it only looks.
 
     Attributes:
-        writing: the bucket, for requests that change something.
         bucket, all_versions, force, dry_run: as given.
     """
 
     def __init__(
         self,
-        bucket: AsyncBucket,
-        workers: Workers,
+        bucket: AsyncS3Store,
         *,
         all_versions: bool,
         force: bool = False,
         dry_run: bool = False,
     ) -> None:
         self.bucket = bucket
-        self.writing = Bucket(bucket.name, bucket.settings)
         self.all_versions = all_versions
         self.force = force
         self.dry_run = dry_run
-        self._workers = workers
+        self._slots = asyncio.Semaphore(_DELETES_AT_ONCE)
 
     async def list_directory(self, url: CheckpointURL, *prefixes: str) -> Directory:
         """What lies at the URL, or begins with one of some prefixes there."""
@@ -95,7 +88,7 @@ class Deleter:
 
     async def write_list(self, url: CheckpointURL, path: str, listed: DeletionList) -> None:
         """Write down what goes."""
-        await self._run(self._write, url.key(path), listed.to_json())
+        await self.bucket.put(url.key(path), listed.to_json(), content_type="application/json")
 
     async def withdraw(self, url: CheckpointURL, paths: Iterable[str]) -> None:
         """Remove lists of what will not go after all. A failure is a warning."""
@@ -108,26 +101,26 @@ class Deleter:
         self,
         targets: Sequence[Target],
         *,
-        bucket: Bucket | None = None,
+        limit: Limit = UNLIMITED,
         look: Callable[[], Awaitable[None]] | None = None,
     ) -> list[str]:
         """Delete keys, on condition of their ETags.
 
         Args:
             targets: what goes.
-            bucket: with a deadline of its own; None: `writing`.
+            limit: of each request.
             look: called before each request, and raises if nothing more may go.
 
         Returns:
             Keys that have another ETag and were left alone.
         """
         if look is not None:
-            found = []
+            found: list[str] = []
             for batch in batches(targets):
                 await look()
-                found += await self._run(delete_batch, bucket or self.writing, batch)
+                found += await self._delete_batch(batch, limit)
             return found
-        changed = await gather([self._run(delete_batch, bucket or self.writing, batch) for batch in batches(targets)])
+        changed = await gather([self._delete_batch(batch, limit) for batch in batches(targets)])
         return [key for each in changed for key in each]
 
     async def delete_rest(
@@ -159,20 +152,16 @@ class Deleter:
         """All versions but a current one, which was written since."""
         commits, keys = ({url.key(path) for path in paths} for paths in (listed.commits, listed.objects))
         if commits or keys:
-            for step in old_versions(await self._run(list_versions, self.writing, url.key("")), commits, keys):
+            for step in old_versions(await self.bucket.list_versions(url.key("")), commits, keys):
                 await self.delete_all(step)
 
     async def abort(self, key: str, upload_id: str) -> None:
         """Abort an open multipart upload; one that is not there any more is no error."""
-        await self._run(multipart.abort, self.writing, key, upload_id)
+        await self.bucket.abort(Upload(key, upload_id))
 
-    def _write(self, key: str, data: bytes) -> None:
-        self.writing.write(key, data, content_type="application/json")
-
-    async def _run(self, function: Callable[..., T], *arguments: object) -> T:
-        """In a thread: these requests are boto3's."""
-        result: T = await asyncio.wrap_future(self._workers.submit(function, *arguments))
-        return result
+    async def _delete_batch(self, batch: Sequence[Target], limit: Limit) -> Sequence[str]:
+        async with self._slots:
+            return await self.bucket.within(limit).delete(batch)
 
 
 def commit_steps(url: CheckpointURL, listed: DeletionList) -> list[list[Target]]:

@@ -32,9 +32,8 @@ from dcp_s3.format.layout import (
 )
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.format.saved_entries import needed_objects
-from dcp_s3.s3.bucket import limit_timeouts
-from dcp_s3.s3.deadline import Deadline
-from dcp_s3.s3.delete import Target
+from dcp_s3.limit import Deadline, Limit
+from dcp_s3.store import Target, same_etag
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
@@ -100,11 +99,10 @@ class Remover:
         except (LeftAloneError, errors.StorageError):
             await self._deleter.withdraw(url, [path])
             raise
-        settings = limit_timeouts(self._deleter.writing.settings, _ATTEMPT_SECONDS)
-        in_time = replace(self._deleter.writing, settings=settings, deadline=deadline)
+        in_time = Limit(deadline=deadline, hang=_ATTEMPT_SECONDS)
         for step in commit_steps(url, listed):
             try:
-                changed = await self._deleter.delete_all(step, bucket=in_time)
+                changed = await self._deleter.delete_all(step, limit=in_time)
             except errors.StorageError as error:
                 await self._give_up(url, path, listed, error)
                 raise
@@ -120,7 +118,7 @@ class Remover:
             return  # S3 may still carry it out
         try:
             for commit, etag in listed.commits.items():
-                if (await self._deleter.bucket.head(url.key(commit))).get("ETag", "").strip('"') != etag.strip('"'):
+                if not same_etag((await self._deleter.bucket.head(url.key(commit))).etag, etag):
                     return
         except errors.StorageError:
             return
@@ -139,7 +137,7 @@ class Remover:
                 head = await self._deleter.bucket.head(url.key(METADATA))
             except errors.ObjectNotFoundError:
                 raise LeftAloneError("another prune deletes it") from None
-            if head.get("ETag", "").strip('"') != planned.etag.strip('"'):
+            if not same_etag(head.etag, planned.etag):
                 raise LeftAloneError("it was overwritten")
         directory = await self._deleter.list_directory(url, CONTROL_PREFIX)
         self._deleter.check_protection(directory)
@@ -168,7 +166,7 @@ class Remover:
         for found in directory.lists_of(deletion):
             path = found.path
             try:
-                listed = DeletionList.from_json(await self._deleter.bucket.read(url.key(path)))
+                listed = DeletionList.from_json((await self._deleter.bucket.get(url.key(path))).data)
             except errors.ObjectNotFoundError:
                 continue  # another prune has finished it
             except ValueError as error:
@@ -209,7 +207,8 @@ class Remover:
                 if manifest is not None:
                     needed |= {entry.path for entry in manifest.objects} | {manifest_object(manifest.save_id, rank)}
                     continue
-                metadata = load_metadata(await self._deleter.bucket.read(url.key(metadata_object(rank))), url=str(url))
+                stored = await self._deleter.bucket.get(url.key(metadata_object(rank)))
+                metadata = load_metadata(stored.data, url=str(url))
             except errors.ObjectNotFoundError:
                 raise LeftAloneError("another prune deletes it") from None
             except errors.CheckpointError as error:

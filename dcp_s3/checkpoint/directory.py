@@ -31,7 +31,7 @@ _OUR_CONTROL = frozenset({What.MANIFEST, What.METRICS, What.PIN, What.LEASE, Wha
 
 
 class Stored(Protocol):
-    """An object of a listing: see `dcp_s3.s3.async_client.ListedObject`."""
+    """An object of a listing: see `dcp_s3.store.ListedObject`."""
 
     @property
     def key(self) -> str: ...

@@ -8,7 +8,6 @@ looks for leases.
 from __future__ import annotations
 
 import contextlib
-import email.utils
 import json
 import logging
 import math
@@ -22,7 +21,8 @@ from dataclasses import replace
 from dcp_s3 import errors
 from dcp_s3.checkpoint.listing import list_directory
 from dcp_s3.format.layout import DELETION_PREFIX, lease_object, metadata_object, new_save_id
-from dcp_s3.s3.bucket import Bucket, limit_timeouts
+from dcp_s3.limit import Limit
+from dcp_s3.store import Store
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class ReaderLease:
         seconds: after which it ends if it is not renewed; None: there is no lease, and nothing here does anything.
     """
 
-    def __init__(self, bucket: Bucket, url: CheckpointURL, seconds: float | None) -> None:
+    def __init__(self, bucket: Store, url: CheckpointURL, seconds: float | None) -> None:
         self._bucket, self._url = bucket, url
         self._seconds = None if seconds is None else math.ceil(seconds)
         self._key: str | None = None
@@ -103,26 +103,26 @@ class ReaderLease:
             return
         key, self._key = self._key, None
         try:
-            replace(self._bucket.for_cleanup(), patience=_RENEWAL_TIMEOUT).delete([key])
+            limit = replace(self._bucket.limit.for_cleanup(), patience=_RENEWAL_TIMEOUT)
+            self._bucket.within(limit).delete([key])
         except errors.StorageError as error:
             logger.warning("the lease of %s stays until it ends, in at most %s s: %s", self._url, self._seconds, error)
 
     def _renew(self, done: threading.Event) -> None:
-        settings = limit_timeouts(self._bucket.settings, _RENEWAL_TIMEOUT).model_copy(update={"retry_attempts": 1})
-        bucket = replace(self._bucket, settings=settings, deadline=None)
+        bucket = self._bucket.within(Limit(hang=_RENEWAL_TIMEOUT, attempts=1))
         while not done.wait((self._seconds or 0) / 3):
             try:
                 self._write(bucket, self._key or "")
             except errors.StorageError as error:
                 logger.warning("the lease of %s could not be renewed now: %s", self._url, error)
 
-    def _write(self, bucket: Bucket, key: str) -> None:
+    def _write(self, bucket: Store, key: str) -> None:
         holder = {"seconds": self._seconds, "host": platform.node(), "pid": os.getpid()}
-        bucket.write(key, (json.dumps(holder) + "\n").encode(), content_type="application/json")
+        bucket.put(key, (json.dumps(holder) + "\n").encode(), content_type="application/json")
 
 
 def check_not_deleted(
-    bucket: Bucket, url: CheckpointURL, deletions: Collection[str] | None, *, rank: int | None = None
+    bucket: Store, url: CheckpointURL, deletions: Collection[str] | None, *, rank: int | None = None
 ) -> None:
     """After a lease or a pin was written: make sure that no prune, which may not have seen it, deletes the checkpoint.
 
@@ -156,7 +156,7 @@ def check_not_deleted(
     )
 
 
-def _is_being_deleted(bucket: Bucket, url: CheckpointURL, deletions: Collection[str] | None) -> bool:
+def _is_being_deleted(bucket: Store, url: CheckpointURL, deletions: Collection[str] | None) -> bool:
     lists = list_directory(bucket, url, DELETION_PREFIX).deletions.values()
     return any(
         (deletions is None or found.kind.deletion in deletions) and _is_young(bucket, url.key(found.path))
@@ -164,11 +164,10 @@ def _is_being_deleted(bucket: Bucket, url: CheckpointURL, deletions: Collection[
     )
 
 
-def _is_young(bucket: Bucket, key: str) -> bool:
+def _is_young(bucket: Store, key: str) -> bool:
     try:
-        headers = bucket.head(key)["ResponseMetadata"]["HTTPHeaders"]
+        head = bucket.head(key)
     except errors.ObjectNotFoundError:
         return False
-    began = email.utils.parsedate_to_datetime(headers["last-modified"]).timestamp()
-    now = email.utils.parsedate_to_datetime(headers["date"]).timestamp() if "date" in headers else time.time()
-    return now - began < DELETION_BEGINS
+    now = time.time() if head.server_time is None else head.server_time
+    return now - head.modified_at < DELETION_BEGINS

@@ -15,7 +15,7 @@ from dcp_s3.checkpoint.info import LeftoverObject
 from dcp_s3.checkpoint.look import inspect, look_deeper
 from dcp_s3.format.deletion_list import DeletionList
 from dcp_s3.format.layout import DELETION_PREFIX, deletion_id, deletion_object, new_nonce
-from dcp_s3.s3.delete import Target
+from dcp_s3.store import Target
 from dcp_s3.url import CheckpointURL
 
 
@@ -151,7 +151,7 @@ class LeftoverRemover:
         spent = []
         for path in (await self._deleter.list_directory(url, DELETION_PREFIX)).deletions:
             try:
-                listed = DeletionList.from_json(await self._deleter.bucket.read(url.key(path)))
+                listed = DeletionList.from_json((await self._deleter.bucket.get(url.key(path))).data)
             except (errors.ObjectNotFoundError, ValueError):
                 continue
             if not listed.commits and not listed.objects.keys() & left:

@@ -6,14 +6,14 @@ import time
 from typing import TYPE_CHECKING
 
 from dcp_s3.checkpoint.directory import Directory
-from dcp_s3.s3.bucket import Bucket
+from dcp_s3.store import Store
 from dcp_s3.url import CheckpointURL
 
 if TYPE_CHECKING:
-    from dcp_s3.s3.async_client import AsyncBucket
+    from dcp_s3.s3.async_store import AsyncS3Store
 
 
-def list_directory(bucket: Bucket, url: CheckpointURL, *prefixes: str) -> Directory:
+def list_directory(bucket: Store, url: CheckpointURL, *prefixes: str) -> Directory:
     """Sizes only: it says nothing of times and ETags.
 
     Args:
@@ -25,11 +25,11 @@ def list_directory(bucket: Bucket, url: CheckpointURL, *prefixes: str) -> Direct
         StorageError
     """
     skip = len(url.key(""))
-    listed = (each for prefix in prefixes or ("",) for each in bucket.list(url.key(prefix)))
-    return Directory.of_sizes({key[skip:]: size for key, size in listed})
+    listed = (each for prefix in prefixes or ("",) for each in bucket.list(url.key(prefix)).objects)
+    return Directory.of_sizes({each.key[skip:]: each.size for each in listed})
 
 
-async def list_directory_async(bucket: AsyncBucket, url: CheckpointURL, *prefixes: str) -> Directory:
+async def list_directory_async(bucket: AsyncS3Store, url: CheckpointURL, *prefixes: str) -> Directory:
     """With times and ETags, and the time on S3's clock, before the first listing.
 
     Args:
@@ -40,6 +40,6 @@ async def list_directory_async(bucket: AsyncBucket, url: CheckpointURL, *prefixe
     Raises:
         StorageError
     """
-    pages = [page for prefix in prefixes or ("",) for page in await bucket.pages(url.key(prefix))]
+    pages = [await bucket.list(url.key(prefix)) for prefix in prefixes or ("",)]
     now = pages[0].server_time
     return Directory.of(url, (each for page in pages for each in page.objects), time.time() if now is None else now)

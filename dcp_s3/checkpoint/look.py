@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.directory import Directory, spread_prefixes
@@ -43,10 +43,11 @@ from dcp_s3.format.layout import (
 from dcp_s3.format.manifest import Manifest
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.format.saved_entries import needed_objects
+from dcp_s3.store import ObjectHead, same_etag
 from dcp_s3.url import CheckpointURL
 
 if TYPE_CHECKING:
-    from dcp_s3.s3.async_client import AsyncBucket
+    from dcp_s3.s3.async_store import AsyncS3Store
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ class Inspected:
 
 
 async def inspect_checkpoint(
-    bucket: AsyncBucket, url: CheckpointURL, patterns: Sequence[re.Pattern[str]] = ()
+    bucket: AsyncS3Store, url: CheckpointURL, patterns: Sequence[re.Pattern[str]] = ()
 ) -> CheckpointInfo | None:
     """The checkpoint at ``url`` itself, None if there is nothing of one.
 
@@ -80,7 +81,7 @@ async def inspect_checkpoint(
 
 
 async def inspect(
-    bucket: AsyncBucket, url: CheckpointURL, patterns: Sequence[re.Pattern[str]] = ()
+    bucket: AsyncS3Store, url: CheckpointURL, patterns: Sequence[re.Pattern[str]] = ()
 ) -> Inspected | None:
     """`inspect_checkpoint`, with what it was concluded from."""
     found = await _inspect_committed(bucket, url) or await _inspect_without_metadata(bucket, url)
@@ -94,18 +95,18 @@ async def inspect(
     return replace(found, info=info)
 
 
-async def _list_dotted(bucket: AsyncBucket, url: CheckpointURL) -> Directory:
+async def _list_dotted(bucket: AsyncS3Store, url: CheckpointURL) -> Directory:
     """What begins with a dot and may be of a checkpoint."""
     page = await bucket.page(url.key("."))
     if page.next_token is None:
         return Directory.of(url, page.objects)
     # Many ranks without collectives, or a directory with something like .git/: not all of that.
     metadata = await bucket.page(url.key(METADATA))
-    control = await bucket.list(url.key(CONTROL_PREFIX))
+    control = (await bucket.list(url.key(CONTROL_PREFIX))).objects
     return Directory.of(url, [*control, *(found for found in metadata.objects if found.key == url.key(METADATA))])
 
 
-async def _inspect_committed(bucket: AsyncBucket, url: CheckpointURL) -> Inspected | None:
+async def _inspect_committed(bucket: AsyncS3Store, url: CheckpointURL) -> Inspected | None:
     """A checkpoint with ``.metadata``, None without."""
     directory = await _list_dotted(bucket, url)
     commit = directory.commits.get(None)
@@ -121,7 +122,7 @@ async def _inspect_committed(bucket: AsyncBucket, url: CheckpointURL) -> Inspect
     return Inspected(from_listing(url, directory, committed_at=commit.modified_at), directory)
 
 
-async def _inspect_without_metadata(bucket: AsyncBucket, url: CheckpointURL) -> Inspected | None:
+async def _inspect_without_metadata(bucket: AsyncS3Store, url: CheckpointURL) -> Inspected | None:
     # Not a full listing at once: this may be a directory with millions of other things.
     skip = len(url.key(""))
     page = await bucket.page(url.key(""), delimiter="/")
@@ -153,7 +154,7 @@ async def _inspect_without_metadata(bucket: AsyncBucket, url: CheckpointURL) -> 
 
 
 async def find_manifest(
-    bucket: AsyncBucket, url: CheckpointURL, directory: Directory, rank: int | None
+    bucket: AsyncS3Store, url: CheckpointURL, directory: Directory, rank: int | None
 ) -> Manifest | None:
     """The manifest that belongs to the commit of ``rank`` (None: to ``.metadata``): that of the save which the commit
     names. None if it is missing, cannot be read, or cannot be told.
@@ -171,7 +172,7 @@ async def find_manifest(
         [save_id] = manifests
     if save_id is None:
         try:
-            metadata = load_metadata(await bucket.read(url.key(metadata_object(rank))), url=str(url))
+            metadata = load_metadata((await bucket.get(url.key(metadata_object(rank)))).data, url=str(url))
         except errors.CheckpointError as error:
             logger.warning("cannot tell which manifest of %s is valid: %s", url, error)
             return None
@@ -180,10 +181,10 @@ async def find_manifest(
     return None if save_id is None else await _read_manifest(bucket, url, save_id, rank)
 
 
-async def _read_manifest(bucket: AsyncBucket, url: CheckpointURL, save_id: str, rank: int | None) -> Manifest | None:
+async def _read_manifest(bucket: AsyncS3Store, url: CheckpointURL, save_id: str, rank: int | None) -> Manifest | None:
     """The manifest of a save, None if there is none or it cannot be read."""
     try:
-        return Manifest.from_json(await bucket.read(url.key(manifest_object(save_id, rank))))
+        return Manifest.from_json((await bucket.get(url.key(manifest_object(save_id, rank)))).data)
     except errors.ObjectNotFoundError:
         return None  # lost in a copy, or replaced by another save just now
     except ValueError as error:
@@ -191,9 +192,9 @@ async def _read_manifest(bucket: AsyncBucket, url: CheckpointURL, save_id: str, 
         return None
 
 
-async def _read_added(bucket: AsyncBucket, url: CheckpointURL) -> AddedMetrics:
+async def _read_added(bucket: AsyncS3Store, url: CheckpointURL) -> AddedMetrics:
     try:
-        return AddedMetrics.from_json(await bucket.read(url.key(METRICS)))
+        return AddedMetrics.from_json((await bucket.get(url.key(METRICS))).data)
     except errors.ObjectNotFoundError:
         return AddedMetrics("")
     except ValueError as error:
@@ -201,10 +202,10 @@ async def _read_added(bucket: AsyncBucket, url: CheckpointURL) -> AddedMetrics:
         return AddedMetrics("")
 
 
-async def _read_pin_reason(bucket: AsyncBucket, url: CheckpointURL) -> str | None:
+async def _read_pin_reason(bucket: AsyncS3Store, url: CheckpointURL) -> str | None:
     """Why it is pinned, if it says so and may be read. It protects whatever is in it."""
     try:
-        reason = json.loads(await bucket.read(url.key(PIN)))["reason"]
+        reason = json.loads((await bucket.get(url.key(PIN))).data)["reason"]
     except (errors.ObjectNotFoundError, errors.AccessDeniedError):
         return None
     except (ValueError, TypeError, KeyError, RecursionError):
@@ -212,13 +213,12 @@ async def _read_pin_reason(bucket: AsyncBucket, url: CheckpointURL) -> str | Non
     return reason if isinstance(reason, str) else None
 
 
-def save_id_of(head: Mapping[str, Any]) -> str | None:
+def save_id_of(head: ObjectHead) -> str | None:
     """The save id in the user metadata of ``.metadata``, None if it has none."""
-    fields = {name.lower(): value for name, value in head.get("Metadata", {}).items()}
-    return fields.get(SAVE_ID_KEY)
+    return head.metadata.get(SAVE_ID_KEY)
 
 
-async def find_damage(bucket: AsyncBucket, url: CheckpointURL) -> str | None:
+async def find_damage(bucket: AsyncS3Store, url: CheckpointURL) -> str | None:
     """Why a committed checkpoint cannot be loaded, None if it can: reads its metadata and lists its objects.
 
     Raises:
@@ -227,7 +227,7 @@ async def find_damage(bucket: AsyncBucket, url: CheckpointURL) -> str | None:
     directory = await list_directory_async(bucket, url)
     for rank in directory.committing:
         try:
-            metadata = load_metadata(await bucket.read(url.key(metadata_object(rank))), url=str(url))
+            metadata = load_metadata((await bucket.get(url.key(metadata_object(rank)))).data, url=str(url))
         except (errors.ObjectNotFoundError, errors.CheckpointError) as error:
             return str(error)
         if not isinstance(metadata.storage_data, dict):
@@ -239,7 +239,7 @@ async def find_damage(bucket: AsyncBucket, url: CheckpointURL) -> str | None:
 
 
 async def look_deeper(
-    bucket: AsyncBucket, url: CheckpointURL, found: Inspected, now: float
+    bucket: AsyncS3Store, url: CheckpointURL, found: Inspected, now: float
 ) -> tuple[CheckpointInfo, list[LeftoverObject]]:
     """A committed checkpoint with its damage and when it was written, and its leftovers.
 
@@ -254,12 +254,13 @@ async def look_deeper(
     Raises:
         ObjectNotFoundError: its ``.metadata`` is gone; other StorageErrors.
     """
-    head = await bucket.head(url.key(METADATA)) if found.manifest is not None else {}
+    head = await bucket.head(url.key(METADATA)) if found.manifest is not None else None
     directory = replace(await list_directory_async(bucket, url), now=now)
     info = replace(found.info, written_at=directory.data_written_at)
     listed = directory.commits.get(None)
-    etags = {(etag or "").strip('"') for etag in (info.etag, head.get("ETag"), listed.etag if listed else None)}
-    if found.manifest is None or save_id_of(head) != found.manifest.save_id or len(etags) != 1:
+    if found.manifest is None or head is None or save_id_of(head) != found.manifest.save_id:
+        return info, []  # foreign, or a copy without user metadata
+    if listed is None or not same_etag(head.etag, info.etag) or not same_etag(head.etag, listed.etag):
         return info, []  # foreign, a copy without user metadata, or replaced meanwhile
     damage = directory.describe_damage({entry.path: entry.size for entry in found.manifest.objects})
     leftovers = [

@@ -8,11 +8,11 @@ from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.layout import METADATA_CRC_KEY, metadata_object
 from dcp_s3.format.metadata import load_metadata
-from dcp_s3.s3.bucket import Bucket, StoredObject
+from dcp_s3.store import Store, StoredObject
 from dcp_s3.url import CheckpointURL
 
 
-def fetch_metadata(bucket: Bucket, url: CheckpointURL, rank: int | None = None) -> StoredObject:
+def fetch_metadata(bucket: Store, url: CheckpointURL, rank: int | None = None) -> StoredObject:
     """The object whose presence is the commit: ``.metadata``, or that of ``rank``. Not checked yet.
 
     Raises:

@@ -12,7 +12,7 @@ import typer
 from dcp_s3.cli import drain as draining
 from dcp_s3.cli import exits, tables
 from dcp_s3.cli import verify as verifying
-from dcp_s3.cli.common import (
+from dcp_s3.cli.app import (
     ROOT,
     URL,
     AsJSON,
@@ -25,7 +25,7 @@ from dcp_s3.cli.common import (
     progress,
     stop_on_signals,
 )
-from dcp_s3.offline import replicate as copy
+from dcp_s3.offline import replicate
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.parse import policy_from_settings
 from dcp_s3.retention.show import describe
@@ -58,7 +58,7 @@ def ls(
 
 @app.command()
 def show(url: URL, as_json: AsJSON = False) -> None:
-    """Show one checkpoint: its facts, its objects and what was saved."""
+    """Show one checkpoint: its properties, its objects and what was saved."""
     details = describe(url)
     if as_json:
         print_json(details.to_dict())
@@ -75,13 +75,13 @@ def download(
     url: URL,
     directory: Annotated[
         Path,
-        typer.Argument(metavar="DIR", help="Empty, or of a download that was cut off.", callback=local_directory),
+        typer.Argument(metavar="DIR", help="Empty, or from an interrupted download.", callback=local_directory),
     ],
     overwrite: Overwrite = False,
 ) -> None:
     """Copy a checkpoint into DIR, where torch's FileSystemReader reads it."""
     with progress("download") as callbacks:
-        result = copy.download(url, directory, overwrite=overwrite, **callbacks)
+        result = replicate.download(url, directory, overwrite=overwrite, **callbacks)
     note(f"{directory}: {result.files} files, {format_size(result.size)} ({format_size(result.moved)} moved)")
 
 
@@ -89,14 +89,14 @@ def download(
 def upload(
     directory: Annotated[
         Path,
-        typer.Argument(metavar="DIR", help="Holds .metadata and what belongs to it.", callback=local_directory),
+        typer.Argument(metavar="DIR", help="Contains .metadata and its data files.", callback=local_directory),
     ],
     url: URL,
     overwrite: Overwrite = False,
 ) -> None:
     """Copy the checkpoint in DIR to S3."""
     with progress("upload") as callbacks:
-        result = copy.upload(directory, url, overwrite=overwrite, **callbacks)
+        result = replicate.upload(directory, url, overwrite=overwrite, **callbacks)
     note(f"{url}: {result.files} objects, {format_size(result.size)}")
 
 
@@ -111,25 +111,25 @@ def verify(
 
     Without --full: metadata, manifest, and that every object is there with its size. With --full also every byte.
     """
-    answers: list[verifying.Answer] = []
+    results: list[verifying.VerifyResult] = []
     with progress("verify") as callbacks:
         if root:
-            for found in verifying.answer_all(url, full=full, callbacks=callbacks):
-                answers.append(found)
+            for found in verifying.verify_all(url, full=full, callbacks=callbacks):
+                results.append(found)
                 if not as_json:
                     print_line(verifying.line(found))
         else:
-            answers.append(verifying.answer(url, full=full, callbacks=callbacks))
+            results.append(verifying.verify_one(url, full=full, callbacks=callbacks))
     if root:
         if as_json:
-            print_json([found.to_dict() for found in answers])
-        if not answers:
+            print_json([found.to_dict() for found in results])
+        if not results:
             note(f"no committed checkpoints under {url}")
     elif as_json:
-        print_json(answers[0].to_dict())
+        print_json(results[0].to_dict())
     else:
-        verifying.print_report(answers[0], print_line)
-    status = verifying.worst([found.status for found in answers])
+        verifying.print_report(results[0], print_line)
+    status = verifying.worst([found.status for found in results])
     if status:
         raise typer.Exit(status)
 
@@ -142,13 +142,13 @@ def drain(
             metavar="[DIR]", help="Spill directory; the default is DCP_S3_SPILL_DIR.", callback=local_directory
         ),
     ] = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Go on until SIGTERM or Ctrl-C.")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="Keep draining until SIGTERM or Ctrl-C.")] = False,
     status: Annotated[bool, typer.Option("--status", help="Only show what is there.")] = False,
     as_json: AsJSON = False,
 ) -> None:
-    """Upload what a crash or an outage of S3 left in a spill directory, and commit what is complete then.
+    """Upload what a crash or an outage of S3 left in a spill directory, and commit what is then complete.
 
-    Exit status 1: something waits or was set aside, with the reason.
+    Exit status 1: something still waits or was set aside; the reason is shown.
     """
     settings = resolve_settings(None)
     store = draining.open_directory(directory, settings.spill_dir)
@@ -178,9 +178,9 @@ def drain(
 
 @app.command()
 def config(as_json: AsJSON = False) -> None:
-    """Show the settings in effect, and which environment variable or AWS profile each comes from."""
+    """Show the settings in effect, and the environment variable or AWS profile that each comes from."""
     settings = resolve_settings(None)
-    policy_from_settings(settings)  # says so if it is none
+    policy_from_settings(settings)  # raises if it is not a valid policy
     rows = tables.settings_rows(settings, find_chain(settings))
     if as_json:
         print_json(rows)

@@ -1,4 +1,4 @@
-"""``dcp-s3 drain``: what a crash or an outage left on local disk, to S3."""
+"""``dcp-s3 drain``: uploads what a crash or an outage left on local disk to S3."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PAUSE = 5.0  # seconds between passes of --watch
 
 
 def status(store: SpillStore) -> dict[str, Any]:
-    """What lies in a spill directory, for ``--status``."""
+    """The state of a spill directory, for ``--status``."""
     saves = [
         {
             "name": save.name,
@@ -40,7 +40,7 @@ def status(store: SpillStore) -> dict[str, Any]:
 
 
 def print_status(found: dict[str, Any]) -> None:
-    """The same for people."""
+    """Print the state of a spill directory, for people."""
     table = Table("checkpoint", "what", "state", "size", "age", box=None, header_style="bold")
     for save in found["saves"]:
         age = tables.format_age(max(0.0, time.time() - save["created_at"]))
@@ -63,7 +63,7 @@ def drain(
     on_progress: Callable[[int], None],
     note: Callable[[str], None],
 ) -> DrainReport:
-    """One pass, or with ``watch`` pass after pass until ``stop`` is set; the sum of what they did."""
+    """One pass, or with ``watch`` pass after pass until ``stop`` is set. Returns the sum of all passes."""
     total = DrainReport()
     while True:
         report = Drainer(store, stop=stop, on_progress=on_progress, patience=patience).run()
@@ -79,7 +79,7 @@ def drain(
 
 
 def report_done(store: SpillStore, report: DrainReport, note: Callable[[str], None]) -> bool:
-    """Say what was done, for people; whether nothing is left."""
+    """Report what was done, for people. Returns whether nothing is left."""
     if report.busy:
         note(f"another process drains {store.path}: nothing was done here")
         return False
@@ -95,10 +95,10 @@ def report_done(store: SpillStore, report: DrainReport, note: Callable[[str], No
 
 
 def open_directory(directory: Path | None, configured: str | None) -> SpillStore:
-    """The directory named, or the one configured.
+    """The given directory, or else the configured one.
 
     Raises:
-        typer.BadParameter: neither is there.
+        typer.BadParameter: there is none, or it does not exist.
     """
     if directory is None and configured is None:
         raise typer.BadParameter("name a directory, or set DCP_S3_SPILL_DIR", param_hint="DIR")

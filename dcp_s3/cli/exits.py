@@ -1,4 +1,4 @@
-"""The exit statuses of ``dcp-s3``: the same for one mistake, whatever the command."""
+"""The exit statuses of ``dcp-s3``, the same for all commands."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ _STATUSES: dict[int, tuple[type[Exception], ...]] = {
 
 
 def status_of(error: Exception) -> int:
-    """The exit status for what a command failed with."""
+    """The exit status for an error."""
     return next((status for status, kinds in _STATUSES.items() if isinstance(error, kinds)), FAILED)

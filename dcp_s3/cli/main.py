@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dcp_s3.cli import checkpoints, retention
-from dcp_s3.cli.common import app
+from dcp_s3.cli.app import app
 
 __all__ = ["app", "checkpoints", "retention"]
 

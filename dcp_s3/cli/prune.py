@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dcp_s3.cli import tables
-from dcp_s3.cli.common import ask, note, print_json, print_line, progress_of_steps, to_json
+from dcp_s3.cli.app import ask, note, print_json, print_line, progress_of_steps, to_json
 from dcp_s3.errors import DcpS3Error
 from dcp_s3.retention.plan import Plan
 from dcp_s3.retention.policy import Policy
@@ -29,30 +29,27 @@ _JITTER = 0.1  # of the interval, to either side
 
 @dataclass(frozen=True)
 class Job:
-    """What is to be pruned, and how.
-
-    Attributes:
-        root: URL above the checkpoints.
-        policy: what is kept; None: all that is committed.
-        settings: in force.
-        grace: seconds; None: that of the settings.
-        dry_run: only show what would be done.
-        all_versions: delete all versions of the objects.
-        force: allow a grace period under an hour.
-    """
+    """What to prune, and how."""
 
     root: str
+    """URL above the checkpoints."""
     policy: Policy | None
+    """Which checkpoints to keep. None: all that are committed."""
     settings: Settings
+    """Settings in effect."""
     grace: float | None
+    """Grace period in seconds. None: that of the settings."""
     dry_run: bool
+    """Only show what would be done."""
     all_versions: bool
+    """Delete all versions of the objects."""
     force: bool
+    """Allow a grace period under an hour."""
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """For `prune`."""
-        # Empty text keeps all; None would be the policy of the settings.
+        """Keyword arguments for `prune`."""
+        # Empty text keeps all; None would mean the policy of the settings.
         return {
             "policy": self.policy or "",
             "grace": self.grace,
@@ -62,13 +59,13 @@ class Job:
 
 
 def is_empty(plan: Plan) -> bool:
-    """Whether nothing at all lies under the root."""
+    """Whether there is nothing under the root."""
     return not (plan.decisions or plan.uploads or plan.leftovers or plan.unfinished)
 
 
 def run_once(job: Job, *, yes: bool, as_json: bool) -> PruneReport:
-    """Plan; show it; ask, unless ``yes``; act; say what was done."""
-    with progress_of_steps("plan"):  # without a number: a bar that moves
+    """Plan, show the plan, ask (unless ``yes``), act, and report."""
+    with progress_of_steps("plan"):  # without a total: a pulsing bar
         report = prune(job.root, dry_run=True, **job.arguments)
     shown = job.dry_run or not yes or tables.make_console().is_terminal
     if shown and not as_json and not is_empty(report.plan):
@@ -92,12 +89,12 @@ def run_once(job: Job, *, yes: bool, as_json: bool) -> PruneReport:
 
 
 def run_every(job: Job, interval: float, *, as_json: bool) -> None:
-    """One prune after another, until SIGTERM or Ctrl-C; a run that fails is logged, and the next one comes.
+    """Prune again and again, until SIGTERM or Ctrl-C. A run that fails is logged; the next one follows.
 
     Args:
-        job: what to do; nobody is asked.
-        interval: seconds from the end of one to the beginning of the next, give or take a tenth.
-        as_json: a line of JSON for each.
+        job: what to prune. Nobody is asked.
+        interval: seconds between the end of one run and the beginning of the next, plus or minus a tenth.
+        as_json: print one line of JSON for each run.
     """
 
     async def once() -> None:
@@ -108,10 +105,10 @@ def run_every(job: Job, interval: float, *, as_json: bool) -> None:
                 )
                 count(report)
         except (DcpS3Error, OSError) as error:
-            logger.error("the prune of %s failed, it is tried again: %s", job.root, error)  # noqa: TRY400
+            logger.error("the prune of %s failed and is tried again: %s", job.root, error)  # noqa: TRY400
             return
         except Exception:
-            logger.exception("the prune of %s failed, it is tried again", job.root)
+            logger.exception("the prune of %s failed and is tried again", job.root)
             return
         if as_json:
             print_line(to_json(report.to_dict()))
@@ -139,7 +136,7 @@ async def _repeat(work: Callable[[], Awaitable[None]], interval: float) -> None:
 
 
 def say_done(report: PruneReport) -> None:
-    """What was deleted, a line for each checkpoint, and what was not."""
+    """Report what was deleted, one line per checkpoint, and what was not."""
     reasons = {decision.checkpoint.name: "; ".join(decision.reasons) for decision in report.plan.decisions}
     for each in report.deleted:
         print_line(f"deleted {report.root}/{each.name} ({format_size(each.size)}): {reasons.get(each.name, '')}")

@@ -8,7 +8,7 @@ import typer
 
 from dcp_s3.cli import exits, tables
 from dcp_s3.cli import prune as pruning
-from dcp_s3.cli.common import (
+from dcp_s3.cli.app import (
     ROOT,
     URL,
     AsJSON,
@@ -30,10 +30,12 @@ from dcp_s3.settings import resolve_settings
 from dcp_s3.units import format_size, parse_duration
 from dcp_s3.url import parse_url
 
-Yes = Annotated[bool, typer.Option("--yes", help="Delete without a question; needed where there is no terminal.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Delete without asking; required without a terminal.")]
 AllVersions = Annotated[
     bool,
-    typer.Option("--all-versions", help="In a bucket with versions: delete them all, for good. Else: delete markers."),
+    typer.Option(
+        "--all-versions", help="In a versioned bucket, delete all versions permanently. Otherwise: delete markers."
+    ),
 ]
 
 
@@ -55,20 +57,20 @@ def prune(
         str | None,
         typer.Option(
             metavar="24h",
-            help="How long what is not committed counts as a save in progress; the default is DCP_S3_RETENTION_GRACE.",
+            help="How long an uncommitted save counts as in progress; the default is DCP_S3_RETENTION_GRACE.",
         ),
     ] = None,
     every: Annotated[
-        str | None, typer.Option(metavar="10m", help="Go on until SIGTERM or Ctrl-C, with this pause between runs.")
+        str | None, typer.Option(metavar="10m", help="Repeat until SIGTERM or Ctrl-C, with this pause between runs.")
     ] = None,
     all_versions: AllVersions = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Allow a --grace under an hour: saves that go on may lose their objects.")
+        bool, typer.Option("--force", help="Allow a --grace under an hour: saves in progress may lose their objects.")
     ] = False,
 ) -> None:
-    """Delete the checkpoints under ROOT that no policy keeps, and what failed saves have left.
+    """Delete the checkpoints under ROOT that no policy keeps, and the leftovers of failed saves.
 
-    Never deleted: the newest checkpoint, pinned ones, one that is being loaded with a lease or being saved.
+    Never deleted: the newest checkpoint, pinned ones, and those being saved or loaded with a lease.
     """
     parse_url(root)
     settings = resolve_settings(None)
@@ -85,8 +87,8 @@ def prune(
             raise typer.BadParameter("--every asks nobody. Remedy: --yes, or --dry-run", param_hint="--yes")
     if policy is None:
         note(
-            "no policy (none is given, DCP_S3_RETENTION is not set): every committed checkpoint stays, only what "
-            "failed saves have left is deleted"
+            "no policy (none is given, DCP_S3_RETENTION is not set): every committed checkpoint stays, only the "
+            "leftovers of failed saves are deleted"
         )
     job = pruning.Job(root, policy, settings, seconds, dry_run, all_versions, force)
     if interval is not None:
@@ -111,7 +113,7 @@ def _interval(text: str) -> float:
 @app.command()
 def pin(
     url: URL,
-    reason: Annotated[str | None, typer.Option(help="Why, for whoever looks at it later.")] = None,
+    reason: Annotated[str | None, typer.Option(help="Why it is pinned; shown later.")] = None,
 ) -> None:
     """Protect a checkpoint from every policy, until `unpin`."""
     marks.pin(url, reason)
@@ -124,7 +126,7 @@ def unpin(url: URL) -> None:
     if not marks.unpin(url):
         note(f"{url} is not pinned")
         raise typer.Exit(exits.NOTHING_THERE)
-    note(f"{url} is not pinned any more")
+    note(f"{url} is no longer pinned")
 
 
 @app.command()
@@ -164,7 +166,7 @@ def rm(
     yes: Yes = False,
     force: Annotated[
         bool,
-        typer.Option("--force", help="Even if it is pinned, being loaded or being saved: whoever does that fails."),
+        typer.Option("--force", help="Even if it is pinned, being loaded or being saved; that load or save fails."),
     ] = False,
     all_versions: AllVersions = False,
 ) -> None:

@@ -1,4 +1,4 @@
-"""rich tables of what the commands show."""
+"""rich tables for the output of the commands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PIPED_WIDTH = 100_000
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """A console that, into a pipe or a file, neither wraps nor cuts off."""
+    """A console that neither wraps nor truncates output to a pipe or file."""
     console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
     if not console.is_terminal:
         console = Console(stderr=stderr, highlight=False, markup=False, emoji=False, width=_PIPED_WIDTH)
@@ -64,7 +64,7 @@ def format_state(info: CheckpointInfo, *, now: float) -> str:
 
 
 def facts(details: CheckpointDetails) -> Table:
-    """What is known about one checkpoint as a whole."""
+    """The properties of one checkpoint as a whole."""
     info = details.info
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")
@@ -73,7 +73,7 @@ def facts(details: CheckpointDetails) -> Table:
     if info.created_at is not None:
         when = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(info.created_at))
         created = f"{when} ({format_age(time.time() - info.created_at)} ago)"
-    writer = "something else than dcp_s3" if info.foreign else ""
+    writer = "something other than dcp_s3" if info.foreign else ""
     rows: Mapping[str, Any] = {
         "url": info.url,
         "state": format_state(info, now=time.time()),
@@ -93,7 +93,7 @@ def facts(details: CheckpointDetails) -> Table:
 
 
 def plan(found: Plan) -> Table:
-    """One line per checkpoint, and one for each kind of thing that is left over; what is to be deleted in red."""
+    """One line per checkpoint, and one for each kind of leftover. Red: to be deleted."""
     table = _table(("checkpoint", "action", ">step", ">size", ">age", "reasons"))
     for decision in found.decisions:
         info = decision.checkpoint
@@ -111,7 +111,7 @@ def plan(found: Plan) -> Table:
     for (name, action, reasons), count in uploads.items():
         _plan_row(table, f"{name}: {_count(count, 'open upload')}", action, reasons)
     for unfinished in found.unfinished:
-        _plan_row(table, unfinished.checkpoint, "delete", ("its deletion was begun, and not finished",))
+        _plan_row(table, unfinished.checkpoint, "delete", ("its deletion was begun and not finished",))
     return table
 
 
@@ -168,8 +168,8 @@ def settings_rows(settings: Settings, chain: Mapping[str, Found]) -> list[dict[s
     """Name, value and source of every setting. None of them is a secret: credentials are never settings.
 
     Args:
-        settings: in force.
-        chain: what AWS's own chain says, by name of the setting.
+        settings: settings in effect.
+        chain: values from AWS's own chain, by name of the setting.
     """
     rows = []
     for name in type(settings).model_fields:
@@ -211,5 +211,5 @@ def _table(columns: Sequence[str]) -> Table:
 
 
 def _add(table: Table, cells: Iterable[Any], *, style: str = "") -> None:
-    # Text: keys and names may hold what rich takes for markup.
+    # Text: keys and names may contain what rich would read as markup.
     table.add_row(*(Text("" if cell is None else str(cell)) for cell in cells), style=style)

@@ -1,4 +1,4 @@
-"""``dcp-s3 verify``: whether checkpoints are still what was saved."""
+"""``dcp-s3 verify``: checks whether checkpoints are still what was saved."""
 
 from __future__ import annotations
 
@@ -15,18 +15,15 @@ from dcp_s3.units import format_size
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What can be said about one checkpoint.
-
-    Attributes:
-        url: of the checkpoint.
-        report: None if it could not be verified.
-        error: why not.
-    """
+class VerifyResult:
+    """The result of verifying one checkpoint."""
 
     url: str
+    """URL of the checkpoint."""
     report: VerifyReport | None = None
+    """The report. None if the checkpoint could not be verified."""
     error: Exception | None = None
+    """Why it could not be verified."""
 
     @property
     def status(self) -> int:
@@ -36,26 +33,26 @@ class Answer:
         return exits.DONE if self.report is None or self.report.ok else exits.DAMAGED
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: the report, or ``url``, ``ok`` (null) and ``error``."""
+        """The result for JSON: the report, or ``url``, ``ok`` (null) and ``error``."""
         if self.report is None:
             return {"url": self.url, "ok": None, "error": str(self.error)}
         return self.report.to_dict()
 
 
-def answer(url: str, *, full: bool, callbacks: dict[str, Any]) -> Answer:
+def verify_one(url: str, *, full: bool, callbacks: dict[str, Any]) -> VerifyResult:
     """Verify one checkpoint.
 
     Raises:
-        DcpS3Error, OSError: it can not be told.
+        DcpS3Error, OSError: it could not be verified.
     """
-    return Answer(url, verify(url, full=full, **callbacks))
+    return VerifyResult(url, verify(url, full=full, **callbacks))
 
 
-def answer_all(root: str, *, full: bool, callbacks: dict[str, Any]) -> Iterator[Answer]:
-    """Verify every committed checkpoint under a root, the oldest first; those that are deleted meanwhile are left out.
+def verify_all(root: str, *, full: bool, callbacks: dict[str, Any]) -> Iterator[VerifyResult]:
+    """Verify every committed checkpoint under a root, oldest first. Checkpoints deleted meanwhile are left out.
 
     Raises:
-        DcpS3Error: they can not be listed.
+        DcpS3Error: the checkpoints cannot be listed.
     """
     totals: list[int] = []
 
@@ -67,19 +64,21 @@ def answer_all(root: str, *, full: bool, callbacks: dict[str, Any]) -> Iterator[
         if not info.committed:
             continue
         try:
-            yield Answer(info.url, verify(info.url, full=full, on_total=add, on_progress=callbacks["on_progress"]))
+            yield VerifyResult(
+                info.url, verify(info.url, full=full, on_total=add, on_progress=callbacks["on_progress"])
+            )
         except CheckpointNotFoundError:
             continue
         except (DcpS3Error, OSError) as error:
-            yield Answer(info.url, error=error)
+            yield VerifyResult(info.url, error=error)
 
 
 def worst(statuses: list[int]) -> int:
-    """The exit status of several answers: damage counts most."""
+    """The exit status of several results: damage counts most."""
     return max(statuses, default=exits.NOTHING_THERE)
 
 
-def line(found: Answer) -> str:
+def line(found: VerifyResult) -> str:
     """One line for people."""
     report = found.report
     if report is None:
@@ -91,8 +90,8 @@ def line(found: Answer) -> str:
     return f"{found.url}: damaged: {report.problems[0]} ({report.mode}: {counts}{more})"
 
 
-def print_report(found: Answer, write: Callable[[str], None]) -> None:
-    """All about one checkpoint, for people."""
+def print_report(found: VerifyResult, write: Callable[[str], None]) -> None:
+    """Print everything about one checkpoint, for people."""
     report = found.report
     if report is None or report.ok:
         write(line(found))
@@ -107,7 +106,7 @@ def print_report(found: Answer, write: Callable[[str], None]) -> None:
 
 
 def _unchecked(report: VerifyReport) -> str:
-    """What of it has no checksum."""
+    """How much has no checksum; empty if everything has one."""
     if not report.objects_without_checksum and not report.items_without_checksum:
         return ""
     text = f"; without checksum: {report.objects_without_checksum} objects, {report.items_without_checksum} items"

@@ -65,21 +65,21 @@ class Blocks(NamedTuple):
         )
 
 
-class CheckedRange(NamedTuple):
-    """Bytes of a chunk whose checksum is known.
+class Range(NamedTuple):
+    """A run of bytes, of a chunk or of whatever has bytes.
 
     Attributes:
         start: first byte.
         stop: byte behind the last.
-        crc: CRC-64/NVME of them.
+        crc: CRC-64/NVME of them, None if it is not known.
     """
 
     start: int
     stop: int
-    crc: int
+    crc: int | None
 
 
-def widen(start: int, stop: int, nbytes: int, blocks: Blocks) -> CheckedRange:
+def widen(start: int, stop: int, nbytes: int, blocks: Blocks) -> Range:
     """The smallest range around ``start`` to ``stop`` (not empty) of a chunk of ``nbytes`` that can be checked."""
     first, last = start // blocks.size, -(-stop // blocks.size)
     end = min(last * blocks.size, nbytes)
@@ -87,7 +87,7 @@ def widen(start: int, stop: int, nbytes: int, blocks: Blocks) -> CheckedRange:
     after = blocks.crc if end == nbytes else _crc_at(blocks, last)
     # The CRC of two runs together is that of the first, shifted over the second, XOR that of the second.
     crc = combine_crc64nvme([(before, first * blocks.size), (after, end - first * blocks.size)])
-    return CheckedRange(first * blocks.size, end, crc)
+    return Range(first * blocks.size, end, crc)
 
 
 def _crc_at(blocks: Blocks, count: int) -> int:

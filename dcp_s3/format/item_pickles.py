@@ -33,7 +33,7 @@ class Opaque(metaclass=Sealed):
 
     __slots__ = ()
 
-    def __new__(cls, *arguments: Any, **options: Any) -> Opaque:
+    def __new__(cls, *arguments: Any, **options: Any) -> Any:
         return super().__new__(cls)
 
     def __setstate__(self, state: Any) -> None:
@@ -45,7 +45,7 @@ class _WithData(Opaque):
 
     __slots__ = ()
 
-    def __new__(cls, *arguments: Any, **options: Any) -> Opaque:
+    def __new__(cls, *arguments: Any, **options: Any) -> Any:
         if any(isinstance(argument, int) for argument in arguments):
             raise MalformedPickleError("a tensor of a given size without data")
         return super().__new__(cls)

@@ -245,7 +245,7 @@ def _make_fraction(*arguments: Any) -> Deferred:
 
 class _UUID(_Value):
     __slots__ = ()
-    __hash__ = object.__hash__
+    __hash__ = object.__hash__  # type: ignore[assignment]
 
     def __setstate__(self, state: Any) -> None:
         expect(type(state) is dict and state.keys() <= {"int", "is_safe"}, "uuid.UUID")
@@ -255,7 +255,7 @@ class _UUID(_Value):
 
 class _Stream(_Value):
     __slots__ = ()
-    __hash__ = object.__hash__
+    __hash__ = object.__hash__  # type: ignore[assignment]
 
     def __setstate__(self, state: Any) -> None:
         expect(type(state) is tuple and len(state) == 3 and type(state[0]) is bytes and not state[2], "io.BytesIO")

@@ -14,7 +14,7 @@ import pickle
 import reprlib
 from collections.abc import Callable
 from pathlib import PurePath
-from typing import Any, NoReturn, TypeGuard
+from typing import Any, NoReturn, TypeGuard, cast
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -110,7 +110,7 @@ class _Checks:
         except MalformedPickleError as error:
             self._fail("planner_data", f"cannot be used: {error}")
         _set(metadata, "__class__", Metadata)
-        return metadata
+        return cast(Metadata, metadata)
 
     def _check_entries(self, entries: dict[Any, Any]) -> None:
         for fqn, entry in entries.items():

@@ -72,7 +72,9 @@ def _read_properties(state: Any) -> dict[str, Any]:
 
 
 def _mirror(cls: type) -> type[Mirror]:
-    return Sealed(cls.__name__, (PropertiesMirror if cls is TensorProperties else Mirror,), {})
+    made: Any = Sealed(cls.__name__, (PropertiesMirror if cls is TensorProperties else Mirror,), {})
+    mirror: type[Mirror] = made
+    return mirror
 
 
 _CLASSES = (

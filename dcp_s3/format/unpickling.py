@@ -78,7 +78,7 @@ def unpickle(
         UnsafeGlobalError: from ``find_global``.
     """
     # Without `peek`, Python reads a pickle without frames opcode by opcode, at a microsecond each.
-    reader = io.BufferedReader(stream)  # type: ignore[type-var]
+    reader = io.BufferedReader(stream)
     try:
         _check_extensions(stream)
         value = _Unpickler(reader, find_global, load_persistent).load()

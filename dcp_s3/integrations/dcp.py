@@ -1,10 +1,11 @@
-"""`register`: a bare ``dcp.save(checkpoint_id="s3://...")`` uses this backend.
+"""`register` makes a bare ``dcp.save(checkpoint_id="s3://...")`` use this backend.
 
 torch has no registry of storage backends. Without a writer or reader it asks FileSystemWriter/Reader, under the names
-that ``_storage_utils`` imported, and then those of fsspec. `register` puts a chooser under the first names, which takes
-S3 URLs and leaves everything else to torch's classes; these stay as they are. With AsyncCheckpointerType.PROCESS the
-choice would be made in another process, which knows nothing of the registration: there the writer is made before the
-request is sent over.
+that ``_storage_utils`` imported, and then those of fsspec. `register` puts a chooser under the first names. The chooser
+takes S3 URLs and leaves everything else to torch's classes, which are not changed.
+
+With AsyncCheckpointerType.PROCESS the choice would be made in another process, where nothing is registered. So the
+writer is made before the request is sent there.
 """
 
 from __future__ import annotations
@@ -41,21 +42,18 @@ class _Options:
 
 @dataclass(frozen=True)
 class _Chooser:
-    """Stands where `_storage_utils` looks for one of torch's classes.
+    """Takes the place of one of torch's classes in `_storage_utils`."""
 
-    Attributes:
-        ours: makes a writer or reader for an S3 URL.
-        torchs: the class for what is none.
-    """
-
-    ours: Callable[[_ID], Any]
-    torchs: Any
+    make_s3: Callable[[_ID], Any]
+    """Makes a writer or reader for an S3 URL."""
+    original: Any
+    """torch's class, for any other URL or path."""
 
     def validate_checkpoint_id(self, checkpoint_id: _ID) -> bool:
-        return is_s3_url(checkpoint_id) or bool(self.torchs.validate_checkpoint_id(checkpoint_id))
+        return is_s3_url(checkpoint_id) or bool(self.original.validate_checkpoint_id(checkpoint_id))
 
     def __call__(self, checkpoint_id: _ID) -> Any:
-        return (self.ours if is_s3_url(checkpoint_id) else self.torchs)(checkpoint_id)
+        return (self.make_s3 if is_s3_url(checkpoint_id) else self.original)(checkpoint_id)
 
 
 _lock = threading.Lock()
@@ -64,17 +62,17 @@ _options = _Options()
 
 
 def register(*, overwrite: bool = False, settings: SettingsLike = None) -> None:
-    """Make `dcp.save`, `dcp.async_save` and `dcp.load` use this backend for ``checkpoint_id="s3://..."`` when
-    they are given no writer or reader. Other URLs and paths go where they went before. A `pathlib.Path` of a URL, which
-    has only one slash left, goes to S3, too.
+    """Make `dcp.save`, `dcp.async_save` and `dcp.load` use this backend for ``checkpoint_id="s3://..."`` when they are
+    given no writer or reader.
 
-    Calling it again replaces the arguments of the call before, and nothing else.
+    Other URLs and paths go where they went before. A `pathlib.Path` of an S3 URL, which has only one slash left, goes
+    to S3 too. Another call replaces the arguments of the previous call, and nothing else.
 
     Args:
-        overwrite: whether a save replaces a checkpoint at its URL, as torch's FsspecWriter does. Otherwise it fails
-            with CheckpointExistsError: also that of a run which went back to an earlier step.
-        settings: a `Settings`, or a mapping of those that differ from the environment, which is read at each save and
-            load.
+        overwrite: replace a checkpoint at the URL, as torch's FsspecWriter does. Otherwise a save there fails with
+            CheckpointExistsError, even in a run that went back to an earlier step.
+        settings: a `Settings`, or a mapping of settings that override the environment. The environment is read at each
+            save and load.
 
     Raises:
         SettingsError: a setting, in the environment or given here, is not allowed.
@@ -94,7 +92,7 @@ def register(*, overwrite: bool = False, settings: SettingsLike = None) -> None:
 
 
 def unregister() -> None:
-    """Undo `register`. Calling it again changes nothing."""
+    """Undo `register`. Further calls change nothing."""
     with _lock:
         if not _originals:
             return

@@ -8,14 +8,15 @@ item of its class was looked at), and its own head, which is fetched with them, 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 
 from dcp_s3.format.archive import MAX_HEAD, ArchiveHead, HeadError, parse_head
+from dcp_s3.format.blocks import Range
 from dcp_s3.format.framing import FrameCache, FramingError
-from dcp_s3.s3.download import Target
+from dcp_s3.load.transfer import Transfer
 
 SMALL_ITEM = 64 * 2**10
 """Bytes up to which an item is rather fetched whole than looked at, or in parts."""
@@ -39,20 +40,6 @@ class ItemKind(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     length: int
-
-
-class Probe(NamedTuple):
-    """An item to be looked at.
-
-    Attributes:
-        kind: of the item.
-        path: object, relative to the checkpoint.
-        start: first byte of the item in the object.
-    """
-
-    kind: ItemKind
-    path: str
-    start: int
 
 
 class ArchiveHeads:
@@ -157,29 +144,51 @@ def read_tensor(head: ArchiveHead, item: torch.Tensor) -> torch.Tensor:
     return elements.view([head.shape[dim] for dim in head.order]).permute(places)
 
 
-def plan_probes(heads: ArchiveHeads, items: Iterable[Probe]) -> list[Probe]:
-    """One of each kind of which nothing is known, in the order given."""
-    chosen: dict[ItemKind, Probe] = {}
-    for item in items:
-        if item.kind not in chosen and heads.expect(item.kind) is None:
-            chosen[item.kind] = item
-    return list(chosen.values())
-
-
-def look(heads: ArchiveHeads, probe: Probe, receive: Callable[[str, int, list[Target]], None]) -> None:
-    """Fetch the beginning of an item, so that ``heads`` knows those of its kind; one that has no head is passed over.
+class HeadProbe(Transfer):
+    """The beginning of an item, from which `ArchiveHeads` learns what those of its kind begin with.
 
     Args:
-        heads: to tell.
-        probe: the item.
-        receive: fetches the bytes of an object (relative path) from a byte on into targets.
+        heads: to tell. An item that has no head is passed over.
+        kind: of the item.
+        path: object, relative to the checkpoint.
+        start: first byte of the item in the object.
+        size: bytes to look at; a longer look follows if they do not suffice.
     """
-    for size in sorted({min(PROBE_SIZE, probe.kind.length), min(MAX_HEAD, probe.kind.length)}):
-        data = memoryview(bytearray(size))
-        receive(probe.path, probe.start, [Target(data)])
+
+    __slots__ = ("_data", "_heads", "kind")
+
+    def __init__(self, heads: ArchiveHeads, kind: ItemKind, path: str, start: int, size: int = PROBE_SIZE) -> None:
+        size = min(size, kind.length)
+        super().__init__(path, start, [Range(0, size, None)], (0, size))
+        self._heads = heads
+        self._data = bytearray(size)
+        self.kind = kind
+
+    def name_of(self, part: Range) -> str:
+        """See `Transfer`."""
+        return f"the head of an item in {self.path}"
+
+    def memory(self, start: int, stop: int) -> memoryview:
+        """See `Transfer`."""
+        return memoryview(self._data)[start:stop]
+
+    def put(self, offset: int, data: memoryview) -> None:
+        """See `Transfer`. Nothing: all is received in place."""
+
+    def finish(self) -> HeadProbe | None:
+        """See `Transfer`."""
         try:
-            heads.read(probe.kind, data)
-            return
+            self._heads.read(self.kind, memoryview(self._data))
         except HeadError as error:
-            if not error.truncated:
-                return
+            if error.truncated and len(self._data) < min(MAX_HEAD, self.kind.length):
+                return HeadProbe(self._heads, self.kind, self.path, self.base, MAX_HEAD)
+        return None
+
+
+def one_of_each_kind(heads: ArchiveHeads, probes: Iterable[HeadProbe]) -> list[HeadProbe]:
+    """One of each kind of which nothing is known, in the order given."""
+    chosen: dict[ItemKind, HeadProbe] = {}
+    for probe in probes:
+        if probe.kind not in chosen and heads.expect(probe.kind) is None:
+            chosen[probe.kind] = probe
+    return list(chosen.values())

@@ -2,6 +2,9 @@
 
 A box is a rectangular part of an array: an offset and a length in each dimension. A saved chunk lies in its object as
 one run of bytes in row-major order; what a request brings is a run of that run, which is a few boxes again.
+
+The elements of a box that lie in a run of its array are, in row-major order, a run of the box too. So what is needed of
+any run can be packed as one run of the box, whatever the shapes: a section.
 """
 
 from __future__ import annotations
@@ -47,16 +50,6 @@ def check_box(sizes: Sequence[int], box: Box) -> None:
         for size, offset, length in zip(sizes, offsets, lengths, strict=True)
     ):
         raise ValueError(f"box at {tuple(offsets)} of {tuple(lengths)} is not inside a chunk of {tuple(sizes)}")
-
-
-def intersect(one: Box, other: Box) -> Box | None:
-    """What two boxes of the same array have in common; None if that is nothing."""
-    offsets = tuple(map(max, one.offsets, other.offsets))
-    ends = (
-        min(a + m, b + n) for a, m, b, n in zip(one.offsets, one.lengths, other.offsets, other.lengths, strict=True)
-    )
-    lengths = tuple(end - start for start, end in zip(offsets, ends, strict=True))
-    return Box(offsets, lengths) if all(length > 0 for length in lengths) else None
 
 
 def boxes_of_run(sizes: Sequence[int], start: int, stop: int) -> list[Box]:
@@ -138,3 +131,57 @@ def runs_of_box(sizes: Sequence[int], box: Box, max_gap: int) -> list[tuple[int,
     for outer in range(dim):
         starts = [at + index * strides[outer] for at in starts for index in range(box.lengths[outer])]
     return [(at, at + span) for at in starts]
+
+
+class Section(NamedTuple):
+    """A run of the elements of a box.
+
+    Attributes:
+        start: first element, in the row-major order of the box.
+        stop: the one behind the last.
+    """
+
+    start: int
+    stop: int
+
+
+def find_section(sizes: Sequence[int], box: Box, start: int, stop: int) -> Section:
+    """The elements of ``box`` among elements ``start`` to ``stop`` of its array."""
+    return Section(elements_before(sizes, box, start), elements_before(sizes, box, stop))
+
+
+def elements_before(sizes: Sequence[int], box: Box, position: int) -> int:
+    """How many elements of ``box`` come before element ``position`` of its array, in row-major order."""
+    count, left = 0, position
+    rest = box.numel
+    for stride, offset, length in zip(row_major_strides(sizes), box.offsets, box.lengths, strict=True):
+        if rest == 0:
+            return 0
+        index, left = divmod(left, stride)
+        rest //= length
+        if index < offset:
+            return count
+        if index >= offset + length:
+            return count + length * rest
+        count += (index - offset) * rest
+    return count + (0 if box.lengths else min(position, 1))
+
+
+def boxes_of_section(sizes: Sequence[int], box: Box, section: Section) -> list[tuple[Box, int]]:
+    """The boxes, within ``box``, that a section of it consists of, in order.
+
+    Returns:
+        Each with the position of its first element in the array, in row-major order.
+    """
+    strides = row_major_strides(sizes)
+    first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
+    return [
+        (part, first + sum(offset * stride for offset, stride in zip(part.offsets, strides, strict=True)))
+        for part in boxes_of_run(box.lengths, *section)
+    ]
+
+
+def contains(sizes: Sequence[int], box: Box, start: int, stop: int) -> bool:
+    """Whether every one of elements ``start`` to ``stop`` of the array is in ``box``."""
+    first, last = covering_run(sizes, box)
+    return first <= start and stop <= last and last - first == box.numel

@@ -1,131 +1,99 @@
-"""One read item: which bytes it needs, and how they come to their place."""
+"""One read item on its way: which bytes it needs, and how they come to their place.
+
+They come as ranges of the object (from S3), or as sections of the item's box (from another rank, `load/peers`).
+"""
 
 from __future__ import annotations
 
-import bisect
 import io
-import threading
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import cast
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch.distributed.checkpoint.planner import ReadItem
 
-from dcp_s3.checksum import combine_crc64nvme
 from dcp_s3.format.archive import ArchiveHead
+from dcp_s3.format.blocks import Range
 from dcp_s3.load.archive_heads import HeadProof
-from dcp_s3.load.boxes import Box, boxes_of_run, covering_run, intersect
-from dcp_s3.load.plan import ChunkRange, Extent, ranges_of_box
+from dcp_s3.load.boxes import Box, Section, boxes_of_section, covering_run, find_section, row_major_strides
+from dcp_s3.load.plan import ranges_of_box
+from dcp_s3.load.transfer import Transfer
 from dcp_s3.tensor_memory import is_direct, view_bytes
 from dcp_s3.torch_private import StorageInfo, narrow_tensor_by_index
 
 
-class ItemTransfer(ABC):
-    """One read item: where its bytes lie, what is to be checked, and where they go.
+class ItemTransfer(Transfer):
+    """One read item.
 
-    The bytes have an offset of the item's own: `TensorTransfer` counts from the beginning of the saved chunk,
-    `StreamTransfer` from that of the stored item.
+    Offsets of a `TensorTransfer` count from the beginning of the saved chunk, of a `StreamTransfer` from that of the
+    stored item.
 
     Attributes:
         item: of the load plan.
-        extents: what is to be fetched.
-        ranges: the runs of bytes in them, with their checksums.
         target: the tensor to load into, None for an item that is not a tensor.
         loaded: what an item that is not a tensor came out as.
-        checked: whether there is a checksum.
-        owned: (start, stop) of the bytes that can be received in `memory`, where they belong; None if there are none.
+        sizes: shape of what is stored, as far as it is read: of the chunk, or (bytes,) of a whole item.
+        dtype: of what is stored; uint8 for a whole item.
     """
 
-    __slots__ = ("_crcs", "_lock", "_missing", "checked", "extents", "item", "loaded", "owned", "ranges", "target")
+    __slots__ = ("dtype", "item", "loaded", "sizes", "target")
 
     def __init__(
         self,
         item: ReadItem,
-        extents: Sequence[Extent],
-        ranges: Sequence[ChunkRange],
+        path: str,
+        base: int,
+        ranges: Sequence[Range],
         target: torch.Tensor | None,
         owned: tuple[int, int] | None,
+        sizes: Sequence[int],
+        dtype: torch.dtype,
     ) -> None:
+        super().__init__(path, base, ranges, owned)
         self.item = item
-        self.extents = extents
-        self.ranges = ranges
         self.target = target
         self.loaded: io.BytesIO | None = None
-        self.owned = owned
-        self.checked = any(part.crc is not None for part in ranges)
-        self._missing = sum([extent.length for extent in extents])
-        self._crcs: list[tuple[int, int, int]] = []
-        self._lock = threading.Lock()
+        self.sizes = sizes
+        self.dtype = dtype
+
+    @property
+    def box(self) -> Box:
+        """What is needed of what is stored."""
+        return Box((0,) * len(self.sizes), tuple(self.sizes))
+
+    def name_of(self, part: Range) -> str:
+        """See `Transfer`."""
+        return self.item.storage_index.fqn
+
+    # --- by sections ----------------------------------------------------------------------------------
+
+    def expect_sections(self, expected: bool) -> None:
+        """Whether it comes by sections, all of its box, rather than by ranges. Nothing has arrived yet."""
+        self.missing = self.box.numel * self.dtype.itemsize if expected else self.length
+
+    def section(self, start: int, stop: int) -> Section:
+        """What it needs of bytes ``start`` to ``stop`` of what is stored."""
+        size = self.dtype.itemsize
+        return find_section(self.sizes, self.box, start // size, stop // size)
+
+    def section_bytes(self, section: Section) -> int:
+        """Bytes of a section as stored."""
+        return (section.stop - section.start) * self.dtype.itemsize
 
     @abstractmethod
-    def memory(self, start: int, stop: int) -> memoryview:
-        """The place of bytes within `owned`."""
-
-    def take(self, offset: int, data: memoryview) -> bool:
-        """Bring bytes to their place without torch, which costs more than the bytes of a small item; else False."""
-        return False
+    def section_memory(self, section: Section) -> memoryview | None:
+        """The place of a section; None if it is not one run of bytes as they are stored."""
 
     @abstractmethod
-    def put(self, offset: int, data: torch.Tensor) -> None:
-        """Bring bytes outside of `owned` (uint8, from ``offset`` on) to their place."""
+    def scatter(self, section: Section, packed: memoryview) -> None:
+        """Copy a section, its elements one after the other, to its place."""
 
-    def arrived(self, offset: int, length: int, crc: int) -> bool:
-        """Count bytes and remember their checksum; True when these were the last."""
+    def section_arrived(self, section: Section) -> bool:
+        """Count a section that is at its place; True when it was the last."""
+        size = self.section_bytes(section)
         with self._lock:
-            self._crcs.append((offset, crc, length))
-            self._missing -= length
-            return self._missing == 0
-
-    def is_damaged(self, offset: int, length: int, crc: int) -> bool:
-        """Whether these bytes are a range of this item with another checksum."""
-        if not self.checked:
-            return False
-        place = bisect.bisect_left(self.ranges, (offset,))
-        if place == len(self.ranges):
-            return False
-        start, stop, expected = self.ranges[place]
-        return (start, stop) == (offset, offset + length) and expected is not None and expected != crc
-
-    def mismatches(self) -> list[tuple[ChunkRange, int]]:
-        """The ranges whose bytes are not what was saved, with the CRC-64/NVME that was found."""
-        if not self.checked:
-            return []
-        wrong = []
-        pieces = sorted(self._crcs)
-        at = 0
-        for part in self.ranges:
-            first = at
-            while at < len(pieces) and pieces[at][0] < part.stop:
-                at += 1
-            found = (
-                pieces[first][1] if at - first == 1 else combine_crc64nvme((crc, n) for _, crc, n in pieces[first:at])
-            )
-            if part.crc is not None and found != part.crc:
-                wrong.append((part, found))
-        return wrong
-
-    def forget(self, part: ChunkRange) -> Extent:
-        """Make ready to receive a range again; where it lies."""
-        with self._lock:
-            self._crcs = [piece for piece in self._crcs if not part.start <= piece[0] < part.stop]
-            self._missing += part.stop - part.start
-        return self.extent_of(part)
-
-    def extent_of(self, part: ChunkRange) -> Extent:
-        """Where a range lies in its object."""
-        found = next(extent for extent in self.extents if extent.offset <= part.start < extent.offset + extent.length)
-        skipped = part.start - found.offset
-        return found._replace(start=found.start + skipped, length=part.stop - part.start, offset=part.start)
-
-    def finish(self) -> ItemTransfer | None:
-        """All bytes are at their place, and right.
-
-        Returns:
-            What is to be fetched instead, if they are not where they were expected.
-        """
-        return None
+            self.missing -= size
+            return self.missing == 0 and size > 0
 
 
 def is_whole(item: ReadItem, sizes: torch.Size) -> bool:
@@ -133,11 +101,37 @@ def is_whole(item: ReadItem, sizes: torch.Size) -> bool:
     return item.lengths == sizes and not any(item.storage_offsets)
 
 
+def elements_of(data: memoryview, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes as elements; without a copy if they lie where elements can."""
+    found = torch.frombuffer(data, dtype=torch.uint8)
+    return (found.clone() if found.data_ptr() % dtype.itemsize else found).view(dtype)
+
+
+def cut_out(
+    elements: torch.Tensor, first: int, sizes: Sequence[int], box: Box, section: Section
+) -> Iterator[tuple[Box, torch.Tensor]]:
+    """A section of a box of an array, out of a run of that array.
+
+    Args:
+        elements: the run.
+        first: its first element, in the array.
+        sizes: of the array.
+        box: in it.
+        section: of the box, all in the run.
+
+    Yields:
+        The boxes, within ``box``, that the section consists of, in order, each with its elements.
+    """
+    strides = row_major_strides(sizes)
+    begin = elements.storage_offset() - first
+    for part, position in boxes_of_section(sizes, box, section):
+        yield part, elements.as_strided(part.lengths, strides, begin + position)
+
+
 class TensorTransfer(ItemTransfer):
     """A box of a saved chunk, whose raw bytes' place is known, into a tensor.
 
     Args:
-        number: of the item.
         item: of the load plan.
         path: object, relative to the checkpoint.
         raw_start: first byte of the chunk in the object.
@@ -145,67 +139,79 @@ class TensorTransfer(ItemTransfer):
         target: the tensor to load into, of the shape of the box.
         sizes: shape of the chunk.
         dtype: of the chunk.
+        box: in the chunk; None: as the item has it.
+        order: of the dimensions of ``target`` in the box; None: the same.
     """
 
-    __slots__ = ("_dtype", "_sizes")
+    __slots__ = ("_box", "_into")
 
     def __init__(
         self,
-        number: int,
         item: ReadItem,
         path: str,
         raw_start: int,
-        ranges: Sequence[ChunkRange],
+        ranges: Sequence[Range],
         target: torch.Tensor,
         sizes: torch.Size,
         dtype: torch.dtype,
+        *,
+        box: Box | None = None,
+        order: Sequence[int] | None = None,
     ) -> None:
-        self._sizes = sizes
-        self._dtype = dtype
+        self._box = box
+        self._into = into = target if order is None else target.permute(*order)
         owned = None
-        if dtype == target.dtype and ranges and is_direct(target):
-            nbytes = target.nbytes
-            if is_whole(item, sizes):
+        if dtype == into.dtype and ranges and is_direct(into):
+            nbytes = into.nbytes
+            if box is None and is_whole(item, sizes):
                 owned = 0, nbytes
             else:
-                start, stop = covering_run(sizes, Box(item.storage_offsets, item.lengths))
+                start, stop = covering_run(sizes, box or Box(item.storage_offsets, item.lengths))
                 start, stop = start * dtype.itemsize, stop * dtype.itemsize
                 owned = (start, stop) if stop - start == nbytes else None
-        extents = [Extent(number, path, raw_start + start, stop - start, start) for start, stop, _ in ranges]
-        super().__init__(item, extents, ranges, target, owned)
+        super().__init__(item, path, raw_start, ranges, target, owned, sizes, dtype)
+
+    @property
+    def box(self) -> Box:
+        """See `ItemTransfer`."""
+        return self._box or Box(self.item.storage_offsets, self.item.lengths)
 
     def memory(self, start: int, stop: int) -> memoryview:
-        """See `ItemTransfer`."""
+        """See `Transfer`."""
         first = self.owned[0] if self.owned else 0
-        return view_bytes(cast(torch.Tensor, self.target))[start - first : stop - first]
+        return view_bytes(self._into)[start - first : stop - first]
 
-    def put(self, offset: int, data: torch.Tensor) -> None:
-        """See `ItemTransfer`. The bytes are whole elements."""
-        if self.owned is not None or self.target is None:
+    def put(self, offset: int, data: memoryview) -> None:
+        """See `Transfer`."""
+        if self.owned is not None:
             return  # what is needed is received in place; this is there for a checksum
-        if data.storage_offset() % self._dtype.itemsize:
-            data = data.clone()
-        elements = data.view(self._dtype)
-        first = offset // self._dtype.itemsize
-        box = Box(self.item.storage_offsets, self.item.lengths)
-        for run in boxes_of_run(self._sizes, first, first + elements.numel()):
-            source, elements = elements[: run.numel], elements[run.numel :]
-            wanted = intersect(run, box)
-            if wanted is not None:
-                place = [start - own for start, own in zip(wanted.offsets, box.offsets, strict=True)]
-                within = [start - own for start, own in zip(wanted.offsets, run.offsets, strict=True)]
-                narrow_tensor_by_index(self.target, place, wanted.lengths).copy_(
-                    narrow_tensor_by_index(source.view(run.lengths), within, wanted.lengths)
-                )
+        elements, first = elements_of(data, self.dtype), offset // self.dtype.itemsize
+        section = find_section(self.sizes, self.box, first, first + elements.numel())
+        for part, source in cut_out(elements, first, self.sizes, self.box, section):
+            narrow_tensor_by_index(self._into, part.offsets, part.lengths).copy_(source)
+
+    def section_memory(self, section: Section) -> memoryview | None:
+        """See `ItemTransfer`."""
+        if self._into.dtype != self.dtype or not is_direct(self._into):
+            return None
+        size = self.dtype.itemsize
+        return view_bytes(self._into)[section.start * size : section.stop * size]
+
+    def scatter(self, section: Section, packed: memoryview) -> None:
+        """See `ItemTransfer`."""
+        elements, done = elements_of(packed, self.dtype), 0
+        for part, _ in boxes_of_section(self.sizes, self.box, section):
+            source = elements[done : done + part.numel].view(part.lengths)
+            narrow_tensor_by_index(self._into, part.offsets, part.lengths).copy_(source)
+            done += part.numel
 
 
-class ArchivedTransfer(ItemTransfer):
+class ArchivedTransfer(TensorTransfer):
     """A box of a chunk that another writer stored, whose place is expected.
 
     The head of the item comes along, before byte 0 of the chunk, and must prove it.
 
     Args:
-        number: of the item.
         item: of the load plan.
         info: where it is stored.
         target: the tensor to load into, of the shape of the box.
@@ -214,11 +220,10 @@ class ArchivedTransfer(ItemTransfer):
         instead: makes the transfer to be tried if the proof fails, from the head that was found, if any.
     """
 
-    __slots__ = ("_inner", "_instead", "_proof")
+    __slots__ = ("_instead", "_proof")
 
     def __init__(
         self,
-        number: int,
         item: ReadItem,
         info: StorageInfo,
         target: torch.Tensor,
@@ -227,56 +232,49 @@ class ArchivedTransfer(ItemTransfer):
         max_gap: int,
         instead: Callable[[ArchiveHead | None], ItemTransfer],
     ) -> None:
-        head, inner_item, into = proof.expected, item, target
-        sizes = torch.Size(head.shape)
-        if not head.is_row_major:
-            # Row-major, as everything else is, with the dimensions in the order in which they are stored.
-            offsets, lengths, sizes = (
-                torch.Size(values[dim] for dim in head.order) for values in (item.storage_offsets, item.lengths, sizes)
-            )
-            inner_item = replace(item, storage_offsets=offsets, lengths=lengths)
-            into = target.permute(head.order)
-        box = Box(inner_item.storage_offsets, inner_item.lengths)
+        head = proof.expected
+        # Row-major, as everything else is, with the dimensions in the order in which they are stored.
+        order = None if head.is_row_major else head.order
+        offsets, lengths, sizes = (
+            torch.Size(values if order is None else [values[dim] for dim in order])
+            for values in (item.storage_offsets, item.lengths, head.shape)
+        )
+        box = Box(offsets, lengths)
         ranges = ranges_of_box(sizes, box, head.dtype.itemsize, blocks=None, max_gap=max_gap)
-        raw_start = info.offset + head.raw_offset
-        self._inner = TensorTransfer(number, inner_item, info.relative_path, raw_start, ranges, into, sizes, head.dtype)
+        super().__init__(
+            item, info.relative_path, info.offset + head.raw_offset, _with_head(ranges, head), target, sizes,
+            head.dtype, box=box, order=order,
+        )  # fmt: skip
         self._proof = proof
         self._instead = instead
-        extents = _with_head(self._inner.extents, number, info, head)
-        super().__init__(item, extents, ranges, target, self._inner.owned)
 
-    def memory(self, start: int, stop: int) -> memoryview:
-        """See `ItemTransfer`."""
-        return self._inner.memory(start, stop)
-
-    def put(self, offset: int, data: torch.Tensor) -> None:
-        """See `ItemTransfer`."""
+    def put(self, offset: int, data: memoryview) -> None:
+        """See `Transfer`."""
         if offset < 0:
-            self._proof.put(offset, view_bytes(data))
+            self._proof.put(offset, data)
             data = data[-offset:]
             offset = 0
-        if data.numel():
-            self._inner.put(offset, data)
+        if data.nbytes:
+            super().put(offset, data)
 
     def finish(self) -> ItemTransfer | None:
-        """See `ItemTransfer`."""
+        """See `Transfer`."""
         return None if self._proof.holds() else self._instead(self._proof.found())
 
 
-def _with_head(extents: Sequence[Extent], number: int, info: StorageInfo, head: ArchiveHead) -> list[Extent]:
+def _with_head(ranges: Sequence[Range], head: ArchiveHead) -> list[Range]:
     """The head of an item comes along: in one run with the beginning of the chunk, if that is needed."""
-    first = Extent(number, info.relative_path, info.offset, head.length, -head.raw_offset)
-    # Cuts fall on multiples of 64 bytes from where an extent begins, and must not divide elements.
-    if extents and extents[0].start == info.offset + head.length and head.length % 64 == 0:
-        return [first._replace(length=head.length + extents[0].length), *extents[1:]]
-    return [first, *extents]
+    start, stop = -head.raw_offset, head.length - head.raw_offset
+    # Cuts fall on multiples of 64 bytes from where a range begins, and must not divide elements.
+    if ranges and ranges[0].start == stop and head.length % 64 == 0:
+        return [Range(start, ranges[0].stop, None), *ranges[1:]]
+    return [Range(start, stop, None), *ranges]
 
 
 class StreamTransfer(ItemTransfer):
     """A whole stored item, decoded when it is there.
 
     Args:
-        number: of the item.
         item: of the load plan.
         info: where it is stored.
         crc: CRC-64/NVME of the item, None if it is not known.
@@ -286,11 +284,10 @@ class StreamTransfer(ItemTransfer):
             in somebody else's memory. Returns whether it could.
     """
 
-    __slots__ = ("_buffer", "_decode", "_size", "_unpack", "_unpacked")
+    __slots__ = ("_buffer", "_decode", "_unpack", "_unpacked")
 
     def __init__(
         self,
-        number: int,
         item: ReadItem,
         info: StorageInfo,
         crc: int | None,
@@ -299,33 +296,35 @@ class StreamTransfer(ItemTransfer):
         unpack: Callable[[memoryview], bool] | None = None,
     ) -> None:
         size = info.length
-        extents = [Extent(number, info.relative_path, info.offset, size)] if size else []
+        ranges = [Range(0, size, crc)] if size else []
         owned = (0, size) if unpack is None else None
-        super().__init__(item, extents, [ChunkRange(0, size, crc)] if size else [], target, owned)
-        self._size = size
+        super().__init__(item, info.relative_path, info.offset, ranges, target, owned, (size,), torch.uint8)
         self._decode = decode
         self._unpack = unpack
         self._unpacked = False
         self._buffer: torch.Tensor | None = None
 
     def memory(self, start: int, stop: int) -> memoryview:
-        """See `ItemTransfer`."""
+        """See `Transfer`."""
         with self._lock:
             if self._buffer is None:
-                self._buffer = torch.empty(self._size, dtype=torch.uint8)
+                self._buffer = torch.empty(self.sizes[0], dtype=torch.uint8)
             return view_bytes(self._buffer)[start:stop]
 
-    def take(self, offset: int, data: memoryview) -> bool:
-        """See `ItemTransfer`."""
-        if self._unpack is not None and data.nbytes == self._size:
+    def put(self, offset: int, data: memoryview) -> None:
+        """See `Transfer`."""
+        if self._unpack is not None and data.nbytes == self.sizes[0]:
             self._unpacked = self._unpack(data)
         if not self._unpacked:
-            self.memory(offset, offset + data.nbytes)[:] = data
-        return True
+            self.scatter(Section(offset, offset + data.nbytes), data)
 
-    def put(self, offset: int, data: torch.Tensor) -> None:
+    def section_memory(self, section: Section) -> memoryview | None:
         """See `ItemTransfer`."""
-        self.take(offset, view_bytes(data))
+        return self.memory(*section)
+
+    def scatter(self, section: Section, packed: memoryview) -> None:
+        """See `ItemTransfer`."""
+        self.memory(*section)[:] = packed
 
     def finish(self) -> ItemTransfer | None:
         """Decode the item."""

@@ -41,7 +41,7 @@ def in_batches(transfers: Sequence[ItemTransfer], max_held: int) -> list[list[It
         if transfer.target is not None:
             batches[0].append(transfer)
             continue
-        size = sum(extent.length for extent in transfer.extents)
+        size = transfer.length
         if held and held + size > max_held:
             batches.append([])
             held = 0

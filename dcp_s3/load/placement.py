@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 
 from dcp_s3.checksum import crc64nvme
-from dcp_s3.load.item_transfer import ItemTransfer
 from dcp_s3.load.plan import ReadRequest, Segment
+from dcp_s3.load.transfer import Transfer
 from dcp_s3.s3.download import Target
 from dcp_s3.tensor_memory import view_bytes
 
@@ -32,161 +32,123 @@ class Buffer:
 
     def __init__(self, *, pin: bool) -> None:
         self._pin = pin
-        self._tensor = torch.empty(0, dtype=torch.uint8)
         self._view = memoryview(b"")
 
     def reserve(self, size: int) -> None:
         """Make it ``size`` bytes at least; its contents are lost."""
-        if self._tensor.numel() < size:
-            self._tensor, self._view = torch.empty(0, dtype=torch.uint8), memoryview(b"")
-            self._tensor = torch.empty(size, dtype=torch.uint8, pin_memory=self._pin)
-            self._view = view_bytes(self._tensor)
+        if self._view.nbytes < size:
+            self._view = memoryview(b"")  # the old memory goes before there is new
+            self._view = view_bytes(torch.empty(size, dtype=torch.uint8, pin_memory=self._pin))
 
     def view(self, start: int, stop: int) -> memoryview:
         """The bytes from ``start`` to ``stop``."""
         return self._view[start:stop]
 
-    def tensor(self, start: int, stop: int) -> torch.Tensor:
-        """The same as a tensor, uint8."""
-        return self._tensor[start:stop]
 
+class _Received(NamedTuple):
+    """A segment, or a part of one, when its request is through."""
 
-class _Run(NamedTuple):
-    """A run of bytes of one item that is received by itself.
-
-    Attributes:
-        start: first byte within the request.
-        stop: the byte behind the last.
-        transfer: the item.
-        offset: what the item calls the first byte.
-        in_place: whether it is received where it belongs.
-    """
-
-    start: int
-    stop: int
-    transfer: ItemTransfer
-    offset: int
-    in_place: bool
-
-
-class _Piece(NamedTuple):
-    """A run of bytes of one item, once it has been received.
-
-    Attributes:
-        transfer: the item.
-        offset: what the item calls the first byte.
-        length: bytes.
-        target: the memory of its own that it was received in, None if others are in the same.
-        place: where it is in the buffer, None if it is in place.
-    """
-
-    transfer: ItemTransfer
-    offset: int
-    length: int
-    target: Target | None
-    place: int | None
+    segment: Segment
+    target: Target | None  # the memory of its own that it was received in, None if others are in the same
+    place: int | None  # of its first byte in the buffer, None if it is in place
 
 
 class Reception:
     """The memory that one request is received in, and what is to be done when it is there.
 
     Args:
-        request: the request.
-        transfers: all items of the plan.
+        request: for items that are `Transfer`.
         buffer: of this thread; what is in it is lost.
 
     Attributes:
         targets: to be filled, in order.
     """
 
-    def __init__(self, request: ReadRequest, transfers: Sequence[ItemTransfer], buffer: Buffer) -> None:
+    def __init__(self, request: ReadRequest, buffer: Buffer) -> None:
         self._buffer = buffer
-        self._pieces: list[_Piece] = []
+        self._received: list[_Received] = []
         self.targets: list[Target] = []
-        runs = list(_long_runs(request, transfers))
-        buffered = request.length - sum([run.stop - run.start for run in runs if run.in_place])
+        runs = list(_long_runs(request))
+        buffered = request.length - sum([run.stop - run.start for run, in_place in runs if in_place])
         if buffered:
             buffer.reserve(buffered + _ALIGNMENT * (2 * len(runs) + 1))
-        regions: list[tuple[int, int]] = []  # of many runs: (first byte within the request, place in the buffer)
-        at = place = 0
-        for start, stop, transfer, offset, in_place in runs:
+        regions: list[tuple[int, int]] = []  # of many runs: (first byte in the object, place in the buffer)
+        at, place = request.start, 0
+        for run, in_place in runs:
+            (start, stop, transfer), size = run, run.stop - run.start
             if at < start:
                 regions.append((at, place))
                 self.targets.append(Target(buffer.view(place, place + start - at)))
                 place = _aligned(place + start - at)
             if in_place:
-                target = Target(transfer.memory(offset, offset + stop - start), checksum=transfer.checked)
-                self._pieces.append(_Piece(transfer, offset, stop - start, target, None))
+                memory = transfer.memory(start - transfer.base, stop - transfer.base)
+                target = Target(memory, checksum=transfer.checked)
+                self._received.append(_Received(run, target, None))
             else:
-                target = Target(buffer.view(place, place + stop - start), checksum=transfer.checked)
-                self._pieces.append(_Piece(transfer, offset, stop - start, target, place))
-                place = _aligned(place + stop - start)
+                target = Target(buffer.view(place, place + size), checksum=transfer.checked)
+                self._received.append(_Received(run, target, place))
+                place = _aligned(place + size)
             self.targets.append(target)
             at = stop
-        if at < request.length:
+        end = request.start + request.length
+        if at < end:
             regions.append((at, place))
-            self.targets.append(Target(buffer.view(place, place + request.length - at)))
-        self._add_short(request, transfers, regions)
+            self.targets.append(Target(buffer.view(place, place + end - at)))
+        self._add_short(request, regions)
 
-    def _add_short(
-        self, request: ReadRequest, transfers: Sequence[ItemTransfer], regions: Sequence[tuple[int, int]]
-    ) -> None:
+    def _add_short(self, request: ReadRequest, regions: Sequence[tuple[int, int]]) -> None:
         region = 0
         for segment in request.segments:
             if _is_short(segment, request):
-                while region + 1 < len(regions) and regions[region + 1][0] <= segment.start:
+                start = segment[0]
+                if start == segment[1]:
+                    self._received.append(_Received(segment, None, None))
+                    continue
+                while region + 1 < len(regions) and regions[region + 1][0] <= start:
                     region += 1
                 first, place = regions[region]
-                item, start, length, offset = segment
-                self._pieces.append(_Piece(transfers[item], offset, length, None, place + start - first))
+                self._received.append(_Received(segment, None, place + start - first))
 
-    def deliver(self) -> list[ItemTransfer]:
-        """Bring what was received to its place; the items of which these were the last bytes.
+    def deliver(self) -> list[Transfer]:
+        """Bring what was received to its place; the transfers of which these were the last bytes.
 
         A range that came in one piece and is damaged never gets there.
         """
         complete = []
-        for transfer, offset, length, target, place in self._pieces:
-            crc = 0
-            if target is not None:
-                crc = target.crc or 0
-            elif place is not None and transfer.checked:
-                crc = crc64nvme(self._buffer.view(place, place + length))
-            if place is not None and not transfer.is_damaged(offset, length, crc):
-                self._place(transfer, offset, length, place)
+        view = self._buffer.view
+        for (start, stop, transfer), target, place in self._received:
+            offset, length, crc = start - transfer.base, stop - start, 0
+            if place is None:
+                crc = (target.crc or 0) if target is not None else 0
+            else:
+                data = view(place, place + length)
+                if target is not None:
+                    crc = target.crc or 0
+                elif transfer.checked:
+                    crc = crc64nvme(data)
+                if not transfer.is_damaged(offset, length, crc):
+                    transfer.place(offset, data)
             if transfer.arrived(offset, length, crc):
                 complete.append(transfer)
         return complete
 
-    def _place(self, transfer: ItemTransfer, offset: int, length: int, place: int) -> None:
-        if transfer.owned is None:
-            if not transfer.take(offset, self._buffer.view(place, place + length)):
-                transfer.put(offset, self._buffer.tensor(place, place + length))
-            return
-        start, stop = max(offset, transfer.owned[0]), min(offset + length, transfer.owned[1])
-        if start < stop:
-            first = place + start - offset
-            transfer.memory(start, stop)[:] = self._buffer.view(first, first + stop - start)
-        if offset < start:
-            transfer.put(offset, self._buffer.tensor(place, place + min(start - offset, length)))
-
 
 def _is_short(segment: Segment, request: ReadRequest) -> bool:
-    return segment.length < _LONG or request.shared
+    return segment[1] - segment[0] < _LONG or request.shared
 
 
-def _long_runs(request: ReadRequest, transfers: Sequence[ItemTransfer]) -> Iterator[_Run]:
+def _long_runs(request: ReadRequest) -> Iterator[tuple[Segment, bool]]:
+    """Those that are received by themselves, and whether in place."""
     for segment in request.segments:
         if _is_short(segment, request):
             continue
-        item, first, length, offset = segment
-        transfer, stop = transfers[item], offset + length
+        start, stop, transfer = segment
         # What is fetched for a checksum only stands before and behind what has its place in memory.
-        start_owned, stop_owned = transfer.owned or (stop, stop)
-        low, high = (min(max(at, offset), stop) for at in (start_owned, stop_owned))
-        for start, end, in_place in ((offset, low, False), (low, high, True), (high, stop, False)):
-            if start < end:
-                yield _Run(first + start - offset, first + end - offset, transfer, start, in_place)
+        owned = (stop, stop) if transfer.owned is None else [transfer.base + offset for offset in transfer.owned]
+        low, high = (min(max(at, start), stop) for at in owned)
+        for first, end, in_place in ((start, low, False), (low, high, True), (high, stop, False)):
+            if first < end:
+                yield Segment(first, end, transfer), in_place
 
 
 def _aligned(place: int) -> int:

@@ -13,14 +13,15 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, Read
 
 from dcp_s3 import errors
 from dcp_s3.format.archive import ArchiveHead
+from dcp_s3.format.blocks import Range
 from dcp_s3.format.item_pickles import check_storages
 from dcp_s3.format.saved_entries import find_chunk
 from dcp_s3.format.storage_info import get_blocks, get_crc, get_raw_offset
-from dcp_s3.load.archive_heads import SMALL_ITEM, ArchiveHeads, HeadProof, ItemKind, Probe, read_tensor
+from dcp_s3.load.archive_heads import SMALL_ITEM, ArchiveHeads, HeadProbe, HeadProof, ItemKind, read_tensor
 from dcp_s3.load.boxes import Box
 from dcp_s3.load.dtypes import Conversion, keeps_values
 from dcp_s3.load.item_transfer import ArchivedTransfer, ItemTransfer, StreamTransfer, TensorTransfer, is_whole
-from dcp_s3.load.plan import ChunkRange, ranges_of_box
+from dcp_s3.load.plan import ranges_of_box
 from dcp_s3.tensor_memory import is_direct, view_bytes
 from dcp_s3.torch_private import ReaderTransforms, StorageInfo, narrow_tensor_by_index
 from dcp_s3.url import CheckpointURL
@@ -30,13 +31,13 @@ class UnknownItem(NamedTuple):
     """An item of another writer of whose kind nothing is known.
 
     Attributes:
-        number: of the item.
-        probe: where to look.
+        number: of the item in the plan.
+        probe: the look at it.
         prepare: makes the transfer when that is done.
     """
 
     number: int
-    probe: Probe
+    probe: HeadProbe
     prepare: Callable[[], ItemTransfer]
 
 
@@ -86,7 +87,7 @@ class TransferFactory:
         """
         info = self._storage_info(item)
         if item.type == LoadItemType.BYTE_IO:
-            return self._prepare_bytes(number, item, info)
+            return self._prepare_bytes(item, info)
         target = planner.resolve_tensor(item)
         if target.requires_grad:
             target = target.detach()
@@ -116,11 +117,10 @@ class TransferFactory:
         raw_offset = get_raw_offset(info)
         if raw_offset is None or info.transform_descriptors:
             return self._prepare_archived(number, item, info, target, saved, whole=whole)
-        return self._prepare_raw(number, item, info, target, saved, raw_offset)
+        return self._prepare_raw(item, info, target, saved, raw_offset)
 
     def _prepare_raw(
         self,
-        number: int,
         item: ReadItem,
         info: StorageInfo,
         target: torch.Tensor,
@@ -137,12 +137,12 @@ class TransferFactory:
                 url=str(self._url),
             )
         if is_whole(item, sizes):
-            ranges = [ChunkRange(0, nbytes, get_crc(info))] if nbytes else []
+            ranges = [Range(0, nbytes, get_crc(info))] if nbytes else []
         else:
             blocks = get_blocks(info, nbytes) if nbytes else None
             box = Box(item.storage_offsets, item.lengths)
             ranges = ranges_of_box(sizes, box, dtype.itemsize, blocks=blocks, max_gap=self._max_gap)
-        return TensorTransfer(number, item, info.relative_path, info.offset + raw_offset, ranges, target, sizes, dtype)
+        return TensorTransfer(item, info.relative_path, info.offset + raw_offset, ranges, target, sizes, dtype)
 
     def _prepare_archived(
         self,
@@ -157,29 +157,29 @@ class TransferFactory:
         """A tensor whose raw bytes' place is not recorded: written by something else, or through an extension."""
         chunk = find_chunk(saved, item.storage_index)
         if info.transform_descriptors or chunk is None:
-            return self._prepare_encoded(number, item, info, target, None)
+            return self._prepare_encoded(item, info, target, None)
         kind = ItemKind(saved.properties.dtype, chunk.sizes, info.length)
         # A recorded checksum is that of the whole item.
         if whole or info.length <= SMALL_ITEM or get_crc(info) is not None:
-            return self._prepare_encoded(number, item, info, target, kind)
+            return self._prepare_encoded(item, info, target, kind)
 
         def again(found: ArchiveHead | None) -> ItemTransfer:
             return expected(found, lambda _: expected(None, again))
 
         def expected(head: ArchiveHead | None, instead: Callable[[ArchiveHead | None], ItemTransfer]) -> ItemTransfer:
             if head is None:
-                return self._prepare_encoded(number, item, info, target, kind)
+                return self._prepare_encoded(item, info, target, kind)
             proof = HeadProof(self.heads, kind, head)
-            return ArchivedTransfer(number, item, info, target, proof, max_gap=self._max_gap, instead=instead)
+            return ArchivedTransfer(item, info, target, proof, max_gap=self._max_gap, instead=instead)
 
         head = self.heads.expect(kind)
         if head is None:
-            probe = Probe(kind, info.relative_path, info.offset)
+            probe = HeadProbe(self.heads, kind, info.relative_path, info.offset)
             self.unknown.append(UnknownItem(number, probe, lambda: expected(self.heads.expect(kind), again)))
         return expected(head, again)
 
     def _prepare_encoded(
-        self, number: int, item: ReadItem, info: StorageInfo, target: torch.Tensor, kind: ItemKind | None
+        self, item: ReadItem, info: StorageInfo, target: torch.Tensor, kind: ItemKind | None
     ) -> ItemTransfer:
         """A tensor that is fetched with all of its item; ``kind`` is that of an archive."""
 
@@ -214,9 +214,9 @@ class TransferFactory:
             and is_whole(item, torch.Size(kind.shape))
             and is_direct(target)
         )
-        return StreamTransfer(number, item, info, crc, target, decode, unpack if at_once else None)
+        return StreamTransfer(item, info, crc, target, decode, unpack if at_once else None)
 
-    def _prepare_bytes(self, number: int, item: ReadItem, info: StorageInfo) -> ItemTransfer:
+    def _prepare_bytes(self, item: ReadItem, info: StorageInfo) -> ItemTransfer:
         if info.length == 0:
             raise errors.CorruptMetadataError(
                 f"the metadata of {self._url} is damaged: {item.storage_index.fqn!r} has no bytes", url=str(self._url)
@@ -227,7 +227,7 @@ class TransferFactory:
                 transfer.loaded = io.BytesIO(self._decode(item, info, buffer).read(-1))
 
         crc = get_crc(info) if get_raw_offset(info) is None else None  # else it is that of a part of the item
-        return StreamTransfer(number, item, info, crc, None, decode)
+        return StreamTransfer(item, info, crc, None, decode)
 
     def _decode(self, item: ReadItem, info: StorageInfo, buffer: torch.Tensor) -> IO[bytes]:
         # A descriptor list is missing in old checkpoints.

@@ -8,6 +8,7 @@ import logging
 import os
 from typing import Any, NoReturn
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
@@ -22,17 +23,18 @@ from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
 from dcp_s3.collector import collector_paused
 from dcp_s3.format.layout import SAVE_ID_KEY, deletion_id, metadata_object, new_save_id
 from dcp_s3.format.metadata import load_metadata
+from dcp_s3.limit import Deadline, Limit
+from dcp_s3.load.engine import Source
 from dcp_s3.load.peers.agree import LoadGroup, join_load
 from dcp_s3.load.peers.assign import MAX_PIECE, plan_sharing
 from dcp_s3.load.peers.assignment import Assignment, Offer, all_offered
 from dcp_s3.load.peers.shared_read import SharedRead, decline
 from dcp_s3.load.read import LoadExecutor
-from dcp_s3.s3.bucket import Bucket, limit_timeouts
-from dcp_s3.s3.deadline import Deadline
+from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.spill.local import LocalObjects, find_commits
 from dcp_s3.spill.session import open_store
-from dcp_s3.torch_private import ExtensionRegistry, ReaderTransforms, find_load_group, is_first_look
+from dcp_s3.torch_private import Caller, ExtensionRegistry, ReaderTransforms, find_load_group, is_first_look, is_loading
 from dcp_s3.units import format_size
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
 
@@ -55,6 +57,9 @@ class S3StorageReader(StorageReader):
             and the plain values named in docs/security.md. The check goes through each such item once more, without
             reading its tensors: about 0.1 ms for a small one, 0.15 s for each MB of pickled numbers and texts. False:
             everything is unpickled, so whoever can write to the bucket can run code here.
+        process_group: the ranks that load together: that of ``dcp.load(process_group=...)``, or another one of the
+            same ranks in the same order, for example of gloo where DCP's is of NCCL alone. What several ranks need is
+            then read once. None: the one that ``dcp.load`` uses.
         settings: a `Settings`, or a mapping of those that differ from the environment.
         _extension_registry: torch's registry of stream extensions (experimental there).
 
@@ -72,6 +77,7 @@ class S3StorageReader(StorageReader):
         *,
         include_uncommitted: bool = False,
         weights_only: bool = True,
+        process_group: dist.ProcessGroup | None = None,
         settings: SettingsLike = None,
         _extension_registry: ExtensionRegistry | None = None,
     ) -> None:
@@ -79,12 +85,14 @@ class S3StorageReader(StorageReader):
         self.settings: Settings = resolve_settings(settings)
         self.include_uncommitted = include_uncommitted
         self.weights_only = weights_only
+        self._process_group = process_group
         self._transforms = ReaderTransforms(_extension_registry)
         self._url: CheckpointURL | None = None if url is None else parse_url(url)
         self._begin_load()
 
     def _begin_load(self) -> None:
         self.load_id: str = new_save_id()
+        self._is_new = True
         self._metadata: Metadata | None = None
         self._error: errors.DcpS3Error | None = None
         self._deadline: Deadline | None = None
@@ -123,7 +131,10 @@ class S3StorageReader(StorageReader):
         """
         rank: int | None = kwargs.get("rank")
         if rank is None:
-            caller = find_load_group()
+            try:
+                caller = self._find_caller()
+            except errors.SettingsError as error:
+                return _UnreadableMetadata(error)
             self._group = None if caller is None else join_load(
                 caller, self.checkpoint_id, self.settings, willing=not self.include_uncommitted
             )  # fmt: skip
@@ -150,6 +161,30 @@ class S3StorageReader(StorageReader):
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
         return metadata
+
+    def _find_caller(self) -> Caller | None:
+        """The ranks of the `dcp.load` that calls; None if there are no others, or if not all of them call.
+
+        Raises:
+            SettingsError: ``process_group`` is of other ranks.
+        """
+        is_new, self._is_new = self._is_new, False
+        caller, group = find_load_group(), self._process_group
+        if group is None:
+            return caller
+        if caller is not None:
+            ranks, given = dist.get_process_group_ranks(caller.group), dist.get_process_group_ranks(group)
+            if ranks != given:
+                raise errors.SettingsError(
+                    f"S3StorageReader has a process_group of ranks {given}, dcp.load one of ranks {ranks}. Remedy: "
+                    "give both the same"
+                )
+            return caller._replace(group=group)
+        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        if is_first_look() or not (is_new and is_loading()) or world_size < 2 or rank < 0:
+            return None
+        # torch's loader is not what it was. What its planner will do with plans that are shared is not known.
+        return Caller(group, rank, world_size, plain_finish=False)
 
     def _fetch_metadata(self, rank: int | None) -> Metadata:
         url = self._require_url()
@@ -283,10 +318,9 @@ class S3StorageReader(StorageReader):
                 local = stack.enter_context(contextlib.closing(LocalObjects(store, str(url)))) if store else None
                 if self._lease is not None:
                     stack.enter_context(self._lease.renewed())
-                executor = LoadExecutor(
-                    self._bucket(), url, self._metadata, self._transforms, local, weights_only=self.weights_only
-                )
-                shared = None if group is None else SharedRead(executor, self._bucket(), url, self._metadata, group)
+                source = Source(self._bucket(), url, local)
+                executor = LoadExecutor(source, self._metadata, self._transforms, weights_only=self.weights_only)
+                shared = None if group is None else SharedRead(executor, self._metadata, group)
             except BaseException:
                 if group is not None:
                     decline(group)
@@ -319,11 +353,9 @@ class S3StorageReader(StorageReader):
             )
         return self._url
 
-    def _bucket(self) -> Bucket:
-        settings = self.settings
-        if settings.load_timeout is not None:
-            settings = limit_timeouts(settings, settings.load_timeout)
-        return Bucket(self._require_url().bucket, settings, deadline=self._deadline)
+    def _bucket(self) -> S3Store:
+        limit = Limit(deadline=self._deadline, hang=self.settings.load_timeout)
+        return S3Store(self._require_url().bucket, self.settings, limit)
 
 
 class _UnreadableMetadata(Metadata):

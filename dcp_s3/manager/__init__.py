@@ -1,1 +1,1 @@
-"""The checkpoints of one training run: save, restore, and retention behind the training."""
+"""The checkpoints of one training run: save, restore, and retention in the background."""

@@ -1,6 +1,6 @@
-"""Arguments of a `CheckpointManager`, checked. Pure.
+"""Checks the arguments of a `CheckpointManager`. Pure.
 
-Messages name types rather than values: a state in place of a step would be printed whole.
+Messages name types rather than values: a state passed as the step would be printed whole.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from dcp_s3.url import CheckpointURL, parse_url
 
 
 def step_name(step: int) -> str:
-    """The name of a step's checkpoint.
+    """The name of a step's checkpoint, for example ``step-00001000``.
 
     Raises:
-        CheckpointError: not a step.
+        CheckpointError: ``step`` is not a step.
     """
     return f"step-{check_step(step):08d}"
 
@@ -44,11 +44,11 @@ def check_step(step: object) -> int:
 
 
 def check_save(step: object, state: object, metrics: object, planner: object) -> None:
-    """What `CheckpointManager.save` was given.
+    """Check the arguments of `CheckpointManager.save`.
 
     Raises:
-        CheckpointError: something is not what it should be.
-        SaveProtocolError: a metric can not be stored.
+        CheckpointError: an argument is wrong.
+        SaveProtocolError: a metric cannot be stored.
     """
     if isinstance(step, Mapping) and not isinstance(state, Mapping):
         raise errors.CheckpointError(
@@ -62,11 +62,11 @@ def check_save(step: object, state: object, metrics: object, planner: object) ->
 
 
 def check_annotate(step: object, metrics: object) -> None:
-    """What `CheckpointManager.annotate` was given.
+    """Check the arguments of `CheckpointManager.annotate`.
 
     Raises:
-        CheckpointError: something is not what it should be.
-        SaveProtocolError: a metric can not be stored.
+        CheckpointError: an argument is wrong.
+        SaveProtocolError: a metric cannot be stored.
     """
     if isinstance(step, Mapping) and not isinstance(metrics, Mapping):
         raise errors.CheckpointError(
@@ -85,17 +85,17 @@ def _check_metrics(metrics: object) -> None:
     for name, value in metrics.items():
         if not isinstance(value, (int, float, str, bool, type(None))):
             raise errors.SaveProtocolError(
-                f"metric {_show(name)} is a {_kind(value)}, expected a number, text, a bool or None (of a tensor: "
+                f"metric {_show(name)} is a {_kind(value)}, expected a number, text, a bool or None (for a tensor: "
                 "tensor.item())"
             )
     check_metrics(metrics)
 
 
 def check_restore(state: object, step: object, planner: object) -> None:
-    """What `CheckpointManager.restore` was given, but for what best means.
+    """Check the arguments of `CheckpointManager.restore`, except those that say what is best.
 
     Raises:
-        CheckpointError: something is not what it should be.
+        CheckpointError: an argument is wrong.
     """
     if isinstance(step, Mapping) and not isinstance(state, Mapping):
         raise errors.CheckpointError(
@@ -114,7 +114,7 @@ def _check_planner(planner: object, kind: type) -> None:
 
 
 def check_state(state: object) -> None:
-    """A state, as `dcp.save` and `dcp.load` take it.
+    """Check that a state is a dict, as for `dcp.save` and `dcp.load`.
 
     Raises:
         CheckpointError: it is not.
@@ -125,19 +125,19 @@ def check_state(state: object) -> None:
         )
 
 
-def collect(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The state with what the `state_dict` of each Stateful in it returns, as `dcp.save` makes it."""
+def to_state_dict(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace each Stateful in the state by what its `state_dict` returns, as `dcp.save` does."""
     return {name: value.state_dict() if isinstance(value, Stateful) else value for name, value in state.items()}
 
 
 def has_stateful(state: Mapping[str, Any]) -> bool:
-    """Whether `collect` calls anything."""
+    """Whether `to_state_dict` calls anything."""
     return any(isinstance(value, Stateful) for value in state.values())
 
 
-def distribute(loaded: Mapping[str, Any], state: dict[str, Any]) -> None:
-    """Give each Stateful of ``state`` what was loaded for it, and put everything else in its place."""
-    for name in sorted(loaded, key=str):  # load_state_dict may talk to the other ranks: in the same order on all
+def load_into(loaded: Mapping[str, Any], state: dict[str, Any]) -> None:
+    """Give each Stateful in ``state`` what was loaded for it, and put everything else in its place."""
+    for name in sorted(loaded, key=str):  # the same order on all ranks: load_state_dict may use collectives
         if isinstance(state[name], Stateful):
             state[name].load_state_dict(loaded[name])
         else:
@@ -146,17 +146,14 @@ def distribute(loaded: Mapping[str, Any], state: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Configuration:
-    """What a manager is made with.
-
-    Attributes:
-        root: of the run.
-        settings: of all that it does.
-        retention: the policy; None if nothing is deleted.
-    """
+    """The checked arguments of a manager."""
 
     root: CheckpointURL
+    """URL of the run."""
     settings: Settings
+    """Settings of everything that the manager does."""
     retention: PolicyFunction | None
+    """The retention policy. None: nothing is deleted."""
 
 
 def configure(
@@ -166,11 +163,11 @@ def configure(
     separate: object,
     timeouts: Mapping[str, object],
 ) -> Configuration:
-    """Check what a manager was given.
+    """Check the arguments of a manager.
 
     Raises:
         InvalidURLError, SettingsError
-        PolicyError: ``retention`` is no policy, or the grace period is too short.
+        PolicyError: ``retention`` is not a policy, or the grace period is too short.
     """
     if not isinstance(root, (str, os.PathLike)):
         raise errors.InvalidURLError(f"root is a {_kind(root)}, expected text like 's3://bucket/run'")
@@ -186,11 +183,11 @@ def configure(
 
 
 def resolve_policy(retention: PolicyFunction | str | None, settings: Settings) -> PolicyFunction | None:
-    """The policy that was given, as an object or as text, or else that of the settings; None if nothing is deleted.
+    """The given policy (an object or text), or else the policy in the settings. None: nothing is deleted.
 
     Raises:
-        PolicyError: not a policy.
-        SettingsError: that of the settings is not one.
+        PolicyError: ``retention`` is not a policy.
+        SettingsError: the policy in the settings is not valid.
     """
     if retention is None:
         return policy_from_settings(settings)
@@ -204,11 +201,11 @@ def resolve_policy(retention: PolicyFunction | str | None, settings: Settings) -
 
 
 def check_settings(settings: Settings, *, prunes: bool) -> None:
-    """What would fail every retention, or hide every checkpoint of the manager's own, later.
+    """Refuse settings that would make every retention run fail, or hide every checkpoint of the manager.
 
     Raises:
         PolicyError: the grace period is too short.
-        SettingsError: the setting ``step_pattern`` does not find the steps in the manager's names.
+        SettingsError: ``step_pattern`` does not find the step in the manager's names.
     """
     if prunes:
         check_grace(settings.retention_grace, force=False)
@@ -216,12 +213,12 @@ def check_settings(settings: Settings, *, prunes: bool) -> None:
     if pattern is not None and step_by_patterns(step_name(12), [compile_step_pattern(pattern)]) != 12:
         raise errors.SettingsError(
             f"DCP_S3_STEP_PATTERN = {pattern!r} does not find the step in the names that CheckpointManager gives, like "
-            f"{step_name(12)}. Remedy: unset it, or let it find that, too"
+            f"{step_name(12)}. Remedy: unset it, or make it match these too"
         )
 
 
 def _show(value: object) -> str:
-    """The value if it is short and plain, else its type."""
+    """The value if it is short and plain, otherwise its type."""
     if isinstance(value, (int, float, str, bool, type(None))) and len(repr(value)) <= 100:
         return repr(value)
     return f"a {_kind(value)}"

@@ -1,4 +1,4 @@
-"""Retention behind the training: a prune after each committed save, on a thread of its own."""
+"""Retention in the background of training: a prune after each committed save, on its own thread."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from dcp_s3.errors import DcpS3Error
 
 logger = logging.getLogger(__name__)
 
-_SLICE = 1.0  # seconds between looks at whether a commit is done, or not waited for any more
+_SLICE = 1.0  # seconds between checks whether a commit is done, or no longer awaited
 
 WaitCommitted = Callable[[float], None]
-"""Waits at most so many seconds for a save to be committed: TimeoutError if it is not yet."""
+"""Waits at most this many seconds for a save to be committed. TimeoutError: it is not committed yet."""
 
 _open: weakref.WeakSet[BackgroundRetention] = weakref.WeakSet()
 
 
 class BackgroundRetention:
-    """Runs one prune at a time; saves that commit meanwhile share the next one.
+    """Runs one prune at a time. Saves that commit during a prune share the next one.
 
-    The thread lives only while there is something to do. It is a daemon: a prune may end anywhere, the next one
-    finishes it. No failure leaves it.
+    The thread lives only while there is work. It is a daemon: a prune may be cut off anywhere, and the next one
+    finishes it. No failure leaves the thread.
 
     Args:
-        prune: does the work, and counts; given a function that raises when it is to end early.
-        root: for messages.
+        prune: does the work and counts it. Its argument is a function that raises if the prune must end early.
+        root: URL of the run, for messages.
     """
 
     def __init__(self, prune: Callable[[Callable[[], None]], None], root: str) -> None:
@@ -42,7 +42,7 @@ class BackgroundRetention:
         _open.add(self)
 
     def saved(self, wait_committed: WaitCommitted) -> None:
-        """A save is done: prune as soon as it is committed. Returns at once."""
+        """Prune as soon as a finished save is committed. Returns at once."""
         with self._lock:
             if self._stop.is_set():
                 return
@@ -50,14 +50,14 @@ class BackgroundRetention:
             if self._thread is None:
                 thread = threading.Thread(target=self._work, name="dcp_s3-retention", daemon=True)
                 try:
-                    thread.start()  # it waits for the lock
-                except RuntimeError as error:  # the interpreter ends
+                    thread.start()  # the thread waits for the lock
+                except RuntimeError as error:  # the interpreter is ending
                     logger.warning("retention under %s did not run: %s", self._root, error)
                     return
                 self._thread = thread
 
     def close(self, timeout: float) -> bool:
-        """Wait for what is under way and for what is still to come, but not for ever; whether all was done.
+        """Wait for the current prune and those that are due, up to ``timeout``. Returns whether all are done.
 
         Args:
             timeout: seconds. After that the prune is told to end, and not waited for.
@@ -90,12 +90,12 @@ class BackgroundRetention:
                 pass
             except Exception:
                 logger.exception(
-                    "retention under %s failed: nothing else is affected, and it is tried again after the next save",
+                    "retention under %s failed and is tried again after the next save; nothing else is affected",
                     self._root,
                 )
 
     def _wait(self, wait_committed: WaitCommitted) -> bool:
-        """Wait for the commit; False if a later save has taken its place, or if it will not come."""
+        """Wait for the commit. False if a later save has replaced it, or if it will not happen."""
         while True:
             try:
                 wait_committed(_SLICE)
@@ -114,16 +114,17 @@ class BackgroundRetention:
             raise Stopped
 
 
-class Stopped(Exception):  # noqa: N818 - no error
-    """A prune was told to end early."""
+class Stopped(Exception):  # noqa: N818 - not an error
+    """Ends a prune early."""
 
 
 @atexit.register
 def _at_exit() -> None:
-    # Not waited for: asyncio can not resolve names any more once the interpreter's executors have ended.
+    # Not waited for: asyncio cannot resolve names once the interpreter's executors have ended.
     for left in list(_open):
         left._stop.set()
         if left._thread is not None:
             logger.warning(
-                "retention under %s ends unfinished with the process. Remedy: close the CheckpointManager", left._root
+                "retention under %s is cut off by the end of the process. Remedy: close the CheckpointManager",
+                left._root,
             )

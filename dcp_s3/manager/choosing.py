@@ -1,4 +1,4 @@
-"""Which checkpoint to restore: of those on S3, and those that wait for it on the disks of the job's hosts."""
+"""Which checkpoint to restore: one on S3, or one that waits for S3 on the disks of the job's hosts."""
 
 from __future__ import annotations
 
@@ -13,53 +13,50 @@ from dcp_s3.checkpoint.info import CheckpointInfo, age_order
 from dcp_s3.checkpoint.listing import list_directory
 from dcp_s3.checkpoint.look import find_damage
 from dcp_s3.coroutines import run
-from dcp_s3.manager.waiting import Disk, WaitingCheckpoint, find_missing, merge
+from dcp_s3.manager.waiting import Disk, WaitingCheckpoint, find_missing, waiting_checkpoints
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.policy import AnyOf, KeepBest, Mode, PolicyFunction, best_first
-from dcp_s3.s3.async_client import open_bucket
-from dcp_s3.s3.bucket import Bucket, limit_timeouts
+from dcp_s3.s3.async_store import open_async_store
+from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.url import parse_url
 
 logger = logging.getLogger(__name__)
 
 Order = Callable[[Sequence[CheckpointInfo]], list[CheckpointInfo]]
-"""The checkpoints that will do, the one to try first in front."""
+"""Selects and sorts checkpoints: the one to try first comes first."""
 
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0  # seconds between looks at S3 while a restore waits
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0  # seconds between requests to S3 while a restore waits
 _REPORT_SECONDS = 30.0
-_ATTEMPTS = 3  # what is asked of S3 where the disks may know, too
+_ATTEMPTS = 3  # attempts for an S3 request that the disks may answer too
 
 
-class Found(NamedTuple):
+class ChosenCheckpoint(NamedTuple):
     """The checkpoint to load."""
 
     url: str
     step: int
     local: bool = False
-    """From the disks, where all ranks have all of it. It may not be on S3 yet."""
+    """Whether it is loaded from the disks: every rank has all of it on its own. It may not be on S3 yet."""
 
 
 @dataclasses.dataclass(frozen=True)
-class NotYet:
-    """The checkpoint to load waits on disks, and can be loaded when it is on S3.
-
-    Attributes:
-        url: of it.
-        step: its step.
-        reason: why not now.
-    """
+class NotReady:
+    """The checkpoint to load waits on disks. It can be loaded once it is on S3."""
 
     url: str
+    """URL of the checkpoint."""
     step: int
+    """Step of the checkpoint."""
     reason: str
+    """Why it cannot be loaded now."""
 
 
 class Patience:
-    """How long a restore waits for what goes from the disks to S3.
+    """Limits how long a restore waits for data that drains from the disks to S3.
 
     Args:
-        seconds: without anything having gone there.
+        seconds: longest time without progress of the drain.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -70,14 +67,14 @@ class Patience:
         self._pause = _SHORTEST_PAUSE
 
     def is_left(self, disks: Sequence[Disk]) -> bool:
-        """Whether to wait on, now that the disks are like this."""
+        """Whether to keep waiting, given the current state of the disks."""
         now, seen = time.monotonic(), (sum(disk.size for disk in disks), sum(len(disk.commits) for disk in disks))
         if seen != self._seen:
             self._seen, self._moved = seen, now
         return now - self._moved <= self._seconds
 
-    def pause(self, reason: NotYet, *, quiet: bool) -> None:
-        """Wait a moment; say why from time to time, unless ``quiet``."""
+    def pause(self, reason: NotReady, *, quiet: bool) -> None:
+        """Wait a moment, and log why from time to time, unless ``quiet``."""
         now = time.monotonic()
         if quiet:
             pass
@@ -89,25 +86,25 @@ class Patience:
 
 
 def latest_order(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
-    """Highest step first. Those without a step are not of the run."""
+    """Highest step first. Checkpoints without a step are not of the run, and are left out."""
     return sorted((info for info in infos if info.step is not None), key=age_order, reverse=True)
 
 
 def step_order(step: int) -> Order:
-    """Only those of one step, the newest first."""
+    """Only the checkpoints of one step, the newest first."""
     return lambda infos: [info for info in latest_order(infos) if info.step == step]
 
 
 def best_order(metric: str, mode: Mode) -> Order:
-    """Those with a finite value of a metric, the best first."""
+    """Checkpoints with a finite value of a metric, the best first."""
     return lambda infos: best_first(latest_order(infos), metric, mode)
 
 
 def best_of(policy: PolicyFunction | None, metric: str | None, mode: Mode | None) -> tuple[str, Mode]:
-    """What "best" means: as given, or as the `KeepBest` of the retention policy says.
+    """What "best" means: the arguments, or else the `KeepBest` of the retention policy.
 
     Raises:
-        PolicyError: nothing says it, or two policies differ.
+        PolicyError: there is no `KeepBest`, or several that differ.
     """
     if metric is not None:
         return metric, mode or "min"
@@ -128,25 +125,25 @@ def find(
     passed_over: Collection[str] = (),
     disks: Sequence[Disk] = (),
     wait: bool = True,
-) -> Found | NotYet | None:
-    """The first checkpoint in ``order`` that can be loaded, None if there never was one.
+) -> ChosenCheckpoint | NotReady | None:
+    """The first checkpoint in ``order`` that can be loaded. None if the run has no checkpoints.
 
     Args:
-        catalog: of the run.
-        order: which will do.
-        passed_over: URLs of those that could not be loaded.
+        catalog: catalog of the run.
+        order: selects and sorts the checkpoints.
+        passed_over: URLs of checkpoints that could not be loaded.
         disks: what each rank has on its disk.
-        wait: whether one that waits on disks for S3 will do; otherwise it is passed over.
+        wait: whether to return a checkpoint that still waits on disks for S3; otherwise it is passed over.
 
     Raises:
-        CheckpointNotFoundError: there are some, but none that will do.
-        CorruptCheckpointError: those that will do can not be loaded.
+        CheckpointNotFoundError: there are checkpoints, but none that ``order`` selects.
+        CorruptCheckpointError: the selected checkpoints cannot be loaded.
         StorageError
     """
-    waiting = merge(disks)
+    waiting = waiting_checkpoints(disks)
     listing = CheckpointCatalog(str(catalog.root), settings=impatient(catalog.settings)) if waiting else catalog
     unusable: set[str] = set(passed_over)
-    not_yet: NotYet | None = None
+    not_ready: NotReady | None = None
     while True:
         away: errors.TransferError | None = None
         try:
@@ -155,7 +152,7 @@ def find(
             if not waiting:
                 raise
             on_s3, away = [], error
-            logger.warning("S3 does not answer, so that only the disks of this job were looked at: %s", error)
+            logger.warning("S3 does not answer, so only the disks of this job were searched: %s", error)
         committed = {(info.url, info.save_id) for info in on_s3}
         local = {each.info: each for each in waiting if each.key not in committed and each.info.step is not None}
         there = [*on_s3, *local]
@@ -167,16 +164,16 @@ def find(
             break
         for info in left:
             found = _try_local(listing, local[info], disks, away) if info in local else _try_committed(catalog, info)
-            if isinstance(found, NotYet) and not wait:
+            if isinstance(found, NotReady) and not wait:
                 logger.warning("%s is passed over: %s", info.url, found.reason)
-                not_yet, found = not_yet or found, None
+                not_ready, found = not_ready or found, None
             if found is not None:
                 return found
             unusable.add(info.url)
-        # A prune may have been faster: then there are newer ones.
+        # A prune may have deleted them meanwhile: then there are newer ones.
     if away is not None:
-        raise away if not_yet is None else errors.TransferError(
-            f"{not_yet.url} can not be restored: {not_yet.reason}", bucket=away.bucket, key=away.key
+        raise away if not_ready is None else errors.TransferError(
+            f"{not_ready.url} cannot be restored: {not_ready.reason}", bucket=away.bucket, key=away.key
         ) from away  # fmt: skip
     if unusable:
         raise errors.CorruptCheckpointError(
@@ -188,9 +185,11 @@ def find(
 
 
 def impatient(settings: Settings) -> Settings:
-    """For questions that are asked again, or to which the disks know an answer, too."""
+    """Settings for requests that are repeated anyway, or that the disks can answer too."""
     attempts = min(_ATTEMPTS, settings.retry_attempts)
-    return limit_timeouts(settings, settings.spill_after).model_copy(update={"retry_attempts": attempts})
+    names = ("connect_timeout", "read_timeout")
+    timeouts = {name: min(getattr(settings, name), settings.spill_after) for name in names}
+    return settings.model_copy(update={**timeouts, "retry_attempts": attempts})
 
 
 def _none_asked_for(catalog: CheckpointCatalog, there: Sequence[CheckpointInfo]) -> errors.CheckpointNotFoundError:
@@ -202,36 +201,36 @@ def _none_asked_for(catalog: CheckpointCatalog, there: Sequence[CheckpointInfo])
     )
 
 
-def _try_committed(catalog: CheckpointCatalog, info: CheckpointInfo) -> Found | None:
+def _try_committed(catalog: CheckpointCatalog, info: CheckpointInfo) -> ChosenCheckpoint | None:
     damage = run(_find_damage(catalog, info))
     if damage is None:
-        return Found(info.url, info.step or 0)
+        return ChosenCheckpoint(info.url, info.step or 0)
     logger.warning("%s is passed over: %s", info.url, damage)
     return None
 
 
 async def _find_damage(catalog: CheckpointCatalog, info: CheckpointInfo) -> str | None:
-    async with open_bucket(catalog.root.bucket, catalog.settings) as bucket:
+    async with open_async_store(catalog.root.bucket, catalog.settings) as bucket:
         return await find_damage(bucket, parse_url(info.url))
 
 
 def _try_local(
     catalog: CheckpointCatalog, waiting: WaitingCheckpoint, disks: Sequence[Disk], away: errors.TransferError | None
-) -> Found | NotYet | None:
-    """None: parts of it are lost."""
+) -> ChosenCheckpoint | NotReady | None:
+    """None: parts of the checkpoint are lost."""
     info = waiting.info
     url, step = parse_url(info.url), info.step or 0
     if all(disk.holds_all_of(waiting) for disk in disks):
-        return Found(info.url, step, local=True)
+        return ChosenCheckpoint(info.url, step, local=True)
     what = "it waits on disk to be committed, and not every rank has all of it on its own"
     if away is None:
         try:
-            missing = find_missing(waiting, disks, list_directory(Bucket(url.bucket, catalog.settings), url))
+            missing = find_missing(waiting, disks, list_directory(S3Store(url.bucket, catalog.settings), url))
         except errors.TransferError as error:
             away = error
         else:
             if not missing:
-                return NotYet(info.url, step, f"{what}: it goes to S3 now")
+                return NotReady(info.url, step, f"{what}: it is being uploaded to S3")
             logger.warning(
                 "%s is passed over: it waits on disk to be committed, but %d of its %d objects, the first %s, are "
                 "neither on S3 nor on a disk of this job",
@@ -241,4 +240,4 @@ def _try_local(
                 missing[0],
             )
             return None
-    return NotYet(info.url, step, f"{what}, but S3 does not answer: {away}")
+    return NotReady(info.url, step, f"{what}, but S3 does not answer: {away}")

@@ -45,36 +45,37 @@ def _prune(root: str, policy: PolicyFunction, settings: Settings, check: Callabl
 
 
 class CheckpointManager:
-    """Saves and restores the checkpoints of a run, ``{root}/step-00001000`` and so on, and keeps what a policy keeps.
+    """Saves and restores the checkpoints of a run, ``{root}/step-00001000`` and so on, and applies a retention policy.
 
-    Works with torch.distributed and without. With it every rank makes a manager, and every rank calls `save` and
-    `restore`; they agree on what is saved and restored. The other methods are each rank's own.
+    Works with and without torch.distributed. With it, every rank makes a manager and calls `save` and `restore`; the
+    ranks agree on what is saved and restored. The other methods are local to each rank.
 
-    Saves go on in the background, one at a time. When one is committed, retention runs on the first rank in another
-    thread. It never delays or fails the training: what goes wrong is logged and counted (``dcp_s3.metrics()``).
+    Saves run in the background, one at a time. After each commit, retention runs on the first rank, in another thread.
+    It never delays or fails the training: its failures are logged and counted (``dcp_s3.metrics()``).
 
-    A save that fails is logged at once, in one line, and raised (`SaveFailedError`) by each rank's next `save`, `wait`
-    or `close`, once.
+    A failed save is logged at once, in one line. Each rank's next `save`, `wait` or `close` raises it once, as
+    `SaveFailedError`.
 
-    What is wrong on one rank is an error on all of them: on the others a CheckpointError that names it.
+    An error on one rank is an error on all. The other ranks raise a CheckpointError that names it.
 
     Args:
         root: ``s3://bucket/run``.
-        retention: a policy (``KeepLatest(3) | KeepBest(2, "val_loss", "min")``), or text like that of
-            ``DCP_S3_RETENTION``. None: what that says; without it, and for empty text, nothing is deleted.
-        settings: a `Settings`, or a mapping of those that differ from the environment.
-        process_group: of the saves and loads alone, with a CPU backend. None: a new gloo group of all ranks.
-        overwrite: whether a save replaces a committed checkpoint of the same step. Otherwise it fails with
-            CheckpointExistsError.
-        separate: FQN prefixes that get objects of their own, see `S3StorageWriter`.
+        retention: a policy (``KeepLatest(3) | KeepBest(2, "val_loss", "min")``), or text in the form of
+            ``DCP_S3_RETENTION``. None: the policy in ``DCP_S3_RETENTION``. If that is unset, or the text is empty,
+            nothing is deleted.
+        settings: a `Settings`, or a mapping of settings that override the environment.
+        process_group: a group with a CPU backend, used only for these saves and loads. None: a new gloo group of all
+            ranks.
+        overwrite: replace a committed checkpoint of the same step. Otherwise the save fails with CheckpointExistsError.
+        separate: FQN prefixes that get their own objects, see `S3StorageWriter`.
         weights_only: see `S3StorageReader`.
         retention_timeout: seconds for which `close` waits for retention.
-        drain_timeout: seconds for which `restore` waits for a checkpoint on the disks of several hosts to go to S3,
-            counted from when something last did. Then it takes an older one.
+        drain_timeout: seconds for which `restore` waits for a checkpoint on the disks of several hosts to reach S3,
+            counted from the last progress. After that it takes an older one.
 
     Raises:
         InvalidURLError, SettingsError
-        PolicyError: ``retention`` is no policy.
+        PolicyError: ``retention`` is not a policy.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class CheckpointManager:
         self.retention_timeout = retention_timeout
         self.drain_timeout = drain_timeout
         self._closed = False
-        # First of all: the group is how the other ranks learn of what is wrong with the arguments of one.
+        # First: through the group the other ranks learn if the arguments of one rank are wrong.
         self._ranks = Ranks(process_group)
 
         def configure() -> tuple[str, frozenset[str]]:
@@ -111,10 +112,12 @@ class CheckpointManager:
         told = self._ranks.agree(configure, self._refuse("no CheckpointManager is made"))
         roots = {rank: url for rank, (url, _) in enumerate(told)}
         if len(set(roots.values())) > 1:
-            raise errors.CheckpointError(f"the ranks have different roots: {roots} (by rank). Remedy: pass the same")
+            raise errors.CheckpointError(
+                f"the ranks have different roots: {roots} (by rank). Remedy: pass the same root"
+            )
         self._left = frozenset[str]().union(*(urls for _, urls in told))
-        """URLs of what an earlier run left on disk and this one has not come to yet: if it saves there, it has gone
-        another way, and replaces it."""
+        """URLs of steps that an earlier run left on disk and this run has not reached yet. If this run saves one of
+        them, it has diverged from that run, and replaces the old checkpoint."""
         self._saving = Saving(self._ranks.rank)
         self._restoring = Restoring(self._catalog, self._ranks, weights_only=weights_only, drain_timeout=drain_timeout)
         self._retention: BackgroundRetention | None = None
@@ -128,7 +131,7 @@ class CheckpointManager:
         return str(self.root)
 
     def url(self, step: int) -> str:
-        """Where `save` puts a step."""
+        """URL to which `save` saves a step."""
         return str(self.root.child(step_name(step)))
 
     # --- save ----------------------------------------------------------------------------------------
@@ -144,21 +147,20 @@ class CheckpointManager:
     ) -> None:
         """Save the state of a step. Every rank calls it.
 
-        First waits for the save before, if that still goes on; then copies the state and returns, while the upload goes
-        on in the background.
+        Waits for the previous save, copies the state, and returns. The upload goes on in the background.
 
         Args:
-            step: of the training, 0 or more.
-            state: as for `dcp.save`: tensors, DTensors, Stateful objects and so on by name.
-            metrics: numbers, text and bools to store with it; those of the first rank count. See also `annotate`.
-            blocking: return only when it is committed, without a copy.
+            step: training step, 0 or more.
+            state: as for `dcp.save`: a dict of tensors, DTensors, Stateful objects and so on.
+            metrics: numbers, text and bools to store with it. The first rank's metrics are used. See also `annotate`.
+            blocking: return only when the save is committed; the state is not copied.
             planner: see `dcp.save`.
 
         Raises:
-            SaveFailedError: this save with ``blocking``, otherwise an earlier one: this state was not saved then. Or a
-                rank can not go on, or a ``state_dict`` in the state raised on one.
-            SaveProtocolError: the ranks save different steps, or a metric can not be stored.
-            StagingError: the state can not be copied.
+            SaveFailedError: with ``blocking``: this save failed. Otherwise: an earlier save failed, and this state was
+                not saved. Or a rank cannot go on, or a ``state_dict`` in the state raised on a rank.
+            SaveProtocolError: the ranks save different steps, or a metric cannot be stored.
+            StagingError: the state cannot be copied.
         """
         made: list[S3StorageWriter] = []
         collected: dict[str, Any] = {}
@@ -189,15 +191,17 @@ class CheckpointManager:
                 url=self.root_url,
             )
         if any(stateful for _, stateful in told):
-            # By itself: a `state_dict` may talk to the other ranks, so all must have come here.
-            self._ranks.agree(lambda: collected.update(arguments.collect(state)), self._refuse_save(step), alike=True)
+            # Separately: a `state_dict` may use collectives, so all ranks must have come this far.
+            self._ranks.agree(
+                lambda: collected.update(arguments.to_state_dict(state)), self._refuse_save(step), alike=True
+            )
         else:
             collected.update(state)
         url, writer = self.url(step), made[0]
         if url in self._left:
             self._left -= {url}
             if self._ranks.is_first:
-                logger.warning("%s waited on disk from an earlier run: it is saved again, and replaced", url)
+                logger.warning("%s waited on disk from an earlier run: it is saved again and replaced", url)
         if blocking:
             try:
                 state_dict_saver.save(
@@ -219,7 +223,8 @@ class CheckpointManager:
         except Exception as error:
             if self._ranks.size == 1:
                 raise
-            # No thread, say. The others' saves wait for this rank: it takes part, with what makes them fail.
+            # For example, no thread could start. The other ranks' saves wait for this rank, so it takes part and
+            # makes them fail.
             try:
                 state_dict_saver.save(FailedStaging(error), storage_writer=writer, process_group=self._ranks.group)
             except CheckpointException as failed:
@@ -229,7 +234,8 @@ class CheckpointManager:
         self._saving.begin(step, url, future, on_success=lambda: self._saved(writer))
 
     def wait(self) -> None:
-        """Wait for the save under way. With ``DCP_S3_DURABILITY=local`` that is until it is on local disks.
+        """Wait for the current save: until it is committed, or with ``DCP_S3_DURABILITY=local`` until it is on local
+        disks.
 
         Raises:
             SaveFailedError: a save has failed.
@@ -238,8 +244,9 @@ class CheckpointManager:
         self._saving.raise_failure()
 
     def annotate(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Add metrics to a checkpoint that was saved, see `dcp_s3.annotate`. Every rank may call it: the first one
-        writes. It waits for the save of this step, if that goes on.
+        """Add metrics to a saved checkpoint, see `dcp_s3.annotate`. Every rank may call it; only the first one writes.
+
+        Waits for the save of this step if it is still going on.
 
         Raises:
             MetricsError, StorageError
@@ -259,7 +266,7 @@ class CheckpointManager:
             self._retention.saved(writer.wait_committed if local else lambda _: None)
 
     def _refuse_save(self, step: int) -> Callable[[Failures], errors.SaveFailedError]:
-        """Makes the error of a save that was not begun, since ranks can not go on."""
+        """Make the error of a save that did not begin because some ranks cannot go on."""
         return lambda failures: errors.SaveFailedError(
             f"step {step} is not saved: {name_failed(failures)}", url=self.url(step), step=step, failures=failures
         )
@@ -278,29 +285,29 @@ class CheckpointManager:
         mode: Mode | None = None,
         planner: LoadPlanner | None = None,
     ) -> int | None:
-        """Load a checkpoint into ``state``, in place. Every rank calls it; the first one chooses for all.
+        """Load a checkpoint into ``state``, in place. Every rank calls it; the first rank chooses for all.
 
-        Checkpoints that wait on disk for S3 count (``DCP_S3_DURABILITY=local``, or S3 was away when they were saved).
-        One that every rank has whole on its own disk is loaded from there; otherwise it goes to S3 first.
+        Checkpoints that wait on disk for S3 count too (``DCP_S3_DURABILITY=local``, or S3 was away when they were
+        saved). One that every rank has whole on its own disk is loaded from there; otherwise it must reach S3 first.
 
-        If the latest or the best one turns out to be gone or damaged, the next one is loaded, with a warning in the
-        log; what had been loaded is overwritten. Other failures are raised.
+        If the latest or best one turns out to be gone or damaged, the next one is loaded and a warning logged; what had
+        been loaded is overwritten. Other failures are raised.
 
         Args:
             state: as for `dcp.load`.
-            step: a step, or ``best``; None or ``latest``: the highest one.
-            metric: by which the best is chosen; None: as the `KeepBest` of the retention policy says.
-            mode: ``min`` (as without) if low values of it are better, or ``max``.
+            step: a step, or ``best``. None or ``latest``: the highest step.
+            metric: the metric that decides which is best. None: that of the retention policy's `KeepBest`.
+            mode: ``min`` (the default) if low values are better, or ``max``.
             planner: see `dcp.load`.
 
         Returns:
-            The step that was loaded. None if there is none yet: nothing was committed under the root.
+            The step that was loaded. None if nothing was committed under the root yet.
 
         Raises:
             CheckpointNotFoundError: there are checkpoints, but none of this step, or with this metric.
-            CorruptCheckpointError: those that were asked for can not be loaded.
-            RestoreFailedError: the load failed; ``failures`` has the causes by rank. The state may be loaded in part.
-            PolicyError: what is best can not be told.
+            CorruptCheckpointError: the requested checkpoints cannot be loaded.
+            RestoreFailedError: the load failed; ``failures`` has the causes by rank. The state may be partly loaded.
+            PolicyError: it is undefined or ambiguous what is best.
             StorageError
         """
         orders: list[Order] = []
@@ -322,7 +329,7 @@ class CheckpointManager:
         found = self._restoring.restore(state, orders[0], planner)
         if found is None:
             return None
-        # Up to here, what an earlier run left is this run's own past.
+        # Up to this step, what an earlier run left is this run's own past.
         self._left = frozenset(url for url in self._left if (step_of(url) or 0) > found.step)
         self._saving.last_good = found.step
         return found.step
@@ -340,7 +347,7 @@ class CheckpointManager:
 
         Raises:
             CheckpointNotFoundError: there are checkpoints, but none with the metric.
-            PolicyError: what is best can not be told.
+            PolicyError: it is undefined or ambiguous what is best.
             CorruptCheckpointError, StorageError
         """
         return self._restoring.step(self._order("best", metric, mode))
@@ -355,7 +362,7 @@ class CheckpointManager:
     # --- end -----------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Wait for the save under way, then for retention (at most ``retention_timeout`` seconds); free the buffers.
+        """Wait for the current save, then for retention (at most ``retention_timeout`` seconds). Then free the buffers.
 
         Raises:
             SaveFailedError: a save has failed.

@@ -1,4 +1,4 @@
-"""What the ranks of a run agree on, by small collectives on objects."""
+"""Agreement between the ranks of a run, by small collectives on objects."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Failures = dict[int, BaseException]
 
 
 class Ranks:
-    """The ranks of a process group; one rank where there is none.
+    """The ranks of a process group; a single rank if there is no group.
 
     Args:
-        group: its collectives run on the CPU. None: a new group (gloo) of all ranks, which every rank must then make
-            at the same time, or no group if torch.distributed is not initialised.
+        group: a group whose collectives run on the CPU. None: a new gloo group of all ranks, which every rank must then
+            make at the same time; no group if torch.distributed is not initialised.
 
     Raises:
         CheckpointError: this process is not in the group.
@@ -29,7 +29,7 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         distributed = dist.is_available() and dist.is_initialized()
         if group is None and distributed:
-            # Saves run beside the training, whose collectives must not mix with theirs.
+            # Saves run beside the training, and their collectives must not mix.
             group = dist.new_group(backend="gloo")
         self.group = group
         self.rank = dist.get_rank(group) if distributed else 0
@@ -42,11 +42,11 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the one that decides."""
+        """Whether this is the rank that decides."""
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """What each rank gave, in rank order, on all of them."""
+        """The values of all ranks in rank order, on every rank."""
         if self.size == 1:
             return [value]
         values: list[Any] = [None] * self.size
@@ -54,14 +54,16 @@ class Ranks:
         return values
 
     def agree(self, work: Callable[[], T], refuse: Callable[[Failures], Exception], *, alike: bool = False) -> list[T]:
-        """What ``work`` returns on each rank, in rank order. If it raises on one, all raise.
+        """Run ``work`` on each rank. Returns the results in rank order; if it raises on one rank, all raise.
 
-        What can fail on one rank alone belongs in here: the others wait in their next collective for whoever left.
+        Anything that can fail on one rank alone belongs in ``work``: if one rank left, the others would wait for it in
+        their next collective.
 
         Args:
-            work: without collectives.
-            refuse: makes the error of the ranks on which it did not fail. The others raise what ``work`` raised.
-            alike: they raise what ``refuse`` makes, too, with that as the cause: ``work`` calls what is not ours.
+            work: the work; without collectives.
+            refuse: makes the error for the ranks on which ``work`` did not fail. The others raise what ``work`` raised.
+            alike: all ranks raise what ``refuse`` makes, with the original error as the cause. For ``work`` that calls
+                user code.
         """
         failure: BaseException | None = None
         value: T | None = None
@@ -79,7 +81,7 @@ class Ranks:
         return values
 
     def from_first(self, function: Callable[[], T]) -> T:
-        """What ``function`` returns on the first rank, where alone it runs; what it raises is raised on all."""
+        """Run ``function`` on the first rank only. Its result is returned, or its error raised, on all ranks."""
         if self.size == 1:
             return function()
         answer: list[Any] = [None]
@@ -87,7 +89,7 @@ class Ranks:
         if self.is_first:
             try:
                 answer = [(True, function())]
-            except BaseException as error:  # noqa: BLE001 - it goes to all ranks
+            except BaseException as error:  # noqa: BLE001 - passed on to all ranks
                 failure = error
                 answer = [(False, for_others(error))]
         dist.broadcast_object_list(answer, group=self.group, group_src=0)
@@ -101,6 +103,7 @@ class Ranks:
 
 
 def for_others(error: BaseException) -> BaseException:
-    """The error as the other ranks get it. An interrupt of one rank is none of the others."""
+    """The error as it is sent to the other ranks. An interrupt of one rank does not interrupt them: it becomes a
+    `CheckpointError`."""
     copied = portable(error) if isinstance(error, Exception) else None
     return copied or CheckpointError(f"{type(error).__name__}: {error}")

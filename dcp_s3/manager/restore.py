@@ -1,4 +1,4 @@
-"""The restore: all ranks load the checkpoint that the first one chooses."""
+"""Restore: all ranks load the checkpoint that the first rank chooses."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.planner import LoadPlanner
 from dcp_s3 import errors
 from dcp_s3.failures import explain, name_failed, real_causes
 from dcp_s3.load.reader import S3StorageReader
-from dcp_s3.manager.arguments import collect, distribute
-from dcp_s3.manager.choosing import Found, NotYet, Order, Patience, find, impatient
+from dcp_s3.manager.arguments import load_into, to_state_dict
+from dcp_s3.manager.choosing import ChosenCheckpoint, NotReady, Order, Patience, find, impatient
 from dcp_s3.manager.ranks import Failures, Ranks, for_others
 from dcp_s3.manager.waiting import Disk, look_at_disk
 from dcp_s3.retention.catalog import CheckpointCatalog
@@ -25,7 +25,7 @@ from dcp_s3.spill.session import open_store
 
 logger = logging.getLogger(__name__)
 
-# What says that this checkpoint can not be loaded now, and another one may.
+# Errors that mean: this checkpoint cannot be loaded, but another one may be.
 _UNUSABLE = (
     errors.CheckpointNotFoundError,
     errors.CorruptCheckpointError,
@@ -39,10 +39,10 @@ class Restoring:
     """Restores checkpoints of a run.
 
     Args:
-        catalog: of the run.
-        ranks: that restore together.
+        catalog: catalog of the run.
+        ranks: the ranks that restore together.
         weights_only: see `S3StorageReader`.
-        drain_timeout: seconds to wait for what goes from the disks to S3, see `Patience`.
+        drain_timeout: seconds to wait for data to drain from the disks to S3, see `Patience`.
     """
 
     def __init__(self, catalog: CheckpointCatalog, ranks: Ranks, *, weights_only: bool, drain_timeout: float) -> None:
@@ -52,8 +52,8 @@ class Restoring:
         self._weights_only = weights_only
         self._drain_timeout = drain_timeout
 
-    def restore(self, state: dict[str, Any], order: Order, planner: LoadPlanner | None) -> Found | None:
-        """Load the first checkpoint in ``order`` that can be loaded; None if there is none at all. Every rank calls it.
+    def restore(self, state: dict[str, Any], order: Order, planner: LoadPlanner | None) -> ChosenCheckpoint | None:
+        """Load the first checkpoint in ``order`` that can be loaded. None if there is none at all. Every rank calls it.
 
         Raises:
             RestoreFailedError, CheckpointNotFoundError, CorruptCheckpointError, StorageError
@@ -75,23 +75,24 @@ class Restoring:
 
     def find(
         self, order: Order, passed_over: Collection[str], disks: Sequence[Disk], wait: bool
-    ) -> Found | NotYet | None:
-        """What there is to load, as this rank sees it and ``disks`` tell."""
+    ) -> ChosenCheckpoint | NotReady | None:
+        """What to load, as this rank sees S3 and ``disks``."""
         return find(self._catalog, order, passed_over=passed_over, disks=disks, wait=wait)
 
     def step(self, order: Order) -> int | None:
-        """The step that is the first in ``order`` for this rank alone."""
+        """The first step in ``order``, for this rank alone."""
         found = self.find(order, (), (look_at_disk(self._catalog),), True)
         return None if found is None else found.step
 
-    def _choose(self, order: Order, passed_over: Collection[str]) -> Found | None:
-        """The same on all ranks. Waits for what other ranks need of a disk and what therefore goes to S3 first."""
+    def _choose(self, order: Order, passed_over: Collection[str]) -> ChosenCheckpoint | None:
+        """The checkpoint to load, the same on all ranks. Waits for data that other ranks need from a disk, and that
+        must reach S3 first."""
         patience = Patience(self._drain_timeout)
         while True:
             disks = self._ranks.agree(self._look_and_drain, self._refuse)
             choose = functools.partial(self.find, order, passed_over, disks, patience.is_left(disks))
             found = self._ranks.from_first(choose)
-            if not isinstance(found, NotYet):
+            if not isinstance(found, NotReady):
                 return found
             patience.pause(found, quiet=not self._ranks.is_first)
 
@@ -106,26 +107,27 @@ class Restoring:
         root = str(self._catalog.root)
         return errors.CheckpointError(f"nothing is restored: {name_failed(failures)}", url=root)
 
-    def _load(self, found: Found, state: dict[str, Any], planner: LoadPlanner | None) -> Failures:
-        """Causes by rank, the same on all; none if every rank has loaded it."""
+    def _load(self, found: ChosenCheckpoint, state: dict[str, Any], planner: LoadPlanner | None) -> Failures:
+        """Load on all ranks. Returns the causes by rank, the same on all ranks; empty if every rank has loaded it."""
 
         def refuse(failures: Failures) -> errors.RestoreFailedError:
             why = f"{found.url} is not restored: {name_failed(failures)}"
             return errors.RestoreFailedError(why, url=found.url, step=found.step, failures=failures)
 
         collected: dict[str, Any] = {}
-        # What calls the state's own code comes before DCP's first collective, and after its last.
-        self._ranks.agree(lambda: collected.update(collect(state)), refuse, alike=True)
+        # The state's own code is called before DCP's first collective and after its last.
+        self._ranks.agree(lambda: collected.update(to_state_dict(state)), refuse, alike=True)
         reader = S3StorageReader(
             found.url,
             include_uncommitted=found.local,
             weights_only=self._weights_only,
+            process_group=self._ranks.group,
             settings=impatient(self._settings) if found.local else self._settings,
         )
         mine = _load(collected, reader, group=self._ranks.group, rank=self._ranks.rank, planner=planner)
         if not mine:
             try:
-                distribute(collected, state)
+                load_into(collected, state)
             except Exception as error:  # noqa: BLE001 - all ranks are told
                 mine = {self._ranks.rank: for_others(error)}
         return {rank: error for each in self._ranks.gather(mine) for rank, error in each.items()}
@@ -139,7 +141,7 @@ def _load(
     rank: int,
     planner: LoadPlanner | None,
 ) -> Failures:
-    """`dcp.load` in place; what it failed with, by rank."""
+    """Run `dcp.load` in place. Returns the failures by rank."""
     try:
         state_dict_loader.load(state, storage_reader=reader, process_group=group, planner=planner)
     except CheckpointException as error:

@@ -1,4 +1,4 @@
-"""The one asynchronous save under way, and what became of it."""
+"""The one asynchronous save under way, and its result."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
-class _Save:
-    """A save under way. ``ended`` is set when all has been done about its end, a moment after the future is."""
+class _SaveUnderWay:
+    """A save under way. ``ended`` is set when its end has been handled, shortly after the future is done."""
 
     step: int
     url: str
@@ -29,34 +29,34 @@ class _Save:
 
 
 class Saving:
-    """At most one save at a time. A failure is logged when it happens, and kept until somebody takes it.
+    """At most one save at a time. A failure is logged when it happens, and kept until it is raised.
 
     Args:
-        rank: of this process. The first one logs what all ranks know.
+        rank: rank of this process. The first rank logs what all ranks know.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._save: _Save | None = None
+        self._save: _SaveUnderWay | None = None
         self._failure: SaveFailedError | None = None
         self.last_good: int | None = None
-        """The step that was saved, or restored, last."""
+        """The last step that was saved or restored."""
 
     @property
     def step(self) -> int | None:
-        """The step that is being saved; None if none is."""
+        """The step being saved; None if none is."""
         return None if self._save is None else self._save.step
 
     def begin(self, step: int, url: str, future: Future[None], *, on_success: Callable[[], None]) -> None:
-        """A save is under way; the one before has been waited for.
+        """Track a save that has begun. The previous one must have ended.
 
         Args:
-            step: of the training.
-            url: of the checkpoint.
-            future: of `dcp.async_save`.
-            on_success: called in another thread when it is done.
+            step: training step.
+            url: URL of the checkpoint.
+            future: future of `dcp.async_save`.
+            on_success: called in another thread when the save is done.
         """
-        save = _Save(step, url, threading.Event())
+        save = _SaveUnderWay(step, url, threading.Event())
 
         def end(future: Future[None]) -> None:
             try:
@@ -73,12 +73,13 @@ class Saving:
         future.add_done_callback(end)
 
     def fail(self, step: int, url: str, error: BaseException) -> SaveFailedError:
-        """Log the failure of a save in a few words; the error of it, which may be kept: it holds none of the state.
+        """Log the failure of a save in a few words. Returns its error, which holds none of the state and so may be
+        kept.
 
         Args:
-            step: of the training.
-            url: of the checkpoint.
-            error: what `dcp.save`, or the future of `dcp.async_save`, raised.
+            step: training step.
+            url: URL of the checkpoint.
+            error: the error of `dcp.save`, or of the future of `dcp.async_save`.
         """
         failures = {self._rank: error}
         shared = isinstance(error, CheckpointException)
@@ -93,12 +94,12 @@ class Saving:
             step=step,
             failures=failures,
         )
-        # One short line for the job: with CheckpointException every rank knows what failed on all of them.
+        # One short line for the whole job: with CheckpointException every rank knows the failures of all ranks.
         logger.log(logging.DEBUG if shared and self._rank > 0 else logging.ERROR, "%s", failure)
         return failure
 
     def settle(self) -> None:
-        """Wait for the save under way. If it failed, the failure is kept."""
+        """Wait for the current save. If it failed, keep the failure."""
         save = self._save
         if save is None:
             return
@@ -107,7 +108,7 @@ class Saving:
         self._save = None
 
     def raise_failure(self) -> None:
-        """Raise what the last save failed with, once."""
+        """Raise the last save's failure, once."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure

@@ -18,11 +18,12 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
+from dcp_s3.limit import Deadline, Limit
+from dcp_s3.load.engine import Source
 from dcp_s3.load.overlaps import find_overlaps
 from dcp_s3.load.read import LoadExecutor
 from dcp_s3.offline.indexing import Index, Selection, select
-from dcp_s3.s3.bucket import Bucket, limit_timeouts
-from dcp_s3.s3.deadline import Deadline
+from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.spill.local import LocalObjects
 from dcp_s3.spill.session import open_store
@@ -120,11 +121,9 @@ class _Source:
     def __init__(self, url: str | os.PathLike[str], settings: SettingsLike) -> None:
         self.url: CheckpointURL = parse_url(url)
         self._settings = resolve_settings(settings)
-        limit = self._settings.load_timeout
-        limited = self._settings if limit is None else limit_timeouts(self._settings, limit)
-        self._bucket = Bucket(
-            self.url.bucket, limited, deadline=Deadline.start("DCP_S3_LOAD_TIMEOUT", self._settings.load_timeout)
-        )
+        seconds = self._settings.load_timeout
+        limit = Limit(deadline=Deadline.start("DCP_S3_LOAD_TIMEOUT", seconds), hang=seconds)
+        self._bucket = S3Store(self.url.bucket, self._settings, limit)
         self._metadata: Metadata = check_metadata(fetch_metadata(self._bucket, self.url), self.url)
         if not isinstance(self._metadata.storage_data, dict):
             raise errors.CorruptMetadataError(
@@ -181,9 +180,9 @@ class _Source:
                 items += self._tensor_items(fqn, saved, selection)
         store = open_store(self._settings)
         with contextlib.closing(LocalObjects(store, str(self.url))) if store else contextlib.nullcontext() as local:
-            LoadExecutor(
-                self._bucket, self.url, self._metadata, ReaderTransforms(None), local, weights_only=weights_only
-            ).run(LoadPlan(items), planner)
+            source = Source(self._bucket, self.url, local)
+            executor = LoadExecutor(source, self._metadata, ReaderTransforms(None), weights_only=weights_only)
+            executor.run(LoadPlan(items), planner)
         return {fqn: planner.entries[fqn] for fqn in wanted}
 
     def _tensor_items(self, fqn: str, saved: TensorStorageMetadata, selection: Selection) -> list[ReadItem]:

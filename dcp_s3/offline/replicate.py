@@ -34,9 +34,10 @@ from dcp_s3.format.layout import (
 from dcp_s3.format.manifest import Manifest
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.format.saved_entries import needed_objects
-from dcp_s3.s3.bucket import Bucket
 from dcp_s3.s3.files import FileTransfer, OnProgress, download_files, upload_files
+from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import SettingsLike, resolve_settings
+from dcp_s3.store import ABSENT
 from dcp_s3.url import CheckpointURL, parse_url
 
 _MARKER = CONTROL_PREFIX + "download.json"
@@ -185,9 +186,9 @@ def download(
         StorageError, OSError
     """
     parsed = parse_url(url)
-    bucket = Bucket(parsed.bucket, resolve_settings(settings))
+    bucket = S3Store(parsed.bucket, resolve_settings(settings))
     target = Path(directory)
-    source = _make_source(str(parsed), list_directory(bucket, parsed), lambda path: bucket.read(parsed.key(path)))
+    source = _make_source(str(parsed), list_directory(bucket, parsed), lambda path: bucket.get(parsed.key(path)).data)
     _prepare_directory(target, parsed, source, overwrite=overwrite)
     present = {path for path, size in source.files.items() if _size_of(target / path) == size}
     wanted = {path: size for path, size in source.files.items() if path not in present}
@@ -327,7 +328,7 @@ def upload(
         StorageError, OSError
     """
     parsed = parse_url(url)
-    bucket = Bucket(parsed.bucket, resolve_settings(settings))
+    bucket = S3Store(parsed.bucket, resolve_settings(settings))
     origin = Path(directory)
     sizes = {path.relative_to(origin).as_posix(): path.stat().st_size for path in origin.rglob("*") if path.is_file()}
     source = _make_source(str(origin), Directory.of_sizes(sizes), lambda path: (origin / path).read_bytes())
@@ -343,7 +344,7 @@ def upload(
         if source.manifest_of(name):
             fields[SAVE_ID_KEY] = save_id
         try:
-            bucket.write(parsed.key(name), data, if_absent=not overwrite, metadata=fields)
+            bucket.put(parsed.key(name), data, expect=None if overwrite else ABSENT, metadata=fields)
         except errors.PreconditionFailedError:
             raise exists_error(parsed) from None
     kept = {parsed.key(path) for path in (*source.files, *source.commits)}
@@ -351,7 +352,7 @@ def upload(
     return CopyResult(source.count, source.size, source.size)
 
 
-def _clear_the_way(bucket: Bucket, url: CheckpointURL, source: _Source, *, overwrite: bool) -> frozenset[str]:
+def _clear_the_way(bucket: S3Store, url: CheckpointURL, source: _Source, *, overwrite: bool) -> frozenset[str]:
     """Refuse to replace a checkpoint, or find out what replacing it leaves over: keys to delete afterwards."""
     if not overwrite:
         for name in source.commits:

@@ -21,9 +21,10 @@ from dcp_s3.format.manifest import Manifest, ObjectEntry
 from dcp_s3.offline.verify_bytes import ByteCheck
 from dcp_s3.offline.verify_plan import StoredItem, check_manifest, find_items, is_crc, place_items
 from dcp_s3.offline.verify_report import Problem, VerifyReport
-from dcp_s3.s3.bucket import Bucket, StoredObject
 from dcp_s3.s3.files import OnProgress
+from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import SettingsLike, resolve_settings
+from dcp_s3.store import StoredObject
 from dcp_s3.url import CheckpointURL, parse_url
 
 _ROUNDS = 3
@@ -62,7 +63,7 @@ def verify(
         CheckpointError: it was replaced again and again while it was verified.
     """
     parsed = parse_url(url)
-    bucket = Bucket(parsed.bucket, resolve_settings(settings))
+    bucket = S3Store(parsed.bucket, resolve_settings(settings))
     for _ in range(_ROUNDS):
         check = _Check(bucket, parsed)
         report = check.run(full=full, on_total=on_total, on_progress=on_progress)
@@ -102,7 +103,7 @@ class _Commit:
 class _Check:
     """One look at a checkpoint."""
 
-    def __init__(self, bucket: Bucket, url: CheckpointURL) -> None:
+    def __init__(self, bucket: S3Store, url: CheckpointURL) -> None:
         self._bucket = bucket
         self._url = url
         self._commits: list[_Commit] = []

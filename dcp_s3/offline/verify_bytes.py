@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import io
-import logging
-import queue
-import threading
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
 from dcp_s3 import errors
 from dcp_s3.checksum import crc_hex
+from dcp_s3.format.blocks import Range
+from dcp_s3.load.engine import Engine, Receiver, Source
+from dcp_s3.load.placement import Buffer, Reception
+from dcp_s3.load.plan import ReadRequest, Segment
+from dcp_s3.load.transfer import Transfer
 from dcp_s3.offline.verify_decode import UnknownExtensionError, find_damage
 from dcp_s3.offline.verify_plan import StoredData, StoredItem, group_items
 from dcp_s3.offline.verify_report import Problem
-from dcp_s3.offline.verify_scan import Mismatch, ObjectScan, Run
-from dcp_s3.s3 import retry
-from dcp_s3.s3.bucket import Bucket
-from dcp_s3.s3.download import Target, fetch_into
+from dcp_s3.offline.verify_scan import Mismatch, ObjectScan
+from dcp_s3.s3.download import Target
 from dcp_s3.s3.files import OnProgress
+from dcp_s3.s3.store import S3Store
 from dcp_s3.url import CheckpointURL
-from dcp_s3.workers import Workers
-
-logger = logging.getLogger(__name__)
 
 BLOCK = 2**20
 """Bytes of memory that a connection receives into, again and again; they are added to a checksum while they are in the
@@ -33,40 +28,164 @@ CPU's cache."""
 GROUP = 8 * 2**20
 """Bytes of neighbouring items to decode that are asked for at once."""
 
-_AHEAD = 2  # ranges per connection that are submitted: one that is read, one that waits
 
-
-class _ChangedError(Exception):
-    """An object is not what the listing said any more."""
-
-
-@dataclass(frozen=True)
-class _Result:
-    """What one task came to.
+class _Checked(Transfer):
+    """What is only looked at. That it is damaged, or changed meanwhile, is noted and not raised.
 
     Attributes:
-        size: bytes read, those read again included.
-        runs: of a range.
-        problems: of decoded items.
-        unknown: number of items that can not be decoded here.
-        changed: what happened to the object meanwhile.
+        change: what happened to its object meanwhile.
     """
 
-    size: int
-    runs: tuple[Run, ...] = ()
-    problems: tuple[Problem, ...] = ()
-    unknown: int = 0
-    changed: str | None = None
+    __slots__ = ("change",)
+
+    def __init__(self, path: str, start: int, length: int) -> None:
+        super().__init__(path, start, [Range(0, length, None)], (0, length))
+        self.change: str | None = None
+
+    def name_of(self, part: Range) -> str:
+        """See `Transfer`."""
+        return self.path
+
+    def put(self, offset: int, data: memoryview) -> None:
+        """See `Transfer`. Nothing: all is received in place."""
+
+    def give_up(self, error: errors.CorruptCheckpointError) -> None:
+        """See `Transfer`."""
+        if error.__cause__ is None:
+            return  # what does not match is known
+        self.change = "became shorter while it was read"
+        if isinstance(error.__cause__, errors.ObjectNotFoundError):
+            self.change = "was deleted while it was read"
+        elif isinstance(error.__cause__, errors.PreconditionFailedError):
+            self.change = "was replaced while it was read"
 
 
-@dataclass(frozen=True)
-class _Task:
-    """Something that one connection does: a range of an object, or (without ``scan``) items to decode."""
+class _Object(_Checked):
+    """An object of which all bytes go into checksums.
 
-    work: Callable[[], _Result]
-    scan: ObjectScan | None
-    path: str
-    size: int
+    Args:
+        data: the object.
+
+    Attributes:
+        data: as given.
+        found: what did not match each time that all bytes had been read.
+    """
+
+    __slots__ = ("_scan", "data", "found")
+
+    def __init__(self, data: StoredData) -> None:
+        super().__init__(data.path, 0, data.size)
+        self.data = data
+        self.found: list[Mismatch] = []
+        self._scan = ObjectScan(data)
+
+    def memory(self, start: int, stop: int) -> memoryview:
+        """See `Transfer`. It has none: its bytes go through a block."""
+        raise NotImplementedError
+
+    def targets(self, start: int, length: int, buffer: Buffer) -> list[Target]:
+        """A range, a block at a time, each in the memory of the one before."""
+        buffer.reserve(BLOCK)
+        return [Target(buffer.view(0, size), checksum=True) for size in self._scan.segments(start, length, BLOCK)]
+
+    def received(self, start: int, targets: Sequence[Target]) -> bool:
+        """Take a range; True when these were the last bytes."""
+        runs = self._scan.join(start, ((target.crc or 0, target.view.nbytes) for target in targets))
+        with self._lock:
+            return self._scan.arrived(runs)
+
+    def mismatches(self) -> list[tuple[Range, int]]:
+        """See `Transfer`. All of it is read again."""
+        self.found.append(self._scan.mismatch())
+        return [(self.ranges[0], 0)] if self.found[-1].any else []
+
+    def forget(self, part: Range) -> None:
+        """See `Transfer`."""
+        self._scan = ObjectScan(self.data)
+
+    def problems(self) -> Iterator[Problem]:
+        """What did not match twice."""
+        first, *again = self.found
+        if not again:
+            return
+        data, found = self.data, first.confirmed_by(again[0])
+        for number, crc in sorted(found.items.items()):
+            item = data.checked[number]
+            what = f"has CRC-64/NVME {crc_hex(crc)}, recorded was {crc_hex(item.crc or 0)}"
+            if item.checked_length:
+                what += f" (bytes {item.checked_start} to {item.checked_start + item.checked_length - 1})"
+            if data.crc is not None and found.whole is None:
+                what += "; the object as a whole is as recorded, so that the metadata is wrong"
+            yield Problem(data.path, item.fqn, what)
+        if found.whole is not None and not found.items:
+            what = (
+                f"has CRC-64/NVME {found.whole}, recorded was {data.crc}; its items match, what is around them does not"
+            )
+            yield Problem(data.path, None, what)
+
+
+class _Item(_Checked):
+    """An item that no checksum covers, to be decoded.
+
+    Args:
+        item: the item.
+
+    Attributes:
+        damage: why it can not be decoded, None if it can.
+        unknown: whether it went through a stream extension that is not registered here.
+    """
+
+    __slots__ = ("_item", "_stream", "damage", "unknown")
+
+    def __init__(self, item: StoredItem) -> None:
+        super().__init__(item.path, item.start, item.length)
+        self._item = item
+        self._stream: io.BytesIO | None = None
+        self.damage: str | None = None
+        self.unknown = False
+
+    def name_of(self, part: Range) -> str:
+        """See `Transfer`."""
+        return self._item.fqn
+
+    def memory(self, start: int, stop: int) -> memoryview:
+        """See `Transfer`."""
+        with self._lock:
+            if self._stream is None:
+                self._stream = _empty(self._item.length)
+        return self._stream.getbuffer()[start:stop]
+
+    def mismatches(self) -> list[tuple[Range, int]]:
+        """See `Transfer`: decode it."""
+        stream, self._stream = self._stream or io.BytesIO(), None
+        try:
+            self.damage = find_damage(stream, self._item)
+        except UnknownExtensionError:
+            self.unknown = True
+        return [(self.ranges[0], 0)] if self.damage is not None else []
+
+    def problems(self) -> Iterator[Problem]:
+        """Of an item that can not be decoded."""
+        if self.damage is not None:
+            yield Problem(self.path, self._item.fqn, self.damage)
+
+
+class _Scan:
+    """The memory of a range of an `_Object`: a block."""
+
+    def __init__(self, request: ReadRequest, buffer: Buffer) -> None:
+        self._object: _Object = request.segments[0].item
+        self._start = request.start
+        self.targets = self._object.targets(request.start, request.length, buffer)
+
+    def deliver(self) -> list[Transfer]:
+        """See `Receiver`."""
+        return [self._object] if self._object.received(self._start, self.targets) else []
+
+
+def _receiver(request: ReadRequest, buffer: Buffer) -> Receiver:
+    scanned = isinstance(request.segments[0].item, _Object)
+    return _Scan(request, buffer) if scanned else Reception(request, buffer)
 
 
 class ByteCheck:
@@ -78,14 +197,12 @@ class ByteCheck:
         on_progress: called with bytes as they were read; not with those that are read again.
     """
 
-    def __init__(self, bucket: Bucket, url: CheckpointURL, on_progress: OnProgress | None = None) -> None:
-        self._bucket = bucket
-        self._url = url
+    def __init__(self, bucket: S3Store, url: CheckpointURL, on_progress: OnProgress | None = None) -> None:
+        self._engine = Engine(Source(bucket, url), "dcp_s3-verify", _receiver)
+        self._settings = bucket.settings
         self._on_progress = on_progress
-        self._cancel = threading.Event()
-        self._blocks: queue.SimpleQueue[memoryview] = queue.SimpleQueue()
-        self._first: dict[str, Mismatch] = {}
         self._changed: set[str] = set()
+        self._left: dict[str, int] = {}  # bytes of each object that are not read for the first time yet
         self.problems: list[Problem] = []
         self.bytes_read = 0
         self.items_not_decoded = 0
@@ -102,148 +219,50 @@ class ByteCheck:
         Raises:
             StorageError: S3 failed for good; nothing can be said.
         """
-        tasks = deque([self._tasks(objects)])
-        ranges = sum(1 + data.size // self._bucket.settings.part_size for data in objects if data.streamed)
-        count = min(
-            self._bucket.settings.concurrency, ranges + sum(len(group_items(data.decoded, GROUP)) for data in objects)
-        )
-        if not count:
+        ranges = sum(1 + data.size // self._settings.part_size for data in objects if data.streamed)
+        groups = sum(len(group_items(data.decoded, GROUP)) for data in objects)
+        threads = min(self._settings.concurrency, ranges + groups)
+        if not threads:
             return
-        for _ in range(count):
-            self._blocks.put(memoryview(bytearray(BLOCK)))
-        pool = Workers(count, "dcp_s3-verify")
-        pending: dict[Future[_Result], _Task] = {}
-        try:
-            while True:
-                while len(pending) < _AHEAD * count and (task := _next(tasks)) is not None:
-                    if task.path not in self._changed:
-                        pending[pool.submit(task.work)] = task
-                if not pending:
-                    return
-                for future in wait(pending, return_when=FIRST_COMPLETED).done:
-                    again = self._take(pending.pop(future), future.result())
-                    if again is not None:
-                        tasks.appendleft(self._ranges(again))
-        except BaseException:
-            self._cancel.set()
-            raise
-        finally:
-            pool.close()
+        self._left = {data.path: self.total([data]) for data in objects}
+        with self._engine.fetch(self._requests(objects), threads=threads, ahead=2 * threads) as arrivals:
+            for request, finished in arrivals:
+                self._take(request, finished)
 
-    def _tasks(self, objects: Sequence[StoredData]) -> Iterator[_Task]:
+    def _requests(self, objects: Sequence[StoredData]) -> Iterator[ReadRequest]:
         for data in objects:
             if data.streamed:
-                yield from self._ranges(ObjectScan(data))
+                yield from self._of_ranges(_Object(data))
             for group in group_items(data.decoded, GROUP):
-                size = sum(item.length for item in group)
-                yield _Task(lambda group=group: self._decode(group), None, data.path, size)  # type: ignore[misc]
+                if data.path not in self._changed:
+                    start, stop = group[0].start, group[-1].stop
+                    segments = tuple([Segment(item.start, item.stop, _Item(item)) for item in group])
+                    yield ReadRequest(data.path, start, stop - start, segments)
 
-    def _ranges(self, scan: ObjectScan) -> Iterator[_Task]:
-        path = scan.data.path
-        for start, length in scan.ranges(self._bucket.settings.part_size):
-            yield _Task(
-                lambda start=start, length=length: self._read(scan, start, length),  # type: ignore[misc]
-                scan, path, length,
-            )  # fmt: skip
+    def _of_ranges(self, scanned: _Object) -> Iterator[ReadRequest]:
+        size, step = scanned.data.size, self._settings.part_size
+        for start in range(0, max(1, size), step):  # one, even of an empty object
+            stop = min(start + step, size)
+            if scanned.path not in self._changed:
+                yield ReadRequest(scanned.path, start, stop - start, (Segment(start, stop, scanned),))
 
-    def _take(self, task: _Task, result: _Result) -> ObjectScan | None:
-        """Draw the conclusion from one task; an object that is to be read again."""
-        self.bytes_read += result.size
-        if self._on_progress is not None and task.path not in self._first:
-            self._on_progress(task.size)
-        if result.changed is not None:
-            if task.path not in self._changed:
-                self.problems.append(Problem(task.path, None, result.changed))
-            self._changed.add(task.path)
-            return None
-        self.problems += result.problems
-        self.items_not_decoded += result.unknown
-        if task.scan is not None and task.scan.arrived(result.runs):
-            return self._conclude(task.scan)
-        return None
-
-    def _conclude(self, scan: ObjectScan) -> ObjectScan | None:
-        data, found = scan.data, scan.mismatch()
-        first = self._first.get(data.path)
-        if first is None:
-            if not found.any:
-                return None
-            logger.warning("checksums of %s in %s do not match; reading it again", data.path, self._url)
-            self._first[data.path] = found
-            return ObjectScan(data)
-        found = first.confirmed_by(found)
-        for number, crc in sorted(found.items.items()):
-            item = data.checked[number]
-            what = f"has CRC-64/NVME {crc_hex(crc)}, recorded was {crc_hex(item.crc or 0)}"
-            if item.checked_length:
-                what += f" (bytes {item.checked_start} to {item.checked_start + item.checked_length - 1})"
-            if data.crc is not None and found.whole is None:
-                what += "; the object as a whole is as recorded, so that the metadata is wrong"
-            self.problems.append(Problem(data.path, item.fqn, what))
-        if found.whole is not None and not found.items:
-            what = (
-                f"has CRC-64/NVME {found.whole}, recorded was {data.crc}; its items match, what is around them does not"
-            )
-            self.problems.append(Problem(data.path, None, what))
-        return None
-
-    # --- on the pool --------------------------------------------------------------------------------
-
-    def _read(self, scan: ObjectScan, start: int, length: int) -> _Result:
-        block = self._blocks.get()
-        try:
-            targets = [Target(block[:size], checksum=True) for size in scan.segments(start, length, len(block))]
-            self._fetch(scan.data.path, start, targets)
-        except _ChangedError as error:
-            return _Result(0, changed=str(error))
-        finally:
-            self._blocks.put(block)
-        runs = scan.join(start, ((target.crc or 0, target.view.nbytes) for target in targets))
-        return _Result(length, runs=tuple(runs))
-
-    def _decode(self, items: Sequence[StoredItem]) -> _Result:
-        problems, unknown = [], 0
-        size = sum(item.length for item in items)
-        try:
-            for item, data in zip(items, self._fetch_items(items), strict=True):
-                try:
-                    damage = find_damage(data, item)
-                    if damage is not None:
-                        size += item.length
-                        (again,) = self._fetch_items([item])
-                        damage = find_damage(again, item)
-                except UnknownExtensionError:
-                    unknown += 1
-                    continue
-                if damage is not None:
-                    problems.append(Problem(item.path, item.fqn, damage))
-        except _ChangedError as error:
-            return _Result(0, changed=str(error))
-        return _Result(size, problems=tuple(problems), unknown=unknown)
-
-    def _fetch_items(self, items: Sequence[StoredItem]) -> list[io.BytesIO]:
-        """The bytes of items that lie end to end, in one request."""
-        buffers = [_empty(item.length) for item in items]
-        views = [buffer.getbuffer() for buffer in buffers]
-        try:
-            self._fetch(items[0].path, items[0].start, [Target(view) for view in views])
-        finally:
-            for view in views:
-                view.release()
-        return buffers
-
-    def _fetch(self, path: str, start: int, targets: list[Target]) -> None:
-        try:
-            fetch_into(self._bucket, self._url.key(path), start, targets, cancel=self._cancel)
-        except errors.ObjectNotFoundError:
-            raise _ChangedError("was deleted while it was read") from None
-        except errors.PreconditionFailedError:
-            raise _ChangedError("was replaced while it was read") from None
-        except errors.StorageError as error:
-            cause = error.__cause__
-            if isinstance(cause, Exception) and retry.status_code(cause) == 416:
-                raise _ChangedError("became shorter while it was read") from error
-            raise
+    def _take(self, request: ReadRequest, finished: Sequence[Transfer]) -> None:
+        """Draw the conclusions from one request."""
+        path, looked_at = request.path, [found for found in finished if isinstance(found, _Object | _Item)]
+        if self._on_progress is not None:
+            new = min(request.length, self._left[path])
+            self._left[path] -= new
+            self._on_progress(new)
+        changes = [found.change for found in looked_at if found.change is not None]
+        if changes:
+            if path not in self._changed:
+                self.problems.append(Problem(path, None, changes[0]))
+            self._changed.add(path)
+            return
+        self.bytes_read += request.length
+        for found in looked_at:
+            self.problems += found.problems()
+            self.items_not_decoded += isinstance(found, _Item) and found.unknown
 
 
 def _empty(size: int) -> io.BytesIO:
@@ -254,12 +273,3 @@ def _empty(size: int) -> io.BytesIO:
         data.write(b"\0")
         data.seek(0)
     return data
-
-
-def _next(tasks: deque[Iterator[_Task]]) -> _Task | None:
-    while tasks:
-        task = next(tasks[0], None)
-        if task is not None:
-            return task
-        tasks.popleft()
-    return None

@@ -3,26 +3,12 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from dcp_s3.checksum import combine_crc64nvme, crc64nvme_between, crc_hex
+from dcp_s3.format.blocks import Range
 from dcp_s3.offline.verify_plan import StoredData, StoredItem
-
-
-@dataclass(frozen=True)
-class Run:
-    """Bytes without a cut in between.
-
-    Attributes:
-        start: first byte in the object.
-        length: bytes.
-        crc: their CRC-64/NVME.
-    """
-
-    start: int
-    length: int
-    crc: int
 
 
 @dataclass(frozen=True)
@@ -62,13 +48,8 @@ class ObjectScan:
         for item in self._items:
             cuts |= {item.checked_start, item.checked_start + item.checked_length}
         self._cuts, self._cut_set = sorted(cuts), cuts
-        self._runs: list[Run] = []
+        self._runs: list[Range] = []
         self._missing = data.size
-
-    def ranges(self, size: int) -> Iterator[tuple[int, int]]:
-        """First byte and length of the ranges to ask for, of at most ``size`` bytes; one, even of an empty object."""
-        for start in range(0, max(1, self.data.size), size):
-            yield start, min(size, self.data.size - start)
 
     def segments(self, start: int, length: int, block: int) -> list[int]:
         """Lengths into which a range is cut: at both ends of every checked item, and after ``block`` bytes."""
@@ -80,26 +61,26 @@ class ObjectScan:
             start = end
         return lengths
 
-    def join(self, start: int, crcs: Iterable[tuple[int, int]]) -> list[Run]:
-        """The runs of a range, of the (CRC, length) pairs of its `segments`."""
-        runs: list[Run] = []
+    def join(self, start: int, crcs: Iterable[tuple[int, int]]) -> list[Range]:
+        """The runs of a range without a cut inside, of the (CRC, length) pairs of its `segments`."""
+        runs: list[Range] = []
         pending: list[tuple[int, int]] = []
         begin = at = start
         for pair in crcs:
             pending.append(pair)
             at += pair[1]
             if at in self._cut_set:
-                runs.append(Run(begin, at - begin, combine_crc64nvme(pending)))
+                runs.append(Range(begin, at, combine_crc64nvme(pending)))
                 pending, begin = [], at
         if pending:
-            runs.append(Run(begin, at - begin, combine_crc64nvme(pending)))
+            runs.append(Range(begin, at, combine_crc64nvme(pending)))
         return runs
 
-    def arrived(self, runs: Iterable[Run]) -> bool:
+    def arrived(self, runs: Iterable[Range]) -> bool:
         """Take what a range came to; True when these were the last bytes."""
         for run in runs:
             self._runs.append(run)
-            self._missing -= run.length
+            self._missing -= run.stop - run.start
         return self._missing == 0
 
     def mismatch(self) -> Mismatch:
@@ -107,8 +88,8 @@ class ObjectScan:
         crc, at = 0, 0
         before = {0: 0}  # CRC of all bytes before a cut
         for run in sorted(self._runs, key=lambda run: run.start):
-            crc = combine_crc64nvme([(crc, at), (run.crc, run.length)])
-            at = run.start + run.length
+            crc = combine_crc64nvme([(crc, at), (run.crc or 0, run.stop - run.start)])
+            at = run.stop
             before[at] = crc
         items = {}
         for number, item in enumerate(self._items):

@@ -25,7 +25,7 @@ from dcp_s3.coroutines import run
 from dcp_s3.format.manifest import Manifest
 from dcp_s3.retention.policy import Mode, best_first
 from dcp_s3.retention.scan import CatalogSnapshot, list_root, merge_local, scan_root
-from dcp_s3.s3.async_client import AsyncBucket, open_bucket
+from dcp_s3.s3.async_store import AsyncS3Store, open_async_store
 from dcp_s3.settings import Settings, SettingsLike, compile_step_pattern, resolve_settings
 from dcp_s3.spill.local import find_commits
 from dcp_s3.spill.session import open_store
@@ -102,7 +102,7 @@ class CheckpointCatalog:
 
     async def _checkpoints(self) -> list[CheckpointInfo]:
         local = self.local()  # first: what is drained meanwhile is then seen twice rather than not at all
-        async with open_bucket(self.root.bucket, self.settings) as bucket:
+        async with open_async_store(self.root.bucket, self.settings) as bucket:
             listing = await list_root(bucket, self.root, self._patterns)
         grace = self.settings.retention_grace
         found = merge_local(listing.found, local)
@@ -110,7 +110,7 @@ class CheckpointCatalog:
 
     async def scan_async(self, deep: bool) -> CatalogSnapshot:
         local = self.local()
-        async with open_bucket(self.root.bucket, self.settings) as bucket:
+        async with open_async_store(self.root.bucket, self.settings) as bucket:
             return await scan_root(bucket, self.root, self._patterns, deep=deep, local=local)
 
     def local(self) -> list[CheckpointInfo]:
@@ -118,7 +118,7 @@ class CheckpointCatalog:
         return [with_step(info, self._patterns) for info in find_local(str(self.root), settings=self.settings)]
 
     async def _first(self, order: Callable[[Iterable[CheckpointInfo]], list[CheckpointInfo]]) -> CheckpointInfo | None:
-        async with open_bucket(self.root.bucket, self.settings) as bucket:
+        async with open_async_store(self.root.bucket, self.settings) as bucket:
             return await _first_loadable(bucket, self.root, self._patterns, order)
 
 
@@ -136,7 +136,7 @@ def _compile(patterns: str | Sequence[str] | None, settings: Settings) -> tuple[
 
 
 async def _first_loadable(
-    bucket: AsyncBucket,
+    bucket: AsyncS3Store,
     root: CheckpointURL,
     patterns: Sequence[re.Pattern[str]],
     order: Callable[[Iterable[CheckpointInfo]], list[CheckpointInfo]],
@@ -177,7 +177,7 @@ def list_checkpoints(root: URLLike, *, settings: SettingsLike = None) -> list[Ch
 async def list_checkpoints_async(root: URLLike, *, settings: SettingsLike = None) -> list[CheckpointInfo]:
     """`list_checkpoints` for asyncio."""
     url = parse_url(root)
-    async with open_bucket(url.bucket, resolve_settings(settings)) as bucket:
+    async with open_async_store(url.bucket, resolve_settings(settings)) as bucket:
         return list((await list_root(bucket, url, _compile(None, bucket.settings))).found)
 
 
@@ -226,5 +226,5 @@ def find_local(root: URLLike, *, settings: Settings) -> list[CheckpointInfo]:
 async def latest_async(root: URLLike, *, settings: SettingsLike = None) -> CheckpointInfo | None:
     """`latest` for asyncio."""
     url = parse_url(root)
-    async with open_bucket(url.bucket, resolve_settings(settings)) as bucket:
+    async with open_async_store(url.bucket, resolve_settings(settings)) as bucket:
         return await _first_loadable(bucket, url, _compile(None, bucket.settings), newest_first)

@@ -17,9 +17,10 @@ from dcp_s3.coroutines import run
 from dcp_s3.format.added_metrics import AddedMetrics, check_added
 from dcp_s3.format.layout import METRICS, PIN
 from dcp_s3.s3 import retry
-from dcp_s3.s3.async_client import open_bucket
-from dcp_s3.s3.bucket import Bucket
+from dcp_s3.s3.async_store import open_async_store
+from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
+from dcp_s3.store import Expect
 from dcp_s3.url import CheckpointURL, URLLike, parse_url
 
 logger = logging.getLogger(__name__)
@@ -52,13 +53,13 @@ def annotate(url: URLLike, metrics: Mapping[str, Any], *, settings: SettingsLike
     check_added(metrics, url=str(where))
     info = _require_committed(where, resolved)
     of = info.save_id or info.etag or ""
-    bucket, key = Bucket(where.bucket, resolved), where.key(METRICS)
+    bucket, key = S3Store(where.bucket, resolved), where.key(METRICS)
     conflicts = 0
     while True:
         etag, before = _read_metrics(bucket, where, of)
         added = AddedMetrics(of, {**before, **metrics})
         try:
-            bucket.write(key, added.to_json(), if_absent=etag is None, if_match=etag, content_type=_JSON)
+            bucket.put(key, added.to_json(), expect=Expect(etag or ""), content_type=_JSON)
         except errors.PreconditionFailedError:
             conflicts += 1
             if conflicts == _CONFLICTS:
@@ -68,7 +69,7 @@ def annotate(url: URLLike, metrics: Mapping[str, Any], *, settings: SettingsLike
         return dict(added.metrics)
 
 
-def _read_metrics(bucket: Bucket, url: CheckpointURL, of: str) -> tuple[str | None, Mapping[str, Any]]:
+def _read_metrics(bucket: S3Store, url: CheckpointURL, of: str) -> tuple[str | None, Mapping[str, Any]]:
     """The ETag of `METRICS`, None without one, and what it has of the save ``of``."""
     try:
         stored = bucket.get(url.key(METRICS))
@@ -94,9 +95,9 @@ def pin(url: URLLike, reason: str | None = None, *, settings: SettingsLike = Non
     """
     where, resolved = parse_url(url), resolve_settings(settings)
     info = _require_committed(where, resolved)
-    bucket = Bucket(where.bucket, resolved)
+    bucket = S3Store(where.bucket, resolved)
     body = {"reason": reason, "pinned_at": time.time()}
-    bucket.write(where.key(PIN), (json.dumps(body) + "\n").encode(), content_type=_JSON)
+    bucket.put(where.key(PIN), (json.dumps(body) + "\n").encode(), content_type=_JSON)
     try:
         check_not_deleted(bucket, where, {info.deletion_id}, rank=None if info.etag else 0)
     except errors.CheckpointDeletedError:  # a prune was faster
@@ -111,7 +112,7 @@ def unpin(url: URLLike, *, settings: SettingsLike = None) -> bool:
         InvalidURLError, SettingsError, StorageError
     """
     where = parse_url(url)
-    bucket = Bucket(where.bucket, resolve_settings(settings))
+    bucket = S3Store(where.bucket, resolve_settings(settings))
     pinned = bucket.exists(where.key(PIN))
     if pinned:
         bucket.delete([where.key(PIN)])
@@ -120,7 +121,7 @@ def unpin(url: URLLike, *, settings: SettingsLike = None) -> bool:
 
 def _require_committed(url: CheckpointURL, settings: Settings) -> CheckpointInfo:
     async def inspect() -> CheckpointInfo | None:
-        async with open_bucket(url.bucket, settings) as bucket:
+        async with open_async_store(url.bucket, settings) as bucket:
             return await inspect_checkpoint(bucket, url)
 
     info = run(inspect())

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -12,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.deleter import WORKERS, Deleter, Deletion, LeftAloneError
+from dcp_s3.checkpoint.deleter import Deleter, Deletion, LeftAloneError
 from dcp_s3.checkpoint.deletion import Remover
 from dcp_s3.checkpoint.info import CheckpointInfo, LeftoverObject, age_order
 from dcp_s3.checkpoint.leftovers import LeftoverRemover
@@ -21,13 +19,10 @@ from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.parse import parse_policy, policy_from_settings
 from dcp_s3.retention.plan import OpenUpload, Plan
 from dcp_s3.retention.policy import PolicyFunction
-from dcp_s3.s3.async_client import open_bucket
-from dcp_s3.s3.bucket import Bucket
-from dcp_s3.s3.delete import check_versions
+from dcp_s3.s3.async_store import open_async_store
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.units import parse_duration
 from dcp_s3.url import CheckpointURL, URLLike, parse_url
-from dcp_s3.workers import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -229,12 +224,10 @@ async def apply_plan_async(
 ) -> PruneReport:
     """`apply_plan` for asyncio."""
     where, resolved = parse_url(root), resolve_settings(settings)
-    async with open_bucket(where.bucket, resolved) as bucket:
-        with contextlib.closing(Workers(WORKERS, "dcp_s3-prune")) as workers:
-            if all_versions and not plan.empty:  # fails before anything is deleted
-                await asyncio.wrap_future(workers.submit(check_versions, Bucket(where.bucket, resolved), where.key("")))
-            deleter = Deleter(bucket, workers, all_versions=all_versions)
-            return await _Application(where, plan, deleter, progress).run()
+    async with open_async_store(where.bucket, resolved) as bucket:
+        if all_versions and not plan.empty:  # fails before anything is deleted
+            await bucket.check_versions(where.key(""))
+        return await _Application(where, plan, Deleter(bucket, all_versions=all_versions), progress).run()
 
 
 class _Application:

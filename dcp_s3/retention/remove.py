@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import time
@@ -10,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.deleter import WORKERS, Deleter, Deletion, LeftAloneError
+from dcp_s3.checkpoint.deleter import Deleter, Deletion, LeftAloneError
 from dcp_s3.checkpoint.deletion import Remover
 from dcp_s3.checkpoint.directory import LEASE_MARGIN
 from dcp_s3.checkpoint.info import CheckpointInfo
@@ -20,10 +19,10 @@ from dcp_s3.checkpoint.stored_metadata import not_found_error
 from dcp_s3.coroutines import run
 from dcp_s3.retention.catalog import find_local
 from dcp_s3.retention.scan import open_upload
-from dcp_s3.s3.async_client import ListedUpload, open_bucket
+from dcp_s3.s3.async_store import open_async_store
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
+from dcp_s3.store import Upload
 from dcp_s3.url import CheckpointURL, URLLike, parse_url
-from dcp_s3.workers import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -63,39 +62,38 @@ async def _remove(
     parent = url.prefix.rpartition("/")[0]
     root = CheckpointURL(url.bucket, parent)
     waiting = any(info.name == url.name for info in find_local(str(root), settings=settings))
-    async with open_bucket(url.bucket, settings) as bucket:
-        with contextlib.closing(Workers(WORKERS, "dcp_s3-remove")) as workers:
-            deleter = Deleter(bucket, workers, all_versions=all_versions, force=force, dry_run=dry_run)
-            now = (await bucket.page(url.key(""))).server_time
-            if now is None:
-                logger.warning("the S3 endpoint does not tell its time; ages are by the clock of this host")
-                now = time.time()
-            since = math.inf if force else now - settings.retention_grace
-            uploads = [
-                each
-                for each in await bucket.list_uploads(url.key(""))
-                if (upload := open_upload(root, each)) is not None and upload.checkpoint == url.name
-            ]
-            info = await inspect_checkpoint(bucket, url)
-            if info is None and not uploads:
-                raise not_found_error(url, "nothing of a checkpoint")
-            why = "its commit waits in this host's spill directory" if waiting else None
-            if any(each.initiated_at > since for each in uploads):
-                why = "a save is in progress: an upload was begun within the grace period"
-            if info is not None and info.leased_until is not None:
-                live = now < info.leased_until + LEASE_MARGIN
-                why = "a reader has a lease" if live else why
-            if info is not None and info.pinned:
-                why = f"it is pinned ({info.pin_reason})" if info.pin_reason else "it is pinned"
-            if why is not None and not force:
-                raise _protected(url, why)
-            if dry_run:  # what others have begun is not finished either
-                uploads, info = [], None if info is None else replace(info, deletions=())
-            return await _remove_found(deleter, url, info, uploads, since=since)
+    async with open_async_store(url.bucket, settings) as bucket:
+        deleter = Deleter(bucket, all_versions=all_versions, force=force, dry_run=dry_run)
+        now = (await bucket.page(url.key(""))).server_time
+        if now is None:
+            logger.warning("the S3 endpoint does not tell its time; ages are by the clock of this host")
+            now = time.time()
+        since = math.inf if force else now - settings.retention_grace
+        uploads = [
+            each
+            for each in await bucket.uploads(url.key(""))
+            if (upload := open_upload(root, each)) is not None and upload.checkpoint == url.name
+        ]
+        info = await inspect_checkpoint(bucket, url)
+        if info is None and not uploads:
+            raise not_found_error(url, "nothing of a checkpoint")
+        why = "its commit waits in this host's spill directory" if waiting else None
+        if any(each.initiated_at > since for each in uploads):
+            why = "a save is in progress: an upload was begun within the grace period"
+        if info is not None and info.leased_until is not None:
+            live = now < info.leased_until + LEASE_MARGIN
+            why = "a reader has a lease" if live else why
+        if info is not None and info.pinned:
+            why = f"it is pinned ({info.pin_reason})" if info.pin_reason else "it is pinned"
+        if why is not None and not force:
+            raise _protected(url, why)
+        if dry_run:  # what others have begun is not finished either
+            uploads, info = [], None if info is None else replace(info, deletions=())
+        return await _remove_found(deleter, url, info, uploads, since=since)
 
 
 async def _remove_found(
-    deleter: Deleter, url: CheckpointURL, info: CheckpointInfo | None, uploads: Sequence[ListedUpload], *, since: float
+    deleter: Deleter, url: CheckpointURL, info: CheckpointInfo | None, uploads: Sequence[Upload], *, since: float
 ) -> Deletion:
     done, remover = Deletion(url.name, 0, 0), Remover(deleter)
     try:

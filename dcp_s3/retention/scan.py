@@ -17,7 +17,8 @@ from dcp_s3.coroutines import map_bounded
 from dcp_s3.format.layout import CONTROL_PREFIX, What, classify
 from dcp_s3.retention.plan import OpenUpload, Plan, make_plan
 from dcp_s3.retention.policy import PolicyFunction
-from dcp_s3.s3.async_client import AsyncBucket, ListedUpload
+from dcp_s3.s3.async_store import AsyncS3Store
+from dcp_s3.store import Upload
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
@@ -78,7 +79,7 @@ class Listing:
 
 
 async def list_root(
-    bucket: AsyncBucket, root: CheckpointURL, patterns: Sequence[re.Pattern[str]] = (), *, deep: bool = False
+    bucket: AsyncS3Store, root: CheckpointURL, patterns: Sequence[re.Pattern[str]] = (), *, deep: bool = False
 ) -> Listing:
     """The checkpoints directly under ``root``.
 
@@ -91,14 +92,14 @@ async def list_root(
     Raises:
         StorageError
     """
-    pages = await bucket.pages(root.key(""), delimiter="/")
-    now = pages[0].server_time
+    listed = await bucket.list(root.key(""), "/")
+    now = listed.server_time
     if now is None:
         logger.warning("the S3 endpoint does not tell its time; ages are by the clock of this host")
         now = time.time()
     skip = len(root.key(""))
-    names = [prefix[skip:-1] for page in pages for prefix in page.prefixes]
-    del pages
+    names = [prefix[skip:-1] for prefix in listed.prefixes]
+    del listed
     leftovers: list[LeftoverObject] = []
 
     async def look(name: str) -> CheckpointInfo | None:
@@ -125,7 +126,7 @@ async def list_root(
 
 
 async def scan_root(
-    bucket: AsyncBucket,
+    bucket: AsyncS3Store,
     root: CheckpointURL,
     patterns: Sequence[re.Pattern[str]] = (),
     *,
@@ -147,7 +148,7 @@ async def scan_root(
         StorageError
     """
     # Before the objects: an upload that is completed meanwhile is then seen as one or the other, or both.
-    uploads = sorted(await bucket.list_uploads(root.key("")), key=lambda each: (each.key, each.upload_id))
+    uploads = sorted(await bucket.uploads(root.key("")), key=lambda each: (each.key, each.upload_id))
     listing = await list_root(bucket, root, patterns, deep=deep)
     found = {info.name: info for info in listing.found}
     if deep:
@@ -177,7 +178,7 @@ def merge_local(found: Iterable[CheckpointInfo], local: Iterable[CheckpointInfo]
     return list(merged.values())
 
 
-def open_upload(root: CheckpointURL, upload: ListedUpload) -> OpenUpload | None:
+def open_upload(root: CheckpointURL, upload: Upload) -> OpenUpload | None:
     """An open upload of a data object in a directory right under ``root``; None if it is something else's."""
     name, _, path = upload.key[len(root.key("")) :].partition("/")
     if not name or classify(path).what is not What.DATA:

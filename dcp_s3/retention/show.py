@@ -15,7 +15,7 @@ from dcp_s3.format.layout import metadata_object
 from dcp_s3.format.manifest import Manifest
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.format.saved_entries import SavedEntry, needed_objects, saved_entries
-from dcp_s3.s3.async_client import open_bucket
+from dcp_s3.s3.async_store import open_async_store
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.url import CheckpointURL, URLLike, parse_url
 
@@ -72,7 +72,7 @@ def describe(url: URLLike, *, settings: SettingsLike = None) -> CheckpointDetail
 
 
 async def _describe(url: CheckpointURL, settings: SettingsLike) -> CheckpointDetails:
-    async with open_bucket(url.bucket, resolve_settings(settings)) as bucket:
+    async with open_async_store(url.bucket, resolve_settings(settings)) as bucket:
         directory = await list_directory_async(bucket, url)
         info = await inspect_checkpoint(bucket, url)
         if info is None:
@@ -81,8 +81,8 @@ async def _describe(url: CheckpointURL, settings: SettingsLike) -> CheckpointDet
         found = await gather(find_manifest(bucket, url, directory, rank) for rank in ranks)
         manifests = [manifest for manifest in found if manifest is not None]
         metadata = [
-            load_metadata(data, url=str(url))
-            for data in await gather(bucket.read(url.key(metadata_object(rank))) for rank in ranks)
+            load_metadata(stored.data, url=str(url))
+            for stored in await gather(bucket.get(url.key(metadata_object(rank))) for rank in ranks)
         ]
     needed: set[str] = set()
     entries: dict[str, SavedEntry] = {}

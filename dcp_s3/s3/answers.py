@@ -25,6 +25,7 @@ _STATUS = {
 }
 _WITH_ETAG = frozenset({"GetObject", "HeadObject", "PutObject", "UploadPart"})
 _WITH_LENGTH = frozenset({"GetObject", "HeadObject"})
+_WITH_TIME = frozenset({"HeadObject"})
 _WITHOUT_BODY = frozenset({"PutObject", "UploadPart"})
 # How the name of the answer's root begins: stores differ in the rest of it (Result, Response, nothing).
 _ROOTS = {
@@ -87,6 +88,8 @@ def _fault_of_result(operation: str, status: int, headers: Mapping[str, str], bo
         headers.get("content-length", "").isdigit() or "transfer-encoding" in headers
     ):
         return "does not say how long it is"
+    if operation in _WITH_TIME and not _TIME.fullmatch(headers.get("last-modified", "")):
+        return "does not say when the object was written"
     if operation in _WITHOUT_BODY and body.strip():
         return "has a body, which S3's has not"
     return None
@@ -116,6 +119,7 @@ def _fault_of_error(operation: str, status: int, headers: Mapping[str, str], bod
     return "does not say what is missing" if status == 404 and body and _root_of(body) != b"Error" else None
 
 
+_TIME = re.compile(r"\w{3}, \d{1,2} \w{3} \d{4} \d\d:\d\d:\d\d \w{3}")
 _TRUNCATED = re.compile(rb"IsTruncated>\s*true\s*<", re.IGNORECASE)
 _ROOT = re.compile(rb"\s*(?:<\?xml[^>]*\?>\s*)?(?:<!--.*?-->\s*)*<(?:\w+:)?(\w+)[\s/>]", re.DOTALL)
 

@@ -1,10 +1,9 @@
-"""Request and response bodies without copies in between.
+"""A request body of several buffers, which are not copied.
 
-Upload: botocore insists on ``bytes`` or a file object as Body, and http.client would read the file in small
+botocore insists on ``bytes`` or a file object as Body, and http.client would read the file in small
 copies. `GatherBody` satisfies botocore (``read``, ``seek``, ``tell``, ``__len__``); just before the request is
-sent, `send_without_copy` replaces it by its memoryviews, and http.client hands each to ``sendall`` as it is,
-with the GIL released. Download: http.client's response can ``readinto`` memory; urllib3's wrapper around it
-copies, so `readinto_response` goes below it.
+sent, `botocore_private.send_without_copy` replaces it by its memoryviews, and http.client hands each to ``sendall``
+as it is, with the GIL released.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import io
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 _JOIN_BELOW = 64 * 2**10
 # Python's socket timeout is for a whole `sendall`, and while a new connection sends its first body that is the connect
@@ -90,7 +88,7 @@ class GatherBody:
             yield b"".join(small)
 
 
-class _Chunks:
+class Chunks:
     """An iterable that can be iterated again. It must not look like a file, or it would be read."""
 
     def __init__(self, body: GatherBody) -> None:
@@ -102,35 +100,3 @@ class _Chunks:
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         """Called by botocore before it sends the body again to another region; every iteration begins at 0 anyway."""
         return 0
-
-
-def send_without_copy(request: Any, **_: Any) -> None:
-    """botocore ``before-send`` handler: put the views themselves in the place of a `GatherBody`."""
-    if isinstance(request.body, GatherBody):
-        request.body = _Chunks(request.body)
-
-
-def readinto_response(body: Any, view: memoryview) -> int:
-    """Read from a botocore StreamingBody into ``view``; at least one byte unless the body is at its end.
-
-    Uses http.client's own ``readinto`` below urllib3 (seen in urllib3 1.26 to 2.8, where the response keeps it
-    as ``_fp``), which receives straight into ``view``. Elsewhere 1 MiB at a time goes through ``read``.
-
-    Returns:
-        Number of bytes read, 0 at the end.
-    """
-    below = getattr(getattr(body, "_raw_stream", None), "_fp", None)
-    if below is not None and hasattr(below, "readinto"):
-        return int(below.readinto(view))
-    data = body.read(min(view.nbytes, 2**20))
-    view[: len(data)] = data
-    return len(data)
-
-
-def finish_response(body: Any, *, complete: bool) -> None:
-    """Give the connection back for the next request if the body was read to its end, close it otherwise."""
-    raw = getattr(body, "_raw_stream", None)
-    if complete and raw is not None and hasattr(raw, "release_conn"):
-        raw.release_conn()
-    else:
-        body.close()

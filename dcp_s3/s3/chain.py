@@ -32,7 +32,7 @@ def find_endpoint(session: Any) -> Found | None:
         session: botocore's or aiobotocore's.
 
     Raises:
-        botocore.exceptions.BotoCoreError: the profile is not there, or can not be read.
+        botocore.exceptions.BotoCoreError: the profile is not there, or cannot be read.
     """
     if session.get_config_variable("ignore_configured_endpoint_urls"):
         return None
@@ -59,7 +59,7 @@ def find_chain(settings: Settings) -> dict[str, Found]:
     """What the chain says of the settings that are left to it, by their names.
 
     Raises:
-        SettingsError: the endpoint is none, or the profile is not there or can not be read.
+        SettingsError: the endpoint is none, or the profile is not there or cannot be read.
     """
     session = botocore.session.get_session()
     try:
@@ -71,7 +71,7 @@ def find_chain(settings: Settings) -> dict[str, Found]:
             "region": find_region(session) if settings.region is None else None,
         }
     except boto.BotoCoreError as error:
-        raise SettingsError(f"AWS's own configuration can not be read: {error}") from None
+        raise SettingsError(f"AWS's own configuration cannot be read: {error}") from None
     return {name: each for name, each in found.items() if each is not None}
 
 
@@ -80,7 +80,7 @@ def check_endpoint_of(session: Any) -> None:
 
     Raises:
         SettingsError: it is none.
-        botocore.exceptions.BotoCoreError: the profile is not there, or can not be read.
+        botocore.exceptions.BotoCoreError: the profile is not there, or cannot be read.
     """
     found = find_endpoint(session)
     if found is not None:

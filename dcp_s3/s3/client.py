@@ -22,11 +22,10 @@ import botocore.session
 from botocore.config import Config
 
 from dcp_s3._version import __version__
+from dcp_s3.forking import reset_in_child
 from dcp_s3.s3.answers import check_answers
-from dcp_s3.s3.body import send_without_copy
+from dcp_s3.s3.botocore_private import look_once, make_abortable, send_without_copy
 from dcp_s3.s3.chain import check_endpoint_of
-from dcp_s3.s3.checksum_support import drop_checksums
-from dcp_s3.s3.flight import make_abortable
 from dcp_s3.settings import Settings
 
 # A fixed text: botocore's own is put together anew for each request, which takes a sixth of a request's CPU.
@@ -52,14 +51,11 @@ _clients: OrderedDict[_Endpoint, Any] = OrderedDict()
 _lock = threading.Lock()
 
 
-def _after_fork_in_child() -> None:
-    # A lock held by another thread at the time of the fork would stay locked for ever.
+@reset_in_child
+def _begin_anew() -> None:
     global _lock
     _lock = threading.Lock()
     _clients.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def config_options(settings: Settings) -> dict[str, Any]:
@@ -129,42 +125,27 @@ def _make_client(settings: Settings) -> Any:
     for operation in ("UploadPart", "PutObject"):
         client.meta.events.register(f"before-send.s3.{operation}", send_without_copy)
     check_answers(client)
-    drop_checksums(client, settings.endpoint_url)
     make_abortable(client)
     look_once(client)
     return client
 
 
-def look_once(client: Any) -> None:
-    """Keep botocore from asking for ever where a bucket is.
-
-    It follows a redirect to the region that a HeadBucket tells; if that is redirected without a region (by a portal or
-    proxy), it asks again, as deep as the stack goes. (Seen in botocore 1.43.)
-    """
-
-    def leave_alone(request_dict: dict[str, Any], **_: Any) -> None:
-        request_dict["context"].setdefault("s3_redirect", {})["redirected"] = True
-
-    client.meta.events.register_first("needs-retry.s3.HeadBucket", leave_alone)
-
-
 def _session() -> Any:
-    """A botocore session of our own: the default one is not safe to create clients from in threads.
-
-    Its answers have times as S3 wrote them: nobody here looks at them, and parsing one costs a tenth of a request.
-    """
+    """A botocore session of our own: the default one is not safe to create clients from in threads."""
     core = botocore.session.get_session()
-    share_loader(core)
-    core.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=str)
+    prepare_session(core)
     return core
 
 
-def share_loader(session: Any) -> None:
-    """Let a session of botocore or aiobotocore use the service descriptions that this process has parsed before.
+def prepare_session(session: Any) -> None:
+    """Let a session of botocore or aiobotocore use the service descriptions that this process has parsed before, and
+    leave times as S3 wrote them.
 
-    Otherwise each client parses them for itself: about 70 ms and 8 MB.
+    Otherwise each client parses the descriptions for itself: about 70 ms and 8 MB; and parsing a time costs a tenth of
+    a request (`listing.timestamp` does it where one is needed).
     """
     session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
+    session.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=str)
 
 
 @functools.cache

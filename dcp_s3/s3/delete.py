@@ -1,19 +1,25 @@
-"""Many objects deleted: in batches, only while they are what they were, with all their versions on request."""
+"""Objects deleted, spelled once and without I/O: in batches, only while they are what they were. See `operations`."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from botocore.exceptions import ClientError
 
 from dcp_s3 import errors
-from dcp_s3.s3 import retry
-from dcp_s3.s3.bucket import DELETE_BATCH, Bucket
+from dcp_s3.s3.diagnosis import answered_code, answered_status, is_retryable
+from dcp_s3.s3.listing import StoredVersion
+from dcp_s3.s3.operations import Operation, Request, head
+from dcp_s3.s3.quirks import Place, Quirk, knows, learn
+from dcp_s3.store import Target, same_etag
 
 logger = logging.getLogger(__name__)
+
+# https://docs.aws.amazon.com/AmazonS3/latest/API/API_DeleteObjects.html
+BATCH = 1000
 
 # What S3 says of a key that was not deleted because it has another ETag, or of one that is not there.
 _CHANGED = frozenset({"PreconditionFailed", "ConditionalRequestConflict"})
@@ -23,208 +29,132 @@ _GONE = frozenset({"NoSuchKey", "NoSuchVersion", "NotFound"})
 _NO_BATCHES = frozenset({400, 405, 411, 501})
 
 
-@dataclass(frozen=True)
-class Target:
-    """An object to delete.
-
-    Attributes:
-        key: its key.
-        etag: delete it only while it has this ETag; empty: in any case.
-        version_id: of one version that is to go for good; empty: the current one, by a delete marker where there are
-            versions.
-    """
-
-    key: str
-    etag: str = ""
-    version_id: str = ""
-
-    def to_request(self) -> dict[str, str]:
-        """As DeleteObjects wants it."""
-        fields = {"Key": self.key, "ETag": self.etag, "VersionId": self.version_id}
-        return {name: value for name, value in fields.items() if value}
-
-
 def batches(targets: Sequence[Target]) -> list[Sequence[Target]]:
     """Runs of as many as one request takes."""
-    return [targets[start : start + DELETE_BATCH] for start in range(0, len(targets), DELETE_BATCH)]
+    return [targets[start : start + BATCH] for start in range(0, len(targets), BATCH)]
 
 
-def delete_batch(bucket: Bucket, targets: Sequence[Target]) -> list[str]:
-    """Delete up to 1000 objects with one request, or with one for each where the store has no DeleteObjects.
+def delete(place: Place, targets: Iterable[Target], *, data: bool = False) -> Operation[list[str]]:
+    """Delete objects, a thousand with one request, or with one for each where the store has no DeleteObjects.
 
     Those that do not exist count as deleted. Single keys that S3 throttles or that fail in passing are tried again.
 
+    Args:
+        place: of the keys.
+        targets: what to delete.
+        data: whether each request waits for its turn while S3 throttles.
+
     Returns:
         Keys that were left alone because they have another ETag. Stores that know no conditional deletes ignore it.
-
-    Raises:
-        StorageError: some could not be deleted.
     """
-    if len(targets) == 1 or _without_batches(bucket) in _known_without_batches:
-        return [target.key for target in targets if not delete_one(bucket, target)]
-    pending, changed = list(targets), list[Target]()
-    while pending:
-        before = len(pending)
+    left: list[str] = []
+    for batch in batches(list(targets)):
+        left += yield from _delete_batch(place, batch, data=data)
+    return left
+
+
+def _delete_batch(place: Place, targets: Sequence[Target], *, data: bool) -> Operation[list[str]]:
+    if len(targets) == 1 or knows(Quirk.NO_BATCH_DELETES, place):
+        return (yield from _delete_each(targets, data=data))
+    batch = _Batch(list(targets))
+    while batch.pending:
+        before = len(batch.pending)
         try:
-            bucket.call("DeleteObjects", pending[0].key, lambda: _attempt(bucket, pending, changed), data=True)
+            yield Request("DeleteObjects", batch.pending[0].key, batch.arguments, batch.parse, data=data)
         except errors.TransferError:
-            if len(pending) == before:
+            if len(batch.pending) == before:
                 raise  # nothing of it went through
         except errors.StorageError as error:
-            status = retry.status_code(error.__cause__) if isinstance(error.__cause__, ClientError) else 0
+            status = answered_status(error)
             if status not in _NO_BATCHES:
                 raise
-            _remember_without_batches(bucket, status, error)
-            return [target.key for target in (*changed, *pending) if not delete_one(bucket, target)]
-    return [target.key for target in changed if not delete_one(bucket, target, refused=True)]
+            if status in (405, 501):
+                learn(Quirk.NO_BATCH_DELETES, place, error)
+            else:  # maybe it refuses one strange key
+                logger.warning("objects are deleted one by one: %s", error)
+            return (yield from _delete_each([*batch.changed, *batch.pending], data=data))
+    return (yield from _delete_each(batch.changed, refused=True, data=data))
 
 
-def _attempt(bucket: Bucket, pending: list[Target], changed: list[Target]) -> None:
-    """One DeleteObjects; what is to be tried again stays in ``pending``."""
-    listed = {"Objects": [target.to_request() for target in pending], "Quiet": True}
-    answer: Mapping[str, Any] = bucket.client.delete_objects(**bucket.common, Delete=listed)
-    failed = {}
-    for entry in answer.get("Errors", ()):
-        code = str(entry.get("Code"))
-        failed[str(entry.get("Key")), str(entry.get("VersionId") or "")] = code, str(entry.get("Message"))
+def _delete_each(targets: Iterable[Target], *, refused: bool = False, data: bool) -> Operation[list[str]]:
     left = []
-    worst: ClientError | None = None
-    for target in pending:
-        code, message = failed.pop((target.key, target.version_id), ("", ""))
-        if code in _CHANGED and target.etag:
-            changed.append(target)
-        elif code and code not in _GONE:
-            left.append(target)
-            error = _error(target.key, code, message)
-            if worst is None or not retry.is_retryable(error):
-                worst = error  # one that never will be deleted, if there is one
-    if failed:
-        (key, _), (code, message) = failed.popitem()  # a key that nobody asked for: believe nothing
-        worst = _error(key, code, message)
-        left = list(pending)
-    pending[:] = left
-    if worst is not None:
-        raise worst
+    for target in targets:
+        is_gone = yield from _delete_one(target, refused=refused, data=data)
+        left += [] if is_gone else [target.key]
+    return left
+
+
+@dataclass
+class _Batch:
+    """What is left of one DeleteObjects after its attempts so far."""
+
+    pending: list[Target]
+    changed: list[Target] = field(default_factory=list)
+    """Those that S3 left alone because they have another ETag."""
+
+    def arguments(self) -> dict[str, Any]:
+        return {"Delete": {"Objects": [_to_request(target) for target in self.pending], "Quiet": True}}
+
+    def parse(self, answer: Mapping[str, Any]) -> None:
+        failed = {}
+        for entry in answer.get("Errors", ()):
+            code = str(entry.get("Code"))
+            failed[str(entry.get("Key")), str(entry.get("VersionId") or "")] = code, str(entry.get("Message"))
+        left = []
+        worst: ClientError | None = None
+        for target in self.pending:
+            code, message = failed.pop((target.key, target.version_id), ("", ""))
+            if code in _CHANGED and target.etag:
+                self.changed.append(target)
+            elif code and code not in _GONE:
+                left.append(target)
+                error = _error(target.key, code, message)
+                if worst is None or not is_retryable(error):
+                    worst = error  # one that never will be deleted, if there is one
+        if failed:
+            (key, _), (code, message) = failed.popitem()  # a key that nobody asked for: believe nothing
+            worst = _error(key, code, message)
+            left = list(self.pending)
+        self.pending = left
+        if worst is not None:
+            raise worst
+
+
+def _to_request(target: Target) -> dict[str, str]:
+    fields = {"Key": target.key, "ETag": target.etag, "VersionId": target.version_id}
+    return {name: value for name, value in fields.items() if value}
 
 
 def _error(key: str, code: str, message: str) -> ClientError:
     return ClientError({"Error": {"Code": code, "Message": f"{key!r} was not deleted: {message}"}}, "DeleteObjects")
 
 
-def delete_one(bucket: Bucket, target: Target, *, refused: bool = False) -> bool:
-    """Delete one object; one that does not exist counts as deleted.
+def _delete_one(target: Target, *, refused: bool = False, data: bool) -> Operation[bool]:
+    """Delete one object; whether it is gone. One that does not exist is; one that has another ETag is not.
 
     A refusal is believed only after a look: some stores refuse a condition that holds, and are then asked without.
-
-    Args:
-        bucket: of the key.
-        target: what to delete.
-        refused: whether the store has refused it already.
-
-    Returns:
-        Whether it is gone; False if it has another ETag.
-
-    Raises:
-        StorageError: it could not be deleted.
+    ``refused``: the store has refused it already.
     """
     arguments = {"Key": target.key} | ({"VersionId": target.version_id} if target.version_id else {})
-
-    def delete(**condition: str) -> None:
-        bucket.call(
-            "DeleteObject",
-            target.key,
-            lambda: bucket.client.delete_object(**bucket.common, **arguments, **condition),
-            data=True,
-        )
-
+    condition = {"IfMatch": target.etag} if target.etag else {}
     try:
         if not refused:
-            delete(**({"IfMatch": target.etag} if target.etag else {}))
+            yield Request("DeleteObject", target.key, {**arguments, **condition}, data=data)
             return True
     except errors.ObjectNotFoundError:
         return True
     except errors.StorageError as error:
-        conditional = isinstance(error.__cause__, ClientError) and (
-            retry.status_code(error.__cause__) == 501 or retry.error_code(error.__cause__) in _CHANGED
-        )
-        if not target.etag or not (conditional or isinstance(error, errors.PreconditionFailedError)):
+        is_refusal = answered_status(error) in (412, 501) or answered_code(error) in _CHANGED
+        if not condition or not is_refusal:
             raise
     try:
-        if bucket.head(target.key).get("ETag", "").strip('"') != target.etag.strip('"'):
+        found = yield from head(target.key)
+        if not same_etag(found.etag, target.etag):
             return False
-        delete()
+        yield Request("DeleteObject", target.key, arguments, data=data)
     except errors.ObjectNotFoundError:
         pass
     return True
-
-
-_known_without_batches: set[tuple[str | None, str]] = set()
-
-
-def _without_batches(bucket: Bucket) -> tuple[str | None, str]:
-    return bucket.settings.endpoint_url, bucket.name
-
-
-def _remember_without_batches(bucket: Bucket, status: int, error: Exception) -> None:
-    logger.warning("objects are deleted one by one: %s", error)
-    if status in (405, 501):  # not one refusal of a strange key
-        _known_without_batches.add(_without_batches(bucket))
-
-
-@dataclass(frozen=True)
-class StoredVersion:
-    """One version of an object.
-
-    Attributes:
-        key: its key.
-        version_id: S3's id of it; ``null`` if it was written while there were no versions.
-        is_current: whether it is what a GET without a version finds.
-        is_marker: whether it is a delete marker.
-    """
-
-    key: str
-    version_id: str
-    is_current: bool
-    is_marker: bool
-
-
-def list_versions(bucket: Bucket, prefix: str) -> list[StoredVersion]:
-    """Every version of every object whose key starts with ``prefix``.
-
-    Raises:
-        StorageError: the store has no ListObjectVersions, the permission is missing, ...
-    """
-    found = []
-    token: dict[str, str] = {}
-    while True:
-        page: Mapping[str, Any] = bucket.call(
-            "ListObjectVersions",
-            prefix,
-            lambda token=token: bucket.client.list_object_versions(**bucket.common, Prefix=prefix, **token),  # type: ignore[misc]
-        )
-        for name in ("Versions", "DeleteMarkers"):
-            found += [
-                StoredVersion(entry["Key"], entry["VersionId"], bool(entry["IsLatest"]), name == "DeleteMarkers")
-                for entry in page.get(name, ())
-            ]
-        if not page.get("IsTruncated"):
-            return found
-        token = {"KeyMarker": page["NextKeyMarker"]}
-        if page.get("NextVersionIdMarker"):
-            token["VersionIdMarker"] = page["NextVersionIdMarker"]
-
-
-def check_versions(bucket: Bucket, prefix: str) -> None:
-    """Ask for a version, to see whether the store answers.
-
-    Raises:
-        StorageError: the store has no ListObjectVersions, the permission is missing, ...
-    """
-    bucket.call(
-        "ListObjectVersions",
-        prefix,
-        lambda: bucket.client.list_object_versions(**bucket.common, Prefix=prefix, MaxKeys=1),
-    )
 
 
 def old_versions(

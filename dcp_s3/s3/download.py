@@ -4,25 +4,31 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from dcp_s3 import errors
 from dcp_s3.s3 import retry
-from dcp_s3.s3.bucket import Bucket
 from dcp_s3.s3.hedge import Race
 from dcp_s3.s3.ranged import Cursor, Target
+
+if TYPE_CHECKING:
+    from dcp_s3.s3.store import S3Store
 
 __all__ = ["Target", "fetch_into"]
 
 
 def fetch_into(
-    bucket: Bucket,
+    store: S3Store,
     key: str,
     start: int,
     targets: Sequence[Target],
     *,
     cancel: threading.Event | None = None,
+    etag: str | None = None,
 ) -> None:
     """Fetch the bytes of an object from byte ``start`` on that fill ``targets`` in order.
+
+    ``etag``: of the version that is asked for; None for any.
 
     One request unless it breaks or straggles. After a break the next request asks for the rest only, and only of the
     same version of the object (If-Match), and an attempt that made progress does not count towards the limit. One that
@@ -32,23 +38,24 @@ def fetch_into(
     Raises:
         ObjectNotFoundError: no such object.
         PreconditionFailedError: the object was replaced while it was read.
-        StorageError: other failures; a range past the object's end among them.
+        OutOfRangeError: the object has fewer bytes.
+        StorageError: other failures.
         Cancelled: ``cancel`` was set.
     """
     cursor = Cursor(targets)
     if not cursor.total:
         return
-    with Race(bucket, key, start, cursor, cancel) as race:
+    with Race(store, key, start, cursor, cancel or store.limit.cancel, etag) as race:
         while True:
             before = cursor.done
             try:
-                bucket.call("GetObject", key, race.attempt, cancel=race.stop, data=True)
+                store.call("GetObject", key, race.attempt, cancel=race.stop, data=True)
             except retry.Cancelled:
                 if not race.take():
                     raise
             except errors.TransferError:
                 # All attempts are used up, but the last round moved on: a slow, flaky link, not a dead one.
-                if cursor.done > before and not cursor.full and bucket.settings.retry_attempts > 1:
+                if cursor.done > before and not cursor.full and store.settings.retry_attempts > 1:
                     continue
                 if not race.take(wait=True):
                     raise

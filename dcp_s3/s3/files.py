@@ -17,10 +17,12 @@ from s3transfer.exceptions import RetriesExceededError
 from s3transfer.manager import TransferConfig, TransferManager
 from s3transfer.subscribers import BaseSubscriber
 
-from dcp_s3.s3 import retry
 from dcp_s3.s3.answers import check_answers
-from dcp_s3.s3.bucket import Bucket
-from dcp_s3.s3.client import client_options, config_options, look_once, share_loader
+from dcp_s3.s3.botocore_private import look_once
+from dcp_s3.s3.client import client_options, config_options, prepare_session
+from dcp_s3.s3.diagnosis import error_code, is_passing, to_storage_error
+from dcp_s3.s3.operations import creation_arguments
+from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 
 OnProgress = Callable[[int], None]
@@ -40,7 +42,7 @@ class FileTransfer:
     path: Path
 
 
-def download_files(bucket: Bucket, files: Iterable[FileTransfer], *, on_progress: OnProgress | None = None) -> None:
+def download_files(store: S3Store, files: Iterable[FileTransfer], *, on_progress: OnProgress | None = None) -> None:
     """Fetch objects into files; missing directories are made.
 
     Each file appears under its name when it is complete: until then it has another extension. Nothing is compared
@@ -50,50 +52,48 @@ def download_files(bucket: Bucket, files: Iterable[FileTransfer], *, on_progress
         StorageError: one could not be fetched; those under way are given up.
         OSError: one could not be written.
     """
-    extra = _owner(bucket.settings)
+    extra = _owner(store.settings)
 
     def submit(manager: Any, file: FileTransfer) -> Any:
         file.path.parent.mkdir(parents=True, exist_ok=True)
         return manager.download(
-            bucket.name, file.key, os.fspath(file.path), extra_args=extra, subscribers=_subscribers(on_progress)
+            store.name, file.key, os.fspath(file.path), extra_args=extra, subscribers=_subscribers(on_progress)
         )
 
-    _transfer(bucket, files, "GetObject", submit)
+    _transfer(store, files, "GetObject", submit)
 
 
-def upload_files(bucket: Bucket, files: Iterable[FileTransfer], *, on_progress: OnProgress | None = None) -> None:
+def upload_files(store: S3Store, files: Iterable[FileTransfer], *, on_progress: OnProgress | None = None) -> None:
     """Store files as data objects: encryption and storage class are those of the settings.
 
     Raises:
         StorageError: one could not be stored; those under way are given up, their multipart uploads aborted.
         OSError: one could not be read.
     """
-    extra = _owner(bucket.settings) | bucket.creation_arguments(data=True)
+    extra = _owner(store.settings) | creation_arguments(store.settings, data=True)
 
     def submit(manager: Any, file: FileTransfer) -> Any:
         return manager.upload(
-            os.fspath(file.path), bucket.name, file.key, extra_args=extra, subscribers=_subscribers(on_progress)
+            os.fspath(file.path), store.name, file.key, extra_args=extra, subscribers=_subscribers(on_progress)
         )
 
-    _transfer(bucket, files, "PutObject", submit)
+    _transfer(store, files, "PutObject", submit)
 
 
 def _transfer(
-    bucket: Bucket, files: Iterable[FileTransfer], operation: str, submit: Callable[[Any, FileTransfer], Any]
+    store: S3Store, files: Iterable[FileTransfer], operation: str, submit: Callable[[Any, FileTransfer], Any]
 ) -> None:
     # On an exception the manager cancels what is under way and waits for it.
-    with _client(bucket.settings) as client, TransferManager(client, _config(bucket.settings)) as manager:
+    with _client(store.settings) as client, TransferManager(client, _config(store.settings)) as manager:
         submitted = [(file, submit(manager, file)) for file in files]
         for file, future in submitted:
             try:
-                _result(future, lambda file=file: submit(manager, file), bucket.settings.retry_attempts)  # type: ignore[misc]
+                _result(future, lambda file=file: submit(manager, file), store.settings.retry_attempts)  # type: ignore[misc]
             except RetriesExceededError as error:
                 cause = error.last_exception if isinstance(error.last_exception, Exception) else error
-                raise retry.to_storage_error(
-                    cause, operation, bucket.name, file.key, bucket.settings.retry_attempts
-                ) from cause
+                raise to_storage_error(cause, operation, store.name, file.key, store.settings.retry_attempts) from cause
             except (boto.BotoCoreError, boto.ClientError) as error:
-                raise retry.to_storage_error(error, operation, bucket.name, file.key, 1) from error
+                raise to_storage_error(error, operation, store.name, file.key, 1) from error
 
 
 def _result(future: Any, submit_again: Callable[[], Any], attempts: int) -> None:
@@ -103,7 +103,7 @@ def _result(future: Any, submit_again: Callable[[], Any], attempts: int) -> None
         try:
             future.result()
         except boto.ClientError as error:
-            if retry.error_code(error) != "NoSuchUpload" or attempt == attempts:
+            if error_code(error) != "NoSuchUpload" or attempt == attempts:
                 raise
             future = submit_again()
         else:
@@ -116,7 +116,7 @@ def _client(settings: Settings) -> Iterator[Any]:
     options = config_options(settings)
     options["retries"] = {"total_max_attempts": settings.retry_attempts, "mode": "standard"}
     core = botocore.session.get_session()
-    share_loader(core)
+    prepare_session(core)
     session = boto3.session.Session(botocore_session=core)
     client = session.client("s3", config=Config(**options), **client_options(settings, core))
     check_answers(client)
@@ -135,7 +135,7 @@ def _client(settings: Settings) -> Iterator[Any]:
 
 def _let_pass(response_dict: dict[str, Any], **_: Any) -> None:
     """botocore tries these four again, and no other status of a server that fails."""
-    if retry.is_passing(response_dict["status_code"]) and response_dict["status_code"] not in (500, 502, 503, 504):
+    if is_passing(response_dict["status_code"]) and response_dict["status_code"] not in (500, 502, 503, 504):
         response_dict["status_code"] = 500
 
 

@@ -12,18 +12,21 @@ from __future__ import annotations
 import contextlib
 import logging
 import mmap
-import os
 import threading
 import time
 from dataclasses import dataclass, replace
 from types import TracebackType
+from typing import TYPE_CHECKING
 
+from dcp_s3.forking import reset_in_child
 from dcp_s3.s3 import retry
-from dcp_s3.s3.bucket import Bucket
 from dcp_s3.s3.flight import Flight
 from dcp_s3.s3.latency import Budget, Latencies
 from dcp_s3.s3.ranged import Cursor, Target, Timing, get_range
 from dcp_s3.tracebacks import without_tracebacks
+
+if TYPE_CHECKING:
+    from dcp_s3.s3.store import S3Store
 
 logger = logging.getLogger(__name__)
 
@@ -100,17 +103,17 @@ class Hedges:
         with self._lock:
             self._latencies.add(timing.head, timing.body, timing.size)
 
-    def patience(self, bucket: Bucket, awaits: int) -> float:
+    def patience(self, store: S3Store, awaits: int) -> float:
         """Seconds in which the next ``awaits`` bytes of a body (0: its head) should come."""
         with self._lock:
-            expected = self._latencies.expect(bucket.settings.hedge_percentile)
-        return max(bucket.settings.hedge_min_delay, expected.seconds(awaits))
+            expected = self._latencies.expect(store.settings.hedge_percentile)
+        return max(store.settings.hedge_min_delay, expected.seconds(awaits))
 
-    def may_start(self, bucket: Bucket, *, take: bool) -> bool:
+    def may_start(self, store: S3Store, *, take: bool) -> bool:
         """Whether a second request may be made now. With ``take`` it will be: one call of `ended` must follow."""
-        if not bucket.gate.is_calm(_CALM):
+        if not store.gate.is_calm(_CALM):
             return False
-        most = max(_LEAST_AT_ONCE, bucket.settings.concurrency // _SHARE_AT_ONCE)
+        most = max(_LEAST_AT_ONCE, store.settings.concurrency // _SHARE_AT_ONCE)
         with self._lock:
             if not take:
                 return self._budget.is_left
@@ -216,25 +219,34 @@ class Race:
     """One read of a range. A context manager, for one thread; when it is left, its threads have ended.
 
     Args:
-        bucket: the bucket.
+        store: where it is.
         key: of the object.
         start: first byte of the range.
         cursor: where the bytes go.
         cancel: ends the requests.
+        etag: of the version that is asked for; None for any.
 
     Attributes:
         stop: set when the reader's own request is of no use any more: it was overtaken, or ``cancel`` is set.
     """
 
-    def __init__(self, bucket: Bucket, key: str, start: int, cursor: Cursor, cancel: threading.Event | None) -> None:
+    def __init__(
+        self,
+        store: S3Store,
+        key: str,
+        start: int,
+        cursor: Cursor,
+        cancel: threading.Event | None,
+        etag: str | None = None,
+    ) -> None:
         self.stop = _Stop(cancel)
-        self._bucket = bucket
+        self._store = store
         self._key = key
         self._start = start
         self._cursor = cursor
-        self._etag: list[str] = []
-        self._hedges = hedges_of(bucket)
-        self._is_watched = bucket.settings.hedge_percentile > 0
+        self._etag: list[str] = [] if etag is None else [etag]
+        self._hedges = hedges_of(store)
+        self._is_watched = store.settings.hedge_percentile > 0
         self._flight = Flight()
         self._idle = _Idle(self._flight)
         self._lock = threading.Lock()  # the cursor, who won, and whether it is over
@@ -284,7 +296,7 @@ class Race:
 
     def _get(self) -> Timing:
         return get_range(
-            self._bucket, self._key, self._start, self._cursor, self._etag,
+            self._store, self._key, self._start, self._cursor, self._etag,
             flight=self._flight, stop=self.stop, advance=self._advance,
         )  # fmt: skip
 
@@ -301,7 +313,8 @@ class Race:
             wait: until there is no second request under way; `stop` and the deadline end that.
         """
         while wait and self._hedge is not None and not self.stop.is_set():
-            if self._bucket.deadline is not None and self._bucket.deadline.passed:
+            deadline = self._store.limit.deadline
+            if deadline is not None and deadline.passed:
                 break
             self.stop.wait(_INTERVAL)
         with self._lock:
@@ -331,13 +344,13 @@ class Race:
 
     def _is_late(self, idle: _Idle, elapsed: float) -> bool:
         awaits = idle.pass_by(elapsed)
-        return awaits is not None and idle.seconds > self._hedges.patience(self._bucket, awaits)
+        return awaits is not None and idle.seconds > self._hedges.patience(self._store, awaits)
 
     def _may_start(self, *, take: bool) -> bool:
         return (
             len(self._threads) < _MOST_PER_READ
             and self._cursor.total - self._cursor.done <= _MOST_BYTES
-            and self._hedges.may_start(self._bucket, take=take)
+            and self._hedges.may_start(self._store, take=take)
         )
 
     def _begin(self) -> None:
@@ -366,7 +379,7 @@ class Race:
     def _run(self, hedge: _Hedge) -> None:
         won = False
         try:
-            timing = self._bucket.call(
+            timing = self._store.call(
                 "GetObject", self._key, lambda: self._fetch(hedge), cancel=hedge.stop, attempts=1, data=True
             )
             won = self._has_won(hedge)
@@ -374,7 +387,7 @@ class Race:
         except retry.Cancelled:
             pass
         except Exception as error:  # noqa: BLE001 - the reader goes on by itself
-            logger.debug("the second request for s3://%s/%s failed: %s", self._bucket.name, self._key, error)
+            logger.debug("the second request for s3://%s/%s failed: %s", self._store.name, self._key, error)
         finally:
             received = hedge.cursor.done
             with self._lock:
@@ -385,7 +398,7 @@ class Race:
         try:
             with hedge.flight.on_this_thread():
                 return get_range(
-                    self._bucket, self._key, self._start + hedge.first, hedge.cursor, hedge.etag,
+                    self._store, self._key, self._start + hedge.first, hedge.cursor, hedge.etag,
                     flight=hedge.flight, stop=hedge.stop,
                 )  # fmt: skip
         except Exception as error:
@@ -404,7 +417,7 @@ class Race:
             hedge.overlap = self._cursor.done - hedge.first
             self.stop.set()
         self._flight.break_off()
-        logger.debug("the second request for s3://%s/%s was faster", self._bucket.name, self._key)
+        logger.debug("the second request for s3://%s/%s was faster", self._store.name, self._key)
         return True
 
 
@@ -412,19 +425,16 @@ _hedges: dict[tuple[str | None, str], Hedges] = {}
 _lock = threading.Lock()
 
 
-def _after_fork_in_child() -> None:
-    # A lock held by another thread at the time of the fork would stay locked for ever.
+@reset_in_child
+def _begin_anew() -> None:
     global _lock
     _lock = threading.Lock()
     _hedges.clear()
 
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
-
-
-def hedges_of(bucket: Bucket) -> Hedges:
+def hedges_of(store: S3Store) -> Hedges:
     """This process's for a bucket. Thread safe."""
-    key = (bucket.settings.endpoint_url, bucket.name)
+    key = (store.settings.endpoint_url, store.name)
     found = _hedges.get(key)
     if found is None:
         with _lock:

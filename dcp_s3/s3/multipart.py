@@ -1,34 +1,30 @@
-"""Multipart uploads that exist on S3: find, look into, abort."""
+"""Multipart uploads, spelled once and without I/O: created, their parts, completed, aborted. See `operations`."""
 
 from __future__ import annotations
 
 import hashlib
-import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dcp_s3 import errors
-from dcp_s3.s3.bucket import Bucket
-
-logger = logging.getLogger(__name__)
+from dcp_s3.checksum import encode_crc
+from dcp_s3.s3.diagnosis import answered_code
+from dcp_s3.s3.listing import all_pages, uploads
+from dcp_s3.s3.operations import Operation, Request, creation_arguments, head, wire_checksum, with_checksum
+from dcp_s3.s3.quirks import Place, Quirk, learn
 
 _CHECKSUMS = ("ChecksumCRC64NVME", "ChecksumCRC32C")
 
 
 @dataclass(frozen=True)
 class KnownPart:
-    """A part that S3 has.
-
-    Attributes:
-        etag: its ETag.
-        size: bytes.
-        checksums: as S3 lists them, by the names of UploadPart's arguments.
-    """
+    """A part that S3 has."""
 
     etag: str
     size: int
     checksums: Mapping[str, str]
+    """As S3 lists them, by the names of UploadPart's arguments."""
 
     def matches(self, size: int, checksums: Mapping[str, str], views: Sequence[memoryview]) -> bool:
         """Whether it is the part with these bytes: by a checksum if S3 has one, otherwise by the MD5 in the ETag."""
@@ -43,97 +39,131 @@ class KnownPart:
         return self.etag.strip('"') == digest.hexdigest()
 
 
-def find_uploads(bucket: Bucket, key: str) -> dict[str, dict[int, KnownPart]]:
-    """The multipart uploads of exactly this key with their parts, by id. None where S3 does not tell: without the
-    permission to list them, or without that operation.
+def create(place: Place, key: str, *, on_failure: Callable[[Exception], None] | None = None) -> Operation[str]:
+    """Begin a multipart upload of a data object; returns its id. ``on_failure``: called for each attempt that fails."""
+    arguments: dict[str, Any] = {**creation_arguments(place.settings, data=True), "Key": key}
+    algorithm = wire_checksum(place.settings)
+    if algorithm != "none":
+        arguments |= {"ChecksumAlgorithm": algorithm.upper(), "ChecksumType": "FULL_OBJECT"}
+    request = Request("CreateMultipartUpload", key, arguments, on_failure=on_failure)
+    answer = yield from with_checksum(place, request)
+    return _expect(place, request, answer, "UploadId")
 
-    Raises:
-        TransferError, CredentialsError, BucketNotFoundError: cannot tell now.
+
+def send_part(
+    place: Place, key: str, upload_id: str, number: int, body: Any, checksum: Mapping[str, str]
+) -> Operation[str]:
+    """Send one part; returns its ETag.
+
+    Args:
+        place: of the upload.
+        key: of the object.
+        upload_id: of the upload.
+        number: of the part, from 1.
+        body: its bytes, or what botocore takes for a file.
+        checksum: of them, as an argument of the request; empty for none.
     """
+    arguments = {"Key": key, "UploadId": upload_id, "PartNumber": number, "Body": body, **checksum}
+    request = Request("UploadPart", key, arguments, data=True)
+    answer = yield from with_checksum(place, request)
+    return _expect(place, request, answer, "ETag")
+
+
+def send_object(place: Place, key: str, body: Any, checksum: Mapping[str, str]) -> Operation[None]:
+    """Store a data object of one part; arguments as `send_part`."""
+    arguments = {**creation_arguments(place.settings, data=True), "Key": key, "Body": body, **checksum}
+    yield from with_checksum(place, Request("PutObject", key, arguments, data=True))
+
+
+def complete(
+    place: Place, key: str, upload_id: str, etags: Sequence[str], *, size: int, crc: int | None
+) -> Operation[None]:
+    """Make the object of its parts.
+
+    If S3 says that there is no such upload, but an object of this size, an attempt that S3 carried out was not
+    answered.
+
+    Args:
+        place: of the upload.
+        key: of the object.
+        upload_id: of the upload.
+        etags: of all parts, in order.
+        size: bytes of the object.
+        crc: CRC-64/NVME of the object, None if it is not known.
+    """
+    parts = [{"PartNumber": number, "ETag": etag} for number, etag in enumerate(etags, start=1)]
+    arguments: dict[str, Any] = {"Key": key, "UploadId": upload_id, "MultipartUpload": {"Parts": parts}}
+    if wire_checksum(place.settings) == "crc64nvme" and crc is not None:
+        arguments |= {"ChecksumCRC64NVME": encode_crc(crc, "crc64nvme"), "ChecksumType": "FULL_OBJECT"}
     try:
-        return {upload_id: list_parts(bucket, key, upload_id) for upload_id in list_uploads(bucket, key)}
+        yield from with_checksum(place, Request("CompleteMultipartUpload", key, arguments))
+    except errors.StorageError as error:
+        if answered_code(error) != "NoSuchUpload" or not (yield from _is_there(key, size)):
+            raise
+
+
+def _is_there(key: str, size: int) -> Operation[bool]:
+    try:
+        return (yield from head(key)).size == size
+    except errors.ObjectNotFoundError:
+        return False
+
+
+def list_parts(key: str, upload_id: str) -> Operation[dict[int, KnownPart]]:
+    """The parts of an upload by number; none if it is gone."""
+    arguments = {"Key": key, "UploadId": upload_id}
+    try:
+        answers = yield from all_pages("ListParts", key, arguments, {"PartNumberMarker": "NextPartNumberMarker"})
+    except errors.ObjectNotFoundError:
+        return {}
+    return {
+        int(each["PartNumber"]): KnownPart(
+            each["ETag"], int(each["Size"]), {name: each[name] for name in _CHECKSUMS if name in each}
+        )
+        for answer in answers
+        for each in answer.get("Parts", ())
+    }
+
+
+def uploads_of(key: str) -> Operation[list[str]]:
+    """Ids of the multipart uploads of exactly this key."""
+    found = yield from uploads(key)
+    return [each.upload_id for each in found if each.key == key]
+
+
+def find_parts(place: Place, key: str) -> Operation[dict[str, dict[int, KnownPart]]]:
+    """The parts of each multipart upload of exactly this key, by its id. None where S3 does not tell: without the
+    permission to list them, or without that operation."""
+    found = {}
+    try:
+        for upload_id in (yield from uploads_of(key)):
+            found[upload_id] = yield from list_parts(key, upload_id)
     except (errors.TransferError, errors.CredentialsError, errors.BucketNotFoundError):
         raise
     except errors.StorageError as error:
-        _warn_once(bucket.name, error)
+        learn(Quirk.NO_UPLOAD_LISTS, place, error)
         return {}
+    return found
 
 
-_warned: set[str] = set()
-
-
-def _warn_once(bucket: str, error: errors.StorageError) -> None:
-    if bucket not in _warned:
-        _warned.add(bucket)
-        logger.warning("multipart uploads that were left open are not looked for, and may cost storage: %s", error)
-
-
-def list_uploads(bucket: Bucket, key: str) -> list[str]:
-    """Ids of the multipart uploads of exactly this key.
-
-    Raises:
-        StorageError: cannot tell.
-    """
-    found: list[str] = []
-    markers: dict[str, str] = {}
-    while True:
-        arguments = {**bucket.common, "Prefix": key, **markers}
-        try:
-            page: Any = bucket.call(
-                "ListMultipartUploads",
-                key,
-                lambda: bucket.client.list_multipart_uploads(**arguments),  # noqa: B023
-            )
-        except errors.BucketNotFoundError:
-            raise
-        except errors.ObjectNotFoundError:
-            return found  # rclone's answer for a bucket without uploads
-        found += [each["UploadId"] for each in page.get("Uploads", ()) if each["Key"] == key]
-        if not page.get("IsTruncated"):
-            return found
-        markers = {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
-
-
-def list_parts(bucket: Bucket, key: str, upload_id: str) -> dict[int, KnownPart]:
-    """The parts of a multipart upload by number; none if it is gone.
-
-    Raises:
-        StorageError: cannot tell.
-    """
-    parts: dict[int, KnownPart] = {}
-    marker: dict[str, int] = {}
-    while True:
-        arguments = {**bucket.common, "Key": key, "UploadId": upload_id, **marker}
-        try:
-            page: Any = bucket.call("ListParts", key, lambda: bucket.client.list_parts(**arguments))  # noqa: B023
-        except errors.ObjectNotFoundError:
-            return {}
-        for each in page.get("Parts", ()):
-            checksums = {name: each[name] for name in _CHECKSUMS if name in each}
-            parts[int(each["PartNumber"])] = KnownPart(each["ETag"], int(each["Size"]), checksums)
-        if not page.get("IsTruncated"):
-            return parts
-        marker = {"PartNumberMarker": int(page["NextPartNumberMarker"])}
-
-
-def abort(bucket: Bucket, key: str, upload_id: str) -> None:
-    """Abort a multipart upload; one that is gone counts as aborted.
-
-    Raises:
-        StorageError: it may stay open.
-    """
-    arguments = {**bucket.common, "Key": key, "UploadId": upload_id}
+def abort(key: str, upload_id: str) -> Operation[None]:
+    """Abort an upload; one that is gone counts as aborted."""
     try:
-        bucket.call("AbortMultipartUpload", key, lambda: bucket.client.abort_multipart_upload(**arguments))
+        yield Request("AbortMultipartUpload", key, {"Key": key, "UploadId": upload_id})
     except errors.ObjectNotFoundError:
         pass  # the answer of an earlier attempt was lost
 
 
-def abort_quietly(bucket: Bucket, key: str, upload_id: str) -> bool:
-    """`abort`; whether that worked. A failure is logged: another error is on its way to the user."""
-    try:
-        abort(bucket, key, upload_id)
-    except errors.StorageError as error:
-        logger.warning("the multipart upload %s of a failed save stays open: %s", upload_id, error)
-        return False
-    return True
+def _expect(place: Place, request: Request, answer: Mapping[str, Any], name: str) -> str:
+    """A text field that S3's answer must have.
+
+    Raises:
+        StorageError: it is missing.
+    """
+    value = answer.get(name)
+    if not isinstance(value, str) or not value:
+        raise errors.StorageError(
+            f"{request.operation} on s3://{place.name}/{request.key} answered without {name}: is the endpoint an S3 "
+            "server?", bucket=place.name, key=request.key, operation=request.operation,
+        )  # fmt: skip
+    return value

@@ -6,12 +6,19 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from botocore.exceptions import ClientError
 
 from dcp_s3.checksum import crc64nvme
-from dcp_s3.s3 import retry
-from dcp_s3.s3.body import finish_response, readinto_response
-from dcp_s3.s3.bucket import Bucket
+from dcp_s3.s3 import operations, retry
+from dcp_s3.s3.botocore_private import finish_response, readinto_response
+from dcp_s3.s3.diagnosis import TruncatedBodyError
 from dcp_s3.s3.flight import Flight
+from dcp_s3.store import same_etag
+
+if TYPE_CHECKING:
+    from dcp_s3.s3.store import S3Store
 
 # Bytes received before they are added to the checksum: most are then still in the CPU's cache. What a connection that
 # breaks had received of the block is lost.
@@ -106,8 +113,13 @@ class Timing:
     size: int
 
 
+def _another_version() -> ClientError:
+    error = {"Code": "PreconditionFailed", "Message": "the object has another ETag"}
+    return ClientError({"Error": error, "ResponseMetadata": {"HTTPStatusCode": 412}}, "GetObject")
+
+
 def get_range(
-    bucket: Bucket,
+    store: S3Store,
     key: str,
     start: int,
     cursor: Cursor,
@@ -120,7 +132,7 @@ def get_range(
     """One attempt to fetch what is missing of the bytes from ``start`` on that fill ``cursor``.
 
     Args:
-        bucket: the bucket.
+        store: where it is.
         key: of the object.
         start: first byte of the range that the cursor's beginning is for.
         cursor: moves on with what arrives, also if the attempt fails.
@@ -133,24 +145,25 @@ def get_range(
         Cancelled: ``stop`` was set.
         Exception: what botocore, urllib3 or the socket raise.
     """
-    arguments = {"IfMatch": etag[0]} if etag else {}
     byte_range = f"bytes={start + cursor.done}-{start + cursor.total - 1}"
     expected = cursor.total - cursor.done
     advance = advance or cursor.advance
     began = time.monotonic()
     flight.await_bytes(0)
-    answer = bucket.client.get_object(**bucket.common, Key=key, Range=byte_range, **arguments)
+    answer = store.send(operations.get_range(key, byte_range, etag[0] if etag else None))
     head_at = time.monotonic()
-    if not etag and answer.get("ETag"):
-        etag.append(answer["ETag"])
     body = answer["Body"]
+    found = answer.get("ETag")
+    if not etag and found:
+        etag.append(found)
+    elif found and not same_etag(found, etag[0]):
+        body.close()
+        raise _another_version()  # rclone takes no notice of If-Match
     length = answer.get("ContentLength")
     complete = False
     try:
         if length is not None and length > expected:
-            raise retry.TruncatedBodyError(
-                f"asked for {expected} bytes ({byte_range}), got {length}: no range support?"
-            )
+            raise TruncatedBodyError(f"asked for {expected} bytes ({byte_range}), got {length}: no range support?")
         while not cursor.full:
             if stop is not None and stop.is_set():
                 raise retry.Cancelled
@@ -159,7 +172,7 @@ def get_range(
             count = readinto_response(body, view)
             if count == 0:
                 missing = cursor.total - cursor.done
-                raise retry.TruncatedBodyError(f"the body of {byte_range} ended {missing} bytes early")
+                raise TruncatedBodyError(f"the body of {byte_range} ended {missing} bytes early")
             advance(count)
         complete = True
     finally:

@@ -7,13 +7,19 @@ it. A forked child begins anew.
 
 from __future__ import annotations
 
+import asyncio
 import collections
+import contextlib
 import logging
 import math
-import os
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
+
+from dcp_s3.forking import reset_in_child
+from dcp_s3.s3.diagnosis import is_throttling
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +107,7 @@ class Gate:
         self._lock = threading.Lock()
         self._aimd = Aimd(ceiling)
         self._in_flight = 0
-        self._waiting: collections.deque[threading.Event] = collections.deque()
+        self._waiting: collections.deque[_Turn] = collections.deque()
         self._throttled = 0
         self._decreases = 0
         self._waited = 0.0
@@ -125,26 +131,65 @@ class Gate:
         Returns:
             False if the turn did not come.
         """
-        with self._lock:
-            if self._is_free() and not self._waiting:
-                self._in_flight += 1
-                return True
-            turn = threading.Event()
-            self._waiting.append(turn)
+        turn = threading.Event()
+        if self._queue(turn):
+            return True
         started = time.monotonic()
         admitted = False
         try:
             admitted = _wait(turn, cancel, None if timeout is None else started + timeout)
         finally:
-            with self._lock:
-                self._waited += time.monotonic() - started
-                if not admitted:
-                    if turn.is_set():  # at the last moment
-                        self._in_flight -= 1
-                        self._admit()
-                    else:
-                        self._waiting.remove(turn)
+            self._end_wait(turn, started, admitted=admitted)
         return admitted
+
+    async def enter_async(self, *, timeout: float | None = None) -> bool:
+        """`enter` for a task, which may be cancelled."""
+        turn = _TaskTurn()
+        if self._queue(turn):
+            return True
+        started = time.monotonic()
+        admitted = False
+        try:
+            admitted = await turn.wait(timeout)
+        finally:
+            self._end_wait(turn, started, admitted=admitted)
+        return admitted
+
+    def _queue(self, turn: _Turn) -> bool:
+        """Take one's place in the queue; True if there is none."""
+        with self._lock:
+            if self._is_free() and not self._waiting:
+                self._in_flight += 1
+                return True
+            self._waiting.append(turn)
+            return False
+
+    def _end_wait(self, turn: _Turn, started: float, *, admitted: bool) -> None:
+        with self._lock:
+            self._waited += time.monotonic() - started
+            if not admitted:
+                if turn.is_set():  # at the last moment
+                    self._in_flight -= 1
+                    self._admit()
+                else:
+                    self._waiting.remove(turn)
+
+    @contextlib.contextmanager
+    def watching(self, *, admitted: bool) -> Iterator[None]:
+        """One attempt of a request, whose outcome the gate learns; ``admitted`` if it has entered, which it then
+        leaves."""
+        began = time.monotonic()
+        try:
+            yield
+        except BaseException as error:
+            throttled = is_throttling(error)
+            if admitted:
+                self.leave(began, succeeded=False, throttled=throttled)
+            elif throttled:
+                self.signal(began)
+            raise
+        if admitted:
+            self.leave(began, succeeded=True, throttled=False)
 
     def leave(self, began: float, *, succeeded: bool, throttled: bool) -> None:
         """A data request that began at ``began`` (of time.monotonic) has ended."""
@@ -202,6 +247,40 @@ class Gate:
             )  # fmt: skip
 
 
+class _Turn(Protocol):
+    """What waits in a gate's queue."""
+
+    def set(self) -> None:
+        """It is in."""
+
+    def is_set(self) -> bool:
+        """Whether it is."""
+
+
+class _TaskTurn:
+    """The turn of a task."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._woken = asyncio.Event()
+        self._is_set = False
+
+    def set(self) -> None:
+        self._is_set = True
+        with contextlib.suppress(RuntimeError):  # its loop was closed without waiting for it
+            self._loop.call_soon_threadsafe(self._woken.set)
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    async def wait(self, timeout: float | None) -> bool:
+        try:
+            await asyncio.wait_for(self._woken.wait(), timeout)
+        except asyncio.TimeoutError:
+            return False
+        return True
+
+
 def _wait(turn: threading.Event, cancel: threading.Event | None, until: float | None) -> bool:
     while True:
         left = math.inf if until is None else until - time.monotonic()
@@ -215,14 +294,11 @@ _gates: dict[tuple[str | None, str], Gate] = {}
 _lock = threading.Lock()
 
 
-def _after_fork_in_child() -> None:
-    # A lock held by another thread at the time of the fork would stay locked for ever.
+@reset_in_child
+def _begin_anew() -> None:
     global _lock
     _lock = threading.Lock()
     _gates.clear()
-
-
-os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 def gate_of(endpoint_url: str | None, bucket: str, ceiling: int) -> Gate:

@@ -7,21 +7,25 @@ from them.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dcp_s3 import errors
 from dcp_s3.checksum import combine_crc64nvme, crc32c, encode_crc
-from dcp_s3.s3 import retry
+from dcp_s3.s3 import multipart, retry
 from dcp_s3.s3.body import GatherBody
-from dcp_s3.s3.bucket import Bucket
-from dcp_s3.s3.multipart import KnownPart, abort_quietly, list_uploads
+from dcp_s3.s3.diagnosis import is_retryable
+from dcp_s3.s3.multipart import KnownPart
+from dcp_s3.s3.operations import wire_checksum
 from dcp_s3.s3.parts import MAX_PARTS, Piece, choose_part_size, views_of
+from dcp_s3.s3.store import S3Store
+from dcp_s3.store import Upload
 from dcp_s3.workers import Workers
 
 logger = logging.getLogger(__name__)
@@ -53,21 +57,21 @@ class Uploader:
     everything else.
 
     Args:
-        bucket: where to.
+        store: where to.
         isolated: a part that fails cancels its own object only, for a caller that has another place for it.
 
     Use as a context manager. Leaving it after an exception cancels what is under way, aborts every multipart
     upload that is open and deletes the objects already completed; in any case all threads have ended then.
     """
 
-    def __init__(self, bucket: Bucket, *, isolated: bool = False) -> None:
-        self.bucket = bucket
+    def __init__(self, store: S3Store, *, isolated: bool = False) -> None:
+        self.store = store
         self.isolated = isolated
         self.cancel = threading.Event()
         self.error: BaseException | None = None
         """The failure that cancelled everything, if one did."""
-        self._pool = Workers(bucket.settings.concurrency, "dcp_s3-upload")
-        self._slots = threading.BoundedSemaphore(bucket.settings.concurrency + WAITING_PARTS)
+        self._pool = Workers(store.settings.concurrency, "dcp_s3-upload")
+        self._slots = threading.BoundedSemaphore(store.settings.concurrency + WAITING_PARTS)
         self._lock = threading.Lock()
         self._open: set[ObjectUpload] = set()
         self._left: list[ObjectUpload] = []
@@ -104,11 +108,11 @@ class Uploader:
                 upload.cancel.set()
 
     def _clean_up(self) -> None:
-        bucket = self.bucket.for_cleanup()
+        store = self.store.within(self.store.limit.for_cleanup())
         for upload in [*self._open, *self._left]:
-            upload.abort(bucket)
+            upload.abort(store)
         try:
-            bucket.delete(self._completed)
+            store.delete(self._completed)
         except errors.StorageError as error:
             logger.warning("objects of a failed save are left for pruning: %s", error)
 
@@ -116,7 +120,7 @@ class Uploader:
         """Begin an object of about ``estimated_size`` bytes, in parts as the settings say or of ``part_size`` bytes; no
         request is sent yet."""
         if part_size is None:
-            part_size = choose_part_size(estimated_size, self.bucket.settings.part_size)
+            part_size = choose_part_size(estimated_size, self.store.settings.part_size)
         upload = ObjectUpload(self, key, part_size)
         with self._lock:
             self._open.add(upload)
@@ -193,7 +197,8 @@ class ObjectUpload:
         self.error: BaseException | None = None
         """The failure of one of its parts, if one did."""
         self._uploader = uploader
-        self._bucket = uploader.bucket
+        limit = replace(uploader.store.limit, cancel=self.cancel)
+        self._store = uploader.store.within(limit)
         self._part_size = part_size
         self._pieces: list[Piece] = []
         self._pieces_size = 0
@@ -260,9 +265,9 @@ class ObjectUpload:
         number = len(self._parts) + 1
         if number > MAX_PARTS:
             raise errors.StorageError(
-                f"s3://{self._bucket.name}/{self.key} needs more than {MAX_PARTS} parts of {self._part_size} bytes: "
+                f"s3://{self._store.name}/{self.key} needs more than {MAX_PARTS} parts of {self._part_size} bytes: "
                 "it became larger than planned. Remedy: raise DCP_S3_PART_SIZE",
-                bucket=self._bucket.name, key=self.key, operation="UploadPart",
+                bucket=self._store.name, key=self.key, operation="UploadPart",
             )  # fmt: skip
         pieces, self._pieces, self._pieces_size = self._pieces, [], 0
         self._parts.append(self._uploader.submit(self, self._send_part, pieces, self._upload_id, number))
@@ -282,7 +287,7 @@ class ObjectUpload:
             sent = [part.result() for part in self._parts]
             crc = None if sent[0][1] is None else combine_crc64nvme((c, size) for _, c, size in sent if c is not None)
             self._complete([etag for etag, _, _ in sent], crc)
-            self._abort_strays(self._bucket)
+            self._abort_strays(self._uploader.store)
         self._uploader.finished(self, completed=True)
         return UploadedObject(self.key, self.size, crc)
 
@@ -292,22 +297,22 @@ class ObjectUpload:
         self._parts.clear()
         self._pieces = []
 
-    def abort(self, bucket: Bucket) -> None:
-        """Abort the multipart upload, if one was created, by requests of ``bucket``. No part may be under way any more.
+    def abort(self, store: S3Store) -> None:
+        """Abort the multipart upload, if one was created, by requests of ``store``. No part may be under way any more.
 
         Errors are logged: another one is on its way to the user, and `prune` collects what is left.
         """
         self._uploader.finished(self, completed=False)
         upload_id, self._upload_id = self._upload_id, None
         if upload_id is not None:
-            self._abort(bucket, upload_id)
-        self._abort_strays(bucket)
+            self._abort(store, upload_id)
+        self._abort_strays(store)
 
-    def _abort(self, bucket: Bucket, upload_id: str) -> None:
-        if not abort_quietly(bucket, self.key, upload_id):
+    def _abort(self, store: S3Store, upload_id: str) -> None:
+        if not store.abort_quietly(Upload(self.key, upload_id)):
             self._uploader.unclean.add(self.key)
 
-    def _abort_strays(self, bucket: Bucket) -> None:
+    def _abort_strays(self, store: S3Store) -> None:
         """Abort uploads of this key that S3 created but whose ids were lost with the answers.
 
         Nobody else uses the key: it carries the nonce of this save.
@@ -315,90 +320,65 @@ class ObjectUpload:
         if not self._lost_id:
             return
         try:
-            found = list_uploads(bucket, self.key)
+            found = store.run(multipart.uploads_of(self.key))
         except errors.StorageError as error:
             logger.warning("cannot look for multipart uploads whose ids were lost: %s", error)
             self._uploader.unclean.add(self.key)
             return
         for upload_id in found:
             if upload_id != self._upload_id:
-                self._abort(bucket, upload_id)
+                self._abort(store, upload_id)
 
     # --- requests ---------------------------------------------------------------------------------
 
     def _create(self) -> str:
-        arguments = {
-            **self._bucket.common,
-            **self._bucket.creation_arguments(data=True),
-            "Key": self.key,
-        }
-        algorithm = self._bucket.wire_checksum
-        if algorithm != "none":
-            arguments |= {"ChecksumAlgorithm": algorithm.upper(), "ChecksumType": "FULL_OBJECT"}
+        def note_lost(error: Exception) -> None:
+            self._lost_id = self._lost_id or is_retryable(error)
 
-        def attempt() -> Any:
-            try:
-                return self._bucket.client.create_multipart_upload(**arguments)
-            except Exception as error:
-                self._lost_id = self._lost_id or retry.is_retryable(error)
-                raise
-
-        answer = self._bucket.call("CreateMultipartUpload", self.key, attempt, cancel=self.cancel)
-        return retry.expect(answer, "UploadId", "CreateMultipartUpload", self._bucket.name, self.key)
+        return self._store.run(multipart.create(self._store, self.key, on_failure=note_lost))
 
     def _send_part(self, pieces: list[Piece], upload_id: str, number: int) -> tuple[str, int | None, int]:
-        crc, size, arguments = self._checksum(pieces)
+        crc, size, checksum = self._checksum(pieces)
         known = self._known.get(number)
-        if known is not None and known.matches(size, arguments, views_of(pieces)):
+        if known is not None and known.matches(size, checksum, views_of(pieces)):
             return known.etag, crc, size
-        arguments |= {
-            **self._bucket.common,
-            "Key": self.key,
-            "UploadId": upload_id,
-            "PartNumber": number,
-        }
         started = time.monotonic()
-        answer = self._send("UploadPart", self._bucket.client.upload_part, arguments, pieces)
+        with self._body(pieces) as body:
+            etag = self._store.run(multipart.send_part(self._store, self.key, upload_id, number, body, checksum))
         self._uploader.took(size)
-        etag = retry.expect(answer, "ETag", "UploadPart", self._bucket.name, self.key)
         self._check_speed(time.monotonic() - started, size)
         return etag, crc, size
 
     def _check_speed(self, seconds: float, size: int) -> None:
-        """Give up an isolated upload that is slower than its bucket's patience."""
-        patience = self._bucket.patience
+        """Give up an isolated upload that is slower than its store's patience."""
+        patience = self._store.limit.patience
         if self._uploader.isolated and patience is not None and seconds > patience:
             self.error = errors.TransferError(
                 f"S3 is slow: a part of {size} bytes took {seconds:.1f} s, more than {patience:g} s",
-                bucket=self._bucket.name, key=self.key, operation="UploadPart",
+                bucket=self._store.name, key=self.key, operation="UploadPart",
             )  # fmt: skip
             self.cancel.set()
 
     def _put(self, pieces: list[Piece]) -> tuple[str, int | None, int]:
-        crc, size, arguments = self._checksum(pieces)
-        arguments |= {
-            **self._bucket.common,
-            **self._bucket.creation_arguments(data=True),
-            "Key": self.key,
-        }
-        self._send("PutObject", self._bucket.client.put_object, arguments, pieces)
+        crc, size, checksum = self._checksum(pieces)
+        with self._body(pieces) as body:
+            self._store.run(multipart.send_object(self._store, self.key, body, checksum))
         self._uploader.took(size)
         return "", crc, size
 
-    def _send(self, operation: str, request: Any, arguments: dict[str, Any], pieces: list[Piece]) -> Any:
-        patience = self._bucket.patience if self._uploader.isolated else None
+    @contextlib.contextmanager
+    def _body(self, pieces: list[Piece]) -> Iterator[GatherBody]:
+        patience = self._store.limit.patience if self._uploader.isolated else None
         body = GatherBody(views_of(pieces), self.cancel, patience=patience)
         try:
-            return self._bucket.call(
-                operation, self.key, lambda: request(**arguments, Body=body), cancel=self.cancel, data=True
-            )
+            yield body
         finally:
             body.release()
 
     def _checksum(self, pieces: list[Piece]) -> tuple[int | None, int, dict[str, Any]]:
         """(CRC-64, bytes, request arguments) of a body; sets the CRC of each piece."""
         size = sum(piece.size for piece in pieces)
-        algorithm = self._bucket.wire_checksum
+        algorithm = wire_checksum(self._store.settings)
         if algorithm == "none":
             return None, size, {}
         crc = combine_crc64nvme((piece.checksum(), piece.size) for piece in pieces)
@@ -410,36 +390,8 @@ class ObjectUpload:
         return crc, size, {"ChecksumCRC32C": encode_crc(crc32, algorithm)}
 
     def _complete(self, etags: list[str], crc: int | None) -> None:
-        parts = [{"PartNumber": number, "ETag": etag} for number, etag in enumerate(etags, start=1)]
-        arguments = {
-            **self._bucket.common,
-            "Key": self.key,
-            "UploadId": self._upload_id,
-            "MultipartUpload": {"Parts": parts},
-        }
-        if self._bucket.wire_checksum == "crc64nvme" and crc is not None:
-            arguments |= {
-                "ChecksumCRC64NVME": encode_crc(crc, "crc64nvme"),
-                "ChecksumType": "FULL_OBJECT",
-            }
-
-        def already_completed(error: Exception) -> Any:
-            # The answer of an attempt that S3 carried out was lost: the upload is gone, the object is there.
-            if retry.error_code(error) != "NoSuchUpload":
-                return None
-            try:
-                found = self._bucket.head(self.key)
-            except errors.ObjectNotFoundError:
-                return None
-            return found if int(found["ContentLength"]) == self.size else None
-
-        self._bucket.call(
-            "CompleteMultipartUpload",
-            self.key,
-            lambda: self._bucket.client.complete_multipart_upload(**arguments),
-            cancel=self.cancel,
-            recover=already_completed,
-        )
+        upload_id = self._upload_id or ""
+        self._store.run(multipart.complete(self._store, self.key, upload_id, etags, size=self.size, crc=crc))
         self._upload_id = None
 
 

@@ -1,4 +1,4 @@
-"""One write item -> the pieces of memory that make up its bytes in the object."""
+"""Turns one write item into the pieces of memory that make up its bytes in the object."""
 
 from __future__ import annotations
 
@@ -24,33 +24,30 @@ from dcp_s3.torch_private import StorageInfo, WriterTransforms
 
 @dataclass
 class WrittenItem:
-    """One item in an object under way; its storage info is known when the object is finished.
-
-    Attributes:
-        item: as planned.
-        offset: of the item in the object, bytes.
-        length: of the item, bytes.
-        raw_offset: of the tensor's bytes in the item; None if it is not a framed raw tensor.
-        transform_descriptors: of stream extensions.
-        pieces: what the recorded CRC covers.
-        block: bytes of the blocks of a raw tensor that is larger than one.
-    """
+    """One item in an unfinished object. Its storage info is known once the object is finished."""
 
     item: WriteItem
+    """The planned item."""
     offset: int
+    """First byte of the item in the object."""
     length: int = 0
+    """Length of the item in bytes."""
     raw_offset: int | None = None
+    """First byte of the tensor's data in the item. None if it is not a framed raw tensor."""
     transform_descriptors: list[str] | None = None
+    """Descriptors of the stream extensions."""
     pieces: list[Piece] = field(default_factory=list)
+    """The pieces that the recorded CRC covers."""
     block: int | None = None
+    """Block size in bytes, for a raw tensor larger than one block."""
 
     def forget_checksum(self) -> None:
-        """Record none."""
+        """Record no checksum."""
         for piece in self.pieces:
             piece.crc = None
 
     def storage_info(self, relative_path: str) -> StorageInfo:
-        """What goes into ``.metadata`` for this item."""
+        """The record of this item in ``.metadata``."""
         crc = blocks = None
         if all(piece.crc is not None for piece in self.pieces):
             crc = combine_crc64nvme((piece.crc or 0, piece.size) for piece in self.pieces)
@@ -69,26 +66,26 @@ class WrittenItem:
 
 
 class ObjectSink(Protocol):
-    """What an object is written to, front to back: an upload, or a file."""
+    """Where an object is written, front to back: an upload or a file."""
 
     @property
     def size(self) -> int:
-        """Bytes so far."""
+        """Bytes written so far."""
         ...
 
     def write(self, piece: Piece) -> list[Piece]:
-        """Append a buffer; the pieces that it became."""
+        """Append a buffer. Returns the pieces that it was split into."""
         ...
 
 
 class ItemWriter:
-    """Resolves items one after the other and writes them to objects. Safe to use from several threads.
+    """Resolves items one after the other and writes them to objects. Thread-safe.
 
     Args:
-        planner: of this save; its `resolve_data` is called lazily, once per item.
-        transforms: stream extensions of torch, applied to each item as FileSystemWriter does.
-        chunk_size: bytes that are copied to contiguous memory at a time where a tensor is strided.
-        device_memory: bytes of pinned memory, in all, through which tensors on a device come.
+        planner: the save's planner. Its `resolve_data` is called lazily, once per item.
+        transforms: torch's stream extensions, applied to each item as FileSystemWriter does.
+        chunk_size: bytes of a strided tensor that are made contiguous at a time.
+        device_memory: bytes of pinned memory, in total, for copies of tensors on a device.
     """
 
     def __init__(
@@ -172,15 +169,15 @@ class ItemWriter:
         else:
             stream.write(data.getbuffer())
         stream.close()
-        # In the order in which a reader has to undo them: the first one is next to the stored bytes. torch 2.13 writes
-        # them reversed, so that its own reader (and ours) can not load what went through two that do not commute.
+        # In the order in which a reader must undo them: the first one is next to the stored bytes. torch 2.13 writes
+        # them reversed. Then neither its reader nor ours can load an item that went through two that do not commute.
         written.transform_descriptors = [extension.get_descriptor() for extension in self._transforms.extensions]
         written.pieces = upload.write(Piece.of(buffer.getbuffer()))
 
 
 def _serialise(tensor: torch.Tensor) -> memoryview:
-    """torch.save of a tensor that does not fit a frame (sparse, quantized, a subclass), or goes through a
-    transform; its storage cut down to its own elements."""
+    """Serialise, with torch.save, a tensor that does not fit a frame (sparse, quantized, a subclass) or goes through a
+    transform. Its storage is cut down to its own elements."""
     tensor = tensor.cpu()
     if tensor.layout == torch.strided and tensor.untyped_storage().size() != tensor.nbytes:
         tensor = tensor.clone()

@@ -1,4 +1,4 @@
-"""The write of one rank's plan: buckets to objects, in parallel."""
+"""Writes one rank's plan: buckets become objects, in parallel."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from dcp_s3.checksum import crc_hex
 from dcp_s3.errors import DeadlineExceededError, SpillError, TransferError
 from dcp_s3.format.layout import data_object
 from dcp_s3.format.manifest import ObjectEntry
-from dcp_s3.s3.bucket import Bucket
 from dcp_s3.s3.parts import choose_part_size
 from dcp_s3.s3.retry import Cancelled
+from dcp_s3.s3.store import S3Store
 from dcp_s3.s3.upload import WAITING_PARTS, ObjectUpload, UploadedObject, Uploader
 from dcp_s3.save.items import ItemWriter, WrittenItem
 from dcp_s3.save.plan import WriteBucket
@@ -34,60 +34,57 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ItemWriteResult(WriteResult):
-    """torch's WriteResult; the first item of each object also tells the coordinator about the object.
-
-    Attributes:
-        object_entry: the object, with its first item.
-        spilled: whether the object waits on a disk rather than being on S3.
-    """
+    """torch's WriteResult. The first item of each object also carries the object's entry to the coordinator."""
 
     object_entry: ObjectEntry | None = None
+    """The object's entry, in the result of its first item; None in the others."""
     spilled: bool = False
+    """Whether the object is on a local disk, not on S3."""
 
 
 @dataclass(frozen=True)
 class ObjectNames:
-    """How the data objects of one rank in one save are named."""
+    """The names of one rank's data objects in one save."""
 
     url: CheckpointURL
     rank: int
     nonce: str
 
     def relative_path(self, number: int) -> str:
-        """Of object ``number``, relative to the checkpoint."""
+        """Path of object ``number``, relative to the checkpoint."""
         return data_object(self.rank, number, self.nonce)
 
     def key(self, number: int) -> str:
-        """Of object ``number``."""
+        """Key of object ``number``."""
         return self.url.key(self.relative_path(number))
 
 
 def write_buckets(
-    bucket: Bucket,
+    bucket: S3Store,
     buckets: Sequence[WriteBucket],
     planner: SavePlanner,
     transforms: WriterTransforms,
     names: ObjectNames,
     session: SpillSession | None = None,
 ) -> list[WriteResult]:
-    """Write every bucket as one object; a thread per bucket resolves its items, a shared pool sends the parts.
+    """Write every bucket as one object. A thread per bucket resolves its items; a shared pool sends the parts.
 
-    All or nothing: on any failure, at the bucket's deadline and on KeyboardInterrupt, everything is cancelled,
-    multipart uploads are aborted and objects of this call that were complete are deleted before the error goes on.
+    All or nothing: on any failure, at the deadline and on KeyboardInterrupt, everything is cancelled, multipart uploads
+    are aborted and objects that this call had completed are deleted before the error is raised.
 
     Args:
-        bucket: where to.
-        buckets: of the plan.
+        bucket: the S3 bucket.
+        buckets: buckets of the plan.
         planner: resolves the items.
-        transforms: stream extensions.
-        names: of the objects.
-        session: takes the objects that S3 refuses, or all of them for local durability. None: S3 or failure.
+        transforms: torch's stream extensions.
+        names: names of the objects.
+        session: takes the objects that S3 refuses, or all objects with local durability. None: no spilling.
 
     Returns:
         One result per item.
 
     Raises:
-        DeadlineExceededError: the bucket's deadline has passed.
+        DeadlineExceededError: the deadline of ``bucket`` has passed.
         StorageError, SaveProtocolError
     """
     if not buckets:
@@ -95,14 +92,14 @@ def write_buckets(
     started = time.monotonic()
     device: int | None = None
     if torch.accelerator.is_available() and _is_initialized():
-        torch.accelerator.synchronize()  # the threads below do not see what the caller's stream has still to do
+        torch.accelerator.synchronize()  # the threads below do not wait for work on the caller's stream
         device = torch.accelerator.current_device_index()
     settings = bucket.settings
     item_writer = ItemWriter(
         planner,
         transforms,
         chunk_size=settings.part_size,
-        # Every connection sends a part, a few wait, and every bucket fills one.
+        # Each connection sends a part, a few parts wait, and each bucket fills one.
         device_memory=(settings.concurrency + WAITING_PARTS + settings.buckets_per_rank) * settings.part_size,
     )
     uploader = Uploader(bucket, isolated=session is not None)
@@ -114,11 +111,11 @@ def write_buckets(
                 if session.spilled:
                     session.seal()
     except DeadlineExceededError as error:
-        if bucket.deadline is None:
+        if bucket.limit.deadline is None:
             raise
         total = sum(planned.size for planned in buckets)
         on_disk = f", {format_size(session.size)} on its disk" if session is not None else ""
-        raise bucket.deadline.error(
+        raise bucket.limit.deadline.error(
             f"the save to {names.url}",
             f"of about {format_size(total)} of rank {names.rank}, {format_size(uploader.sent)} were on S3{on_disk}",
         ) from error
@@ -131,7 +128,7 @@ def write_buckets(
 
 
 def _write(buckets: Sequence[WriteBucket], targets: _Targets, device: int | None) -> list[WriteResult]:
-    """All buckets, each in a thread of its own."""
+    """Write all buckets, each in its own thread."""
     producers = Workers(len(buckets), "dcp_s3-bucket")
     uploader = targets.uploader
 
@@ -142,7 +139,7 @@ def _write(buckets: Sequence[WriteBucket], targets: _Targets, device: int | None
 
     try:
         futures = [producers.submit(write, n, planned) for n, planned in enumerate(buckets)]
-        deadline = uploader.bucket.deadline
+        deadline = uploader.store.limit.deadline
         done, pending = wait(futures, None if deadline is None else deadline.left, FIRST_EXCEPTION)
         if any(future.exception() for future in done):
             uploader.stop()
@@ -158,8 +155,8 @@ def _write(buckets: Sequence[WriteBucket], targets: _Targets, device: int | None
         producers.close()
 
 
-def both(refusal: TransferError, spill: SpillError) -> TransferError:
-    """The error of an object that neither S3 nor the disk takes."""
+def refused_by_both(refusal: TransferError, spill: SpillError) -> TransferError:
+    """The error for an object that neither S3 nor the disk takes."""
     return TransferError(
         f"{refusal}. Nor can it be spilled: {spill}",
         bucket=refusal.bucket,
@@ -170,7 +167,7 @@ def both(refusal: TransferError, spill: SpillError) -> TransferError:
 
 
 class _Targets:
-    """Where objects go: to S3, or to disk."""
+    """Writes objects to S3 or to disk."""
 
     def __init__(
         self, item_writer: ItemWriter, names: ObjectNames, uploader: Uploader, session: SpillSession | None
@@ -195,14 +192,14 @@ class _Targets:
         outcome = self._try_upload(upload, number, planned)
         if not isinstance(outcome, TransferError):
             return outcome
-        upload.leave(abort_on_failure=True)  # the drain goes on with the parts that S3 has
+        upload.leave(abort_on_failure=True)  # the drain continues with the parts that S3 has
         try:
             return self._spill(session, number, planned, str(outcome))
         except SpillError as error:
-            raise both(outcome, error) from outcome
+            raise refused_by_both(outcome, error) from outcome
 
     def _try_upload(self, upload: ObjectUpload, number: int, planned: WriteBucket) -> list[WriteResult] | TransferError:
-        """Upload, or say why S3 does not take it. Without a traceback, which would hold the state that is saved."""
+        """Upload, or return why S3 refused. The error has no traceback, which would hold the state being saved."""
         try:
             return self._upload(upload, number, planned)
         except (TransferError, Cancelled) as error:
@@ -224,17 +221,17 @@ class _Targets:
     def _upload_after(
         self, spill: SpillError, upload: ObjectUpload, number: int, planned: WriteBucket
     ) -> list[WriteResult]:
-        """Upload what could not be spilled."""
+        """Upload an object that could not be spilled."""
         try:
             return self._upload(upload, number, planned)
         except (TransferError, Cancelled) as error:
             refusal = upload.error or error
             if isinstance(refusal, TransferError):
-                raise both(refusal, spill) from refusal
+                raise refused_by_both(refusal, spill) from refusal
             raise refusal from None
 
     def _spill(self, session: SpillSession, number: int, planned: WriteBucket, reason: str) -> list[WriteResult]:
-        part_size = choose_part_size(planned.size, self.uploader.bucket.settings.part_size)
+        part_size = choose_part_size(planned.size, self.uploader.store.settings.part_size)
         file = session.open(number, self._names.key(number), planned.size)
         try:
             written = []
@@ -246,7 +243,7 @@ class _Targets:
         except BaseException:
             file.abort()
             raise
-        if self.uploader.bucket.wire_checksum == "none":
+        if self.uploader.store.settings.checksum == "none":
             for item in written:
                 item.forget_checksum()
         entry = self._entry(number, uploaded)
@@ -259,7 +256,7 @@ class _Targets:
 
     def _entry(self, number: int, uploaded: UploadedObject) -> ObjectEntry:
         crc = uploaded.crc64nvme
-        if crc is None or self.uploader.bucket.wire_checksum == "none":
+        if crc is None or self.uploader.store.settings.checksum == "none":
             return ObjectEntry(self._names.relative_path(number), uploaded.size)
         return ObjectEntry(self._names.relative_path(number), uploaded.size, crc_hex(crc))
 
@@ -280,7 +277,7 @@ def _cause(uploader: Uploader, futures: Sequence[Future[list[WriteResult]]]) -> 
 
 
 def _is_initialized() -> bool:
-    """Whether this process has used the accelerator; a process for checkpoints only should not begin to."""
+    """Whether this process has used the accelerator. A process only for checkpoints should not initialize it."""
     accelerator = torch.accelerator.current_accelerator()
     module = None if accelerator is None else torch.get_device_module(accelerator)
     return bool(getattr(module, "is_initialized", lambda: True)())

@@ -1,7 +1,7 @@
 """Which item goes into which object. Pure.
 
-torch's own helper balances by the size of the whole tensor that an item is a shard of; what costs time and
-space is the chunk that this rank writes.
+torch's own helper balances by the size of the whole tensor of which an item is a shard. But time and space depend on
+the chunk that this rank writes.
 """
 
 from __future__ import annotations
@@ -14,26 +14,23 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
-# Framing of one item by torch.save, and a guess for an item whose bytes are not known before they are pickled.
+# Framing of one item by torch.save, and a guess for an item whose size is unknown until it is pickled.
 _FRAMING_BYTES = 2048
 _UNKNOWN_BYTES = 1024
 
 
 @dataclass(frozen=True)
 class WriteBucket:
-    """Items that go into one object.
-
-    Attributes:
-        items: in the order in which they are written.
-        size: estimated bytes.
-    """
+    """Items that go into one object."""
 
     items: tuple[WriteItem, ...]
+    """The items, in the order in which they are written."""
     size: int
+    """Estimated size in bytes."""
 
 
 def item_size(item: WriteItem) -> int:
-    """Estimated bytes that ``item`` takes in its object: its chunk (not its whole tensor) and the framing."""
+    """Estimated bytes of ``item`` in its object: its chunk (not its whole tensor) plus framing."""
     if item.tensor_data is None:
         size = item.bytes_io_data.nbytes if item.bytes_io_data is not None else _UNKNOWN_BYTES
         return size + _FRAMING_BYTES
@@ -47,9 +44,9 @@ def matches_prefix(fqn: str, prefix: str) -> bool:
 
 
 def group_items(items: Sequence[WriteItem], separate: Sequence[Sequence[str]]) -> list[list[WriteItem]]:
-    """Split items by FQN: one group for each entry of ``separate`` (the first that matches), the rest last.
+    """Group items by FQN: one group for each entry of ``separate`` (the first that matches), then one for the rest.
 
-    Groups without items are left out.
+    Empty groups are left out.
     """
     groups: list[list[WriteItem]] = [[] for _ in range(len(separate) + 1)]
     for item in items:
@@ -76,13 +73,13 @@ def plan_buckets(
     Graham 1969); other items are spread round-robin. The result depends on the arguments alone.
 
     Args:
-        items: of this rank's plan.
-        max_buckets: objects per group at most.
-        min_bucket_size: bytes; a group gets fewer buckets where they would become smaller than this.
-        separate: FQN prefixes of groups that get objects of their own.
+        items: items of this rank's plan.
+        max_buckets: most objects per group.
+        min_bucket_size: bytes. A group gets fewer buckets rather than smaller ones.
+        separate: FQN prefixes of the groups that get their own objects.
 
     Returns:
-        Buckets without an empty one, the largest first.
+        Non-empty buckets, the largest first.
     """
     buckets: list[WriteBucket] = []
     for group in group_items(items, separate):
@@ -93,12 +90,12 @@ def plan_buckets(
 def _balance(items: Sequence[WriteItem], *, max_buckets: int, min_bucket_size: int) -> list[WriteBucket]:
     sizes = [item_size(item) for item in items]
     count = max(1, min(max_buckets, len(items), sum(sizes) // max(1, min_bucket_size)))
-    contents: list[list[int]] = [[] for _ in range(count)]
+    numbers: list[list[int]] = [[] for _ in range(count)]
     totals = [0] * count
 
     others = [i for i, item in enumerate(items) if item.type == WriteItemType.BYTE_IO]
     for turn, i in enumerate(others):
-        contents[turn % count].append(i)
+        numbers[turn % count].append(i)
         totals[turn % count] += sizes[i]
 
     tensors = [i for i, item in enumerate(items) if item.type != WriteItemType.BYTE_IO]
@@ -107,13 +104,13 @@ def _balance(items: Sequence[WriteItem], *, max_buckets: int, min_bucket_size: i
     heapq.heapify(heap)
     for i in tensors:
         total, number = heapq.heappop(heap)
-        contents[number].append(i)
+        numbers[number].append(i)
         totals[number] = total + sizes[i]
         heapq.heappush(heap, (totals[number], number))
 
     return [
-        # Plan order within a bucket: neighbours in the state are then neighbours on S3, and reads coalesce.
-        WriteBucket(tuple(items[i] for i in sorted(content)), total)
-        for content, total in zip(contents, totals, strict=True)
-        if content
+        # Plan order within a bucket: neighbours in the state stay neighbours on S3, and their reads coalesce.
+        WriteBucket(tuple(items[i] for i in sorted(inside)), total)
+        for inside, total in zip(numbers, totals, strict=True)
+        if inside
     ]

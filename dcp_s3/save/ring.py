@@ -1,4 +1,4 @@
-"""The way of tensors on a device to the upload of a synchronous save: a few pinned blocks, used in turn."""
+"""Pinned host memory for synchronous saves: tensors on a device are copied through a few blocks, used in turn."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import weakref
 import torch
 
 from dcp_s3.errors import StagingError
-from dcp_s3.stage.buffers import Buffer
+from dcp_s3.stage.buffers import HostBuffer
 from dcp_s3.tensor_memory import copy_to_host, view_bytes
 
 BLOCK_SIZE = 16 * 2**20
-_MIN_SIZE = 2**20  # bytes; below, a block would be mostly empty
+_MIN_SIZE = 2**20  # bytes; a smaller tensor would leave a block mostly empty
 
 
 class PinnedRing:
-    """Blocks of pinned memory that tensors are copied to, piece by piece, while earlier pieces are uploaded.
+    """Blocks of pinned memory into which tensors are copied piece by piece, while earlier pieces are uploaded.
 
-    A block is free again when nothing refers to the bytes in it any more. If none is free, the copy goes to ordinary
-    memory rather than wait: the uploads' own limit on parts in flight bounds it.
+    A block is free again when nothing refers to its bytes. If none is free, the copy goes to ordinary memory rather
+    than wait; the upload's limit on parts in flight bounds that memory.
 
     Args:
-        blocks: how many there may be; they are made when first needed and kept.
-        block_size: bytes.
-        pin: whether to register them with CUDA; otherwise they are ordinary memory.
+        blocks: most blocks. They are made when first needed, and kept.
+        block_size: size of a block in bytes.
+        pin: whether to register the blocks with CUDA; otherwise they are ordinary memory.
     """
 
     def __init__(self, blocks: int, *, block_size: int = BLOCK_SIZE, pin: bool) -> None:
@@ -33,11 +33,11 @@ class PinnedRing:
         self._pin = pin
         self._missing = blocks
         self._lock = threading.Lock()
-        self._free: queue.SimpleQueue[Buffer] = queue.SimpleQueue()
+        self._free: queue.SimpleQueue[HostBuffer] = queue.SimpleQueue()
         self._local = threading.local()
 
     def copy(self, tensor: torch.Tensor) -> memoryview:
-        """The bytes of a small ``tensor`` in row-major order, in host memory; returns when they are there."""
+        """The bytes of a small ``tensor`` in row-major order, in host memory. Returns when they are there."""
         block = self._take() if _MIN_SIZE <= tensor.nbytes <= self.block_size else None
         if block is None:
             return copy_to_host(tensor)
@@ -49,13 +49,13 @@ class PinnedRing:
         if stream is None:
             _copy(tensor, target)
         else:
-            stream.wait_stream(torch.accelerator.current_stream(tensor.device))  # where the planner worked
+            stream.wait_stream(torch.accelerator.current_stream(tensor.device))  # on which the planner worked
             with stream:
                 _copy(tensor, target)
             stream.synchronize()
         return view_bytes(target)
 
-    def _take(self) -> Buffer | None:
+    def _take(self) -> HostBuffer | None:
         try:
             return self._free.get_nowait()
         except queue.Empty:
@@ -65,7 +65,7 @@ class PinnedRing:
                 return None
             self._missing -= 1
         try:
-            block = Buffer(self.block_size, "private")
+            block = HostBuffer(self.block_size, "private")
         except StagingError:
             with self._lock:
                 self._missing += 1
@@ -75,7 +75,7 @@ class PinnedRing:
         return block
 
     def _stream(self, device: torch.device) -> torch.Stream | None:
-        """One for each thread, so that copies of several threads overlap."""
+        """A stream for each thread and device, so that copies of several threads overlap."""
         if device.type == "cpu":
             return None
         streams: dict[torch.device, torch.Stream] | None = getattr(self._local, "streams", None)
@@ -96,7 +96,7 @@ _rings_lock = threading.Lock()
 
 
 def shared_ring(memory: int) -> PinnedRing:
-    """The ring of this process with about ``memory`` bytes."""
+    """This process's ring of about ``memory`` bytes."""
     with _rings_lock:
         if memory not in _rings:
             _rings[memory] = PinnedRing(max(1, memory // BLOCK_SIZE), pin=torch.cuda.is_available())

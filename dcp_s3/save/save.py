@@ -1,4 +1,4 @@
-"""One save: what belongs to it from its beginning to its commit."""
+"""One save, from its beginning to its commit."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from dcp_s3.errors import (
     TransferError,
 )
 from dcp_s3.format.layout import metadata_object, new_nonce
-from dcp_s3.s3.bucket import Bucket, limit_timeouts
-from dcp_s3.s3.deadline import Deadline
-from dcp_s3.save.objects import ItemWriteResult, ObjectNames, both, write_buckets
+from dcp_s3.limit import Deadline, Limit
+from dcp_s3.s3.store import S3Store
+from dcp_s3.save.objects import ItemWriteResult, ObjectNames, refused_by_both, write_buckets
 from dcp_s3.save.plan import plan_buckets
 from dcp_s3.settings import Settings
 from dcp_s3.spill.background import drain_in_background, wait_until_drained
@@ -56,7 +56,7 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0  # seconds between looks at S3
 
 @dataclass(frozen=True)
 class SaveOptions:
-    """What a writer asks of its saves; the arguments of `S3StorageWriter`."""
+    """A writer's options for its saves: the arguments of `S3StorageWriter`."""
 
     settings: Settings
     store: SpillStore | None
@@ -68,14 +68,14 @@ class SaveOptions:
 
 @dataclass
 class _PlanOrigin:
-    """Rides in a rank's plan to the coordinator, to tell that it belongs to the coordinator's save."""
+    """Travels in a rank's plan to the coordinator, to show that the plan belongs to the coordinator's save."""
 
-    url: str | None  # None once it was looked at: DCP may hand out the same object again, from its cache of plans
+    url: str | None  # None once it was checked: DCP may pass the same object again, from its cache of plans
     rank: int
 
 
 class _RankResults(list[WriteResult]):
-    """What one rank wrote, and for which checkpoint; DCP brings it to the coordinator as it is."""
+    """What one rank wrote, and for which checkpoint. DCP passes it to the coordinator unchanged."""
 
     def __init__(self, url: str, results: Iterable[WriteResult]) -> None:
         super().__init__(results)
@@ -89,12 +89,12 @@ class Save:
     """One rank's part in one save.
 
     Args:
-        url: where it goes.
-        save_id: random, of this save.
-        options: of its writer, as they were when it began.
-        rank: of this process.
+        url: URL of the checkpoint.
+        save_id: random id of this save.
+        options: the writer's options when the save began.
+        rank: rank of this process.
         is_coordinator: whether this rank commits for all.
-        use_collectives: whether there is a coordinator at all; otherwise each rank commits for itself.
+        use_collectives: whether there is a coordinator; otherwise each rank commits for itself.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Save:
     ) -> None:
         self.url, self.save_id = url, save_id
         self.written = False
-        """Whether all of this rank's data is where it belongs."""
+        """Whether all of this rank's data is written."""
         self._options, self._settings, self._store = options, options.settings, options.store
         self._rank, self._is_coordinator, self._use_collectives = rank, is_coordinator, use_collectives
         self._identity = SaveIdentity(url, save_id, None if use_collectives else rank)
@@ -117,22 +117,22 @@ class Save:
         self._previous = Previous()
         self._unseen = False
         self._beginning = Beginning()
-        self._an_object: str | None = None  # path of one that this rank wrote
+        self._an_object: str | None = None  # path of an object that this rank wrote
         self._deadline: Deadline | None = None
 
     @property
     def storage_meta(self) -> StorageMeta:
-        """URL and id, for DCP's logs and for ``.metadata``."""
+        """URL and save id, for DCP's logs and for ``.metadata``."""
         return StorageMeta(checkpoint_id=str(self.url), save_id=self.save_id)
 
     # --- in the order of DCP's calls ----------------------------------------------------------------
 
     def begin(self) -> None:
-        """What an earlier process left on the local disk goes to S3, too."""
+        """Start to drain what an earlier process left on the local disk."""
         self._drain()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Check the URL, and say in the plan which save it is of.
+        """Check the URL, and mark the plan with this save's URL.
 
         Raises:
             CheckpointExistsError, StorageError
@@ -147,15 +147,15 @@ class Save:
             except TransferError as error:
                 if self._store is None:
                     raise
-                logger.warning("whether %s is free will be seen at its commit: %s", self.url, error)
+                logger.warning("whether %s is free is checked at its commit: %s", self.url, error)
                 self._unseen = True
         return dataclasses.replace(plan, storage_data=_PlanOrigin(str(self.url), self._rank))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Check that all plans are of this save. There is nothing else to coordinate: names are unique.
+        """Check that all plans are of this save. Nothing else needs coordination: names are unique.
 
         Raises:
-            SaveProtocolError: one is of another save.
+            SaveProtocolError: a plan is of another save.
         """
         for plan in plans:
             origin = plan.storage_data
@@ -178,7 +178,7 @@ class Save:
             min_bucket_size=self._settings.part_size,
             separate=self._options.separate,
         )
-        # Not in the plan: a planner may hand out a plan again that it has cached.
+        # Not in the plan: a planner may reuse a cached plan.
         names = ObjectNames(self.url, self._rank, new_nonce())
         with self._spill_session(names, len(buckets)) as session:
             results = write_buckets(self._bucket(), buckets, planner, self._options.transforms, names, session)
@@ -189,10 +189,10 @@ class Save:
         return _RankResults(str(self.url), results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit what all ranks have written; of a save without collectives, what this rank has.
+        """Commit what all ranks have written; without collectives, what this rank has written.
 
         Raises:
-            CheckpointDeletedError: the save took so long that a prune took what it wrote for a leftover.
+            CheckpointDeletedError: the save took so long that a prune deleted its objects as leftovers.
             DeadlineExceededError: `save_timeout` has passed since this rank began to write.
             SaveProtocolError: a rank wrote for another save.
             CheckpointExistsError, StorageError
@@ -217,16 +217,16 @@ class Save:
         )
         self._commit(commit, spilled=any(result.spilled for result in ours))
 
-    # --- after it -----------------------------------------------------------------------------------
+    # --- after the save -----------------------------------------------------------------------------
 
     def is_committed(self) -> bool:
-        """Whether it is committed on S3; of a rank that wrote nothing: whether any checkpoint is there.
+        """Whether the save is committed on S3. For a rank that wrote nothing: whether any checkpoint is there.
 
         Raises:
-            CheckpointError: one that began later is there.
-            StorageError: S3 refuses to tell.
+            CheckpointError: a save that began later has replaced it.
+            StorageError: S3 refuses the request.
         """
-        bucket = Bucket(self.url.bucket, self._settings)
+        bucket = S3Store(self.url.bucket, self._settings)
         if self._an_object is None:
             return bucket.exists(self._identity.metadata_key)
         state = find_state(bucket, self._identity, path=self._an_object, started_at=self._beginning.at)
@@ -241,20 +241,16 @@ class Save:
     def _check_same_save(self, url: str, rank: int) -> None:
         if url != str(self.url):
             raise SaveProtocolError(
-                f"two saves met: rank {rank} saves to {url}, this rank to {self.url}; neither was committed. Remedy: "
-                "on every rank begin saves in the same order, or give saves that overlap a process group each "
-                "(process_group=dist.new_group(backend='gloo'))"
+                f"two saves overlapped: rank {rank} saves to {url}, this rank to {self.url}; neither was committed. "
+                "Remedy: begin saves in the same order on every rank, or give each overlapping save its own process "
+                "group (process_group=dist.new_group(backend='gloo'))"
             )
 
-    def _bucket(self) -> Bucket:
-        settings, patience = self._settings, None
-        if self._store is not None:
-            # There is another place for what S3 does not take: find out soon.
-            patience = settings.spill_after
-            settings = limit_timeouts(settings, patience)
-        if settings.save_timeout is not None:
-            settings = limit_timeouts(settings, settings.save_timeout)
-        return Bucket(self.url.bucket, settings, patience, self._deadline)
+    def _bucket(self) -> S3Store:
+        # What S3 does not take goes to disk: find out soon.
+        patience = None if self._store is None else self._settings.spill_after
+        limit = Limit(deadline=self._deadline, patience=patience).within(patience, self._settings.save_timeout)
+        return S3Store(self.url.bucket, self._settings, limit)
 
     def _start_deadline(self) -> Deadline | None:
         return Deadline.start("DCP_S3_SAVE_TIMEOUT", self._settings.save_timeout)
@@ -275,18 +271,18 @@ class Save:
         try:
             session.__enter__()
         except SpillError as error:
-            logger.warning("this save can not spill: %s", error)
+            logger.warning("this save cannot spill: %s", error)
             try:
                 yield None
             except TransferError as refusal:
-                raise both(refusal, error) from refusal
+                raise refused_by_both(refusal, error) from refusal
             return
         with contextlib.ExitStack() as stack:
             stack.push(session)
             yield session
 
     def _check_none_waits(self) -> None:
-        """Refuse to save where the commit of an earlier save waits for S3."""
+        """Refuse to save to a URL where the commit of an earlier save waits for S3."""
         identity = self._identity
         for save in self._store.scan() if self._store is not None else ():
             commit = save.journal.commit
@@ -302,13 +298,13 @@ class Save:
             drain_in_background(self._store, patience=self._settings.spill_after)
 
     def _commit(self, commit: Commit, *, spilled: bool) -> None:
-        """Commit on S3 at once if all is there; otherwise leave it to the drain."""
+        """Commit on S3 at once if all objects are there; otherwise leave the commit to the drain."""
         if self._store is None:
             if spilled:
                 raise SpillError(
-                    f"{commit.identity.url} can not be committed: objects of it wait in the spill directory of another "
-                    "rank, and this one, which commits when they are on S3, has none. Remedy: set DCP_S3_SPILL_DIR on "
-                    "every rank"
+                    f"{commit.identity.url} cannot be committed: objects of it wait in the spill directory of another "
+                    "rank, but this rank, which would commit them once they are on S3, has no spill directory. "
+                    "Remedy: set DCP_S3_SPILL_DIR on every rank"
                 )
             self._publish(commit)
             return
@@ -329,7 +325,7 @@ class Save:
         except SpillError as error:
             if refusal is None:
                 raise
-            raise both(refusal, error) from refusal
+            raise refused_by_both(refusal, error) from refusal
         self._drain()
         if self._settings.durability == "s3":
             try:
@@ -351,11 +347,11 @@ class Save:
                 raise
             progress = "every rank had written its data, but it was not committed"
             if error.key == commit.identity.metadata_key and error.attempts:
-                progress += "; S3 may still carry out the commit that it did not answer"
+                progress += "; S3 may still carry out the commit request that it did not answer"
             raise self._deadline.error(f"the save to {commit.identity.url}", progress) from error
 
     def _look_again(self) -> Previous:
-        """What this save overwrites if that is not what was there when it began: an older one that had been spilled."""
+        """The checkpoint to overwrite, if it changed since this save began: an older save that had spilled."""
         bucket, identity = self._bucket(), self._identity
         previous = find_previous(bucket, identity)
         check_newest(bucket, identity, previous, self._beginning.at)
@@ -365,19 +361,19 @@ class Save:
 def wait_committed(
     url: CheckpointURL, save: Save | None, store: SpillStore | None, settings: Settings, timeout: float | None
 ) -> None:
-    """Wait until a save is committed on S3; of an unknown one, until any checkpoint is there.
+    """Wait until ``save`` is committed on S3; if it is None, until any checkpoint is there.
 
     Args:
-        url: of the checkpoint.
-        save: the one to wait for, if this process has made it.
+        url: URL of the checkpoint.
+        save: the save to wait for, if this process made it.
         store: the spill directory.
-        settings: of the writer.
-        timeout: seconds; None to wait for as long as it takes.
+        settings: settings of the writer.
+        timeout: seconds; None: no limit.
 
     Raises:
-        TimeoutError: it is not committed yet; the drain goes on.
-        CheckpointError: it cannot be committed, or another save has replaced it.
-        StorageError: S3 refuses to tell.
+        TimeoutError: the save is not committed yet; the drain goes on.
+        CheckpointError: the save cannot be committed, or another save has replaced it.
+        StorageError: S3 refuses the request.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     if store is not None:
@@ -386,7 +382,7 @@ def wait_committed(
             if spilled.journal.url == str(url):
                 left = None if deadline is None else max(0.0, deadline - time.monotonic())
                 wait_until_drained(store, spilled, timeout=left)
-    bucket, pause = Bucket(url.bucket, settings), _SHORTEST_PAUSE
+    bucket, pause = S3Store(url.bucket, settings), _SHORTEST_PAUSE
     while True:
         try:
             if save.is_committed() if save is not None else bucket.exists(url.key(metadata_object())):

@@ -30,34 +30,36 @@ from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
 Separate = Sequence[str | Sequence[str]]
 
 
-class _Here(threading.local):
-    """What one thread does with a writer: DCP makes all calls of a save in one thread."""
+class _ThreadState(threading.local):
+    """The state of a writer in one thread: DCP makes all calls of a save in one thread."""
 
     url: CheckpointURL | None = None
-    """Of its next save."""
+    """URL of its next save."""
     save_id: str | None = None
-    """Of its next save; None if that has none yet."""
+    """Id of its next save; None if not chosen yet."""
     save: Save | None = None
-    """The one under way, or the last."""
+    """The save under way, or the last one."""
 
 
 class S3StorageWriter(StorageWriter, AsyncStager):
-    """Writes checkpoints to S3; pass it to `dcp.save` or `dcp.async_save` as ``storage_writer``.
+    """Writes checkpoints to S3. Pass it to `dcp.save` or `dcp.async_save` as ``storage_writer``.
 
-    Nothing is visible before the commit at the end: if any rank fails, there is no new checkpoint, and an old
-    one at the same URL stays whole. One writer may be used for several saves, also for saves that overlap
-    (`async_save` before the previous one is done), if each is given its ``checkpoint_id``: a save keeps its URL, its
-    arguments and its id from its beginning to its end. Saves that share a process group take turns.
+    Nothing is visible before the commit at the end. If any rank fails, there is no new checkpoint, and an old one at
+    the same URL stays whole.
+
+    One writer may be used for several saves, even overlapping ones (`async_save` before the previous one is done), if
+    each is given its ``checkpoint_id``. A save keeps its URL, arguments and id from beginning to end. Saves that share
+    a process group take turns.
 
     Args:
-        url: ``s3://bucket/prefix`` of the checkpoint. May be left out if each save passes ``checkpoint_id``.
-        overwrite: whether a committed checkpoint at the URL is replaced. Otherwise, and always without collectives
-            (where it could not be atomic): CheckpointExistsError.
-        metrics: user metrics (numbers, text, bools) stored beside the checkpoint.
-        separate: FQN prefixes that get objects of their own, for example ``["model", "optimizer"]``; an entry may
-            be a list of prefixes that share. What matches none shares the rest.
-        settings: a `Settings`, or a mapping of those that differ from the environment.
-        _extensions: torch's stream transforms (experimental there), as FileSystemWriter takes them.
+        url: ``s3://bucket/prefix`` of the checkpoint. Optional if each save passes ``checkpoint_id``.
+        overwrite: replace a committed checkpoint at the URL. Otherwise CheckpointExistsError. Without collectives it is
+            always an error, because the replacement could not be atomic.
+        metrics: user metrics (numbers, text, bools), stored beside the checkpoint.
+        separate: FQN prefixes that get their own objects, for example ``["model", "optimizer"]``. An entry may be a
+            list of prefixes that share objects. Everything else shares the remaining objects.
+        settings: a `Settings`, or a mapping of settings that override the environment.
+        _extensions: torch's stream transforms (experimental), as for FileSystemWriter.
 
     Raises:
         InvalidURLError: ``url`` is not an S3 URL.
@@ -66,8 +68,8 @@ class S3StorageWriter(StorageWriter, AsyncStager):
     """
 
     caller_reports = False
-    """Whether the caller logs asynchronous saves that fail. Otherwise they are logged here: nobody may ever look at the
-    future."""
+    """Whether the caller logs asynchronous saves that fail. Otherwise they are logged here, because nobody may look at
+    the future."""
 
     def __init__(
         self,
@@ -93,11 +95,11 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         self._begin_here()
 
     def _begin_here(self) -> None:
-        self._home, self._here = threading.get_ident(), _Here()
+        self._home, self._here = threading.get_ident(), _ThreadState()
 
     @called_by_dcp
     def __getstate__(self) -> dict[str, Any]:
-        # For AsyncCheckpointerType.PROCESS: from here on DCP alone knows how the save ends.
+        # For AsyncCheckpointerType.PROCESS: from here on only DCP knows how the save ends.
         return {**self.__dict__, "_home": None, "_here": None, "_last": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -110,8 +112,8 @@ class S3StorageWriter(StorageWriter, AsyncStager):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new save, to ``checkpoint_id`` if given.
 
-        In the thread that made the writer, ``checkpoint_id`` also becomes the URL of later saves that bring none. That
-        of an asynchronous save, which DCP gives in a thread of its own, is for that save alone.
+        In the thread that made the writer, ``checkpoint_id`` also becomes the URL of later saves without one. DCP
+        passes that of an asynchronous save in another thread; there it is for that save alone.
 
         Raises:
             InvalidURLError: ``checkpoint_id`` is not an S3 URL.
@@ -125,18 +127,18 @@ class S3StorageWriter(StorageWriter, AsyncStager):
 
     @called_by_dcp
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Called by DCP on every rank before planning: here the save begins.
+        """Begin the save. DCP calls this on every rank before planning.
 
         Raises:
             MissingURLError: neither the writer nor the save has a URL.
-            SaveProtocolError: it cannot be told which of several URLs the save is for.
+            SaveProtocolError: several URLs are possible for this save.
         """
         here, save_id, group = self._here, self._next_save_id(), find_save_group()
         url = self._settle_url(group)
         self._unused.discard(url)
         use_collectives = bool(kwargs.get("use_collectives", True))
         rank = kwargs.get("rank")
-        if rank is None:  # not every framework that calls us itself says it
+        if rank is None:  # some frameworks that call this directly do not pass it
             rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
         if group is None:
             take_turn(str(url))
@@ -152,7 +154,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
 
     @called_by_dcp
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Check the URL before any byte moves: on the coordinator, or on every rank without collectives.
+        """Check the URL before any data is uploaded: on the coordinator, or on every rank without collectives.
 
         Raises:
             CheckpointExistsError, StorageError
@@ -163,10 +165,10 @@ class S3StorageWriter(StorageWriter, AsyncStager):
 
     @called_by_dcp
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Check that the ranks' plans are of one save; there is nothing else to coordinate.
+        """Check that the ranks' plans are of one save. Nothing else needs coordination.
 
         Raises:
-            SaveProtocolError: they are not.
+            SaveProtocolError: they are of different saves.
         """
         return self._save.prepare_global_plan(plans)
 
@@ -184,11 +186,11 @@ class S3StorageWriter(StorageWriter, AsyncStager):
 
     @called_by_dcp
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit. Called on the coordinator when every rank has written, or on each rank without collectives.
+        """Commit. Called on the coordinator when every rank has written; without collectives, on each rank.
 
         Raises:
             DeadlineExceededError: `save_timeout` has passed since this rank began to write.
-            CheckpointDeletedError: the save took so long that a prune took what it wrote for a leftover.
+            CheckpointDeletedError: the save took so long that a prune deleted its objects as leftovers.
             SaveProtocolError: a rank wrote for another save.
             CheckpointExistsError, StorageError
         """
@@ -196,7 +198,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
 
     @called_by_dcp
     def storage_meta(self) -> StorageMeta | None:
-        """URL and id of the save under way in this thread, or of its next one; for DCP's logs and planners."""
+        """URL and id of the save under way in this thread, or of its next save; for DCP's logs and planners."""
         here = self._here
         if here.save is not None and here.save_id is None and not here.save.written:
             return here.save.storage_meta
@@ -204,19 +206,19 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         return StorageMeta(checkpoint_id=str(here.url), save_id=self._next_save_id())
 
     def wait_committed(self, timeout: float | None = None) -> None:
-        """Wait until the last save of this writer is committed on S3; of use with ``DCP_S3_DURABILITY=local``.
+        """Wait until the last save of this writer is committed on S3. Useful with ``DCP_S3_DURABILITY=local``.
 
-        Every rank may call it. The last save is the one that began last, in whichever thread. A writer that has not
-        written itself (that of a restart, or whose saves another process does, or of a rank that had nothing to write)
-        waits for any checkpoint at its URL.
+        Every rank may call it. The last save is the one that began last, in any thread. A writer that has not written
+        itself (after a restart, on a rank with nothing to write, or if another process does its saves) waits for any
+        checkpoint at its URL.
 
         Args:
-            timeout: seconds; None to wait for as long as it takes.
+            timeout: seconds; None: no limit.
 
         Raises:
-            TimeoutError: it is not committed yet; the drain goes on.
-            CheckpointError: it cannot be committed, or another save has replaced it.
-            StorageError: S3 refuses to tell.
+            TimeoutError: the save is not committed yet; the drain goes on.
+            CheckpointError: the save cannot be committed, or another save has replaced it.
+            StorageError: S3 refuses the request.
         """
         save = self._last
         url = self._choose_url() if save is None else save.url
@@ -224,36 +226,35 @@ class S3StorageWriter(StorageWriter, AsyncStager):
 
     @property
     def checkpoint_id(self) -> str | None:
-        """URL of this thread's save, or of the next one; None before there is one."""
+        """URL of this thread's save, or of the next one. None if there is none yet."""
         url = self._here.url or self._url or (self._last.url if self._last is not None else None)
         return None if url is None else str(url)
 
     @property
     def save_id(self) -> str:
-        """Random id of the last save; before the first one, or after `reset`, of the next one."""
+        """Random id of the last save. Before the first save and after `reset`: id of the next one."""
         save = self._here.save or self._last
         return self._next_save_id() if save is None or self._here.save_id is not None else save.save_id
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this is an S3 URL, as text or as a path, which has one slash left."""
+        """Whether this is an S3 URL, as text or as a path (which has only one slash left)."""
         return is_s3_url(checkpoint_id)
 
     # --- AsyncStager ----------------------------------------------------------------------------------
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The training-safe copy of a blocking `S3Stager`, one for all writers of the process with these settings.
+        """A training-safe copy of the state, from a blocking `S3Stager` that all writers with these settings share.
 
-        `dcp.async_save` calls this if it is given no ``async_stager``. The buffers stay with the process, for its next
-        save.
+        `dcp.async_save` calls this if it is given no ``async_stager``. The process keeps the buffers for its next save.
         """
         return shared_stager(self.settings).stage_now(state_dict)
 
     def synchronize_staging(self) -> None:
-        """Nothing to wait for: `stage` is complete when it returns."""
+        """Nothing to wait for: the copy is complete when `stage` returns."""
 
     def close(self) -> None:
-        """Nothing to release: threads end with each save, connections belong to the process."""
+        """Nothing to release: threads end with each save, and connections belong to the process."""
 
     # --- internal ---------------------------------------------------------------------------------------
 
@@ -264,13 +265,13 @@ class S3StorageWriter(StorageWriter, AsyncStager):
 
     @property
     def _save(self) -> Save:
-        save = self._here.save or self._last  # a framework may write in another thread than it plans in
+        save = self._here.save or self._last  # a framework may write in a different thread than it plans in
         if save is None:
             raise SaveProtocolError("there is no save under way: DCP calls set_up_storage_writer first")
         return save
 
     def _settle_url(self, group: str | None) -> CheckpointURL:
-        """URL of the save that begins; its turn comes before anything that its ranks tell each other, failures too."""
+        """URL of the save that begins. It takes its turn before the ranks exchange anything, even failures."""
         try:
             return self._choose_url()
         finally:
@@ -278,7 +279,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
                 take_turn(group)
 
     def _choose_url(self) -> CheckpointURL:
-        """Of the next save of this thread."""
+        """URL of this thread's next save."""
         if self._here.url is not None:
             return self._here.url
         if self._url is None:
@@ -288,7 +289,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             )
         if candidates := self._unused - {self._url}:
             raise SaveProtocolError(
-                "it cannot be told which URL this asynchronous save is for: before it began the writer was given "
+                "it is unclear which URL this asynchronous save is for: before it began the writer was given "
                 f"{', '.join(sorted(str(url) for url in candidates | {self._url}))}; nothing was written. Remedy: "
                 "pass checkpoint_id=... to each dcp.async_save, or make a writer for each"
             )

@@ -1,4 +1,5 @@
-"""The drain behind the training: a thread in each process that spills, of which one drains at a time."""
+"""The drain in the background of training: one thread in each process that spills. Only one process drains at a
+time."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import threading
 import time
 
 from dcp_s3.errors import CheckpointError, SpillError
+from dcp_s3.forking import reset_in_child
 from dcp_s3.spill.drain import Drainer
 from dcp_s3.spill.store import SpilledSave, SpillStore
 
@@ -22,23 +24,21 @@ _running: dict[tuple[int, str], BackgroundDrain] = {}
 _lock = threading.Lock()
 
 
-def _after_fork_in_child() -> None:
-    # A lock held by another thread at the time of the fork would stay locked for ever.
+@reset_in_child
+def _reset_after_fork() -> None:
+    # A lock held by another thread at the time of the fork would stay locked forever.
     global _lock
     _lock = threading.Lock()
     _running.clear()
 
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
-
-
 class BackgroundDrain:
-    """Drains one spill directory until nothing is left in it. A process that dies in the middle does no harm."""
+    """Drains one spill directory until it is empty. If the process dies, another can go on."""
 
     def __init__(self, store: SpillStore, *, patience: float) -> None:
         self.ended = False
         self.reasons: dict[str, str] = {}
-        """Why saves wait, by their names, as the last pass found."""
+        """Why saves wait, by save name, from the last pass."""
         self.store = store
         self._patience = patience
         self._wake = threading.Event()
@@ -47,11 +47,11 @@ class BackgroundDrain:
         self._thread.start()
 
     def wake(self) -> None:
-        """There is something new to drain."""
+        """Tell the thread that there is something new to drain."""
         self._wake.set()
 
     def stop(self) -> None:
-        """End the thread, after the object under way if that does not take long."""
+        """End the thread, after the current object if that does not take long."""
         self._stop.set()
         self._wake.set()
         self._thread.join(_EXIT_SECONDS)
@@ -66,7 +66,7 @@ class BackgroundDrain:
                 logger.warning("the background drain waits: %s", error)
                 pause = _LONGEST_PAUSE
             except Exception:
-                logger.exception("the background drain of %s failed; it goes on later", self.store.path)
+                logger.exception("the background drain of %s failed; it is tried again later", self.store.path)
                 pause = _LONGEST_PAUSE
             else:
                 self.reasons = report.waiting
@@ -77,14 +77,14 @@ class BackgroundDrain:
             self._wake.wait(pause)
 
     def _end(self) -> bool:
-        """End, unless somebody has just asked for more."""
+        """End, unless there was a new request meanwhile."""
         with _lock:
             self.ended = not self._wake.is_set()
             return self.ended
 
 
 def drain_in_background(store: SpillStore, *, patience: float) -> None:
-    """Let this process's thread for a spill directory look at it now; the thread is started if there is none."""
+    """Drain a spill directory now, in this process's thread for it. The thread is started if needed."""
     key = (os.getpid(), os.path.abspath(store.path))
     with _lock:
         running = _running.get(key)
@@ -95,7 +95,7 @@ def drain_in_background(store: SpillStore, *, patience: float) -> None:
 
 
 def stop_draining() -> None:
-    """End this process's threads; what is left is for `dcp-s3 drain` or the next process."""
+    """End this process's drain threads. `dcp-s3 drain` or the next process uploads what is left."""
     with _lock:
         ending = [running for (pid, _), running in _running.items() if pid == os.getpid() and not running.ended]
         _running.clear()
@@ -124,10 +124,10 @@ def _why_waiting(store: SpillStore, save: SpilledSave) -> str:
 
 
 def wait_until_drained(store: SpillStore, save: SpilledSave, *, timeout: float | None = None) -> None:
-    """Wait until a spilled save is on S3, or its commit done.
+    """Wait until a spilled save is on S3, or its commit is done.
 
     Raises:
-        CheckpointError: it can not be drained, and was set aside.
+        CheckpointError: the save cannot be drained, and was set aside.
         TimeoutError: ``timeout`` seconds have passed; the drain goes on.
     """
     started = reported = time.monotonic()

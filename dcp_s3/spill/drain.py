@@ -1,7 +1,7 @@
-"""The drain: from the spill directory to S3, and the commit when all of a checkpoint is there.
+"""The drain: uploads the spill directory to S3, and commits a checkpoint when all of it is there.
 
-Nothing here needs the processes that saved, nor their collectives: whoever drains the coordinator's directory writes
-``.metadata``, once S3 lists every object that it names with the right size. Where those came from does not matter.
+This needs neither the processes that saved nor their collectives. Whoever drains the coordinator's directory writes
+``.metadata``, once S3 lists every object that it names with the right size. It does not matter who uploaded them.
 """
 
 from __future__ import annotations
@@ -25,13 +25,15 @@ from dcp_s3.checkpoint.commit import (
 )
 from dcp_s3.checkpoint.completeness import Beginning
 from dcp_s3.checkpoint.listing import list_directory
+from dcp_s3.limit import Limit
 from dcp_s3.s3 import multipart
-from dcp_s3.s3.bucket import Bucket
+from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.spill.files import upload_file
 from dcp_s3.spill.journal import SpilledCommit, State
 from dcp_s3.spill.local import ReadCache
 from dcp_s3.spill.store import DamagedFileError, SpilledSave, SpillStore
+from dcp_s3.store import Upload
 from dcp_s3.tracebacks import without_tracebacks
 from dcp_s3.units import format_size
 from dcp_s3.url import CheckpointURL, parse_url
@@ -41,33 +43,30 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class DrainReport:
-    """What one pass over a spill directory did.
-
-    Attributes:
-        uploaded: bytes that are on S3 now and were not known to be.
-        committed: URLs of checkpoints that were committed.
-        discarded: saves that were given up: their process died before they were reported durable.
-        waiting: what is left, with the reason, by the name of the save.
-        refused: what was set aside for a person in this pass, with the reason, by the name of the save.
-        busy: another process drains this directory; nothing was done.
-    """
+    """What one pass over a spill directory did."""
 
     uploaded: int = 0
+    """Bytes that are now on S3, and were not known to be there."""
     committed: list[str] = field(default_factory=list)
+    """URLs of checkpoints that were committed."""
     discarded: list[str] = field(default_factory=list)
+    """Names of saves that were given up: their process died before they were reported durable."""
     waiting: dict[str, str] = field(default_factory=dict)
+    """Why saves still wait, by save name."""
     refused: dict[str, str] = field(default_factory=dict)
+    """Why saves were set aside for a person in this pass, by save name."""
     busy: bool = False
+    """Whether another process drains this directory, and so nothing was done."""
 
 
 class Drainer:
     """Empties a spill directory, as far as S3 lets it.
 
     Args:
-        store: the directory.
-        stop: when set, the pass ends after the object under way.
-        on_progress: called with bytes that have been uploaded.
-        patience: seconds after which a failing request is not tried again in this pass.
+        store: the spill directory.
+        stop: when set, the pass ends after the current object.
+        on_progress: called with the number of bytes just uploaded.
+        patience: seconds after which a failing request is not retried in this pass.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class Drainer:
         """One pass over all saves, oldest first.
 
         Raises:
-            SpillError: the directory can not be used.
+            SpillError: the directory cannot be used.
         """
         report = DrainReport()
         with self._store.drainer() as alone:
@@ -108,12 +107,12 @@ class Drainer:
     def _drain(self, save: SpilledSave, report: DrainReport) -> None:
         try:
             url = parse_url(save.journal.url)
-            bucket = Bucket(url.bucket, _settings_of(save), patience=self._patience)
+            bucket = S3Store(url.bucket, _settings_of(save), Limit(patience=self._patience))
             if save.journal.state is State.WRITING:
                 if save.is_being_written():
                     report.waiting[save.name] = "it is being written"
                     return
-                # Only now: its process may have finished since the scan. It seals or removes before it unlocks.
+                # Its process may have finished since the scan: it seals or removes the save before it unlocks.
                 if not save.reload():
                     return
             if save.journal.state is State.WRITING:
@@ -126,22 +125,22 @@ class Drainer:
             report.refused[save.name] = str(error)
             self._store.refuse(save.path, str(error))
         except (errors.StorageError, errors.SpillError, errors.SettingsError, OSError) as error:
-            # A SettingsError here is about AWS's own chain as this process sees it.
+            # A SettingsError here is about AWS's own chain in this process.
             logger.debug("the spilled save %s waits: %s", save.name, error)
             report.waiting[save.name] = str(error)
-            without_tracebacks(error)  # with them go the mapped files
+            without_tracebacks(error)  # they keep the files mapped
 
-    def _discard(self, save: SpilledSave, bucket: Bucket, report: DrainReport) -> None:
-        """A save whose process died while it wrote: nobody was told that it is durable. Leave nothing of it."""
+    def _discard(self, save: SpilledSave, bucket: S3Store, report: DrainReport) -> None:
+        """Remove everything of a save whose process died while writing: it was never reported durable."""
         _abort_uploads(save, bucket)
-        # Nothing that a checkpoint needs: a journal may come back after a power failure.
+        # Keep what a checkpoint needs: a journal may reappear after a power failure.
         needed = find_previous(bucket, SaveIdentity(parse_url(save.journal.url), save.journal.save_id)).keys
         bucket.delete(key for key in save.journal.keys if key not in needed)
         save.remove()
         report.discarded.append(save.name)
         logger.warning("gave up %s of %s: its process died before the save was done", save.name, save.journal.url)
 
-    def _upload(self, save: SpilledSave, url: CheckpointURL, bucket: Bucket, report: DrainReport) -> None:
+    def _upload(self, save: SpilledSave, url: CheckpointURL, bucket: S3Store, report: DrainReport) -> None:
         started = time.monotonic()
         size, keep = save.journal.size, bucket.settings.spill_keep
         for spilled in save.journal.objects:
@@ -150,25 +149,25 @@ class Drainer:
                 return
             path = save.path / spilled.file
             upload_file(bucket, url.key(spilled.entry.path), path, spilled, self._on_progress)
-            # The file goes before the journal says so: on a full disk that makes the room for it. If this process dies
-            # in between, the next one finds the object on S3.
+            # The file is removed before the journal is updated: on a full disk that makes room for the journal. If this
+            # process dies in between, the next one finds the object on S3.
             if keep:
                 ReadCache(self._store, keep).keep(path, save.journal.url, spilled)
             else:
                 path.unlink(missing_ok=True)
             save.update(save.journal.without(spilled.file))
             report.uploaded += spilled.entry.size
-        _abort_uploads(save, bucket)  # whose ids were lost with the answers, or that could not be aborted
+        _abort_uploads(save, bucket)  # uploads whose ids were lost, or whose abort failed
         save.remove()
         logger.info("drained %s of %s in %.1f s", format_size(size), save.journal.url, time.monotonic() - started)
 
     def _commit(
-        self, save: SpilledSave, spilled: SpilledCommit, url: CheckpointURL, bucket: Bucket, report: DrainReport
+        self, save: SpilledSave, spilled: SpilledCommit, url: CheckpointURL, bucket: S3Store, report: DrainReport
     ) -> None:
         identity = SaveIdentity(url, save.journal.save_id, spilled.rank)
         commit = Commit(identity, *save.read_commit(spilled), spilled.objects)
         if is_committed(bucket, identity):
-            save.remove()  # by a drain that died before it could say so
+            save.remove()  # committed by a drain that died before it could remove the save
             return
         try:
             previous = Previous()
@@ -186,17 +185,17 @@ class Drainer:
             report.waiting[save.name] = str(error)
             return
         except errors.CheckpointExistsError:
-            # Perhaps it is ours: S3 may carry out a request long after its client gave up on it.
+            # It may be this very commit: S3 may carry out a request long after its client gave up on it.
             if not is_committed(bucket, identity):
                 raise
         save.remove()
         report.committed.append(str(url))
 
-    def _why_incomplete(self, bucket: Bucket, url: CheckpointURL, spilled: SpilledCommit) -> str | None:
-        """What the checkpoint lacks on S3; None if every object is there in the right size.
+    def _why_incomplete(self, bucket: S3Store, url: CheckpointURL, spilled: SpilledCommit) -> str | None:
+        """What the checkpoint lacks on S3. None if every object is there with the right size.
 
         Raises:
-            DamagedFileError: what it lacks was set aside.
+            DamagedFileError: a missing object was set aside.
         """
         sizes = {entry.path: entry.size for entry in spilled.objects}
         missing = list_directory(bucket, url).lacking(sizes, exact=True)
@@ -205,7 +204,7 @@ class Drainer:
         refused = self._store.refused_objects(str(url))
         for path in missing:
             if path in refused:
-                raise DamagedFileError(f"it can never be complete: {path} was set aside, because {refused[path]}")
+                raise DamagedFileError(f"it can never be complete: {path} was set aside because {refused[path]}")
         return (
             f"{len(missing)} of {len(spilled.objects)} objects are not on S3 yet, the first {missing[0]}; they may "
             "wait in the spill directories of other hosts"
@@ -219,8 +218,8 @@ def _settings_of(save: SpilledSave) -> Settings:
         raise DamagedFileError(f"the settings in its journal are not allowed: {error}") from None
 
 
-def _abort_uploads(save: SpilledSave, bucket: Bucket) -> None:
-    """Abort the multipart uploads of all keys of a save, which nobody else uses."""
+def _abort_uploads(save: SpilledSave, bucket: S3Store) -> None:
+    """Abort the multipart uploads of all keys of a save. No other save uses these keys."""
     for key in save.journal.keys:
-        for upload_id in multipart.find_uploads(bucket, key):
-            multipart.abort(bucket, key, upload_id)
+        for upload_id in bucket.run(multipart.find_parts(bucket, key)):
+            bucket.abort(Upload(key, upload_id))

@@ -7,18 +7,18 @@ import hashlib
 import logging
 import mmap
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from dcp_s3 import errors
-from dcp_s3.checksum import combine_crc64nvme, crc64nvme, crc_hex, encode_crc
+from dcp_s3.checksum import combine_crc64nvme, crc64nvme, crc_hex
 from dcp_s3.s3 import multipart
-from dcp_s3.s3.bucket import Bucket
 from dcp_s3.s3.parts import Piece
+from dcp_s3.s3.store import S3Store
 from dcp_s3.s3.upload import ObjectUpload, UploadedObject, Uploader
 from dcp_s3.spill.journal import SpilledObject
-from dcp_s3.spill.store import DamagedFileError, SaveWriter, clear_errors
+from dcp_s3.spill.store import DamagedFileError, SaveWriter, as_spill_error
+from dcp_s3.store import ObjectHead, Upload
 from dcp_s3.units import format_size
 
 logger = logging.getLogger(__name__)
@@ -27,16 +27,16 @@ _CHUNK = 4 * 2**20  # bytes read at a time to check a file
 
 
 class ObjectFile:
-    """One object being written to a file, front to back; the same calls as an `ObjectUpload`.
+    """Writes one object to a file, front to back. Has the same methods as an `ObjectUpload`.
 
     Args:
-        writer: of the save's directory.
-        name: of the file.
-        key: of the object that it is for.
+        writer: writer of the save's directory.
+        name: name of the file.
+        key: key of the object on S3.
         estimated_size: bytes to reserve; the object may become larger.
 
     Raises:
-        SpillError: the disk is full, over its limit, or refuses.
+        SpillError: the disk is full, over its limit, or fails.
     """
 
     def __init__(self, writer: SaveWriter, name: str, key: str, estimated_size: int) -> None:
@@ -48,11 +48,11 @@ class ObjectFile:
         self._fd = writer.open_file(name, estimated_size)
 
     def write(self, piece: Piece) -> list[Piece]:
-        """Append a buffer; the piece has its CRC then."""
+        """Append a buffer, and compute the CRC of the piece."""
         view = piece.view
         assert view is not None  # noqa: S101 - a piece has its view until it is written
         self._crcs.append((piece.checksum(), piece.size))
-        with clear_errors(self._writer.directory, f"write {format_size(piece.size)}"):
+        with as_spill_error(self._writer.directory, f"write {format_size(piece.size)}"):
             start = 0
             while start < piece.size:
                 start += os.pwrite(self._fd, view[start:], self.size + start)
@@ -62,7 +62,7 @@ class ObjectFile:
 
     def finish(self) -> UploadedObject:
         """Flush the file to the disk."""
-        with clear_errors(self._writer.directory, "flush a file"):
+        with as_spill_error(self._writer.directory, "flush a file"):
             os.ftruncate(self._fd, self.size)
             os.fsync(self._fd)
         os.close(self._fd)
@@ -75,21 +75,21 @@ class ObjectFile:
 
 
 def upload_file(
-    bucket: Bucket, key: str, path: Path, spilled: SpilledObject, on_progress: Callable[[int], None]
+    bucket: S3Store, key: str, path: Path, spilled: SpilledObject, on_progress: Callable[[int], None]
 ) -> None:
     """Put a spilled object on S3: nothing if it is there already, the missing parts if a multipart upload is open.
 
     Args:
-        bucket: where to.
-        key: of the object.
-        path: of the file.
-        spilled: what the journal says of it.
-        on_progress: called with bytes that are done.
+        bucket: the S3 bucket.
+        key: key of the object.
+        path: path of the file.
+        spilled: the journal's record of the file.
+        on_progress: called with the number of bytes just done.
 
     Raises:
-        DamagedFileError: the file is gone, or not what was written. Nothing was uploaded.
-        StorageError: S3 refuses.
-        retry.Cancelled: never here.
+        DamagedFileError: the file is gone or has changed. Nothing was uploaded.
+        StorageError: S3 refuses the request.
+        retry.Cancelled: never.
     """
     size = spilled.entry.size
     stored = _find(bucket, key, size)
@@ -98,7 +98,7 @@ def upload_file(
     except FileNotFoundError:
         if stored is None:
             raise DamagedFileError(f"{path.name} is gone") from None
-        on_progress(size)  # by a drain that died before it could say so
+        on_progress(size)  # uploaded by a drain that died before it could update the journal
         return
     try:
         _check(fd, path, spilled)
@@ -112,25 +112,26 @@ def upload_file(
         os.close(fd)
 
 
-def _find(bucket: Bucket, key: str, size: int) -> Mapping[str, Any] | None:
-    """What S3 says of an object of this key and size."""
+def _find(bucket: S3Store, key: str, size: int) -> ObjectHead | None:
+    """What S3 reports for the object, if it exists with this size."""
     try:
-        found = bucket.head(key, ChecksumMode="ENABLED")
+        found = bucket.head(key, checksum=True)
     except errors.ObjectNotFoundError:
         return None
-    return found if int(found["ContentLength"]) == size else None
+    return found if found.size == size else None
 
 
-def _is_same(stored: Mapping[str, Any], fd: int, spilled: SpilledObject) -> bool:
-    """Whether an object on S3 has the bytes of the file.
+def _is_same(stored: ObjectHead, fd: int, spilled: SpilledObject) -> bool:
+    """Whether an object on S3 has the same bytes as the file.
 
-    S3 may have carried out a request of the save that then spilled, and what is pickled twice may differ.
+    S3 may have carried out a request of the save before it spilled, and pickling the same value twice may give
+    different bytes.
     """
-    if "ChecksumCRC64NVME" in stored:
-        return bool(stored["ChecksumCRC64NVME"] == encode_crc(int(spilled.crc64nvme, 16), "crc64nvme"))
+    if stored.crc64nvme is not None:
+        return stored.crc64nvme == spilled.crc64nvme
     digests = [hashlib.md5(block, usedforsecurity=False) for block in _blocks(fd, spilled.part_size)]
-    etag = stored["ETag"].strip('"')
-    if "-" in etag:  # of a multipart upload: that of the parts' digests
+    etag = stored.etag.strip('"')
+    if "-" in etag:  # of a multipart upload: the digest of the parts' digests
         joined = hashlib.md5(b"".join(each.digest() for each in digests), usedforsecurity=False)
         return bool(etag == f"{joined.hexdigest()}-{len(digests)}")
     return len(digests) == 1 and bool(etag == digests[0].hexdigest())
@@ -147,7 +148,7 @@ def crc_of_file(fd: int) -> tuple[int, int]:
     """(CRC-64/NVME, bytes) of a file.
 
     Raises:
-        OSError: it can not be read.
+        OSError: the file cannot be read.
     """
     crc = size = 0
     for block in _blocks(fd, _CHUNK):
@@ -167,20 +168,20 @@ def _check(fd: int, path: Path, spilled: SpilledObject) -> None:
 
 
 def _upload_mapped(
-    bucket: Bucket, key: str, spilled: SpilledObject, fd: int, on_progress: Callable[[int], None]
+    bucket: S3Store, key: str, spilled: SpilledObject, fd: int, on_progress: Callable[[int], None]
 ) -> None:
     mapped = mmap.mmap(fd, spilled.entry.size, access=mmap.ACCESS_READ)
     view = memoryview(mapped)
     try:
         _upload(bucket, key, spilled, view, on_progress)
     finally:
-        with contextlib.suppress(BufferError):  # somebody still holds a part of it: it goes with that
+        with contextlib.suppress(BufferError):  # a view of it is still held: it is unmapped with that
             view.release()
             mapped.close()
 
 
 def _upload(
-    bucket: Bucket, key: str, spilled: SpilledObject, view: memoryview, on_progress: Callable[[int], None]
+    bucket: S3Store, key: str, spilled: SpilledObject, view: memoryview, on_progress: Callable[[int], None]
 ) -> None:
     size, part_size = spilled.entry.size, spilled.part_size
     with Uploader(bucket) as uploader:
@@ -194,18 +195,18 @@ def _upload(
             upload.finish()
         except BaseException as error:
             if isinstance(error, errors.TransferError) or not isinstance(error, errors.StorageError):
-                upload.leave()  # the next attempt goes on with what S3 has
+                upload.leave()  # the next attempt continues with the parts that S3 has
             raise
 
 
-def _resume(bucket: Bucket, upload: ObjectUpload) -> None:
-    """Go on with a multipart upload of this key that an earlier process left; abort further ones."""
-    parts = multipart.find_uploads(bucket, upload.key)
+def _resume(bucket: S3Store, upload: ObjectUpload) -> None:
+    """Continue an open multipart upload of this key from an earlier process. Abort any others."""
+    parts = bucket.run(multipart.find_parts(bucket, upload.key))
     if not parts:
         return
     best = max(parts, key=lambda upload_id: len(parts[upload_id]))
     for upload_id in parts:
         if upload_id != best:
-            multipart.abort_quietly(bucket, upload.key, upload_id)
-    logger.info("%s: going on with a multipart upload of which S3 has %d parts", upload.key, len(parts[best]))
+            bucket.abort_quietly(Upload(upload.key, upload_id))
+    logger.info("%s: continuing a multipart upload of which S3 has %d parts", upload.key, len(parts[best]))
     upload.resume(best, parts[best])

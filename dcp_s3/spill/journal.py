@@ -1,6 +1,7 @@
 """The journal: a small file in the directory of each spilled save that says what is there and what is left to do. Pure.
 
-JSON behind one line with the CRC-64 of the rest: a journal is read as it was written, or it is known to be damaged.
+It is JSON, after one line with the CRC-64 of the rest. So a journal is either read exactly as written, or known to be
+damaged.
 """
 
 from __future__ import annotations
@@ -19,97 +20,88 @@ _MAGIC = "dcp_s3 journal"
 
 
 class State(str, Enum):
-    """How far a save has come on one rank."""
+    """The progress of a save on one rank."""
 
     WRITING = "writing"
-    """Its process is writing. If that has ended, nothing of it was ever reported durable."""
+    """Its process is writing. If the process has ended, the save was never reported durable."""
     SEALED = "sealed"
-    """All its objects are on this disk, flushed, or on S3."""
+    """All its objects are on S3, or flushed to this disk."""
 
 
 @dataclass(frozen=True)
 class SpilledObject:
-    """One data object in a file.
-
-    Attributes:
-        entry: path relative to the checkpoint, bytes and CRC-64.
-        file: name of the file in the save's directory.
-        part_size: bytes of the parts of its multipart upload.
-        crc64nvme: of the file's bytes, 16 hex digits; also when the entry has none.
-    """
+    """One data object, stored in a file."""
 
     entry: ObjectEntry
+    """Path relative to the checkpoint, size in bytes and CRC-64."""
     file: str
+    """Name of the file in the save's directory."""
     part_size: int
+    """Part size in bytes of its multipart upload."""
     crc64nvme: str
+    """CRC-64 of the file's bytes, 16 hex digits. Present even if the entry has none."""
 
 
 @dataclass(frozen=True)
 class SpilledCommit:
-    """The coordinator's part: what is to be written to S3 when every object is there.
-
-    Attributes:
-        manifest: name of the file with the manifest's bytes.
-        metadata: name of the file with those of ``.metadata``.
-        objects: every data object of the checkpoint, of all ranks.
-        overwrite: whether a checkpoint at the URL may be replaced, if it is older.
-        rank: of a save without collectives, otherwise None.
-        checksums: CRC-64 of the two files, by name, 16 hex digits.
-    """
+    """The coordinator's commit: what to write to S3 when every object is there."""
 
     manifest: str
+    """Name of the file with the manifest's bytes."""
     metadata: str
+    """Name of the file with the bytes of ``.metadata``."""
     objects: tuple[ObjectEntry, ...]
+    """Every data object of the checkpoint, of all ranks."""
     overwrite: bool = False
+    """Whether an older checkpoint at the URL may be replaced."""
     rank: int | None = None
+    """Rank in a save without collectives, otherwise None."""
     checksums: dict[str, str] = field(default_factory=dict)
+    """CRC-64 of the two files by file name, 16 hex digits."""
 
 
 @dataclass(frozen=True)
 class Journal:
-    """What one rank spilled of one save, or the commit of one.
-
-    Attributes:
-        url: of the checkpoint.
-        save_id: of the save.
-        created_at: seconds since the epoch, when the save began.
-        settings: of the writer, as `Settings` takes them; no credentials.
-        state: see `State`.
-        keys: of all objects that this rank may have begun to write to S3.
-        objects: those that wait on this disk.
-        commit: on the coordinator, in a directory of its own.
-    """
+    """What one rank spilled of one save, or the commit of that save."""
 
     url: str
+    """URL of the checkpoint."""
     save_id: str
+    """Id of the save."""
     created_at: float
+    """Beginning of the save, in seconds since the epoch."""
     settings: dict[str, Any]
+    """Settings of the writer, in the form that `Settings` takes. No credentials."""
     state: State = State.WRITING
+    """Progress of the save on this rank."""
     keys: tuple[str, ...] = ()
+    """Keys of all objects that this rank may have begun to write to S3."""
     objects: tuple[SpilledObject, ...] = ()
+    """The objects that wait on this disk."""
     commit: SpilledCommit | None = None
+    """The commit; only on the coordinator, in a directory of its own."""
     format_version: int = field(default=FORMAT_VERSION)
 
     @property
     def size(self) -> int:
-        """Bytes that wait on this disk."""
+        """Bytes of objects that wait on this disk."""
         return sum(spilled.entry.size for spilled in self.objects)
 
     def without(self, file: str) -> Journal:
-        """The journal when the object in ``file`` is on S3."""
+        """The journal after the object in ``file`` has reached S3."""
         return replace(self, objects=tuple(spilled for spilled in self.objects if spilled.file != file))
 
     def to_bytes(self) -> bytes:
-        """As it is stored."""
+        """The journal as stored on disk."""
         body = json.dumps(asdict(self), indent=1, allow_nan=False).encode() + b"\n"
         return f"{_MAGIC} {crc_hex(crc64nvme(body))}\n".encode() + body
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Journal:
-        """Parse what `to_bytes` made.
+        """Parse the output of `to_bytes`.
 
         Raises:
-            JournalError: it is cut off, damaged, or of a version that this one can not read.
+            JournalError: the journal is cut off, damaged, or of a version that this dcp_s3 cannot read.
         """
         head, _, body = data.partition(b"\n")
         if head != f"{_MAGIC} {crc_hex(crc64nvme(body))}".encode():

@@ -1,4 +1,4 @@
-"""Objects of a checkpoint that lie on this host's disk: those that still wait for S3, and those kept for a restart."""
+"""Objects of a checkpoint on this host's disk: those that wait for S3, and those kept for a restart."""
 
 from __future__ import annotations
 
@@ -27,27 +27,24 @@ _FACTS = ".json"
 
 @dataclass(frozen=True)
 class LocalObject:
-    """A file with the bytes of a data object.
-
-    Attributes:
-        url: of the checkpoint.
-        path: of the object, relative to it.
-        size: bytes.
-        crc64nvme: of all of them, 16 hex digits.
-    """
+    """A file with the bytes of a data object."""
 
     url: str
+    """URL of the checkpoint."""
     path: str
+    """Path of the object, relative to the checkpoint."""
     size: int
+    """Size in bytes."""
     crc64nvme: str
+    """CRC-64 of all bytes, 16 hex digits."""
 
 
 class ReadCache:
-    """Files of objects that are on S3 by now, kept for loads on this host; the oldest go first.
+    """Files of objects that are already on S3, kept for loads on this host. The oldest are evicted first.
 
     Args:
         store: the spill directory.
-        limit: bytes of files.
+        limit: most bytes of files.
     """
 
     def __init__(self, store: SpillStore, limit: int) -> None:
@@ -55,7 +52,7 @@ class ReadCache:
         self._limit = limit
 
     def keep(self, file: Path, url: str, spilled: SpilledObject) -> None:
-        """Move a drained file here, or remove it if it does not fit. Errors of the disk cost the copy only."""
+        """Move a drained file here, or remove it if it does not fit. If the disk fails, only this copy is lost."""
         size = spilled.entry.size
         facts = LocalObject(url, spilled.entry.path, size, spilled.crc64nvme)
         name = hashlib.blake2b(f"{url}\n{spilled.entry.path}".encode(), digest_size=16).hexdigest()
@@ -84,14 +81,14 @@ class ReadCache:
 
 
 def find_kept(store: SpillStore) -> Iterator[tuple[Path, LocalObject]]:
-    """The files that `ReadCache` holds."""
+    """The files in `ReadCache`."""
     for facts in sorted((store.path / "cache").glob("*" + _FACTS)):
         with contextlib.suppress(OSError, ValueError, TypeError):
             yield facts.with_name(facts.name.removesuffix(_FACTS)), LocalObject(**json.loads(facts.read_text()))
 
 
 def find_waiting(store: SpillStore) -> Iterator[tuple[Path, LocalObject]]:
-    """The files of objects that wait for S3. Looks only: nothing is tidied up."""
+    """The files of objects that wait for S3. Nothing is changed."""
     for save in store.scan():
         for spilled in save.journal.objects:
             entry = spilled.entry
@@ -99,7 +96,7 @@ def find_waiting(store: SpillStore) -> Iterator[tuple[Path, LocalObject]]:
 
 
 def find_commits(store: SpillStore) -> Iterator[tuple[Journal, bytes, bytes]]:
-    """The commits that wait: journal, bytes of the manifest and of ``.metadata``. Damaged ones are left out."""
+    """The commits that wait: journal, bytes of the manifest and of ``.metadata``. Damaged ones are skipped."""
     for save in store.scan():
         commit = save.journal.commit
         if commit is None or save.journal.state is not State.SEALED:
@@ -107,17 +104,18 @@ def find_commits(store: SpillStore) -> Iterator[tuple[Journal, bytes, bytes]]:
         try:
             files = save.read_commit(commit)
         except (OSError, DamagedFileError) as error:
-            logger.warning("the commit of %s in %s is passed over: %s", save.journal.url, save.path, error)
+            logger.warning("the commit of %s in %s is skipped: %s", save.journal.url, save.path, error)
             continue
         yield save.journal, *files
 
 
 class LocalObjects:
-    """What a load of one checkpoint need not fetch from S3. A file is used when its size and checksum are right.
+    """Objects that a load of one checkpoint need not fetch from S3. A file is used only if its size and checksum are
+    right.
 
     Args:
         store: the spill directory.
-        url: of the checkpoint.
+        url: URL of the checkpoint.
     """
 
     def __init__(self, store: SpillStore, url: str) -> None:
@@ -129,17 +127,17 @@ class LocalObjects:
         self._open: dict[str, int | None] = {}
         self._descriptors: list[int] = []
         self.read_bytes = 0
-        """Bytes that came from disk."""
+        """Bytes read from disk."""
 
     def read_into(self, path: str, start: int, targets: Sequence[Target]) -> bool:
-        """Fill ``targets`` with the bytes of object ``path`` from ``start`` on; False if that has to come from S3."""
+        """Fill ``targets`` with the bytes of object ``path`` from ``start`` on. False if they must come from S3."""
         fd = self._descriptor(path)
         if fd is None:
             return False
         try:
             self._read(fd, start, targets)
         except OSError as error:
-            logger.warning("%s comes from S3: its copy can not be read: %s", path, error)
+            logger.warning("%s comes from S3: its local copy cannot be read: %s", path, error)
             self.distrust(path)
             for target in targets:
                 target.start_again()
@@ -160,14 +158,14 @@ class LocalObjects:
                 self.read_bytes += done
 
     def distrust(self, path: str) -> None:
-        """Take this object from S3 from now on."""
+        """Read this object from S3 from now on."""
         with self._lock:
             lock = self._locks.setdefault(path, threading.Lock())
         with lock:
             self._open[path] = None  # the file stays open: another thread may be reading from it
 
     def close(self) -> None:
-        """Close the files; nobody may be reading any more."""
+        """Close the files. No thread may still be reading."""
         for fd in self._descriptors:
             os.close(fd)
         self._descriptors.clear()
@@ -175,7 +173,7 @@ class LocalObjects:
     def _descriptor(self, path: str) -> int | None:
         with self._lock:
             lock = self._locks.setdefault(path, threading.Lock())
-        with lock:  # one thread checks a file, those that load from others go on
+        with lock:  # one thread checks a file; threads that read other files go on
             if path not in self._open:
                 fd = _open_checked(*self._files[path]) if path in self._files else None
                 if fd is not None:
@@ -185,15 +183,15 @@ class LocalObjects:
 
 
 def _open_checked(path: Path, facts: LocalObject) -> int | None:
-    """A descriptor of the file if it is what it should be."""
+    """A descriptor of the file if its size and checksum are right."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
-        return None  # drained, or evicted, meanwhile
+        return None  # it was drained or evicted
     try:
         crc, size = crc_of_file(fd)
     except OSError as error:
-        logger.warning("%s can not be read (%s): %s comes from S3", path, error, facts.path)
+        logger.warning("%s cannot be read (%s): %s comes from S3", path, error, facts.path)
     else:
         if size == facts.size and crc_hex(crc) == facts.crc64nvme:
             return fd

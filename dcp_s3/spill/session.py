@@ -1,4 +1,4 @@
-"""One rank's part of one save, as far as it goes to disk."""
+"""What one rank spills during one save."""
 
 from __future__ import annotations
 
@@ -27,23 +27,24 @@ _MANIFEST, _METADATA = "manifest.json", "metadata"
 
 
 def open_store(settings: Settings) -> SpillStore | None:
-    """The spill directory of these settings, None without one."""
+    """The spill directory of these settings; None if it is not set."""
     return None if settings.spill_dir is None else SpillStore(settings.spill_dir, limit=settings.spill_limit)
 
 
 class SpillSession:
-    """What one rank puts on disk during one save. Use as a context manager; `seal` makes it durable.
+    """The objects that one rank puts on disk during one save. A context manager; `seal` makes them durable.
 
     Args:
         store: the spill directory.
-        url: of the checkpoint.
-        save_id: of the save.
-        rank: of this process in it.
-        settings: of the writer.
-        keys: of all objects that it may begin to write to S3, so that a drain can clean up if this process dies.
+        url: URL of the checkpoint.
+        save_id: id of the save.
+        rank: this process's rank in the save.
+        settings: settings of the writer.
+        keys: keys of all objects that the rank may begin to write to S3, so that a drain can clean up if this process
+            dies.
 
     Raises:
-        SpillError: on entering, the directory can not be used.
+        SpillError: on entering: the directory cannot be used.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class SpillSession:
         self._lock = threading.Lock()
         self._objects: list[SpilledObject] = []
         self.unclean: set[str] = set()
-        """Keys with multipart uploads that may have stayed open: a drain looks for them."""
+        """Keys whose multipart uploads may still be open. A drain looks for them."""
         self.sealed = False
         self.local = settings.durability == "local"
 
@@ -62,16 +63,16 @@ class SpillSession:
         self._writer.__enter__()
         return self
 
-    def __exit__(self, *details: object) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self.unclean and not self.sealed:
             for spilled in self._objects:
                 self._writer.drop_file(spilled.file)
             self._writer.close()  # as if this process had died: the drain cleans up
         else:
-            self._writer.__exit__(*details)
+            self._writer.__exit__(*exception)
 
     def open(self, number: int, key: str, estimated_size: int) -> ObjectFile:
-        """A file for object ``number``.
+        """Make a file for object ``number``.
 
         Raises:
             SpillError: there is no room.
@@ -79,7 +80,7 @@ class SpillSession:
         return ObjectFile(self._writer, f"object-{number}", key, estimated_size)
 
     def add(self, number: int, entry: ObjectEntry, uploaded: UploadedObject, part_size: int, reason: str) -> None:
-        """Record a file that is complete and flushed."""
+        """Record a complete, flushed file."""
         spilled = SpilledObject(entry, f"object-{number}", part_size, crc_hex(uploaded.crc64nvme or 0))
         with self._lock:
             self._objects.append(spilled)
@@ -89,20 +90,20 @@ class SpillSession:
 
     @property
     def spilled(self) -> bool:
-        """Whether there is anything for a drain to do."""
+        """Whether a drain has anything to do."""
         return bool(self._objects or self.unclean)
 
     @property
     def size(self) -> int:
-        """Bytes of the objects that were spilled."""
+        """Bytes of spilled objects."""
         with self._lock:
             return sum(spilled.entry.size for spilled in self._objects)
 
     def seal(self) -> None:
-        """Make what was spilled durable, and a drainer's business.
+        """Make the spilled objects durable, and hand them to the drain.
 
         Raises:
-            SpillError: the disk refuses.
+            SpillError: the disk fails.
         """
         journal = self._writer.save.journal
         self._writer.seal(
@@ -121,10 +122,10 @@ class SpillSession:
 def spill_commit(
     store: SpillStore, commit: Commit, settings: Settings, *, created_at: float, overwrite: bool
 ) -> SpilledSave:
-    """Put a commit on disk, for the drainer to write to S3 when all objects are there.
+    """Put a commit on disk. The drain writes it to S3 when all objects are there.
 
     Raises:
-        SpillError: the directory can not take it.
+        SpillError: the directory cannot take it.
     """
     identity = commit.identity
     journal = Journal(

@@ -5,12 +5,12 @@
     {spill_dir}/
         saves/{time}-{save_id}-{rank or commit}-{random}/    journal, object files
         new/...                                 the same, before it has its first journal
-        refused/...                             could not be drained: kept for a person, with the reason in a file
+        refused/...                             cannot be drained: kept for a person, with the reason in a file
         cache/...                               objects that are on S3, kept for loads
         drainer.lock                            held by the process that drains
 
-Every change of a journal is a new file, flushed, renamed over the old one, and the directory flushed. A process that
-writes a save holds a lock in its directory, which the kernel drops when the process dies.
+Each change of a journal is written to a new file, which is flushed and renamed over the old one; then the directory is
+flushed. A process that writes a save holds a lock in its directory. The kernel drops it when the process dies.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _REASON = "reason.txt"
 
 
 class DamagedFileError(SpillError):
-    """A file of a spilled save is not what was written."""
+    """A file of a spilled save is missing or has changed."""
 
 
 class SpilledSave:
-    """One save's directory, as its drainer sees it.
+    """One save's directory, as the drain sees it.
 
     Attributes:
-        path: of the directory.
-        journal: as it is on disk.
+        path: path of the directory.
+        journal: the journal on disk.
     """
 
     def __init__(self, path: Path, journal: Journal) -> None:
@@ -57,7 +57,7 @@ class SpilledSave:
 
     @property
     def name(self) -> str:
-        """Of the directory."""
+        """Name of the directory."""
         return self.path.name
 
     def update(self, journal: Journal) -> None:
@@ -77,7 +77,7 @@ class SpilledSave:
         """The manifest and ``.metadata`` that wait here.
 
         Raises:
-            DamagedFileError: they are not what was written.
+            DamagedFileError: one of them is missing or has changed.
         """
 
         def read(name: str) -> bytes:
@@ -92,7 +92,7 @@ class SpilledSave:
         return read(commit.manifest), read(commit.metadata)
 
     def is_being_written(self) -> bool:
-        """Whether the process that writes it lives and is not done."""
+        """Whether the process that writes the save is alive and not done."""
         try:
             fd = os.open(self.path / _WRITER_LOCK, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -106,16 +106,16 @@ class SpilledSave:
         return False
 
     def remove(self) -> None:
-        """Remove the directory; its journal goes first, so that no half of a save is ever taken for one."""
+        """Remove the directory. Its journal goes first, so that half a save is never taken for a whole one."""
         (self.path / JOURNAL).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
-            _flush_directory(self.path)  # a journal that came back after a power failure would be acted upon
+            _flush_directory(self.path)  # if the journal reappeared after a power failure, the drain would act on it
         shutil.rmtree(self.path, ignore_errors=True)
 
 
 class SaveWriter:
-    """One save's directory while its process writes it. Use as a context manager: leaving it gives up the lock, and
-    without `seal` what was written is worth nothing."""
+    """One save's directory while its process writes it. A context manager: leaving it releases the lock. A save that
+    was not sealed by then is discarded."""
 
     def __init__(self, store: SpillStore, name: str, journal: Journal) -> None:
         self._store = store
@@ -123,9 +123,9 @@ class SaveWriter:
         self._lock = -1
 
     def __enter__(self) -> SaveWriter:
-        # Made elsewhere and moved: in saves/ every directory has a journal, and a lock if it is being written.
+        # Made elsewhere and moved: every directory in saves/ has a journal, and a lock while it is being written.
         path, new = self.save.path, self._store.path / "new" / self.save.name
-        with clear_errors(self._store.path, "create a directory"):
+        with as_spill_error(self._store.path, "create a directory"):
             if not self._store.saves.exists():
                 self._store.saves.mkdir(parents=True, exist_ok=True)
                 _flush_directory(self._store.path)
@@ -158,14 +158,14 @@ class SaveWriter:
         return self._store.path
 
     def close(self) -> None:
-        """Give up the lock."""
+        """Release the lock."""
         if self._lock >= 0:
             _unlock(self._lock)
             self._lock = -1
 
     def write_file(self, name: str, data: bytes) -> None:
-        """A small file, flushed."""
-        with clear_errors(self._store.path, f"write {format_size(len(data))}"):
+        """Write and flush a small file."""
+        with as_spill_error(self._store.path, f"write {format_size(len(data))}"):
             _write_durably(self.save.path / name, data)
 
     def open_file(self, name: str, size: int) -> int:
@@ -174,7 +174,7 @@ class SaveWriter:
         Raises:
             SpillError: there is no room, or the limit is reached.
         """
-        with clear_errors(self._store.path, f"reserve {format_size(size)}"), self._store.reservation(size):
+        with as_spill_error(self._store.path, f"reserve {format_size(size)}"), self._store.reservation(size):
             fd = os.open(self.save.path / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
                 os.posix_fallocate(fd, 0, max(size, 1))
@@ -185,39 +185,36 @@ class SaveWriter:
             return fd
 
     def drop_file(self, name: str) -> None:
-        """Remove a file that is not needed any more."""
+        """Remove a file that is no longer needed."""
         (self.save.path / name).unlink(missing_ok=True)
 
     def seal(self, journal: Journal) -> None:
-        """Make the save durable: every file has been flushed; from here on a drainer takes over.
+        """Make the save durable. Every file was flushed before; from here on the drain takes over.
 
         Raises:
-            SpillError: the disk refuses.
+            SpillError: the disk fails.
         """
-        with clear_errors(self._store.path, "write the journal"):
+        with as_spill_error(self._store.path, "write the journal"):
             _flush_directory(self.save.path)
             self.save.update(replace(journal, state=State.SEALED))
 
 
 @dataclass(frozen=True)
-class Refused:
-    """A save that can not be drained.
-
-    Attributes:
-        path: of its directory.
-        reason: why.
-    """
+class RefusedSave:
+    """A save that cannot be drained."""
 
     path: Path
+    """The save's directory."""
     reason: str
+    """Why it cannot be drained."""
 
 
 class SpillStore:
     """A spill directory. Any number of processes of one host may use it.
 
     Args:
-        path: of the directory; made when first needed.
-        limit: bytes of data files in it; None for no limit.
+        path: path of the directory, which is made when first needed.
+        limit: most bytes of data files; None: no limit.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, limit: int | None = None) -> None:
@@ -226,27 +223,27 @@ class SpillStore:
         self.saves = self.path / "saves"
         self.refused = self.path / "refused"
 
-    def begin(self, journal: Journal, part: str) -> SaveWriter:
-        """A directory for one save of one rank (``part``), or for its commit."""
-        name = f"{int(journal.created_at * 1000):014d}-{journal.save_id}-{part}-{secrets.token_hex(3)}"
+    def begin(self, journal: Journal, role: str) -> SaveWriter:
+        """Make a directory for one rank's objects of a save, or for its commit: ``role`` is the rank or ``commit``."""
+        name = f"{int(journal.created_at * 1000):014d}-{journal.save_id}-{role}-{secrets.token_hex(3)}"
         return SaveWriter(self, name, journal)
 
     def scan(self) -> list[SpilledSave]:
-        """The saves, oldest first, without those that `list_damaged` tells of."""
+        """The saves, oldest first, without damaged and unreadable ones."""
         return [SpilledSave(path, found) for path, found in self._read() if isinstance(found, Journal)]
 
-    def list_damaged(self) -> list[Refused]:
-        """The saves whose journals are not what was written."""
+    def list_damaged(self) -> list[RefusedSave]:
+        """The saves whose journals are damaged."""
         return [
-            Refused(path, f"the journal is damaged: {found}")
+            RefusedSave(path, f"the journal is damaged: {found}")
             for path, found in self._read()
             if isinstance(found, JournalError)
         ]
 
-    def list_unreadable(self) -> list[Refused]:
-        """The saves whose journals can not be read now: too many open files, an error of the disk, permissions."""
+    def list_unreadable(self) -> list[RefusedSave]:
+        """The saves whose journals cannot be read now: too many open files, a disk error, permissions."""
         return [
-            Refused(path, f"the journal can not be read: {found}")
+            RefusedSave(path, f"the journal cannot be read: {found}")
             for path, found in self._read()
             if isinstance(found, OSError)
         ]
@@ -257,16 +254,16 @@ class SpillStore:
             try:
                 yield path, Journal.from_bytes((path / JOURNAL).read_bytes())
             except FileNotFoundError:
-                continue  # drained; the journal goes first
+                continue  # drained: its journal is removed first
             except (OSError, JournalError) as error:
                 yield path, error
 
-    def tidy(self) -> list[Refused]:
-        """For the drainer: set damaged saves aside, and remove what is left of those that were being made or removed
-        when a process died.
+    def tidy(self) -> list[RefusedSave]:
+        """Set damaged saves aside, and remove remains of saves whose process died while making or removing them. For
+        the drain.
 
         Returns:
-            What was set aside.
+            The saves that were set aside.
         """
         _remove_old(self.path / "new")
         for path in self._directories():
@@ -293,21 +290,21 @@ class SpillStore:
                 (target / _REASON).write_text(reason + "\n")
             _flush_directory(self.refused)
         except OSError as error:
-            logger.error("the spilled save %s can not be drained (%s), nor set aside: %s", path, reason, error)  # noqa: TRY400
+            logger.error("the spilled save %s cannot be drained (%s) or set aside: %s", path, reason, error)  # noqa: TRY400
             return
-        logger.error("the spilled save %s can not be drained and was set aside in %s: %s", path.name, target, reason)
+        logger.error("the spilled save %s cannot be drained and was set aside in %s: %s", path.name, target, reason)
 
-    def list_refused(self) -> list[Refused]:
-        """What was set aside."""
+    def list_refused(self) -> list[RefusedSave]:
+        """The saves that were set aside."""
         found = []
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             for path in sorted(self.refused.iterdir()):
                 reason = path / _REASON
-                found.append(Refused(path, reason.read_text().strip() if reason.exists() else "unknown"))
+                found.append(RefusedSave(path, reason.read_text().strip() if reason.exists() else "unknown"))
         return found
 
     def refused_objects(self, url: str) -> dict[str, str]:
-        """Paths of the objects of a checkpoint that were set aside, with the reasons."""
+        """The checkpoint's objects that were set aside: path to reason."""
         found: dict[str, str] = {}
         for refused in self.list_refused():
             with contextlib.suppress(OSError, JournalError):
@@ -317,7 +314,7 @@ class SpillStore:
         return found
 
     def size(self) -> int:
-        """Bytes that the files of all saves take."""
+        """Bytes of the files of all saves."""
         total = 0
         for directory in self._directories():
             with contextlib.suppress(OSError):
@@ -326,10 +323,10 @@ class SpillStore:
 
     @contextlib.contextmanager
     def reservation(self, size: int) -> Iterator[None]:
-        """Hold the limit while a file of ``size`` bytes is made.
+        """Keep other processes from adding files while a file of ``size`` bytes is made.
 
         Raises:
-            SpillError: it would exceed the limit.
+            SpillError: the file would exceed the limit.
         """
         if self.limit is None:
             yield
@@ -346,12 +343,13 @@ class SpillStore:
 
     @contextlib.contextmanager
     def drainer(self) -> Iterator[bool]:
-        """Try to become the one drainer of this directory; whether that worked. The lock dies with the process."""
+        """Try to become the only drainer of this directory; yields whether that worked. The lock dies with the
+        process."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             fd = os.open(self.path / "drainer.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise SpillError(f"can not drain {self.path}: {error.strerror}") from error
+            raise SpillError(f"cannot drain {self.path}: {error.strerror}") from error
         try:
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -374,7 +372,8 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _unlock(fd: int) -> None:
-    """Give up a lock and close its file. A child that was forked meanwhile has the file, too, and would keep it."""
+    """Release a lock and close its file. Without the release, a forked child that inherited the file would keep the
+    lock."""
     fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)
 
@@ -413,8 +412,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 @contextlib.contextmanager
-def clear_errors(directory: Path, doing: str) -> Iterator[None]:
-    """An OSError of the spill directory as a `SpillError`."""
+def as_spill_error(directory: Path, doing: str) -> Iterator[None]:
+    """Raise an OSError in the spill directory as a `SpillError`."""
     try:
         yield
     except OSError as error:
@@ -422,5 +421,5 @@ def clear_errors(directory: Path, doing: str) -> Iterator[None]:
             "make DCP_S3_SPILL_DIR a local directory that this process can write to"
         )  # fmt: skip
         raise SpillError(
-            f"can not {doing} in the spill directory {directory}: {error.strerror or error}. Remedy: {remedy}"
+            f"cannot {doing} in the spill directory {directory}: {error.strerror or error}. Remedy: {remedy}"
         ) from error

@@ -12,8 +12,8 @@ def resolve_limit(limit: int | float | None, available: int, local_ranks: int) -
     """Bytes that this process may stage in memory; None for no limit.
 
     Args:
-        limit: bytes (int), or a fraction (float) of ``available`` that the ranks of this host share, or None.
-        available: bytes of memory that are free or can be made free.
+        limit: bytes (int), a fraction (float) of ``available`` that the ranks of this host share, or None.
+        available: bytes of memory that are free or can be freed.
         local_ranks: processes that share the host.
     """
     if limit is None or isinstance(limit, int):
@@ -22,10 +22,10 @@ def resolve_limit(limit: int | float | None, available: int, local_ranks: int) -
 
 
 def measure_available(proc: Path = Path("/proc"), cgroup: Path = _CGROUP) -> int:
-    """Bytes of memory that can still be used: of the host, or of the container if that is less.
+    """Bytes of memory that can still be used: the host's, or the container's if that is less.
 
     Raises:
-        OSError: this system does not tell.
+        OSError: this system does not report it.
     """
     available = _host_available(proc)
     for limit_file, usage_file in _FILES:
@@ -45,7 +45,7 @@ def _host_available(proc: Path) -> int:
 
 
 def _file_cache(limit_file: Path) -> int:
-    """Bytes of the cgroup's usage that are page cache not in use."""
+    """Bytes of the cgroup's usage that are inactive page cache."""
     try:
         lines = (limit_file.parent / "memory.stat").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Memory that staged tensors lie in: private, shared between processes, or mapped from a file."""
+"""Memory for staged tensors: private, shared between processes, or mapped from a file."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ logger = logging.getLogger(__name__)
 Kind = Literal["private", "shared", "file"]
 
 
-class Buffer:
+class HostBuffer:
     """``size`` bytes of host memory. Freed when neither the object nor a `lease` of it is left.
 
     Args:
         size: bytes, at least one.
-        kind: ``private`` memory of this process; ``shared`` memory that another process can map; or a ``file`` in
-            ``directory`` that has no name and so is gone when its last user is.
-        directory: for ``file``.
+        kind: ``private`` memory of this process; ``shared`` memory that another process can map; or an unnamed ``file``
+            in ``directory``, deleted with its last user.
+        directory: where a ``file`` is made.
 
     Raises:
-        StagingError: there is no room. Space is reserved here, so that a full disk can not show as a signal (SIGBUS)
-            in the middle of a copy.
+        StagingError: there is no room. Space is reserved here, so that a full disk cannot show as a signal (SIGBUS) in
+            the middle of a copy.
     """
 
     def __init__(self, size: int, kind: Kind, *, directory: str | None = None) -> None:
@@ -59,13 +59,13 @@ class Buffer:
         return self._fd
 
     def pin(self) -> None:
-        """Register the memory with CUDA, for copies from a GPU that do not block; without that they are only slower."""
+        """Register the memory with CUDA, so that copies from a GPU do not block. Without it they are only slower."""
         if self._pinned_at is not None or self.kind == "file":
             return
         try:
             torch_private.pin_memory(self.address, self.size)
         except RuntimeError as error:
-            logger.warning("%s of staging memory stay unpinned: %s", format_size(self.size), error)
+            logger.warning("%s of staging memory stays unpinned: %s", format_size(self.size), error)
         else:
             self._pinned_at = self.address
 
@@ -75,8 +75,8 @@ class Buffer:
         return self._pinned_at is not None
 
     def lease(self) -> memoryview:
-        """A view of the whole memory. Tensors made from it by `torch.frombuffer` keep it alive, with all views of
-        them: it is gone when the last of those is, which a weak reference to it tells."""
+        """A view of the whole memory. Tensors made from it by `torch.frombuffer`, and all views of them, keep it alive.
+        A weak reference to it tells when the last of them is gone."""
         return memoryview(self._map)
 
     def __del__(self) -> None:
@@ -104,7 +104,7 @@ def _map_private(size: int) -> mmap.mmap:
             "DCP_S3_SPILL_DIR, so that the rest is staged on disk"
         ) from error
     if hasattr(mmap, "MADV_DONTFORK"):
-        # A child (a data loader's worker) would get a copy of every page that is staged to while it lives.
+        # A child (a data loader's worker) would get a copy of every page that staging writes while the child lives.
         mapped.madvise(mmap.MADV_DONTFORK)
     return mapped
 

@@ -1,4 +1,4 @@
-"""Copies the tensors of a snapshot into staging buffers, from CPU memory or from accelerators."""
+"""Copies the tensors of a snapshot into staging buffers, from CPU memory or accelerators."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from dataclasses import dataclass
 import torch
 
 from dcp_s3.errors import StagingError
-from dcp_s3.stage.moves import Move, move
+from dcp_s3.stage.memcpy import MemoryCopy, run_copies
 from dcp_s3.stage.pool import BufferPool, Slot
 from dcp_s3.stage.regions import Region
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-_SMALL = 2**20  # bytes; below, a copy is made at once rather than shared among threads
+_SMALL = 2**20  # bytes; smaller copies are made at once, not shared among threads
 
 
 @dataclass(frozen=True)
 class StagedTensors:
-    """Copies of tensors, in their order, and the slots that they lie in."""
+    """Copies of tensors, in the order of the originals, and the slots that hold them."""
 
     tensors: list[torch.Tensor]
     slots: list[Slot]
@@ -32,10 +32,10 @@ class StagedTensors:
 
 
 class Versions:
-    """The in-place changes of tensors so far, to tell whether there were more while they were copied.
+    """The versions of tensors, to tell whether they were changed in place while they were copied.
 
     Args:
-        watched: for each tensor itself, and the wrappers that it lies in.
+        watched: for each tensor, the tensor itself and the wrappers around it.
     """
 
     def __init__(self, watched: Sequence[tuple[torch.Tensor, ...]]) -> None:
@@ -43,26 +43,26 @@ class Versions:
         self._versions = [_versions(each) for each in watched]
 
     def changed(self) -> int:
-        """How many of the tensors were changed in place since."""
+        """How many of the tensors were changed in place since this object was made."""
         now = map(_versions, self._watched)
         return sum(a != b for a, b in zip(self._versions, now, strict=True))
 
 
 def _versions(watched: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
-    """Changes with the contents, or when the storage is freed or moved."""
+    """A value that changes with the tensor's bytes, and when its storage is freed or moved."""
     versions = [0 if tensor.is_inference() else tensor._version for tensor in watched]
     return watched[0].untyped_storage().data_ptr(), *versions
 
 
 class Copier:
-    """Makes one copy of tensors; has a stream of its own on each accelerator that it meets."""
+    """Makes one copy of tensors. Has its own stream on each accelerator that it copies from."""
 
     def __init__(self) -> None:
         self._device: int | None = None
         self._streams: dict[torch.device, torch.Stream] = {}
 
     def mark(self, tensors: Sequence[torch.Tensor]) -> list[torch.Event]:
-        """Events behind all that the caller's streams have to do so far on the devices of ``tensors``."""
+        """Events that come after all work queued so far on the caller's streams, on the devices of ``tensors``."""
         events = []
         for device in _accelerators(tensors):
             if device not in self._streams:
@@ -81,13 +81,13 @@ class Copier:
         pool: BufferPool,
         events: Sequence[torch.Event],
     ) -> StagedTensors:
-        """Copy ``tensors`` to memory of ``pool``; returns when the bytes are there.
+        """Copy ``tensors`` to memory from ``pool``. Returns when the bytes are there.
 
         Args:
-            tensors: strided tensors; those that share memory share it in the copy too.
-            regions: of their storages, from `plan_regions`.
-            pool: gives the memory; waits if there is none.
-            events: from `mark`; a copy begins after them.
+            tensors: strided tensors. Those that share memory also share it in the copy.
+            regions: regions of their storages, from `plan_regions`.
+            pool: provides the memory; waits if there is none.
+            events: from `mark`; copies begin after them.
 
         Raises:
             StagingError: there is no memory.
@@ -100,18 +100,18 @@ class Copier:
         for stream, event in zip(streams, events, strict=False):
             stream.wait_event(event)
         staged: list[torch.Tensor | None] = [None] * len(tensors)
-        moves: list[Move] = []
+        pending: list[MemoryCopy] = []
         try:
             for region, slot in zip(regions, slots, strict=True):
                 source = tensors[region.tensors[0]]
                 with self._streams.get(source.device) or nullcontext():
-                    copies = _copy_region(region, slot, tensors, moves)
+                    copies = _copy_region(region, slot, tensors, pending)
                 for number, copied in zip(region.tensors, copies, strict=True):
                     staged[number] = copied
-            move(moves)
+            run_copies(pending)
         finally:
             for stream in streams:
-                stream.synchronize()  # also after an error: copies may be under way to buffers that go back now
+                stream.synchronize()  # also after an error: the buffers go back while copies may be under way
         return StagedTensors([_or_empty(s, tensor) for s, tensor in zip(staged, tensors, strict=True)], slots)
 
 
@@ -125,8 +125,10 @@ def _or_empty(staged: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor
     return staged
 
 
-def _copy_region(region: Region, slot: Slot, tensors: Sequence[torch.Tensor], moves: list[Move]) -> list[torch.Tensor]:
-    """Do the copy of one region, enqueue it, or add it to ``moves``; the staged tensors of it."""
+def _copy_region(
+    region: Region, slot: Slot, tensors: Sequence[torch.Tensor], pending: list[MemoryCopy]
+) -> list[torch.Tensor]:
+    """Copy one region, enqueue its copy, or add it to ``pending``. Returns its staged tensors."""
     source = tensors[region.tensors[0]]
     # Two storages may begin at one address (torch.from_numpy of an array and of its beginning).
     source_storage = max((tensors[n].untyped_storage() for n in region.tensors), key=torch.UntypedStorage.nbytes)
@@ -137,18 +139,18 @@ def _copy_region(region: Region, slot: Slot, tensors: Sequence[torch.Tensor], mo
         )
     small = region.size < _SMALL and source.device.type == "cpu"
     if small and len(region.tensors) == 1 and region.size == source.nbytes and source.is_contiguous():
-        ctypes.memmove(slot.address, source.data_ptr(), region.size)  # by far the most frequent case: be brief
+        ctypes.memmove(slot.address, source.data_ptr(), region.size)  # by far the most frequent case: kept short
         copied = torch.frombuffer(slot.lease, dtype=source.dtype, count=source.numel(), offset=slot.offset)
         return [copied.view(source.shape)]
     target = torch.frombuffer(slot.lease, dtype=torch.uint8, count=region.size, offset=slot.offset)
     storage = target.untyped_storage()
     if region.gathered:
-        bits = _BITS[source.element_size()]  # torch can not copy every dtype
+        bits = _BITS[source.element_size()]  # torch cannot copy every dtype
         gathered = target.view(bits).view(source.shape)
         gathered.copy_(source.view(bits), non_blocking=True)
         return [gathered.view(source.dtype)] * len(region.tensors)
     if source.device.type == "cpu":
-        moves.append(Move(slot.address, source_storage.data_ptr() + region.start, region.size))
+        pending.append(MemoryCopy(slot.address, source_storage.data_ptr() + region.start, region.size))
     else:
         raw = torch.empty(0, dtype=torch.uint8, device=source.device)
         raw.set_(source_storage, region.start, (region.size,), (1,))
@@ -162,15 +164,15 @@ def _view(tensor: torch.Tensor, storage: torch.UntypedStorage, region: Region) -
 
 
 def check_unchanged(versions: Versions) -> None:
-    """Refuse a copy that is torn.
+    """Reject a copy whose tensors were changed in place while they were copied.
 
     Raises:
-        StagingError: tensors were changed in place while they were copied.
+        StagingError: they were changed.
     """
     changed = versions.changed()
     if changed:
         raise StagingError(
-            f"{changed} tensors were changed in place while they were staged in the background, so the copy may be "
-            "torn and is not saved. Remedy: wait for staging_completion of async_save's response before the next "
-            "optimizer step, or use a stager that blocks: S3Stager(asynchronous=False)"
+            f"{changed} tensors were changed in place while they were staged in the background, so the copy may mix "
+            "old and new values and is not saved. Remedy: wait for staging_completion of async_save's response before "
+            "the next optimizer step, or use a blocking stager: S3Stager(asynchronous=False)"
         )

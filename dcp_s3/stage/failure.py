@@ -1,8 +1,8 @@
 """A failed staging that travels through DCP, so that every rank learns of it.
 
-If `stage` raised on one rank, the others would wait in the collectives of the save for a rank that never comes. With
-several ranks it therefore returns this state in place of a copy: it looks like a state until the save is inside of its
-first collective step, and there it raises on its rank, which makes the save fail on all of them with the cause.
+If `stage` raised on one rank, the others would wait forever for it in the collectives of the save. So with several
+ranks it returns a `FailedStaging` instead of a copy. This looks like a state until the save is in its first collective
+step. There it raises on its rank, and the save fails on all ranks with the cause.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _failures: dict[str, BaseException] = {}
 
 
 class _RaiseWhenSaved:
-    """Whoever pickles it gets the cause: planners of others, and writers of others."""
+    """Raises the cause when it is pickled, by any planner or writer."""
 
     def __init__(self, error: BaseException) -> None:
         self._error = error
@@ -34,7 +34,7 @@ class _RaiseWhenSaved:
 
 
 class FailedStaging(dict[str, Any]):
-    """The state that stands for a staging that failed.
+    """The state returned for a staging that failed.
 
     Args:
         error: the cause.
@@ -45,19 +45,19 @@ class FailedStaging(dict[str, Any]):
             error = StagingError(f"{type(error).__name__}: {error}")
         without_tracebacks(error)
         self.error = error
-        # A name of its own in each failure: plans that DCP caches must not be taken for those of another.
+        # Unique: a plan that DCP cached for one failure must not be taken for that of another.
         self.name = f"{MARK}{uuid4().hex}"
         super().__init__({self.name: _RaiseWhenSaved(error)})
         _failures[self.name] = error
 
 
 def forget(state: FailedStaging) -> None:
-    """The failure is another process's business now."""
+    """Drop a failure that another process will raise."""
     _failures.pop(state.name, None)
 
 
 def raise_if_failed(names: Iterable[str]) -> None:
-    """Raise the cause if one of ``names``, the FQNs of a plan, is that of a failed staging of this process."""
+    """Raise the cause if one of ``names``, the FQNs of a plan, marks a failed staging of this process."""
     for name in names:
         if name.startswith(MARK):
             error = _failures.pop(name, None)

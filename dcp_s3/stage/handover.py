@@ -1,7 +1,7 @@
-"""Staged states cross to the checkpoint process as file descriptors: the bytes of the tensors are not pickled.
+"""Staged states go to the checkpoint process as file descriptors; the bytes of the tensors are not pickled.
 
-`AsyncCheckpointerType.PROCESS` sends the state through a pipe with multiprocessing's pickler. There (and only there) a
-`StagedState` becomes its structure, plus one descriptor for each of its buffers.
+`AsyncCheckpointerType.PROCESS` sends the state through a pipe with multiprocessing's pickler. There, and only there, a
+`StagedState` is pickled as its structure plus one descriptor for each of its buffers.
 """
 
 from __future__ import annotations
@@ -16,30 +16,31 @@ from typing import Any
 import torch
 
 from dcp_s3.errors import StagingError
-from dcp_s3.stage.buffers import Buffer, map_shared
+from dcp_s3.stage.buffers import HostBuffer, map_shared
 from dcp_s3.stage.failure import FailedStaging, forget
-from dcp_s3.stage.moves import Move, move
+from dcp_s3.stage.memcpy import MemoryCopy, run_copies
 from dcp_s3.stage.pool import BufferPool
 from dcp_s3.stage.process_saves import wait_for_pipe
 from dcp_s3.stage.release import release_when_over
 
 
 class StagedState(dict[str, Any]):
-    """A staged state dict, and the buffers in which its tensors lie.
+    """A staged state dict, and the buffers that hold its tensors.
 
     Args:
         state: the state.
-        buffers: of the staged tensors.
-        pool: that the buffers are from.
+        buffers: buffers of the staged tensors.
+        pool: the pool that the buffers came from.
     """
 
-    def __init__(self, state: dict[str, Any], buffers: Sequence[Buffer], pool: BufferPool) -> None:
+    def __init__(self, state: dict[str, Any], buffers: Sequence[HostBuffer], pool: BufferPool) -> None:
         super().__init__(state)
         self.buffers = list(buffers)
         self.pool = weakref.ref(pool)
 
     def items(self) -> Any:
-        """As of any dict. DCP asks for them in the thread of the save: what the state learns of its end there."""
+        """The items, as of any dict. DCP calls this in the thread of the save, so the end of the save can be
+        watched."""
         release_when_over()
         return super().items()
 
@@ -48,9 +49,9 @@ class StagedState(dict[str, Any]):
 
 
 class _Pickler(ForkingPickler):
-    """Writes a tensor in one of ``buffers`` as a position in it."""
+    """Writes a tensor that lies in one of ``buffers`` as a position in it."""
 
-    def __init__(self, file: io.BytesIO, buffers: Sequence[Buffer]) -> None:
+    def __init__(self, file: io.BytesIO, buffers: Sequence[HostBuffer]) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self._buffers = buffers
 
@@ -93,22 +94,22 @@ def _reduce(state: StagedState) -> tuple[Any, ...]:
         shared = [_share(buffer, state.pool()) for buffer in state.buffers]
         descriptors = [(DupFd(buffer.fileno()), buffer.size) for buffer in shared]
     except Exception as error:  # noqa: BLE001 - it goes to all ranks
-        # Raised here it would reach this rank only, and the others would wait for its checkpoint process.
+        # Raised here, it would reach only this rank, and the others would wait for its checkpoint process.
         return _reduce_failed(
-            FailedStaging(StagingError(f"the state can not be sent to the checkpoint process: {error!r}"))
+            FailedStaging(StagingError(f"the state cannot be sent to the checkpoint process: {error!r}"))
         )
     return _rebuild, (file.getvalue(), descriptors)
 
 
-def _share(buffer: Buffer, pool: BufferPool | None) -> Buffer:
-    """A buffer that another process can map: the same, or a copy if it is private memory."""
+def _share(buffer: HostBuffer, pool: BufferPool | None) -> HostBuffer:
+    """The buffer, or a copy of it if it is private memory, which another process cannot map."""
     if buffer.kind != "private":
         return buffer
-    # Not known to stage() before the first such save: what it stages from now on is shared from the start.
+    # stage() learns of PROCESS saves only from the first one. From now on its memory is shared from the start.
     if pool is not None:
         pool.shared = True
-    shared = Buffer(buffer.size, "shared")
-    move([Move(shared.address, buffer.address, buffer.size)])
+    shared = HostBuffer(buffer.size, "shared")
+    run_copies([MemoryCopy(shared.address, buffer.address, buffer.size)])
     return shared
 
 

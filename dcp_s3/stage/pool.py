@@ -1,7 +1,7 @@
-"""The pool of staging buffers: reused from save to save, never while anything can still read them.
+"""The pool of staging buffers. They are reused from save to save, but never while anything can still read them.
 
 DCP does not tell a stager when an upload ends. But every staged tensor, and every view of one, keeps the `lease` of its
-buffer alive, so a weak reference to the lease tells when the last reader is gone, however the save ended.
+buffer alive. So a weak reference to the lease tells when the last reader is gone, however the save ended.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from dcp_s3.errors import StagingError, StagingLimitError
-from dcp_s3.stage.buffers import Buffer, Kind
+from dcp_s3.stage.buffers import HostBuffer, Kind
 from dcp_s3.stage.regions import place, split
 from dcp_s3.stage.release import count_released
 from dcp_s3.units import format_size
@@ -27,37 +27,37 @@ logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.1
 _REPORT_SECONDS = 30.0
-_MAX_SLACK = 2  # a free buffer serves requests down to its size over this
+_MAX_SLACK = 2  # a free buffer may be this many times larger than the request
 
 
 @dataclass(eq=False)
 class Generation:
-    """The buffers of one staged state. In use until every lease of them is gone."""
+    """The buffers of one staged state. In use until all their leases are gone."""
 
-    buffers: list[Buffer] = field(default_factory=list)
+    buffers: list[HostBuffer] = field(default_factory=list)
 
 
 class Slot(NamedTuple):
-    """Where a region lies: bytes ``offset`` onwards of ``lease``, a view of ``buffer``."""
+    """Memory for one region: ``lease``, a view of ``buffer``, from byte ``offset`` on."""
 
-    buffer: Buffer
+    buffer: HostBuffer
     lease: memoryview
     offset: int
 
     @property
     def address(self) -> int:
-        """Of the first byte."""
+        """Address of the first byte."""
         return self.buffer.address + self.offset
 
 
 class BufferPool:
-    """Hands out memory for staged states.
+    """Provides memory for staged states.
 
     Args:
-        limit: bytes of memory for all generations together; None for no limit.
-        generations: how many may be in use at a time; a request for one more waits.
+        limit: bytes of memory for all generations together; None: no limit.
+        generations: how many may be in use at a time. A request for one more waits.
         spill_dir: directory for what exceeds ``limit``.
-        shared: begin with memory that other processes can map.
+        shared: whether the memory can be mapped by other processes.
     """
 
     def __init__(
@@ -72,12 +72,12 @@ class BufferPool:
         self.generations = generations
         self.spill_dir = spill_dir
         self.shared = shared
-        self._free: list[Buffer] = []
+        self._free: list[HostBuffer] = []
         self._in_use: set[Generation] = set()
         self._lock = threading.Lock()
-        # Filled by callbacks of weak references, which may come at any instant, in any thread, also one that holds
-        # the lock: SimpleQueue is made for that.
-        self._returned: queue.SimpleQueue[tuple[Generation, Buffer]] = queue.SimpleQueue()
+        # Filled by callbacks of weak references. These may run at any time in any thread, even one that holds the
+        # lock; SimpleQueue is made for that.
+        self._returned: queue.SimpleQueue[tuple[Generation, HostBuffer]] = queue.SimpleQueue()
         self._closed = threading.Event()
 
     @property
@@ -95,14 +95,15 @@ class BufferPool:
             return sum(buffer.size for buffer in (*self._free, *self._buffers_in_use()))
 
     def acquire(self, sizes: Sequence[int], *, pin: bool = False) -> list[Slot]:
-        """Memory for regions of ``sizes`` bytes. Waits while all generations, or the budget, are in use.
+        """Memory for regions of ``sizes`` bytes. Waits while all generations, or the memory budget, are in use.
 
         Args:
             sizes: bytes, none of them zero.
-            pin: register it with CUDA.
+            pin: register the memory with CUDA.
 
         Raises:
-            StagingLimitError: over the budget even when nothing else is in use, and there is no spill directory.
+            StagingLimitError: the request exceeds the budget even when nothing else is in use, and there is no spill
+                directory.
             StagingError: there is no room for the buffers.
         """
         if not sizes:
@@ -124,7 +125,7 @@ class BufferPool:
                 returned = self._returned.get(timeout=_POLL_SECONDS)
                 with self._lock:
                     self._take_back(*returned)
-                del returned  # it may have to go to make room
+                del returned  # this buffer may have to be freed to make room
         if pin:
             for buffer in {slot.buffer for slot in slots}:
                 buffer.pin()
@@ -151,7 +152,7 @@ class BufferPool:
         return [slots[number] for number in range(len(sizes))]
 
     def close(self) -> None:
-        """Free what is not in use now, and the rest when it is not used any more. Whoever waits gets an error."""
+        """Free what is not in use now, and the rest once its last user is gone. Waiting requests get an error."""
         self._closed.set()
         with self._lock:
             self._collect()
@@ -173,7 +174,7 @@ class BufferPool:
                 return
             self._take_back(generation, buffer)
 
-    def _take_back(self, generation: Generation, buffer: Buffer) -> None:
+    def _take_back(self, generation: Generation, buffer: HostBuffer) -> None:
         if self._closed.is_set():
             return
         self._free.append(buffer)
@@ -181,11 +182,11 @@ class BufferPool:
         if not generation.buffers:
             self._in_use.discard(generation)
 
-    def _buffers_in_use(self) -> list[Buffer]:
+    def _buffers_in_use(self) -> list[HostBuffer]:
         return [buffer for generation in self._in_use for buffer in generation.buffers]
 
     def _room(self) -> int | None:
-        """Bytes of the budget that are not in use."""
+        """Bytes of the budget that are not in use; None: no limit."""
         if self.limit is None:
             return None
         return max(0, self.limit - sum(b.size for b in self._buffers_in_use() if b.kind != "file"))
@@ -209,7 +210,7 @@ class BufferPool:
             )
         return None
 
-    def _take(self, size: int, kind: Kind) -> Buffer:
+    def _take(self, size: int, kind: Kind) -> HostBuffer:
         fitting = [b for b in self._free if b.kind == kind and size <= b.size <= max(size, 1) * _MAX_SLACK]
         if fitting:
             best = min(fitting, key=lambda buffer: buffer.size)
@@ -218,7 +219,7 @@ class BufferPool:
         on_disk = kind == "file"
         self._drop_for(size, on_disk=on_disk)
         try:
-            return Buffer(size, kind, directory=self.spill_dir)
+            return HostBuffer(size, kind, directory=self.spill_dir)
         except StagingError:
             free = [b for b in self._free if (b.kind == "file") == on_disk]
             if not free:
@@ -226,10 +227,10 @@ class BufferPool:
             for buffer in free:
                 self._free.remove(buffer)
             del free, buffer
-        return Buffer(size, kind, directory=self.spill_dir)
+        return HostBuffer(size, kind, directory=self.spill_dir)
 
     def _drop_for(self, size: int, *, on_disk: bool) -> None:
-        """Free buffers that lay unused the longest: no more are kept than generations, nor beyond the budget."""
+        """Free the buffers that were unused longest. No more are kept than generations, nor beyond the budget."""
         in_use = [b for b in self._buffers_in_use() if (b.kind == "file") == on_disk]
         free = [b for b in self._free if (b.kind == "file") == on_disk]
         limit = None if on_disk else self.limit
@@ -241,7 +242,7 @@ class BufferPool:
 
 
 class _Waiting:
-    """What the log says of one wait."""
+    """Logs one wait for memory."""
 
     def __init__(self) -> None:
         self._collected = -1
@@ -250,7 +251,7 @@ class _Waiting:
         self._reason = ""
 
     def go_on(self, reason: str) -> bool:
-        """There is still ``reason`` to wait; False to look once more first, after a search for what nobody needs."""
+        """Whether to wait on for ``reason``. False: look again first, because garbage was collected."""
         self._reason, now = reason, time.monotonic()
         released = count_released()
         if released != self._collected:
@@ -264,23 +265,23 @@ class _Waiting:
             self._reported = now
             gc.collect()
             logger.warning(
-                "staging has waited for %.0f s: %s. (A planner or a staged state that is kept holds its copy, too.)",
+                "staging has waited for %.0f s: %s. (A planner or staged state that is kept also holds its copy.)",
                 now - self._started,
                 reason,
             )
         return True
 
     def end(self) -> None:
-        """The wait is over, if there was one."""
+        """Log how long the wait took, if there was one."""
         if self._started is not None:
             logger.warning("staging waited for %.1f s: %s", time.monotonic() - self._started, self._reason)
 
 
 def _give_back(
-    returned: queue.SimpleQueue[tuple[Generation, Buffer]],
+    returned: queue.SimpleQueue[tuple[Generation, HostBuffer]],
     closed: threading.Event,
     generation: Generation,
-    buffer: Buffer,
+    buffer: HostBuffer,
 ) -> None:
     if not closed.is_set():
         returned.put((generation, buffer))

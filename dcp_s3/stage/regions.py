@@ -1,7 +1,7 @@
-"""Which bytes of which storages to copy, and where they come to lie. Pure functions.
+"""Which bytes of which storages to copy, and where to put them. Pure functions.
 
-Tensors of one storage that overlap, or that together make up most of what lies between them, are copied as one region
-and stay aliased in the copy. A small view of a huge storage is a region of its own size, also if it is strided.
+Tensors of one storage that overlap, or that together fill most of the bytes between them, are copied as one region and
+stay aliased in the copy. A small view of a huge storage is a region of its own size, even if it is strided.
 """
 
 from __future__ import annotations
@@ -11,49 +11,43 @@ from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 ALIGNMENT = 64
-"""Bytes on which each region starts in its buffer: a cache line, and no less than any dtype needs."""
+"""Alignment in bytes of each region in its buffer: a cache line, which is enough for any dtype."""
 
 _SOURCE_ALIGNMENT = 16  # complex128: a region starts on a whole element of every tensor in it
 _MIN_DENSITY = 0.5
 
 
 class TensorSpan(NamedTuple):
-    """Where one tensor lies in its storage.
-
-    Attributes:
-        storage: identifies the storage.
-        start: first byte that the tensor uses.
-        stop: byte behind the last.
-        nbytes: elements times element size; less than ``stop - start`` for a strided view, more for an expanded one.
-        layout: tells apart strided tensors of the same span (dtype, size, strides); None for one without gaps.
-    """
+    """Where one tensor lies in its storage."""
 
     storage: Hashable
+    """Identity of the storage."""
     start: int
+    """First byte that the tensor uses."""
     stop: int
+    """The byte after the last."""
     nbytes: int
+    """Elements times element size; less than ``stop - start`` for a strided view, more for an expanded one."""
     layout: Hashable = None
+    """Dtype, size and strides, which tell apart strided tensors of the same span. None for a tensor without gaps."""
 
 
 class Region(NamedTuple):
-    """Bytes that are copied in one piece.
-
-    Attributes:
-        tensors: the tensors in it, by their numbers in the list of spans.
-        start: first byte in the source storage.
-        size: bytes in the copy.
-        gathered: the tensors (all alike) are copied element by element into row-major order, because they use little
-            of the span that they lie in.
-    """
+    """Bytes that are copied together."""
 
     tensors: tuple[int, ...]
+    """The tensors in the region, as indices into the list of spans."""
     start: int
+    """First byte in the source storage."""
     size: int
+    """Bytes in the copy."""
     gathered: bool = False
+    """Whether the tensors (all alike) are copied element by element into row-major order, because they use little of
+    the span that they lie in."""
 
 
 def plan_regions(spans: Sequence[TensorSpan]) -> list[Region]:
-    """Regions that hold every span, in the order of their first tensors. Spans of no bytes are in none."""
+    """Regions that hold every span, in the order of their first tensors. Empty spans are in none."""
     by_storage: dict[Hashable, list[int]] = defaultdict(list)
     for number, span in enumerate(spans):
         if span.nbytes:
@@ -95,7 +89,7 @@ def _clusters(spans: Sequence[TensorSpan], numbers: Sequence[int]) -> list[list[
 
 
 def _is_dense(spans: Sequence[TensorSpan], numbers: Sequence[int]) -> bool:
-    """Whether the tensors use at least half of the bytes between the first and the last of them, at least roughly."""
+    """Whether the tensors use about half or more of the bytes between the first and the last of them."""
     if len(numbers) == 1:
         span = spans[numbers[0]]
         return span.nbytes >= _MIN_DENSITY * (span.stop - span.start)
@@ -106,7 +100,7 @@ def _is_dense(spans: Sequence[TensorSpan], numbers: Sequence[int]) -> bool:
         if span.stop > reached:
             used += min(span.nbytes, span.stop - max(span.start, reached))
             reached = span.stop
-    # What a sparse span reaches over first hides a dense one inside of it.
+    # The count above misses a dense span inside a sparse one that begins first.
     largest = max(min(spans[number].nbytes, spans[number].stop - spans[number].start) for number in numbers)
     return max(used, largest) >= _MIN_DENSITY * (reached - begin)
 
@@ -119,7 +113,7 @@ def _hull(spans: Sequence[TensorSpan], numbers: Sequence[int]) -> Region:
 
 
 def place(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Offsets at which regions of ``sizes`` bytes lie in one buffer, and the bytes of the buffer."""
+    """Offsets of regions of ``sizes`` bytes in one buffer, and the size of the buffer in bytes."""
     offsets, end = [], 0
     for size in sizes:
         offsets.append(end)
@@ -128,9 +122,9 @@ def place(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 def split(sizes: Sequence[int], room: int | None) -> list[bool]:
-    """Which regions go to memory of ``room`` bytes (None: no limit); the others go to disk.
+    """Which regions fit in memory of ``room`` bytes (None: no limit). The others go to disk.
 
-    Small ones first: what goes to disk is then few and large.
+    The smallest come first, so that few and large regions go to disk.
     """
     if room is None:
         return [True] * len(sizes)

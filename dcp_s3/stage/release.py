@@ -1,10 +1,11 @@
-"""An asynchronous save that failed lets go of its staged copy, whoever keeps its future or its error.
+"""Frees the staged copy of a failed asynchronous save, even if its future or its error is kept.
 
-An error holds its traceback, that the frames of DCP's and our functions, and those the staged state: for as long as
-the caller keeps the future. Nobody needs the frames: DCP's CheckpointException has the text of the traceback of each
-rank. They are cut off at the end of the save. Errors that lost (of other buckets and parts, which failed as well) may
-still be cycles with their own frames, which training loops that turn the collector off would keep: whoever waits for
-memory calls it.
+An error holds its traceback, which holds the frames of DCP and dcp_s3, which hold the staged state, for as long as the
+caller keeps the future. Nobody needs the frames: DCP's CheckpointException has the text of each rank's traceback. They
+are cut off when the save ends.
+
+Errors that were not raised (of other buckets and parts that failed too) may still be in cycles with their own frames.
+Training loops that turn the collector off would keep those, so whoever waits for memory collects them.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ _count = 0
 
 
 def count_released() -> int:
-    """Failed saves that have let go so far, in this process."""
+    """Number of failed saves in this process whose memory was freed."""
     return _count
 
 
 def release_when_over() -> None:
-    """Called in the thread of an asynchronous save; elsewhere nothing."""
+    """Free the memory of the asynchronous save that runs in this thread when it ends. Elsewhere: do nothing."""
     future = torch_private.find_upload_future()
     if future is not None:
         future.add_done_callback(release)
 
 
 def release(future: Future[Any]) -> None:
-    """Cut the tracebacks of a save that has ended."""
+    """Cut the tracebacks of an ended save."""
     if future.cancelled():
         return
     error = future.exception()
@@ -46,7 +47,7 @@ def release(future: Future[Any]) -> None:
 
 
 def let_go(error: BaseException) -> None:
-    """Free what the frames of an error hold, and those of the errors that led to it."""
+    """Free what the frames of an error hold, and those of the errors that caused it."""
     pending, seen = [error], set()
     while pending:
         link = pending.pop()
@@ -60,7 +61,7 @@ def let_go(error: BaseException) -> None:
             following = trace.tb_next
             pending += _errors_in(trace)
             if _clear(trace.tb_frame):
-                # What has taken hold of the traceback meanwhile loses it, too: functions hold what they enclose.
+                # Others may hold the traceback by now (a function holds what it encloses): cut its links too.
                 trace.tb_next = None
                 if before is not None:
                     before.tb_next = None
@@ -68,13 +69,15 @@ def let_go(error: BaseException) -> None:
 
 
 def _causes(error: BaseException) -> list[BaseException]:
-    failures: Any = getattr(error, "failures", None)  # of CheckpointException: by rank, with the text of the traceback
+    # CheckpointException has them by rank, with the text of the traceback.
+    failures: Any = getattr(error, "failures", None)
     others = [failure[0] for failure in failures.values()] if isinstance(failures, dict) else []
     return [each for each in (error.__cause__, error.__context__, *others) if isinstance(each, BaseException)]
 
 
 def _errors_in(trace: TracebackType) -> list[BaseException]:
-    """What a rank failed with is among the variables of DCP's step; the exception that all raise has a copy of it."""
+    """The errors among a frame's variables. DCP's step keeps what a rank failed with there, and the raised exception
+    has a copy of it."""
     found = []
     for value in trace.tb_frame.f_locals.values():
         if type(value) is tuple and value:
@@ -85,12 +88,12 @@ def _errors_in(trace: TracebackType) -> list[BaseException]:
 
 
 def _clear(frame: FrameType) -> bool:
-    """Free a frame's variables; False if it may still need them."""
+    """Free a frame's variables. False if they may still be needed."""
     if frame.f_code.co_flags & _GENERATORS:
-        return False  # it may be suspended, and would be closed
+        return False  # it may be suspended; clearing would close it
     try:
         frame.clear()
-    except RuntimeError:  # it still runs
+    except RuntimeError:  # it is still running
         return False
-    frame.f_locals  # noqa: B018 - up to Python 3.12 a copy of them, which is brought up to date here
+    frame.f_locals  # noqa: B018 - up to Python 3.12 this updates a copy of the variables
     return True

@@ -1,4 +1,4 @@
-"""The structure of a state, copied at once; its tensors are found, to be copied and put back later."""
+"""The structure of a state, copied at once. Its tensors are collected, to be copied and put back later."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ _Build = Callable[[Sequence[torch.Tensor]], Any]
 
 @dataclass(frozen=True, slots=True)
 class _Hole:
-    """Where a tensor was: `build` makes the staged one from the staged plain tensors."""
+    """The place of a tensor: `build` makes the staged tensor from the staged plain tensors."""
 
     build: _Build
 
 
 class Snapshot:
-    """A state without its tensors' bytes: containers and other values are copies, independent of the original.
+    """A state without its tensors' bytes. Containers and other values are copies, independent of the original.
 
     Args:
-        state: containers (dicts, lists, tuples and subclasses) of tensors and of other values. Those are copied by
-            `copy.deepcopy`; tensors inside of them come to CPU memory at once.
+        state: containers (dicts, lists, tuples and subclasses) of tensors and other values. The other values are copied
+            by `copy.deepcopy`; tensors inside them are copied to CPU memory at once.
 
     Attributes:
-        tensors: the plain tensors to copy: every one once, those inside DTensor, ShardedTensor and other wrappers
-            among them. They share memory with the original.
-        watched: for each of them, those whose versions tell of a change: itself, and the wrappers that it lies in.
-            A DTensor is changed without its local tensor being told.
-        regions: the bytes of their storages that hold them.
+        tensors: the plain tensors to copy, each once, including those inside DTensor, ShardedTensor and other wrappers.
+            They share memory with the original.
+        watched: for each of `tensors`, the tensors whose versions show a change: itself and the wrappers around it. A
+            change to a DTensor does not change the version of its local tensor.
+        regions: the bytes of the storages that hold `tensors`.
 
     Raises:
-        StagingError: a value can not be copied, or a tensor has no memory any more.
+        StagingError: a value cannot be copied, or a tensor's memory was freed.
     """
 
     def __init__(self, state: dict[str, Any]) -> None:
@@ -51,7 +51,7 @@ class Snapshot:
         self._wrappers: list[torch.Tensor] = []
         self._spans: list[TensorSpan] = []
         self._numbers: dict[int, int] = {}
-        self._holes: dict[int, tuple[_Hole, torch.Tensor]] = {}  # by id, which the tensor keeps its own
+        self._holes: dict[int, tuple[_Hole, torch.Tensor]] = {}  # by the tensor's id; kept, so that the id stays unique
         self._memo: dict[int, Any] = {}
         self._path: list[Any] = []
         with torch.no_grad(), collector_paused():
@@ -100,7 +100,7 @@ class Snapshot:
     def _not_copyable(self, value: Any, error: Exception) -> StagingError:
         kind = type(value)
         return StagingError(
-            f"{self._name()} is a {kind.__module__}.{kind.__qualname__} that can not be copied ({error}), so that an "
+            f"{self._name()} is a {kind.__module__}.{kind.__qualname__} that cannot be copied ({error}), so an "
             "asynchronous save of it would not be safe from changes. Remedy: leave it out of the state"
         )
 
@@ -113,7 +113,7 @@ class Snapshot:
         return copied
 
     def _tensor(self, tensor: torch.Tensor) -> _Hole:
-        """The hole for ``tensor``; the same for each of its occurrences."""
+        """The hole for ``tensor``: the same one for every occurrence."""
         known = self._holes.get(id(tensor))
         if known is not None:
             return known[0]
@@ -172,7 +172,7 @@ class Snapshot:
         return lambda staged: torch_private.rebuild_sharded_tensor(tensor, [build(staged) for build in shards])
 
     def _copy_apart(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Of a tensor that is not just memory (sparse, quantized, nested); not pooled."""
+        """A copy, outside the pool, of a tensor that is not plain memory (sparse, quantized, nested)."""
         if tensor.device.type == "meta":
             return tensor
         return tensor.detach().to("cpu", copy=True)
@@ -211,7 +211,7 @@ class _Filler:
 
 
 class _OffloadCopies(TorchFunctionMode):
-    """`copy.deepcopy` of a tensor on a device makes a copy in CPU memory."""
+    """Makes `copy.deepcopy` of a tensor on a device return a copy in CPU memory."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__deepcopy__ and args[0].device.type not in ("cpu", "meta"):
@@ -236,7 +236,7 @@ def _is_memory(tensor: torch.Tensor) -> bool:
 
 
 def _span(tensor: torch.Tensor) -> TensorSpan:
-    """Of a strided tensor."""
+    """The span of a strided tensor."""
     size, nbytes = tensor.element_size(), tensor.nbytes
     start = int(tensor.storage_offset()) * size
     storage = (tensor.device, tensor.untyped_storage().data_ptr())

@@ -34,19 +34,19 @@ logger = logging.getLogger(__name__)
 class S3Stager(AsyncStager):
     """Copies the state to host memory for `dcp.async_save`, so that training can go on and change it.
 
-    Buffers are kept and used again, but never while a save can still read them: at most
-    ``DCP_S3_STAGING_GENERATIONS`` staged copies exist at a time, then the next `stage` waits and says so in the log.
-    Memory is bounded by ``DCP_S3_STAGING_LIMIT``; what exceeds it is staged in files in ``DCP_S3_SPILL_DIR``.
+    Buffers are reused, but never while a save can still read them. At most ``DCP_S3_STAGING_GENERATIONS`` staged copies
+    exist at a time; after that the next `stage` waits and logs why. ``DCP_S3_STAGING_LIMIT`` bounds the memory; what
+    exceeds it is staged in files in ``DCP_S3_SPILL_DIR``.
 
-    May be used for any number of saves, with any writer, by one thread at a time. Saves by
-    `AsyncCheckpointerType.PROCESS` that overlap take turns: see `serialize_process_saves`.
+    One stager may be used for any number of saves, with any writer, by one thread at a time. Overlapping saves by
+    `AsyncCheckpointerType.PROCESS` take turns: see `serialize_process_saves`.
 
     Args:
-        settings: a `Settings`, or a mapping of those that differ from the environment.
+        settings: a `Settings`, or a mapping of settings that override the environment.
         asynchronous: `stage` returns at once and copies in the background; `dcp.async_save` then returns an
-            AsyncSaveResponse. The state must not be changed before its ``staging_completion``: changes in place that
-            count up the versions of tensors are detected, and fail the save. Not those through ``.data``, by torch's
-            fused optimizers, and by its foreach ones to DTensors.
+            AsyncSaveResponse. The state must not be changed before its ``staging_completion``. In-place changes that
+            increment the versions of tensors are detected and fail the save. Not detected: changes through ``.data``,
+            by torch's fused optimizers, and by its foreach optimizers to DTensors.
 
     Raises:
         SettingsError: a setting is not allowed.
@@ -66,16 +66,16 @@ class S3Stager(AsyncStager):
         self._closed = False
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | Future[dict[str, Any]]:
-        """A training-safe copy of ``state_dict`` in CPU memory, or with ``asynchronous`` the future of one.
+        """A training-safe copy of ``state_dict`` in CPU memory, or with ``asynchronous`` a future of it.
 
-        Tensors that share memory share it in the copy too; of a small view of a large storage only the view is copied.
+        Tensors that share memory also share it in the copy. Of a small view of a large storage only the view is copied.
 
-        With several ranks a failure does not raise here, where the other ranks could not learn of it: what is
-        returned then makes the save fail on all ranks, with the cause.
+        With several ranks a failure does not raise here, because the other ranks could not learn of it. The returned
+        state instead makes the save fail on all ranks, with the cause.
 
         Raises:
             StagingLimitError: the state exceeds ``DCP_S3_STAGING_LIMIT`` and there is no ``DCP_S3_SPILL_DIR``.
-            StagingError: there is no room, or something in the state can not be copied.
+            StagingError: there is no room, or something in the state cannot be copied.
         """
         if self._closed:
             raise StagingError("this S3Stager was closed. Remedy: close it after the last save, or make a new one")
@@ -87,7 +87,7 @@ class S3Stager(AsyncStager):
         return future
 
     def stage_now(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """What `stage` does without ``asynchronous``."""
+        """A training-safe copy, made before returning, whether or not the stager is ``asynchronous``."""
 
         def stage() -> dict[str, Any]:
             snapshot, copier = Snapshot(state_dict), Copier()
@@ -156,19 +156,19 @@ class S3Stager(AsyncStager):
         return StagedState(snapshot.fill(staged.tensors), buffers, self._pool)
 
     def _guard(self, work: Callable[[], Any]) -> Any:
-        """What ``work`` returns; if it fails and there are other ranks, a state that carries the failure to them."""
+        """The result of ``work``. If it fails and there are other ranks: a state that carries the failure to them."""
         try:
             return work()
         except Exception as error:
             logger.debug("staging failed:", exc_info=True)
-            traceback.clear_frames(error.__traceback__)  # they hold a generation, and somebody may keep the error
+            traceback.clear_frames(error.__traceback__)  # they hold a generation, and the error may be kept
             if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
                 raise
             return FailedStaging(error)
 
 
 def _log_failure(copying: Future[dict[str, Any]]) -> None:
-    """Log why a copy in the background failed: the save ends before its writer learns of it."""
+    """Log why a background copy failed: the save ends before its writer learns of it."""
     error = copying.exception()
     if error is not None:
         logger.error("the asynchronous save failed: its state could not be staged: %s: %s", type(error).__name__, error)

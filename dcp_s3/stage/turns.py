@@ -1,8 +1,8 @@
-"""Asynchronous saves that must not run side by side: those whose collectives would meet.
+"""Asynchronous saves that must not overlap, because their collectives would mix, take turns.
 
-Two saves of one process group mix their collectives if they overlap: one rank's plan of the first save meets another
-rank's plan of the second. DCP leaves that to its caller. Here the later save waits until the earlier one has ended in
-this process, which gives all ranks the same order, that of the calls.
+If two saves of one process group overlap, one rank's plan of the first save meets another rank's plan of the second.
+DCP leaves it to its caller to avoid that. Here the later save waits until the earlier one has ended in this process.
+That gives all ranks the same order: that of the calls.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ logger = logging.getLogger(__name__)
 _REPORT_SECONDS = 30.0
 
 _saves: list[tuple[str, Future[Any]]] = []
-"""The asynchronous saves under way, in their order. Changed by single operations only: there is no lock that a fork
-could leave locked."""
+"""The asynchronous saves under way, in order. Changed only by single operations, without a lock that a fork could leave
+locked."""
 
 
 def take_turn(key: str) -> None:
-    """Wait for the asynchronous saves of this process that took their turn before. May be called again.
+    """Wait for the asynchronous saves of this process that took their turn earlier. May be called again.
 
     Args:
         key: what the saves share: the name of a process group, or a URL.
@@ -43,7 +43,7 @@ def take_turn(key: str) -> None:
 
 
 def _forget(key: str, ended: Future[Any]) -> None:
-    """A future that ended must not be kept: that of a failed save holds what was saved."""
+    """Drop a future that has ended: that of a failed save holds the state."""
     with contextlib.suppress(ValueError):
         _saves.remove((key, ended))
 
@@ -54,7 +54,7 @@ def _wait_for(earlier: Sequence[Future[Any]], key: str) -> None:
         waited += _REPORT_SECONDS
         logger.warning(
             "a save has waited %.0f s for an earlier one that shares %s with it. Remedy: wait for the future of a save "
-            "before the next one, or give saves that overlap a process group each",
+            "before the next one, or give each overlapping save its own process group",
             waited,
             key,
         )

@@ -1,8 +1,8 @@
-"""Kills a training run in the middle of a save to S3, restarts it elsewhere, checks every bit, and tidies up.
+"""Kills a training run in the middle of a save to S3, restarts it elsewhere, checks every bit, and cleans up.
 
-``python -m examples.demo`` needs nothing: the S3 server is moto, in this process. With
-``--url s3://bucket/prefix`` the same happens on a real bucket, with the credentials that AWS's own
-chain finds (and DCP_S3_ENDPOINT_URL, for other stores), below a new directory of that prefix.
+``python -m examples.demo`` needs no setup: the S3 server is moto, in this process. With
+``--url s3://bucket/prefix`` it runs on a real bucket, in a new directory below that prefix, with the
+credentials from AWS's own chain (and DCP_S3_ENDPOINT_URL, for other stores).
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ import dcp_s3
 from dcp_s3.errors import DcpS3Error
 from examples.demo.acts import Demo, DemoError
 from examples.demo.report import Report
-from examples.demo.storage import BUCKET, Storage, embedded_server
+from examples.demo.storage import BUCKET, BucketView, embedded_server
 from examples.demo.workers import WorkerError
 
-#: Seconds for one run of the training. A real bucket may be behind a slow line.
+#: Seconds for one run of the training. The network to a real bucket may be slow.
 LIMIT_EMBEDDED, LIMIT_URL = 150.0, 1800.0
 #: Small parts, few at a time: a state of 60 MB is then uploaded like one of many gigabytes, in
-#: several multipart uploads at once, and there is a middle of the save to hit.
+#: several multipart uploads at once, and takes long enough to be interrupted.
 UPLOAD_SETTINGS = {"DCP_S3_PART_SIZE": "5MiB", "DCP_S3_CONCURRENCY": "1"}
 
 
 def main() -> int:
-    """Run the demo as the command line says. Returns the exit status."""
+    """Run the demo with the options of the command line. Returns the exit status."""
     options = _parse_arguments()
-    # As for Ctrl-C: the finally clauses must run.
+    # As with Ctrl-C, the finally clauses must run.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     report = Report()
     folder = Path(tempfile.mkdtemp(prefix="dcp-s3-demo-"))
@@ -50,7 +50,7 @@ def main() -> int:
         report.error(f"{error}. Remedy: pip install 'dcp-s3[demo]'")
         return 1
     except KeyboardInterrupt:
-        report.error("Interrupted; nothing of it is left running.")
+        report.error("Interrupted; nothing is left running.")
         return 128 + signal.SIGINT
     finally:
         if options.keep:
@@ -72,22 +72,22 @@ def _run(url: str | None, folder: Path, report: Report) -> int:
             report.stage("Your bucket", f"Everything goes below {root}")
         for name, value in UPLOAD_SETTINGS.items():
             os.environ.setdefault(name, value)
-        storage = Storage(root)
-        dcp_s3.latest(root)  # says now, and clearly, if the bucket cannot be reached
+        storage = BucketView(root)
+        dcp_s3.latest(root)  # fails here, with a clear message, if the bucket cannot be reached
         if url is not None:
             stack.callback(_say_how_to_remove, storage, report)
         demo = Demo(storage, folder, LIMIT_EMBEDDED if url is None else LIMIT_URL, report)
-        torn = demo.train_and_kill()
-        newest = demo.show_torn(torn)
-        demo.restart(newest, torn)
+        interrupted = demo.train_and_kill()
+        newest = demo.show_interrupted(interrupted)
+        demo.restart(newest, interrupted)
         demo.compare(newest)
-        demo.show_storage(torn)
-        demo.retain(torn)
+        demo.show_storage(interrupted)
+        demo.retain(interrupted)
         report.checks(demo.checks, time.monotonic() - started)
     return 0 if all(check.holds for check in demo.checks) else 1
 
 
-def _say_how_to_remove(storage: Storage, report: Report) -> None:
+def _say_how_to_remove(storage: BucketView, report: Report) -> None:
     endpoint = dcp_s3.Settings().endpoint_url
     option = f" --endpoint-url {shlex.quote(endpoint)}" if endpoint else ""
     commands = [f"aws{option} s3 rm --recursive {shlex.quote(storage.root)}/"]

@@ -1,4 +1,4 @@
-"""What happens in the demo, act by act, and what must hold."""
+"""The acts of the demo, and what each must show."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.errors import CheckpointNotFoundError
 from dcp_s3.units import format_size
 from examples.demo.report import Check, Report
-from examples.demo.storage import Directory, Storage
-from examples.demo.workers import Workers
+from examples.demo.storage import BucketView, StepDirectory
+from examples.demo.workers import TrainingProcesses
 
 RANKS_BEFORE, RANKS_AFTER = 2, 3
 SAVE_EVERY = 8
-#: Complete checkpoints that must be there before the kill, so that there is a choice of them.
+#: Complete checkpoints before the kill, so that there is more than one to choose from.
 COMPLETE_BEFORE_KILL = 2
-#: A save may commit in the instant between looking and killing; then the next one is the victim.
+#: A save may commit between the look and the kill; then the next one is killed.
 MAX_KILLS = 5
-#: Seconds until no request of a killed process is still being served.
+#: Seconds until S3 serves no more requests of a killed process.
 SETTLE = 1.0
 
 
@@ -30,16 +30,16 @@ class DemoError(Exception):
 
 
 class Demo:
-    """The acts of the demo, each to be called once and in this order.
+    """The acts of the demo. Call each once, in this order.
 
     Args:
         storage: where the checkpoints go.
         folder: local directory for logs and digests.
         limit: seconds for one run of the training.
-        report: says what happens.
+        report: prints what happens.
     """
 
-    def __init__(self, storage: Storage, folder: Path, limit: float, report: Report) -> None:
+    def __init__(self, storage: BucketView, folder: Path, limit: float, report: Report) -> None:
         self.storage = storage
         self.folder = folder
         self.limit = limit
@@ -48,8 +48,8 @@ class Demo:
         self._digests = folder / "digests.jsonl"
         self._runs = 0
 
-    def train_and_kill(self) -> Directory:
-        """Train until a save can be torn, and tear it. Returns what is left of it."""
+    def train_and_kill(self) -> StepDirectory:
+        """Train, and kill all ranks in the middle of a save. Returns what is left of that save."""
         self.report.stage(
             f"Training on {RANKS_BEFORE} ranks",
             f"A transformer sharded with FSDP2 learns Python's standard library. Every {SAVE_EVERY} steps, "
@@ -62,12 +62,12 @@ class Demo:
                 workers.kill()
                 self.report.training(RANKS_BEFORE, workers.new_lines())
             time.sleep(SETTLE)
-            if torn := [d for d in self.storage.look() if not d.committed and d.objects]:
-                return torn[-1]
+            if interrupted := [d for d in self.storage.look() if not d.committed and d.objects]:
+                return interrupted[-1]
             self.report.say("That save was complete before the kill came. The next one, then.")
         raise DemoError(f"{MAX_KILLS} saves in a row were complete before they could be interrupted")
 
-    def _wait_for_save_under_way(self, workers: Workers) -> None:
+    def _wait_for_save_under_way(self, workers: TrainingProcesses) -> None:
         for _ in self._watch(workers, interval=0.02):
             found = self.storage.look()
             complete = sum(directory.committed for directory in found)
@@ -76,30 +76,29 @@ class Demo:
                 return
         raise DemoError("the training ended before a save could be interrupted")
 
-    def show_torn(self, torn: Directory) -> CheckpointInfo:
-        """Look at what the kill has left. Returns the checkpoint to restart from."""
-        left = _count(torn.objects, "data object")
-        uploads = _count(len(torn.uploads), "multipart upload")
+    def show_interrupted(self, interrupted: StepDirectory) -> CheckpointInfo:
+        """Look at what the kill left. Returns the checkpoint to restart from."""
+        left = _count(interrupted.objects, "data object")
+        uploads = _count(len(interrupted.uploads), "multipart upload")
         self.report.stage(
             "SIGKILL in the middle of a save",
-            f"Every rank is dead, at once: no handler ran, nothing was cleaned up. Of [bold]{torn.name}[/] "
-            f"S3 has {left} ({format_size(torn.size)}), {uploads} still open, and no .metadata, which is "
+            f"Every rank is dead, at once: no handler ran, nothing was cleaned up. Of [bold]{interrupted.name}[/] "
+            f"S3 has {left} ({format_size(interrupted.size)}), {uploads} still open, and no .metadata, which is "
             "written last and makes a checkpoint.",
         )
         self.checks.append(
             Check(
-                not torn.committed and torn.objects > 0,
-                f"the kill tore a save: {torn.name} has {left} and {uploads}, and no .metadata",
+                not interrupted.committed and interrupted.objects > 0,
+                f"the kill interrupted a save: {interrupted.name} has {left} and {uploads}, and no .metadata",
             )
         )
         try:
-            dcp_s3.S3StorageReader(self.storage.url(torn)).read_metadata()
+            dcp_s3.S3StorageReader(self.storage.url(interrupted)).read_metadata()
             refused = False
         except CheckpointNotFoundError:
             refused = True
         self.report.say(
-            "Loading it all the same: "
-            + ("[bold]CheckpointNotFoundError[/]" if refused else "[bold red]it was loaded[/]")
+            "Loading it anyway: " + ("[bold]CheckpointNotFoundError[/]" if refused else "[bold red]it was loaded[/]")
         )
         newest = dcp_s3.latest(self.storage.root)
         if newest is None:
@@ -108,14 +107,15 @@ class Demo:
         complete = [d.name for d in self.storage.look() if d.committed]
         self.checks.append(
             Check(
-                refused and newest.name == complete[-1] and newest.name != torn.name,
-                f"it is invisible: latest() is {newest.name}, loading {torn.name} is refused",
+                refused and newest.name == complete[-1] and newest.name != interrupted.name,
+                f"it is invisible: latest() is {newest.name}, loading {interrupted.name} is refused",
             )
         )
         return newest
 
-    def restart(self, newest: CheckpointInfo, torn: Directory) -> None:
-        """Go on with another number of ranks, up to the step before the torn one (which so stays to be seen)."""
+    def restart(self, newest: CheckpointInfo, interrupted: StepDirectory) -> None:
+        """Continue on another number of ranks, up to the step before the interrupted one, whose leftovers stay
+        visible."""
         self.report.stage(
             f"Restart on {RANKS_AFTER} ranks",
             "Another number of ranks than those that saved: every rank reads from S3 the byte ranges that it "
@@ -123,20 +123,20 @@ class Demo:
             "you have seen at these steps before the kill, up to rounding.",
         )
         answers: list[str | None] = [newest.name]
-        with self._train(RANKS_AFTER, steps=torn.step - 1, save_every=SAVE_EVERY // 2) as workers:
+        with self._train(RANKS_AFTER, steps=interrupted.step - 1, save_every=SAVE_EVERY // 2) as workers:
             answers.extend(self._latest_name() for _ in self._watch(workers, interval=0.5))
         answers.append(self._latest_name())
         complete = [d.name for d in self.storage.look() if d.committed and d.name > newest.name]
         self.checks.append(
             Check(
-                len(complete) > 0 and answers[-1] == complete[-1] and torn.name not in answers,
+                len(complete) > 0 and answers[-1] == complete[-1] and interrupted.name not in answers,
                 f"training went on: {', '.join(complete) or 'nothing'} saved by {RANKS_AFTER} ranks; "
-                f"latest(), asked {len(answers)} times, never named {torn.name}",
+                f"latest(), asked {len(answers)} times, never named {interrupted.name}",
             )
         )
 
     def compare(self, newest: CheckpointInfo) -> None:
-        """Compare what was restored with what was saved."""
+        """Compare the restored state with the saved one."""
         self.report.stage(
             "The same bits?",
             "SHA-256 over the whole state, gathered from the ranks (weights, AdamW's moments, step): before the "
@@ -159,8 +159,8 @@ class Demo:
             )
         )
 
-    def show_storage(self, torn: Directory) -> None:
-        """The table of what lies on S3."""
+    def show_storage(self, interrupted: StepDirectory) -> None:
+        """Show what is on S3 in a table."""
         self.report.stage(
             "What lies on S3", "Seen by plain boto3; state and ranks are what dcp_s3.list_checkpoints says."
         )
@@ -170,19 +170,19 @@ class Demo:
         committed = {info.name for info in infos.values() if info.committed}
         self.checks.append(
             Check(
-                committed == {d.name for d in found if d.committed} and torn.name not in committed,
+                committed == {d.name for d in found if d.committed} and interrupted.name not in committed,
                 "list_checkpoints() calls committed exactly what has a .metadata",
             )
         )
 
-    def retain(self, torn: Directory) -> None:
-        """Delete what no policy keeps, and what the kill has left."""
+    def retain(self, interrupted: StepDirectory) -> None:
+        """Delete what no policy keeps, and what the kill left."""
         policy = dcp_s3.KeepLatest(1)
         self.report.stage(
             "Retention",
             f"The first checkpoint is pinned. The policy [bold]{policy}[/] keeps one more. "
-            f"What is left of {torn.name} would be safe for 24 hours, as a save that may still go on; here the grace "
-            "period is 0, because nothing is being saved any more.",
+            f"The leftovers of {interrupted.name} would be safe for 24 hours, as a save that may still go on. Here the "
+            "grace period is 0, because nothing is being saved any more.",
         )
         complete = [d.name for d in self.storage.look() if d.committed]
         keep = {complete[0], complete[-1]}
@@ -199,8 +199,8 @@ class Demo:
                 and not any(d.uploads for d in left)
                 and newest.ok
                 and self._latest_name() == complete[-1],
-                f"retention left {' and '.join(sorted(keep))}, whole; the others and what was left of {torn.name} are "
-                f"gone ({freed})",
+                f"retention left {' and '.join(sorted(keep))}, whole; the others and the leftovers of "
+                f"{interrupted.name} are gone ({freed})",
             )
         )
 
@@ -208,14 +208,14 @@ class Demo:
         newest = dcp_s3.latest(self.storage.root)
         return None if newest is None else str(newest.name)
 
-    def _train(self, ranks: int, *, steps: int, save_every: int) -> Workers:
+    def _train(self, ranks: int, *, steps: int, save_every: int) -> TrainingProcesses:
         self._runs += 1
         arguments = ["--url", self.storage.root, "--steps", str(steps)]
         arguments += ["--save-every", str(save_every), "--digest-file", str(self._digests)]
-        return Workers(ranks, arguments, logs=self.folder / f"run{self._runs}")
+        return TrainingProcesses(ranks, arguments, logs=self.folder / f"run{self._runs}")
 
-    def _watch(self, workers: Workers, *, interval: float) -> Iterator[None]:
-        """Pass on what the workers print, every ``interval`` seconds until they end."""
+    def _watch(self, workers: TrainingProcesses, *, interval: float) -> Iterator[None]:
+        """Print the workers' output every ``interval`` seconds until they end."""
         deadline = time.monotonic() + self.limit
         running = True
         while running:

@@ -16,22 +16,22 @@ from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.cli import tables
 from dcp_s3.retention.plan import Plan
 from dcp_s3.units import format_size
-from examples.demo.storage import Directory
+from examples.demo.storage import StepDirectory
 
-#: Columns, where the output is no terminal.
+#: Columns if the output is not a terminal.
 _WIDTH = 110
 
 
 @dataclass(frozen=True)
 class Check:
-    """One promise, and whether it held."""
+    """Something that the demo promises, and whether it held."""
 
     holds: bool
     text: str
 
 
 class Report:
-    """Numbered stages, the training's own lines, a table, and the checks."""
+    """Prints numbered stages, the training's output, a table, and the checks."""
 
     def __init__(self) -> None:
         self._console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
@@ -44,32 +44,32 @@ class Report:
         self.say(why)
 
     def say(self, text: str) -> None:
-        """A paragraph about what happens (rich markup)."""
+        """Print a paragraph about what happens (rich markup)."""
         self._console.print(Padding(text, (0, 0, 0, 3), expand=False))
 
     def commands(self, title: str, lines: Sequence[str]) -> None:
-        """Commands to copy: never wrapped."""
+        """Print commands to copy, never wrapped."""
         self._console.print(f"\n[bold]{title}[/]")
         for line in lines:
             self._console.print(f"   {line}", markup=False, soft_wrap=True)
 
     def training(self, ranks: int, lines: Sequence[str]) -> None:
-        """What the training has printed."""
+        """Print the training's output."""
         for line in lines:
             self._console.print(f"     {ranks} ranks | {line}", style="dim", markup=False, soft_wrap=True)
 
     def error(self, text: str) -> None:
-        """Why the demo cannot go on."""
+        """Print why the demo cannot go on."""
         self._console.print(f"\n{text}", style="bold red", markup=False, soft_wrap=True)
 
     def table(
         self,
         root: str,
-        directories: Sequence[Directory],
+        directories: Sequence[StepDirectory],
         infos: Mapping[str, CheckpointInfo],
         latest: str | None,
     ) -> None:
-        """Everything that lies below ``root``.
+        """Print everything that is below ``root``.
 
         Args:
             root: the demo's URL.
@@ -85,7 +85,7 @@ class Report:
         for directory in directories:
             info = infos.get(directory.name)
             if info is None or not info.committed:
-                state = "[red]torn (invisible)[/]"
+                state = "[red]incomplete (invisible)[/]"
             else:
                 state = f"[green]committed{', latest' if info.name == latest else ''}[/]"
             table.add_row(
@@ -100,11 +100,11 @@ class Report:
         self._console.print(Padding(table, (1, 0, 0, 2), expand=False))
 
     def plan(self, plan: Plan) -> None:
-        """What is kept and what is deleted, with the reasons: the table of ``dcp-s3 prune``."""
+        """Print what is kept and what is deleted, with the reasons: the table of ``dcp-s3 prune``."""
         self._console.print(Padding(tables.plan(plan), (1, 0, 0, 2), expand=False))
 
     def checks(self, checks: Sequence[Check], seconds: float) -> None:
-        """The summary."""
+        """Print the summary."""
         self._console.print(f"\n[bold]What you saw[/]  [dim]({seconds:.0f} s)[/]")
         table = Table.grid(padding=(0, 1))
         for check in checks:
@@ -116,5 +116,5 @@ class Report:
 def _age(moment: datetime | None) -> str:
     if moment is None:
         return "-"
-    # S3's clock may be ahead of ours.
+    # S3's clock may be ahead of this one.
     return f"{max(0.0, (datetime.now(timezone.utc) - moment).total_seconds()):.0f} s"

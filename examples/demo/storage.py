@@ -1,6 +1,6 @@
-"""The S3 side of the demo: an embedded server, and what lies below the demo's URL.
+"""The S3 side of the demo: an embedded server, and what is below the demo's URL.
 
-It looks with plain boto3, so that nothing here is taken on dcp_s3's word.
+It uses plain boto3, so that the demo does not rely on what dcp_s3 says.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dcp_s3 import Settings
 from dcp_s3.url import parse_url
 
 BUCKET = "demo"
-#: A store may not tell which uploads are open, or may not tell us. The demo is then less colourful.
+#: A store may not list open uploads, or may not permit it. The demo then shows none.
 _UPLOADS_UNKNOWN = {"AccessDenied", "MethodNotAllowed", "NoSuchUpload", "NotImplemented"}
 _PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
@@ -38,7 +38,7 @@ def embedded_server() -> Iterator[str]:
     """
     from moto.server import ThreadedMotoServer
 
-    logging.getLogger("werkzeug").setLevel(logging.CRITICAL)  # a line per request, else
+    logging.getLogger("werkzeug").setLevel(logging.CRITICAL)  # otherwise it logs a line per request
     server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
     try:
@@ -52,7 +52,7 @@ def embedded_server() -> Iterator[str]:
 
 
 def _point_environment_at(endpoint_url: str) -> None:
-    """Replace whatever leads to a real S3: the demo must not end up there unasked."""
+    """Replace everything in the environment that leads to a real S3: the demo must not go there unasked."""
     for name in list(os.environ):
         if name.startswith(("AWS_", "DCP_S3_")) or name.lower() in _PROXIES:
             del os.environ[name]
@@ -78,33 +78,30 @@ def _client() -> Any:
 
 
 @dataclass
-class Directory:
-    """What lies below one step's URL.
-
-    Attributes:
-        name: for example ``step-00000008``.
-        committed: whether it has a ``.metadata``.
-        objects: number of data objects.
-        size: bytes of all objects.
-        uploads: (key, id) of each multipart upload that was begun and neither completed nor aborted.
-        modified: when the newest object was written.
-    """
+class StepDirectory:
+    """What is below one step's URL."""
 
     name: str
+    """Name, for example ``step-00000008``."""
     committed: bool = False
+    """Whether it has a ``.metadata``."""
     objects: int = 0
+    """Number of data objects."""
     size: int = 0
+    """Bytes of all objects."""
     uploads: list[tuple[str, str]] = field(default_factory=list)
+    """(key, id) of each open multipart upload."""
     modified: datetime | None = None
+    """When the newest object was written."""
 
     @property
     def step(self) -> int:
-        """The training step in its name."""
+        """The training step from the name."""
         return int(self.name.rpartition("-")[2])
 
 
-class Storage:
-    """Looks at everything below one URL."""
+class BucketView:
+    """Shows everything below one URL."""
 
     def __init__(self, root: str) -> None:
         self.root = root
@@ -112,17 +109,17 @@ class Storage:
         self.bucket, self._prefix = url.bucket, f"{url.prefix}/"
         self._client = _client()
 
-    def url(self, directory: Directory) -> str:
+    def url(self, directory: StepDirectory) -> str:
         """The checkpoint URL of a directory."""
         return f"{self.root}/{directory.name}"
 
-    def look(self) -> list[Directory]:
+    def look(self) -> list[StepDirectory]:
         """All directories, by name."""
-        found: dict[str, Directory] = {}
+        found: dict[str, StepDirectory] = {}
         pages = self._client.get_paginator("list_objects_v2").paginate(Bucket=self.bucket, Prefix=self._prefix)
         for entry in (entry for page in pages for entry in page.get("Contents", [])):
             name, _, path = entry["Key"].removeprefix(self._prefix).partition("/")
-            directory = found.setdefault(name, Directory(name))
+            directory = found.setdefault(name, StepDirectory(name))
             directory.committed |= path == ".metadata"
             directory.objects += path.endswith(".distcp")
             directory.size += entry["Size"]
@@ -130,7 +127,7 @@ class Storage:
             directory.modified = max(modified, directory.modified or modified)
         for key, upload_id in self._open_uploads():
             name = key.removeprefix(self._prefix).partition("/")[0]
-            found.setdefault(name, Directory(name)).uploads.append((key, upload_id))
+            found.setdefault(name, StepDirectory(name)).uploads.append((key, upload_id))
         return [found[name] for name in sorted(found)]
 
     def _open_uploads(self) -> list[tuple[str, str]]:

@@ -17,14 +17,14 @@ _LOG_TAIL = 3000
 
 
 class WorkerError(Exception):
-    """A worker ended with an error; the message has the end of its log."""
+    """A worker failed. The message has the end of its log."""
 
 
-class Workers:
-    """One `examples.train` process per rank, what torchrun would start.
+class TrainingProcesses:
+    """One `examples.train` process per rank, as torchrun would start them.
 
-    Started here rather than by torchrun, so that one SIGKILL for each takes all of them down at the
-    same instant, with nobody left to clean up. Leaving the context kills what still runs.
+    They are not started by torchrun, so that one SIGKILL each takes all of them down at the same instant, with nobody
+    left to clean up. Leaving the context kills what still runs.
     """
 
     def __init__(self, ranks: int, arguments: Sequence[str], *, logs: Path) -> None:
@@ -38,7 +38,7 @@ class Workers:
             "MASTER_PORT": str(_free_port()),
             "OMP_NUM_THREADS": "1",  # the ranks share few cores
         }
-        # Without it gloo looks up the host's name, which not every laptop can.
+        # Otherwise gloo looks up the host's name, which does not work on every laptop.
         environment.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
         self._processes: list[subprocess.Popen[bytes]] = []
         try:
@@ -51,14 +51,14 @@ class Workers:
                         stdin=subprocess.DEVNULL,
                         stdout=out,
                         stderr=err,
-                        start_new_session=True,  # Ctrl-C reaches the demo alone, which then kills them
+                        start_new_session=True,  # Ctrl-C reaches only the demo, which then kills them
                     )
                 self._processes.append(process)
         except BaseException:
             self.kill()
             raise
 
-    def __enter__(self) -> Workers:
+    def __enter__(self) -> TrainingProcesses:
         return self
 
     def __exit__(
@@ -70,17 +70,17 @@ class Workers:
         self.kill()
 
     def kill(self) -> None:
-        """SIGKILL to all, then wait until they are gone."""
+        """Send SIGKILL to all, then wait until they are gone."""
         for process in self._processes:
             process.send_signal(signal.SIGKILL)  # does nothing if it has ended
         for process in self._processes:
             process.wait()
 
     def running(self) -> bool:
-        """Whether any still runs.
+        """Whether any process still runs.
 
         Raises:
-            WorkerError: one has failed.
+            WorkerError: a process has failed.
         """
         codes = [process.poll() for process in self._processes]
         for rank, code in enumerate(codes):
@@ -89,7 +89,7 @@ class Workers:
         return None in codes
 
     def new_lines(self) -> list[str]:
-        """The complete lines that rank 0 has printed since the last call."""
+        """The complete lines that rank 0 printed since the last call."""
         with self._logs[0].with_suffix(".out").open("rb") as file:
             file.seek(self._read)
             data = file.read()

@@ -14,7 +14,7 @@ from dcp_s3 import S3StorageReader, S3StorageWriter, errors
 from dcp_s3.format.layout import manifest_object
 from dcp_s3.format.manifest import Manifest
 from dcp_s3.s3 import retry
-from dcp_s3.s3.bucket import Bucket
+from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from tests.end_to_end.states import assert_same, blank, random_tensor
 from tests.faulty import BUCKET, FaultyServer, serve
@@ -131,7 +131,7 @@ def test_at_every_request_of_a_save_the_url_holds_the_old_or_the_new_one_whole(
     url = f"s3://{BUCKET}/run"
     for stop in range(1, 100):
         for key in list(faulty.s3.objects(BUCKET)):
-            Bucket(BUCKET, Settings()).delete([key])
+            S3Store(BUCKET, Settings()).delete([key])
         if overwrite:
             save(state_of(1), url)
         count = [0]

@@ -17,7 +17,7 @@ from dcp_s3.checkpoint import lease
 from dcp_s3.checkpoint.lease import DELETION_BEGINS, ReaderLease
 from dcp_s3.errors import CheckpointDeletedError, CheckpointNotFoundError, SettingsError
 from dcp_s3.format.layout import LEASE_PREFIX, classify, deletion_object
-from dcp_s3.s3.bucket import Bucket
+from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.url import parse_url
 from tests.faulty import BUCKET, FaultyServer, serve
@@ -135,7 +135,7 @@ def test_it_is_renewed_while_it_is_needed(
 ) -> None:
     save(URL)
     renewals = threading.Semaphore(0)
-    lease = ReaderLease(Bucket(BUCKET, Settings()), parse_url(URL), 0.03)  # rounded up to 1 s
+    lease = ReaderLease(S3Store(BUCKET, Settings()), parse_url(URL), 0.03)  # rounded up to 1 s
     lease.take()
     lease._seconds = 0.03  # type: ignore[assignment]
 
@@ -174,7 +174,7 @@ def test_a_lease_that_can_not_be_deleted_is_a_warning(
     faulty: FaultyServer, client: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(URL)
-    faulty.rule = lambda request: Fault.error(403, "AccessDenied") if request.operation == "DeleteObjects" else None
+    faulty.rule = lambda request: Fault.error(403, "AccessDenied") if request.operation == "DeleteObject" else None
     assert torch.equal(load()["weight"], state()["weight"])
     assert "stays until it ends, in at most 600 s" in caplog.text
     assert len(leases(client)) == 1

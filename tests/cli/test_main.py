@@ -142,7 +142,7 @@ def test_show_works_on_foreign_incomplete_and_damaged_ones(root: str, s3: Any, t
     details = json.loads(run("show", url, "--json").stdout)
     assert details["info"]["foreign"]
     assert {entry["fqn"] for entry in details["entries"]} == set(state())
-    assert "something else than dcp_s3" in run("show", url).stdout
+    assert "something other than dcp_s3" in run("show", url).stdout
     delete(s3, url, next(path for path in keys(s3, url) if path.endswith(".distcp")))
     assert "missing" in run("show", url).stdout
     torn = save(f"{root}/step-8")

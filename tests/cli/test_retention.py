@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 import dcp_s3
-from dcp_s3.cli import common
+from dcp_s3.cli import app as shared
 from dcp_s3.cli.main import app
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.memory_s3 import Fault, MemoryS3
@@ -66,7 +66,7 @@ def s3(faulty: FaultyServer) -> Iterator[Any]:
 
 @pytest.fixture
 def someone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common, "someone_is_there", lambda: True)
+    monkeypatch.setattr(shared, "someone_is_there", lambda: True)
 
 
 def run(*arguments: object, status: int = 0, input: str | None = None) -> Any:
@@ -208,7 +208,7 @@ def test_every_goes_on_after_a_failure_and_ends_cleanly(run_of_four: str, faulty
         process.kill()
     assert process.returncode == 0
     assert refused
-    assert "failed, it is tried again" in messages
+    assert "failed and is tried again" in messages
     assert "AccessDenied" in messages
     assert "Traceback" not in messages
     assert [each["name"] for each in first["deleted"]] == ["step-1", "step-2"]

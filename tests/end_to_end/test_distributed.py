@@ -31,7 +31,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
 from dcp_s3.format.metadata import load_metadata
-from dcp_s3.s3.bucket import Bucket
+from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import resolve_settings
 from dcp_s3.url import parse_url
 from tests.faulty import BUCKET, FaultyServer, serve
@@ -519,7 +519,7 @@ def test_with_collectives_the_checkpoints_of_single_ranks_are_replaced(
 
 def _load_with_one_missing(url: str) -> BaseException | None:
     assert _save_alone(url, 10) is None
-    bucket = Bucket(parse_url(url).bucket, resolve_settings(None))
+    bucket = S3Store(parse_url(url).bucket, resolve_settings(None))
     dist.barrier()
     if dist.get_rank() == 0:
         bucket.delete([parse_url(url).key("__1.metadata")])

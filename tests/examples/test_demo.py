@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from examples.demo.storage import Storage
-from examples.demo.workers import WorkerError, Workers
+from examples.demo.storage import BucketView
+from examples.demo.workers import TrainingProcesses, WorkerError
 from tests.servers import S3Server
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -36,14 +36,14 @@ def _demo(*arguments: str) -> tuple[int, str]:
 
 @pytest.mark.soak
 @pytest.mark.timeout(300)
-def test_the_demo_tears_a_save_and_restores_every_bit_on_another_number_of_ranks() -> None:
+def test_the_demo_interrupts_a_save_and_restores_every_bit_on_another_number_of_ranks() -> None:
     status, output = _demo()
     assert status == 0, output
     passed = [line.strip() for line in output.splitlines() if line.strip().startswith("PASS")]
     assert len(passed) == 6, output
     assert "FAIL" not in output
     assert "restored on 3 ranks is bit-identical to the one saved on 2" in output
-    assert "torn (invisible)" in output
+    assert "incomplete (invisible)" in output
     assert "no policy keeps it" in output
     assert "Traceback" not in output
 
@@ -57,25 +57,27 @@ def test_a_url_that_is_none_ends_the_demo_with_a_message_and_status_1() -> None:
 
 @pytest.mark.soak
 def test_a_worker_that_fails_is_reported_with_its_log(tmp_path: Path) -> None:
-    failing = Workers(1, ["--no-such-option"], logs=tmp_path / "logs")
+    failing = TrainingProcesses(1, ["--no-such-option"], logs=tmp_path / "logs")
     with failing as workers, pytest.raises(WorkerError, match=r"(?s)rank 0 .* status 2.*--url"):
         _wait(workers)
 
 
-def _wait(workers: Workers) -> None:
+def _wait(workers: TrainingProcesses) -> None:
     while workers.running():
         time.sleep(0.05)
 
 
 def test_leaving_the_workers_kills_them(tmp_path: Path) -> None:
-    with Workers(2, ["--url", "s3://bucket/run"], logs=tmp_path / "logs") as workers:
+    with TrainingProcesses(2, ["--url", "s3://bucket/run"], logs=tmp_path / "logs") as workers:
         assert workers.running()
     with pytest.raises(WorkerError, match="status -9"):
         workers.running()
 
 
 @pytest.mark.servers("memory")
-def test_storage_tells_committed_torn_and_open_uploads_apart(server: S3Server, s3: Any, bucket: str, root: str) -> None:
+def test_storage_tells_committed_interrupted_and_open_uploads_apart(
+    server: S3Server, s3: Any, bucket: str, root: str
+) -> None:
     prefix = root.removeprefix(f"s3://{bucket}/")
 
     def put(key: str) -> None:
@@ -84,7 +86,7 @@ def test_storage_tells_committed_torn_and_open_uploads_apart(server: S3Server, s
     for key in ("step-00000008/__0_0-ab.distcp", "step-00000008/.metadata", "step-00000016/__0_0-cd.distcp"):
         put(key)
     upload = s3.create_multipart_upload(Bucket=bucket, Key=f"{prefix}/step-00000024/__0_0-ef.distcp")
-    found = Storage(root).look()
+    found = BucketView(root).look()
     s3.abort_multipart_upload(**{name: upload[name] for name in ("Bucket", "Key", "UploadId")})
 
     assert [(d.step, d.committed, d.objects, d.size, len(d.uploads)) for d in found] == [

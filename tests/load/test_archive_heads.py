@@ -7,9 +7,10 @@ import torch
 
 from dcp_s3.format.archive import MAX_HEAD, HeadError, parse_head
 from dcp_s3.load import archive_heads
-from dcp_s3.load.archive_heads import PROBE_SIZE, ArchiveHeads, HeadProof, ItemKind, Probe, look, plan_probes
-from dcp_s3.s3.download import Target
+from dcp_s3.load.archive_heads import PROBE_SIZE, ArchiveHeads, HeadProbe, HeadProof, ItemKind, one_of_each_kind
+from dcp_s3.load.engine import Engine
 from tests.archives import old, rewritten, saved
+from tests.load.sources import MemorySource
 
 VALUE = torch.arange(3000.0).view(30, 100)
 NEW, OLD, PAGES = saved(VALUE), old(saved(VALUE)), rewritten(saved(VALUE), alignment=4096)
@@ -93,31 +94,16 @@ def test_a_proof_comes_in_pieces() -> None:
 # --- looking --------------------------------------------------------------------------------------------
 
 
-class Objects:
-    """Bytes to receive, and what was asked for."""
-
-    def __init__(self, **objects: bytes) -> None:
-        self._objects = objects
-        self.asked: list[tuple[str, int, int]] = []
-
-    def receive(self, path: str, start: int, targets: list[Target]) -> None:
-        for target in targets:
-            size = target.view.nbytes
-            self.asked.append((path, start, size))
-            target.view[:] = self._objects[path][start : start + size]
-            start += size
-
-
 @pytest.mark.parametrize(
     ("data", "sizes"),
     [(OLD, [PROBE_SIZE]), (PAGES, [PROBE_SIZE, len(PAGES)]), (bytes(100_000), [PROBE_SIZE]), (OLD[:1000], [1000])],
     ids=["usual", "aligned to pages", "no archive", "short"],
 )
 def test_a_look_takes_as_little_as_it_can(data: bytes, sizes: list[int]) -> None:
-    objects, heads = Objects(a=b"xyz" + data), ArchiveHeads()
+    source, heads = MemorySource({"a": b"xyz" + data}), ArchiveHeads()
     kind = kind_of(data) if len(data) != 1000 else ItemKind(torch.float32, (30, 100), 1000)
-    look(heads, Probe(kind, "a", 3), objects.receive)
-    assert objects.asked == [("a", 3, size) for size in sizes]
+    Engine(source, "look").fetch_alone(HeadProbe(heads, kind, "a", 3))
+    assert source.asked == [("a", 3, size) for size in sizes]
     try:
         expected = heads.read(kind, data)
     except HeadError:
@@ -128,11 +114,13 @@ def test_a_look_takes_as_little_as_it_can(data: bytes, sizes: list[int]) -> None
 def test_a_look_has_an_end() -> None:
     data = bytearray(saved(torch.ones(100_000)))
     data[64:] = b"\x80\x02" + b"N0" * (len(data) // 2)  # a pickle without end
-    objects = Objects(a=bytes(data))
-    look(ArchiveHeads(), Probe(ItemKind(torch.float32, (100_000,), len(data)), "a", 0), objects.receive)
-    assert [size for _, _, size in objects.asked] == [PROBE_SIZE, MAX_HEAD]
+    source, kind = MemorySource({"a": bytes(data)}), ItemKind(torch.float32, (100_000,), len(data))
+    Engine(source, "look").fetch_alone(HeadProbe(ArchiveHeads(), kind, "a", 0))
+    assert [size for _, _, size in source.asked] == [PROBE_SIZE, MAX_HEAD]
 
 
 def test_one_look_for_each_unknown_kind() -> None:
-    probes = [Probe(kind_of(data), "a", place) for place, data in enumerate([OLD, NEW, PAGES, OLD, NEW, PAGES])]
-    assert plan_probes(ArchiveHeads(), probes) == [probes[0], probes[2]]
+    heads = ArchiveHeads()
+    items = [OLD, NEW, PAGES, OLD, NEW, PAGES]
+    probes = [HeadProbe(heads, kind_of(data), "a", place) for place, data in enumerate(items)]
+    assert one_of_each_kind(heads, probes) == [probes[0], probes[2]]

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_s3.load.boxes import Box, boxes_of_run, covering_run, intersect, row_major_strides, runs_of_box
+from dcp_s3.load.boxes import Box, boxes_of_run, covering_run, row_major_strides, runs_of_box
 
 
 @st.composite
@@ -60,16 +60,6 @@ def test_a_run_is_a_few_boxes_in_order(sizes: list[int], draw: st.DataObject) ->
     found = boxes_of_run(sizes, start, stop)
     assert list(itertools.chain.from_iterable(positions(tuple(sizes), box) for box in found)) == [*range(start, stop)]
     assert len(found) <= max(1, 2 * len(sizes) - 1)
-
-
-@given(chunks_and_boxes(), st.data())
-def test_boxes_intersect_in_what_both_have(chunk: tuple[tuple[int, ...], Box], draw: st.DataObject) -> None:
-    sizes, box = chunk
-    other = draw.draw(boxes_in(sizes))
-    both = sorted(set(positions(sizes, box)) & set(positions(sizes, other)))
-    found = intersect(box, other)
-    assert (positions(sizes, found) if found else []) == both
-    assert found is None or found.numel == len(both)
 
 
 @pytest.mark.parametrize(

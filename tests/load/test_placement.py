@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
@@ -15,11 +15,12 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_s3.checksum import crc64nvme
 from dcp_s3.format.blocks import Blocks, cuts_between, pack_crcs
-from dcp_s3.load import placement as receive
+from dcp_s3.load import placement
 from dcp_s3.load.boxes import Box
 from dcp_s3.load.item_transfer import ItemTransfer, TensorTransfer
 from dcp_s3.load.placement import Buffer, Reception
-from dcp_s3.load.plan import plan_requests, ranges_of_box
+from dcp_s3.load.plan import ReadRequest, plan_requests, ranges_of_box
+from dcp_s3.load.transfer import Transfer
 from dcp_s3.tensor_memory import view_bytes
 from tests.load.test_boxes import boxes_in
 
@@ -30,7 +31,7 @@ _PATH = "__0_0.distcp"
 @pytest.fixture(autouse=True, scope="module")
 def _runs_of_a_few_bytes_are_long() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(receive, "_LONG", 100)
+        patch.setattr(placement, "_LONG", 100)
         yield
 
 
@@ -48,7 +49,7 @@ class Item:
         if kind == "strided" and self.target.dim():
             self.target = torch.zeros(*self.target.shape, 2, dtype=self.target.dtype)[..., 1]
 
-    def transfer(self, number: int, *, checked: bool, max_gap: int) -> ItemTransfer:
+    def transfer(self, *, checked: bool, max_gap: int) -> ItemTransfer:
         data = bytes(view_bytes(self.chunk.contiguous()))
         blocks = None
         if checked and data:
@@ -59,7 +60,7 @@ class Item:
         index = MetadataIndex("w", sizes)
         offsets, lengths = map(torch.Size, self.box)
         item = ReadItem(LoadItemType.TENSOR, index, offsets, index, offsets, lengths)
-        return TensorTransfer(number, item, _PATH, self.start, ranges, self.target, sizes, dtype)
+        return TensorTransfer(item, _PATH, self.start, ranges, self.target, sizes, dtype)
 
 
 @st.composite
@@ -81,21 +82,26 @@ def objects(draw: st.DrawFn) -> tuple[bytes, list[Item]]:
     return data, items
 
 
-def receive_all(data: bytes, transfers: list[ItemTransfer], *, max_request: int, max_gap: int, seed: int) -> None:
-    extents = [extent for transfer in transfers for extent in transfer.extents]
-    requests = plan_requests(extents, max_request=max_request, max_gap=max_gap)
+def receive_all(data: bytes, transfers: Sequence[Transfer], *, max_request: int, max_gap: int, seed: int) -> None:
+    segments = [segment for transfer in transfers for segment in transfer.segments()]
+    requests = plan_requests(segments, max_request=max_request, max_gap=max_gap)
     random.Random(seed).shuffle(requests)
-    buffer, complete = Buffer(pin=False), []
+    buffer = Buffer(pin=False)
+    complete: list[Transfer] = []
     for request in requests:
-        reception = Reception(request, transfers, buffer)
-        at = request.start
-        for target in reception.targets:
-            target.view[:] = data[at : at + target.view.nbytes]
-            target.received(0, target.view.nbytes)
-            at += target.view.nbytes
-        assert at == request.start + request.length
-        complete += reception.deliver()
-    assert sorted(map(id, complete)) == sorted(id(transfer) for transfer in transfers if transfer.extents)
+        complete += receive(data, request, buffer)
+    assert sorted(map(id, complete)) == sorted(id(transfer) for transfer in transfers if transfer.ranges)
+
+
+def receive(data: bytes, request: ReadRequest, buffer: Buffer) -> list[Transfer]:
+    reception = Reception(request, buffer)
+    at = request.start
+    for target in reception.targets:
+        target.view[:] = data[at : at + target.view.nbytes]
+        target.received(0, target.view.nbytes)
+        at += target.view.nbytes
+    assert at == request.start + request.length
+    return reception.deliver()
 
 
 @given(objects(), st.booleans(), st.sampled_from([64, 128, 1000]), st.sampled_from([0, 30, 500]), st.integers(0, 99))
@@ -103,7 +109,7 @@ def test_every_byte_gets_to_its_place(
     stored: tuple[bytes, list[Item]], checked: bool, max_request: int, max_gap: int, seed: int
 ) -> None:
     data, items = stored
-    transfers = [item.transfer(number, checked=checked, max_gap=max_gap) for number, item in enumerate(items)]
+    transfers = [item.transfer(checked=checked, max_gap=max_gap) for item in items]
     receive_all(data, transfers, max_request=max_request, max_gap=max_gap, seed=seed)
     for item, transfer in zip(items, transfers, strict=True):
         assert torch.equal(item.target, item.expected)
@@ -116,34 +122,27 @@ def test_a_changed_byte_that_is_fetched_is_noticed_and_repaired(
     stored: tuple[bytes, list[Item]], max_request: int, draw: st.DataObject
 ) -> None:
     data, items = stored
-    transfers = [item.transfer(number, checked=True, max_gap=0) for number, item in enumerate(items)]
+    transfers = [item.transfer(checked=True, max_gap=0) for item in items]
     at = draw.draw(st.integers(0, len(data) - 1))
     damaged = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
     receive_all(damaged, transfers, max_request=max_request, max_gap=0, seed=0)
     for item, transfer in zip(items, transfers, strict=True):
-        hit = [e for e in transfer.extents if e.start <= at < e.start + e.length]
-        wrong = transfer.mismatches()
-        assert len(wrong) == len(hit)
+        hit = [part for part in transfer.ranges if part.start <= at - item.start < part.stop]
+        wrong = list(transfer.mismatches())
+        assert [part for part, _ in wrong] == hit
         for part, found in wrong:
             assert found != part.crc
-            again = transfer.forget(part)
-            assert again.start <= at < again.start + again.length
-            buffer = Buffer(pin=False)
-            (request,) = plan_requests([again._replace(item=0)], max_request=10**6, max_gap=0)
-            reception = Reception(request, [transfer], buffer)
-            place = request.start
-            for target in reception.targets:
-                target.view[:] = data[place : place + target.view.nbytes]
-                target.received(0, target.view.nbytes)
-                place += target.view.nbytes
-            assert reception.deliver() == [transfer]
+            transfer.forget(part)
+            (request,) = plan_requests(transfer.segments([part]), max_request=10**6, max_gap=0)
+            assert request.start <= at < request.start + request.length
+            assert receive(data, request, Buffer(pin=False)) == [transfer]
         assert transfer.mismatches() == []
         assert torch.equal(item.target, item.expected)
 
 
 def test_a_range_that_came_in_one_piece_and_is_damaged_never_gets_to_its_place() -> None:
     item = Item(torch.arange(6, dtype=torch.float32), 0, Box((0,), (6,)), "strided")
-    transfer = item.transfer(0, checked=True, max_gap=0)
+    transfer = item.transfer(checked=True, max_gap=0)
     receive_all(bytes(24), [transfer], max_request=10**6, max_gap=0, seed=0)
     assert len(transfer.mismatches()) == 1
     assert not item.target.any()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import NamedTuple
 
 import pytest
 from hypothesis import given
@@ -13,7 +14,7 @@ from dcp_s3.checksum import crc64nvme
 from dcp_s3.format.blocks import Blocks, cuts_between, pack_crcs
 from dcp_s3.load import plan as read_plan
 from dcp_s3.load.boxes import Box
-from dcp_s3.load.plan import Extent, ReadRequest, plan_requests, ranges_of_box
+from dcp_s3.load.plan import ReadRequest, Segment, plan_requests, ranges_of_box
 from tests.load.test_boxes import chunks_and_boxes, positions
 
 _BLOCK = 64
@@ -51,45 +52,48 @@ def test_rows_that_lie_far_apart_are_ranges_of_their_own() -> None:
     assert ranges_of_box((5, 1000), box, 4, blocks=None, max_gap=3960) == [(4400, 12440, None)]
 
 
+class Item(NamedTuple):
+    number: int
+    path: str
+
+
+def segment(number: int, path: str, start: int, length: int) -> Segment:
+    return Segment(start, start + length, Item(number, path))
+
+
 @st.composite
-def extents(draw: st.DrawFn) -> list[Extent]:
+def segments(draw: st.DrawFn) -> list[Segment]:
     number = draw(st.integers(0, 25))
     return [
-        Extent(
-            i, draw(st.sampled_from("ab")), draw(st.integers(0, 5000)), draw(st.integers(1, 3000)),
-            draw(st.integers(0, 99)),
-        )
+        segment(i, draw(st.sampled_from("ab")), draw(st.integers(0, 5000)), draw(st.integers(1, 3000)))
         for i in range(number)
-    ]  # fmt: skip
+    ]
 
 
-@given(extents(), st.integers(64, 2000), st.integers(0, 500))
+@given(segments(), st.integers(64, 2000), st.integers(0, 500))
 def test_every_needed_byte_is_fetched_once_and_waste_is_bounded(
-    wanted: list[Extent], max_request: int, max_gap: int
+    wanted: list[Segment], max_request: int, max_gap: int
 ) -> None:
     requests = plan_requests(wanted, max_request=max_request, max_gap=max_gap)
-    received: dict[int, list[tuple[int, int]]] = {extent.item: [] for extent in wanted}
+    received: dict[int, list[tuple[int, int]]] = {each.item.number: [] for each in wanted}
     for request in requests:
         assert 0 < request.length <= max_request
-        end = 0
-        for segment in request.segments:
-            assert segment.length > 0
-            extent = wanted[segment.item]
-            assert request.path == extent.path
-            assert request.start + segment.start == extent.start + segment.offset - extent.offset
-            received[segment.item].append((segment.offset - extent.offset, segment.length))
-            assert segment.start - end <= max_gap
-            assert segment.start >= end or request.shared
-            end = max(end, segment.start + segment.length)
-        assert request.segments[0].start == 0
-        assert end == request.length
-        overlaps = (b.start < a.start + a.length for a, b in itertools.combinations(request.segments, 2))
+        end = request.start
+        for start, stop, item in request.segments:
+            assert start < stop
+            assert request.path == item.path
+            received[item.number].append((start, stop))
+            assert start - end <= max_gap
+            assert start >= end or request.shared
+            end = max(end, stop)
+        assert request.segments[0].start == request.start
+        assert end == request.start + request.length
+        overlaps = (b.start < a.stop for a, b in itertools.combinations(request.segments, 2))
         assert request.shared == any(overlaps)
-    for extent in wanted:
-        pieces = sorted(received[extent.item])
-        assert sum(length for _, length in pieces) == extent.length
-        assert all(a + n == b for (a, n), (b, _) in itertools.pairwise(pieces))
-        assert pieces[0][0] == 0
+    for start, stop, item in wanted:
+        pieces = sorted(received[item.number])
+        assert (pieces[0][0], pieces[-1][1]) == (start, stop)
+        assert all(a[1] == b[0] for a, b in itertools.pairwise(pieces))
     for path in "ab":
         spans = sorted((r.start, r.start + r.length) for r in requests if r.path == path)
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
@@ -97,13 +101,13 @@ def test_every_needed_byte_is_fetched_once_and_waste_is_bounded(
 
 
 def test_neighbours_share_a_request_and_far_ones_do_not() -> None:
-    near = [Extent(0, "a", 0, 10), Extent(1, "a", 15, 10), Extent(2, "a", 200, 10)]
+    near = [segment(0, "a", 0, 10), segment(1, "a", 15, 10), segment(2, "a", 200, 10)]
     requests = plan_requests(near, max_request=1000, max_gap=20)
     assert sorted((r.start, r.length, len(r.segments)) for r in requests) == [(0, 25, 2), (200, 10, 1)]
 
 
-def test_a_long_extent_is_cut_into_equal_aligned_pieces() -> None:
-    requests = plan_requests([Extent(0, "a", 7, 1000)], max_request=400, max_gap=0)
+def test_a_long_segment_is_cut_into_equal_aligned_pieces() -> None:
+    requests = plan_requests([segment(0, "a", 7, 1000)], max_request=400, max_gap=0)
     lengths = sorted(request.length for request in requests)
     assert sum(lengths) == 1000
     assert all((request.start - 7) % 64 == 0 for request in requests)
@@ -114,12 +118,12 @@ def test_nothing_to_read() -> None:
     assert plan_requests([], max_request=10, max_gap=0) == []
 
 
-@given(extents(), st.integers(0, 500), st.sampled_from([0.0, 0.01, 0.1, 1.0]))
-def test_what_is_thrown_away_is_limited(wanted: list[Extent], max_gap: int, share: float) -> None:
+@given(segments(), st.integers(0, 500), st.sampled_from([0.0, 0.01, 0.1, 1.0]))
+def test_what_is_thrown_away_is_limited(wanted: list[Segment], max_gap: int, share: float) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(read_plan, "_FRAMING", 10)
         limited = plan_requests(wanted, max_request=10**6, max_gap=max_gap, max_waste=share)
-    needed = len({(e.path, at) for e in wanted for at in range(e.start, e.start + e.length)})
+    needed = len({(item.path, at) for start, stop, item in wanted for at in range(start, stop)})
     gaps = [gap for request in limited for gap in _gaps(request)]
     assert sum(gap for gap in gaps if gap > 10) <= share * needed
     free = plan_requests(wanted, max_request=10**6, max_gap=max_gap)
@@ -130,5 +134,5 @@ def test_what_is_thrown_away_is_limited(wanted: list[Extent], max_gap: int, shar
 
 
 def _gaps(request: ReadRequest) -> list[int]:
-    ends = itertools.accumulate((segment.start + segment.length for segment in request.segments), max)
-    return [gap for segment, end in zip(request.segments[1:], ends, strict=False) if (gap := segment.start - end) > 0]
+    ends = itertools.accumulate((each.stop for each in request.segments), max)
+    return [gap for each, end in zip(request.segments[1:], ends, strict=False) if (gap := each.start - end) > 0]

@@ -83,7 +83,7 @@ def test_a_state_dict_that_raises_on_one_rank_is_an_error_on_all_and_the_next_ca
     assert first[:4] == last[:4]
     for kind, text, ranks in first[:2]:
         assert (kind, ranks) == ("SaveFailedError", [1])
-        assert "step 2 is not saved: rank 1 can not go on: RuntimeError: out of memory in state_dict" in text
+        assert "step 2 is not saved: rank 1 cannot go on: RuntimeError: out of memory in state_dict" in text
     for where, (kind, text, ranks) in zip(("state_dict", "load_state_dict"), first[2:], strict=False):
         assert (kind, ranks) == ("RestoreFailedError", [1])
         assert f"out of memory in {where}" in text
@@ -129,7 +129,7 @@ def test_arguments_that_are_wrong_on_one_rank_are_an_error_on_all(
         assert kind == "CheckpointError"
         if expected[number] != "CheckpointError":
             assert text == (
-                f"no CheckpointManager is made: rank 1 can not go on: {expected[number]}: {alone[number][1]}"
+                f"no CheckpointManager is made: rank 1 cannot go on: {expected[number]}: {alone[number][1]}"
             )
     assert "the ranks have different roots" in first[7][1] == alone[7][1]
 
@@ -150,7 +150,7 @@ def test_arguments_of_calls_that_are_wrong_on_one_rank_are_an_error_on_all(memor
     first, alone = run_ranks(2, _metrics, root)
     assert [kind for kind, _ in alone] == ["SaveProtocolError", "CheckpointError", "CheckpointError"]
     assert [kind for kind, _ in first] == ["SaveFailedError", "SaveFailedError", "CheckpointError"]
-    assert all("rank 1 can not go on" in text for _, text in first)
+    assert all("rank 1 cannot go on" in text for _, text in first)
 
 
 def _no_thread(root: str) -> list[Any]:

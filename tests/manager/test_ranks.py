@@ -117,13 +117,13 @@ def test_a_failure_on_one_rank_is_raised_on_all(memory_server: Any, root: str) -
     assert first[0] == second[0]
     assert first[0].startswith("2 [1] the save of step 2")
     assert "cannot be pickled here" in first[0]
-    assert first[1].startswith("SaveFailedError step 4 is not saved: rank 1 can not go on")
+    assert first[1].startswith("SaveFailedError step 4 is not saved: rank 1 cannot go on")
     assert second[1].startswith("SaveProtocolError metric 'loss'")
     assert "{0: 5, 1: 6} (by rank)" in first[2] == second[2]
     assert "restore different checkpoints" in first[3]
-    assert first[4].startswith("SaveFailedError step 4 is not saved: rank 1 can not go on")
+    assert first[4].startswith("SaveFailedError step 4 is not saved: rank 1 cannot go on")
     assert second[4].startswith("CheckpointError metrics is a int")
-    assert "nothing is restored: rank 1 can not go on" in first[5]
+    assert "nothing is restored: rank 1 cannot go on" in first[5]
     assert second[5].startswith("PolicyError")
 
 

@@ -27,7 +27,7 @@ from dcp_s3.offline import verify_bytes
 from dcp_s3.offline.verify_decode import UnknownExtensionError, find_damage
 from dcp_s3.offline.verify_plan import StoredItem
 from dcp_s3.s3 import download, ranged
-from dcp_s3.s3.bucket import Bucket
+from dcp_s3.s3.store import S3Store
 from dcp_s3.url import parse_url
 from tests.end_to_end import foreign
 from tests.end_to_end.states import every_kind, random_tensor
@@ -782,15 +782,15 @@ def test_a_checkpoint_that_is_replaced_meanwhile_is_verified_anew(
     memory_server: Any, s3: Any, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved = Saved(s3, root).save(small_state())
-    plain, times = Bucket.list, [1]
+    plain, times = S3Store.list, [1]
 
-    def list_later(self: Bucket, prefix: str) -> Any:
+    def list_later(self: S3Store, prefix: str) -> Any:
         if times and prefix == "run/":
             times.pop()
             saved.save({"other": torch.ones(3)}, writer={"overwrite": True})
         return plain(self, prefix)
 
-    monkeypatch.setattr(Bucket, "list", list_later)
+    monkeypatch.setattr(S3Store, "list", list_later)
     report = saved.verify()
     assert report.ok, report.problems
     assert report.items == 1
@@ -803,14 +803,14 @@ def test_a_checkpoint_that_is_deleted_meanwhile_is_not_damaged(
     memory_server: Any, s3: Any, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved = Saved(s3, root).save(small_state())
-    plain = Bucket.list
+    plain = S3Store.list
 
-    def list_later(self: Bucket, prefix: str) -> Any:
+    def list_later(self: S3Store, prefix: str) -> Any:
         for path in saved.sizes:
             saved.delete(path)
         return plain(self, prefix)
 
-    monkeypatch.setattr(Bucket, "list", list_later)
+    monkeypatch.setattr(S3Store, "list", list_later)
     with pytest.raises(errors.CheckpointNotFoundError):
         saved.verify()
 

@@ -13,7 +13,7 @@ import pytest
 
 from dcp_s3 import errors, latest, list_checkpoints
 from dcp_s3.retention.catalog import list_checkpoints_async
-from dcp_s3.s3 import async_client, retry
+from dcp_s3.s3 import listing, retry
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.memory_s3 import Fault
 from tests.retention.making import delete, get, is_manifest, keys, put, save, save_foreign, save_on_ranks
@@ -275,7 +275,7 @@ def test_a_bad_url_is_an_error(root: str) -> None:
 
 
 def test_listings_of_many_pages(root: str, s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(async_client, "PAGE_SIZE", 2)
+    monkeypatch.setattr(listing, "PAGE_SIZE", 2)
     for i in range(5):
         put(s3, root, f"dir-{i}/file")
     url = save(f"{root}/step-1", separate=["weight", "half"])

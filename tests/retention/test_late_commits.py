@@ -8,11 +8,11 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import S3StorageReader, latest, pin, prune
-from dcp_s3.checkpoint import completeness, deleter, deletion
+from dcp_s3.checkpoint import completeness, deletion
 from dcp_s3.checkpoint.commit import publish
 from dcp_s3.errors import CheckpointDeletedError
 from dcp_s3.format.layout import lease_object
-from dcp_s3.s3.async_client import ListedObject
+from dcp_s3.s3.async_store import AsyncS3Store, ListedObject
 from dcp_s3.save import save as saving
 from tests.faulty import FaultyServer
 from tests.memory_s3 import Fault
@@ -68,12 +68,12 @@ def test_a_commit_between_a_prunes_look_and_its_deletes_is_withdrawn(
     before = keys(client, URL)
     metadata = get(client, URL, ".metadata") if overwrite else b""
     monkeypatch.setattr(completeness, "LATE", -1.0)
-    real, commits, raised = deleter.delete_batch, list[Any](), list[Exception]()
+    real, commits, raised = AsyncS3Store.delete, list[Any](), list[Exception]()
 
     def later(*arguments: Any, **options: Any) -> None:
         commits.append((arguments, options))
 
-    def delete_batch(bucket: Any, targets: Any) -> list[str]:
+    async def delete(store: Any, targets: Any) -> Any:
         if commits:
             arguments, options = commits.pop()
             # Its first look came before the prune's list.
@@ -82,12 +82,12 @@ def test_a_commit_between_a_prunes_look_and_its_deletes_is_withdrawn(
             with pytest.raises(CheckpointDeletedError) as caught:
                 publish(*arguments, **options)
             raised.append(caught.value)
-        return real(bucket, targets)
+        return await real(store, targets)
 
     monkeypatch.setattr(saving, "publish", later)
     save(URL, overwrite=overwrite)
     clock.now += 2 * DAY
-    monkeypatch.setattr(deleter, "delete_batch", delete_batch)
+    monkeypatch.setattr(AsyncS3Store, "delete", delete)
     assert prune(ROOT, "latest:3").ok
     assert [str(each).count("about to delete") for each in raised] == [1]
     assert keys(client, URL) == before

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from dcp_s3 import CheckpointCatalog, errors, latest, prune, remove
-from dcp_s3.s3 import delete as deleting
-from dcp_s3.s3 import retry
-from dcp_s3.s3.bucket import Bucket
-from dcp_s3.s3.delete import StoredVersion, Target, delete_batch, old_versions
+from dcp_s3.s3 import quirks, retry
+from dcp_s3.s3.delete import old_versions
+from dcp_s3.s3.listing import StoredVersion
+from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
+from dcp_s3.store import Target
 from dcp_s3.url import parse_url
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.memory_s3 import Fault
@@ -39,7 +40,7 @@ def test_keys_of_every_kind_in_one_batch(s3: Any, bucket: str) -> None:
     names = ["a b", "a+b", "a%20b", "ü/\U0001f600", "&<>\"'", "]]>", "a", "ab", "__0_0.distcp"]
     for name in [*names, *(f"{name}x" for name in names)]:
         s3.put_object(Bucket=bucket, Key=f"run/{name}", Body=b"1")
-    assert delete_batch(Bucket(bucket, Settings()), [Target(f"run/{name}") for name in names]) == []
+    assert S3Store(bucket, Settings()).delete([Target(f"run/{name}") for name in names]) == []
     assert set(keys(s3, f"s3://{bucket}/run")) == {f"{name}x" for name in names}
 
 
@@ -135,7 +136,7 @@ def test_markers_go_last_and_what_is_current_stays() -> None:
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
     monkeypatch.setattr(retry, "BACKOFF_BASE", 0.001)
-    monkeypatch.setattr(deleting, "_known_without_batches", set())
+    quirks.forget()
     with serve(monkeypatch) as server:
         yield server
 
@@ -166,25 +167,25 @@ def test_a_store_that_refuses_conditions_that_hold_is_asked_without(faulty: Faul
 
 
 def test_a_batch_deletes_what_has_its_etag_and_says_what_has_not(faulty: FaultyServer) -> None:
-    bucket = Bucket(BUCKET, Settings())
+    bucket = S3Store(BUCKET, Settings())
     for key in ("a", "b", "c"):
-        bucket.write(key, b"1")
+        bucket.put(key, b"1")
     etags = {key: bucket.get(key).etag for key in ("a", "b", "c")}
-    bucket.write("b", b"2")
+    bucket.put("b", b"2")
     targets = [Target("a", etags["a"]), Target("b", etags["b"]), Target("c"), Target("gone", '"x"')]
-    assert delete_batch(bucket, targets) == ["b"]
+    assert bucket.delete(targets) == ["b"]
     assert faulty.s3.objects(BUCKET) == {"b": 1}
     assert parse_url(f"s3://{BUCKET}").bucket == BUCKET
-    assert delete_batch(bucket, [Target("b", etags["b"])]) == ["b"]
+    assert bucket.delete([Target("b", etags["b"])]) == ["b"]
 
 
 def test_a_key_that_is_never_deleted_fails_and_the_others_go(faulty: FaultyServer) -> None:
-    bucket = Bucket(BUCKET, Settings())
+    bucket = S3Store(BUCKET, Settings())
     for key in ("a", "b"):
-        bucket.write(key, b"1")
+        bucket.put(key, b"1")
     faulty.rule = lambda _: Fault.delete_partly("AccessDenied")
     with pytest.raises(errors.AccessDeniedError, match="'a' was not deleted"):
-        delete_batch(bucket, [Target("a"), Target("b")])
+        bucket.delete([Target("a"), Target("b")])
     assert faulty.s3.objects(BUCKET) == {"a": 1}
 
 

@@ -13,7 +13,7 @@ from dcp_s3 import CheckpointCatalog, KeepLatest, KeepSteps, annotate, coroutine
 from dcp_s3.errors import PolicyError, SettingsError
 from dcp_s3.format.layout import deletion_object, lease_object
 from dcp_s3.retention import scan
-from dcp_s3.s3 import async_client
+from dcp_s3.s3 import async_store, listing
 from dcp_s3.spill.background import stop_draining
 from dcp_s3.spill.store import SpillStore
 from tests.faulty import BUCKET, FaultyServer, serve
@@ -113,14 +113,14 @@ def test_a_manifest_that_is_newer_than_its_metadata_is_not_believed(client: Any,
     clock.now += 1
     put(client, url, manifest, get(client, other, manifest))
     seen: list[str] = []
-    original = async_client.AsyncBucket.head
+    original = async_store.AsyncS3Store.head
 
     async def head(self: Any, key: str) -> Any:
         seen.append(key)
         return await original(self, key)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(async_client.AsyncBucket, "head", head)
+        patch.setattr(async_store.AsyncS3Store, "head", head)
         CheckpointCatalog(ROOT).checkpoints()
     assert seen == ["run/step-1/.metadata"]
 
@@ -128,7 +128,7 @@ def test_a_manifest_that_is_newer_than_its_metadata_is_not_believed(client: Any,
 def test_a_directory_with_very_many_dotted_names_is_not_listed_whole(
     faulty: FaultyServer, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(async_client, "PAGE_SIZE", 3)
+    monkeypatch.setattr(listing, "PAGE_SIZE", 3)
     url = save(f"{ROOT}/step-1")
     for number in range(20):
         put(client, url, f".git/{number}")
@@ -141,7 +141,7 @@ def test_a_directory_with_very_many_dotted_names_is_not_listed_whole(
 def test_open_uploads_of_checkpoints_right_under_the_root(
     client: Any, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(async_client, "PAGE_SIZE", 2)
+    monkeypatch.setattr(listing, "PAGE_SIZE", 2)
     wanted = {open_upload(client, key): key for key in ("run/step-1/__0_0-ab.distcp", "run/new/__1_0.distcp")}
     wanted[open_upload(client, "run/new/__1_0.distcp")] = "run/new/__1_0.distcp"
     for key in ("runner/step-1/__0_0-ab.distcp", "run/logs/events", "run/deep/er/__0_0-ab.distcp", "run/x.distcp"):

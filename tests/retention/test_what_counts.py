@@ -18,9 +18,9 @@ from dcp_s3.errors import CheckpointProtectedError, PolicyError
 from dcp_s3.format.layout import data_object, new_nonce, spread
 from dcp_s3.format.manifest import Manifest
 from dcp_s3.retention.plan import make_plan
-from dcp_s3.s3 import async_client
-from dcp_s3.s3.async_client import ListedObject
-from dcp_s3.s3.bucket import Bucket
+from dcp_s3.s3 import times
+from dcp_s3.store import ListedObject, ObjectHead
+from dcp_s3.stores.memory import MemoryStore
 from dcp_s3.url import CheckpointURL
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
@@ -154,7 +154,7 @@ def test_without_the_servers_time_a_save_in_progress_is_not_removed(
     clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(async_client, "_server_time", lambda _: None)
+    monkeypatch.setattr(times, "server_time", lambda _: None)
     clock.now = time.time()
     path = data_object(0, 0, "ab12")
     put(client, f"{ROOT}/step-1", path)
@@ -184,11 +184,11 @@ def test_metadata_that_is_listed_and_not_there_ends_the_look(faulty: FaultyServe
 
 
 def test_the_age_of_a_deletion_without_the_servers_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    headers = {"last-modified": "Wed, 21 Oct 2015 07:28:00 GMT"}
-    monkeypatch.setattr(Bucket, "head", lambda *_: {"ResponseMetadata": {"HTTPHeaders": headers}})
-    assert not _is_young(object.__new__(Bucket), "key")
+    store = MemoryStore()
+    monkeypatch.setattr(store, "head", lambda key: ObjectHead(key, 1, 1445412480.0, "", {}))
+    assert not _is_young(store, "key")
     monkeypatch.setattr(time, "time", lambda: 1445412480.0 + 5)
-    assert _is_young(object.__new__(Bucket), "key")
+    assert _is_young(store, "key")
 
 
 @pytest.mark.parametrize("word", ["within:48", "within:4.5", "within:7."])

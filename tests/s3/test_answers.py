@@ -10,16 +10,15 @@ from typing import Any
 import pytest
 
 from dcp_s3 import errors
-from dcp_s3.s3.async_client import AsyncBucket, open_bucket
-from dcp_s3.s3.bucket import Bucket
-from dcp_s3.s3.delete import Target as ToDelete
-from dcp_s3.s3.delete import delete_batch, delete_one
+from dcp_s3.s3.async_store import AsyncS3Store, open_async_store
 from dcp_s3.s3.download import Target, fetch_into
 from dcp_s3.s3.files import FileTransfer, download_files, upload_files
-from dcp_s3.s3.multipart import abort, list_parts, list_uploads
+from dcp_s3.s3.multipart import list_parts, uploads_of
 from dcp_s3.s3.parts import Piece
+from dcp_s3.s3.store import S3Store
 from dcp_s3.s3.upload import Uploader
 from dcp_s3.settings import Settings
+from dcp_s3.store import Upload
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
 
@@ -28,14 +27,14 @@ DATA = bytes(range(256)) * (12 * MIB // 256)
 
 
 def upload(key: str) -> None:
-    with Uploader(Bucket(BUCKET, Settings(part_size="5MiB"))) as uploader:
+    with Uploader(S3Store(BUCKET, Settings(part_size="5MiB"))) as uploader:
         each = uploader.start(key, len(DATA), part_size=5 * MIB)
         each.write(Piece.of(memoryview(DATA)))
         each.finish()
 
 
 def begin(key: str) -> str:
-    client = Bucket(BUCKET, Settings()).client
+    client = S3Store(BUCKET, Settings()).client
     upload_id: str = client.create_multipart_upload(Bucket=BUCKET, Key=key)["UploadId"]
     client.upload_part(Bucket=BUCKET, Key=key, UploadId=upload_id, PartNumber=1, Body=b"part")
     return upload_id
@@ -44,15 +43,15 @@ def begin(key: str) -> str:
 # The in-memory server sends Content-Length first and ETag last.
 @pytest.mark.parametrize("operation", ["GetObject", "HeadObject", "ListObjectsV2", "ListMultipartUploads", "ListParts"])
 def test_what_is_read_is_whole(faulty: FaultyServer, operation: str) -> None:
-    bucket = Bucket(BUCKET, Settings())
-    bucket.write("key", DATA[:1000], metadata={"a": "b"})
+    bucket = S3Store(BUCKET, Settings())
+    bucket.put("key", DATA[:1000], metadata={"a": "b"})
     upload_id = begin("upload")
     read, expected = {
         "GetObject": (lambda: bucket.get("key").data, DATA[:1000]),
-        "HeadObject": (lambda: bucket.head("key")["ContentLength"], 1000),
-        "ListObjectsV2": (lambda: list(bucket.list("k")), [("key", 1000)]),
-        "ListMultipartUploads": (lambda: list_uploads(bucket, "upload"), [upload_id]),
-        "ListParts": (lambda: [part.size for part in list_parts(bucket, "upload", upload_id).values()], [4]),
+        "HeadObject": (lambda: bucket.head("key").size, 1000),
+        "ListObjectsV2": (lambda: [(each.key, each.size) for each in bucket.list("k").objects], [("key", 1000)]),
+        "ListMultipartUploads": (lambda: bucket.run(uploads_of("upload")), [upload_id]),
+        "ListParts": (lambda: [part.size for part in bucket.run(list_parts("upload", upload_id)).values()], [4]),
     }[operation]
     for size in range(0, 260, 3):
         seen = faulty.once(operation, Fault.cut_head(size))
@@ -74,12 +73,12 @@ def test_the_cause_of_an_error_is_whole(faulty: FaultyServer) -> None:
     for size in range(0, 260, 3):
         faulty.once("GetObject", Fault.cut_head(size))
         with pytest.raises(errors.BucketNotFoundError):
-            Bucket("no-such-bucket", Settings()).get("key")
+            S3Store("no-such-bucket", Settings()).get("key")
 
 
 def test_ranges_are_whole(faulty: FaultyServer) -> None:
-    bucket = Bucket(BUCKET, Settings())
-    bucket.write("key", DATA)
+    bucket = S3Store(BUCKET, Settings())
+    bucket.put("key", DATA)
     for size in range(0, 260, 13):
         faulty.once("GetObject", Fault.cut_head(size))
         memory = bytearray(1000)
@@ -93,7 +92,7 @@ def test_a_file_whose_completion_was_not_heard_of_is_uploaded_again(
 ) -> None:
     (tmp_path / "file").write_bytes(DATA)
     seen = faulty.once("CompleteMultipartUpload", fault)
-    upload_files(Bucket(BUCKET, Settings(part_size="5MiB")), [FileTransfer("key", tmp_path / "file")])
+    upload_files(S3Store(BUCKET, Settings(part_size="5MiB")), [FileTransfer("key", tmp_path / "file")])
     assert seen
     assert faulty.s3.read(BUCKET, "key") == DATA
     assert faulty.s3.open_uploads(BUCKET) == []
@@ -114,19 +113,18 @@ FORGED = {
 KEYS = ["a", "b"]
 
 
-def do(bucket: Bucket, operation: str, upload_id: str) -> Any:
+def do(bucket: S3Store, operation: str, upload_id: str) -> Any:
     """Something that takes a request of that name, and whose result is right only if S3 answered."""
-    target = ToDelete("a")
     return {
-        "PutObject": lambda: bucket.write("new", DATA[:1000]),
+        "PutObject": lambda: bucket.put("new", DATA[:1000]),
         "GetObject": lambda: bucket.get("a").data,
-        "HeadObject": lambda: bucket.head("a")["ContentLength"],
-        "ListObjectsV2": lambda: [key for key, _ in bucket.list("")],
-        "ListMultipartUploads": lambda: list_uploads(bucket, "upload"),
-        "ListParts": lambda: [part.size for part in list_parts(bucket, "upload", upload_id).values()],
-        "DeleteObject": lambda: delete_one(bucket, target),
-        "DeleteObjects": lambda: delete_batch(bucket, [ToDelete(key) for key in KEYS]),
-        "AbortMultipartUpload": lambda: abort(bucket, "upload", upload_id),
+        "HeadObject": lambda: bucket.head("a").size,
+        "ListObjectsV2": lambda: [each.key for each in bucket.list("").objects],
+        "ListMultipartUploads": lambda: bucket.run(uploads_of("upload")),
+        "ListParts": lambda: [part.size for part in bucket.run(list_parts("upload", upload_id)).values()],
+        "DeleteObject": lambda: bucket.delete(["a"]),
+        "DeleteObjects": lambda: bucket.delete(KEYS),
+        "AbortMultipartUpload": lambda: bucket.abort(Upload("upload", upload_id)),
         "CreateMultipartUpload": lambda: upload("new"),
         "UploadPart": lambda: upload("new"),
         "CompleteMultipartUpload": lambda: upload("new"),
@@ -141,10 +139,10 @@ OPERATIONS = [
 # fmt: on
 
 
-def prepare() -> tuple[Bucket, str]:
-    bucket = Bucket(BUCKET, Settings(retry_attempts=3))
+def prepare() -> tuple[S3Store, str]:
+    bucket = S3Store(BUCKET, Settings(retry_attempts=3))
     for key in KEYS:
-        bucket.write(key, DATA[:1000])
+        bucket.put(key, DATA[:1000])
     return bucket, begin("upload")
 
 
@@ -168,8 +166,8 @@ def test_an_answer_that_s3_did_not_give_is_not_believed(faulty: FaultyServer, op
             continue
         for key in faulty.s3.objects(BUCKET):
             bucket.delete([key])
-        for each in list_uploads(bucket, "upload"):
-            abort(bucket, "upload", each)
+        for each in bucket.run(uploads_of("upload")):
+            bucket.abort(Upload("upload", each))
         bucket, upload_id = prepare()
         assert state(faulty) == before
         if operation == "ListMultipartUploads":
@@ -189,15 +187,15 @@ def test_answers_that_s3_never_gives_are_an_error(faulty: FaultyServer, operatio
             continue
         faulty.rule = lambda request, fault=fault: fault if request.operation == operation else None
         with pytest.raises(errors.TransferError, match="proxy"):
-            do(Bucket(BUCKET, Settings(retry_attempts=3, part_size="5MiB")), operation, upload_id)
+            do(S3Store(BUCKET, Settings(retry_attempts=3, part_size="5MiB")), operation, upload_id)
 
 
-# With the names of the requests of AsyncBucket.
-ASYNC: dict[str, Callable[[AsyncBucket], Awaitable[Any]]] = {
-    "GetObject": lambda bucket: bucket.read("a"),
+# With the names of the requests of AsyncS3Store.
+ASYNC: dict[str, Callable[[AsyncS3Store], Awaitable[Any]]] = {
+    "GetObject": lambda bucket: bucket.get("a"),
     "HeadObject": lambda bucket: bucket.head("a"),
-    "ListObjectsV2": lambda bucket: bucket.pages(""),
-    "ListMultipartUploads": lambda bucket: bucket.list_uploads(""),
+    "ListObjectsV2": lambda bucket: bucket.list(""),
+    "ListMultipartUploads": lambda bucket: bucket.uploads(""),
 }
 
 
@@ -206,11 +204,11 @@ def test_the_catalog_does_not_believe_an_answer_that_s3_did_not_give(faulty: Fau
     prepare()
 
     async def ask() -> Any:
-        async with open_bucket(BUCKET, Settings(retry_attempts=3)) as bucket:
+        async with open_async_store(BUCKET, Settings(retry_attempts=3)) as bucket:
             return await ASYNC[operation](bucket)
 
     def without_dates(found: Any) -> str:
-        return repr(found["ETag"]) if operation == "HeadObject" else repr(found).partition("server_time")[0]
+        return repr(found.etag) if operation == "HeadObject" else repr(found).partition("server_time")[0]
 
     expected = without_dates(asyncio.run(ask()))
     for name, fault in FORGED.items():
@@ -258,7 +256,7 @@ def test_files_are_whole_whoever_answers(
     faulty: FaultyServer, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("botocore.retries.standard.ExponentialBackoff.delay_amount", lambda *_: 0.002)
-    bucket = Bucket(BUCKET, Settings(part_size="5MiB"))
+    bucket = S3Store(BUCKET, Settings(part_size="5MiB"))
     (tmp_path / "large").write_bytes(DATA)
     (tmp_path / "small").write_bytes(DATA[:1000])
     for file, operation in [
@@ -283,8 +281,8 @@ def test_what_a_proxy_says_of_a_server_that_fails_passes(
     bucket, _ = prepare()
 
     async def catalog() -> None:
-        async with open_bucket(BUCKET, Settings()) as connected:
-            assert await connected.read("a") == DATA[:1000]
+        async with open_async_store(BUCKET, Settings()) as connected:
+            assert (await connected.get("a")).data == DATA[:1000]
 
     for use in (
         lambda: bucket.get("a"),

@@ -12,9 +12,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import S3StorageReader, S3StorageWriter, Settings, errors
+from dcp_s3.limit import Limit
 from dcp_s3.s3 import client as client_module
-from dcp_s3.s3.bucket import Bucket, limit_timeouts
 from dcp_s3.s3.client import close_clients, get_client
+from dcp_s3.s3.store import S3Store
 from tests.servers import S3Server
 
 pytestmark = [
@@ -94,12 +95,12 @@ def test_a_request_hangs_as_long_as_its_own_settings_say(s3_env: S3Server) -> No
     with _Silent() as url:
         patient = Settings(endpoint_url=url, retry_attempts=1, read_timeout=600.0)
         get_client(patient)  # the client is made with the long timeout
-        hasty = Bucket("bucket", limit_timeouts(patient, 0.2))
+        hasty = S3Store("bucket", patient, Limit(hang=0.2))
         failures: list[BaseException] = []
 
         def ask() -> None:
             try:
-                hasty.read("key")
+                hasty.get("key")
             except errors.TransferError as error:
                 failures.append(error)
 

@@ -9,8 +9,8 @@ import pytest
 from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme
 from dcp_s3.s3 import retry
-from dcp_s3.s3.bucket import Bucket
 from dcp_s3.s3.download import Target, fetch_into
+from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from tests.faulty import FaultyServer
 from tests.memory_s3 import Fault
@@ -19,22 +19,22 @@ DATA = random.Random(3).randbytes(3_000_000)
 
 
 @pytest.fixture
-def stored(bucket: str) -> Bucket:
-    target = Bucket(bucket, Settings())
-    target.write("dir/ke y+%", DATA)
+def stored(bucket: str) -> S3Store:
+    target = S3Store(bucket, Settings())
+    target.put("dir/ke y+%", DATA)
     return target
 
 
 @pytest.mark.parametrize(
     ("start", "sizes"), [(0, [len(DATA)]), (5, [1]), (10, [1, 0, 70_000, 3]), (len(DATA) - 4, [4]), (7, [])]
 )
-def test_bytes_are_scattered_in_order(stored: Bucket, start: int, sizes: list[int]) -> None:
+def test_bytes_are_scattered_in_order(stored: S3Store, start: int, sizes: list[int]) -> None:
     memory = [bytearray(size) for size in sizes]
     fetch_into(stored, "dir/ke y+%", start, [Target(memoryview(m)) for m in memory])
     assert b"".join(memory) == DATA[start : start + sum(sizes)]
 
 
-def test_connections_are_used_again(memory_server: Any, stored: Bucket) -> None:
+def test_connections_are_used_again(memory_server: Any, stored: S3Store) -> None:
     """A pool that had to open a new connection for each request would count them."""
     memory = bytearray(1000)
     manager = stored.client._endpoint.http_session._manager
@@ -45,16 +45,16 @@ def test_connections_are_used_again(memory_server: Any, stored: Bucket) -> None:
     assert pool.num_connections - before <= 2
 
 
-def test_a_missing_object_and_a_range_past_the_end(stored: Bucket) -> None:
+def test_a_missing_object_and_a_range_past_the_end(stored: S3Store) -> None:
     with pytest.raises(errors.ObjectNotFoundError, match="missing"):
         fetch_into(stored, "missing", 0, [Target(memoryview(bytearray(4)))])
     with pytest.raises(errors.StorageError, match="GetObject"):
         fetch_into(stored, "dir/ke y+%", len(DATA) + 5, [Target(memoryview(bytearray(4)))])
 
 
-def put(faulty: FaultyServer, data: bytes = DATA, **settings: Any) -> Bucket:
-    target = Bucket("bucket", Settings(**settings))
-    target.write("k", data)
+def put(faulty: FaultyServer, data: bytes = DATA, **settings: Any) -> S3Store:
+    target = S3Store("bucket", Settings(**settings))
+    target.put("k", data)
     faulty.s3.reset_counters()
     return target
 
@@ -95,7 +95,7 @@ def test_without_progress_the_attempts_run_out(faulty: FaultyServer) -> None:
 
 def test_an_object_replaced_meanwhile_is_not_mixed(faulty: FaultyServer) -> None:
     target = put(faulty)
-    other = Bucket("bucket", Settings(concurrency=1))
+    other = S3Store("bucket", Settings(concurrency=1))
     seen: list[int] = []
 
     def rule(request: Any) -> Fault | None:
@@ -105,7 +105,7 @@ def test_an_object_replaced_meanwhile_is_not_mixed(faulty: FaultyServer) -> None
         if len(seen) == 1:
             return Fault.truncate(after_bytes=1000)
         if len(seen) == 2:
-            other.write("k", b"x" * len(DATA))
+            other.put("k", b"x" * len(DATA))
             return Fault.error(503, "SlowDown")
         return None
 

@@ -25,11 +25,11 @@ from urllib3.connection import HTTPConnection
 from urllib3.connectionpool import HTTPConnectionPool
 
 from dcp_s3.s3 import latency
-from dcp_s3.s3.bucket import Bucket
 from dcp_s3.s3.download import Target, fetch_into
 from dcp_s3.s3.flight import Flight
 from dcp_s3.s3.hedge import hedges_of
 from dcp_s3.s3.latency import Expected
+from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from tests.faulty import FaultyServer
 from tests.memory_s3 import Fault
@@ -57,7 +57,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def test_botocores_pools_are_where_they_were(faulty: FaultyServer) -> None:
-    session = Bucket("bucket", Settings()).client._endpoint.http_session
+    session = S3Store("bucket", Settings()).client._endpoint.http_session
     classes = session._pool_classes_by_scheme
     assert set(classes) == {"http", "https"}, _moved("_pool_classes_by_scheme is not what it was")
     assert session._manager.pool_classes_by_scheme is classes, _moved("the pool manager has classes of its own")
@@ -77,8 +77,8 @@ def test_urllib3_has_the_methods_that_are_overridden() -> None:
 
 
 def test_a_request_tells_its_socket_and_the_pool_takes_it_back(faulty: FaultyServer) -> None:
-    bucket = Bucket("bucket", Settings())
-    bucket.write("k", b"abc")
+    bucket = S3Store("bucket", Settings())
+    bucket.put("k", b"abc")
     for _ in range(2):  # on a new connection, and on one of the pool
         flight = Flight()
         with flight.on_this_thread():
@@ -91,15 +91,15 @@ def test_a_request_tells_its_socket_and_the_pool_takes_it_back(faulty: FaultySer
 # --- what it may wait for ----------------------------------------------------------------------------
 
 
-def get(bucket: Bucket, flight: Flight) -> bytes:
+def get(bucket: S3Store, flight: Flight) -> bytes:
     with flight.on_this_thread():
         return bytes(bucket.client.get_object(Bucket="bucket", Key="k")["Body"].read())
 
 
 @pytest.mark.parametrize("fault", [Fault.straggle(NEVER), Fault.stall(1000, NEVER)], ids=lambda fault: fault.kind)
 def test_a_request_that_waits_for_its_answer_ends(faulty: FaultyServer, fault: Fault) -> None:
-    bucket, flight = Bucket("bucket", Settings()), Flight()
-    bucket.write("k", bytes(2000))
+    bucket, flight = S3Store("bucket", Settings()), Flight()
+    bucket.put("k", bytes(2000))
     arrived = threading.Event()
 
     def rule(_: Any) -> Fault:
@@ -115,7 +115,7 @@ def test_a_request_that_waits_for_its_answer_ends(faulty: FaultyServer, fault: F
 
 
 def test_a_request_that_was_broken_off_before_never_begins(faulty: FaultyServer) -> None:
-    bucket, flight = Bucket("bucket", Settings()), Flight()
+    bucket, flight = S3Store("bucket", Settings()), Flight()
     flight.break_off()
     faulty.s3.reset_counters()
     with pytest.raises(botocore.exceptions.EndpointConnectionError):
@@ -133,7 +133,7 @@ def test_a_request_that_waits_for_its_connection_ends(faulty: FaultyServer, monk
                 each.setblocking(False)
                 each.connect_ex(address)
             endpoint = f"http://127.0.0.1:{address[1]}"
-            bucket = Bucket("bucket", Settings(endpoint_url=endpoint, connect_timeout=NEVER))
+            bucket = S3Store("bucket", Settings(endpoint_url=endpoint, connect_timeout=NEVER))
             flight = Flight()
             with ThreadPoolExecutor(1) as pool:
                 read = pool.submit(get, bucket, flight)
@@ -148,7 +148,7 @@ def test_a_request_that_waits_for_its_connection_ends(faulty: FaultyServer, monk
 def test_nobody_listens(faulty: FaultyServer) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    bucket = Bucket("bucket", Settings(endpoint_url=f"http://127.0.0.1:{port}"))
+    bucket = S3Store("bucket", Settings(endpoint_url=f"http://127.0.0.1:{port}"))
     with pytest.raises(botocore.exceptions.EndpointConnectionError, match=f"127.0.0.1:{port}"):
         get(bucket, Flight())
 
@@ -162,7 +162,7 @@ def test_a_connection_that_is_not_made_in_time(faulty: FaultyServer) -> None:
                 each.setblocking(False)
                 each.connect_ex(address)
             endpoint = f"http://127.0.0.1:{address[1]}"
-            bucket = Bucket("bucket", Settings(endpoint_url=endpoint, connect_timeout=0.1))
+            bucket = S3Store("bucket", Settings(endpoint_url=endpoint, connect_timeout=0.1))
             with pytest.raises(botocore.exceptions.ConnectTimeoutError):
                 get(bucket, Flight())
         finally:
@@ -247,8 +247,8 @@ def test_over_tls_the_bytes_are_right_too(
 ) -> None:
     monkeypatch.setattr(latency, "START", Expected(0.1, 1e-8))
     data = os.urandom(12 * 2**20)
-    bucket = Bucket("bucket", Settings(endpoint_url=tls, hedge_min_delay=0.1))
-    bucket.write("k", data)
+    bucket = S3Store("bucket", Settings(endpoint_url=tls, hedge_min_delay=0.1))
+    bucket.put("k", data)
     faulty.once("GetObject", fault)
     memory = bytearray(len(data))
     fetch_into(bucket, "k", 0, [Target(memoryview(memory))])

@@ -15,13 +15,13 @@ import pytest
 import dcp_s3
 from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme
+from dcp_s3.limit import Deadline, Limit
 from dcp_s3.s3 import client, flight, hedge, latency, retry, throttle
-from dcp_s3.s3.bucket import Bucket, limit_timeouts
-from dcp_s3.s3.deadline import Deadline
 from dcp_s3.s3.download import Target, fetch_into
 from dcp_s3.s3.hedge import HedgeState, Race, hedges_of
 from dcp_s3.s3.latency import Budget, Expected
 from dcp_s3.s3.ranged import Cursor
+from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from tests.faulty import FaultyServer
 from tests.memory_s3 import Fault
@@ -77,13 +77,13 @@ class Script:
         return wait
 
 
-def put(**settings: Any) -> Bucket:
-    bucket = Bucket("bucket", Settings(**{"hedge_min_delay": 0.05} | settings))
-    bucket.write("k", DATA)
+def put(**settings: Any) -> S3Store:
+    bucket = S3Store("bucket", Settings(**{"hedge_min_delay": 0.05} | settings))
+    bucket.put("k", DATA)
     return bucket
 
 
-def fetch(bucket: Bucket, *, cancel: threading.Event | None = None) -> None:
+def fetch(bucket: S3Store, *, cancel: threading.Event | None = None) -> None:
     """Into memory in pieces, with checksums; all of it is compared."""
     memory = [bytearray(size) for size in (3 * MIB, 5, 6 * MIB, MIB - 5)]
     targets = [Target(memoryview(each), checksum=True) for each in memory]
@@ -92,7 +92,7 @@ def fetch(bucket: Bucket, *, cancel: threading.Event | None = None) -> None:
     assert [target.crc for target in targets] == [crc64nvme(bytes(each)) for each in memory]
 
 
-def state_of(bucket: Bucket) -> HedgeState:
+def state_of(bucket: S3Store) -> HedgeState:
     return hedges_of(bucket).state
 
 
@@ -216,12 +216,12 @@ def test_a_missing_object_is_not_waited_for(faulty: FaultyServer) -> None:
 
 def test_an_object_replaced_meanwhile_is_not_mixed(faulty: FaultyServer) -> None:
     bucket = put()
-    other = Bucket("bucket", Settings(concurrency=1))
+    other = S3Store("bucket", Settings(concurrency=1))
 
     replaced = threading.Event()
 
     def replace() -> None:
-        other.write("k", bytes(len(DATA)))
+        other.put("k", bytes(len(DATA)))
         replaced.set()
 
     def wait() -> None:
@@ -270,7 +270,7 @@ def test_cancelling_ends_both_at_once(faulty: FaultyServer) -> None:
 def test_the_deadline_ends_both(faulty: FaultyServer) -> None:
     bucket = put()
     faulty.rule = script = Script(rest=Fault.straggle(NEVER))
-    late = Bucket("bucket", limit_timeouts(bucket.settings, 0.5), deadline=Deadline.start("DCP_S3_LOAD_TIMEOUT", 0.5))
+    late = bucket.within(Limit(deadline=Deadline.start("DCP_S3_LOAD_TIMEOUT", 0.5), hang=0.5))
     with pytest.raises(errors.DeadlineExceededError, match="DCP_S3_LOAD_TIMEOUT"):
         fetch(late)
     assert len(script.seen) >= 2

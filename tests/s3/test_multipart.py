@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
 from collections.abc import Callable
@@ -12,9 +13,11 @@ from botocore.exceptions import ClientError
 
 from dcp_s3 import errors
 from dcp_s3.s3 import multipart
-from dcp_s3.s3.bucket import Bucket
 from dcp_s3.s3.multipart import KnownPart
+from dcp_s3.s3.operations import checksum_arguments
+from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import MIN_PART_SIZE, Settings
+from dcp_s3.store import Upload
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
 
@@ -22,61 +25,69 @@ PART = MIN_PART_SIZE
 KEY = "run/ke y+ü%"
 
 
-def begin(bucket: Bucket, key: str, parts: dict[int, bytes]) -> str:
+def list_uploads(bucket: S3Store, key: str) -> list[str]:
+    return bucket.run(multipart.uploads_of(key))
+
+
+def list_parts(bucket: S3Store, key: str, upload_id: str) -> dict[int, KnownPart]:
+    return bucket.run(multipart.list_parts(key, upload_id))
+
+
+def begin(bucket: S3Store, key: str, parts: dict[int, bytes]) -> str:
     algorithm = {"ChecksumAlgorithm": "CRC64NVME", "ChecksumType": "FULL_OBJECT"}
     upload_id: str = bucket.client.create_multipart_upload(Bucket=bucket.name, Key=key, **algorithm)["UploadId"]
     for number, data in parts.items():
         bucket.client.upload_part(
             Bucket=bucket.name, Key=key, UploadId=upload_id, PartNumber=number, Body=data,
-            **bucket.checksum_arguments(data),
+            **checksum_arguments(bucket.settings, data),
         )  # fmt: skip
     return upload_id
 
 
 def test_uploads_and_their_parts_are_found_and_aborted(bucket: str) -> None:
-    target = Bucket(bucket, Settings())
-    assert multipart.list_uploads(target, KEY) == []
+    target = S3Store(bucket, Settings())
+    assert list_uploads(target, KEY) == []
     data = {1: random.Random(1).randbytes(PART), 2: random.Random(2).randbytes(100)}
     first, second = begin(target, KEY, data), begin(target, KEY, {})
-    assert sorted(multipart.list_uploads(target, KEY)) == sorted([first, second])
-    parts = multipart.list_parts(target, KEY, first)
+    assert sorted(list_uploads(target, KEY)) == sorted([first, second])
+    parts = list_parts(target, KEY, first)
     assert {number: part.size for number, part in parts.items()} == {1: PART, 2: 100}
     for number, part in parts.items():
         right, wrong = data[number], bytes(len(data[number]))
-        checks = target.checksum_arguments
+        checks = functools.partial(checksum_arguments, target.settings)
         assert not part.matches(part.size, checks(wrong), [memoryview(wrong)])
         assert not part.matches(part.size - 1, checks(right[:-1]), [memoryview(right[:-1])])
         known_by_md5 = part.etag.strip('"') == hashlib.md5(right).hexdigest()
         if part.checksums or known_by_md5:
             assert part.matches(part.size, checks(right), [memoryview(right)])
-    assert multipart.list_parts(target, KEY, second) == {}
-    multipart.abort(target, KEY, first)
-    assert multipart.list_uploads(target, KEY) == [second]
-    assert multipart.list_parts(target, KEY, first) == {}
-    multipart.abort_quietly(target, KEY, second)
-    assert multipart.list_uploads(target, KEY) == []
-    multipart.abort(target, KEY, second)  # it is gone: as asked for
+    assert list_parts(target, KEY, second) == {}
+    target.abort(Upload(KEY, first))
+    assert list_uploads(target, KEY) == [second]
+    assert list_parts(target, KEY, first) == {}
+    target.abort_quietly(Upload(KEY, second))
+    assert list_uploads(target, KEY) == []
+    target.abort(Upload(KEY, second))  # it is gone: as asked for
 
 
 def test_uploads_of_keys_that_only_begin_alike_are_not_taken(bucket: str) -> None:
-    target = Bucket(bucket, Settings())
+    target = S3Store(bucket, Settings())
     longer = begin(target, "run/a-and-more", {1: b"x"})
-    assert multipart.list_uploads(target, "run/a") == []
+    assert list_uploads(target, "run/a") == []
     ours = begin(target, "run/a", {1: b"x"})
-    assert multipart.list_uploads(target, "run/a") == [ours]
-    multipart.abort(target, "run/a", ours)
-    assert multipart.list_uploads(target, "run/a-and-more") == [longer]
-    multipart.abort(target, "run/a-and-more", longer)
+    assert list_uploads(target, "run/a") == [ours]
+    target.abort(Upload("run/a", ours))
+    assert list_uploads(target, "run/a-and-more") == [longer]
+    target.abort(Upload("run/a-and-more", longer))
 
 
 @pytest.mark.parametrize("missing", ["list_uploads", "list_parts", "abort"])
 @pytest.mark.servers("memory", "moto", "rgw")
 def test_a_bucket_that_is_missing_is_told_apart_from_an_upload_that_is(bucket: str, missing: str) -> None:
-    target = Bucket("no-such-" + bucket, Settings())
+    target = S3Store("no-such-" + bucket, Settings())
     calls: dict[str, Callable[[], Any]] = {
-        "list_uploads": lambda: multipart.list_uploads(target, KEY),
-        "list_parts": lambda: multipart.list_parts(target, KEY, "x"),
-        "abort": lambda: multipart.abort(target, KEY, "x"),
+        "list_uploads": lambda: list_uploads(target, KEY),
+        "list_parts": lambda: list_parts(target, KEY, "x"),
+        "abort": lambda: target.abort(Upload(KEY, "x")),
     }
     if missing == "list_uploads":
         with pytest.raises(errors.BucketNotFoundError):
@@ -86,14 +97,14 @@ def test_a_bucket_that_is_missing_is_told_apart_from_an_upload_that_is(bucket: s
             calls[missing]()
 
 
-def by_pages(monkeypatch: pytest.MonkeyPatch, target: Bucket, method: str, **limit: int) -> list[dict[str, Any]]:
+def by_pages(monkeypatch: pytest.MonkeyPatch, target: S3Store, method: str, **limit: int) -> list[dict[str, Any]]:
     """Let S3 answer in small pages; returns the requests."""
     asked: list[dict[str, Any]] = []
     real = getattr(target.client, method)
 
     def limited(**arguments: Any) -> Any:
         asked.append(arguments)
-        return real(**arguments, **limit)
+        return real(**{**arguments, **limit})
 
     monkeypatch.setattr(target.client, method, limited)
     return asked
@@ -101,53 +112,53 @@ def by_pages(monkeypatch: pytest.MonkeyPatch, target: Bucket, method: str, **lim
 
 @pytest.mark.servers("memory", "rgw")  # moto takes no notice of the limit, or leaves parts out
 def test_uploads_of_many_pages_are_all_found(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = Bucket(bucket, Settings())
+    target = S3Store(bucket, Settings())
     uploads = sorted(begin(target, KEY, {}) for _ in range(5))
     more = begin(target, KEY + "-more", {})
     asked = by_pages(monkeypatch, target, "list_multipart_uploads", MaxUploads=2)
-    assert sorted(multipart.list_uploads(target, KEY)) == uploads
+    assert sorted(list_uploads(target, KEY)) == uploads
     assert len(asked) == 3
     monkeypatch.undo()
     for upload_id in uploads:
-        multipart.abort(target, KEY, upload_id)
-    multipart.abort(target, KEY + "-more", more)
+        target.abort(Upload(KEY, upload_id))
+    target.abort(Upload(KEY + "-more", more))
 
 
 @pytest.mark.servers("memory", "rgw")  # moto takes no notice of the limit, or leaves parts out
 def test_parts_of_many_pages_are_all_found(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    target = Bucket(bucket, Settings())
+    target = S3Store(bucket, Settings())
     upload_id = begin(target, KEY, {number: bytes(number) for number in (1, 2, 3, 5, 8)})
     asked = by_pages(monkeypatch, target, "list_parts", MaxParts=2)
-    parts = multipart.list_parts(target, KEY, upload_id)
+    parts = list_parts(target, KEY, upload_id)
     assert {number: part.size for number, part in parts.items()} == {1: 1, 2: 2, 3: 3, 5: 5, 8: 8}
     assert len(asked) == 3
     monkeypatch.undo()
-    multipart.abort(target, KEY, upload_id)
+    target.abort(Upload(KEY, upload_id))
 
 
 def test_an_answer_that_is_lost_costs_nothing(faulty: FaultyServer) -> None:
-    target = Bucket(BUCKET, Settings())
+    target = S3Store(BUCKET, Settings())
     upload_id = begin(target, KEY, {1: b"x"})
     assert faulty.once("ListMultipartUploads", Fault.reset()) == []
-    assert multipart.list_uploads(target, KEY) == [upload_id]
+    assert list_uploads(target, KEY) == [upload_id]
     assert faulty.once("ListParts", Fault.error(503, "SlowDown")) == []
-    assert list(multipart.list_parts(target, KEY, upload_id)) == [1]
+    assert list(list_parts(target, KEY, upload_id)) == [1]
     seen = faulty.once("AbortMultipartUpload", Fault.apply_then_reset())
-    multipart.abort(target, KEY, upload_id)
+    target.abort(Upload(KEY, upload_id))
     assert seen == [KEY]
     assert faulty.s3.open_uploads(BUCKET) == []
 
 
 def test_a_refusal_is_an_error_and_quietly_a_warning(faulty: FaultyServer, caplog: pytest.LogCaptureFixture) -> None:
-    target = Bucket(BUCKET, Settings())
+    target = S3Store(BUCKET, Settings())
     faulty.rule = lambda _: Fault.error(403, "AccessDenied")
     with pytest.raises(errors.AccessDeniedError):
-        multipart.list_uploads(target, KEY)
+        list_uploads(target, KEY)
     with pytest.raises(errors.AccessDeniedError):
-        multipart.list_parts(target, KEY, "x")
+        list_parts(target, KEY, "x")
     with pytest.raises(errors.AccessDeniedError):
-        multipart.abort(target, KEY, "x")
-    multipart.abort_quietly(target, KEY, "x")
+        target.abort(Upload(KEY, "x"))
+    target.abort_quietly(Upload(KEY, "x"))
     assert "stays open" in caplog.text
 
 
@@ -169,25 +180,31 @@ class _Client:
 def test_the_markers_of_a_page_are_those_of_the_next_request(monkeypatch: pytest.MonkeyPatch) -> None:
     client = _Client(
         {
-            "Uploads": [{"Key": "k", "UploadId": "1"}],
+            "Uploads": [{"Key": "k", "UploadId": "1", "Initiated": "2026-01-02T03:04:05.000Z"}],
             "IsTruncated": True,
             "NextKeyMarker": "k",
             "NextUploadIdMarker": "1",
         },
-        {"Uploads": [{"Key": "k", "UploadId": "2"}, {"Key": "kk", "UploadId": "3"}], "IsTruncated": False},
+        {
+            "Uploads": [
+                {"Key": "k", "UploadId": "2", "Initiated": "2026-01-02T03:04:05.000Z"},
+                {"Key": "kk", "UploadId": "3", "Initiated": "2026-01-02T03:04:05.000Z"},
+            ],
+            "IsTruncated": False,
+        },
     )
-    monkeypatch.setattr(Bucket, "client", property(lambda _: client))
+    monkeypatch.setattr(S3Store, "client", property(lambda _: client))
     owner = "123456789012"
-    assert multipart.list_uploads(Bucket("b", Settings(expected_bucket_owner=owner)), "k") == ["1", "2"]
-    common = {"Bucket": "b", "ExpectedBucketOwner": owner, "Prefix": "k"}
+    assert list_uploads(S3Store("b", Settings(expected_bucket_owner=owner)), "k") == ["1", "2"]
+    common = {"Bucket": "b", "ExpectedBucketOwner": owner, "Prefix": "k", "MaxUploads": 1000}
     assert client.asked == [common, {**common, "KeyMarker": "k", "UploadIdMarker": "1"}]
 
 
 def test_no_such_upload_for_a_bucket_without_uploads_means_none(monkeypatch: pytest.MonkeyPatch) -> None:
     answer = {"Error": {"Code": "NoSuchUpload"}, "ResponseMetadata": {"HTTPStatusCode": 404}}
     client = _Client(ClientError(answer, "ListMultipartUploads"))  # type: ignore[arg-type]
-    monkeypatch.setattr(Bucket, "client", property(lambda _: client))
-    assert multipart.list_uploads(Bucket("b", Settings()), "k") == []
+    monkeypatch.setattr(S3Store, "client", property(lambda _: client))
+    assert list_uploads(S3Store("b", Settings()), "k") == []
 
 
 def test_a_part_is_known_by_a_checksum_or_else_by_the_md5_in_its_etag() -> None:

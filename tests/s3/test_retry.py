@@ -1,16 +1,18 @@
 """What is tried again, what is not, and what it is called in the end."""
 
+import asyncio
 import threading
 from collections.abc import Callable
 from typing import Any
 
+import aiohttp
 import botocore.exceptions as boto
 import pytest
 import urllib3.exceptions
 
 from dcp_s3 import errors
-from dcp_s3.s3 import retry
-from dcp_s3.s3.deadline import Deadline
+from dcp_s3.limit import Deadline, Limit
+from dcp_s3.s3 import async_store, diagnosis, retry
 
 
 def client_error(code: str, status: int) -> boto.ClientError:
@@ -36,6 +38,10 @@ def failing(times: int, error: Exception) -> tuple[Callable[[], str], list[int]]
     return request, calls
 
 
+def call(request: Callable[[], str], *, operation: str, bucket: str, key: str = "", attempts: int, **limit: Any) -> str:
+    return retry.call(request, retry.Tries(operation, bucket, key, attempts, Limit(**limit)))
+
+
 PASSING = [
     client_error("SlowDown", 503),
     client_error("InternalError", 500),
@@ -52,14 +58,14 @@ PASSING = [
     boto.ReadTimeoutError(endpoint_url="http://x"),
     boto.EndpointConnectionError(endpoint_url="http://x"),
     boto.ConnectionClosedError(endpoint_url="http://x"),
-    retry.TruncatedBodyError("short"),
+    diagnosis.TruncatedBodyError("short"),
 ]
 
 
 @pytest.mark.parametrize("error", PASSING, ids=repr)
 def test_what_passes_is_tried_again(error: Exception) -> None:
     request, calls = failing(2, error)
-    assert retry.call(request, operation="PutObject", bucket="b", key="k", attempts=3) == "done"
+    assert call(request, operation="PutObject", bucket="b", key="k", attempts=3) == "done"
     assert len(calls) == 3
 
 
@@ -67,7 +73,7 @@ def test_what_passes_is_tried_again(error: Exception) -> None:
 def test_the_last_error_says_bucket_key_operation_attempts_and_cause(error: Exception) -> None:
     request, calls = failing(99, error)
     with pytest.raises(errors.TransferError) as failure:
-        retry.call(request, operation="UploadPart", bucket="b", key="some/key", attempts=4)
+        call(request, operation="UploadPart", bucket="b", key="some/key", attempts=4)
     assert len(calls) == 4
     raised = failure.value
     assert (raised.bucket, raised.key, raised.operation, raised.attempts) == ("b", "some/key", "UploadPart", 4)
@@ -96,15 +102,31 @@ def test_the_last_error_says_bucket_key_operation_attempts_and_cause(error: Exce
 def test_what_does_not_pass_fails_at_once_by_its_own_name(error: Exception, expected: type[Exception]) -> None:
     request, calls = failing(99, error)
     with pytest.raises(expected, match="Remedy") as failure:
-        retry.call(request, operation="GetObject", bucket="b", key="k", attempts=5)
+        call(request, operation="GetObject", bucket="b", key="k", attempts=5)
     assert type(failure.value) is expected
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("error", [client_error("SlowDown", 503), aiohttp.ClientPayloadError(), asyncio.TimeoutError()])
+def test_a_coroutine_is_tried_again_by_the_same_rules(error: Exception) -> None:
+    request, calls = failing(2, error)
+
+    async def attempt() -> str:
+        return request()
+
+    def carry_out(attempts: int) -> str:
+        return asyncio.run(async_store.call(attempt, retry.Tries("GetObject", "b", "k", attempts, Limit())))
+
+    assert carry_out(3) == "done"
+    del calls[:]
+    with pytest.raises(errors.TransferError, match="after 2 attempts"):
+        carry_out(2)
 
 
 def test_bugs_are_not_wrapped() -> None:
     request, calls = failing(99, KeyError("bug"))
     with pytest.raises(KeyError):
-        retry.call(request, operation="GetObject", bucket="b", attempts=5)
+        call(request, operation="GetObject", bucket="b", attempts=5)
     assert len(calls) == 1
 
 
@@ -114,7 +136,7 @@ def test_cancelling_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     threading.Timer(0.05, cancel.set).start()
     request, calls = failing(99, client_error("SlowDown", 503))
     with pytest.raises(retry.Cancelled):
-        retry.call(request, operation="GetObject", bucket="b", attempts=5, cancel=cancel)
+        call(request, operation="GetObject", bucket="b", attempts=5, cancel=cancel)
     assert len(calls) == 1
 
 
@@ -127,7 +149,7 @@ def deadline_in(seconds: float) -> Deadline:
 def test_no_attempt_is_made_after_the_deadline() -> None:
     request, calls = failing(0, KeyError())
     with pytest.raises(errors.DeadlineExceededError, match="it was not begun") as failure:
-        retry.call(request, operation="GetObject", bucket="b", key="k", attempts=5, deadline=deadline_in(0))
+        call(request, operation="GetObject", bucket="b", key="k", attempts=5, deadline=deadline_in(0))
     assert calls == []
     assert (failure.value.key, failure.value.setting, failure.value.attempts) == ("k", "DCP_S3_SAVE_TIMEOUT", 0)
 
@@ -137,24 +159,9 @@ def test_a_wait_that_would_outlast_the_deadline_is_not_begun(monkeypatch: pytest
     error = client_error("SlowDown", 503)
     request, calls = failing(99, error)
     with pytest.raises(errors.DeadlineExceededError, match="1 attempts, the last: SlowDown: no") as failure:
-        retry.call(request, operation="GetObject", bucket="b", attempts=5, deadline=deadline_in(60))
+        call(request, operation="GetObject", bucket="b", attempts=5, deadline=deadline_in(60))
     assert failure.value.__cause__ is error
     assert len(calls) == 1
-
-
-def test_an_error_may_show_that_the_work_is_done() -> None:
-    answers: list[Any] = [ConnectionResetError(), client_error("NoSuchUpload", 404)]
-
-    def request() -> str:
-        raise answers.pop(0)
-
-    def lost(error: Exception) -> str | None:
-        return "found" if retry.error_code(error) == "NoSuchUpload" else None
-
-    assert retry.call(request, operation="X", bucket="b", attempts=5, recover=lost) == "found"
-    answers.append(client_error("NoSuchKey", 404))
-    with pytest.raises(errors.ObjectNotFoundError):
-        retry.call(request, operation="X", bucket="b", attempts=5, recover=lost)
 
 
 @pytest.mark.parametrize(("attempt", "longest"), [(1, 0.1), (2, 0.2), (5, 1.6), (20, 10.0)])
@@ -179,6 +186,6 @@ def test_the_wait_doubles_up_to_a_cap(monkeypatch: pytest.MonkeyPatch, attempt: 
     ],
 )
 def test_a_refusal_names_the_permission_that_the_operation_needs(operation: str, permission: str) -> None:
-    error = retry.to_storage_error(client_error("AccessDenied", 403), operation, "b", "k", 1)
+    error = diagnosis.to_storage_error(client_error("AccessDenied", 403), operation, "b", "k", 1)
     assert f"the credentials need {permission} here" in str(error)
     assert "DCP_S3_EXPECTED_BUCKET_OWNER" in str(error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import multiprocessing
 import threading
@@ -20,10 +21,11 @@ from hypothesis import strategies as st
 
 import dcp_s3
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
+from dcp_s3.limit import UNLIMITED, Limit
 from dcp_s3.s3 import retry, throttle
-from dcp_s3.s3.bucket import Bucket
 from dcp_s3.s3.download import Target, fetch_into
 from dcp_s3.s3.parts import Piece
+from dcp_s3.s3.store import S3Store
 from dcp_s3.s3.throttle import Aimd, Gate, gate_of
 from dcp_s3.s3.upload import Uploader
 from dcp_s3.settings import Settings
@@ -210,12 +212,31 @@ def test_decreases_are_logged_with_the_limit_but_not_each(caplog: pytest.LogCapt
     assert (gate.state.limit, gate.state.decreases, gate.state.throttled) == (4, 4, 4)
 
 
+def test_a_task_has_its_turn_like_a_thread() -> None:
+    gate = closed_gate(1)
+    assert gate.enter()
+
+    async def wait() -> list[bool]:
+        assert not await gate.enter_async(timeout=0.01)
+        cancelled = asyncio.create_task(gate.enter_async())
+        waiting = asyncio.create_task(gate.enter_async(timeout=LONG))
+        await asyncio.sleep(0)  # both begin
+        assert gate.state.waiting == 2
+        cancelled.cancel()
+        await asyncio.sleep(0)
+        threading.Timer(0.01, lambda: gate.leave(0, succeeded=False, throttled=False)).start()
+        return [await waiting, gate.state.waiting == 0, gate.state.in_flight == 1]
+
+    assert asyncio.run(wait()) == [True, True, True]
+
+
 # --- the retry loop ----------------------------------------------------------------------------------
 
 
 def call(request: Callable[[], Any], gate: Gate, **options: Any) -> Any:
-    options = {"attempts": 5, "data": True} | options
-    return retry.call(request, operation="UploadPart", bucket="b", key="k", gate=gate, **options)
+    options = {"attempts": 5, "data": True, "limit": UNLIMITED} | options
+    tries = retry.Tries("UploadPart", "b", "k", options["attempts"], options["limit"])
+    return retry.call(request, tries, gate=gate, data=options["data"])
 
 
 @pytest.mark.parametrize(
@@ -271,7 +292,7 @@ def test_a_throttled_request_has_no_place_while_it_waits(monkeypatch: pytest.Mon
         return "done"
 
     with ThreadPoolExecutor(1) as pool:
-        throttled = pool.submit(call, request, gate, cancel=Waits())
+        throttled = pool.submit(call, request, gate, limit=Limit(cancel=Waits()))
         assert waiting.wait(LONG)
         assert call(lambda: "another", gate) == "another"
         go_on.set()
@@ -289,7 +310,7 @@ def test_waiting_at_the_gate_uses_up_the_patience() -> None:
     gate = closed_gate(1)
     assert gate.enter()
     with pytest.raises(errors.TransferError, match="S3 throttles") as failure:
-        call(lambda: pytest.fail("not its turn"), gate, patience=0.05)
+        call(lambda: pytest.fail("not its turn"), gate, limit=Limit(patience=0.05))
     assert failure.value.key == "k"
     assert gate.state.waiting == 0
 
@@ -298,7 +319,7 @@ def test_a_cancelled_request_does_not_wait_on() -> None:
     gate, cancel = closed_gate(1), threading.Event()
     assert gate.enter()
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(call, lambda: "never", gate, cancel=cancel)
+        waiting = pool.submit(call, lambda: "never", gate, limit=Limit(cancel=cancel))
         until(lambda: gate.state.waiting == 1)
         cancel.set()
         with pytest.raises(retry.Cancelled):
@@ -355,24 +376,24 @@ def test_a_save_and_a_load_end_with_few_refusals(faulty: FaultyServer, monkeypat
     assert rule.refused < ungated.refused / 2  # about 20 and 230
 
 
-def make_bucket(**settings: Any) -> Bucket:
-    return Bucket(BUCKET, Settings(**settings))
+def make_bucket(**settings: Any) -> S3Store:
+    return S3Store(BUCKET, Settings(**settings))
 
 
-def put(bucket: Bucket, key: str) -> None:
+def put(bucket: S3Store, key: str) -> None:
     with Uploader(bucket) as uploader:
         upload = uploader.start(key, 3)
         upload.write(Piece.of(b"abc"))
         upload.finish()
 
 
-def get(bucket: Bucket, key: str) -> bytes:
+def get(bucket: S3Store, key: str) -> bytes:
     memory = bytearray(3)
     fetch_into(bucket, key, 0, [Target(memoryview(memory))])
     return bytes(memory)
 
 
-def gate_of_bucket(bucket: Bucket) -> Gate:
+def gate_of_bucket(bucket: S3Store) -> Gate:
     return gate_of(bucket.settings.endpoint_url, bucket.name, bucket.settings.concurrency)
 
 
@@ -413,7 +434,7 @@ def test_uploads_and_downloads_share_one_limit(faulty: FaultyServer, first: str)
         other = pool.submit(get if first == "upload" else put, bucket, "k")
         try:
             until(lambda: gate.state.waiting == 1)
-            assert bucket.read("k") == b"abc", "a small request passes"
+            assert bucket.get("k").data == b"abc", "a small request passes"
         finally:
             go_on.set()
         held.result(LONG)
@@ -426,8 +447,8 @@ def test_small_requests_lower_the_limit(faulty: FaultyServer) -> None:
     put(bucket, "k")
     for operation, request in {
         "HeadObject": lambda: bucket.head("k"),
-        "ListObjectsV2": lambda: list(bucket.list("")),
-        "DeleteObjects": lambda: bucket.delete(["k"]),
+        "ListObjectsV2": lambda: bucket.list(""),
+        "DeleteObjects": lambda: bucket.delete(["k", "l"]),
     }.items():
         before = gate_of_bucket(bucket).state.limit
         seen = faulty.once(operation, Fault.error(503, "SlowDown"))

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from dcp_s3 import errors
 from dcp_s3.checksum import combine_crc64nvme, crc64nvme
-from dcp_s3.s3.bucket import Bucket
 from dcp_s3.s3.parts import MAX_PARTS, Piece, choose_part_size
+from dcp_s3.s3.store import S3Store
 from dcp_s3.s3.upload import Uploader
 from dcp_s3.settings import MAX_PART_SIZE, MIN_PART_SIZE, Settings
 from tests.faulty import FaultyServer
@@ -41,8 +41,8 @@ def test_checksums_combine(parts: list[bytes]) -> None:
     assert combine_crc64nvme((crc64nvme(part), len(part)) for part in parts) == crc64nvme(b"".join(parts))
 
 
-def make_bucket(name: str, **settings: Any) -> Bucket:
-    return Bucket(name, Settings(**{"part_size": PART, "concurrency": 3, **settings}))
+def make_bucket(name: str, **settings: Any) -> S3Store:
+    return S3Store(name, Settings(**{"part_size": PART, "concurrency": 3, **settings}))
 
 
 @pytest.mark.parametrize("checksum", ["auto", "crc32c", "none"])
@@ -59,7 +59,7 @@ def test_what_is_written_is_what_is_read(bucket: str, size: int, checksum: str) 
             written += upload.write(Piece.of(memoryview(data)[low:high]))
         result = upload.finish()
     assert (result.key, result.size) == ("some/ke y+ü%", size)
-    assert target.read("some/ke y+ü%") == data
+    assert target.get("some/ke y+ü%").data == data
     assert all(piece.view is None for piece in written), "memory is released once it is sent"
     if checksum == "none":
         assert result.crc64nvme is None
@@ -80,7 +80,7 @@ def test_small_objects_take_one_request(memory_server: Any, bucket: str) -> None
     assert dict(memory_server.handle.counters.requests) == {"PutObject": 3}
 
 
-def upload(target: Bucket, data: bytes, key: str = "k") -> None:
+def upload(target: S3Store, data: bytes, key: str = "k") -> None:
     with Uploader(target) as uploader:
         one = uploader.start(key, len(data))
         one.write(Piece.of(data))

@@ -158,7 +158,7 @@ def test_a_url_that_changes_before_the_save_begins_is_refused(root: str) -> None
         saves.append(dcp.async_save(_state(step), storage_writer=writer, async_stager=stager))
     stager.go()
     for save in saves:
-        with pytest.raises(CheckpointException, match=r"cannot be told which URL .*step-1, .*step-2.*checkpoint_id"):
+        with pytest.raises(CheckpointException, match=r"unclear which URL .*step-1, .*step-2.*checkpoint_id"):
             save.upload_completion.result(_PATIENCE_SECONDS)
     assert latest(root) is None
 
@@ -239,7 +239,7 @@ def test_two_saves_that_meet_are_refused(
     for messages in run_ranks(2, _mixed, root, save, proper):
         assert messages
         for message in messages:
-            assert message.startswith("SaveProtocolError: two saves met: rank 1 saves to")
+            assert message.startswith("SaveProtocolError: two saves overlapped: rank 1 saves to")
             assert errors.SaveProtocolError.__name__ in message
     left = [key for key in memory_server.handle.objects(bucket) if "/of-" in key]
     assert not [key for key in left if key.endswith(".metadata")]

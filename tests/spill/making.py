@@ -10,7 +10,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import S3StorageWriter
-from dcp_s3.s3.bucket import Bucket
+from dcp_s3.s3.operations import checksum_arguments, wire_checksum
+from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.spill.drain import Drainer, DrainReport
 from dcp_s3.spill.store import SpilledSave, SpillStore
@@ -30,8 +31,8 @@ class Spill:
         self.store = SpillStore(path)
 
     @property
-    def bucket(self) -> Bucket:
-        return Bucket(self.bucket_name, Settings())
+    def bucket(self) -> S3Store:
+        return S3Store(self.bucket_name, Settings())
 
     def url(self, name: str) -> str:
         return f"{self.root}/{name}"
@@ -66,7 +67,7 @@ class Spill:
         return self.bucket.exists(parse_url(url).key(".metadata"))
 
     def list(self, url: str) -> list[str]:
-        return [key for key, _ in self.bucket.list(parse_url(url).key(""))]
+        return [each.key for each in self.bucket.list(parse_url(url).key("")).objects]
 
     def assert_empty(self) -> None:
         assert list((self.path / "saves").iterdir()) == []
@@ -92,17 +93,17 @@ def large_state(seed: int = 0) -> dict[str, torch.Tensor]:
     return {"large": torch.arange(3 * MIB, dtype=torch.float32) + seed}
 
 
-def begin_multipart(bucket: Bucket, key: str, data: bytes) -> None:
+def begin_multipart(bucket: S3Store, key: str, data: bytes) -> None:
     """What a process leaves that dies in the middle of an upload: whole parts, not completed."""
     algorithm = {"none": {}, "crc32c": {"ChecksumAlgorithm": "CRC32C", "ChecksumType": "FULL_OBJECT"}}.get(
-        bucket.wire_checksum, {"ChecksumAlgorithm": "CRC64NVME", "ChecksumType": "FULL_OBJECT"}
+        wire_checksum(bucket.settings), {"ChecksumAlgorithm": "CRC64NVME", "ChecksumType": "FULL_OBJECT"}
     )
     where = {"Bucket": bucket.name, "Key": key}
     upload_id = bucket.client.create_multipart_upload(**where, **algorithm)["UploadId"]
     for number, start in enumerate(range(0, len(data), PART), start=1):
         part = data[start : start + PART]
         bucket.client.upload_part(
-            **where, UploadId=upload_id, PartNumber=number, Body=part, **bucket.checksum_arguments(part)
+            **where, UploadId=upload_id, PartNumber=number, Body=part, **checksum_arguments(bucket.settings, part)
         )
 
 

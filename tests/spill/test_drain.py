@@ -12,9 +12,10 @@ import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import S3StorageWriter
 from dcp_s3.s3 import multipart
-from dcp_s3.s3.bucket import Bucket
 from dcp_s3.s3.client import close_clients
+from dcp_s3.s3.operations import Operation
 from dcp_s3.s3.parts import Piece
+from dcp_s3.s3.store import S3Store
 from dcp_s3.s3.upload import Uploader
 from dcp_s3.settings import Settings
 from dcp_s3.spill.drain import Drainer, DrainReport
@@ -47,7 +48,7 @@ def test_a_checkpoint_with_another_checksum_is_drained_too(spill: Spill, checksu
     url, state = spill.url("step-1"), large_state(1)
     dcp.save(state, storage_writer=S3StorageWriter(url, settings={"durability": "local", "checksum": checksum}))
     begin_multipart(
-        Bucket(spill.bucket_name, Settings(checksum=checksum)),
+        S3Store(spill.bucket_name, Settings(checksum=checksum)),
         spill.key(),
         (spill.data().path / "object-0").read_bytes()[:PART],
     )
@@ -134,7 +135,7 @@ def test_of_two_multipart_uploads_the_fuller_one_is_used_and_the_other_aborted(s
     if server.name == "memory":
         assert server.handle.counters.requests["UploadPart"] == 1
     assert_complete(url, state)
-    assert multipart.list_uploads(spill.bucket, key) == []
+    assert list(spill.bucket.uploads(key)) == []
 
 
 def test_an_upload_that_is_aborted_meanwhile_starts_anew(
@@ -146,9 +147,9 @@ def test_an_upload_that_is_aborted_meanwhile_starts_anew(
     begin_multipart(spill.bucket, key, (spill.data().path / "object-0").read_bytes()[:PART])
     list_parts = multipart.list_parts
 
-    def then_abort(bucket: Bucket, key: str, upload_id: str) -> dict[int, multipart.KnownPart]:
-        found = list_parts(bucket, key, upload_id)
-        multipart.abort(bucket, key, upload_id)
+    def then_abort(key: str, upload_id: str) -> Operation[dict[int, multipart.KnownPart]]:
+        found = yield from list_parts(key, upload_id)
+        yield from multipart.abort(key, upload_id)
         return found
 
     monkeypatch.setattr(multipart, "list_parts", then_abort)

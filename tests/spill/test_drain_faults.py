@@ -52,7 +52,7 @@ def test_an_object_of_another_size_is_no_object_of_the_checkpoint(faulty_spill: 
     spill.save(url, large_state(1))
     commit, key, aside = spill.commit(), spill.key(), tmp_path / "aside"
     spill.data().path.rename(aside)
-    spill.bucket.write(key, b"short")
+    spill.bucket.put(key, b"short")
     assert list(spill.drain().waiting) == [commit.name]
     assert not spill.is_visible(url)
 
@@ -198,7 +198,7 @@ class ScannedBefore(SpillStore):
 def test_a_save_that_is_sealed_after_the_scan_is_not_given_up(faulty_spill: Spill) -> None:
     spill, store = faulty_spill, ScannedBefore(faulty_spill.path)
     url = spill.url("step-1")
-    spill.bucket.write("run/step-1/x", b"another object of the save")
+    spill.bucket.put("run/step-1/x", b"another object of the save")
     with store.begin(Journal(url, "1", 1.0, Settings().model_dump(), keys=("run/step-1/x",)), "0") as writer:
 
         def seal() -> None:

@@ -23,7 +23,7 @@ from dcp_s3.save import save as save_module
 from dcp_s3.spill import background
 from dcp_s3.spill import drain as drain_module
 from dcp_s3.spill.background import drain_in_background, stop_draining, wait_until_drained
-from dcp_s3.stage.buffers import Buffer
+from dcp_s3.stage.buffers import HostBuffer
 from tests.faulty import FaultyServer
 from tests.memory_s3 import Fault
 from tests.spill.making import MIB, Spill, large_state
@@ -230,7 +230,7 @@ def test_a_state_that_was_spilled_is_let_go_of(
     faulty_spill: Spill, faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch, operation: str
 ) -> None:
     monkeypatch.setattr(save_module, "wait_until_drained", lambda *_, **__: None)
-    lease = Buffer(12 * MIB, "private").lease()
+    lease = HostBuffer(12 * MIB, "private").lease()
     alive = weakref.ref(lease)
     state = {"large": torch.frombuffer(lease, dtype=torch.float32).fill_(1)}
     del lease

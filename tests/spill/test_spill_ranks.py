@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from dcp_s3 import S3StorageReader, S3StorageWriter
-from dcp_s3.s3.bucket import Bucket
+from dcp_s3.s3.store import S3Store
 from dcp_s3.save import save as save_module
 from dcp_s3.settings import Settings
 from dcp_s3.spill.drain import Drainer, DrainReport
@@ -77,7 +77,7 @@ def drain(path: str) -> DrainReport:
 
 
 def is_visible(name: str = ".metadata") -> bool:
-    return Bucket(BUCKET, Settings()).exists(f"run/step-1/{name}")
+    return S3Store(BUCKET, Settings()).exists(f"run/step-1/{name}")
 
 
 def refuse_rank_1(request: Any) -> Fault | None:
@@ -197,7 +197,7 @@ def _save_async(directories: list[str], kind: AsyncCheckpointerType) -> None:
     future: Any = dcp.async_save(_shard(), storage_writer=writer, async_checkpointer_type=kind)
     future.result()
     writer.wait_committed(timeout=60)
-    assert Bucket(BUCKET, writer.settings).exists("run/step-1/.metadata")
+    assert S3Store(BUCKET, writer.settings).exists("run/step-1/.metadata")
 
 
 @pytest.mark.parametrize("kind", [THREAD, PROCESS], ids=["thread", "process"])

@@ -18,7 +18,7 @@ import torch
 
 from dcp_s3.errors import StagingError
 from dcp_s3.stage import buffers
-from dcp_s3.stage.buffers import Buffer, Kind, map_shared
+from dcp_s3.stage.buffers import HostBuffer, Kind, map_shared
 from dcp_s3.tensor_memory import view_bytes
 
 KINDS: tuple[Kind, ...] = ("private", "shared", "file")
@@ -35,11 +35,11 @@ def _mapped() -> int:
 
 
 @pytest.fixture(params=KINDS)
-def buffer(request: pytest.FixtureRequest, tmp_path: Path) -> Buffer:
-    return Buffer(3 * PAGE + 5, request.param, directory=str(tmp_path))
+def buffer(request: pytest.FixtureRequest, tmp_path: Path) -> HostBuffer:
+    return HostBuffer(3 * PAGE + 5, request.param, directory=str(tmp_path))
 
 
-def test_memory_can_be_written_and_read(buffer: Buffer) -> None:
+def test_memory_can_be_written_and_read(buffer: HostBuffer) -> None:
     lease = buffer.lease()
     assert (len(lease), buffer.size) == (3 * PAGE + 5, 3 * PAGE + 5)
     assert bytes(lease) == bytes(len(lease))
@@ -50,11 +50,11 @@ def test_memory_can_be_written_and_read(buffer: Buffer) -> None:
     assert not buffer.pinned
 
 
-def test_memory_starts_on_a_page(buffer: Buffer) -> None:
+def test_memory_starts_on_a_page(buffer: HostBuffer) -> None:
     assert buffer.address % PAGE == 0
 
 
-def test_only_shared_memory_and_files_have_a_descriptor(buffer: Buffer) -> None:
+def test_only_shared_memory_and_files_have_a_descriptor(buffer: HostBuffer) -> None:
     if buffer.kind == "private":
         with pytest.raises(ValueError, match="private"):
             buffer.fileno()
@@ -84,7 +84,7 @@ def _views() -> dict[str, Callable[[torch.Tensor], Any]]:
 
 
 @pytest.mark.parametrize("kind", _views())
-def test_a_lease_lives_as_long_as_what_reads_it(buffer: Buffer, kind: str) -> None:
+def test_a_lease_lives_as_long_as_what_reads_it(buffer: HostBuffer, kind: str) -> None:
     lease = buffer.lease()
     other = buffer.lease()
     alive, others = weakref.ref(lease), weakref.ref(other)
@@ -100,7 +100,7 @@ def test_a_lease_lives_as_long_as_what_reads_it(buffer: Buffer, kind: str) -> No
     assert alive() is None
 
 
-def test_a_copy_does_not_keep_the_lease(buffer: Buffer) -> None:
+def test_a_copy_does_not_keep_the_lease(buffer: HostBuffer) -> None:
     lease = buffer.lease()
     alive = weakref.ref(lease)
     copied = torch.frombuffer(lease, dtype=torch.uint8).clone()
@@ -111,7 +111,7 @@ def test_a_copy_does_not_keep_the_lease(buffer: Buffer) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_reads_outlives_the_buffer(kind: Kind, tmp_path: Path) -> None:
-    buffer = Buffer(3 * PAGE, kind, directory=str(tmp_path))
+    buffer = HostBuffer(3 * PAGE, kind, directory=str(tmp_path))
     tensor = torch.frombuffer(buffer.lease(), dtype=torch.uint8, count=100, offset=PAGE)
     gone = weakref.ref(buffer)
     del buffer
@@ -123,7 +123,7 @@ def test_what_reads_outlives_the_buffer(kind: Kind, tmp_path: Path) -> None:
 
 def test_a_file_leaves_no_name(tmp_path: Path) -> None:
     directory = tmp_path / "made" / "at need"
-    buffer = Buffer(PAGE, "file", directory=str(directory))
+    buffer = HostBuffer(PAGE, "file", directory=str(directory))
     assert os.listdir(directory) == []
     assert os.fstat(buffer.fileno()).st_nlink == 0
     assert os.fstat(buffer.fileno()).st_mode & 0o077 == 0
@@ -140,7 +140,7 @@ def test_a_file_without_o_tmpfile_leaves_no_name(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(os, "open", refuse)
     before = _descriptors()
-    buffer = Buffer(PAGE, "file", directory=str(tmp_path))
+    buffer = HostBuffer(PAGE, "file", directory=str(tmp_path))
     assert _descriptors() == before + 2  # the mapping has a duplicate
     assert os.listdir(tmp_path) == []
     assert os.fstat(buffer.fileno()).st_nlink == 0
@@ -149,20 +149,20 @@ def test_a_file_without_o_tmpfile_leaves_no_name(tmp_path: Path, monkeypatch: py
 
 def test_shared_memory_without_memfd(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
-    buffer = Buffer(PAGE, "shared")
+    buffer = HostBuffer(PAGE, "shared")
     buffer.lease()[:3] = b"abc"
     assert bytes(map_shared(os.dup(buffer.fileno()), PAGE)[:3]) == b"abc"
 
 
 @pytest.mark.parametrize("kind", ["shared", "file"])
 def test_space_is_reserved(kind: Kind, tmp_path: Path) -> None:
-    buffer = Buffer(100 * PAGE, kind, directory=str(tmp_path))
+    buffer = HostBuffer(100 * PAGE, kind, directory=str(tmp_path))
     assert os.fstat(buffer.fileno()).st_blocks * 512 >= 100 * PAGE
 
 
 @pytest.mark.parametrize("kind", ["shared", "file"])
 def test_another_mapping_shows_the_same_bytes(kind: Kind, tmp_path: Path) -> None:
-    buffer = Buffer(2 * PAGE, kind, directory=str(tmp_path))
+    buffer = HostBuffer(2 * PAGE, kind, directory=str(tmp_path))
     descriptor = os.dup(buffer.fileno())
     mapped = map_shared(descriptor, buffer.size)
     buffer.lease()[PAGE] = 42
@@ -174,7 +174,7 @@ def test_another_mapping_shows_the_same_bytes(kind: Kind, tmp_path: Path) -> Non
 
 
 def test_a_mapping_that_fails_closes_the_descriptor() -> None:
-    buffer = Buffer(PAGE, "shared")
+    buffer = HostBuffer(PAGE, "shared")
     descriptor = os.dup(buffer.fileno())
     with pytest.raises(ValueError):
         map_shared(descriptor, 3 * PAGE)
@@ -203,7 +203,7 @@ def test_a_full_disk_names_directory_and_setting(
     monkeypatch.setattr(os, "posix_fallocate", fail)
     before = _descriptors()
     with pytest.raises(StagingError) as failure:
-        Buffer(5 * 2**20, "file", directory=str(tmp_path))
+        HostBuffer(5 * 2**20, "file", directory=str(tmp_path))
     message = str(failure.value)
     assert repr(str(tmp_path)) in message
     assert "5.0 MiB" in message
@@ -223,7 +223,7 @@ def test_no_shared_memory_names_the_settings(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(os, "posix_fallocate", fail)
     before = _descriptors()
     with pytest.raises(StagingError, match=r"shared memory.*DCP_S3_STAGING_LIMIT and DCP_S3_SPILL_DIR"):
-        Buffer(PAGE, "shared")
+        HostBuffer(PAGE, "shared")
     gc.collect()
     assert _descriptors() == before
 
@@ -231,12 +231,12 @@ def test_no_shared_memory_names_the_settings(monkeypatch: pytest.MonkeyPatch) ->
 _TOO_LARGE = """
 import resource, signal, sys
 from dcp_s3.errors import StagingError
-from dcp_s3.stage.buffers import Buffer
+from dcp_s3.stage.buffers import HostBuffer
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-Buffer(1 << 20, "file", directory=sys.argv[1])
+HostBuffer(1 << 20, "file", directory=sys.argv[1])
 try:
-    Buffer((1 << 20) + 1, "file", directory=sys.argv[1])
+    HostBuffer((1 << 20) + 1, "file", directory=sys.argv[1])
 except StagingError as error:
     print(error)
 """
@@ -259,7 +259,7 @@ def test_a_spill_directory_that_is_a_file(tmp_path: Path) -> None:
     file.write_text("x")
     for path in (file, file / "below"):
         with pytest.raises(StagingError, match=r"DCP_S3_SPILL_DIR") as failure:
-            Buffer(PAGE, "file", directory=str(path))
+            HostBuffer(PAGE, "file", directory=str(path))
         assert repr(str(path)) in str(failure.value)
     assert file.read_text() == "x"
 
@@ -268,7 +268,7 @@ def test_a_spill_directory_that_cannot_be_written() -> None:
     """In /proc nobody makes files, root neither."""
     for path in ("/proc/self", "/proc/no/such/directory"):
         with pytest.raises(StagingError, match=r"spill directory.*DCP_S3_SPILL_DIR") as failure:
-            Buffer(PAGE, "file", directory=path)
+            HostBuffer(PAGE, "file", directory=path)
         assert repr(path) in str(failure.value)
 
 
@@ -280,7 +280,7 @@ def test_descriptors_and_memory_are_given_back(kind: Kind, tmp_path: Path) -> No
     size = 64 * 2**20
     before, mapped = _descriptors(), _mapped()
     for _ in range(20):
-        buffer = Buffer(size, kind, directory=str(tmp_path))
+        buffer = HostBuffer(size, kind, directory=str(tmp_path))
         tensor = torch.frombuffer(buffer.lease(), dtype=torch.uint8)
         del buffer
         tensor[-1] = 1
@@ -293,9 +293,9 @@ def test_descriptors_and_memory_are_given_back(kind: Kind, tmp_path: Path) -> No
 
 def test_pinned_memory_is_unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, int]] = []
-    monkeypatch.setattr(buffers._torch, "pin_memory", lambda address, size: calls.append(("pin", address)))
-    monkeypatch.setattr(buffers._torch, "unpin_memory", lambda address: calls.append(("unpin", address)))
-    buffer = Buffer(PAGE, "private")
+    monkeypatch.setattr(buffers.torch_private, "pin_memory", lambda address, size: calls.append(("pin", address)))
+    monkeypatch.setattr(buffers.torch_private, "unpin_memory", lambda address: calls.append(("unpin", address)))
+    buffer = HostBuffer(PAGE, "private")
     buffer.pin()
     address = buffer.address
     assert buffer.pinned
@@ -307,7 +307,7 @@ def test_pinned_memory_is_unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="pins memory for CUDA")
 @pytest.mark.parametrize("kind", ["private", "shared"])
 def test_pinned_memory_is_pinned_for_cuda(kind: Kind) -> None:
-    buffer = Buffer(PAGE, kind)
+    buffer = HostBuffer(PAGE, kind)
     buffer.pin()
     tensor = torch.frombuffer(buffer.lease(), dtype=torch.uint8)
     assert buffer.pinned

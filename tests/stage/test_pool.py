@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dcp_s3 import S3Stager, S3StorageWriter
 from dcp_s3.errors import StagingError, StagingLimitError
 from dcp_s3.stage import pool as pool_module
-from dcp_s3.stage.buffers import Buffer
+from dcp_s3.stage.buffers import HostBuffer
 from dcp_s3.stage.pool import BufferPool, Slot
 from dcp_s3.stage.release import let_go
 from tests.servers import S3Server
@@ -294,7 +294,7 @@ def test_a_much_larger_buffer_is_not_taken_for_a_small_request() -> None:
 def test_a_failed_allocation_leaves_the_pool_usable(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Failing(Buffer):
+    class Failing(HostBuffer):
         def __init__(self, size: int, kind: Any, **options: Any) -> None:
             if kind == failing:
                 raise StagingError("no room")
@@ -302,7 +302,7 @@ def test_a_failed_allocation_leaves_the_pool_usable(
 
     pool = _pool(limit=MIB, spill_dir=str(tmp_path), generations=1)
     with monkeypatch.context() as patch:
-        patch.setattr(pool_module, "Buffer", Failing)
+        patch.setattr(pool_module, "HostBuffer", Failing)
         for _ in range(3):
             with pytest.raises(StagingError, match="no room"):
                 pool.acquire([2 * MIB, MIB])
@@ -380,7 +380,7 @@ def test_free_buffers_that_do_not_fit_make_room_on_a_full_disk(tmp_path: Path, m
 
     def reserve(fd: int, offset: int, size: int) -> None:
         gc.collect()
-        alive = sum(b.size for b in gc.get_objects() if type(b) is Buffer and b.kind == "file" and b.size != size)
+        alive = sum(b.size for b in gc.get_objects() if type(b) is HostBuffer and b.kind == "file" and b.size != size)
         if alive + size > disk:
             raise OSError(errno.ENOSPC, "No space left on device")
         reserved.append(size)

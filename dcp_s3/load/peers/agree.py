@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from dcp_s3 import errors
 from dcp_s3.load.peers.interrupts import run_through
-from dcp_s3.s3.bucket import StoredObject
 from dcp_s3.settings import Settings
+from dcp_s3.store import StoredObject
 from dcp_s3.tensor_memory import view_bytes
 from dcp_s3.torch_private import Caller
 from dcp_s3.tracebacks import portable
@@ -67,6 +67,7 @@ class LoadGroup:
 
     Attributes:
         shares_data: whether they share more than the metadata.
+        is_coordinator: whether this rank fetches the metadata for all.
         raised: by a signal while this rank agreed with the others, who now wait for it: to be given to `fetch_once`.
     """
 
@@ -76,8 +77,8 @@ class LoadGroup:
         self.group = caller.group
         self.rank = caller.rank
         self.world_size = caller.world_size
-        self.is_coordinator = caller.rank == caller.coordinator
-        self._coordinator = dist.get_global_rank(caller.group, caller.coordinator)
+        self.is_coordinator = caller.rank == 0
+        self._coordinator = dist.get_global_rank(caller.group, 0)
 
     def agree(self, *values: int) -> list[list[int]]:
         """The ``values`` (64 bits each, as many on every rank) of all ranks, in order of ranks. Collective."""

@@ -8,9 +8,9 @@ from typing import NamedTuple
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from dcp_s3.format.blocks import MIN_BLOCK
+from dcp_s3.format.blocks import MIN_BLOCK, Blocks
 from dcp_s3.format.saved_entries import find_chunk
-from dcp_s3.format.storage_info import get_blocks, get_raw_offset
+from dcp_s3.format.storage_info import get_blocks, get_crc, get_raw_offset
 from dcp_s3.load.boxes import Box
 
 
@@ -33,7 +33,7 @@ class StoredChunk(NamedTuple):
         path: object, relative to the checkpoint.
         base: first byte in the object.
         nbytes: length.
-        block: any multiple of this many bytes is a place where it can be cut.
+        blocks: its checksums, None without.
         sizes: in elements; of items that are read as a whole, the number of bytes.
         itemsize: bytes of an element.
         whole: whether it is decoded when all of it is there, rather than raw bytes of a tensor.
@@ -42,10 +42,17 @@ class StoredChunk(NamedTuple):
     path: str
     base: int
     nbytes: int
-    block: int
+    blocks: Blocks | None
     sizes: tuple[int, ...]
     itemsize: int
     whole: bool
+
+    @property
+    def block(self) -> int:
+        """Any multiple of this many bytes is a place where it can be cut."""
+        if self.whole:
+            return self.nbytes
+        return MIN_BLOCK if self.blocks is None else self.blocks.size
 
 
 class SharedPart(NamedTuple):
@@ -123,7 +130,9 @@ def find_stored(metadata: Metadata, index: MetadataIndex, kind: LoadItemType) ->
         return None
     saved, raw_offset = metadata.state_dict_metadata.get(index.fqn), get_raw_offset(info)
     if raw_offset is None or getattr(info, "transform_descriptors", None) or kind == LoadItemType.BYTE_IO:
-        return StoredChunk(info.relative_path, info.offset, info.length, info.length, (info.length,), 1, True)
+        crc = get_crc(info) if raw_offset is None else None  # else it is that of a part of the item
+        blocks = None if crc is None else Blocks(info.length, b"", crc)
+        return StoredChunk(info.relative_path, info.offset, info.length, blocks, (info.length,), 1, True)
     if not isinstance(saved, TensorStorageMetadata) or (chunk := find_chunk(saved, index)) is None:
         return None
     itemsize = saved.properties.dtype.itemsize
@@ -131,8 +140,8 @@ def find_stored(metadata: Metadata, index: MetadataIndex, kind: LoadItemType) ->
     if nbytes == 0 or raw_offset + nbytes > info.length:
         return None
     blocks = get_blocks(info, nbytes)
-    block = MIN_BLOCK if blocks is None else blocks.size
-    return StoredChunk(info.relative_path, info.offset + raw_offset, nbytes, block, tuple(chunk.sizes), itemsize, False)
+    base = info.offset + raw_offset
+    return StoredChunk(info.relative_path, base, nbytes, blocks, tuple(chunk.sizes), itemsize, False)
 
 
 def box_of(item: ReadItem, stored: StoredChunk) -> Box:

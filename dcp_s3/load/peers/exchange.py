@@ -25,10 +25,10 @@ import torch
 import torch.distributed as dist
 
 from dcp_s3 import errors
+from dcp_s3.limit import Deadline
 from dcp_s3.load.peers.exchange_header import HEADER_BYTES, pack_header, unpack_header
 from dcp_s3.load.peers.interrupts import wait_through
 from dcp_s3.s3 import retry
-from dcp_s3.s3.deadline import Deadline
 from dcp_s3.workers import Workers
 
 logger = logging.getLogger(__name__)

@@ -7,26 +7,20 @@ import logging
 import queue
 from collections.abc import Callable, Sequence
 
-import torch
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 
 from dcp_s3 import errors
 from dcp_s3.collector import collector_paused
-from dcp_s3.format.blocks import Blocks
-from dcp_s3.format.storage_info import get_blocks, get_crc
 from dcp_s3.load.aliases import find_exclusive, read_in_turn
-from dcp_s3.load.item_transfer import ItemTransfer
+from dcp_s3.load.item_transfer import ItemTransfer, StreamTransfer
 from dcp_s3.load.peers.agree import LoadGroup
-from dcp_s3.load.peers.assignment import Assignment, StoredChunk, box_of, find_stored
+from dcp_s3.load.peers.assignment import Assignment, StoredChunk, find_stored
 from dcp_s3.load.peers.exchange import Exchange
 from dcp_s3.load.peers.interrupts import run_through
-from dcp_s3.load.peers.shared_items import SharedItem
-from dcp_s3.load.peers.shared_pieces import OwnedPiece, ReceivedPiece
+from dcp_s3.load.peers.shared_pieces import OwnedPiece, ReceivedPiece, SharedItems
 from dcp_s3.load.read import LoadExecutor, find_changing
-from dcp_s3.s3.bucket import Bucket
 from dcp_s3.tensor_memory import counted_as_change, synchronize_accelerator
-from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
 
@@ -36,18 +30,14 @@ class SharedRead:
 
     Args:
         executor: reads from S3.
-        bucket: where the checkpoint lies.
-        url: of the checkpoint.
         metadata: of the checkpoint.
         group: the ranks of this load; all of them have an assignment.
     """
 
-    def __init__(
-        self, executor: LoadExecutor, bucket: Bucket, url: CheckpointURL, metadata: Metadata, group: LoadGroup
-    ) -> None:
+    def __init__(self, executor: LoadExecutor, metadata: Metadata, group: LoadGroup) -> None:
         self._executor = executor
-        self._bucket = bucket
-        self._url = str(url)
+        self._source = executor.source
+        self._url = str(executor.source.url)
         self._metadata = metadata
         self._group = group
         self._finished: queue.SimpleQueue[ItemTransfer | None] = queue.SimpleQueue()
@@ -83,17 +73,19 @@ class SharedRead:
             raise
         failed, raised = run_through(lambda: self._begin(exchange))
         if not failed:
-            self._read(exchange, raised, lambda: self._read_direct(exchange, transfers, direct, planner, threads))
+            self._read(exchange, raised, lambda: self._read_direct(exchange, direct, planner, threads))
             for batch in batches:
-                self._executor.read(transfers, batch, planner)
+                self._executor.read(batch, planner)
             self._read_again(plan, later, planner)
             return transfers
         if raised is not None:
             raise raised
         logger.warning("every rank reads %s by itself: ranks %s could not prepare their load", self._url, failed)
+        for number in shared:
+            transfers[number].expect_sections(False)
         for numbers in (now, *later):
             for batch in self._executor.in_batches([transfers[number] for number in numbers]):
-                self._executor.read(transfers, batch, planner)
+                self._executor.read(batch, planner)
         return transfers
 
     def _read_again(self, plan: LoadPlan, later: Sequence[Sequence[int]], planner: LoadPlanner) -> None:
@@ -118,59 +110,45 @@ class SharedRead:
         self, assignment: Assignment, shared: set[int], transfers: Sequence[ItemTransfer]
     ) -> tuple[list[OwnedPiece], list[ReceivedPiece]]:
         """The pieces that this rank sends, and those that it gets."""
-        exclusive = find_exclusive(transfers)
-        items = {number: self._make_item(transfers[number], exclusive=exclusive[number]) for number in shared}
+        alone = {number for number, is_alone in enumerate(find_exclusive(transfers)) if is_alone}
+        alone |= {number for number in shared if isinstance(transfers[number], StreamTransfer)}  # a buffer of its own
+        for number in shared:
+            transfers[number].expect_sections(True)
+        items = SharedItems(
+            {number: transfers[number] for number in shared},
+            {number: self._find_stored(transfers[number]) for number in shared},
+            alone,
+            self._finished.put,
+        )
         owned, received = [], []
         for piece in assignment.pieces:
             if piece.owner == self._group.rank:
-                owned.append(OwnedPiece(piece, items, self._executor.receive, self._executor.distrust, self._url))
+                owned.append(OwnedPiece(piece, items, self._executor.engine))
             elif (incoming := ReceivedPiece(piece, items, self._url)).nbytes:
                 received.append(incoming)
         return owned, received
 
-    def _make_item(self, transfer: ItemTransfer, *, exclusive: bool) -> SharedItem:
+    def _find_stored(self, transfer: ItemTransfer) -> StoredChunk:
         item = transfer.item
         stored = find_stored(self._metadata, item.storage_index, item.type)
         if stored is None:
             raise errors.CorruptMetadataError(
                 f"the metadata of {self._url} does not say how {item.storage_index.fqn!r} is stored", url=self._url
             )
-        info = self._metadata.storage_data[item.storage_index]
-        saved = self._metadata.state_dict_metadata[item.storage_index.fqn]
-        if stored.whole or not isinstance(saved, TensorStorageMetadata) or transfer.target is None:
-            crc = get_crc(info) if transfer.checked else None
-            blocks = None if crc is None else Blocks(stored.nbytes, b"", crc)
-            target, dtype, finish = _memory_of(transfer, stored), torch.uint8, self._decode(transfer)
-            exclusive = True
-        else:
-            blocks, dtype = get_blocks(info, stored.nbytes), saved.properties.dtype
-            target, finish = _target_of(transfer.target), self._hand_over(transfer)
-        return SharedItem(
-            item.storage_index.fqn, stored, blocks, box_of(item, stored), target, dtype,
-            exclusive=exclusive, finish=finish,
-        )  # fmt: skip
-
-    def _decode(self, transfer: ItemTransfer) -> Callable[[], None]:
-        def finish() -> None:
-            transfer.finish()
-            self._finished.put(transfer)
-
-        return finish
-
-    def _hand_over(self, transfer: ItemTransfer) -> Callable[[], None]:
-        return lambda: self._finished.put(transfer)
+        return stored
 
     def _make_exchange(
         self, owned: Sequence[OwnedPiece], received: Sequence[ReceivedPiece], direct: Sequence[ItemTransfer]
     ) -> tuple[Exchange, int]:
         """The exchange, and how many threads are left for what is read directly."""
-        mine = sum(extent.length for transfer in direct for extent in transfer.extents)
-        threads = self._bucket.settings.concurrency
+        mine = sum(transfer.length for transfer in direct)
+        settings = self._source.settings
+        threads = settings.concurrency
         fetching = _part_of(threads, sum(piece.nbytes for piece in owned), mine)
         exchange = Exchange(
             self._group.group, self._group.rank, owned, received,
-            url=self._url, threads=fetching, memory=self._bucket.settings.load_buffers,
-            on_failure=self._executor.cancel, on_end=lambda: self._finished.put(None), deadline=self._bucket.deadline,
+            url=self._url, threads=fetching, memory=settings.load_buffers,
+            on_failure=self._source.cancel, on_end=lambda: self._finished.put(None), deadline=self._source.deadline,
         )  # fmt: skip
         return exchange, max(1, threads - fetching)
 
@@ -190,12 +168,11 @@ class SharedRead:
     def _read_direct(
         self,
         exchange: Exchange,
-        transfers: Sequence[ItemTransfer],
         direct: Sequence[ItemTransfer],
         planner: LoadPlanner,
         threads: int,
     ) -> None:
-        self._executor.read(transfers, direct, planner, threads=threads, on_error=exchange.fail)
+        self._executor.read(direct, planner, threads=threads, on_error=exchange.fail)
         self._commit_finished(exchange, planner)
 
     def _commit_finished(self, exchange: Exchange, planner: LoadPlanner) -> None:
@@ -215,12 +192,3 @@ def _part_of(threads: int, own: int, other: int) -> int:
     if not own:
         return 0
     return max(1, min(threads - 1 if other else threads, round(threads * own / (own + other))))
-
-
-def _memory_of(transfer: ItemTransfer, stored: StoredChunk) -> Callable[[], torch.Tensor]:
-    """The buffer in which an item is received that is decoded as a whole."""
-    return lambda: torch.frombuffer(transfer.memory(0, stored.nbytes), dtype=torch.uint8)
-
-
-def _target_of(target: torch.Tensor) -> Callable[[], torch.Tensor]:
-    return lambda: target

@@ -14,19 +14,19 @@ from hypothesis import strategies as st
 
 from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme
-from dcp_s3.format.storage_info import get_blocks
-from dcp_s3.load.boxes import Box
+from dcp_s3.load.boxes import Box, Section, boxes_of_section, elements_before, find_section
+from dcp_s3.load.engine import Engine
+from dcp_s3.load.item_transfer import ItemTransfer
 from dcp_s3.load.peers import assign as sharing
 from dcp_s3.load.peers.assign import plan_sharing
 from dcp_s3.load.peers.assignment import Assignment, Offer, SharedPiece, all_offered, box_of, find_stored
-from dcp_s3.load.peers.box_sections import Section, elements_before, find_section, lay_out, strips_of
-from dcp_s3.load.peers.shared_items import SharedItem
-from dcp_s3.load.peers.shared_pieces import OwnedPiece, ReceivedPiece
-from dcp_s3.s3.download import Target
+from dcp_s3.load.peers.shared_pieces import OwnedPiece, ReceivedPiece, SharedItems, lay_out
+from dcp_s3.load.prepare import TransferFactory
+from dcp_s3.torch_private import ReaderTransforms
 from tests.load.peers.sharing_cases import BLOCK, PATH, Case, cases, make_case
+from tests.load.sources import URL, MemorySource
 
 PIECE = 256
-URL = "s3://bucket/run"
 
 
 @pytest.fixture(autouse=True)
@@ -64,9 +64,9 @@ def test_a_section_is_what_a_run_has_of_a_box(case: Case, data: st.DataObject) -
     expected = [number for number in inside if start <= number < stop]
     assert inside[section.start : section.stop] == expected
     array, found = torch.arange(tensor.numel()), []
-    for strip in strips_of(sizes, box, section):
+    for part, position in boxes_of_section(sizes, box, section):
         strides = torch.empty(sizes).stride()
-        found += array.as_strided(strip.lengths, strides, strip.position).flatten().tolist()
+        found += array.as_strided(part.lengths, strides, position).flatten().tolist()
     assert found == expected
     assert name
 
@@ -198,35 +198,34 @@ def test_only_the_offers_of_all_ranks_count() -> None:
 
 def exchange(case: Case, targets: list[list[torch.Tensor]], stored: bytes | None = None) -> list[list[bool]]:
     """Carry out the assignments: what each rank's shared items are loaded into. True where an item was finished."""
-    data = case.stored if stored is None else stored
-
-    def receive(path: str, start: int, wanted: list[Target]) -> None:
-        assert path == PATH
-        for target in wanted:
-            target.view[:] = data[start : start + target.view.nbytes]
-            target.received(0, target.view.nbytes)
-            start += target.view.nbytes
-
+    source = MemorySource({PATH: case.stored if stored is None else stored})
+    factory = TransferFactory(
+        source.url, case.metadata, ReaderTransforms(None), allow_dtype_cast=True, max_gap=source.settings.read_gap
+    )
     assignments = plan(case)
     assert assignments is not None
     finished = [[False] * len(plan) for plan in case.plans]
     owned: dict[tuple[int, int], OwnedPiece] = {}
     received: dict[tuple[int, int], ReceivedPiece] = {}
     for rank, assignment in enumerate(assignments):
-        items = {}
+        transfers: dict[int, ItemTransfer] = {}
+        chunks = {}
         for number in assignment.shared_items():
             item = case.plans[rank][number]
             chunk = find_stored(case.metadata, item.storage_index, item.type)
             assert chunk is not None
-            items[number] = SharedItem(
-                item.storage_index.fqn, chunk, get_blocks(case.metadata.storage_data[item.storage_index], chunk.nbytes),
-                box_of(item, chunk), lambda target=targets[rank][number]: target,
-                case.tensors[item.storage_index.fqn].dtype, exclusive=True,
-                finish=lambda rank=rank, number=number: finished[rank].__setitem__(number, True),
-            )  # fmt: skip
+            chunks[number] = chunk
+            planner = mock.Mock(resolve_tensor=lambda _, rank=rank, number=number: targets[rank][number])
+            transfers[number] = factory.prepare(number, item, planner)
+            transfers[number].expect_sections(True)
+        numbers = {id(transfer): number for number, transfer in transfers.items()}
+        items = SharedItems(
+            transfers, chunks, set(transfers),
+            lambda item, rank=rank, numbers=numbers: finished[rank].__setitem__(numbers[id(item)], True),
+        )  # fmt: skip
         for piece in assignment.pieces:
             if piece.owner == rank:
-                owned[rank, piece.number] = OwnedPiece(piece, items, receive, lambda _: None, URL)
+                owned[rank, piece.number] = OwnedPiece(piece, items, Engine(source, "fetch"))
             else:
                 received[rank, piece.number] = ReceivedPiece(piece, items, URL)
     for (owner, number), piece in owned.items():
@@ -297,4 +296,4 @@ def test_damage_between_ranks_is_found() -> None:
 
 def test_a_section_of_nothing() -> None:
     assert find_section((4, 4), Box((0, 2), (4, 1)), 0, 2) == Section(0, 0)
-    assert strips_of((4, 4), Box((0, 2), (4, 1)), Section(0, 0)) == []
+    assert boxes_of_section((4, 4), Box((0, 2), (4, 1)), Section(0, 0)) == []

@@ -29,12 +29,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
+from dcp_s3.limit import Cancelled
+from dcp_s3.load.engine import Engine
+from dcp_s3.load.item_transfer import TensorTransfer
 from dcp_s3.load.peers.agree import LoadGroup, join_load
 from dcp_s3.load.peers.exchange import Exchange
-from dcp_s3.load.peers.shared_items import SharedItem
 from dcp_s3.load.peers.shared_pieces import OwnedPiece, ReceivedPiece
-from dcp_s3.load.read import LoadExecutor
-from dcp_s3.s3 import retry
 from dcp_s3.settings import Settings
 from dcp_s3.torch_private import Caller
 from dcp_s3.workers import Workers
@@ -307,7 +307,7 @@ def _on_rank(rank: int, patch: Any) -> Iterator[None]:
 
 
 def _raising(error: BaseException, after: int = 0) -> Callable[..., Any]:
-    """A `SharedItem` or `OwnedPiece` method that raises from the call number ``after`` on."""
+    """A `TensorTransfer` or `OwnedPiece` method that raises from the call number ``after`` on."""
     calls: list[None] = []
 
     def method(*_: Any, **__: Any) -> Any:
@@ -335,11 +335,11 @@ def _failures() -> dict[str, tuple[dict[int, tuple[str, str]], float]]:
     dist.barrier()
     told = {run: _failing(f"{RUN}/{run}") for run in ("deleted", "damaged", "metadata", "absent")}
     down = errors.TransferError("S3 is down", bucket=BUCKET, key="k", operation="GetObject", attempts=3)
-    with _on_rank(1, mock.patch("dcp_s3.load.read.fetch_into", _raising(down))):
+    with _on_rank(1, mock.patch("dcp_s3.load.engine.fetch_into", _raising(down))):
         told["down"] = _failing(f"{RUN}/good")
     with _on_rank(2, mock.patch.object(OwnedPiece, "message", _raising(MemoryError("no memory")))):
         told["sending"] = _failing(f"{RUN}/good")
-    with _on_rank(0, mock.patch.object(SharedItem, "memory_of", _raising(KeyError("place")))):
+    with _on_rank(0, mock.patch.object(TensorTransfer, "section_memory", _raising(KeyError("place")))):
         told["receiving"] = _failing(f"{RUN}/good")
     with _on_rank(1, mock.patch.object(DefaultLoadPlanner, "commit_tensor", _raising(ValueError("mine"), 2))):
         told["planner"] = _failing(f"{RUN}/good")
@@ -511,15 +511,15 @@ def _unprepared() -> list[dict[int, tuple[str, str]]]:
     url = f"{RUN}/good"
     dcp.save(_large(False), storage_writer=S3StorageWriter(url, settings=SMALL))
     told = []
-    for place in ("reader.open_store", "exchange.Workers"):
-        with _on_rank(1, mock.patch(f"dcp_s3.checkpoint.{place}", _raising(RuntimeError(place)))):
+    for place in ("reader.open_store", "peers.exchange.Workers"):
+        with _on_rank(1, mock.patch(f"dcp_s3.load.{place}", _raising(RuntimeError(place)))):
             told.append(_failing(url)[0])
     return told
 
 
 def test_a_rank_that_can_not_begin_its_exchange_lets_no_other_hang(recording: Recording) -> None:
     for told in run_ranks(2, _unprepared, timeout=40):
-        assert told == [{1: ("RuntimeError", place)} for place in ("reader.open_store", "exchange.Workers")]
+        assert told == [{1: ("RuntimeError", place)} for place in ("reader.open_store", "peers.exchange.Workers")]
 
 
 def _cancelled() -> dict[int, tuple[str, str]]:
@@ -535,10 +535,10 @@ def _cancelled() -> dict[int, tuple[str, str]]:
         assert fetching.wait(10)
         raise ValueError("the cause")
 
-    def receive(executor: LoadExecutor, *_: Any) -> None:
+    def fetch_alone(engine: Engine, *_: Any) -> None:
         fetching.set()
-        assert executor._cancel.wait(10)
-        raise retry.Cancelled
+        assert engine._source._cancel.wait(10)
+        raise Cancelled
 
     def note(exchange: Exchange, failure: Any) -> None:
         fail(exchange, failure)
@@ -553,8 +553,8 @@ def _cancelled() -> dict[int, tuple[str, str]]:
 
     with contextlib.ExitStack() as stack:
         for patch in (
-            mock.patch.object(LoadExecutor, "_fetch", fetch), mock.patch.object(LoadExecutor, "receive", receive),
-            mock.patch.object(Exchange, "_fail", note), mock.patch("dcp_s3.load.read.Workers", Slow),
+            mock.patch.object(Engine, "_carry_out", fetch), mock.patch.object(Engine, "fetch_alone", fetch_alone),
+            mock.patch.object(Exchange, "_fail", note), mock.patch("dcp_s3.load.engine.Workers", Slow),
         ):  # fmt: skip
             stack.enter_context(_on_rank(1, patch))
         try:
@@ -623,10 +623,55 @@ def test_a_load_ends_at_its_deadline_on_all_ranks(recording: Recording) -> None:
 
 
 def test_without_gloo_every_rank_reads_by_itself(caplog: pytest.LogCaptureFixture) -> None:
-    caller = Caller(mock.Mock(), 0, 2, 0, True)
+    caller = Caller(mock.Mock(), 0, 2, True)
     with (
         mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl"),
         caplog.at_level(logging.INFO, "dcp_s3.load.peers.agree"),
     ):
         assert join_load(caller, f"{RUN}/x", Settings(), willing=True) is None
     assert 'init_process_group("cpu:gloo,cuda:nccl")' in caplog.text
+
+
+# --- the group that a reader is given ------------------------------------------------------------------
+
+
+def _given() -> dict[str, Any]:
+    """For each way: whether data is shared; None: not even the metadata."""
+    url = f"{RUN}/good"
+    dcp.save(_large(False), storage_writer=S3StorageWriter(url, settings=SMALL))
+    group, alone = dist.new_group([0, 1]), [dist.new_group([rank]) for rank in (0, 1)][dist.get_rank()]
+    found: dict[str, Any] = {}
+
+    def load(name: str, reader: S3StorageReader, **arguments: Any) -> None:
+        state = _large(True)
+        dcp.load(state, storage_reader=reader, **arguments)
+        found[name] = None if reader._group is None else reader._group.shares_data
+        assert reader._group is None or reader._group.group is (reader._process_group or dist.group.WORLD)
+        for key, value in _large(False).items():
+            assert torch.equal(state[key], value), key
+
+    load("none", S3StorageReader(url))
+    load("given", S3StorageReader(url, process_group=group))
+    load("given to both", S3StorageReader(url, process_group=group), process_group=group)
+    load("no_dist", S3StorageReader(url, process_group=group), no_dist=True)
+    with (
+        mock.patch("dcp_s3.load.reader.find_load_group", return_value=None),
+        mock.patch("dcp_s3.load.reader.is_first_look", return_value=False),
+    ):
+        load("hidden", S3StorageReader(url, process_group=group))
+        load("hidden, none", S3StorageReader(url))
+        if dist.get_rank() == 0:  # no load: nobody else takes part
+            S3StorageReader(url, process_group=group).read_metadata()
+    try:
+        dcp.load(_large(True), storage_reader=S3StorageReader(url, process_group=alone))
+    except CheckpointException as error:
+        found["another"] = {type(cause).__name__ for cause, _ in error.failures.values()}
+    return found
+
+
+def test_a_reader_takes_the_group_that_it_is_given(recording: Recording) -> None:
+    for found in run_ranks(2, _given, timeout=60):
+        assert found == {
+            "none": True, "given": True, "given to both": True, "no_dist": None, "hidden": False, "hidden, none": None,
+            "another": {"SettingsError"},
+        }  # fmt: skip

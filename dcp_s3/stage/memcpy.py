@@ -1,7 +1,8 @@
-"""Copies between places of host memory, by a few threads that share the work.
+"""Copies within host memory, by a few threads that share the work.
 
-torch's own copy splits each tensor among its threads and waits for all of them: with a hundred tensors, and one core
-that a data loader or an upload uses as well, it waits a hundred times for the slowest. Here each takes the next piece.
+torch's own copy splits each tensor among its threads and waits for all of them. With a hundred tensors, and one core
+busy with a data loader or an upload, it waits a hundred times for the slowest thread. Here each thread takes the next
+piece.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ _PIECE = 8 * 2**20  # bytes
 _MAX_THREADS = 8  # more do not copy faster: they share the memory's bandwidth
 
 
-class Move(NamedTuple):
-    """``size`` bytes from address ``source`` to address ``target``."""
+class MemoryCopy(NamedTuple):
+    """``size`` bytes, copied from address ``source`` to address ``target``."""
 
     target: int
     source: int
     size: int
 
 
-def move(moves: Sequence[Move]) -> None:
-    """Carry out ``moves``, which must not overlap; returns when all is done."""
-    pieces: queue.SimpleQueue[Move] = queue.SimpleQueue()
+def run_copies(copies: Sequence[MemoryCopy]) -> None:
+    """Carry out ``copies``, which must not overlap. Returns when all are done."""
+    pieces: queue.SimpleQueue[MemoryCopy] = queue.SimpleQueue()
     count = 0
-    for target, source, size in moves:
+    for target, source, size in copies:
         for start in range(0, size, _PIECE):
-            pieces.put(Move(target + start, source + start, min(_PIECE, size - start)))
+            pieces.put(MemoryCopy(target + start, source + start, min(_PIECE, size - start)))
             count += 1
     helpers = min(_MAX_THREADS, torch.get_num_threads(), count) - 1
     if helpers < 1:
@@ -49,10 +50,10 @@ def move(moves: Sequence[Move]) -> None:
         workers.close()
 
 
-def _work(pieces: queue.SimpleQueue[Move]) -> None:
+def _work(pieces: queue.SimpleQueue[MemoryCopy]) -> None:
     while True:
         try:
             target, source, size = pieces.get_nowait()
         except queue.Empty:
             return
-        ctypes.memmove(target, source, size)  # without the interpreter's lock
+        ctypes.memmove(target, source, size)  # releases the interpreter's lock

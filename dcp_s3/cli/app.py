@@ -1,4 +1,4 @@
-"""The app of ``dcp-s3``, and what its commands share."""
+"""The app of ``dcp-s3``, and what its commands share: options, output, progress and questions."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from dcp_s3.url import is_s3_url
 
 
 class _Group(TyperGroup):
-    """Turns what goes wrong into a message and an exit status."""
+    """Turns errors into a message and an exit status."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except BrokenPipeError:
-            raise  # click's: the reader of our output has gone
+            raise  # click handles it: the reader of the output has gone
         except typer.BadParameter as error:
             error.message = in_options(error.message, error.ctx.command.params if error.ctx is not None else ())
             raise
@@ -51,7 +51,7 @@ class _Group(TyperGroup):
 
 
 def in_options(message: str, parameters: Iterable[Any]) -> str:
-    """A message of the library, which names Python's arguments, for those who typed a command with these."""
+    """A message of the library, with the names of Python arguments replaced by those of the command's options."""
     for parameter in parameters:
         message = message.replace(f"{parameter.name}=True", parameter.opts[0])
     return message
@@ -60,7 +60,7 @@ def in_options(message: str, parameters: Iterable[Any]) -> str:
 app = typer.Typer(
     name="dcp-s3",
     cls=_Group,
-    help="PyTorch distributed checkpoints on S3: look at them, copy them, and keep what is to be kept.",
+    help="PyTorch distributed checkpoints on S3: list, copy, verify and prune them.",
     epilog="Exit status: " + ". ".join(f"{status} {meaning}" for status, meaning in exits.MEANINGS.items()) + ".",
     no_args_is_help=True,
     add_completion=False,
@@ -68,7 +68,7 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON; of its numbers NaN and the infinities are text.")]
+AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON; NaN and infinities become text.")]
 URL = Annotated[str, typer.Argument(metavar="URL", help="s3://bucket/prefix of the checkpoint.")]
 ROOT = Annotated[str, typer.Argument(metavar="ROOT", help="s3://bucket/prefix above the checkpoints.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be done, and why.")]
@@ -87,16 +87,16 @@ def _main(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    """PyTorch distributed checkpoints on S3: look at them, copy them, and keep what is to be kept."""
+    """PyTorch distributed checkpoints on S3: list, copy, verify and prune them."""
 
 
 def print_json(value: Any) -> None:
-    """For programs."""
+    """Print JSON, for programs."""
     sys.stdout.write(to_json(value, indent=1) + "\n")
 
 
 def to_json(value: Any, *, indent: int | None = None) -> str:
-    """Strict JSON: NaN and the infinities are text, as in the manifests."""
+    """Strict JSON: NaN and infinities become text, as in the manifests."""
     return json.dumps(_strict(value), indent=indent, allow_nan=False)
 
 
@@ -109,18 +109,18 @@ def _strict(value: Any) -> Any:
 
 
 def print_line(text: str) -> None:
-    """A line for people, above the progress bar if there is one."""
+    """Print a line for people, above the progress bar if there is one."""
     sys.stdout.write(text + "\n")
 
 
 def note(text: str) -> None:
-    """For people, beside what is printed for programs."""
+    """Print for people on stderr, beside the output for programs."""
     tables.make_console(stderr=True).print(text, soft_wrap=True)
 
 
 @contextlib.contextmanager
 def progress(label: str) -> Iterator[dict[str, Any]]:
-    """A bar for bytes, on a terminal only: what the callbacks ``on_total`` and ``on_progress`` are told."""
+    """A progress bar for bytes, on a terminal only. Yields the callbacks ``on_total`` and ``on_progress``."""
     with _bar(BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as bar:
         task = bar.add_task(label, total=None)
         yield {
@@ -131,7 +131,7 @@ def progress(label: str) -> Iterator[dict[str, Any]]:
 
 @contextlib.contextmanager
 def progress_of_steps(label: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar for steps, on a terminal only: the function is told how many of how many are done."""
+    """A progress bar for steps, on a terminal only. Yields a function that takes the steps done and their total."""
     with _bar(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()) as bar:
         task = bar.add_task(label, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
@@ -144,12 +144,12 @@ def _bar(*columns: ProgressColumn) -> Progress:
         console=console,
         disable=not console.is_terminal,
         transient=True,
-        redirect_stdout=sys.stdout.isatty(),  # what goes into a pipe stays out of the terminal
+        redirect_stdout=sys.stdout.isatty(),  # output to a pipe stays out of the terminal
     )
 
 
 def stop_on_signals() -> threading.Event:
-    """Set by SIGTERM and Ctrl-C from now on: for commands that end by themselves then."""
+    """An event that SIGTERM and Ctrl-C set from now on, for commands that then end by themselves."""
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
@@ -162,10 +162,10 @@ def someone_is_there() -> bool:
 
 
 def require_yes(yes: bool) -> None:
-    """Without a terminal nobody can be asked.
+    """Require ``--yes`` if there is no terminal on which to ask.
 
     Raises:
-        typer.BadParameter: nobody is there, and ``--yes`` was not given.
+        typer.BadParameter: there is no terminal, and ``--yes`` was not given.
     """
     if not yes and not someone_is_there():
         raise typer.BadParameter(
@@ -182,23 +182,23 @@ def ask(question: str) -> None:
 
 
 def local_directory(path: Path | None) -> Path | None:
-    """Callback of an argument that is no URL: the two are easily given the wrong way round.
+    """Check, as an argument's callback, that the argument is not a URL: the two are easily swapped.
 
     Raises:
-        typer.BadParameter: it is one.
+        typer.BadParameter: it is a URL.
     """
     if path is not None and is_s3_url(path):
-        raise typer.BadParameter(f"{str(path)!r} is an S3 URL, and this is to be a local directory")
+        raise typer.BadParameter(f"{str(path)!r} is an S3 URL, but this must be a local directory")
     return path
 
 
 @contextlib.contextmanager
 def wrong_usage(*kinds: type[Exception], hint: str) -> Iterator[None]:
-    """Errors of these kinds in the body come from what was typed: exit status 2.
+    """Report these errors in the body as wrong usage, exit status 2: they come from what was typed.
 
     Args:
-        kinds: the errors.
-        hint: the argument or option.
+        kinds: types of the errors.
+        hint: name of the argument or option.
     """
     try:
         yield

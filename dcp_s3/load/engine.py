@@ -1,0 +1,356 @@
+"""The engine: fetches ranges of a checkpoint's objects in parallel, and gives back what has arrived and is right.
+
+    requests -> threads -> bytes at their place -> checksums, once more if they do not match -> finished transfers
+
+Loads, sharing between ranks, verify and read_tensors stand on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import queue
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+
+from dcp_s3 import errors
+from dcp_s3.checksum import crc_hex
+from dcp_s3.collector import collect_young
+from dcp_s3.limit import Cancelled, Deadline
+from dcp_s3.load.placement import Buffer, Reception
+from dcp_s3.load.plan import ReadRequest, Segment, plan_requests
+from dcp_s3.load.transfer import Transfer
+from dcp_s3.s3.download import Target, fetch_into
+from dcp_s3.s3.store import S3Store
+from dcp_s3.spill.local import LocalObjects
+from dcp_s3.units import format_size
+from dcp_s3.url import CheckpointURL
+from dcp_s3.workers import Workers
+
+logger = logging.getLogger(__name__)
+
+_TOO_LATE = (queue.Empty, errors.DeadlineExceededError)
+
+# Requests after which what botocore leaves behind in cycles is collected.
+_COLLECT_EVERY = 100
+# Through a buffer, a request is not smaller than this.
+_SMALL_BUFFER = 2**20
+
+
+class Source:
+    """The objects of a checkpoint: on this host's disk where they are there and right, else on S3.
+
+    Args:
+        bucket: where the checkpoint lies.
+        url: of the checkpoint.
+        local: objects that are on this host's disk.
+
+    Attributes:
+        url: as given.
+        settings: of the bucket.
+    """
+
+    def __init__(self, bucket: S3Store, url: CheckpointURL, local: LocalObjects | None = None) -> None:
+        self._bucket = bucket
+        self._local = local
+        self._cancel = threading.Event()
+        self.url = url
+        self.settings = bucket.settings
+
+    @property
+    def deadline(self) -> Deadline | None:
+        """When all must be there."""
+        return self._bucket.limit.deadline
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether nobody needs anything any more."""
+        return self._cancel.is_set()
+
+    def cancel(self) -> None:
+        """Let reads fail soon. From any thread."""
+        self._cancel.set()
+
+    def distrust(self, path: str) -> None:
+        """Take this object from S3 from now on, not from this host's disk."""
+        if self._local is not None:
+            self._local.distrust(path)
+
+    def read(self, path: str, start: int, targets: Sequence[Target]) -> None:
+        """Fill ``targets`` with the bytes of object ``path`` from ``start`` on. On any thread.
+
+        Raises:
+            CorruptCheckpointError: the object is not what the metadata says: deleted, replaced or too short.
+            StorageError: S3 failed for good.
+            Cancelled: `cancel` was called.
+        """
+        if self._local is not None and self._local.read_into(path, start, targets):
+            return
+        try:
+            fetch_into(self._bucket, self.url.key(path), start, targets, cancel=self._cancel)
+        except errors.StorageError as error:
+            lost = self._explain(error, path, start + sum(target.view.nbytes for target in targets))
+            if lost is None:
+                raise
+            try:
+                raise lost from error
+            finally:
+                del lost  # its traceback has this frame: no cycle
+
+    def _explain(self, error: errors.StorageError, path: str, stop: int) -> errors.CorruptCheckpointError | None:
+        """What an answer of S3 says about the checkpoint, if anything."""
+        if isinstance(error, errors.ObjectNotFoundError):
+            what = (
+                f"is incomplete: its object {path} does not exist. It was deleted after the save: load an earlier "
+                "checkpoint"
+            )
+        elif isinstance(error, errors.PreconditionFailedError):
+            what = f"changed while it was read: its object {path} was replaced. Remedy: load it again"
+        elif isinstance(error, errors.OutOfRangeError):
+            what = f"is damaged: {path} ends before byte {stop}. Load an earlier checkpoint"
+        else:
+            return None
+        return errors.CorruptCheckpointError(f"{self.url} {what}", url=str(self.url))
+
+
+class Receiver(Protocol):
+    """The memory of one request, and what is done when it is full; `Reception` is one.
+
+    Attributes:
+        targets: to be filled, in order.
+    """
+
+    targets: list[Target]
+
+    def deliver(self) -> list[Transfer]:
+        """Bring what was received to its place; the transfers of which these were the last bytes."""
+
+
+class Arrival(NamedTuple):
+    """A request that is through.
+
+    Attributes:
+        request: as it was planned.
+        finished: transfers of which these were the last bytes: at their place, and right.
+    """
+
+    request: ReadRequest
+    finished: list[Transfer]
+
+
+class Engine:
+    """Carries out requests for transfers.
+
+    Args:
+        source: of the bytes.
+        name: of the threads.
+        receiver: makes the memory of a request; in place, where it goes, by default.
+    """
+
+    def __init__(
+        self, source: Source, name: str, receiver: Callable[[ReadRequest, Buffer], Receiver] = Reception
+    ) -> None:
+        self._source = source
+        self._name = name
+        self._receiver = receiver
+        self._buffers = threading.local()
+        self._requests = itertools.count(1)
+        self.pin = False
+        """Whether buffers are page-locked, for copies to a device."""
+
+    @property
+    def max_buffered(self) -> int:
+        """Bytes of one request that goes through a buffer, at most."""
+        settings = self._source.settings
+        return max(_SMALL_BUFFER, min(settings.part_size, settings.load_buffers // settings.concurrency))
+
+    @contextlib.contextmanager
+    def fetch(
+        self, requests: Iterable[ReadRequest], *, threads: int, total: int = 0, ahead: int | None = None
+    ) -> Iterator[Iterator[Arrival]]:
+        """Carry out ``requests``, in order, several at once; iterate over what has arrived.
+
+        An error on a thread is raised by the iterator. When the block is left by an error, what is under way is
+        cancelled, and with it the source.
+
+        Args:
+            requests: taken as threads become free.
+            threads: requests at once.
+            total: bytes of all, for the error of a deadline; 0 where it says nothing of them.
+            ahead: requests that may be under way, or through and not taken yet; None: all of them.
+
+        Raises:
+            CorruptCheckpointError: stored bytes are missing, cut short or not what was written.
+            DeadlineExceededError: the source's deadline has passed.
+            StorageError: S3 failed for good.
+        """
+        work = _Work(requests, ahead or sys.maxsize)
+        inference = torch.is_inference_mode_enabled()  # a property of the thread
+        pool = Workers(threads, self._name)
+        try:
+            for _ in range(threads):
+                pool.submit(self._work, work, inference)
+            yield self._arrivals(work, threads, total)
+        except BaseException:
+            self._source.cancel()
+            raise
+        finally:
+            work.stop()
+            pool.close()
+
+    def fetch_alone(self, transfer: Transfer) -> None:
+        """Fetch one transfer on this thread, in one request.
+
+        Raises:
+            Exception: as the iterator of `fetch`.
+        """
+        segments = tuple(transfer.segments())
+        start, stop = segments[0].start, segments[-1].stop
+        left = deque([ReadRequest(transfer.path, start, stop - start, segments)])
+        while left:
+            _, again = self._carry_out(left.popleft())
+            left.extend(again)
+
+    def _arrivals(self, work: _Work, threads: int, total: int) -> Iterator[Arrival]:
+        deadline, received, running = self._source.deadline, 0, threads
+        while running:
+            try:
+                outcome = work.outcomes.get(timeout=None if deadline is None else deadline.left)
+            except queue.Empty as empty:
+                outcome = empty
+            if outcome is None:
+                running -= 1
+                continue
+            if isinstance(outcome, Arrival):
+                received += outcome.request.length
+                work.make_room()
+                yield outcome
+                continue
+            try:
+                if deadline is not None and deadline.passed and isinstance(outcome, _TOO_LATE):
+                    came = f"{format_size(received)} of the {format_size(total)}" if total else "nothing"
+                    what = f"the load of {self._source.url}"
+                    raise deadline.error(what, f"{came} of this rank had arrived") from outcome
+                raise outcome
+            finally:
+                del outcome  # its traceback has this frame: no cycle
+
+    # --- on the pool ----------------------------------------------------------------------------------
+
+    def _work(self, work: _Work, inference: bool) -> None:
+        try:
+            with torch.inference_mode(inference):
+                while (request := work.next()) is not None:
+                    if self._source.cancelled:
+                        raise Cancelled
+                    finished, again = self._carry_out(request)
+                    work.add(again)
+                    work.outcomes.put(Arrival(request, finished))
+        except BaseException as error:  # noqa: BLE001 - the iterator raises it
+            work.outcomes.put(error)
+        finally:
+            work.outcomes.put(None)
+
+    def _carry_out(self, request: ReadRequest) -> tuple[list[Transfer], list[ReadRequest]]:
+        """The transfers that are finished, and what is to be fetched besides."""
+        if next(self._requests) % _COLLECT_EVERY == 0:
+            collect_young()
+        buffer = getattr(self._buffers, "buffer", None)
+        if buffer is None:
+            buffer = self._buffers.buffer = Buffer(pin=self.pin)
+        receiver = self._receiver(request, buffer)
+        try:
+            self._source.read(request.path, request.start, receiver.targets)
+        except errors.CorruptCheckpointError as error:
+            lost = list(dict.fromkeys(segment.item for segment in request.segments))
+            for transfer in lost:
+                transfer.give_up(error)
+            return lost, []
+        finished: list[Transfer] = []
+        again: list[ReadRequest] = []
+        complete = receiver.deliver()
+        del receiver  # it holds on to memory that is let go when an item is finished
+        for transfer in complete:
+            more = self._verify(transfer)
+            if not more and (instead := transfer.finish()) is not None:
+                more = self._plan(instead.segments())
+            again += more
+            if not more:
+                finished.append(transfer)
+        return finished, again
+
+    def _verify(self, transfer: Transfer) -> list[ReadRequest]:
+        """Compare the checksums; damage on the way is given one more chance, damage at rest is an error."""
+        wrong = transfer.mismatches()
+        if not wrong:
+            return []
+        (part, found), url = wrong[0], self._source.url
+        if transfer.fetched_again:
+            start = transfer.base + part.start
+            damage = (
+                f"{transfer.name_of(part)!r} in {url}: bytes {start} to {transfer.base + part.stop - 1} of "
+                f"{transfer.path} have CRC-64/NVME {crc_hex(found)}, recorded was {crc_hex(part.crc or 0)}, twice. The "
+                "stored data is damaged: load an earlier checkpoint"
+            )
+            transfer.give_up(errors.CorruptCheckpointError(damage, url=str(url)))
+            return []
+        logger.warning("checksum of %r in %s does not match; fetching it again", transfer.name_of(part), url)
+        transfer.fetched_again = True
+        self._source.distrust(transfer.path)
+        for part, _ in wrong:
+            transfer.forget(part)
+        return self._plan(transfer.segments(part for part, _ in wrong))
+
+    def _plan(self, segments: Sequence[Segment]) -> list[ReadRequest]:
+        return plan_requests(segments, max_request=self.max_buffered, max_gap=self._source.settings.read_gap)
+
+
+class _Work:
+    """Requests to be carried out, and what came of them. Safe to use from several threads.
+
+    Args:
+        requests: in order.
+        ahead: requests that are taken before there must be room for more.
+
+    Attributes:
+        outcomes: of requests; errors; and None from each thread that has ended.
+    """
+
+    def __init__(self, requests: Iterable[ReadRequest], ahead: int) -> None:
+        self._requests = iter(requests)
+        self._again: deque[ReadRequest] = deque()
+        self._room = ahead
+        self._changed = threading.Condition()
+        self.outcomes: queue.SimpleQueue[Arrival | BaseException | None] = queue.SimpleQueue()
+
+    def next(self) -> ReadRequest | None:
+        """What to fetch next; None if there is nothing more."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._room > 0)
+            request = self._again.popleft() if self._again else next(self._requests, None)
+            self._room -= request is not None
+            return request
+
+    def add(self, requests: Iterable[ReadRequest]) -> None:
+        """To be fetched before all others."""
+        with self._changed:
+            self._again.extend(requests)
+
+    def make_room(self) -> None:
+        """An outcome has been taken."""
+        with self._changed:
+            self._room += 1
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """There is nothing more to fetch."""
+        with self._changed:
+            self._requests, self._room = iter(()), sys.maxsize
+            self._again.clear()
+            self._changed.notify_all()

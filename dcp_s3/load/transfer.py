@@ -1,0 +1,163 @@
+"""Bytes of one object on their way to their place: what the engine fetches, verifies and delivers."""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+
+from dcp_s3 import errors
+from dcp_s3.checksum import combine_crc64nvme
+from dcp_s3.format.blocks import Range
+from dcp_s3.load.plan import Segment
+
+
+class Transfer(ABC):
+    """Ranges of bytes of one object: where they go, how many are missing, and whether they are what was saved.
+
+    Offsets count from wherever the transfer likes: a saved chunk's from its first byte, for example.
+
+    Args:
+        path: object, relative to the checkpoint.
+        base: byte of the object that has offset 0.
+        ranges: what is to be fetched, in order, apart from each other.
+        owned: offsets (start, stop) of the bytes that can be received in `memory`, where they belong; None if there
+            are none.
+        checked: whether their checksums are asked for; None: if one is known.
+
+    Attributes:
+        missing: bytes that have not arrived.
+        fetched_again: whether this is the second try, because a checksum did not match.
+    """
+
+    __slots__ = ("_crcs", "_lock", "base", "checked", "fetched_again", "missing", "owned", "path", "ranges")
+
+    def __init__(
+        self,
+        path: str,
+        base: int,
+        ranges: Sequence[Range],
+        owned: tuple[int, int] | None,
+        *,
+        checked: bool | None = None,
+    ) -> None:
+        self.path = path
+        self.base = base
+        self.ranges = ranges
+        self.owned = owned
+        length, known = 0, False  # one loop: there may be many transfers, mostly of one range
+        for start, stop, crc in ranges:
+            length += stop - start
+            known = known or crc is not None
+        self.checked = known if checked is None else checked
+        self.missing = length
+        self.fetched_again = False
+        self._crcs: list[tuple[int, int, int]] = []
+        self._lock = threading.Lock()
+
+    @property
+    def length(self) -> int:
+        """Bytes that are fetched."""
+        return sum([stop - start for start, stop, _ in self.ranges])
+
+    def segments(self, ranges: Iterable[Range] | None = None) -> list[Segment]:
+        """Where ``ranges``, or all, lie in the object."""
+        base = self.base
+        wanted = self.ranges if ranges is None else ranges
+        return [Segment(base + start, base + stop, self) for start, stop, _ in wanted]
+
+    @abstractmethod
+    def name_of(self, part: Range) -> str:
+        """What a range is of, for errors."""
+
+    # --- bytes on their way ---------------------------------------------------------------------------
+
+    @abstractmethod
+    def memory(self, start: int, stop: int) -> memoryview:
+        """The place of bytes within `owned`."""
+
+    @abstractmethod
+    def put(self, offset: int, data: memoryview) -> None:
+        """Bring bytes outside of `owned` to their place. They are whole elements; ``data`` is used again after."""
+
+    def place(self, offset: int, data: memoryview) -> None:
+        """Bring bytes that were received elsewhere to their place."""
+        if self.owned is None:
+            self.put(offset, data)
+            return
+        end = offset + data.nbytes
+        start, stop = self.owned
+        if start <= offset and end <= stop:
+            self.memory(offset, end)[:] = data
+            return
+        start, stop = max(offset, start), min(end, stop)
+        if start < stop:
+            self.memory(start, stop)[:] = data[start - offset : stop - offset]
+        if offset < start:
+            self.put(offset, data[: min(start, end) - offset])
+
+    def arrived(self, offset: int, length: int, crc: int) -> bool:
+        """Count bytes and remember their checksum; True when these were the last."""
+        with self._lock:
+            self._crcs.append((offset, crc, length))
+            self.missing -= length
+            return self.missing == 0
+
+    def is_damaged(self, offset: int, length: int, crc: int) -> bool:
+        """Whether these bytes are a range with another checksum."""
+        if not self.checked:
+            return False
+        place = bisect.bisect_left(self.ranges, (offset,))
+        if place == len(self.ranges):
+            return False
+        start, stop, expected = self.ranges[place]
+        return (start, stop) == (offset, offset + length) and expected is not None and expected != crc
+
+    # --- when all have arrived ------------------------------------------------------------------------
+
+    def mismatches(self) -> Sequence[tuple[Range, int]]:
+        """The ranges whose bytes are not what was saved, with the CRC-64/NVME that was found."""
+        if not self.checked:
+            return []
+        if len(self.ranges) == len(self._crcs) == 1:  # most of them, and there may be many
+            part, (_, crc, _) = self.ranges[0], self._crcs[0]
+            return [] if part.crc is None or part.crc == crc else [(part, crc)]
+        return [
+            (part, crc)
+            for part, crc in zip(self.ranges, self.checksums(), strict=True)
+            if part.crc is not None and part.crc != crc
+        ]
+
+    def checksums(self) -> list[int]:
+        """CRC-64/NVME of each range, as it arrived."""
+        pieces = sorted(self._crcs)
+        found, at = [], 0
+        for _, stop, _ in self.ranges:
+            first = at
+            while at < len(pieces) and pieces[at][0] < stop:
+                at += 1
+            one = at - first == 1
+            found.append(pieces[first][1] if one else combine_crc64nvme((crc, n) for _, crc, n in pieces[first:at]))
+        return found
+
+    def forget(self, part: Range) -> None:
+        """Make ready to receive a range again."""
+        with self._lock:
+            self._crcs = [piece for piece in self._crcs if not part.start <= piece[0] < part.stop]
+            self.missing += part.stop - part.start
+
+    def finish(self) -> Transfer | None:
+        """All bytes are at their place, and right.
+
+        Returns:
+            What is to be fetched instead, if they are not where they were expected.
+        """
+        return None
+
+    def give_up(self, error: errors.CorruptCheckpointError) -> None:
+        """The object has changed, or twice a range was not what was saved: raise ``error``, or take note of it."""
+        try:
+            raise error
+        finally:
+            del error  # its traceback has this frame: no cycle

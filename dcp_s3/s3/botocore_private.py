@@ -1,0 +1,166 @@
+"""What is private in botocore, urllib3 and http.client, all in one file; each with the versions it was seen in.
+
+Where something is not as it was, requests are slower or cannot be broken off, but they work: `tests/s3/test_flight.py`
+and `tests/s3/test_body.py` say so when it moves.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from urllib3.exceptions import ConnectTimeoutError, NewConnectionError
+from urllib3.util.connection import allowed_gai_family
+
+from dcp_s3.s3.body import Chunks, GatherBody
+from dcp_s3.s3.flight import this_thread
+
+logger = logging.getLogger(__name__)
+
+# --- bodies -------------------------------------------------------------------------------------------
+
+
+def send_without_copy(request: Any, **_: Any) -> None:
+    """botocore ``before-send`` handler: put the views themselves in the place of a `GatherBody`.
+
+    An AWSPreparedRequest's ``body`` may be any iterable of buffers: http.client sends each (botocore 1.36 to 1.43).
+    """
+    if isinstance(request.body, GatherBody):
+        request.body = Chunks(request.body)
+
+
+def readinto_response(body: Any, view: memoryview) -> int:
+    """Read from a botocore StreamingBody into ``view``; at least one byte unless the body is at its end.
+
+    urllib3's wrapper around http.client's response copies. http.client's own ``readinto`` below it receives straight
+    into ``view``: urllib3 1.26 to 2.8 keep its response as ``_fp``. Elsewhere 1 MiB at a time goes through ``read``.
+
+    Returns:
+        Number of bytes read, 0 at the end.
+    """
+    below = getattr(getattr(body, "_raw_stream", None), "_fp", None)
+    if below is not None and hasattr(below, "readinto"):
+        return int(below.readinto(view))
+    data = body.read(min(view.nbytes, 2**20))
+    view[: len(data)] = data
+    return len(data)
+
+
+def finish_response(body: Any, *, complete: bool) -> None:
+    """Give the connection back for the next request if the body was read to its end, close it otherwise."""
+    raw = getattr(body, "_raw_stream", None)
+    if complete and raw is not None and hasattr(raw, "release_conn"):
+        raw.release_conn()
+    else:
+        body.close()
+
+
+# --- connections ----------------------------------------------------------------------------------------
+
+
+def make_abortable(client: Any) -> None:
+    """Let requests of a boto3 client be broken off, and hang for as long as their thread says.
+
+    The pools of a client's URLLib3Session are made of a dict of classes (botocore 1.36 to 1.43); a pool makes its
+    connections of ``ConnectionCls``, asks `_get_timeout`, and gets them back by `_put_conn` (urllib3 1.26 to 2.8).
+    """
+    session = getattr(getattr(client, "_endpoint", None), "http_session", None)
+    classes = getattr(session, "_pool_classes_by_scheme", None)  # the one dict of all its pool managers
+    if not isinstance(classes, dict):
+        logger.debug("botocore's pools are not where they were: requests cannot be broken off")
+        return
+    for scheme, pool in classes.items():
+        connection = type(f"Abortable{pool.ConnectionCls.__name__}", (_Abortable, pool.ConnectionCls), {})
+        classes[scheme] = type(f"Abortable{pool.__name__}", (_Releasing, pool), {"ConnectionCls": connection})
+
+
+class _Abortable:
+    """Of a connection: tells the thread's `Flight` its socket."""
+
+    sock: Any
+    host: str
+    port: int
+    timeout: Any
+    source_address: Any
+    socket_options: Any
+
+    def request(self, *arguments: Any, **options: Any) -> Any:
+        flight = getattr(this_thread, "flight", None)
+        if flight is not None and self.sock is not None:
+            flight.note(self.sock)
+        return super().request(*arguments, **options)  # type: ignore[misc]
+
+    def _new_conn(self) -> Any:
+        """As urllib3's, but the socket is known before it is connected."""
+        flight = getattr(this_thread, "flight", None)
+        if flight is None:
+            return super()._new_conn()  # type: ignore[misc]
+        try:
+            return self._connect(flight.note)
+        except TimeoutError as error:
+            raise ConnectTimeoutError(
+                self, f"Connection to {self.host} timed out. (connect timeout={self.timeout})"
+            ) from error
+        except OSError as error:
+            raise NewConnectionError(self, f"Failed to establish a new connection: {error}") from error  # type: ignore[arg-type]
+
+    def _connect(self, note: Callable[[socket.socket], None]) -> socket.socket:
+        host = getattr(self, "_dns_host", self.host).strip("[]")
+        failure: OSError = OSError("the name has no address")
+        for family, kind, protocol, _, address in socket.getaddrinfo(
+            host, self.port, allowed_gai_family(), socket.SOCK_STREAM
+        ):
+            try:
+                sock = socket.socket(family, kind, protocol)
+                try:
+                    for option in self.socket_options or ():
+                        sock.setsockopt(*option)
+                    sock.settimeout(self.timeout)
+                    if self.source_address:
+                        sock.bind(self.source_address)
+                    note(sock)
+                    sock.connect(address)
+                except BaseException:
+                    sock.close()
+                    raise
+            except OSError as error:
+                failure = error
+            else:
+                return sock
+        try:
+            raise failure
+        finally:
+            del failure  # its traceback has this frame
+
+
+class _Releasing:
+    """Of a pool: a connection that comes back is no request's any more, and one that was shut down is closed. A request
+    has the timeout of its thread."""
+
+    def _get_timeout(self, timeout: Any) -> Any:
+        limit = getattr(this_thread, "timeout", None)
+        return super()._get_timeout(timeout if limit is None else limit)  # type: ignore[misc]
+
+    def _put_conn(self, conn: Any) -> None:
+        flight = getattr(this_thread, "flight", None)
+        if flight is not None and not flight.let_go() and conn is not None:
+            conn.close()
+        super()._put_conn(conn)  # type: ignore[misc]
+
+
+# --- redirects ------------------------------------------------------------------------------------------
+
+
+def look_once(client: Any) -> None:
+    """Keep botocore from asking for ever where a bucket is.
+
+    It follows a redirect to the region that a HeadBucket tells; if that is redirected without a region (by a portal or
+    proxy), it asks again, as deep as the stack goes. (Seen in botocore 1.43.)
+    """
+
+    def leave_alone(request_dict: dict[str, Any], **_: Any) -> None:
+        request_dict["context"].setdefault("s3_redirect", {})["redirected"] = True
+
+    client.meta.events.register_first("needs-retry.s3.HeadBucket", leave_alone)

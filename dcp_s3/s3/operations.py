@@ -1,0 +1,265 @@
+"""What S3 is asked, spelled once and without I/O: operations on single objects.
+
+An operation is a generator. It yields `Request`s, is sent S3's answer to each or thrown the `StorageError` that its
+attempts came to, and returns its result. Two drivers carry operations out: `store.S3Store` through boto3 and
+`async_store.AsyncS3Store` through aiobotocore. Listings are in `listing`, deletions in `delete`, multipart uploads in
+`multipart`.
+"""
+
+from __future__ import annotations
+
+import base64
+import enum
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from dcp_s3 import errors
+from dcp_s3.checksum import ChecksumAlgorithm, crc32c, crc64nvme, encode_crc
+from dcp_s3.s3 import times
+from dcp_s3.s3.diagnosis import answered_code, answered_status
+from dcp_s3.s3.quirks import Place, Quirk, knows, learn
+from dcp_s3.settings import Settings
+from dcp_s3.store import Expect, ObjectHead, StoredObject
+
+T = TypeVar("T")
+
+Arguments = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request, which a driver tries until it succeeds or fails for good."""
+
+    operation: str
+    """S3's name of it."""
+    key: str
+    """Object key, or prefix, for messages."""
+    arguments: Arguments | Callable[[], Arguments]
+    """As boto3 takes them, without those of every request; a function is asked for them before each attempt."""
+    parse: Callable[[Mapping[str, Any]], Any] | None = None
+    """Makes the result of S3's answer; a ClientError that it raises is the attempt's."""
+    reads_body: bool = False
+    """Whether ``Body`` of the answer is to be read; it is dropped otherwise."""
+    data: bool = False
+    """Whether each attempt waits for its turn while S3 throttles."""
+    on_failure: Callable[[Exception], None] | None = None
+    """Called with what botocore raised in an attempt."""
+
+
+Operation = Generator[Request, Any, T]
+"""An operation whose result is a ``T``."""
+
+
+def request_arguments(request: Request) -> Arguments:
+    """For the next attempt."""
+    return request.arguments() if callable(request.arguments) else request.arguments
+
+
+# --- arguments that several requests have -------------------------------------------------------------
+
+
+def common_arguments(place: Place) -> dict[str, Any]:
+    """Arguments of every request."""
+    owner = place.settings.expected_bucket_owner
+    return {"Bucket": place.name} | ({"ExpectedBucketOwner": owner} if owner else {})
+
+
+def creation_arguments(settings: Settings, *, data: bool) -> dict[str, Any]:
+    """Arguments of requests that create an object: encryption, and for data objects the storage class."""
+    arguments: dict[str, Any] = {}
+    if settings.sse:
+        arguments["ServerSideEncryption"] = settings.sse
+    if settings.sse_kms_key_id:
+        arguments["SSEKMSKeyId"] = settings.sse_kms_key_id
+    if data and settings.storage_class:
+        arguments["StorageClass"] = settings.storage_class
+    return arguments
+
+
+def wire_checksum(settings: Settings) -> ChecksumAlgorithm:
+    """Algorithm of the checksum sent with every part and object."""
+    return "crc64nvme" if settings.checksum == "auto" else settings.checksum
+
+
+def checksum_arguments(settings: Settings, data: bytes | memoryview) -> dict[str, str]:
+    """The checksum header of a whole body, empty if checksums are off."""
+    algorithm = wire_checksum(settings)
+    if algorithm == "crc64nvme":
+        return {"ChecksumCRC64NVME": encode_crc(crc64nvme(data), algorithm)}
+    if algorithm == "crc32c":
+        return {"ChecksumCRC32C": encode_crc(crc32c(data), algorithm)}
+    return {}
+
+
+# What stores answer to a header that they do not know. Not BadDigest: that is damage, and is tried again as it is.
+_UNKNOWN_HEADER = frozenset(
+    {"NotImplemented", "InvalidRequest", "InvalidArgument", "InvalidHeader", "UnsupportedHeader"}
+)
+
+
+def with_checksum(place: Place, request: Request) -> Operation[Any]:
+    """A request with a checksum, and if S3 refuses it as one that it does not know, once more without.
+
+    Stores other than AWS may not know ``x-amz-checksum-*``. Most ignore it; to those that refuse it nobody could save.
+    That is so with ``DCP_S3_CHECKSUM=auto`` only. The CRCs of items and objects are recorded in any case, so that
+    loads are checked.
+
+    Raises:
+        StorageError: if both are refused, the first one: the checksum was not why.
+    """
+    arguments = request_arguments(request)
+    plain = {name: value for name, value in arguments.items() if not name.startswith("Checksum")}
+    if place.settings.checksum != "auto" or len(plain) == len(arguments):
+        return (yield request)
+    without = replace(request, arguments=plain)
+    if knows(Quirk.NO_CHECKSUMS, place):
+        return (yield without)
+    try:
+        return (yield request)
+    except errors.StorageError as error:
+        status = answered_status(error)
+        if status != 501 and not (status == 400 and answered_code(error) in _UNKNOWN_HEADER):
+            raise
+        try:
+            result = yield without
+        except errors.StorageError:
+            raise error from error.__cause__
+    learn(Quirk.NO_CHECKSUMS, place)
+    return result
+
+
+# --- one object ---------------------------------------------------------------------------------------
+
+
+def user_metadata(answer: Mapping[str, Any]) -> dict[str, str]:
+    """Of a GetObject or HeadObject, names in lower case: rclone capitalises them."""
+    return {name.lower(): value for name, value in (answer.get("Metadata") or {}).items()}
+
+
+def _stored_object(answer: Mapping[str, Any]) -> StoredObject:
+    return StoredObject(bytes(answer["Body"]), user_metadata(answer), answer.get("ETag", ""))
+
+
+def get(key: str) -> Operation[StoredObject]:
+    """A small object, whole."""
+    found: StoredObject = yield Request("GetObject", key, {"Key": key}, _stored_object, reads_body=True)
+    return found
+
+
+def get_range(key: str, byte_range: str, etag: str | None = None) -> Request:
+    """A run of an object's bytes (``bytes=0-9``), of one version of it; the driver's caller receives the body."""
+    condition = {"IfMatch": etag} if etag else {}
+    return Request("GetObject", key, {"Key": key, "Range": byte_range, **condition}, data=True)
+
+
+def head(key: str, *, checksum: bool = False) -> Operation[ObjectHead]:
+    """What S3 says of an object; its checksum, too, if that is asked for."""
+    mode = {"ChecksumMode": "ENABLED"} if checksum else {}
+    found: ObjectHead = yield Request("HeadObject", key, {"Key": key, **mode}, lambda answer: _head(key, answer))
+    return found
+
+
+def _head(key: str, answer: Mapping[str, Any]) -> ObjectHead:
+    crc = answer.get("ChecksumCRC64NVME")
+    return ObjectHead(
+        key=key,
+        size=int(answer["ContentLength"]),
+        modified_at=times.timestamp(answer["LastModified"]),
+        etag=answer.get("ETag", ""),
+        metadata=user_metadata(answer),
+        crc64nvme=None if crc is None else base64.b64decode(crc).hex(),
+        server_time=times.server_time(answer),
+    )
+
+
+def exists(key: str) -> Operation[bool]:
+    """Whether an object exists.
+
+    A GET of its first byte rather than a HEAD: the answer to a HEAD has no body, so that a missing bucket would look
+    like a missing object.
+    """
+    try:
+        yield Request("GetObject", key, {"Key": key, "Range": "bytes=0-0"})
+    except errors.ObjectNotFoundError:
+        return False
+    except errors.OutOfRangeError:
+        pass  # an empty object
+    return True
+
+
+def put(
+    place: Place,
+    key: str,
+    data: bytes | memoryview,
+    *,
+    expect: Expect | None = None,
+    content_type: str = "application/octet-stream",
+    metadata: Mapping[str, str] | None = None,
+) -> Operation[None]:
+    """Write a small object, on condition that what is there is as expected.
+
+    A refusal is believed only after a look: if the object is the one that was to be written, an earlier attempt did it
+    and its answer was lost. Stores that do not know a condition (they answer 501, or refuse one that holds) get a plain
+    write.
+    """
+    plain = {
+        **creation_arguments(place.settings, data=False),
+        **checksum_arguments(place.settings, data),
+        "Key": key,
+        "ContentType": content_type,
+        "Metadata": dict(metadata or {}),
+        "Body": bytes(data),
+    }
+    condition = {}
+    if expect is not None:
+        condition = {"IfMatch": expect.etag} if expect.etag else {"IfNoneMatch": "*"}
+    refusals = 0
+    while True:
+        try:
+            yield from with_checksum(place, Request("PutObject", key, {**plain, **condition}))
+            return
+        except errors.StorageError as error:
+            status = answered_status(error)
+            if status == 501 and condition:
+                meaning = _Refusal.CONDITION_IS_UNKNOWN
+            elif status == 412:
+                meaning = yield from _look(key, data, condition)
+            else:
+                raise
+            if meaning is _Refusal.HOLDS:
+                raise
+        if meaning is _Refusal.IS_DONE:
+            return
+        if meaning is _Refusal.CONDITION_IS_UNKNOWN:
+            learn(Quirk.NO_CONDITIONAL_WRITES, place)
+            condition = {}
+            continue
+        refusals += 1
+        if refusals >= place.settings.retry_attempts:
+            raise errors.TransferError(
+                f"PutObject on s3://{place.name}/{key} was refused {refusals} times with 412, and a GET does not show "
+                "why. Remedy: check what is between this host and the endpoint (a proxy?)",
+                bucket=place.name, key=key, operation="PutObject", attempts=refusals,
+            )  # fmt: skip
+
+
+class _Refusal(enum.Enum):
+    """What a refused write turns out to mean."""
+
+    HOLDS = enum.auto()  # somebody else wrote the object
+    IS_DONE = enum.auto()  # it is the object that was to be written
+    HAS_NO_GROUND = enum.auto()  # the object was deleted since, or it was not S3 that refused
+    CONDITION_IS_UNKNOWN = enum.auto()
+
+
+def _look(key: str, data: bytes | memoryview, condition: Mapping[str, str]) -> Operation[_Refusal]:
+    try:
+        found = yield from get(key)
+    except errors.ObjectNotFoundError:
+        return _Refusal.HAS_NO_GROUND if "IfNoneMatch" in condition else _Refusal.HOLDS
+    except errors.PreconditionFailedError:
+        return _Refusal.HAS_NO_GROUND  # to a GET without a condition
+    if found.data == data:
+        return _Refusal.IS_DONE
+    return _Refusal.CONDITION_IS_UNKNOWN if condition.get("IfMatch") == found.etag else _Refusal.HOLDS

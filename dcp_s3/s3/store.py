@@ -1,0 +1,181 @@
+"""The store on S3, through boto3: operations carried out one request after the other, in the caller's thread."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from botocore import xform_name
+
+from dcp_s3 import errors
+from dcp_s3.limit import UNLIMITED, Limit
+from dcp_s3.s3 import listing, multipart, operations, retry
+from dcp_s3.s3.client import forget_client, get_client
+from dcp_s3.s3.delete import delete
+from dcp_s3.s3.download import fetch_into
+from dcp_s3.s3.flight import hang_at_most
+from dcp_s3.s3.operations import Operation, Request, request_arguments
+from dcp_s3.s3.ranged import Target as Memory
+from dcp_s3.s3.throttle import Gate, gate_of
+from dcp_s3.settings import Settings
+from dcp_s3.store import Expect, ObjectHead, Page, Store, StoredObject, Target, Upload, target_of
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class S3Store(Store):
+    """A bucket as these settings reach it. Holds no connection: cheap, picklable, fork-safe."""
+
+    name: str
+    settings: Settings
+    limit: Limit = UNLIMITED
+    """Of its requests."""
+
+    @property
+    def client(self) -> Any:
+        """This process's boto3 client."""
+        return get_client(self.settings)
+
+    @property
+    def gate(self) -> Gate:
+        """This process's gate for its data requests."""
+        return gate_of(self.settings.endpoint_url, self.name, self.settings.concurrency)
+
+    def within(self, limit: Limit) -> S3Store:
+        return replace(self, limit=limit)
+
+    # --- carrying out -----------------------------------------------------------------------------------
+
+    def run(self, operation: Operation[T]) -> T:
+        """Carry out an operation.
+
+        Raises:
+            Cancelled: the limit's ``cancel`` was set.
+            StorageError: what the operation raises.
+        """
+        try:
+            request = next(operation)
+            while True:
+                try:
+                    answer = self._try(request)
+                except errors.StorageError as error:
+                    request = operation.throw(error)
+                else:
+                    request = operation.send(answer)
+        except StopIteration as done:
+            result: T = done.value
+            return result
+        finally:
+            operation.close()
+
+    def _try(self, request: Request) -> Any:
+        return self.call(request.operation, request.key, lambda: self._attempt(request), data=request.data)
+
+    def _attempt(self, request: Request) -> Any:
+        try:
+            answer = self.send(request)
+        except Exception as error:
+            if request.on_failure is not None:
+                request.on_failure(error)
+            raise
+        if "Body" in answer:
+            body = answer["Body"]
+            answer = {**answer, "Body": body.read() if request.reads_body else body.close()}
+        return answer if request.parse is None else request.parse(answer)
+
+    def send(self, request: Request) -> Any:
+        """Send a request once.
+
+        Returns:
+            boto3's answer; its ``Body``, if there is one, has not been read.
+
+        Raises:
+            Exception: what botocore, urllib3 or the socket raise.
+        """
+        method = getattr(self.client, xform_name(request.operation))
+        return method(**operations.common_arguments(self), **request_arguments(request))
+
+    def call(
+        self,
+        operation: str,
+        key: str,
+        request: Callable[[], T],
+        *,
+        cancel: threading.Event | None = None,
+        data: bool = False,
+        attempts: int | None = None,
+    ) -> T:
+        """`retry.call` for this bucket. A request with ``data`` waits for its turn while S3 throttles.
+
+        ``attempts``: other than the settings say.
+        """
+        settings, limit = self.settings, self.limit
+        if cancel is not None:
+            limit = replace(limit, cancel=cancel)
+        most = settings.retry_attempts if limit.attempts is None else min(settings.retry_attempts, limit.attempts)
+        tries = retry.Tries(operation, self.name, key, most if attempts is None else attempts, limit)
+        connect, read = settings.connect_timeout, settings.read_timeout
+        if limit.hang is not None:
+            connect, read = min(connect, limit.hang), min(read, limit.hang)
+
+        def attempt() -> T:
+            with hang_at_most(connect, read):
+                return request()
+
+        try:
+            return retry.call(attempt, tries, gate=self.gate, data=data)
+        except errors.CredentialsError:
+            forget_client(settings)  # the next save or load looks for credentials anew
+            raise
+
+    # --- what a store does ------------------------------------------------------------------------------
+
+    def read(self, key: str, start: int, into: memoryview, etag: str | None = None) -> None:
+        fetch_into(self, key, start, [Memory(into)], etag=etag)
+
+    def get(self, key: str) -> StoredObject:
+        return self.run(operations.get(key))
+
+    def put(
+        self,
+        key: str,
+        data: bytes | memoryview,
+        *,
+        expect: Expect | None = None,
+        content_type: str = "application/octet-stream",
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        self.run(operations.put(self, key, data, expect=expect, content_type=content_type, metadata=metadata))
+
+    def head(self, key: str, *, checksum: bool = False) -> ObjectHead:
+        return self.run(operations.head(key, checksum=checksum))
+
+    def exists(self, key: str) -> bool:
+        return self.run(operations.exists(key))
+
+    def page(self, prefix: str, delimiter: str = "", *, token: str | None = None) -> Page:
+        return self.run(listing.page(prefix, delimiter, token=token))
+
+    def delete(self, targets: Iterable[str | Target]) -> Sequence[str]:
+        return self.run(delete(self, map(target_of, targets)))
+
+    def uploads(self, prefix: str) -> Sequence[Upload]:
+        return self.run(listing.uploads(prefix))
+
+    def abort(self, upload: Upload) -> None:
+        self.run(multipart.abort(upload.key, upload.upload_id))
+
+    def abort_quietly(self, upload: Upload) -> bool:
+        """`abort`; whether that worked. A failure is logged: another error is on its way to the user."""
+        try:
+            self.abort(upload)
+        except errors.StorageError as error:
+            logger.warning("the multipart upload %s of a failed save stays open: %s", upload.upload_id, error)
+            return False
+        return True

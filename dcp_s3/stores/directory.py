@@ -1,0 +1,311 @@
+"""A store in a directory: an object is a file of its key's path, there whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import time
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from dcp_s3 import errors
+from dcp_s3.checksum import crc64nvme, crc_hex
+from dcp_s3.limit import UNLIMITED, Limit
+from dcp_s3.store import (
+    Expect,
+    ListedObject,
+    ObjectHead,
+    Page,
+    Store,
+    StoredObject,
+    Target,
+    Upload,
+    same_etag,
+    target_of,
+)
+from dcp_s3.stores.listings import make_page
+
+# Names of files that are no objects: those that are being written, and user metadata.
+_HIDDEN = ".dcp_s3-store-"
+_BLOCK = 4 * 2**20
+
+
+class DirectoryStore(Store):
+    """Objects as files. Processes may share the directory; of two that write one key, one is seen, whole.
+
+    A file is written under another name, flushed, and renamed. Its ETag is made of its inode, time and size, so that an
+    object that is written anew has another one. User metadata is in a file beside it that names the ETag. Conditions
+    hold among writers that are `DirectoryStore`s: each holds a lock on the directory while it compares and renames.
+
+    Keys that no path can say (empty, ``.`` or ``..`` between slashes, a NUL) are refused, as is an object whose key
+    goes on after that of another with a slash.
+
+    Args:
+        path: of the directory; made when something is first written.
+        page_size: most entries of a page of a listing.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, page_size: int = 1000) -> None:
+        self._root = Path(path)
+        self.name = str(self._root)
+        self._page_size = page_size
+        self.limit = UNLIMITED
+
+    def within(self, limit: Limit) -> DirectoryStore:
+        other = DirectoryStore(self._root, page_size=self._page_size)
+        other.limit = limit
+        return other
+
+    # --- reading ----------------------------------------------------------------------------------------
+
+    def read(self, key: str, start: int, into: memoryview, etag: str | None = None) -> None:
+        view = into.cast("B")
+        if not view.nbytes:
+            return
+        with self._open("read", key) as fd:
+            stat = os.fstat(fd)
+            if etag is not None and not same_etag(_etag(stat), etag):
+                raise errors.PreconditionFailedError(
+                    f"{key} in {self.name} has another ETag", bucket=self.name, key=key
+                )
+            done = 0
+            while done < view.nbytes:
+                self.limit.check(f"read of {key}")
+                count = os.preadv(fd, [view[done : done + _BLOCK]], start + done)
+                if not count:
+                    raise errors.OutOfRangeError(
+                        f"{key} in {self.name} has {stat.st_size} bytes: {view.nbytes} from byte {start} on are not "
+                        "there", bucket=self.name, key=key,
+                    )  # fmt: skip
+                done += count
+
+    def get(self, key: str) -> StoredObject:
+        with self._open("get", key) as fd, open(fd, "rb", closefd=False) as file:
+            etag = _etag(os.fstat(fd))
+            return StoredObject(file.read(), self._read_metadata(key, etag), etag)
+
+    def head(self, key: str, *, checksum: bool = False) -> ObjectHead:
+        with self._open("head", key) as fd:
+            stat, crc = os.fstat(fd), 0
+            if checksum:
+                offset = 0
+                while block := os.pread(fd, _BLOCK, offset):
+                    crc, offset = crc64nvme(block, crc), offset + len(block)
+            etag = _etag(stat)
+            metadata = self._read_metadata(key, etag)
+        return ObjectHead(
+            key, stat.st_size, stat.st_mtime, etag, metadata, crc_hex(crc) if checksum else None, time.time()
+        )
+
+    def exists(self, key: str) -> bool:
+        try:
+            with self._open("look for", key):
+                return True
+        except errors.ObjectNotFoundError:
+            return False
+
+    @contextlib.contextmanager
+    def _open(self, operation: str, key: str) -> Iterator[int]:
+        """The file of a key; what goes wrong with it is a StorageError."""
+        self.limit.check(f"{operation} of {key}")
+        with self._clear_errors(operation, key):
+            fd = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                if os.path.isdir(fd):
+                    raise IsADirectoryError
+                yield fd
+            finally:
+                os.close(fd)
+
+    def page(self, prefix: str, delimiter: str = "", *, token: str | None = None) -> Page:
+        self.limit.check(f"list of {prefix}")
+        with self._clear_errors("list", prefix):
+            return make_page(self._walk(prefix), prefix, delimiter, token, self._page_size, time.time())
+
+    def _walk(self, prefix: str) -> Iterator[ListedObject]:
+        below = prefix.rpartition("/")[0]
+        try:
+            start = self._path(below) if below else self._root
+        except errors.StorageError:  # no key of this store begins so
+            return
+        for directory, _, names in os.walk(start, onerror=_raise_unless_gone):
+            parent = os.path.relpath(directory, self._root)
+            for name in names:
+                if name.startswith(_HIDDEN):
+                    continue
+                key = name if parent == "." else f"{parent}/{name}"
+                try:
+                    stat = os.stat(os.path.join(directory, name))
+                except FileNotFoundError:
+                    continue  # just deleted
+                yield ListedObject(key, stat.st_size, stat.st_mtime, _etag(stat))
+
+    # --- writing ----------------------------------------------------------------------------------------
+
+    def put(
+        self,
+        key: str,
+        data: bytes | memoryview,
+        *,
+        expect: Expect | None = None,
+        content_type: str = "application/octet-stream",
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        self.limit.check(f"put of {key}")
+        path = self._path(key)
+        with self._clear_errors("put", key):
+            temporary = _new_file(path, memoryview(data).cast("B"))
+            try:
+                with self._locked():
+                    if expect is not None and self._holds(key, expect, data):
+                        return
+                    etag = _etag(temporary.stat())
+                    if metadata:
+                        _new_file(path, json.dumps(dict(metadata)).encode()).rename(_metadata_path(path, etag))
+                    temporary.rename(path)
+                    _forget_metadata(path, etag)
+                    _flush_directory(path.parent)
+            finally:
+                with contextlib.suppress(FileNotFoundError):
+                    temporary.unlink()
+
+    def _holds(self, key: str, expect: Expect, data: bytes | memoryview) -> bool:
+        """Whether the object is there already, as an earlier attempt left it.
+
+        Raises:
+            PreconditionFailedError, ObjectNotFoundError: what is there is not as expected.
+        """
+        try:
+            found = self.get(key)
+        except errors.ObjectNotFoundError:
+            if expect.etag:
+                raise
+            return False
+        if found.data == data:
+            return True
+        if not same_etag(found.etag, expect.etag):
+            raise errors.PreconditionFailedError(
+                f"{key} in {self.name} is not what it was expected to be: somebody else wrote it",
+                bucket=self.name, key=key, operation="put",
+            )  # fmt: skip
+        return False
+
+    def delete(self, targets: Iterable[str | Target]) -> Sequence[str]:
+        left = []
+        for target in map(target_of, targets):
+            self.limit.check(f"delete of {target.key}")
+            path = self._path(target.key)
+            if not path.exists():
+                continue
+            with self._clear_errors("delete", target.key), self._locked():
+                try:
+                    if target.etag and not same_etag(_etag(path.stat()), target.etag):
+                        left.append(target.key)
+                        continue
+                    path.unlink()
+                except (FileNotFoundError, NotADirectoryError):
+                    continue
+                _forget_metadata(path)
+                self._remove_empty(path.parent)
+        return left
+
+    def _remove_empty(self, directory: Path) -> None:
+        with contextlib.suppress(OSError):  # not empty, or somebody else has removed it
+            while directory != self._root:
+                directory.rmdir()
+                directory = directory.parent
+
+    def uploads(self, prefix: str) -> Sequence[Upload]:
+        return ()
+
+    def abort(self, upload: Upload) -> None:
+        pass
+
+    # --- files ------------------------------------------------------------------------------------------
+
+    def _path(self, key: str) -> Path:
+        names = key.split("/")
+        if "\0" in key or any(name in ("", ".", "..") or name.startswith(_HIDDEN) for name in names):
+            raise errors.StorageError(f"{key!r} cannot be the name of a file in {self.name}", bucket=self.name, key=key)
+        return self._root.joinpath(*names)
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        fd = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
+
+    def _read_metadata(self, key: str, etag: str) -> Mapping[str, str]:
+        try:
+            found: Mapping[str, str] = json.loads(_metadata_path(self._path(key), etag).read_bytes())
+        except (FileNotFoundError, ValueError):
+            return {}
+        return found
+
+    @contextlib.contextmanager
+    def _clear_errors(self, operation: str, key: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR) or isinstance(error, IsADirectoryError):
+                raise errors.ObjectNotFoundError(
+                    f"there is no {key} in {self.name}", bucket=self.name, key=key, operation=operation
+                ) from None
+            raise errors.StorageError(
+                f"{operation} of {key} in {self.name} failed: {error}. Remedy: check the directory's disk and its "
+                "permissions", bucket=self.name, key=key, operation=operation,
+            ) from error  # fmt: skip
+
+
+def _etag(stat: os.stat_result) -> str:
+    return f'"{stat.st_ino:x}-{stat.st_mtime_ns:x}-{stat.st_size:x}"'
+
+
+def _new_file(path: Path, data: bytes | memoryview) -> Path:
+    """A file with these bytes beside ``path``, flushed to the disk."""
+    temporary = path.with_name(f"{_HIDDEN}{uuid.uuid4().hex}")
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            file = temporary.open("xb")
+        except FileNotFoundError:
+            continue  # somebody deleted the last object of the directory
+        break
+    with file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return temporary
+
+
+def _metadata_path(path: Path, etag: str) -> Path:
+    return path.with_name(f"{_HIDDEN}{path.name}.{etag.strip(chr(34))}")
+
+
+def _forget_metadata(path: Path, but: str = "") -> None:
+    kept = _metadata_path(path, but).name
+    begins = _metadata_path(path, "").name
+    for name in os.listdir(path.parent):
+        if name.startswith(begins) and name != kept and "." not in name[len(begins) :]:
+            with contextlib.suppress(FileNotFoundError):
+                path.with_name(name).unlink()
+
+
+def _flush_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _raise_unless_gone(error: OSError) -> None:
+    if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
+        raise error

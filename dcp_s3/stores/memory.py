@@ -1,0 +1,155 @@
+"""A store in this process's memory, for tests."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dcp_s3 import errors
+from dcp_s3.checksum import crc64nvme, crc_hex
+from dcp_s3.limit import UNLIMITED, Limit
+from dcp_s3.store import (
+    Expect,
+    ListedObject,
+    ObjectHead,
+    Page,
+    Store,
+    StoredObject,
+    Target,
+    Upload,
+    same_etag,
+    target_of,
+)
+from dcp_s3.stores.listings import make_page
+
+
+@dataclass(frozen=True)
+class _Object:
+    data: bytes
+    metadata: Mapping[str, str]
+    etag: str
+    modified_at: float
+
+
+@dataclass
+class _Contents:
+    objects: dict[str, _Object] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    writes: int = 0
+
+
+class MemoryStore(Store):
+    """Objects in memory.
+
+    Args:
+        name: for messages.
+        page_size: most entries of a page of a listing.
+    """
+
+    def __init__(self, name: str = "memory", *, page_size: int = 1000) -> None:
+        self.name = name
+        self._page_size = page_size
+        self._contents = _Contents()
+        self.limit = UNLIMITED
+
+    def within(self, limit: Limit) -> MemoryStore:
+        other = MemoryStore(self.name, page_size=self._page_size)
+        other._contents, other.limit = self._contents, limit
+        return other
+
+    def read(self, key: str, start: int, into: memoryview, etag: str | None = None) -> None:
+        if not into.nbytes:
+            return
+        found = self._find("read", key)
+        if etag is not None and not same_etag(found.etag, etag):
+            raise errors.PreconditionFailedError(f"{key} in {self.name} has another ETag", bucket=self.name, key=key)
+        if start + into.nbytes > len(found.data):
+            raise errors.OutOfRangeError(
+                f"{key} in {self.name} has {len(found.data)} bytes: {into.nbytes} from byte {start} on are not there",
+                bucket=self.name, key=key,
+            )  # fmt: skip
+        into.cast("B")[:] = found.data[start : start + into.nbytes]
+
+    def get(self, key: str) -> StoredObject:
+        found = self._find("get", key)
+        return StoredObject(found.data, found.metadata, found.etag)
+
+    def put(
+        self,
+        key: str,
+        data: bytes | memoryview,
+        *,
+        expect: Expect | None = None,
+        content_type: str = "application/octet-stream",
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        self.limit.check(f"put of {key}")
+        contents, new = self._contents, bytes(data)
+        with contents.lock:
+            found = contents.objects.get(key)
+            if expect is not None and (found is None or found.data != new):
+                self._check(key, found, expect)
+            contents.writes += 1
+            etag = f'"{crc_hex(crc64nvme(new))}-{contents.writes}"'
+            contents.objects[key] = _Object(new, dict(metadata or {}), etag, time.time())
+
+    def _check(self, key: str, found: _Object | None, expect: Expect) -> None:
+        if found is None and expect.etag:
+            raise self._missing("put", key)
+        if found is not None and not same_etag(found.etag, expect.etag):
+            raise errors.PreconditionFailedError(
+                f"{key} in {self.name} is not what it was expected to be: somebody else wrote it",
+                bucket=self.name, key=key, operation="put",
+            )  # fmt: skip
+
+    def head(self, key: str, *, checksum: bool = False) -> ObjectHead:
+        found = self._find("head", key)
+        crc = crc_hex(crc64nvme(found.data)) if checksum else None
+        return ObjectHead(key, len(found.data), found.modified_at, found.etag, found.metadata, crc, time.time())
+
+    def exists(self, key: str) -> bool:
+        self.limit.check(f"look for {key}")
+        return key in self._contents.objects
+
+    def page(self, prefix: str, delimiter: str = "", *, token: str | None = None) -> Page:
+        self.limit.check(f"list of {prefix}")
+        with self._contents.lock:
+            objects = [
+                ListedObject(key, len(each.data), each.modified_at, each.etag)
+                for key, each in self._contents.objects.items()
+            ]
+        return make_page(objects, prefix, delimiter, token, self._page_size, time.time())
+
+    def delete(self, targets: Iterable[str | Target]) -> Sequence[str]:
+        self.limit.check("delete")
+        left = []
+        with self._contents.lock:
+            for target in map(target_of, targets):
+                found = self._contents.objects.get(target.key)
+                if found is None:
+                    continue
+                if target.etag and not same_etag(found.etag, target.etag):
+                    left.append(target.key)
+                else:
+                    del self._contents.objects[target.key]
+        return left
+
+    def uploads(self, prefix: str) -> Sequence[Upload]:
+        return ()
+
+    def abort(self, upload: Upload) -> None:
+        pass
+
+    def _find(self, operation: str, key: str) -> _Object:
+        self.limit.check(f"{operation} of {key}")
+        try:
+            return self._contents.objects[key]
+        except KeyError:
+            raise self._missing(operation, key) from None
+
+    def _missing(self, operation: str, key: str) -> errors.ObjectNotFoundError:
+        return errors.ObjectNotFoundError(
+            f"there is no {key} in {self.name}", bucket=self.name, key=key, operation=operation
+        )

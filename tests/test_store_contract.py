@@ -1,0 +1,387 @@
+"""What every store must do: memory, a directory, an overlay, one with faults around it, and S3 on every server."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dcp_s3 import errors
+from dcp_s3.checksum import crc64nvme, crc_hex
+from dcp_s3.limit import Cancelled, Deadline, Limit
+from dcp_s3.s3 import listing, quirks, retry
+from dcp_s3.s3.store import S3Store
+from dcp_s3.settings import Settings
+from dcp_s3.store import ABSENT, Expect, Store, Target
+from dcp_s3.stores.directory import DirectoryStore
+from dcp_s3.stores.memory import MemoryStore
+from dcp_s3.stores.overlay import Overlay
+from tests.faulty_store import FaultyStore
+from tests.servers import NAMES, S3Server
+
+PAGE = 3
+ODD_KEYS = [
+    "a b",
+    "a+b",
+    "a%20b",
+    "a%2Fb",
+    "ü/\U0001f600",
+    "&<>\"'",
+    "]]>",
+    "a=b&c=d",
+    "x.y/.dotted",
+    "~tilde",
+    "a",
+    "ab",
+]
+
+
+def local(name: str, path: Path) -> Store:
+    return {
+        "memory store": lambda: MemoryStore(page_size=PAGE),
+        "directory": lambda: DirectoryStore(path / "store", page_size=PAGE),
+        "overlay": lambda: Overlay(DirectoryStore(path / "near"), MemoryStore(page_size=PAGE)),
+        "faulty": lambda: FaultyStore(MemoryStore(page_size=PAGE)),
+    }[name]()
+
+
+LOCAL = ["memory store", "directory", "overlay", "faulty"]
+
+
+@pytest.fixture(params=[*LOCAL, *NAMES])
+def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+    """One that is empty; pages of its listings are short."""
+    monkeypatch.setattr(retry, "BACKOFF_BASE", 0.01)
+    if request.param in LOCAL:
+        return local(request.param, tmp_path)
+    quirks.forget()
+    monkeypatch.setattr(listing, "PAGE_SIZE", PAGE)
+    return S3Store(request.getfixturevalue("bucket"), Settings())
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest, _servers: Any) -> S3Server:
+    """That of `store`'s parameter."""
+    from tests.servers import ServerUnavailable
+
+    name = request.node.callspec.params["store"]
+    try:
+        server: S3Server = _servers.get(name)
+    except ServerUnavailable as error:
+        pytest.skip(f"{name}: {error}")
+    return server
+
+
+def knows_conditions(store: Store, request: pytest.FixtureRequest) -> bool:
+    """Whether a condition that does not hold is refused. A store that does not know conditions says so, or
+    ignores them without a word (rclone)."""
+    if not isinstance(store, S3Store):
+        return True
+    return bool(request.getfixturevalue("server").conditional_writes)
+
+
+def read(store: Store, key: str, start: int, size: int, etag: str | None = None) -> bytes:
+    memory = bytearray(size)
+    store.read(key, start, memoryview(memory), etag)
+    return bytes(memory)
+
+
+# --- whole objects, and ranges of them ---------------------------------------------------------------
+
+
+def test_what_was_put_is_there_whole_with_its_metadata(store: Store) -> None:
+    assert not store.exists("k")
+    store.put("k", b"some bytes", metadata={"dcp-s3-save-id": "abc"}, content_type="application/json")
+    assert store.exists("k")
+    found = store.get("k")
+    assert (found.data, found.metadata) == (b"some bytes", {"dcp-s3-save-id": "abc"})
+    assert found.etag
+    head = store.head("k")
+    assert (head.key, head.size, head.etag, head.metadata) == ("k", 10, found.etag, found.metadata)
+    assert abs(head.modified_at - time.time()) < 3600
+    assert head.server_time is None or abs(head.server_time - time.time()) < 3600
+
+
+def test_an_object_is_replaced_with_its_metadata_and_has_another_etag(store: Store) -> None:
+    store.put("k", b"first", metadata={"a": "1"})
+    first = store.get("k")
+    store.put("k", memoryview(b"second!"), metadata={"b": "2"})
+    second = store.get("k")
+    assert (second.data, second.metadata) == (b"second!", {"b": "2"})
+    assert second.etag != first.etag
+    store.put("k", b"")
+    assert (store.get("k").data, store.get("k").metadata, store.head("k").size) == (b"", {}, 0)
+    assert store.exists("k"), "an empty object is one"
+
+
+def test_ranges(store: Store) -> None:
+    data = bytes(range(256)) * 100
+    store.put("k", data)
+    etag = store.head("k").etag
+    for start, size in [(0, 0), (0, 1), (0, len(data)), (1000, 20000), (len(data) - 1, 1)]:
+        assert read(store, "k", start, size) == data[start : start + size]
+        assert read(store, "k", start, size, etag) == data[start : start + size]
+
+
+@pytest.mark.parametrize("start", [5, 9, 10, 11])
+def test_a_range_past_the_end_is_an_error(store: Store, start: int) -> None:
+    store.put("k", b"0123456789")
+    with pytest.raises(errors.OutOfRangeError):
+        read(store, "k", start, 6)
+
+
+def test_a_range_of_another_version_is_refused(store: Store) -> None:
+    store.put("k", b"first version")
+    etag = store.head("k").etag
+    store.put("k", b"another version")
+    with pytest.raises(errors.PreconditionFailedError):
+        read(store, "k", 0, 5, etag)
+
+
+def test_what_is_missing_has_its_own_error(store: Store) -> None:
+    calls: list[Callable[[], Any]] = [
+        lambda: store.get("k"), lambda: store.head("k"), lambda: read(store, "k", 0, 1),
+    ]  # fmt: skip
+    for call in calls:
+        with pytest.raises(errors.ObjectNotFoundError):
+            call()
+    store.delete(["k"])
+
+
+def test_a_checksum_that_the_store_knows_is_right(store: Store) -> None:
+    store.put("k", b"some bytes")
+    known = store.head("k", checksum=True).crc64nvme
+    assert known in (None, crc_hex(crc64nvme(b"some bytes")))
+    assert known is not None or isinstance(store, S3Store)
+
+
+# --- keys ------------------------------------------------------------------------------------------------
+
+
+def test_odd_keys(store: Store) -> None:
+    for key in ODD_KEYS:
+        store.put(f"run/{key}", key.encode())
+    assert [each.key for each in store.list("run/").objects] == [
+        f"run/{key}" for key in sorted(ODD_KEYS, key=str.encode)
+    ]
+    for key in ODD_KEYS:
+        assert store.get(f"run/{key}").data == key.encode()
+        assert store.head(f"run/{key}").size == len(key.encode())
+    store.delete([f"run/{key}" for key in ODD_KEYS[1:]])
+    assert [each.key for each in store.list("").objects] == [f"run/{ODD_KEYS[0]}"]
+
+
+# --- listings ----------------------------------------------------------------------------------------------
+
+
+def test_listings_of_more_than_a_page(store: Store) -> None:
+    keys = [f"run/{number:02}" for number in range(2 * PAGE + 1)]
+    for key in [*keys, "other", "runner"]:
+        store.put(key, b"x")
+    found = store.list("run/")
+    assert [each.key for each in found.objects] == keys
+    assert {each.size for each in found.objects} == {1}
+    assert all(abs(each.modified_at - time.time()) < 3600 for each in found.objects)
+    assert found.server_time is None or abs(found.server_time - time.time()) < 3600
+    page = store.page("run/")
+    assert [each.key for each in page.objects] == keys[:PAGE]
+    assert page.next_token is not None
+    assert [each.key for each in store.page("run/", token=page.next_token).objects] == keys[PAGE : 2 * PAGE]
+    assert store.list("nothing").objects == ()
+
+
+def test_listings_with_a_delimiter(store: Store) -> None:
+    for key in ["run/a/1", "run/a/2", "run/b/c/3", "run/d", "run/e", "run/f/4", "run2/g"]:
+        store.put(key, b"x")
+    found = store.list("run/", "/")
+    assert [each.key for each in found.objects] == ["run/d", "run/e"]
+    assert list(found.prefixes) == ["run/a/", "run/b/", "run/f/"]
+    assert list(store.list("", "/").prefixes) == ["run/", "run2/"]
+    assert list(store.list("run/b", "/").prefixes) == ["run/b/"]
+
+
+def test_a_listing_has_the_etags_that_deletes_are_conditional_on(store: Store) -> None:
+    store.put("k", b"x")
+    [listed] = store.list("").objects
+    assert listed.etag.strip('"') == store.head("k").etag.strip('"')
+
+
+# --- conditions --------------------------------------------------------------------------------------------
+
+
+def test_a_put_where_nothing_may_be(store: Store, request: pytest.FixtureRequest) -> None:
+    store.put("k", b"first", expect=ABSENT)
+    assert store.get("k").data == b"first"
+    store.put("k", b"first", expect=ABSENT)  # as an attempt whose answer was lost left it
+    if not knows_conditions(store, request):
+        return
+    with pytest.raises(errors.PreconditionFailedError):
+        store.put("k", b"second", expect=ABSENT)
+    assert store.get("k").data == b"first"
+
+
+def test_a_put_in_place_of_what_was_seen(store: Store, request: pytest.FixtureRequest) -> None:
+    store.put("k", b"first")
+    etag = store.get("k").etag
+    store.put("k", b"second", expect=Expect(etag))
+    assert store.get("k").data == b"second", "also where a store refuses a condition that holds"
+    if not knows_conditions(store, request):
+        return
+    with pytest.raises(errors.PreconditionFailedError):
+        store.put("k", b"third", expect=Expect(etag))
+    assert store.get("k").data == b"second"
+
+
+def test_a_quirk_is_said_where_a_condition_that_holds_is_refused(
+    store: Store, caplog: pytest.LogCaptureFixture
+) -> None:
+    store.put("k", b"first")
+    store.put("k", b"second", expect=Expect(store.get("k").etag))
+    known = isinstance(store, S3Store) and quirks.knows(quirks.Quirk.NO_CONDITIONAL_WRITES, store)
+    assert known == ("conditional writes" in caplog.text)
+
+
+def test_of_many_who_put_one_object_one_wins(store: Store, request: pytest.FixtureRequest) -> None:
+    if not knows_conditions(store, request):
+        pytest.skip("the server ignores conditions")
+
+    def put(number: int) -> bool:
+        try:
+            store.put("k", f"from {number}".encode(), expect=ABSENT)
+        except errors.PreconditionFailedError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(8) as pool:
+        won = [number for number, done in enumerate(pool.map(put, range(8))) if done]
+    assert len(won) == 1
+    assert store.get("k").data == f"from {won[0]}".encode()
+
+
+def test_deletes_leave_alone_what_has_another_etag(store: Store) -> None:
+    for key in ("a", "b", "c"):
+        store.put(key, b"1")
+    etags = {key: store.head(key).etag for key in ("a", "b", "c")}
+    store.put("b", b"22")
+    targets = [Target("a", etags["a"]), Target("b", etags["b"]), Target("c"), Target("gone", '"x"')]
+    left = list(store.delete(targets))
+    found = [each.key for each in store.list("").objects]
+    assert found in (["b"], []), "a store that knows no conditional deletes deletes it"
+    assert left == found
+    if not isinstance(store, S3Store):
+        assert found == ["b"]
+
+
+def test_a_single_delete_leaves_alone_what_has_another_etag(store: Store, request: pytest.FixtureRequest) -> None:
+    store.put("k", b"1")
+    etag = store.head("k").etag
+    store.put("k", b"22")
+    left = list(store.delete([Target("k", etag)]))
+    assert left == [each.key for each in store.list("").objects]
+    assert list(store.delete([Target("k", store.head("k").etag)] if left else [])) == []
+    assert not store.exists("k")
+
+
+# --- uploads, limits ---------------------------------------------------------------------------------------
+
+
+def test_there_are_no_uploads_at_first(store: Store) -> None:
+    assert list(store.uploads("")) == []
+
+
+def test_a_deadline_that_has_passed_ends_everything_but_the_clean_up(store: Store) -> None:
+    store.put("k", b"x")
+    deadline = Deadline.start("DCP_S3_SAVE_TIMEOUT", 0.0)
+    late = store.within(Limit(deadline=deadline))
+    with pytest.raises(errors.DeadlineExceededError, match="DCP_S3_SAVE_TIMEOUT"):
+        late.get("k")
+    with pytest.raises(errors.DeadlineExceededError):
+        late.delete(["k"])
+    assert store.exists("k")
+    cleaning = late.within(late.limit.for_cleanup())
+    assert cleaning.limit.deadline is not None
+    assert 5 < cleaning.limit.deadline.left <= 10
+    cleaning.delete(["k"])
+    assert not store.exists("k")
+
+
+def test_what_is_cancelled_gives_up(store: Store) -> None:
+    store.put("k", b"x")
+    cancel = threading.Event()
+    limited = store.within(Limit(cancel=cancel))
+    assert limited.get("k").data == b"x"
+    cancel.set()
+    with pytest.raises(Cancelled):
+        limited.get("k")
+    limited.within(limited.limit.for_cleanup()).delete(["k"])
+    assert not store.exists("k")
+
+
+# --- what only some have -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> DirectoryStore:
+    return DirectoryStore(tmp_path / "store")
+
+
+@pytest.mark.parametrize("key", ["", "/", "a//b", "../a", "a/..", "./a", "a/", "a\0b", ".dcp_s3-store-x"])
+def test_a_key_that_no_path_can_say_is_refused(directory: DirectoryStore, key: str, tmp_path: Path) -> None:
+    with pytest.raises(errors.StorageError):
+        directory.put(key, b"x")
+    with pytest.raises(errors.StorageError):
+        directory.get(key)
+    assert sorted(os.listdir(tmp_path)) in ([], ["store"])
+
+
+def test_a_directory_has_nothing_but_its_objects(directory: DirectoryStore, tmp_path: Path) -> None:
+    directory.put("a/b", b"1", metadata={"x": "y"})
+    directory.put("a/b", b"2")
+    directory.put("a/b", b"3", metadata={"x": "z"})
+    assert (tmp_path / "store/a/b").read_bytes() == b"3"
+    assert len(os.listdir(tmp_path / "store/a")) == 2
+    assert [each.key for each in directory.list("").objects] == ["a/b"]
+    directory.delete(["a/b"])
+    assert os.listdir(tmp_path / "store") == []
+
+
+def test_an_object_that_is_half_written_is_not_seen(directory: DirectoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory.put("k", b"whole")
+
+    def fail(fd: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(errors.StorageError, match="No space left"):
+        directory.put("k", b"half")
+    monkeypatch.undo()
+    assert directory.get("k").data == b"whole"
+
+
+def test_an_overlay_reads_what_is_near_and_else_what_is_far() -> None:
+    near, far = MemoryStore(), MemoryStore()
+    both = Overlay(near, far)
+    far.put("k", b"far")
+    assert both.get("k").data == b"far"
+    near.put("k", b"near")
+    assert both.get("k").data == b"near"
+    assert read(both, "k", 0, 3, far.head("k").etag) == b"far", "of the version that was asked for"
+    both.put("k", b"new")
+    assert (both.get("k").data, far.get("k").data) == (b"new", b"new")
+    both.delete(["k"])
+    assert not both.exists("k")
+
+
+def test_faults_are_those_of_the_rule() -> None:
+    inner = MemoryStore()
+    lost = errors.TransferError("the answer was lost")
+    store = FaultyStore(inner, lambda method, key: lost if method == "after put" else None)
+    with pytest.raises(errors.TransferError):
+        store.put("k", b"x")
+    assert inner.get("k").data == b"x"
