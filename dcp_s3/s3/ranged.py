@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from botocore.exceptions import ClientError
 
 from dcp_s3.checksum import crc64nvme
-from dcp_s3.s3 import operations, retry
+from dcp_s3.limit import Cancelled
+from dcp_s3.s3 import operations
 from dcp_s3.s3.botocore_private import finish_response, readinto_response
 from dcp_s3.s3.diagnosis import TruncatedBodyError
 from dcp_s3.s3.flight import Flight
@@ -167,7 +168,7 @@ def get_range(
             raise TruncatedBodyError(f"asked for {expected} bytes ({byte_range}), got {length}: no range support?")
         while not cursor.full:
             if stop is not None and stop.is_set():
-                raise retry.Cancelled
+                raise Cancelled
             view = cursor.view
             flight.await_bytes(view.nbytes)
             count = readinto_response(body, view)
