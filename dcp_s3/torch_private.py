@@ -62,6 +62,7 @@ __all__ = [
     "find_save_group",
     "find_upload_future",
     "is_first_look",
+    "is_loading",
     "is_process_starting",
     "is_traceable_wrapper_subclass",
     "narrow_tensor_by_index",
@@ -104,6 +105,18 @@ def find_load_group() -> Caller | None:
 def is_first_look() -> bool:
     """Whether `dcp.load` is calling `read_metadata` for the metadata of all ranks, before that of this rank alone."""
     return _first_look() is not None
+
+
+def is_loading() -> bool:
+    """Whether torch's loader is among the callers, whatever it looks like inside."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_MAX_STEPS):
+        if frame is None:
+            return False
+        if frame.f_globals.get("__name__") == _LOADER_MODULE:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _first_look() -> dict[str, Any] | None:

@@ -539,6 +539,21 @@ def test_torchs_finish_plan_returns_what_it_was_given() -> None:
     )
 
 
+def test_a_load_can_be_told_from_its_callers(tmp_path: Path) -> None:
+    found: list[bool] = []
+
+    class Reader(FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            found.append(torch_private.is_loading())
+            return super().read_metadata()
+
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path)
+    reader = Reader(tmp_path)
+    dcp.load({"w": torch.zeros(3)}, storage_reader=reader)
+    reader.read_metadata()
+    assert found == [True, False], _moved("dcp.load lies elsewhere", "S3StorageReader(process_group=...)")
+
+
 def _first_looks(path: Path, *, missing: bool, planner: bool) -> list[bool]:
     asked: list[bool] = []
 

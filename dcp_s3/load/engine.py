@@ -22,11 +22,10 @@ import torch
 from dcp_s3 import errors
 from dcp_s3.checksum import crc_hex
 from dcp_s3.collector import collect_young
-from dcp_s3.limit import Deadline
+from dcp_s3.limit import Cancelled, Deadline
 from dcp_s3.load.placement import Buffer, Reception
 from dcp_s3.load.plan import ReadRequest, Segment, plan_requests
 from dcp_s3.load.transfer import Transfer
-from dcp_s3.s3 import retry
 from dcp_s3.s3.download import Target, fetch_into
 from dcp_s3.s3.store import S3Store
 from dcp_s3.spill.local import LocalObjects
@@ -249,7 +248,7 @@ class Engine:
             with torch.inference_mode(inference):
                 while (request := work.next()) is not None:
                     if self._source.cancelled:
-                        raise retry.Cancelled
+                        raise Cancelled
                     finished, again = self._carry_out(request)
                     work.add(again)
                     work.outcomes.put(Arrival(request, finished))

@@ -34,7 +34,7 @@ from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.spill.local import LocalObjects, find_commits
 from dcp_s3.spill.session import open_store
-from dcp_s3.torch_private import Caller, ExtensionRegistry, ReaderTransforms, find_load_group, is_first_look
+from dcp_s3.torch_private import Caller, ExtensionRegistry, ReaderTransforms, find_load_group, is_first_look, is_loading
 from dcp_s3.units import format_size
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
 
@@ -60,8 +60,7 @@ class S3StorageReader(StorageReader):
             here.
         process_group: the ranks that load together: that of ``dcp.load(process_group=...)``, or another one of the
             same ranks in the same order, for example of gloo where DCP's is of NCCL alone. What several ranks need is
-            then read once. None: the one that ``dcp.load`` uses. The first `read_metadata` after a `reset` is
-            collective.
+            then read once. None: the one that ``dcp.load`` uses.
         settings: a `Settings`, or a mapping of those that differ from the environment.
         _extension_registry: torch's registry of stream extensions (experimental there).
 
@@ -88,13 +87,13 @@ class S3StorageReader(StorageReader):
         self.include_uncommitted = include_uncommitted
         self.weights_only = weights_only
         self._process_group = process_group
-        self._is_reset = False
         self._transforms = ReaderTransforms(_extension_registry)
         self._url: CheckpointURL | None = None if url is None else parse_url(url)
         self._begin_load()
 
     def _begin_load(self) -> None:
         self.load_id: str = new_save_id()
+        self._is_new = True
         self._metadata: Metadata | None = None
         self._error: errors.DcpS3Error | None = None
         self._deadline: Deadline | None = None
@@ -113,7 +112,6 @@ class S3StorageReader(StorageReader):
         if self._lease is not None:
             self._lease.release()
         self._begin_load()
-        self._is_reset = True
 
     @called_by_dcp
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -171,7 +169,7 @@ class S3StorageReader(StorageReader):
         Raises:
             SettingsError: ``process_group`` is of other ranks.
         """
-        is_reset, self._is_reset = self._is_reset, False
+        is_new, self._is_new = self._is_new, False
         caller, group = find_load_group(), self._process_group
         if group is None:
             return caller
@@ -183,10 +181,11 @@ class S3StorageReader(StorageReader):
                     "give both the same"
                 )
             return caller._replace(group=group)
-        if is_first_look() or not is_reset or dist.get_world_size(group) < 2 or dist.get_rank(group) < 0:
+        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        if is_first_look() or not (is_new and is_loading()) or world_size < 2 or rank < 0:
             return None
-        # torch's loader is not where it was. What its planner will do with shared plans is not known.
-        return Caller(group, dist.get_rank(group), dist.get_world_size(group), plain_finish=False)
+        # torch's loader is not what it was. What its planner will do with plans that are shared is not known.
+        return Caller(group, rank, world_size, plain_finish=False)
 
     def _fetch_metadata(self, rank: int | None) -> Metadata:
         url = self._require_url()

@@ -46,8 +46,12 @@ class Transfer(ABC):
         self.base = base
         self.ranges = ranges
         self.owned = owned
-        self.checked = any(crc is not None for _, _, crc in ranges) if checked is None else checked
-        self.missing = sum([stop - start for start, stop, _ in ranges])
+        length, known = 0, False  # one loop: there may be many transfers, mostly of one range
+        for start, stop, crc in ranges:
+            length += stop - start
+            known = known or crc is not None
+        self.checked = known if checked is None else checked
+        self.missing = length
         self.fetched_again = False
         self._crcs: list[tuple[int, int, int]] = []
         self._lock = threading.Lock()

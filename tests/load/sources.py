@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
+from dcp_s3.limit import Deadline, Limit
 from dcp_s3.load.engine import Source
-from dcp_s3.s3.bucket import Bucket
-from dcp_s3.s3.deadline import Deadline
 from dcp_s3.s3.download import Target
+from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.url import parse_url
 
@@ -33,7 +33,7 @@ class MemorySource(Source):
         deadline: Deadline | None = None,
         settings: Settings | None = None,
     ) -> None:
-        super().__init__(Bucket("bucket", settings or Settings(), deadline=deadline), parse_url(URL))
+        super().__init__(S3Store("bucket", settings or Settings(), Limit(deadline=deadline)), parse_url(URL))
         self.objects, self._damage = objects, damage
         self.asked: list[tuple[str, int, int]] = []
         """Path, first byte and length."""

@@ -13,11 +13,10 @@ import pytest
 from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme
 from dcp_s3.format.blocks import Range
+from dcp_s3.limit import Cancelled, Deadline
 from dcp_s3.load.engine import Arrival, Engine
 from dcp_s3.load.plan import ReadRequest, plan_requests
 from dcp_s3.load.transfer import Transfer
-from dcp_s3.s3 import retry
-from dcp_s3.s3.deadline import Deadline
 from tests.load.sources import URL, MemorySource
 
 DATA = bytes(range(256)) * 2048
@@ -177,7 +176,7 @@ def test_an_error_of_the_caller_cancels_what_is_under_way() -> None:
 def test_what_others_cancel_ends_with_an_error() -> None:
     source = MemorySource({"a": DATA})
     source.cancel()
-    with pytest.raises(retry.Cancelled):
+    with pytest.raises(Cancelled):
         fetch(source, requests_for(Bytes(0, SIZE)))
 
 

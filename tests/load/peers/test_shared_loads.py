@@ -29,12 +29,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
+from dcp_s3.limit import Cancelled
 from dcp_s3.load.engine import Engine
 from dcp_s3.load.item_transfer import TensorTransfer
 from dcp_s3.load.peers.agree import LoadGroup, join_load
 from dcp_s3.load.peers.exchange import Exchange
 from dcp_s3.load.peers.shared_pieces import OwnedPiece, ReceivedPiece
-from dcp_s3.s3 import retry
 from dcp_s3.settings import Settings
 from dcp_s3.torch_private import Caller
 from dcp_s3.workers import Workers
@@ -538,7 +538,7 @@ def _cancelled() -> dict[int, tuple[str, str]]:
     def fetch_alone(engine: Engine, *_: Any) -> None:
         fetching.set()
         assert engine._source._cancel.wait(10)
-        raise retry.Cancelled
+        raise Cancelled
 
     def note(exchange: Exchange, failure: Any) -> None:
         fail(exchange, failure)
@@ -639,7 +639,7 @@ def _given() -> dict[str, Any]:
     """For each way: whether data is shared; None: not even the metadata."""
     url = f"{RUN}/good"
     dcp.save(_large(False), storage_writer=S3StorageWriter(url, settings=SMALL))
-    group, turned = dist.new_group([0, 1]), dist.new_group([1, 0])
+    group, alone = dist.new_group([0, 1]), [dist.new_group([rank]) for rank in (0, 1)][dist.get_rank()]
     found: dict[str, Any] = {}
 
     def load(name: str, reader: S3StorageReader, **arguments: Any) -> None:
@@ -663,7 +663,7 @@ def _given() -> dict[str, Any]:
         if dist.get_rank() == 0:  # no load: nobody else takes part
             S3StorageReader(url, process_group=group).read_metadata()
     try:
-        dcp.load(_large(True), storage_reader=S3StorageReader(url, process_group=turned))
+        dcp.load(_large(True), storage_reader=S3StorageReader(url, process_group=alone))
     except CheckpointException as error:
         found["another"] = {type(cause).__name__ for cause, _ in error.failures.values()}
     return found
