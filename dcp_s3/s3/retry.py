@@ -76,8 +76,8 @@ class Tries:
         tried = f" after {self.made} attempts" if self.made else ""
         return errors.TransferError(
             f"{self.operation} on s3://{self.bucket}/{self.key} failed{tried}: S3 throttles, and its turn did not come "
-            f"in {self._elapsed():.1f} s. Remedy: lower DCP_S3_CONCURRENCY, or spread the load with "
-            "DCP_S3_PREFIX_SPREAD",
+            f"in {self._elapsed():.1f} s. Remedy: lower DCP_S3_CONCURRENCY, or raise "
+            "DCP_S3_PART_SIZE: fewer, larger requests",
             bucket=self.bucket,
             key=self.key,
             operation=self.operation,
