@@ -44,7 +44,7 @@ def _warm_up() -> None:
     from dcp_s3.s3 import client
 
     session = botocore.session.get_session()
-    client.share_loader(session)
+    client.prepare_session(session)
     secrets: Any = {"aws_access_key_id": "a", "aws_secret_access_key": "b", "region_name": "us-east-1"}
     boto3.Session(botocore_session=session, **secrets).client("s3").close()
 
