@@ -121,8 +121,9 @@ class Settings(BaseSettings):
     S3's first byte within that time; those that straggle take seconds."""
 
     prefix_spread: int = Field(default=0, ge=0, le=4)
-    """No effect any more: it spread names below the checkpoint's URL, where S3's partitions are always cold. A larger
-    ``part_size`` keeps very large jobs below S3's request limits. Checkpoints saved with it can still be read."""
+    """No longer has an effect: it spread names below the checkpoint's URL, where S3's partitions are always cold. A
+    larger ``part_size`` keeps very large jobs below S3's request limits. Checkpoints saved with it can still be
+    read."""
 
     staging_limit: SizeOrFraction | None = None
     """Host memory per process for the staged copies of asynchronous saves: bytes (``64GiB``), or a fraction (``0.5``,
@@ -177,7 +178,7 @@ class Settings(BaseSettings):
         if self.prefix_spread and "prefix_spread" not in _warned:
             _warned.add("prefix_spread")
             logger.warning(
-                "DCP_S3_PREFIX_SPREAD = %d has no effect any more: S3 was not spared by it. Remedy: unset it; for very "
+                "DCP_S3_PREFIX_SPREAD = %d has no effect any more: it did not relieve S3. Remedy: unset it; for very "
                 "large jobs set a larger DCP_S3_PART_SIZE, so that a save makes fewer requests", self.prefix_spread,
             )  # fmt: skip
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from dcp_s3.errors import InvalidURLError
 
 URLLike = str | os.PathLike[str]
-"""A URL as users give it."""
+"""A URL in the forms that users may pass."""
 
 _SCHEME = "s3://"
 _FOLDED = "s3:/"  # what pathlib makes of it: several slashes become one

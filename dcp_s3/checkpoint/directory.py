@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from dcp_s3.format.deletion_list import DeletionList
 from dcp_s3.format.layout import (
@@ -43,9 +43,8 @@ class Stored(Protocol):
     def etag(self) -> str: ...
 
 
-@dataclass(frozen=True)
-class Found:
-    """One object in a checkpoint's directory."""
+class Found(NamedTuple):
+    """One object in a checkpoint's directory. A tuple: a listing has many."""
 
     path: str
     """Relative to the checkpoint."""
@@ -210,9 +209,11 @@ class Directory:
         Args:
             needed: what its manifest or metadata names.
         """
-        plain = {path for path, found in self.data.items() if not found.kind.spread}
         spread = {path: found.kind.spread for path, found in self.data.items() if found.kind.spread}
-        widths = {classify(path).spread for path in needed} - {0} if needed else set(spread.values())
+        plain = self.data.keys() - spread.keys()
+        if not spread:
+            return plain
+        widths = {classify(path).spread for path in needed} if needed else set(spread.values())
         if not needed:
             others = any(found.kind.what is What.NESTED_DATA for found in self)
             if plain or self.nested or others or len(widths) > 1:
@@ -308,7 +309,7 @@ class Directory:
             path, what = found.path, found.kind.what
             if what is What.COMMIT:
                 continue
-            if what is What.METRICS or (path in needed and is_inside(path)):
+            if what is What.METRICS or (path in needed and (what is not What.OTHER or is_inside(path))):
                 objects[path] = found
             elif what is What.LEASE:
                 if self._has_ended(found):

@@ -9,8 +9,8 @@ import hashlib
 import re
 import secrets
 from collections.abc import Iterable
-from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 METADATA = ".metadata"
 DATA_SUFFIX = ".distcp"
@@ -107,9 +107,8 @@ class What(Enum):
     OTHER = "other"
 
 
-@dataclass(frozen=True)
-class Kind:
-    """What the name of an object in a checkpoint's directory says."""
+class Kind(NamedTuple):
+    """What the name of an object in a checkpoint's directory says. A tuple: a listing has many."""
 
     what: What
     rank: int | None = None
@@ -143,7 +142,7 @@ _DELETION = re.compile(rf"{re.escape(DELETION_PREFIX)}([0-9a-f]+)-([0-9a-f]+)\.j
 
 
 def classify(path: str) -> Kind:
-    """What an object is, by its path relative to the checkpoint."""
+    """What an object is, by its path relative to the checkpoint. What is not `is_inside` is `What.OTHER`."""
     directory, slash, rest = path.partition("/")
     if not slash:
         return _classify_name(path)
@@ -166,16 +165,17 @@ def may_be_spread(directory: str) -> bool:
 
 def _classify_name(name: str) -> Kind:
     """Of an object right in the checkpoint's directory."""
+    if name.endswith(DATA_SUFFIX):
+        if match := _OUR_DATA.fullmatch(name):
+            return Kind(What.DATA, int(match[1]), int(match[2]), match[3])
+        if not is_inside(name):
+            return Kind(What.OTHER)
+        match = _RANK_DATA.fullmatch(name)
+        return Kind(What.DATA, int(match[1]), int(match[2])) if match else Kind(What.DATA)
     if name == METADATA:
         return Kind(What.COMMIT)
-    if match := _RANK_METADATA.fullmatch(name):
-        return Kind(What.COMMIT, rank=int(match[1]))
-    if match := _OUR_DATA.fullmatch(name):
-        return Kind(What.DATA, int(match[1]), int(match[2]), match[3])
-    if not name.endswith(DATA_SUFFIX) or not is_inside(name):
-        return Kind(What.OTHER)
-    match = _RANK_DATA.fullmatch(name)
-    return Kind(What.DATA, int(match[1]), int(match[2])) if match else Kind(What.DATA)
+    match = _RANK_METADATA.fullmatch(name)
+    return Kind(What.COMMIT, int(match[1])) if match else Kind(What.OTHER)
 
 
 def _classify_control(path: str) -> Kind:
@@ -190,7 +190,7 @@ def _classify_control(path: str) -> Kind:
         return Kind(What.LEASE, seconds=int(match[1]))
     if match := _DELETION.fullmatch(path):
         return Kind(What.DELETION, deletion=match[1], attempt=match[2])
-    return Kind(What.CONTROL)
+    return Kind(What.CONTROL if is_inside(path) else What.OTHER)
 
 
 def is_inside(relative_path: str) -> bool:

@@ -54,10 +54,9 @@ class S3StorageReader(StorageReader):
         weights_only: items that are no tensors (numbers, texts, whatever the state held) are pickles. Only what
             cannot run code is given to the planner, which unpickles without restriction: what torch's weights-only
             unpickler takes, its own list (``torch.serialization.add_safe_globals``) as it is when the item has arrived,
-            and the plain values named in docs/security.md. The check runs through
-            each such item once more, without reading its tensors: about 0.2 ms for a small one, 0.6 s for each MB of
-            pickled numbers and texts. False: everything is unpickled, so whoever can write to the bucket can run code
-            here.
+            and the plain values named in docs/security.md. The check goes through each such item once more, without
+            reading its tensors: about 0.1 ms for a small one, 0.15 s for each MB of pickled numbers and texts. False:
+            everything is unpickled, so whoever can write to the bucket can run code here.
         process_group: the ranks that load together: that of ``dcp.load(process_group=...)``, or another one of the
             same ranks in the same order, for example of gloo where DCP's is of NCCL alone. What several ranks need is
             then read once. None: the one that ``dcp.load`` uses.

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from dcp_s3 import errors
-from dcp_s3.s3 import retry
+from dcp_s3.limit import Cancelled
 from dcp_s3.s3.hedge import Race
 from dcp_s3.s3.ranged import Cursor, Target
 
@@ -50,7 +50,7 @@ def fetch_into(
             before = cursor.done
             try:
                 store.call("GetObject", key, race.attempt, cancel=race.stop, data=True)
-            except retry.Cancelled:
+            except Cancelled:
                 if not race.take():
                     raise
             except errors.TransferError:

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from dcp_s3.forking import reset_in_child
-from dcp_s3.s3 import retry
+from dcp_s3.limit import Cancelled
 from dcp_s3.s3.flight import Flight
 from dcp_s3.s3.latency import Budget, Latencies
 from dcp_s3.s3.ranged import Cursor, Target, Timing, get_range
@@ -291,7 +291,7 @@ class Race:
             if not self.stop.is_set():
                 raise
             without_tracebacks(error)
-            raise retry.Cancelled from None
+            raise Cancelled from None
         self._hedges.completed(timing)
 
     def _get(self) -> Timing:
@@ -303,7 +303,7 @@ class Race:
     def _advance(self, count: int) -> None:
         with self._lock:
             if self._winner is not None:
-                raise retry.Cancelled
+                raise Cancelled
             self._cursor.advance(count)
 
     def take(self, *, wait: bool = False) -> bool:
@@ -384,7 +384,7 @@ class Race:
             )
             won = self._has_won(hedge)
             self._hedges.completed(timing)
-        except retry.Cancelled:
+        except Cancelled:
             pass
         except Exception as error:  # noqa: BLE001 - the reader goes on by itself
             logger.debug("the second request for s3://%s/%s failed: %s", self._store.name, self._key, error)
@@ -405,7 +405,7 @@ class Race:
             if not hedge.stop.is_set():
                 raise
             without_tracebacks(error)
-            raise retry.Cancelled from None
+            raise Cancelled from None
 
     def _has_won(self, hedge: _Hedge) -> bool:
         with self._lock:

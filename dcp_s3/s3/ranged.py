@@ -6,13 +6,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from botocore.exceptions import ClientError
 
 from dcp_s3.checksum import crc64nvme
-from dcp_s3.s3 import operations, retry
+from dcp_s3.limit import Cancelled
+from dcp_s3.s3 import operations
 from dcp_s3.s3.botocore_private import finish_response, readinto_response
 from dcp_s3.s3.diagnosis import TruncatedBodyError
 from dcp_s3.s3.flight import Flight
+from dcp_s3.store import same_etag
 
 if TYPE_CHECKING:
     from dcp_s3.s3.store import S3Store
@@ -110,6 +114,12 @@ class Timing:
     size: int
 
 
+def _another_version() -> ClientError:
+    error = {"Code": "PreconditionFailed", "Message": "the object has another ETag"}
+    answer: Any = {"Error": error, "ResponseMetadata": {"HTTPStatusCode": 412}}
+    return ClientError(answer, "GetObject")
+
+
 def get_range(
     store: S3Store,
     key: str,
@@ -144,9 +154,13 @@ def get_range(
     flight.await_bytes(0)
     answer = store.send(operations.get_range(key, byte_range, etag[0] if etag else None))
     head_at = time.monotonic()
-    if not etag and answer.get("ETag"):
-        etag.append(answer["ETag"])
     body = answer["Body"]
+    found = answer.get("ETag")
+    if not etag and found:
+        etag.append(found)
+    elif found and not same_etag(found, etag[0]):
+        body.close()
+        raise _another_version()  # rclone takes no notice of If-Match
     length = answer.get("ContentLength")
     complete = False
     try:
@@ -154,7 +168,7 @@ def get_range(
             raise TruncatedBodyError(f"asked for {expected} bytes ({byte_range}), got {length}: no range support?")
         while not cursor.full:
             if stop is not None and stop.is_set():
-                raise retry.Cancelled
+                raise Cancelled
             view = cursor.view
             flight.await_bytes(view.nbytes)
             count = readinto_response(body, view)

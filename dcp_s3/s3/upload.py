@@ -18,7 +18,8 @@ from typing import Any
 
 from dcp_s3 import errors
 from dcp_s3.checksum import combine_crc64nvme, crc32c, encode_crc
-from dcp_s3.s3 import multipart, retry
+from dcp_s3.limit import Cancelled
+from dcp_s3.s3 import multipart
 from dcp_s3.s3.body import GatherBody
 from dcp_s3.s3.diagnosis import is_retryable
 from dcp_s3.s3.multipart import KnownPart
@@ -95,7 +96,7 @@ class Uploader:
             upload.forget()
         error, self.error = self.error, None
         try:
-            if kind is retry.Cancelled and error is not None:
+            if kind is Cancelled and error is not None:
                 raise error
         finally:
             del error, _  # its traceback has this frame: no cycle
@@ -135,14 +136,14 @@ class Uploader:
         It is called once: the memory of the pieces is let go of then, whatever happens.
 
         Raises:
-            retry.Cancelled: the save, or this upload, has failed elsewhere.
+            Cancelled: the save, or this upload, has failed elsewhere.
         """
         while not (taken := self._slots.acquire(timeout=0.5)) and not upload.cancel.is_set():
             pass
         if upload.cancel.is_set():
             if taken:
                 self._slots.release()
-            raise retry.Cancelled
+            raise Cancelled
         future = self._pool.submit(self._run, upload, function, pieces, *arguments)
         future.add_done_callback(lambda _: self._slots.release())
         return future
@@ -150,9 +151,9 @@ class Uploader:
     def _run(self, upload: ObjectUpload, function: Any, pieces: list[Piece], *arguments: Any) -> Any:
         try:
             if upload.cancel.is_set():
-                raise retry.Cancelled
+                raise Cancelled
             return function(pieces, *arguments)
-        except retry.Cancelled:
+        except Cancelled:
             raise
         except BaseException as error:
             with self._lock:
@@ -237,7 +238,7 @@ class ObjectUpload:
 
         Raises:
             StorageError: a part that was sent meanwhile failed.
-            retry.Cancelled: the save has failed elsewhere.
+            Cancelled: the save has failed elsewhere.
         """
         if piece.size <= self._part_size - self._pieces_size:
             self._append(piece)
@@ -276,7 +277,7 @@ class ObjectUpload:
         """Send the rest, wait for all parts, and complete the object.
 
         Raises:
-            StorageError, retry.Cancelled: as `write`.
+            StorageError, Cancelled: as `write`.
         """
         if self._upload_id is None and not self._parts:
             _, crc, _ = self._uploader.submit(self, self._put, self._pieces).result()

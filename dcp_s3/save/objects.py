@@ -16,8 +16,8 @@ from dcp_s3.checksum import crc_hex
 from dcp_s3.errors import DeadlineExceededError, SpillError, TransferError
 from dcp_s3.format.layout import data_object
 from dcp_s3.format.manifest import ObjectEntry
+from dcp_s3.limit import Cancelled
 from dcp_s3.s3.parts import choose_part_size
-from dcp_s3.s3.retry import Cancelled
 from dcp_s3.s3.store import S3Store
 from dcp_s3.s3.upload import WAITING_PARTS, ObjectUpload, UploadedObject, Uploader
 from dcp_s3.save.items import ItemWriter, WrittenItem

@@ -89,7 +89,7 @@ def upload_file(
     Raises:
         DamagedFileError: the file is gone or has changed. Nothing was uploaded.
         StorageError: S3 refuses the request.
-        retry.Cancelled: never.
+        Cancelled: never.
     """
     size = spilled.entry.size
     stored = _find(bucket, key, size)

@@ -7,7 +7,7 @@ import pytest
 from dcp_s3.checkpoint.directory import LEASE_MARGIN, Directory, spread_prefixes
 from dcp_s3.format.layout import deletion_object, lease_object, manifest_object, spread
 from dcp_s3.format.manifest import Manifest, ObjectEntry
-from dcp_s3.s3.async_store import ListedObject
+from dcp_s3.store import ListedObject
 from dcp_s3.url import CheckpointURL
 
 URL = CheckpointURL("bucket", "run/step-20")

@@ -13,7 +13,7 @@ from dcp_s3.checkpoint.info import (
 )
 from dcp_s3.format.layout import spread
 from dcp_s3.format.manifest import Manifest, ObjectEntry
-from dcp_s3.s3.async_store import ListedObject
+from dcp_s3.store import ListedObject
 from dcp_s3.url import CheckpointURL
 
 URL = CheckpointURL("bucket", "run/step-20")

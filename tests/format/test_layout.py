@@ -95,6 +95,7 @@ def test_nothing_else_is_told_for_it(made: tuple[str, Kind], edits: list[tuple[i
         ("a/b/.metadata", Kind(What.OTHER)),
         ("a/b/__0_0.distcp", Kind(What.NESTED_DATA, below="a")),
         ("a/../__0_0.distcp", Kind(What.OTHER)),
+        (".dcp_s3/../x", Kind(What.OTHER)),
         ("__00.metadata", Kind(What.OTHER)),
         ("__٣.metadata", Kind(What.OTHER)),
         ("notes.metadata", Kind(What.OTHER)),

@@ -221,5 +221,5 @@ def test_tensors_of_every_number_of_dimensions_and_chunks(protocol: int) -> None
     found = load_metadata(pickle.dumps(metadata, protocol), url=URL)
     assert repr(found) == repr(metadata)
     assert found == metadata
-    assert list(map(vars, found.storage_data.values())) == list(map(vars, items.values()))
+    assert list(map(vars, found.storage_data.values())) == [info.__getstate__() for info in items.values()]
     assert all(found.storage_data[index] == info for index, info in items.items())

@@ -12,8 +12,9 @@ from dcp_s3.checkpoint import completeness, deletion
 from dcp_s3.checkpoint.commit import publish
 from dcp_s3.errors import CheckpointDeletedError
 from dcp_s3.format.layout import lease_object
-from dcp_s3.s3.async_store import AsyncS3Store, ListedObject
+from dcp_s3.s3.async_store import AsyncS3Store
 from dcp_s3.save import save as saving
+from dcp_s3.store import ListedObject
 from tests.faulty import FaultyServer
 from tests.memory_s3 import Fault
 from tests.retention.making import delete, get, keys, put, save, zeros

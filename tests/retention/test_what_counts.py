@@ -19,8 +19,8 @@ from dcp_s3.format.layout import data_object, new_nonce, spread
 from dcp_s3.format.manifest import Manifest
 from dcp_s3.retention.plan import make_plan
 from dcp_s3.s3 import times
-from dcp_s3.s3.store import S3Store
-from dcp_s3.store import ListedObject
+from dcp_s3.store import ListedObject, ObjectHead
+from dcp_s3.stores.memory import MemoryStore
 from dcp_s3.url import CheckpointURL
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
@@ -184,11 +184,11 @@ def test_metadata_that_is_listed_and_not_there_ends_the_look(faulty: FaultyServe
 
 
 def test_the_age_of_a_deletion_without_the_servers_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    headers = {"last-modified": "Wed, 21 Oct 2015 07:28:00 GMT"}
-    monkeypatch.setattr(S3Store, "head", lambda *_: {"ResponseMetadata": {"HTTPHeaders": headers}})
-    assert not _is_young(object.__new__(S3Store), "key")
+    store = MemoryStore()
+    monkeypatch.setattr(store, "head", lambda key: ObjectHead(key, 1, 1445412480.0, "", {}))
+    assert not _is_young(store, "key")
     monkeypatch.setattr(time, "time", lambda: 1445412480.0 + 5)
-    assert _is_young(object.__new__(S3Store), "key")
+    assert _is_young(store, "key")
 
 
 @pytest.mark.parametrize("word", ["within:48", "within:4.5", "within:7."])

@@ -8,7 +8,7 @@ import pytest
 
 from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme
-from dcp_s3.s3 import retry
+from dcp_s3.limit import Cancelled
 from dcp_s3.s3.download import Target, fetch_into
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
@@ -118,5 +118,5 @@ def test_cancelling(faulty: FaultyServer) -> None:
     target = put(faulty)
     cancel = threading.Event()
     cancel.set()
-    with pytest.raises(retry.Cancelled):
+    with pytest.raises(Cancelled):
         fetch_into(target, "k", 0, [Target(memoryview(bytearray(10)))], cancel=cancel)

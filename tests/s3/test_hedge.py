@@ -15,7 +15,7 @@ import pytest
 import dcp_s3
 from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme
-from dcp_s3.limit import Deadline, Limit
+from dcp_s3.limit import Cancelled, Deadline, Limit
 from dcp_s3.s3 import client, flight, hedge, latency, retry, throttle
 from dcp_s3.s3.download import Target, fetch_into
 from dcp_s3.s3.hedge import HedgeState, Race, hedges_of
@@ -149,7 +149,7 @@ def test_what_the_first_request_received_meanwhile_counts_as_wasted(faulty: Faul
     second = hedge._Hedge(0, 3 * BLOCK, ["e"], threading.Event())
     race._etag.append("e")
     assert race._has_won(second)
-    with pytest.raises(retry.Cancelled):
+    with pytest.raises(Cancelled):
         race._advance(BLOCK)
     assert cursor.done == BLOCK, "once it is lost, the reader's request moves nothing"
     assert second.overlap == BLOCK
@@ -264,7 +264,7 @@ def test_cancelling_ends_both_at_once(faulty: FaultyServer) -> None:
         read = pool.submit(fetch, bucket, cancel=cancel)
         assert script.arrived[1].wait(LONG)
         cancel.set()
-        assert isinstance(read.exception(LONG), retry.Cancelled)
+        assert isinstance(read.exception(LONG), Cancelled)
 
 
 def test_the_deadline_ends_both(faulty: FaultyServer) -> None:

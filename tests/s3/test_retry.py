@@ -11,7 +11,7 @@ import pytest
 import urllib3.exceptions
 
 from dcp_s3 import errors
-from dcp_s3.limit import Deadline, Limit
+from dcp_s3.limit import Cancelled, Deadline, Limit
 from dcp_s3.s3 import async_store, diagnosis, retry
 
 
@@ -135,7 +135,7 @@ def test_cancelling_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     cancel = threading.Event()
     threading.Timer(0.05, cancel.set).start()
     request, calls = failing(99, client_error("SlowDown", 503))
-    with pytest.raises(retry.Cancelled):
+    with pytest.raises(Cancelled):
         call(request, operation="GetObject", bucket="b", attempts=5, cancel=cancel)
     assert len(calls) == 1
 

@@ -67,7 +67,7 @@ class Spill:
         return self.bucket.exists(parse_url(url).key(".metadata"))
 
     def list(self, url: str) -> list[str]:
-        return [key for key, _ in self.bucket.list(parse_url(url).key(""))]
+        return [each.key for each in self.bucket.list(parse_url(url).key("")).objects]
 
     def assert_empty(self) -> None:
         assert list((self.path / "saves").iterdir()) == []

@@ -25,10 +25,9 @@ import torch
 import torch.distributed as dist
 
 from dcp_s3 import errors
-from dcp_s3.limit import Deadline
+from dcp_s3.limit import Cancelled, Deadline
 from dcp_s3.load.peers.exchange_header import HEADER_BYTES, pack_header, unpack_header
 from dcp_s3.load.peers.interrupts import wait_through
-from dcp_s3.s3 import retry
 from dcp_s3.workers import Workers
 
 logger = logging.getLogger(__name__)
@@ -307,7 +306,7 @@ class Exchange:
                 self.fail(self._deadline.error(f"the load of {self._url}"))
             return False
         error = future.exception()
-        if isinstance(error, retry.Cancelled):  # because of something that is about to be told
+        if isinstance(error, Cancelled):  # because of something that is about to be told
             with self._changed:
                 self._changed.wait_for(lambda: self._failure is not None, left)
         if error is not None:
