@@ -115,7 +115,7 @@ WRITERS: dict[str, Callable[[bytes], bytes]] = {
 def test_every_dtype_whole_and_in_parts(
     memory_server: S3Server, s3: Any, bucket: str, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare, "check_limits", lambda stream: pytest.fail("loaded by torch"))
+    monkeypatch.setattr(prepare, "check_storages", lambda stream: pytest.fail("loaded by torch"))
     tensors = {str(dtype): random_tensor((7, 10_000), dtype, i) for i, dtype in enumerate(DTYPES)}
     tensors |= {"scalar": random_tensor((), torch.float64), "empty": torch.empty(3, 0)}
     tensors |= {"transposed": random_tensor((5000, 20), torch.int64).t()}
