@@ -39,17 +39,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SaveIdentity:
-    """One save of one checkpoint.
-
-    Attributes:
-        url: of the checkpoint.
-        save_id: random, of this save.
-        rank: of this process if the save is one without collectives, where each rank commits for itself.
-    """
+    """One save of one checkpoint."""
 
     url: CheckpointURL
+    """Of the checkpoint."""
     save_id: str
+    """Random, of this save."""
     rank: int | None = None
+    """Of this process if the save is one without collectives, where each rank commits for itself."""
 
     @property
     def metadata_key(self) -> str:
@@ -163,15 +160,12 @@ def _save_id_in(bucket: Store, identity: SaveIdentity, found: ObjectHead) -> str
 
 @dataclass(frozen=True)
 class Previous:
-    """What a save is about to replace.
-
-    Attributes:
-        keys: of objects that only the old checkpoint needs. Without those of metadata that cannot be read.
-        etag: of the old ``.metadata``, None if there was none.
-    """
+    """What a save is about to replace."""
 
     keys: frozenset[str] = frozenset()
+    """Of objects that only the old checkpoint needs. Without those of metadata that cannot be read."""
     etag: str | None = None
+    """Of the old ``.metadata``, None if there was none."""
 
 
 def find_previous(bucket: Store, identity: SaveIdentity) -> Previous:
@@ -206,19 +200,16 @@ def find_previous(bucket: Store, identity: SaveIdentity) -> Previous:
 
 @dataclass(frozen=True)
 class Commit:
-    """What makes the objects of one save a checkpoint.
-
-    Attributes:
-        identity: of the save.
-        manifest: bytes of the manifest.
-        metadata: bytes of ``.metadata``.
-        objects: the data objects that it names.
-    """
+    """What makes the objects of one save a checkpoint."""
 
     identity: SaveIdentity
+    """Of the save."""
     manifest: bytes
+    """Bytes of the manifest."""
     metadata: bytes
+    """Bytes of ``.metadata``."""
     objects: tuple[ObjectEntry, ...]
+    """The data objects that it names."""
 
     @property
     def keys(self) -> set[str]:

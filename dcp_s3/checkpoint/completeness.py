@@ -22,15 +22,12 @@ LATE = 1800.0
 
 @dataclass(frozen=True)
 class Beginning:
-    """When a save began.
-
-    Attributes:
-        at: seconds since the epoch.
-        monotonic: seconds of time.monotonic, None if another process began it.
-    """
+    """When a save began."""
 
     at: float = field(default_factory=time.time)
+    """Seconds since the epoch."""
     monotonic: float | None = field(default_factory=time.monotonic)
+    """Seconds of time.monotonic, None if another process began it."""
 
     def is_late(self) -> bool:
         """Whether it is so long ago, by either clock: one may be set back, the other stops while a host sleeps."""

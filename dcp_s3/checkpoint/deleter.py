@@ -34,17 +34,14 @@ class LeftAloneError(errors.DcpS3Error):
 
 @dataclass(frozen=True)
 class Deletion:
-    """What was deleted of one checkpoint's directory.
-
-    Attributes:
-        name: of the checkpoint.
-        objects: how many; its list and other small marks do not count.
-        size: bytes.
-    """
+    """What was deleted of one checkpoint's directory."""
 
     name: str
+    """Of the checkpoint."""
     objects: int
+    """How many; its list and other small marks do not count."""
     size: int
+    """Bytes."""
 
 
 class Deleter:

@@ -242,12 +242,10 @@ _TOO_SLOW = "S3 is too slow for its readers to be seen"
 class _CommitDeadline(Deadline):
     """By which a deletion's commits must be gone, so that readers may rely on its list; by two clocks, because one
     stops while a host sleeps.
-
-    Attributes:
-        wall: when it passes, seconds since the epoch.
     """
 
     wall: float = 0.0
+    """When it passes, seconds since the epoch."""
 
     @classmethod
     def begin(cls) -> _CommitDeadline:

@@ -19,57 +19,54 @@ State = Literal["committed", "incomplete", "in_progress", "leftover", "local"]
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A checkpoint under a root.
-
-    Attributes:
-        url: ``s3://...`` of the checkpoint.
-        name: last part of the URL.
-        state: ``committed`` if it has what makes it a checkpoint (``.metadata``, or that of every rank); ``local`` if
-            its commit waits in this host's spill directory; otherwise ``incomplete``, which a `CheckpointCatalog`
-            tells apart by its grace period: ``in_progress``, or ``leftover``.
-        step: training step, from the name; None without a number.
-        created_at: seconds since the epoch; when it was committed, or if it was not, last written to.
-        world_size: ranks that wrote it; None if that is not recorded.
-        objects: number of its data objects.
-        size: bytes of its data objects.
-        metrics: the user's, as saved, and over them those of `annotate`.
-        foreign: whether it was written by something else than dcp_s3: it has no manifest.
-        save_id: of the save that committed it; None for a foreign one, or one that is not committed. Without
-            collectives that of the lowest rank.
-        etag: of ``.metadata``, with quotes; None without one.
-        modified_at: seconds since the epoch on the clock of S3: when ``.metadata`` was written, or if there is none,
-            the newest object.
-        written_at: seconds since the epoch on the clock of S3, when the newest data object in its directory was
-            written; None if they were not listed.
-        pinned: whether `pin` protects it.
-        pin_reason: why, if `pin` was told.
-        leased_until: seconds since the epoch on the clock of S3, when the last reader's lease ends; None without any.
-        waiting: whether a commit of this URL waits in this host's spill directory.
-        deletions: ids (`layout.deletion_id`) of deletions that were begun and not finished.
-        damage: why it cannot be loaded; None if nothing is known of that. Of one that is not committed: why that can
-            not be told, so that it may be a checkpoint.
-    """
+    """A checkpoint under a root."""
 
     url: str
+    """``s3://...`` of the checkpoint."""
     name: str
+    """Last part of the URL."""
     state: State
+    """``committed`` if it has what makes it a checkpoint (``.metadata``, or that of every rank); ``local`` if its
+    commit waits in this host's spill directory; otherwise ``incomplete``, which a `CheckpointCatalog` tells apart by
+    its grace period: ``in_progress``, or ``leftover``."""
     step: int | None
+    """Training step, from the name; None without a number."""
     created_at: float | None
+    """Seconds since the epoch; when it was committed, or if it was not, last written to."""
     world_size: int | None
+    """Ranks that wrote it; None if that is not recorded."""
     objects: int | None
+    """Number of its data objects."""
     size: int | None
+    """Bytes of its data objects."""
     metrics: dict[str, Any] = field(default_factory=dict, hash=False)
+    """The user's, as saved, and over them those of `annotate`."""
     foreign: bool = False
+    """Whether it was written by something else than dcp_s3: it has no manifest."""
     save_id: str | None = None
+    """Of the save that committed it; None for a foreign one, or one that is not committed. Without collectives that of
+    the lowest rank."""
     etag: str | None = None
+    """Of ``.metadata``, with quotes; None without one."""
     modified_at: float | None = None
+    """Seconds since the epoch on the clock of S3: when ``.metadata`` was written, or if there is none, the newest
+    object."""
     written_at: float | None = None
+    """Seconds since the epoch on the clock of S3, when the newest data object in its directory was written; None if
+    they were not listed."""
     pinned: bool = False
+    """Whether `pin` protects it."""
     leased_until: float | None = None
+    """Seconds since the epoch on the clock of S3, when the last reader's lease ends; None without any."""
     waiting: bool = False
+    """Whether a commit of this URL waits in this host's spill directory."""
     deletions: tuple[str, ...] = ()
+    """Ids (`layout.deletion_id`) of deletions that were begun and not finished."""
     damage: str | None = None
+    """Why it cannot be loaded; None if nothing is known of that. Of one that is not committed: why that can not be
+    told, so that it may be a checkpoint."""
     pin_reason: str | None = None
+    """Why, if `pin` was told."""
 
     @property
     def committed(self) -> bool:

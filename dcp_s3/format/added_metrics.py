@@ -16,15 +16,12 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class AddedMetrics:
-    """Metrics of one save.
-
-    Attributes:
-        of: what they belong to: the save id, or of a foreign checkpoint the ETag of its ``.metadata``.
-        metrics: by name.
-    """
+    """Metrics of one save."""
 
     of: str
+    """What they belong to: the save id, or of a foreign checkpoint the ETag of its ``.metadata``."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
+    """By name."""
 
     def to_json(self) -> bytes:
         """UTF-8 JSON."""

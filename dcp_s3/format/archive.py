@@ -49,23 +49,20 @@ class HeadError(Exception):
 
 @dataclass(frozen=True)
 class ArchiveHead:
-    """What the beginning of a torch.save archive says about its tensor.
-
-    Attributes:
-        length: bytes before those of the storage.
-        raw_offset: of the tensor's first byte in the archive.
-        nbytes: of the tensor, which is one run of bytes.
-        dtype: of the tensor.
-        shape: of the tensor.
-        order: its dimensions as they lie in the bytes, the outermost first; ``(0, 1, ...)`` is row-major.
-    """
+    """What the beginning of a torch.save archive says about its tensor."""
 
     length: int
+    """Bytes before those of the storage."""
     raw_offset: int
+    """Of the tensor's first byte in the archive."""
     nbytes: int
+    """Of the tensor, which is one run of bytes."""
     dtype: torch.dtype
+    """Of the tensor."""
     shape: tuple[int, ...]
+    """Of the tensor."""
     order: tuple[int, ...]
+    """Its dimensions as they lie in the bytes, the outermost first; ``(0, 1, ...)`` is row-major."""
 
     @property
     def is_row_major(self) -> bool:

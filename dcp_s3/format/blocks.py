@@ -46,17 +46,14 @@ def pack_crcs(crcs: Iterable[int]) -> bytes:
 
 
 class Blocks(NamedTuple):
-    """What is recorded of a chunk.
-
-    Attributes:
-        size: bytes of a block.
-        crcs: CRC-64/NVME of the first block, of the first two, and so on, packed; without that of the whole.
-        crc: of the whole.
-    """
+    """What is recorded of a chunk."""
 
     size: int
+    """Bytes of a block."""
     crcs: bytes
+    """CRC-64/NVME of the first block, of the first two, and so on, packed; without that of the whole."""
     crc: int
+    """Of the whole."""
 
     def is_for(self, nbytes: int) -> bool:
         """Whether this can be the record of a chunk of ``nbytes``. Blocks end between elements of any dtype."""
@@ -66,17 +63,14 @@ class Blocks(NamedTuple):
 
 
 class Range(NamedTuple):
-    """A run of bytes, of a chunk or of whatever has bytes.
-
-    Attributes:
-        start: first byte.
-        stop: byte behind the last.
-        crc: CRC-64/NVME of them, None if it is not known.
-    """
+    """A run of bytes, of a chunk or of whatever has bytes."""
 
     start: int
+    """First byte."""
     stop: int
+    """Byte behind the last."""
     crc: int | None
+    """CRC-64/NVME of them, None if it is not known."""
 
 
 def widen(start: int, stop: int, nbytes: int, blocks: Blocks) -> Range:

@@ -14,19 +14,16 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class DeletionList:
-    """Written before the first object goes, so that whoever finds it knows exactly what else is to go.
-
-    Attributes:
-        save_id: of the checkpoint; None for a foreign one.
-        commits: ETag by relative path of what makes it a checkpoint: ``.metadata``, or that of each rank. Gone first.
-        objects: ETag by relative path of everything else, empty where the store gave none.
-        all_versions: whether, in a bucket with versions, all of them go.
-    """
+    """Written before the first object goes, so that whoever finds it knows exactly what else is to go."""
 
     save_id: str | None
+    """Of the checkpoint; None for a foreign one."""
     commits: Mapping[str, str]
+    """ETag by relative path of what makes it a checkpoint: ``.metadata``, or that of each rank. Gone first."""
     objects: Mapping[str, str]
+    """ETag by relative path of everything else, empty where the store gave none."""
     all_versions: bool = False
+    """Whether, in a bucket with versions, all of them go."""
 
     def to_json(self) -> bytes:
         """UTF-8 JSON."""

@@ -21,17 +21,14 @@ _CACHED_FRAMES = 4096
 
 @dataclass(frozen=True)
 class Frame:
-    """What surrounds the raw bytes of one tensor in its item.
-
-    Attributes:
-        header: bytes before the raw bytes; their length is the raw offset inside the item.
-        trailer: bytes after them.
-        nbytes: length of the raw bytes.
-    """
+    """What surrounds the raw bytes of one tensor in its item."""
 
     header: bytes
+    """Bytes before the raw bytes; their length is the raw offset inside the item."""
     trailer: bytes
+    """Bytes after them."""
     nbytes: int
+    """Length of the raw bytes."""
 
     @property
     def length(self) -> int:

@@ -12,48 +12,42 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class ObjectEntry:
-    """One data object.
-
-    Attributes:
-        path: relative to the checkpoint.
-        size: bytes.
-        crc64nvme: CRC-64/NVME of all its bytes as 16 hex digits, None if checksums were off.
-    """
+    """One data object."""
 
     path: str
+    """Relative to the checkpoint."""
     size: int
+    """Bytes."""
     crc64nvme: str | None = None
+    """CRC-64/NVME of all its bytes as 16 hex digits, None if checksums were off."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one save committed.
-
-    Attributes:
-        save_id: id of the save; ``.metadata`` carries the same.
-        created_at: seconds since the epoch, on the coordinator's clock, when the save was committed.
-        step: training step, None if the checkpoint's name has no number.
-        world_size: ranks that wrote (one, for the manifest of a rank without collectives).
-        metrics: the user's metrics as given with the save.
-        rank: the rank, for a save without collectives; otherwise None.
-        objects: every data object.
-        items: number of saved items (tensor chunks and others).
-        format_version: of this file.
-        writer: library and version that wrote it.
-        started_at: seconds since the epoch, when the save began; None if that is not recorded.
-    """
+    """What one save committed."""
 
     save_id: str
+    """Id of the save; ``.metadata`` carries the same."""
     created_at: float
+    """Seconds since the epoch, on the coordinator's clock, when the save was committed."""
     step: int | None
+    """Training step, None if the checkpoint's name has no number."""
     world_size: int
+    """Ranks that wrote (one, for the manifest of a rank without collectives)."""
     objects: tuple[ObjectEntry, ...]
+    """Every data object."""
     items: int
+    """Number of saved items (tensor chunks and others)."""
     metrics: dict[str, Any] = field(default_factory=dict)
+    """The user's metrics as given with the save."""
     rank: int | None = None
+    """The rank, for a save without collectives; otherwise None."""
     format_version: int = FORMAT_VERSION
+    """Of this file."""
     writer: dict[str, str] = field(default_factory=dict)
+    """Library and version that wrote it."""
     started_at: float | None = None
+    """Seconds since the epoch, when the save began; None if that is not recorded."""
 
     @property
     def total_size(self) -> int:

@@ -23,37 +23,31 @@ class _StorageType(NamedTuple):
 
 
 class PickledStorage(NamedTuple):
-    """A storage, whose bytes are elsewhere.
-
-    Attributes:
-        key: names it in its archive.
-        nbytes: its size.
-        dtype: of its elements; None if it consists of mere bytes.
-    """
+    """A storage, whose bytes are elsewhere."""
 
     key: str
+    """Names it in its archive."""
     nbytes: int
+    """Its size."""
     dtype: torch.dtype | None
+    """Of its elements; None if it consists of mere bytes."""
 
 
 class PickledTensor(NamedTuple):
-    """A tensor, or a parameter.
-
-    Attributes:
-        storage: where its elements are.
-        dtype: of the elements.
-        offset: of the first, in elements.
-        shape: of the tensor.
-        strides: in elements.
-        is_unusual: whether something is to be done with it yet: it is a conjugate, for example.
-    """
+    """A tensor, or a parameter."""
 
     storage: PickledStorage
+    """Where its elements are."""
     dtype: torch.dtype
+    """Of the elements."""
     offset: int
+    """Of the first, in elements."""
     shape: tuple[int, ...]
+    """Of the tensor."""
     strides: tuple[int, ...]
+    """In elements."""
     is_unusual: bool
+    """Whether something is to be done with it yet: it is a conjugate, for example."""
 
 
 def load_storage(found: Any) -> PickledStorage:

@@ -56,17 +56,14 @@ def check_item(stream: io.BytesIO, *, fqn: str, url: str, verified: bool) -> Non
 
 
 class _Refusal(NamedTuple):
-    """Why an item should not be unpickled.
-
-    Attributes:
-        names: of globals that nobody has allowed.
-        error: what else is wrong.
-        is_for_torch: whether torch might take it all the same.
-    """
+    """Why an item should not be unpickled."""
 
     names: list[str]
+    """Of globals that nobody has allowed."""
     error: Exception
+    """What else is wrong."""
     is_for_torch: bool = False
+    """Whether torch might take it all the same."""
 
 
 def _find_refusal(stream: io.BytesIO) -> _Refusal | None:

@@ -30,23 +30,20 @@ def find_chunk(saved: TensorStorageMetadata, index: MetadataIndex) -> ChunkStora
 
 @dataclass(frozen=True)
 class SavedEntry:
-    """One entry of a saved state dict.
-
-    Attributes:
-        fqn: its fully qualified name.
-        kind: ``tensor``, or ``bytes`` for any other object.
-        dtype: of a tensor, without ``torch.``; None otherwise.
-        shape: global shape of a tensor; None otherwise.
-        chunks: number of stored pieces.
-        size: stored bytes, framing included.
-    """
+    """One entry of a saved state dict."""
 
     fqn: str
+    """Its fully qualified name."""
     kind: str
+    """``tensor``, or ``bytes`` for any other object."""
     dtype: str | None
+    """Of a tensor, without ``torch.``; None otherwise."""
     shape: tuple[int, ...] | None
+    """Global shape of a tensor; None otherwise."""
     chunks: int
+    """Number of stored pieces."""
     size: int
+    """Stored bytes, framing included."""
 
 
 def saved_entries(metadata: Metadata) -> list[SavedEntry]:

@@ -29,17 +29,14 @@ _MAX_KNOWN_OF_A_KIND = 4
 
 
 class ItemKind(NamedTuple):
-    """What items have in common whose heads should be the same.
-
-    Attributes:
-        dtype: of the saved tensor.
-        shape: of the saved chunk.
-        length: of the item, bytes.
-    """
+    """What items have in common whose heads should be the same."""
 
     dtype: torch.dtype
+    """Of the saved tensor."""
     shape: tuple[int, ...]
+    """Of the saved chunk."""
     length: int
+    """Of the item, bytes."""
 
 
 class ArchiveHeads:

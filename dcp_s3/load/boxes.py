@@ -15,15 +15,12 @@ from typing import NamedTuple
 
 
 class Box(NamedTuple):
-    """A rectangular part of an array.
-
-    Attributes:
-        offsets: its first element in each dimension.
-        lengths: elements in each dimension.
-    """
+    """A rectangular part of an array."""
 
     offsets: tuple[int, ...]
+    """Its first element in each dimension."""
     lengths: tuple[int, ...]
+    """Elements in each dimension."""
 
     @property
     def numel(self) -> int:
@@ -134,15 +131,12 @@ def runs_of_box(sizes: Sequence[int], box: Box, max_gap: int) -> list[tuple[int,
 
 
 class Section(NamedTuple):
-    """A run of the elements of a box.
-
-    Attributes:
-        start: first element, in the row-major order of the box.
-        stop: the one behind the last.
-    """
+    """A run of the elements of a box."""
 
     start: int
+    """First element, in the row-major order of the box."""
     stop: int
+    """The one behind the last."""
 
 
 def find_section(sizes: Sequence[int], box: Box, start: int, stop: int) -> Section:

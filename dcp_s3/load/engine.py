@@ -133,15 +133,12 @@ class Receiver(Protocol):
 
 
 class Arrival(NamedTuple):
-    """A request that is through.
-
-    Attributes:
-        request: as it was planned.
-        finished: transfers of which these were the last bytes: at their place, and right.
-    """
+    """A request that is through."""
 
     request: ReadRequest
+    """As it was planned."""
     finished: list[Transfer]
+    """Transfers of which these were the last bytes: at their place, and right."""
 
 
 class Engine:

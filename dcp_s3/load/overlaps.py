@@ -24,21 +24,18 @@ _BLOCK_PAIRS = 2**14
 
 @dataclass(frozen=True)
 class Overlaps:
-    """Parallel lists, one entry for each pair of chunks that overlap.
-
-    Attributes:
-        local: number of the local chunk.
-        saved: number of the saved chunk.
-        local_offsets: where the common box begins in the local chunk.
-        saved_offsets: where it begins in the saved chunk.
-        lengths: its sizes; a dimension may be 0 where a chunk is empty.
-    """
+    """Parallel lists, one entry for each pair of chunks that overlap."""
 
     local: list[int]
+    """Number of the local chunk."""
     saved: list[int]
+    """Number of the saved chunk."""
     local_offsets: list[tuple[int, ...]]
+    """Where the common box begins in the local chunk."""
     saved_offsets: list[tuple[int, ...]]
+    """Where it begins in the saved chunk."""
     lengths: list[tuple[int, ...]]
+    """Its sizes; a dimension may be 0 where a chunk is empty."""
 
 
 def find_overlaps(saved: Sequence[Box], local: Sequence[Box]) -> Overlaps:

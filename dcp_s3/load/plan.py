@@ -16,35 +16,29 @@ from dcp_s3.load.boxes import Box, runs_of_box
 
 
 class Segment(NamedTuple):
-    """A run of bytes of an object that one item needs.
-
-    Attributes:
-        start: first byte in the object.
-        stop: the one behind the last; there is at least one.
-        item: that needs it; its ``path`` is the object, relative to the checkpoint.
-    """
+    """A run of bytes of an object that one item needs."""
 
     start: int
+    """First byte in the object."""
     stop: int
+    """The one behind the last; there is at least one."""
     item: Any
+    """That needs it; its ``path`` is the object, relative to the checkpoint."""
 
 
 class ReadRequest(NamedTuple):
-    """One ranged GET.
-
-    Attributes:
-        path: object, relative to the checkpoint.
-        start: first byte.
-        length: bytes fetched.
-        segments: where they go, in order. They overlap only if ``shared``; bytes in none are thrown away.
-        shared: whether several items need the same bytes.
-    """
+    """One ranged GET."""
 
     path: str
+    """Object, relative to the checkpoint."""
     start: int
+    """First byte."""
     length: int
+    """Bytes fetched."""
     segments: tuple[Segment, ...]
+    """Where they go, in order. They overlap only if ``shared``; bytes in none are thrown away."""
     shared: bool = False
+    """Whether several items need the same bytes."""
 
 
 def ranges_of_box(

@@ -113,18 +113,14 @@ def create_load_plan(state_dict: dict[str, Any], metadata: Metadata, *, strict: 
 
 @dataclass(frozen=True)
 class _Layout:
-    """The items of a tensor but for its name.
-
-    Attributes:
-        places: offsets and number of each chunk that an item refers to, local or saved: often they are the same.
-        dest: of each item, the place of its local chunk among ``places``.
-        storage: likewise of its saved chunk.
-        dest_offsets, storage_offsets, lengths: of each item.
-    """
+    """The items of a tensor but for its name."""
 
     places: list[tuple[torch.Size, int]]
+    """Offsets and number of each chunk that an item refers to, local or saved: often they are the same."""
     dest: list[int]
+    """Of each item, the place of its local chunk among ``places``."""
     storage: list[int]
+    """Likewise of its saved chunk. dest_offsets, storage_offsets, lengths: of each item."""
     dest_offsets: list[torch.Size]
     storage_offsets: list[torch.Size]
     lengths: list[torch.Size]

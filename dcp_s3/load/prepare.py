@@ -28,17 +28,14 @@ from dcp_s3.url import CheckpointURL
 
 
 class UnknownItem(NamedTuple):
-    """An item of another writer of whose kind nothing is known.
-
-    Attributes:
-        number: of the item in the plan.
-        probe: the look at it.
-        prepare: makes the transfer when that is done.
-    """
+    """An item of another writer of whose kind nothing is known."""
 
     number: int
+    """Of the item in the plan."""
     probe: HeadProbe
+    """The look at it."""
     prepare: Callable[[], ItemTransfer]
+    """Makes the transfer when that is done."""
 
 
 class TransferFactory:

@@ -15,17 +15,14 @@ Index = Part | tuple[Part, ...] | None
 
 @dataclass(frozen=True)
 class Selection:
-    """What an index selects.
-
-    Attributes:
-        offsets: first element of the box in each dimension.
-        lengths: elements of the box in each dimension.
-        shape: ``lengths`` without the dimensions of which a number selects one element.
-    """
+    """What an index selects."""
 
     offsets: tuple[int, ...]
+    """First element of the box in each dimension."""
     lengths: tuple[int, ...]
+    """Elements of the box in each dimension."""
     shape: tuple[int, ...]
+    """``lengths`` without the dimensions of which a number selects one element."""
 
 
 def select(index: Index, sizes: Sequence[int]) -> Selection:

@@ -231,13 +231,10 @@ def _object_item(fqn: str) -> ReadItem:
 
 @dataclass
 class _Planner(LoadPlanner):
-    """Takes what the executor delivers.
-
-    Attributes:
-        entries: by name: tensors to fill, and the objects that have arrived.
-    """
+    """Takes what the executor delivers."""
 
     entries: dict[str, Any] = field(default_factory=dict)
+    """By name: tensors to fill, and the objects that have arrived."""
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         target: torch.Tensor = self.entries[read_item.dest_index.fqn]

@@ -51,32 +51,26 @@ OnTotal = Callable[[int], None]
 
 @dataclass(frozen=True)
 class CopyResult:
-    """What a copy did.
-
-    Attributes:
-        files: number of files that make up the checkpoint, its metadata included.
-        size: their bytes.
-        moved: bytes that this call moved; less than ``size`` if it continued an earlier one.
-    """
+    """What a copy did."""
 
     files: int
+    """Number of files that make up the checkpoint, its metadata included."""
     size: int
+    """Their bytes."""
     moved: int
+    """Bytes that this call moved; less than ``size`` if it continued an earlier one."""
 
 
 @dataclass(frozen=True)
 class _Source:
-    """A checkpoint to be copied, from either side.
-
-    Attributes:
-        commits: bytes of ``.metadata``, or of every ``__{rank}.metadata``, by relative path.
-        metadata: the same, loaded.
-        files: bytes of everything else that belongs to it, by relative path.
-    """
+    """A checkpoint to be copied, from either side."""
 
     commits: Mapping[str, bytes]
+    """Bytes of ``.metadata``, or of every ``__{rank}.metadata``, by relative path."""
     metadata: Mapping[str, Metadata]
+    """The same, loaded."""
     files: Mapping[str, int]
+    """Bytes of everything else that belongs to it, by relative path."""
 
     @property
     def size(self) -> int:

@@ -77,23 +77,20 @@ def verify(
 
 @dataclass(frozen=True)
 class _Commit:
-    """One ``.metadata``, with its manifest.
-
-    Attributes:
-        rank: None with collectives.
-        stored: the object.
-        metadata: None if it can not be loaded.
-        save_id: of the save; None if it is not known.
-        manifest: None if there is none, or none that can be read.
-        problems: of both.
-    """
+    """One ``.metadata``, with its manifest."""
 
     rank: int | None
+    """None with collectives."""
     stored: StoredObject
+    """The object."""
     metadata: Metadata | None
+    """None if it can not be loaded."""
     save_id: str | None
+    """Of the save; None if it is not known."""
     manifest: Manifest | None
+    """None if there is none, or none that can be read."""
     problems: tuple[Problem, ...]
+    """Of both."""
 
     @property
     def path(self) -> str:

@@ -26,31 +26,28 @@ _CRC = re.compile("[0-9a-f]{16}")
 
 @dataclass(frozen=True)
 class StoredItem:
-    """One saved item.
-
-    Attributes:
-        fqn: of its entry.
-        path: object, relative to the checkpoint.
-        start: first byte in the object.
-        length: bytes.
-        shape: of the chunk, None if it is no tensor.
-        raw: whether it is raw bytes in a frame whose zip checksums were never computed.
-        transforms: descriptors of the stream extensions that it went through.
-        crc: recorded CRC-64/NVME of its checked bytes, None without.
-        checked_start: first byte, in the object, that ``crc`` covers.
-        checked_length: bytes that ``crc`` covers.
-    """
+    """One saved item."""
 
     fqn: str
+    """Of its entry."""
     path: str
+    """Object, relative to the checkpoint."""
     start: int
+    """First byte in the object."""
     length: int
+    """Bytes."""
     shape: torch.Size | None
+    """Of the chunk, None if it is no tensor."""
     raw: bool
+    """Whether it is raw bytes in a frame whose zip checksums were never computed."""
     transforms: tuple[str, ...]
+    """Descriptors of the stream extensions that it went through."""
     crc: int | None
+    """Recorded CRC-64/NVME of its checked bytes, None without."""
     checked_start: int
+    """First byte, in the object, that ``crc`` covers."""
     checked_length: int
+    """Bytes that ``crc`` covers."""
 
     @property
     def stop(self) -> int:
@@ -60,20 +57,17 @@ class StoredItem:
 
 @dataclass(frozen=True)
 class StoredData:
-    """One data object that is there, and what its bytes must be.
-
-    Attributes:
-        path: relative to the checkpoint.
-        size: bytes that it has.
-        crc: recorded CRC-64/NVME of all of them (16 hex digits); None if that is not recorded, or cannot match because
-            it is of another size.
-        items: that lie in it.
-    """
+    """One data object that is there, and what its bytes must be."""
 
     path: str
+    """Relative to the checkpoint."""
     size: int
+    """Bytes that it has."""
     crc: str | None
+    """Recorded CRC-64/NVME of all of them (16 hex digits); None if that is not recorded, or cannot match because it is
+    of another size."""
     items: tuple[StoredItem, ...]
+    """That lie in it."""
 
     @property
     def checked(self) -> tuple[StoredItem, ...]:

@@ -10,17 +10,14 @@ Mode = Literal["fast", "full"]
 
 @dataclass(frozen=True)
 class Problem:
-    """Something about a checkpoint that is not as it was saved.
-
-    Attributes:
-        path: object, relative to the checkpoint.
-        fqn: fully qualified name of the entry that is affected; None for the object as a whole.
-        what: is wrong.
-    """
+    """Something about a checkpoint that is not as it was saved."""
 
     path: str
+    """Object, relative to the checkpoint."""
     fqn: str | None
+    """Fully qualified name of the entry that is affected; None for the object as a whole."""
     what: str
+    """Is wrong."""
 
     def __str__(self) -> str:
         return f"{self.path}: {self.what}" if self.fqn is None else f"{self.path}: {self.fqn!r} {self.what}"
@@ -28,31 +25,27 @@ class Problem:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What was looked at, and what is wrong.
-
-    Attributes:
-        url: of the checkpoint.
-        mode: ``fast`` (metadata, manifest, and that the objects are there) or ``full`` (their bytes, too).
-        objects: data objects checked.
-        items: saved items (tensor chunks and others) checked.
-        bytes_read: bytes of all objects that were read, metadata included.
-        objects_without_checksum: data objects whose checksum is not recorded.
-        items_without_checksum: items whose checksum is not recorded; ``full`` decodes them, unless their object has
-            one.
-        items_not_decoded: of those, the ones that went through a stream extension that is not known here, so that
-            nothing is known of their bytes.
-        problems: what is wrong, by object.
-    """
+    """What was looked at, and what is wrong."""
 
     url: str
+    """Of the checkpoint."""
     mode: Mode
+    """``fast`` (metadata, manifest, and that the objects are there) or ``full`` (their bytes, too)."""
     objects: int
+    """Data objects checked."""
     items: int
+    """Saved items (tensor chunks and others) checked."""
     bytes_read: int
+    """Bytes of all objects that were read, metadata included."""
     objects_without_checksum: int
+    """Data objects whose checksum is not recorded."""
     items_without_checksum: int
+    """Items whose checksum is not recorded; ``full`` decodes them, unless their object has one."""
     items_not_decoded: int
+    """Of those, the ones that went through a stream extension that is not known here, so that nothing is known of their
+    bytes."""
     problems: tuple[Problem, ...]
+    """What is wrong, by object."""
 
     @property
     def ok(self) -> bool:

@@ -13,15 +13,12 @@ from dcp_s3.offline.verify_plan import StoredData, StoredItem
 
 @dataclass(frozen=True)
 class Mismatch:
-    """What does not match, each with the CRC-64/NVME that was found.
-
-    Attributes:
-        items: by number among the object's checked items.
-        whole: of the whole object, None if that matches or is not recorded.
-    """
+    """What does not match, each with the CRC-64/NVME that was found."""
 
     items: dict[int, int]
+    """By number among the object's checked items."""
     whole: str | None
+    """Of the whole object, None if that matches or is not recorded."""
 
     @property
     def any(self) -> bool:

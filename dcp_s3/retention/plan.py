@@ -30,98 +30,80 @@ Action = Literal["keep", "delete"]
 
 @dataclass(frozen=True)
 class OpenUpload:
-    """A multipart upload that is neither completed nor aborted.
-
-    Attributes:
-        key: of the object that it would become.
-        upload_id: S3's id of it.
-        initiated_at: seconds since the epoch, on the clock of S3.
-        checkpoint: name of the directory under the root that it would lie in.
-    """
+    """A multipart upload that is neither completed nor aborted."""
 
     key: str
+    """Of the object that it would become."""
     upload_id: str
+    """S3's id of it."""
     initiated_at: float
+    """Seconds since the epoch, on the clock of S3."""
     checkpoint: str
+    """Name of the directory under the root that it would lie in."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of a checkpoint.
-
-    Attributes:
-        checkpoint: as the catalog saw it.
-        action: ``keep`` or ``delete``.
-        reasons: all of them: floors first, then policies; or why it is deleted.
-    """
+    """What becomes of a checkpoint."""
 
     checkpoint: CheckpointInfo
+    """As the catalog saw it."""
     action: Action
+    """``keep`` or ``delete``."""
     reasons: tuple[str, ...]
+    """All of them: floors first, then policies; or why it is deleted."""
 
 
 @dataclass(frozen=True)
 class UploadDecision:
-    """What becomes of an open multipart upload.
-
-    Attributes:
-        upload: which one.
-        action: ``keep``, or ``delete`` (abort).
-        reasons: all of them.
-    """
+    """What becomes of an open multipart upload."""
 
     upload: OpenUpload
+    """Which one."""
     action: Action
+    """``keep``, or ``delete`` (abort)."""
     reasons: tuple[str, ...]
+    """All of them."""
 
 
 @dataclass(frozen=True)
 class LeftoverDecision:
-    """What becomes of a leftover object in a committed checkpoint's directory.
-
-    Attributes:
-        leftover: which one.
-        action: ``keep`` or ``delete``.
-        reasons: all of them.
-    """
+    """What becomes of a leftover object in a committed checkpoint's directory."""
 
     leftover: LeftoverObject
+    """Which one."""
     action: Action
+    """``keep`` or ``delete``."""
     reasons: tuple[str, ...]
+    """All of them."""
 
 
 @dataclass(frozen=True)
 class UnfinishedDeletion:
-    """A deletion that was begun and cut off: what its list (`layout.deletion_object`) names is to go, nothing else.
-
-    Attributes:
-        checkpoint: name of the directory under the root.
-        deletion: its id (`layout.deletion_id`).
-    """
+    """A deletion that was begun and cut off: what its list (`layout.deletion_object`) names is to go, nothing else."""
 
     checkpoint: str
+    """Name of the directory under the root."""
     deletion: str
+    """Its id (`layout.deletion_id`)."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a prune would do.
-
-    Attributes:
-        now: seconds since the epoch, on the clock of S3.
-        grace: seconds.
-        decisions: one for each checkpoint, oldest first (`age_order`).
-        uploads: one for each open upload, by key.
-        leftovers: one for each leftover object, by key; also of checkpoints that are deleted.
-        unfinished: deletions to finish.
-    """
+    """What a prune would do."""
 
     now: float
+    """Seconds since the epoch, on the clock of S3."""
     grace: float
+    """Seconds."""
     decisions: tuple[Decision, ...]
+    """One for each checkpoint, oldest first (`age_order`)."""
     uploads: tuple[UploadDecision, ...] = ()
+    """One for each open upload, by key."""
     leftovers: tuple[LeftoverDecision, ...] = ()
+    """One for each leftover object, by key; also of checkpoints that are deleted."""
     unfinished: tuple[UnfinishedDeletion, ...] = ()
+    """Deletions to finish."""
 
     @property
     def kept(self) -> tuple[CheckpointInfo, ...]:

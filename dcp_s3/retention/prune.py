@@ -40,55 +40,46 @@ the caller's runs an event loop."""
 
 @dataclass(frozen=True)
 class LeftAlone:
-    """What a plan wanted to delete and a prune did not.
-
-    Attributes:
-        name: of the checkpoint.
-        reason: why: it changed since the plan, or is protected now.
-    """
+    """What a plan wanted to delete and a prune did not."""
 
     name: str
+    """Of the checkpoint."""
     reason: str
+    """Why: it changed since the plan, or is protected now."""
 
 
 @dataclass(frozen=True)
 class PruneFailure:
-    """What could not be deleted, or not all of it. The next prune tries again.
-
-    Attributes:
-        name: of the checkpoint.
-        error: the error's name and message.
-    """
+    """What could not be deleted, or not all of it. The next prune tries again."""
 
     name: str
+    """Of the checkpoint."""
     error: str
+    """The error's name and message."""
 
 
 @dataclass(frozen=True)
 class PruneReport:
-    """What a prune did.
-
-    Attributes:
-        root: its URL.
-        plan: what it acted on.
-        dry_run: whether nothing was deleted.
-        deleted: checkpoints that were deleted, committed or left over.
-        finished: deletions that an earlier prune had begun.
-        leftovers: objects deleted out of directories of checkpoints that stay.
-        aborted: multipart uploads that were aborted.
-        left_alone: what changed since the plan.
-        failures: what went wrong, of which the rest of the prune knew nothing.
-    """
+    """What a prune did."""
 
     root: str
+    """Its URL."""
     plan: Plan
+    """What it acted on."""
     dry_run: bool = False
+    """Whether nothing was deleted."""
     deleted: tuple[Deletion, ...] = ()
+    """Checkpoints that were deleted, committed or left over."""
     finished: tuple[Deletion, ...] = ()
+    """Deletions that an earlier prune had begun."""
     leftovers: tuple[Deletion, ...] = ()
+    """Objects deleted out of directories of checkpoints that stay."""
     aborted: tuple[OpenUpload, ...] = ()
+    """Multipart uploads that were aborted."""
     left_alone: tuple[LeftAlone, ...] = ()
+    """What changed since the plan."""
     failures: tuple[PruneFailure, ...] = ()
+    """What went wrong, of which the rest of the prune knew nothing."""
 
     @property
     def ok(self) -> bool:

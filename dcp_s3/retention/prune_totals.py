@@ -14,19 +14,16 @@ from dcp_s3.retention.prune import PruneReport
 
 @dataclass
 class PruneTotals:
-    """Attributes:
-    runs: prunes that were begun.
-    failed: those of them that raised, were stopped, or could not delete all that they should.
-    deleted: checkpoints that are gone.
-    freed_bytes: data that went with them.
-    last_success: seconds since the epoch when a prune last ended well; 0 before the first.
-    """
-
     runs: int = 0
+    """Prunes that were begun."""
     failed: int = 0
+    """Those of them that raised, were stopped, or could not delete all that they should."""
     deleted: int = 0
+    """Checkpoints that are gone."""
     freed_bytes: int = 0
+    """Data that went with them."""
     last_success: float = 0.0
+    """Seconds since the epoch when a prune last ended well; 0 before the first."""
 
 
 _totals = PruneTotals()

@@ -32,25 +32,22 @@ _LOOKS = 4
 
 @dataclass(frozen=True)
 class CatalogSnapshot:
-    """What lies under a root at one time.
-
-    Attributes:
-        root: its URL.
-        now: seconds since the epoch, on the clock of S3, before anything else was looked at.
-        checkpoints: oldest first (`age_order`).
-        uploads: open multipart uploads of data objects in directories right under the root, by key.
-        leftovers: objects in committed checkpoints' directories that these do not need, by key; empty unless ``deep``.
-        deep: whether each committed checkpoint's objects were listed.
-        requests: that this took.
-    """
+    """What lies under a root at one time."""
 
     root: str
+    """Its URL."""
     now: float
+    """Seconds since the epoch, on the clock of S3, before anything else was looked at."""
     checkpoints: tuple[CheckpointInfo, ...]
+    """Oldest first (`age_order`)."""
     uploads: tuple[OpenUpload, ...] = ()
+    """Open multipart uploads of data objects in directories right under the root, by key."""
     leftovers: tuple[LeftoverObject, ...] = ()
+    """Objects in committed checkpoints' directories that these do not need, by key; empty unless ``deep``."""
     deep: bool = False
+    """Whether each committed checkpoint's objects were listed."""
     requests: int = 0
+    """That this took."""
 
     def plan(self, policy: PolicyFunction | None, *, grace: float) -> Plan:
         """`make_plan` for this.
@@ -65,17 +62,14 @@ class CatalogSnapshot:
 
 @dataclass(frozen=True)
 class Listing:
-    """The checkpoints under a root.
-
-    Attributes:
-        found: oldest first.
-        now: seconds since the epoch on the clock of S3, before they were looked at.
-        leftovers: see `CatalogSnapshot`.
-    """
+    """The checkpoints under a root."""
 
     found: tuple[CheckpointInfo, ...]
+    """Oldest first."""
     now: float
+    """Seconds since the epoch on the clock of S3, before they were looked at."""
     leftovers: tuple[LeftoverObject, ...] = ()
+    """See `CatalogSnapshot`."""
 
 
 async def list_root(

@@ -22,38 +22,32 @@ from dcp_s3.url import CheckpointURL, URLLike, parse_url
 
 @dataclass(frozen=True)
 class StoredObject:
-    """One data object of a checkpoint.
-
-    Attributes:
-        path: relative to the checkpoint.
-        size: bytes; None if the metadata names it but it is not there.
-        crc64nvme: as recorded in the manifest, 16 hex digits; None without.
-        used: whether the metadata refers to it; otherwise it is left over from another save.
-    """
+    """One data object of a checkpoint."""
 
     path: str
+    """Relative to the checkpoint."""
     size: int | None
+    """Bytes; None if the metadata names it but it is not there."""
     crc64nvme: str | None
+    """As recorded in the manifest, 16 hex digits; None without."""
     used: bool
+    """Whether the metadata refers to it; otherwise it is left over from another save."""
 
 
 @dataclass(frozen=True)
 class CheckpointDetails:
-    """One checkpoint.
-
-    Attributes:
-        info: what the catalog says; metrics that were added after the save are included.
-        writer: library versions that wrote it, empty for foreign ones.
-        items: number of saved items (tensor chunks and others).
-        objects: data objects.
-        entries: what was saved; empty for a checkpoint that is incomplete.
-    """
+    """One checkpoint."""
 
     info: CheckpointInfo
+    """What the catalog says; metrics that were added after the save are included."""
     writer: dict[str, str]
+    """Library versions that wrote it, empty for foreign ones."""
     items: int
+    """Number of saved items (tensor chunks and others)."""
     objects: tuple[StoredObject, ...]
+    """Data objects."""
     entries: tuple[SavedEntry, ...]
+    """What was saved; empty for a checkpoint that is incomplete."""
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, for JSON."""

@@ -14,15 +14,12 @@ from dcp_s3.settings import Settings, aws_endpoint_variable, aws_variable, requi
 
 @dataclass(frozen=True)
 class Found:
-    """A value of the chain.
-
-    Attributes:
-        source: the variable, or what in which profile.
-        value: what it says.
-    """
+    """A value of the chain."""
 
     source: str
+    """The variable, or what in which profile."""
     value: str
+    """What it says."""
 
 
 def find_endpoint(session: Any) -> Found | None:

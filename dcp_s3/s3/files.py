@@ -31,15 +31,12 @@ OnProgress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class FileTransfer:
-    """One file and its object.
-
-    Attributes:
-        key: of the object.
-        path: of the file.
-    """
+    """One file and its object."""
 
     key: str
+    """Of the object."""
     path: Path
+    """Of the file."""
 
 
 def download_files(store: S3Store, files: Iterable[FileTransfer], *, on_progress: OnProgress | None = None) -> None:

@@ -43,19 +43,16 @@ _BLOCK = 2**20
 
 @dataclass(frozen=True)
 class HedgeState:
-    """What the second requests to one bucket came to; counts since the process began.
-
-    Attributes:
-        started: second requests.
-        won: those that were faster.
-        bytes: that they received, in whole blocks.
-        wasted: bytes that were received twice, in whole blocks.
-    """
+    """What the second requests to one bucket came to; counts since the process began."""
 
     started: int = 0
+    """Second requests."""
     won: int = 0
+    """Those that were faster."""
     bytes: int = 0
+    """That they received, in whole blocks."""
     wasted: int = 0
+    """Bytes that were received twice, in whole blocks."""
 
 
 class Hedges:

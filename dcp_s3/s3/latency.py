@@ -16,15 +16,12 @@ _BLOCK_FACTOR = 2.0
 
 @dataclass(frozen=True)
 class Expected:
-    """What nearly all requests keep to.
-
-    Attributes:
-        head: seconds from the request to the head of the answer.
-        per_byte: seconds for each byte of the body.
-    """
+    """What nearly all requests keep to."""
 
     head: float
+    """Seconds from the request to the head of the answer."""
     per_byte: float
+    """Seconds for each byte of the body."""
 
     def seconds(self, awaits: int) -> float:
         """In which the next ``awaits`` bytes of a body should have come; 0 for the head."""

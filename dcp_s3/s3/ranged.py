@@ -101,17 +101,14 @@ class Cursor:
 
 @dataclass(frozen=True)
 class Timing:
-    """A request that completed.
-
-    Attributes:
-        head: seconds until the head of the answer.
-        body: seconds from there to the end.
-        size: bytes of the body.
-    """
+    """A request that completed."""
 
     head: float
+    """Seconds until the head of the answer."""
     body: float
+    """Seconds from there to the end."""
     size: int
+    """Bytes of the body."""
 
 
 def _another_version() -> ClientError:

@@ -75,23 +75,20 @@ class Aimd:
 
 @dataclass(frozen=True)
 class GateState:
-    """A gate at one moment; what counts, counts since the process began.
-
-    Attributes:
-        limit: data requests that may be in flight.
-        in_flight: data requests that are.
-        waiting: data requests that wait for their turn.
-        throttled: requests that S3 throttled, small ones included.
-        decreases: how often the limit fell.
-        waited: seconds that data requests waited, in all.
-    """
+    """A gate at one moment; what counts, counts since the process began."""
 
     limit: int
+    """Data requests that may be in flight."""
     in_flight: int
+    """Data requests that are."""
     waiting: int
+    """Data requests that wait for their turn."""
     throttled: int
+    """Requests that S3 throttled, small ones included."""
     decreases: int
+    """How often the limit fell."""
     waited: float
+    """Seconds that data requests waited, in all."""
 
 
 class Gate:

@@ -37,17 +37,14 @@ WAITING_PARTS = 2
 
 @dataclass(frozen=True)
 class UploadedObject:
-    """An object that S3 has.
-
-    Attributes:
-        key: object key.
-        size: bytes.
-        crc64nvme: of all its bytes; None if checksums were off.
-    """
+    """An object that S3 has."""
 
     key: str
+    """Object key."""
     size: int
+    """Bytes."""
     crc64nvme: int | None
+    """Of all its bytes; None if checksums were off."""
 
 
 class Uploader:

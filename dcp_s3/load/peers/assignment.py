@@ -15,37 +15,31 @@ from dcp_s3.load.boxes import Box
 
 
 class Offer(NamedTuple):
-    """In the local plan of a rank that can share.
-
-    Attributes:
-        rank: in the load's group.
-        world_size: of the group.
-    """
+    """In the local plan of a rank that can share."""
 
     rank: int
+    """In the load's group."""
     world_size: int
+    """Of the group."""
 
 
 class StoredChunk(NamedTuple):
-    """A stored item as bytes to be read.
-
-    Attributes:
-        path: object, relative to the checkpoint.
-        base: first byte in the object.
-        nbytes: length.
-        blocks: its checksums, None without.
-        sizes: in elements; of items that are read as a whole, the number of bytes.
-        itemsize: bytes of an element.
-        whole: whether it is decoded when all of it is there, rather than raw bytes of a tensor.
-    """
+    """A stored item as bytes to be read."""
 
     path: str
+    """Object, relative to the checkpoint."""
     base: int
+    """First byte in the object."""
     nbytes: int
+    """Length."""
     blocks: Blocks | None
+    """Its checksums, None without."""
     sizes: tuple[int, ...]
+    """In elements; of items that are read as a whole, the number of bytes."""
     itemsize: int
+    """Bytes of an element."""
     whole: bool
+    """Whether it is decoded when all of it is there, rather than raw bytes of a tensor."""
 
     @property
     def block(self) -> int:
@@ -56,17 +50,14 @@ class StoredChunk(NamedTuple):
 
 
 class SharedPart(NamedTuple):
-    """A run of bytes of a stored chunk, as one rank sees it.
-
-    Attributes:
-        items: numbers of the rank's items that need of it.
-        start: first byte in the chunk.
-        stop: the one behind the last.
-    """
+    """A run of bytes of a stored chunk, as one rank sees it."""
 
     items: tuple[int, ...]
+    """Numbers of the rank's items that need of it."""
     start: int
+    """First byte in the chunk."""
     stop: int
+    """The one behind the last."""
 
 
 Boxes = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
@@ -74,44 +65,35 @@ Boxes = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
 
 class Peer(NamedTuple):
-    """A rank to which the owner of a piece sends.
-
-    Attributes:
-        rank: in the load's group.
-        needs: for each part, the boxes of its items, or None where the one that there is contains the part. None if
-            that is so in all parts.
-    """
+    """A rank to which the owner of a piece sends."""
 
     rank: int
+    """In the load's group."""
     needs: tuple[Boxes | None, ...] | None
+    """For each part, the boxes of its items, or None where the one that there is contains the part. None if that is so
+    in all parts."""
 
 
 class SharedPiece(NamedTuple):
-    """What one request fetches and several ranks need, as one of these sees it.
-
-    Attributes:
-        number: in the order in which all ranks go through them.
-        owner: rank that fetches it.
-        parts: in the order in which they lie in the object.
-        peers: for the owner only: to whom it is sent.
-    """
+    """What one request fetches and several ranks need, as one of these sees it."""
 
     number: int
+    """In the order in which all ranks go through them."""
     owner: int
+    """Rank that fetches it."""
     parts: tuple[SharedPart, ...]
+    """In the order in which they lie in the object."""
     peers: tuple[Peer, ...]
+    """For the owner only: to whom it is sent."""
 
 
 class Assignment(NamedTuple):
-    """What one rank has to do with shared pieces.
-
-    Attributes:
-        item_count: of its plan.
-        pieces: those that it fetches or needs, in order of their numbers.
-    """
+    """What one rank has to do with shared pieces."""
 
     item_count: int
+    """Of its plan."""
     pieces: tuple[SharedPiece, ...]
+    """Those that it fetches or needs, in order of their numbers."""
 
     def shared_items(self) -> set[int]:
         """Numbers of the items that come by pieces, and by pieces alone."""
