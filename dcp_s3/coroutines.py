@@ -11,11 +11,11 @@ T = TypeVar("T")
 U = TypeVar("U")
 
 AT_ONCE = 64
-"""Items under way in `map_bounded`, which bounds the memory for what is in flight."""
+"""Most items under way in `map_bounded`, to bound the memory in flight."""
 
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run`, in a thread of its own if this one runs an event loop already (a notebook)."""
+    """Run a coroutine by `asyncio.run`, in a new thread if this one already runs an event loop (a notebook)."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -38,7 +38,7 @@ def run(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 async def gather(awaitables: Iterable[Awaitable[T]]) -> list[T]:
-    """All results in order; when one fails, the others are cancelled and have ended before it is raised."""
+    """All results in order. When one fails, the others are cancelled and end before its error is raised."""
     tasks = [asyncio.ensure_future(awaitable) for awaitable in awaitables]
     try:
         return await asyncio.gather(*tasks)
@@ -49,7 +49,7 @@ async def gather(awaitables: Iterable[Awaitable[T]]) -> list[T]:
 
 
 async def map_bounded(function: Callable[[T], Awaitable[U]], items: Sequence[T], *, limit: int = AT_ONCE) -> list[U]:
-    """``function`` of each item, in order, at most ``limit`` at a time. Failures as in `gather`."""
+    """Results of ``function`` for all items, in order; at most ``limit`` at a time. Failures as in `gather`."""
     results: dict[int, U] = {}
     pending = iter(enumerate(items))
 

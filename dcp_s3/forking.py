@@ -1,4 +1,4 @@
-"""What a forked child has to forget: connections, threads and locks are its parent's."""
+"""Resets for a forked child: connections, threads and locks are its parent's."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _resets: list[Callable[[], object]] = []
 
 
 def reset_in_child(reset: Callable[[], object]) -> Callable[[], object]:
-    """Have ``reset`` called in every child of a fork, before its own code goes on; in order of registration.
+    """Call ``reset`` in every forked child before its own code goes on, in order of registration.
 
-    A lock that another thread held at the time of the fork would stay locked for ever: make a new one.
+    A lock that another thread held at the time of the fork would stay locked forever: make a new one.
     """
     _resets.append(reset)
     return reset

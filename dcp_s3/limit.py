@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from dcp_s3.errors import DeadlineExceededError
 
-# After a deadline: to abort uploads and delete objects, in all.
+# Time for all cleanup after a deadline: aborting uploads and deleting objects.
 _CLEANUP_SECONDS = 10.0
 
 
@@ -17,33 +17,33 @@ class Deadline:
     """The time by which a save or a load of this process must be done."""
 
     setting: str
-    """Name of the variable that sets it."""
+    """Name of the variable that sets the deadline."""
     seconds: float
-    """What it is set to."""
+    """Value of that variable."""
     at: float
-    """When it passes, in seconds of time.monotonic."""
+    """When the deadline passes, in seconds of time.monotonic."""
 
     @classmethod
     def start(cls, setting: str, seconds: float | None) -> Deadline | None:
-        """One that passes in ``seconds``; None for none."""
+        """A deadline ``seconds`` from now; None for None."""
         return None if seconds is None else cls(setting, seconds, time.monotonic() + seconds)
 
     @property
     def left(self) -> float:
-        """Seconds until it passes, 0 if it has."""
+        """Seconds until the deadline, 0 if it has passed."""
         return max(0.0, self.at - time.monotonic())
 
     @property
     def passed(self) -> bool:
-        """Whether it has passed."""
+        """Whether the deadline has passed."""
         return time.monotonic() >= self.at
 
     def error(self, what: str, progress: str = "") -> DeadlineExceededError:
-        """The error to raise when it has passed.
+        """The error to raise when the deadline has passed.
 
         Args:
-            what: was not done in time.
-            progress: how far it came.
+            what: name of what was not done in time.
+            progress: how far that came.
         """
         came = f": {progress}" if progress else ""
         return DeadlineExceededError(
@@ -60,21 +60,21 @@ class Cancelled(Exception):  # noqa: N818 - not an error of its own: another one
 
 @dataclass(frozen=True)
 class Limit:
-    """What bounds the requests of one piece of work. Each field that is None bounds nothing."""
+    """Bounds for the requests of one piece of work. A field that is None bounds nothing."""
 
     deadline: Deadline | None = None
-    """After it a request fails with DeadlineExceededError."""
+    """Deadline after which a request fails with DeadlineExceededError."""
     patience: float | None = None
-    """Seconds after which a request that fails is not tried again, however many attempts are left."""
+    """Seconds after which a failed request is not retried, however many attempts are left."""
     hang: float | None = None
-    """Seconds that one attempt waits for a connection, or for the next byte, if the settings allow more."""
+    """Most seconds that one attempt waits for a connection or the next byte, if the settings allow more."""
     attempts: int | None = None
-    """How often one request is tried in all, if the settings allow more."""
+    """Most attempts of one request, if the settings allow more."""
     cancel: threading.Event | None = None
-    """When set, requests give up."""
+    """Event that makes requests give up."""
 
     def check(self, what: str) -> None:
-        """Whether something may begin.
+        """Raise if ``what`` may not begin.
 
         Raises:
             Cancelled: ``cancel`` was set.
@@ -86,12 +86,11 @@ class Limit:
             raise self.deadline.error(what, "it was not begun")
 
     def within(self, *others: float | None) -> Limit:
-        """The same, where no attempt hangs longer than any of ``others`` seconds."""
+        """The same limit, with ``hang`` at most the least of ``others``, in seconds."""
         return replace(self, hang=min((each for each in (self.hang, *others) if each is not None), default=None))
 
     def for_cleanup(self) -> Limit:
-        """The limit for removing what a failure left: nothing cancels it, and a deadline is put off a little, for all
-        of that together."""
+        """Limit for cleanup after a failure: it is not cancelled, and in all may run a little past the deadline."""
         if self.deadline is None:
             return replace(self, cancel=None)
         deadline = replace(self.deadline, at=max(self.deadline.at, time.monotonic() + _CLEANUP_SECONDS))
@@ -99,4 +98,4 @@ class Limit:
 
 
 UNLIMITED = Limit()
-"""What the settings say bounds each request; nothing bounds all of them."""
+"""A limit that adds nothing to the settings, which bound each single request."""

@@ -1,4 +1,4 @@
-"""An object store as everything above sees it: one interface, and the values that go in and come out."""
+"""The interface of an object store, and the values that go in and come out."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class ListedObject:
     key: str
     size: int
     modified_at: float
-    """When it was written, seconds since the epoch."""
+    """When the object was written, in seconds since the epoch."""
     etag: str = ""
-    """As the store gave it, with quotes; empty if it gave none."""
+    """ETag as the store gave it, with quotes; empty if it gave none."""
 
 
 @dataclass(frozen=True)
@@ -29,50 +29,50 @@ class Page:
     """One page of a listing, or a whole one."""
 
     objects: tuple[ListedObject, ...]
-    """In key order."""
+    """The objects, in key order."""
     prefixes: tuple[str, ...]
-    """With a delimiter, the common prefixes, each with the delimiter at its end."""
+    """The common prefixes, each ending with the delimiter; none without a delimiter."""
     next_token: str | None = None
-    """Asks for the next page; None on the last."""
+    """Token that asks for the next page; None on the last."""
     server_time: float | None = None
-    """Seconds since the epoch on the store's clock when it was asked, None if it does not tell."""
+    """The store's clock when it was asked, in seconds since the epoch; None if the store does not tell."""
 
 
 @dataclass(frozen=True)
 class ObjectHead:
-    """What a store says of an object without giving it."""
+    """The properties of an object, without its bytes."""
 
     key: str
     size: int
     modified_at: float
-    """When it was written, seconds since the epoch."""
+    """When the object was written, in seconds since the epoch."""
     etag: str
-    """As the store gave it, with quotes."""
+    """ETag as the store gave it, with quotes."""
     metadata: Mapping[str, str]
     """User metadata, names in lower case."""
     crc64nvme: str | None = None
-    """CRC-64/NVME of all its bytes, as 16 hexadecimal digits, if it was asked for and the store knows it."""
+    """CRC-64/NVME of the whole object, as 16 hexadecimal digits, if it was asked for and the store knows it."""
     server_time: float | None = None
-    """Seconds since the epoch on the store's clock when it was asked, None if it does not tell."""
+    """The store's clock when it was asked, in seconds since the epoch; None if the store does not tell."""
 
 
 @dataclass(frozen=True)
 class StoredObject:
-    """A small object as it was read."""
+    """A small object that was read."""
 
     data: bytes
     metadata: Mapping[str, str]
     """User metadata, names in lower case."""
     etag: str
-    """As the store gave it, with quotes."""
+    """ETag as the store gave it, with quotes."""
 
 
 @dataclass(frozen=True)
 class Expect:
-    """What has to be there when an object is put in its place."""
+    """The condition of a write: what must be there before it."""
 
     etag: str = ""
-    """That of the object that is there; empty: there is none."""
+    """ETag of the object that must be there; empty if there must be none."""
 
 
 ABSENT = Expect()
@@ -84,9 +84,9 @@ class Target:
 
     key: str
     etag: str = ""
-    """Delete it only while it has this ETag; empty: in any case."""
+    """Delete the object only while it has this ETag; if empty, in any case."""
     version_id: str = ""
-    """Of one version that is to go for good; empty: the current one, by a delete marker where there are versions."""
+    """Version to delete permanently; if empty, the current one, by a delete marker where there are versions."""
 
 
 @dataclass(frozen=True)
@@ -94,51 +94,53 @@ class Upload:
     """A multipart upload that is neither completed nor aborted."""
 
     key: str
-    """Of the object that it would become."""
+    """Key of the object that the upload would become."""
     upload_id: str
     initiated_at: float = 0.0
-    """When it was begun, seconds since the epoch."""
+    """When the upload was begun, in seconds since the epoch."""
 
 
 class Store(abc.ABC):
-    """Objects by key, each written whole: what is read is one that somebody has finished writing.
+    """Objects by key, each written whole: a reader sees only objects that are completely written.
 
-    Keys are text, compared by their UTF-8 bytes. A missing object is `ObjectNotFoundError`; a store that cannot be
-    reached, refuses, or does not answer in time raises another `StorageError`. Thread safe.
+    Keys are text, compared by their UTF-8 bytes. A missing object raises `ObjectNotFoundError`. A store that
+    cannot be reached, refuses, or does not answer in time raises another `StorageError`. Thread safe.
     """
 
     name: str
-    """What messages call it: a bucket, a directory."""
+    """Name of the store in messages: a bucket, a directory."""
     limit: Limit
-    """What bounds its requests."""
+    """Limit on the store's requests."""
 
     @abc.abstractmethod
     def within(self: SelfStore, limit: Limit) -> SelfStore:
-        """The same store, its requests bounded by ``limit`` and nothing else."""
+        """The same store with its requests bounded by ``limit`` only."""
 
     @abc.abstractmethod
     def read(self, key: str, start: int, into: memoryview, etag: str | None = None) -> None:
         """Fill memory with the bytes of an object from byte ``start`` on.
 
         Args:
-            key: of the object.
+            key: object key.
             start: first byte, from 0.
-            into: writable and contiguous; if it is empty, nothing is asked.
-            etag: of the version to read; None for any, but all bytes are of one.
+            into: writable, contiguous memory; if it is empty, nothing is requested.
+            etag: ETag of the version to read; None for any, but all bytes are of one version.
 
         Raises:
             ObjectNotFoundError: no such object.
-            PreconditionFailedError: it has another ETag, or was replaced while it was read.
-            OutOfRangeError: it has fewer bytes.
-            Cancelled: the limit's ``cancel`` was set; other StorageErrors.
+            PreconditionFailedError: the object has another ETag, or was replaced while it was read.
+            OutOfRangeError: the object has fewer bytes.
+            Cancelled: the limit's ``cancel`` was set.
+            StorageError: any other failure.
         """
 
     @abc.abstractmethod
     def get(self, key: str) -> StoredObject:
-        """A small object, whole.
+        """Read a small object, whole.
 
         Raises:
-            ObjectNotFoundError: no such object; other StorageErrors.
+            ObjectNotFoundError: no such object.
+            StorageError: any other failure.
         """
 
     @abc.abstractmethod
@@ -154,37 +156,38 @@ class Store(abc.ABC):
         """Write a small object, whole.
 
         Args:
-            key: of the object.
-            data: its bytes.
-            expect: what has to be there; None for anything. Where a store knows no conditions, it is written in any
-                case, after one warning.
+            key: object key.
+            data: the object's bytes.
+            expect: condition of the write; None for none. A store without conditional writes writes in any case,
+                after one warning.
             content_type: MIME type.
             metadata: user metadata; names in lower case.
 
         Raises:
-            PreconditionFailedError: something else is there, and it is not these bytes: somebody else wrote it.
+            PreconditionFailedError: the object is not as expected, nor has it these bytes: somebody else wrote it.
             ObjectNotFoundError: an object with an ETag was expected, and there is none.
-            StorageError: it may or may not be written.
+            StorageError: the object may or may not have been written.
         """
 
     @abc.abstractmethod
     def head(self, key: str, *, checksum: bool = False) -> ObjectHead:
-        """What the store says of an object.
+        """The properties of an object.
 
         Args:
-            key: of the object.
-            checksum: whether to ask for its checksum, too.
+            key: object key.
+            checksum: whether to ask for the checksum, too.
 
         Raises:
-            ObjectNotFoundError: no such object (or no such bucket); other StorageErrors.
+            ObjectNotFoundError: no such object (or no such bucket).
+            StorageError: any other failure.
         """
 
     @abc.abstractmethod
     def exists(self, key: str) -> bool:
-        """Whether there is such an object.
+        """Whether the object exists.
 
         Raises:
-            StorageError: cannot tell.
+            StorageError: the request failed.
         """
 
     @abc.abstractmethod
@@ -192,19 +195,19 @@ class Store(abc.ABC):
         """Some of the objects whose keys start with ``prefix``, in key order.
 
         Args:
-            prefix: of the keys.
-            delimiter: keys that go on with it after the prefix count as one common prefix.
-            token: of the page before, None for the first.
+            prefix: start of the keys.
+            delimiter: keys with the same text up to a delimiter after the prefix count as one common prefix.
+            token: ``next_token`` of the page before; None for the first page.
 
         Raises:
-            StorageError: cannot tell.
+            StorageError: the request failed.
         """
 
     def list(self, prefix: str, delimiter: str = "") -> Page:
-        """All of them, as one page.
+        """All objects whose keys start with ``prefix``, as one page.
 
         Raises:
-            StorageError: cannot tell.
+            StorageError: the request failed.
         """
         pages = [self.page(prefix, delimiter)]
         while pages[-1].next_token is not None:
@@ -213,10 +216,10 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def delete(self, targets: Iterable[str | Target]) -> Sequence[str]:
-        """Delete objects, by their keys or as `Target`s; those that do not exist count as deleted.
+        """Delete objects, given as keys or `Target`s; those that do not exist count as deleted.
 
         Returns:
-            Keys that were left alone because they have another ETag. A store that knows no conditions deletes them.
+            Keys left alone because their objects have another ETag. A store without conditional deletes deletes them.
 
         Raises:
             StorageError: some could not be deleted.
@@ -224,10 +227,10 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def uploads(self, prefix: str) -> Sequence[Upload]:
-        """Every open multipart upload whose key starts with ``prefix``, by key; none where there are no such uploads.
+        """Every open multipart upload whose key starts with ``prefix``, in key order; none if the store has no uploads.
 
         Raises:
-            StorageError: cannot tell.
+            StorageError: the request failed.
         """
 
     @abc.abstractmethod
@@ -235,12 +238,12 @@ class Store(abc.ABC):
         """Abort a multipart upload; one that is gone counts as aborted.
 
         Raises:
-            StorageError: it may stay open.
+            StorageError: the upload may stay open.
         """
 
 
 def join(pages: Sequence[Page]) -> Page:
-    """The pages of one listing as one."""
+    """Join the pages of one listing into one."""
     return Page(
         tuple(each for page in pages for each in page.objects),
         tuple(each for page in pages for each in page.prefixes),
@@ -250,10 +253,10 @@ def join(pages: Sequence[Page]) -> Page:
 
 
 def same_etag(one: str | None, other: str | None) -> bool:
-    """Whether two ETags are the same: some stores leave out the quotes at times."""
+    """Whether two ETags are the same, quotes aside: some stores leave them out at times."""
     return (one or "").strip('"') == (other or "").strip('"')
 
 
 def target_of(each: str | Target) -> Target:
-    """What `Store.delete` takes, as a `Target`."""
+    """An argument of `Store.delete` as a `Target`."""
     return Target(each) if isinstance(each, str) else each

@@ -42,11 +42,11 @@ class SaveIdentity:
     """One save of one checkpoint."""
 
     url: CheckpointURL
-    """Of the checkpoint."""
+    """URL of the checkpoint."""
     save_id: str
-    """Random, of this save."""
+    """Random id of this save."""
     rank: int | None = None
-    """Of this process if the save is one without collectives, where each rank commits for itself."""
+    """Rank of this process in a save without collectives, where each rank commits for itself."""
 
     @property
     def metadata_key(self) -> str:
@@ -60,10 +60,10 @@ class SaveIdentity:
 
 
 def check_absent(bucket: Store, identity: SaveIdentity) -> None:
-    """Refuse to save where a committed checkpoint is. Before any byte moves.
+    """Refuse to save over a committed checkpoint, before any byte moves.
 
-    Looks for a checkpoint of the other kind, too: one of a save with collectives hides those of single ranks, and
-    these would be hidden by it.
+    Also looks for a checkpoint of the other kind: one of a save with collectives hides those of single ranks,
+    whichever is saved first.
 
     Raises:
         CheckpointExistsError: one is there.
@@ -76,7 +76,7 @@ def check_absent(bucket: Store, identity: SaveIdentity) -> None:
 
 
 def exists_error(url: CheckpointURL, *, replaceable: bool = True) -> errors.CheckpointExistsError:
-    """The error for a URL that holds a checkpoint. Begins as that of torch's FileSystemWriter, which callers match."""
+    """The error for a URL that holds a checkpoint. Begins like FileSystemWriter's in torch, which callers match."""
     remedy = (
         "save to another URL, or pass overwrite=True to replace it (the old one stays whole until the new one is "
         "committed)"
@@ -96,16 +96,16 @@ class CommitState(Enum):
     WAITING = "waiting"
     COMMITTED = "committed"
     REPLACED = "replaced"
-    """By one that began later."""
+    """A save that began later has replaced it."""
 
 
 def find_state(bucket: Store, identity: SaveIdentity, *, path: str | None, started_at: float) -> CommitState:
     """How the commit of a save stands.
 
     Args:
-        bucket: of the URL.
-        identity: of the save. S3 has the id of the coordinator only.
-        path: of an object that this rank wrote, by which other ranks know their save.
+        bucket: bucket of the URL.
+        identity: the save. S3 has only the coordinator's save id.
+        path: path of an object that this rank wrote. Ranks other than the coordinator recognize their save by it.
         started_at: when the save began, seconds since the epoch.
 
     Raises:
@@ -118,7 +118,7 @@ def find_state(bucket: Store, identity: SaveIdentity, *, path: str | None, start
         data = bucket.get(identity.url.key(manifest_object(save_id or "", identity.rank))).data
         manifest = Manifest.from_json(data)
     except (errors.ObjectNotFoundError, ValueError):
-        return CommitState.WAITING  # there is none, or none of ours
+        return CommitState.WAITING  # no commit, or not ours
     if any(entry.path == path for entry in manifest.objects):
         return CommitState.COMMITTED
     newer = (manifest.started_at or manifest.created_at) > started_at
@@ -126,7 +126,7 @@ def find_state(bucket: Store, identity: SaveIdentity, *, path: str | None, start
 
 
 def is_committed(bucket: Store, identity: SaveIdentity) -> bool:
-    """Whether the checkpoint at the URL is that of this save, by its id.
+    """Whether the checkpoint at the URL is this save's, judged by its id.
 
     Raises:
         StorageError: cannot tell.
@@ -138,7 +138,7 @@ def is_committed(bucket: Store, identity: SaveIdentity) -> bool:
 
 
 def _stored_save_id(bucket: Store, identity: SaveIdentity) -> str | None:
-    """Of the checkpoint at the URL; None if it is none of ours.
+    """Save id of the checkpoint at the URL; None if it is not ours.
 
     Raises:
         ObjectNotFoundError: there is none; other StorageErrors.
@@ -147,7 +147,7 @@ def _stored_save_id(bucket: Store, identity: SaveIdentity) -> str | None:
 
 
 def _save_id_in(bucket: Store, identity: SaveIdentity, found: ObjectHead) -> str | None:
-    """Of the checkpoint whose ``.metadata`` a HEAD has found."""
+    """Save id of the checkpoint whose ``.metadata`` a HEAD has found."""
     save_id: str | None = found.metadata.get(SAVE_ID_KEY)
     if save_id is None:  # stores and proxies may lose user metadata
         try:
@@ -160,16 +160,16 @@ def _save_id_in(bucket: Store, identity: SaveIdentity, found: ObjectHead) -> str
 
 @dataclass(frozen=True)
 class Previous:
-    """What a save is about to replace."""
+    """The checkpoint that a save is about to replace."""
 
     keys: frozenset[str] = frozenset()
-    """Of objects that only the old checkpoint needs. Without those of metadata that cannot be read."""
+    """Keys of objects that only the old checkpoint needs, without those of metadata that cannot be read."""
     etag: str | None = None
-    """Of the old ``.metadata``, None if there was none."""
+    """ETag of the old ``.metadata``; None if there was none."""
 
 
 def find_previous(bucket: Store, identity: SaveIdentity) -> Previous:
-    """What a save with collectives is about to overwrite: a checkpoint, those of single ranks, or nothing.
+    """Find what a save with collectives will overwrite: a checkpoint, those of single ranks, or nothing.
 
     Raises:
         StorageError: cannot tell.
@@ -200,10 +200,10 @@ def find_previous(bucket: Store, identity: SaveIdentity) -> Previous:
 
 @dataclass(frozen=True)
 class Commit:
-    """What makes the objects of one save a checkpoint."""
+    """The files that make the objects of one save a checkpoint."""
 
     identity: SaveIdentity
-    """Of the save."""
+    """The save that commits."""
     manifest: bytes
     """Bytes of the manifest."""
     metadata: bytes
@@ -213,7 +213,7 @@ class Commit:
 
     @property
     def keys(self) -> set[str]:
-        """Of all objects but ``.metadata``."""
+        """Keys of all objects except ``.metadata``."""
         url = self.identity.url
         return {self.identity.manifest_key, *(url.key(entry.path) for entry in self.objects)}
 
@@ -229,8 +229,8 @@ def make_commit(
 ) -> Commit:
     """The commit of a save whose ranks have all written.
 
-    The metrics ride in the manifest, so that they are there exactly when the checkpoint is; those that come
-    later lie in ``metrics.json``, which names the save that they belong to.
+    The metrics are part of the manifest, so they exist exactly when the checkpoint does. Later ones lie in
+    ``metrics.json``, which names the save that they belong to.
     """
     manifest = Manifest(
         save_id=identity.save_id,
@@ -248,16 +248,16 @@ def make_commit(
 
 
 def check_newest(bucket: Store, identity: SaveIdentity, previous: Previous, started_at: float) -> None:
-    """Refuse to put a save that comes late in the place of one that began after it.
+    """Refuse to let a late save replace one that began after it.
 
     Args:
-        bucket: of the URL.
-        identity: of the save.
-        previous: what it would replace.
+        bucket: bucket of the URL.
+        identity: the save.
+        previous: the checkpoint that it would replace.
         started_at: when it began, seconds since the epoch.
 
     Raises:
-        CheckpointExistsError: what it would replace is newer.
+        CheckpointExistsError: the checkpoint at the URL is newer.
         StorageError: cannot tell.
     """
     if previous.etag is None:
@@ -266,7 +266,7 @@ def check_newest(bucket: Store, identity: SaveIdentity, previous: Previous, star
     try:
         manifest = Manifest.from_json(bucket.get(identity.url.key(manifest_object(save_id or ""))).data)
     except (errors.ObjectNotFoundError, ValueError):
-        return  # not ours, or damaged: what the user asked to overwrite
+        return  # not ours, or damaged: the user asked to overwrite it
     if (manifest.started_at or manifest.created_at) > started_at and save_id != identity.save_id:
         raise errors.CheckpointExistsError(
             f"{identity.url} holds a checkpoint that is newer than this one, which was not put in its place",
@@ -286,16 +286,16 @@ def publish(
     """Write the manifest, then ``.metadata``; then remove the objects that it replaced.
 
     Args:
-        bucket: of the URL.
-        commit: what to write.
-        previous: what is replaced.
-        look_again: called once if that is not what is there any more; what is there then is replaced.
+        bucket: bucket of the URL.
+        commit: the commit to write.
+        previous: the checkpoint to replace.
+        look_again: called once if that checkpoint is no longer there; the one that it finds is replaced instead.
         keep_objects: whether the objects of a save that loses stay where they are, invisible.
-        is_late: whether the save began so long ago that a prune may take its objects for leftovers: before and after
-            ``.metadata`` is written they are looked for.
+        is_late: whether the save began so long ago that a prune may take its objects for leftovers. If so, it looks
+            for them before and after it writes ``.metadata``.
 
     Raises:
-        CheckpointDeletedError: they are gone; what was to be replaced is as it was.
+        CheckpointDeletedError: objects of this save are gone; the old checkpoint is unchanged.
         CheckpointExistsError: another save committed to this URL meanwhile; what this save uploaded has been deleted,
             unless ``keep_objects``.
         DeadlineExceededError: the bucket's deadline has passed. What this save uploaded has been deleted, unless S3 may
@@ -328,7 +328,7 @@ def publish(
     except errors.ObjectNotFoundError:
         if previous.etag is None:
             raise
-        # A prune has deleted what was to be replaced.
+        # A prune has deleted the old checkpoint.
         without = replace(previous, etag=None)
         publish(bucket, commit, without, look_again=look_again, keep_objects=keep_objects, is_late=is_late)
         return
@@ -347,7 +347,7 @@ def publish(
     except errors.DeadlineExceededError:
         if not _is_committed_after_all(bucket.within(bucket.limit.for_cleanup()), identity):
             raise
-    # Whoever deletes says so first and looks for commits then: one of the two sees the other.
+    # A prune first writes its list, then looks for commits: one of the two sees the other.
     if is_late():
         _check_still_whole(bucket.within(bucket.limit.for_cleanup()), commit, replaced, keep_objects=keep_objects)
     if old := previous.keys - commit.keys:
@@ -357,7 +357,7 @@ def publish(
 
 
 def _check_whole(bucket: Store, commit: Commit, *, keep_objects: bool) -> None:
-    """Raises CheckpointDeletedError if something of a save is gone, or about to go."""
+    """Raises CheckpointDeletedError if an object of the save is gone, or about to be deleted."""
     loss = find_loss(bucket, commit.identity.url, commit.objects)
     if loss is None:
         return
@@ -367,7 +367,7 @@ def _check_whole(bucket: Store, commit: Commit, *, keep_objects: bool) -> None:
 
 
 def _find_replaced(bucket: Store, commit: Commit, previous: Previous) -> StoredObject | None:
-    """The ``.metadata`` that is about to be replaced, to be put back if need be."""
+    """The ``.metadata`` that is about to be replaced; it may have to be put back."""
     if previous.etag is None:
         return None
     try:
@@ -378,7 +378,7 @@ def _find_replaced(bucket: Store, commit: Commit, previous: Previous) -> StoredO
 
 
 def _check_still_whole(bucket: Store, commit: Commit, replaced: StoredObject | None, *, keep_objects: bool) -> None:
-    """Withdraw a commit whose objects are gone, or about to go. Raises CheckpointDeletedError."""
+    """Withdraw a commit whose objects are gone, or about to be deleted. Raises CheckpointDeletedError."""
     key = commit.identity.metadata_key
     loss = find_loss(bucket, commit.identity.url, commit.objects)
     if loss is None:
@@ -401,7 +401,7 @@ def _delete_replaced(bucket: Store, identity: SaveIdentity, previous: Previous, 
     """Delete what only the old checkpoint needs, once the new one is seen in its place.
 
     Raises:
-        TransferError: it is not, whatever answered to the commit.
+        TransferError: the new one is not there, whatever answered the commit.
     """
     try:
         found = bucket.head(identity.metadata_key)

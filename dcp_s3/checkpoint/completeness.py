@@ -1,6 +1,6 @@
-"""Whether the objects of a save that took long are still there when it is committed.
+"""Checks that the objects of a slow save are still there when it commits.
 
-A prune takes what has not been written to for its grace period (an hour at least) for a leftover.
+A prune takes a directory that was not written to for its grace period (at least an hour) for a leftover.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Beginning:
     at: float = field(default_factory=time.time)
     """Seconds since the epoch."""
     monotonic: float | None = field(default_factory=time.monotonic)
-    """Seconds of time.monotonic, None if another process began it."""
+    """Seconds of time.monotonic; None if another process began the save."""
 
     def is_late(self) -> bool:
-        """Whether it is so long ago, by either clock: one may be set back, the other stops while a host sleeps."""
+        """Whether `LATE` seconds have passed on either clock: one may be set back, the other stops in host sleep."""
         ages = [time.time() - self.at]
         if self.monotonic is not None:
             ages.append(time.monotonic() - self.monotonic)
@@ -38,12 +38,12 @@ class Beginning:
 
 
 def find_loss(bucket: Store, url: CheckpointURL, objects: Sequence[ObjectEntry]) -> str | None:
-    """What of a save's objects is gone, or named by the list of a deletion; None if all will stay.
+    """Why a save is incomplete: an object is gone, or a deletion's list names it. None if all will stay.
 
     Args:
-        bucket: of the URL.
-        url: of the checkpoint.
-        objects: its data objects.
+        bucket: bucket of the URL.
+        url: URL of the checkpoint.
+        objects: data objects of the save.
 
     Raises:
         StorageError: cannot tell.

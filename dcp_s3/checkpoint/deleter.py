@@ -1,4 +1,4 @@
-"""The requests of which deletions are made: lists of what goes, batches of keys, what protects a checkpoint."""
+"""The requests that make up a deletion: its lists, batches of keys, and the check for pins and leases."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class LeftAloneError(errors.DcpS3Error):
 
 @dataclass(frozen=True)
 class Deletion:
-    """What was deleted of one checkpoint's directory."""
+    """The objects that were deleted from one checkpoint's directory."""
 
     name: str
-    """Of the checkpoint."""
+    """Name of the checkpoint."""
     objects: int
-    """How many; its list and other small marks do not count."""
+    """Number of objects; the deletion's list and other small marks do not count."""
     size: int
     """Bytes."""
 
@@ -48,10 +48,10 @@ class Deleter:
     """Deletes objects under one root.
 
     Args:
-        bucket: to look at it.
-        all_versions: whether, in a bucket with versions, all of an object's go instead of a delete marker being put.
-        force: whether pins, leases and saves in progress count for nothing.
-        dry_run: whether it only looks.
+        bucket: bucket of the root.
+        all_versions: whether to delete all versions of an object in a versioned bucket, not add a delete marker.
+        force: whether to ignore pins, leases and saves in progress.
+        dry_run: whether to only look.
 
     Attributes:
         bucket, all_versions, force, dry_run: as given.
@@ -72,11 +72,12 @@ class Deleter:
         self._slots = asyncio.Semaphore(_DELETES_AT_ONCE)
 
     async def list_directory(self, url: CheckpointURL, *prefixes: str) -> Directory:
-        """What lies at the URL, or begins with one of some prefixes there."""
+        """The directory at the URL, or only the objects that begin with one of the prefixes."""
         return await list_directory_async(self.bucket, url, *prefixes)
 
     def check_protection(self, directory: Directory) -> None:
-        """
+        """Refuse to delete a protected checkpoint.
+
         Raises:
             LeftAloneError: it is pinned, or a reader has a lease.
         """
@@ -84,11 +85,11 @@ class Deleter:
             raise LeftAloneError(directory.protection)
 
     async def write_list(self, url: CheckpointURL, path: str, listed: DeletionList) -> None:
-        """Write down what goes."""
+        """Write the list of what will be deleted."""
         await self.bucket.put(url.key(path), listed.to_json(), content_type="application/json")
 
     async def withdraw(self, url: CheckpointURL, paths: Iterable[str]) -> None:
-        """Remove lists of what will not go after all. A failure is a warning."""
+        """Remove the lists of a deletion that was given up. A failure is a warning."""
         try:
             await self.delete_all([Target(url.key(path)) for path in paths])
         except errors.StorageError as error:
@@ -101,15 +102,15 @@ class Deleter:
         limit: Limit = UNLIMITED,
         look: Callable[[], Awaitable[None]] | None = None,
     ) -> list[str]:
-        """Delete keys, on condition of their ETags.
+        """Delete keys whose ETags are unchanged.
 
         Args:
-            targets: what goes.
-            limit: of each request.
-            look: called before each request, and raises if nothing more may go.
+            targets: keys to delete, with their ETags.
+            limit: bounds of each request.
+            look: called before each request; raises if nothing more may be deleted.
 
         Returns:
-            Keys that have another ETag and were left alone.
+            Keys that were left alone because they have another ETag.
         """
         if look is not None:
             found: list[str] = []
@@ -129,14 +130,14 @@ class Deleter:
         purged: DeletionList | None = None,
         look: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        """What is left to do when the checkpoint is none any more.
+        """Delete the rest, once the commit is gone.
 
         Args:
-            url: of the checkpoint.
-            listed: what goes.
-            lists: relative paths of the lists that are done with then.
-            purged: whose old versions go, if that is more.
-            look: called before each request, and raises if nothing more may go.
+            url: URL of the checkpoint.
+            listed: objects to delete.
+            lists: relative paths of the lists to delete last.
+            purged: objects whose old versions are deleted, if there are more than in ``listed``.
+            look: called before each request; raises if nothing more may be deleted.
         """
         await self.delete_all(other_targets(url, listed), look=look)
         if listed.all_versions or self.all_versions:
@@ -146,14 +147,14 @@ class Deleter:
             await self._purge(url, DeletionList(None, {}, dict.fromkeys(lists, "")))
 
     async def _purge(self, url: CheckpointURL, listed: DeletionList) -> None:
-        """All versions but a current one, which was written since."""
+        """Delete all versions of the listed objects, except a current one, which was written since."""
         commits, keys = ({url.key(path) for path in paths} for paths in (listed.commits, listed.objects))
         if commits or keys:
             for step in old_versions(await self.bucket.list_versions(url.key("")), commits, keys):
                 await self.delete_all(step)
 
     async def abort(self, key: str, upload_id: str) -> None:
-        """Abort an open multipart upload; one that is not there any more is no error."""
+        """Abort an open multipart upload. One that is already gone is no error."""
         await self.bucket.abort(Upload(key, upload_id))
 
     async def _delete_batch(self, batch: Sequence[Target], limit: Limit) -> Sequence[str]:
@@ -162,14 +163,14 @@ class Deleter:
 
 
 def commit_steps(url: CheckpointURL, listed: DeletionList) -> list[list[Target]]:
-    """What to delete first, in steps. ``.metadata`` hides those of single ranks, and goes after them."""
+    """The commits, which are deleted first, in steps: ``.metadata`` after those of single ranks, which it hides."""
     targets = [Target(url.key(path), etag) for path, etag in sorted(listed.commits.items())]
     hidden = [each for each in targets if each.key != url.key(METADATA)]
     return [step for step in (hidden, [each for each in targets if each not in hidden]) if step]
 
 
 def other_targets(url: CheckpointURL, listed: DeletionList) -> list[Target]:
-    """What to delete then. Names that no other save uses need no condition, and get none."""
+    """The objects to delete after the commits. Names that no other save uses need no condition, and get none."""
     return [
         Target(url.key(path), "" if _is_of_one_save(path) else etag) for path, etag in sorted(listed.objects.items())
     ]

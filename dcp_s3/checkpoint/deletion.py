@@ -1,11 +1,11 @@
-"""How one checkpoint is deleted, so that it may be cut off anywhere and meet readers, saves and other prunes.
+"""Deletes one checkpoint. May be interrupted anywhere, and may meet readers, saves and other prunes.
 
 1. Look: it is still what the plan saw.
-2. Write down what goes (`DeletionList`), with ETags.
-3. Look again, for readers' leases and pins that came meanwhile, and for commits of saves that took long: whoever writes
-   one of these looks for the list then.
-4. Delete what makes it a checkpoint, on condition that it still has its ETag. From here on it is none.
-5. Delete the rest; at last the list.
+2. Write the list of what will be deleted (`DeletionList`), with ETags.
+3. Look again for new pins and readers' leases, and for commits of slow saves. Whoever writes one of these then looks
+   for the list.
+4. Delete what makes it a checkpoint, if its ETag is unchanged. From here on it is no checkpoint.
+5. Delete the rest, and finally the list.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from dcp_s3.url import CheckpointURL
 logger = logging.getLogger(__name__)
 
 _ATTEMPT_SECONDS = 30.0
-"""For which one attempt to delete a commit may hang."""
+"""Seconds for which one attempt to delete a commit may hang."""
 
 
 class Remover:
     """Deletes committed checkpoints, and finishes deletions that were cut off.
 
     Args:
-        deleter: for its root.
+        deleter: deleter of the root.
     """
 
     def __init__(self, deleter: Deleter) -> None:
@@ -58,14 +58,14 @@ class Remover:
         """Delete a committed checkpoint.
 
         Args:
-            url: of the checkpoint.
-            planned: what the plan saw.
-            since: what was written later (seconds since the epoch on the clock of S3) and is not the checkpoint's is
-                of a save in progress.
-            newest: of the checkpoint that has to be there for this one to be deleted.
+            url: URL of the checkpoint.
+            planned: the checkpoint as the plan saw it.
+            since: seconds since the epoch on the clock of S3. Objects that were written later and are not the
+                checkpoint's belong to a save in progress.
+            newest: URL of the checkpoint that must exist for this one to be deleted.
 
         Raises:
-            LeftAloneError: it changed, is protected, or something is being saved there.
+            LeftAloneError: it changed, it is protected, or a save to its URL is in progress.
             StorageError, CheckpointError
         """
         found = await inspect(self._deleter.bucket, url)
@@ -112,7 +112,7 @@ class Remover:
         await self._deleter.delete_rest(url, listed, {path, *lists})
 
     async def _give_up(self, url: CheckpointURL, path: str, listed: DeletionList, error: errors.StorageError) -> None:
-        """Withdraw the list if S3 has certainly not deleted a commit, and never will: readers wait for no one."""
+        """Withdraw the list if S3 certainly has not deleted a commit and never will: no reader should wait in vain."""
         late = isinstance(error, errors.DeadlineExceededError)
         if isinstance(error, errors.TransferError) or (late and error.attempts):
             return  # S3 may still carry it out
@@ -129,7 +129,7 @@ class Remover:
     async def _look_again(
         self, url: CheckpointURL, planned: CheckpointInfo, listed: DeletionList, newest: CheckpointURL | None
     ) -> list[str]:
-        """The last look before something goes; the lists of other deletions of the same checkpoint."""
+        """Look a last time before deleting. Returns the lists of other deletions of the same checkpoint."""
         if newest is not None and not await self._exists(newest):
             raise LeftAloneError(f"{newest}, which was to stay as the newest, is gone")
         if planned.etag is not None:
@@ -150,11 +150,11 @@ class Remover:
         return [each.path for each in directory.lists_of(planned.deletion_id)]
 
     async def finish(self, url: CheckpointURL, deletion: str) -> Deletion:
-        """Finish a deletion that was cut off: exactly what its lists name goes, as far as it is what it was.
+        """Finish a deletion that was cut off: delete exactly what its lists name and is unchanged.
 
         Args:
-            url: of the checkpoint.
-            deletion: its id.
+            url: URL of the checkpoint.
+            deletion: id of the deletion.
 
         Raises:
             LeftAloneError: the checkpoint is still there.
@@ -176,7 +176,7 @@ class Remover:
                     url=str(url),
                 ) from None
             if not _has_begun(directory, listed) or await self._has_save(url, listed.save_id, directory):
-                if not listed.commits:  # of leftovers, or of a save that was committed after all
+                if not listed.commits:  # a list of leftovers, or of a save that was committed after all
                     given_up = found.modified_at < directory.now - DELETION_BEGINS
                     if given_up or not listed.objects.keys() & directory.objects.keys():
                         await self._deleter.withdraw(url, [path])
@@ -185,13 +185,13 @@ class Remover:
             rest = still_there(directory, listed, written_at=found.modified_at)
             for step in commit_steps(url, rest):
                 await self._deleter.delete_all(step)
-            # With versions, what has its delete marker already may still have older ones.
+            # In a versioned bucket, an object that already has its delete marker may still have older versions.
             await self._deleter.delete_rest(url, rest, [path], purged=listed)
             gone |= {*rest.commits, *rest.objects}
         return Deletion(url.name, len(gone), sum(directory.sizes[path] for path in gone))
 
     async def withdraw_given_up(self, url: CheckpointURL, deletion: str) -> None:
-        """Remove the lists of deletions of a checkpoint that is still there, which were cut off before they began."""
+        """Remove the lists of a deletion that was cut off before it began: the checkpoint is still there."""
         directory = await self._deleter.list_directory(url, DELETION_PREFIX)
         old = [each for each in directory.lists_of(deletion) if each.modified_at < directory.now - DELETION_BEGINS]
         await self._deleter.delete_all([Target(url.key(each.path)) for each in old])
@@ -218,8 +218,8 @@ class Remover:
         return needed
 
     async def _has_save(self, url: CheckpointURL, save_id: str | None, directory: Directory) -> bool:
-        """Whether the checkpoint at the URL is of that save, though its ``.metadata`` may have another ETag: one that
-        was brought back from a copy."""
+        """Whether the checkpoint at the URL is of that save. Its ``.metadata`` may have another ETag, if it was brought
+        back from a copy."""
         if save_id is None or None not in directory.commits:
             return False
         try:
@@ -240,16 +240,16 @@ _TOO_SLOW = "S3 is too slow for its readers to be seen"
 
 @dataclass(frozen=True)
 class _CommitDeadline(Deadline):
-    """By which a deletion's commits must be gone, so that readers may rely on its list; by two clocks, because one
+    """When a deletion's commits must be gone, so that readers may rely on its list. Uses two clocks, because one
     stops while a host sleeps.
     """
 
     wall: float = 0.0
-    """When it passes, seconds since the epoch."""
+    """When the deadline passes, seconds since the epoch."""
 
     @classmethod
     def begin(cls) -> _CommitDeadline:
-        """It is now that the list is written."""
+        """The deadline of a list that is written now."""
         seconds = DELETION_BEGINS / 2
         return cls("DELETION_BEGINS / 2", seconds, time.monotonic() + seconds, time.time() + seconds)
 
@@ -275,7 +275,7 @@ def _check_unchanged(planned: CheckpointInfo, now: CheckpointInfo) -> None:
 
 
 def _has_begun(directory: Directory, listed: DeletionList) -> bool:
-    """Whether a deletion whose list was found has come so far that the checkpoint is none any more."""
+    """Whether a deletion whose list was found has already removed the commit."""
     if not listed.commits:  # it was never committed
         return not directory.commits
     there = directory.unchanged(listed.commits)
@@ -283,8 +283,8 @@ def _has_begun(directory: Directory, listed: DeletionList) -> bool:
 
 
 def still_there(directory: Directory, listed: DeletionList, *, written_at: float) -> DeletionList:
-    """Of a list that was found, and written at that time (seconds since the epoch on the clock of S3), what is still
-    there and unchanged. What is younger than the list is another save's, though its bytes may be the same."""
+    """The part of a list that is still there and unchanged. ``written_at`` is the list's time, in seconds since the
+    epoch on the clock of S3. An object younger than the list is another save's, even if its bytes are the same."""
     return replace(
         listed,
         commits=directory.unchanged(listed.commits, until=written_at),

@@ -1,8 +1,8 @@
-"""What lies at a checkpoint's URL: one listing, classified once. Pure.
+"""The objects at a checkpoint's URL: one listing, classified once. Pure.
 
-Whoever asks what belongs to a checkpoint, what is missing, left over or about to go, asks a `Directory`. Nobody else
-knows that earlier versions spread data over directories below the checkpoint (``a7/__0_0-....distcp``), where
-directories of that name may be checkpoints of their own.
+A `Directory` answers what belongs to a checkpoint, what is missing, what is left over and what will be deleted. Only it
+knows that earlier versions spread data over directories below the checkpoint (``a7/__0_0-....distcp``). Directories of
+such a name may also be checkpoints of their own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dcp_s3.format.manifest import Manifest
 from dcp_s3.url import CheckpointURL
 
 LEASE_MARGIN = 60.0
-"""Seconds for which a lease counts after its end. Both times are of S3's clock; a renewal may be under way."""
+"""Seconds for which a lease counts after its end: a renewal may be under way. Both times are by S3's clock."""
 
 _OUR_CONTROL = frozenset({What.MANIFEST, What.METRICS, What.PIN, What.LEASE, What.DELETION, What.CONTROL})
 
@@ -47,14 +47,14 @@ class Found(NamedTuple):
     """One object in a checkpoint's directory. A tuple: a listing has many."""
 
     path: str
-    """Relative to the checkpoint."""
+    """Path relative to the checkpoint."""
     size: int
     """Bytes."""
     kind: Kind
     modified_at: float = 0.0
     """Seconds since the epoch on the clock of S3; 0 if the listing did not say."""
     etag: str = ""
-    """As S3 gave it, with quotes; empty if it gave none."""
+    """ETag as S3 gave it, with quotes; empty if it gave none."""
 
     def has_etag(self, etag: str | None) -> bool:
         """Whether this is its ETag, with or without quotes."""
@@ -63,14 +63,14 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True)
 class Removal:
-    """What goes with a checkpoint."""
+    """The objects that are deleted with a checkpoint."""
 
     commits: Mapping[str, Found]
-    """What makes it one, by relative path. Gone first."""
+    """The objects that make it a checkpoint, by relative path. They are deleted first."""
     objects: Mapping[str, Found]
     """Everything else, by relative path."""
     being_saved: str | None = None
-    """Relative path of an object of a save in progress, None without any."""
+    """Relative path of an object of a save in progress; None if there is none."""
 
     @property
     def count(self) -> int:
@@ -83,7 +83,7 @@ class Removal:
         return sum(found.size for found in (*self.commits.values(), *self.objects.values()))
 
     def to_list(self, save_id: str | None, *, all_versions: bool) -> DeletionList:
-        """What is written down before the first of them goes."""
+        """The list that is written before the first of them is deleted."""
         return DeletionList(
             save_id=save_id,
             commits={path: found.etag for path, found in self.commits.items()},
@@ -94,23 +94,23 @@ class Removal:
 
 @dataclass(frozen=True)
 class Directory:
-    """The objects at one URL, or those of them that were listed. Made by `of` and `of_sizes`."""
+    """All or some of the objects at one URL. Made by `of` and `of_sizes`."""
 
     objects: Mapping[str, Found]
-    """All of them, by relative path."""
+    """All objects, by relative path."""
     now: float = 0.0
     """When they were listed, seconds since the epoch on the clock of S3. 0: no lease has ended."""
     data: Mapping[str, Found] = field(default_factory=dict)
-    """Named like data of a save to this URL, by relative path; `own_data` knows better where there is more below."""
+    """Objects named like data of a save to this URL, by relative path. `own_data` also considers directories below."""
     commits: Mapping[int | None, Found] = field(default_factory=dict)
-    """What makes it a checkpoint, by rank; rank None is ``.metadata``."""
+    """The commits, which make it a checkpoint, by rank; rank None is ``.metadata``."""
     manifests: Mapping[int | None, Mapping[str, Found]] = field(default_factory=dict)
-    """By rank, likewise, and save id."""
+    """Manifests by rank (None as above), then by save id."""
     metrics: Found | None = None
-    """The metrics that were added after the save."""
+    """The object with the metrics that were added after the save."""
     pin: Found | None = None
     leases: tuple[Found, ...] = ()
-    """Of readers, also those that have ended."""
+    """Leases of readers, including those that have ended."""
     deletions: Mapping[str, Found] = field(default_factory=dict)
     """Lists of deletions that were begun, by relative path."""
     nested: frozenset[str] = frozenset()
@@ -118,14 +118,14 @@ class Directory:
 
     @classmethod
     def of(cls, url: CheckpointURL, objects: Iterable[Stored], now: float = 0.0) -> Directory:
-        """Of a listing of keys below ``url``, or of some of them."""
+        """The directory from a listing of all or some keys below ``url``."""
         skip = len(url.key(""))
         paths = ((each.key[skip:], each) for each in objects)
         return cls._of((Found(path, o.size, classify(path), o.modified_at, o.etag) for path, o in paths), now)
 
     @classmethod
     def of_sizes(cls, sizes: Mapping[str, int]) -> Directory:
-        """Of a listing that has no times: bytes by relative path."""
+        """The directory from a listing without times: bytes by relative path."""
         return cls._of((Found(path, size, classify(path)) for path, size in sizes.items()), 0.0)
 
     @classmethod
@@ -164,27 +164,27 @@ class Directory:
 
     @property
     def committing(self) -> list[int | None]:
-        """Whose metadata makes it a checkpoint: that of rank None alone if there is one, as it hides the others."""
+        """Ranks whose metadata makes it a checkpoint. If there is rank None, only that: it hides the others."""
         return [None] if None in self.commits else [*self.ranks]
 
     @property
     def shows_checkpoint(self) -> bool:
-        """Whether it is, or was to become, a checkpoint."""
+        """Whether it is a checkpoint, or was meant to become one."""
         return any(found.kind.what in (What.DATA, What.COMMIT) or self._is_control(found) for found in self)
 
     @property
     def ours(self) -> bool:
-        """Whether dcp_s3 has written something of it."""
+        """Whether dcp_s3 has written any of it."""
         return any(found.kind.nonce or self._is_control(found) for found in self)
 
     @property
     def newest(self) -> float | None:
-        """When the last object was written, None without any."""
+        """When the last object was written; None if there is none."""
         return max((found.modified_at for found in self), default=None)
 
     @property
     def data_written_at(self) -> float | None:
-        """When the last data object was written, None without any."""
+        """When the last data object was written; None if there is none."""
         return max((found.modified_at for found in self.data.values()), default=None)
 
     @property
@@ -193,7 +193,7 @@ class Directory:
         return sum(found.size for found in self.data.values())
 
     def is_spread_of(self, name: str) -> bool:
-        """Whether this directory, of that name, is no checkpoint but only holds spread data of the one above."""
+        """Whether this directory, called ``name``, is no checkpoint but only holds spread data of the one above."""
         return bool(self.data) and all(
             path in self.data and classify(f"{name}/{path}").spread
             for path, found in self.objects.items()
@@ -201,13 +201,13 @@ class Directory:
         )
 
     def own_data(self, needed: Collection[str] = ()) -> set[str]:
-        """Relative paths of the data of saves to this very URL.
+        """Relative paths of the data of saves to this URL.
 
-        Spread data counts if it lies like that of the checkpoint, and not in a directory that is a checkpoint. If
+        Spread data counts if it lies like the checkpoint's needed data, and not in a directory that is a checkpoint. If
         nothing is needed (it was never committed), it counts if there is no other data and no such directory.
 
         Args:
-            needed: what its manifest or metadata names.
+            needed: relative paths that its manifest or metadata names.
         """
         spread = {path: found.kind.spread for path, found in self.data.items() if found.kind.spread}
         plain = self.data.keys() - spread.keys()
@@ -226,13 +226,13 @@ class Directory:
 
     @property
     def all_manifests(self) -> list[Found]:
-        """Of whatever save."""
+        """The manifests of all saves."""
         return [found for by_id in self.manifests.values() for found in by_id.values()]
 
     def save_id_by_time(self, rank: int | None) -> str | None:
-        """The save that made a commit, if that is plain: there is one manifest, and it is not newer.
+        """The save that made a commit, if that is clear: there is one manifest, and it is not newer.
 
-        A manifest is written before its commit, so that a newer one is of a save that goes on, or was cut off.
+        A manifest is written before its commit. A newer one is of a save that is in progress, or was cut off.
         """
         commit, manifests = self.commits.get(rank), self.manifests.get(rank, {})
         if commit is None or len(manifests) != 1:
@@ -242,18 +242,18 @@ class Directory:
 
     @property
     def no_rank_missing(self) -> bool:
-        """Whether ranks 0 to n have committed, and no other has data there."""
+        """Whether ranks 0 to n have committed, and no other rank has data there."""
         writers = {found.kind.rank for found in self.data.values()} - {None}
         return bool(self.ranks) and self.ranks == list(range(len(self.ranks))) and writers <= set(self.ranks)
 
     # --- what is missing -------------------------------------------------------------------------
 
     def lacking(self, sizes: Mapping[str, int], *, exact: bool = False) -> list[str]:
-        """Relative paths that are not there, or too short; with ``exact``, also those that are too long.
+        """Relative paths of objects that are missing or too short; with ``exact``, also of those that are too long.
 
         Args:
-            sizes: bytes by relative path: what a manifest or metadata names.
-            exact: whether the sizes are those of whole objects.
+            sizes: bytes by relative path, from a manifest or metadata.
+            exact: whether these are the sizes of whole objects.
         """
         there = self.sizes
         return [
@@ -263,14 +263,14 @@ class Directory:
         ]
 
     def describe_damage(self, sizes: Mapping[str, int]) -> str | None:
-        """Why it cannot be loaded: the first that is `lacking`, in words."""
+        """Why it cannot be loaded: names the first object that is `lacking`. None if none is."""
         for path in self.lacking(sizes):
             if path not in self.objects:
                 return f"its object {path} is not there"
             return f"its object {path} has {self.objects[path].size} bytes instead of at least {sizes[path]}"
         return None
 
-    # --- what protects it, what goes -------------------------------------------------------------
+    # --- protection and deletion -----------------------------------------------------------------
 
     @property
     def leased_until(self) -> float | None:
@@ -279,7 +279,7 @@ class Directory:
 
     @property
     def protection(self) -> str | None:
-        """Why it must not be deleted: a pin, or a lease that has not ended."""
+        """Why it must not be deleted: a pin, or a lease that has not ended. None if it may be."""
         if self.pin is not None:
             return "it is pinned"
         return "a reader has a lease" if any(not self._has_ended(found) for found in self.leases) else None
@@ -290,17 +290,17 @@ class Directory:
         return tuple(sorted({found.kind.deletion for found in self.deletions.values()}))
 
     def lists_of(self, deletion: str) -> list[Found]:
-        """The lists of one deletion, one for each attempt."""
+        """The lists of one deletion, one per attempt."""
         return [found for found in self.deletions.values() if found.kind.deletion == deletion]
 
     def removal(self, needed: Collection[str], *, since: float) -> Removal:
-        """What goes when a checkpoint does: what it needs, and what saves that failed left beside it. Nobody else's
+        """The objects to delete with a checkpoint: those that it needs, and leftovers of failed saves. Nobody else's
         objects, and nothing of a checkpoint in a directory below.
 
         Args:
             needed: relative paths of the data objects and manifests that its metadata names.
-            since: seconds since the epoch on the clock of S3; what was written later and is not needed is of a save in
-                progress.
+            since: seconds since the epoch on the clock of S3. Objects that were written later and are not needed
+                belong to a save in progress.
         """
         own = self.own_data(needed)
         objects: dict[str, Found] = {}
@@ -319,15 +319,15 @@ class Directory:
                     being_saved = path
                 elif path in own or what is What.MANIFEST:
                     objects[path] = found
-        if self.commits:  # a save that writes over names that are in use, as other libraries' do
+        if self.commits:  # a save that overwrites names in use, as other libraries do
             committed = max(found.modified_at for found in self.commits.values())
             late = (path for path in needed if path in objects and objects[path].modified_at > max(committed, since))
             being_saved = being_saved or next(late, None)
         return Removal({found.path: found for found in self.commits.values()}, objects, being_saved)
 
     def removal_of_uncommitted(self, *, since: float) -> Removal:
-        """What goes when it was never committed: `removal`, and all of our own directory but what protects it and
-        what is still to be deleted."""
+        """The objects to delete if it was never committed: `removal`, and all of our own directory except pins,
+        unexpired leases and lists of deletions."""
         removal = self.removal((), since=since)
         young = (path for path, found in removal.commits.items() if found.modified_at > since)
         stay = (What.PIN, What.LEASE, What.DELETION)
@@ -335,8 +335,8 @@ class Directory:
         return Removal(removal.commits, {**removal.objects, **control}, removal.being_saved or next(young, None))
 
     def leftovers(self, manifest: Manifest) -> list[Found]:
-        """What a checkpoint of ours does not need: of saves that failed, go on, or were overwritten, and leases that
-        have ended. Only what has a name that dcp_s3 gives: nobody else's objects are leftovers."""
+        """Objects that our checkpoint does not need: those of failed, running or overwritten saves, and leases that
+        have ended. Only names that dcp_s3 gives count: nobody else's objects are leftovers."""
         needed = {entry.path for entry in manifest.objects}
         own = self.own_data(needed)
         needed.add(manifest_object(manifest.save_id))
@@ -351,11 +351,11 @@ class Directory:
         ]
 
     def unchanged(self, etags: Mapping[str, str], *, until: float | None = None) -> dict[str, str]:
-        """Those of some ETags, by relative path, that are still there.
+        """The given ETags, by relative path, that are still there.
 
         Args:
-            etags: with or without quotes.
-            until: seconds since the epoch on the clock of S3; what is younger has changed, though its bytes may be the
+            etags: ETags by relative path, with or without quotes.
+            until: seconds since the epoch on the clock of S3. A younger object has changed, even if its bytes are the
                 same.
         """
         return {
@@ -378,5 +378,5 @@ class Directory:
 
 
 def spread_prefixes(prefixes: Iterable[str]) -> list[str]:
-    """Those of some common prefixes (relative, with slash) that may hold spread data."""
+    """The given common prefixes (relative, with slash) that may hold spread data."""
     return [prefix for prefix in prefixes if may_be_spread(prefix.rstrip("/"))]

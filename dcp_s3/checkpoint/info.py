@@ -1,4 +1,4 @@
-"""One checkpoint in short, concluded from its directory and manifests. Pure."""
+"""A summary of one checkpoint, drawn from its directory and manifests. Pure."""
 
 from __future__ import annotations
 
@@ -30,43 +30,42 @@ class CheckpointInfo:
     commit waits in this host's spill directory; otherwise ``incomplete``, which a `CheckpointCatalog` tells apart by
     its grace period: ``in_progress``, or ``leftover``."""
     step: int | None
-    """Training step, from the name; None without a number."""
+    """Training step, from the name; None if the name has no number."""
     created_at: float | None
-    """Seconds since the epoch; when it was committed, or if it was not, last written to."""
+    """Seconds since the epoch when it was committed, or else last written to."""
     world_size: int | None
-    """Ranks that wrote it; None if that is not recorded."""
+    """Number of ranks that wrote it; None if not recorded."""
     objects: int | None
     """Number of its data objects."""
     size: int | None
     """Bytes of its data objects."""
     metrics: dict[str, Any] = field(default_factory=dict, hash=False)
-    """The user's, as saved, and over them those of `annotate`."""
+    """The user's metrics as saved, overridden by those of `annotate`."""
     foreign: bool = False
-    """Whether it was written by something else than dcp_s3: it has no manifest."""
+    """Whether something other than dcp_s3 wrote it: it has no manifest."""
     save_id: str | None = None
-    """Of the save that committed it; None for a foreign one, or one that is not committed. Without collectives that of
-    the lowest rank."""
+    """Id of the save that committed it; None if it is foreign or not committed. Without collectives, the lowest rank's
+    id."""
     etag: str | None = None
-    """Of ``.metadata``, with quotes; None without one."""
+    """ETag of ``.metadata``, with quotes; None if there is none."""
     modified_at: float | None = None
-    """Seconds since the epoch on the clock of S3: when ``.metadata`` was written, or if there is none, the newest
-    object."""
+    """Seconds since the epoch on the clock of S3 when ``.metadata`` was written, or without it the newest object."""
     written_at: float | None = None
-    """Seconds since the epoch on the clock of S3, when the newest data object in its directory was written; None if
-    they were not listed."""
+    """Seconds since the epoch on the clock of S3 when the newest data object in its directory was written; None if
+    those were not listed."""
     pinned: bool = False
     """Whether `pin` protects it."""
     leased_until: float | None = None
-    """Seconds since the epoch on the clock of S3, when the last reader's lease ends; None without any."""
+    """Seconds since the epoch on the clock of S3 when the last reader's lease ends; None without a lease."""
     waiting: bool = False
-    """Whether a commit of this URL waits in this host's spill directory."""
+    """Whether a commit to this URL waits in this host's spill directory."""
     deletions: tuple[str, ...] = ()
     """Ids (`layout.deletion_id`) of deletions that were begun and not finished."""
     damage: str | None = None
-    """Why it cannot be loaded; None if nothing is known of that. Of one that is not committed: why that can not be
-    told, so that it may be a checkpoint."""
+    """Why it cannot be loaded; None if no damage is known. If it is not committed: why nobody can tell whether it is,
+    so that it may be a checkpoint."""
     pin_reason: str | None = None
-    """Why, if `pin` was told."""
+    """Why it is pinned, if `pin` was told."""
 
     @property
     def committed(self) -> bool:
@@ -75,7 +74,7 @@ class CheckpointInfo:
 
     @property
     def deletion_id(self) -> str:
-        """What a deletion of it is known by."""
+        """The id of a deletion of this checkpoint (`layout.deletion_id`)."""
         return deletion_id(self.save_id, self.etag)
 
     def to_dict(self) -> dict[str, Any]:
@@ -85,8 +84,8 @@ class CheckpointInfo:
 
 @dataclass(frozen=True)
 class LeftoverObject:
-    """An object in the directory of a committed checkpoint that the checkpoint does not need: of a save that failed,
-    of one that was overwritten, or of a save in progress."""
+    """An object in a committed checkpoint's directory that the checkpoint does not need: of a failed save, an
+    overwritten one, or one in progress."""
 
     key: str
     size: int
@@ -96,7 +95,7 @@ class LeftoverObject:
     checkpoint: str
     """Name of the directory under the root."""
     is_lease: bool = False
-    """Whether it is a reader's lease that has ended, and no part of a save."""
+    """Whether it is a reader's lease that has ended, not part of a save."""
 
 
 def age_order(info: CheckpointInfo) -> tuple[bool, int, float, str]:
@@ -106,12 +105,12 @@ def age_order(info: CheckpointInfo) -> tuple[bool, int, float, str]:
 
 
 def newest_first(infos: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
-    """The committed ones, the one that `latest` tries first in front."""
+    """The committed checkpoints, in the order in which `latest` tries them."""
     return sorted((info for info in infos if info.committed), key=age_order, reverse=True)
 
 
 def with_marks(info: CheckpointInfo, directory: Directory) -> CheckpointInfo:
-    """The checkpoint with what the names and times in its listing say besides: pin, leases, deletions, its commit."""
+    """The checkpoint, completed by the names and times in its listing: pin, leases, deletions, its commit."""
     metadata = directory.commits.get(None)
     commits = directory.commits.values() if info.committed else ()
     return replace(
@@ -125,12 +124,12 @@ def with_marks(info: CheckpointInfo, directory: Directory) -> CheckpointInfo:
 
 
 def in_grace(info: CheckpointInfo, *, now: float, grace: float) -> CheckpointInfo:
-    """An incomplete checkpoint as ``in_progress`` or ``leftover``; others as they are.
+    """The checkpoint with ``incomplete`` turned into ``in_progress`` or ``leftover``; others are unchanged.
 
     Args:
         info: the checkpoint.
         now: seconds since the epoch, on the clock of S3.
-        grace: seconds after its newest object for which a save counts as in progress.
+        grace: seconds for which a save counts as in progress after its newest object.
     """
     if info.state != "incomplete":
         return info
@@ -139,18 +138,18 @@ def in_grace(info: CheckpointInfo, *, now: float, grace: float) -> CheckpointInf
 
 
 def with_step(info: CheckpointInfo, patterns: Sequence[re.Pattern[str]]) -> CheckpointInfo:
-    """The checkpoint with the step that ``patterns`` find in its name. Without patterns it keeps the one it has."""
+    """The checkpoint with the step that ``patterns`` find in its name. Without patterns it keeps its step."""
     return replace(info, step=step_by_patterns(info.name, patterns)) if patterns else info
 
 
 def with_metrics(info: CheckpointInfo, added: AddedMetrics) -> CheckpointInfo:
-    """The checkpoint with metrics that came after the save, if they are of this save."""
+    """The checkpoint with the metrics that were added after the save, if they belong to this save."""
     identity = info.save_id or info.etag
     return replace(info, metrics={**info.metrics, **added.metrics}) if identity and added.of == identity else info
 
 
 def from_manifest(url: CheckpointURL, manifest: Manifest) -> CheckpointInfo:
-    """A committed checkpoint with the manifest that its ``.metadata`` names."""
+    """A committed checkpoint, from the manifest that its ``.metadata`` names."""
     return CheckpointInfo(
         url=str(url),
         name=url.name,
@@ -166,7 +165,7 @@ def from_manifest(url: CheckpointURL, manifest: Manifest) -> CheckpointInfo:
 
 
 def from_listing(url: CheckpointURL, directory: Directory, *, committed_at: float | None) -> CheckpointInfo:
-    """A checkpoint without a manifest: a foreign one, or one that was never committed (``committed_at`` None)."""
+    """A checkpoint without a manifest: it is foreign, or was never committed (``committed_at`` None)."""
     return CheckpointInfo(
         url=str(url),
         name=url.name,
@@ -181,17 +180,17 @@ def from_listing(url: CheckpointURL, directory: Directory, *, committed_at: floa
 
 
 def from_rank_manifests(url: CheckpointURL, directory: Directory, manifests: Mapping[int, Manifest]) -> CheckpointInfo:
-    """A save without collectives.
+    """The checkpoint of a save without collectives.
 
-    The manifest that was written last says how many ranks there must be. It is committed if each of them has
-    committed and says the same: after a save that was to overwrite another with a different number of ranks, and
-    was cut off, they do not. Where there are no manifests at all (other writers'), it is committed if no rank is
-    missing. What cannot be told has ``damage``.
+    The last written manifest says how many ranks there must be. The checkpoint is committed if each rank has
+    committed and says the same. They disagree after an interrupted save that was overwriting one of a different
+    number of ranks. Without any manifests (other writers'), it is committed if no rank is missing. If nobody can
+    tell, it has ``damage``.
 
     Args:
-        url: of the checkpoint.
-        directory: its listing.
-        manifests: by rank; a rank whose manifest cannot be told is left out, and is then not committed.
+        url: URL of the checkpoint.
+        directory: listing of the checkpoint.
+        manifests: manifests by rank. A rank whose manifest is not clear is left out, and counts as not committed.
     """
     present = directory.ranks
     if not manifests:

@@ -1,7 +1,7 @@
 """A reader's lease: a small object beside a checkpoint that keeps prune from deleting it while it is loaded.
 
-S3 has no locks. Each side writes first and looks then, so that one of them sees the other: a reader writes its lease
-and looks for a deletion of the save that it reads; a prune writes the list of what it deletes (`deletion_object`) and
+S3 has no locks. Each side first writes, then looks, so that one of them sees the other. A reader writes its lease, then
+looks for a deletion of the save that it reads. A prune writes the list of what it deletes (`deletion_object`), then
 looks for leases.
 """
 
@@ -28,22 +28,22 @@ from dcp_s3.url import CheckpointURL
 logger = logging.getLogger(__name__)
 
 DELETION_BEGINS = 900.0
-"""Seconds after which a deletion that has not removed ``.metadata`` counts as given up. It tries for half of them."""
+"""Seconds after which a deletion that has not removed ``.metadata`` counts as given up. It tries for half as long."""
 
-# Seconds: a renewal that hangs must not hold up the end of the load, nor must the release.
+# Seconds. Neither a renewal that hangs nor the release may hold up the end of the load.
 _RENEWAL_TIMEOUT = 10.0
 
-# Seconds for which a reader waits for a deletion that has begun to be withdrawn, because the prune saw a lease.
+# Seconds that a reader waits for a prune to see its lease and withdraw a deletion that has begun.
 _WITHDRAWAL = 10.0
 
 
 class ReaderLease:
-    """One lease. Holds no connection and no thread but in `renewed`.
+    """One lease. Holds a connection and a thread only in `renewed`.
 
     Args:
-        bucket: of the URL.
-        url: of the checkpoint.
-        seconds: after which it ends if it is not renewed; None: there is no lease, and nothing here does anything.
+        bucket: bucket of the URL.
+        url: URL of the checkpoint.
+        seconds: seconds until it ends unless it is renewed. None: there is no lease, and all methods do nothing.
     """
 
     def __init__(self, bucket: Store, url: CheckpointURL, seconds: float | None) -> None:
@@ -52,7 +52,7 @@ class ReaderLease:
         self._key: str | None = None
 
     def take(self) -> None:
-        """Write it. Without the permission there is none, and a warning.
+        """Write the lease. Without the permission there is only a warning.
 
         Raises:
             StorageError: it could not be written.
@@ -68,11 +68,11 @@ class ReaderLease:
         self._key = key
 
     def check_not_deleted(self, deletions: Collection[str] | None, *, rank: int | None = None) -> None:
-        """Refuse to read what a prune is about to delete, because it may not have seen the lease.
+        """Refuse to read a checkpoint that a prune is deleting, as it may not have seen the lease.
 
         Args:
             deletions: see `check_not_deleted`.
-            rank: whose metadata was read, without collectives.
+            rank: the rank whose metadata was read, without collectives.
 
         Raises:
             CheckpointDeletedError: its deletion has begun.
@@ -83,7 +83,7 @@ class ReaderLease:
 
     @contextlib.contextmanager
     def renewed(self) -> Iterator[None]:
-        """Renew it from time to time while the body runs, then release it."""
+        """Renew the lease from time to time while the body runs, then release it."""
         if self._key is None:
             yield
             return
@@ -98,7 +98,7 @@ class ReaderLease:
             self.release()
 
     def release(self) -> None:
-        """Delete it. A failure is a warning: it ends by itself."""
+        """Delete the lease. A failure is a warning: the lease ends by itself."""
         if self._key is None:
             return
         key, self._key = self._key, None
@@ -124,16 +124,16 @@ class ReaderLease:
 def check_not_deleted(
     bucket: Store, url: CheckpointURL, deletions: Collection[str] | None, *, rank: int | None = None
 ) -> None:
-    """After a lease or a pin was written: make sure that no prune, which may not have seen it, deletes the checkpoint.
+    """Make sure, after a lease or a pin was written, that no prune that missed it deletes the checkpoint.
 
-    One that has begun may see it and withdraw; that is waited for.
+    A prune that has begun may see it and withdraw; this waits for that.
 
     Args:
-        bucket: of the URL.
-        url: of the checkpoint.
-        deletions: what a deletion of the checkpoint may be known by (`deletion_id`); None takes any at the URL for one
-            (without collectives a rank does not know what the others' saves are called).
-        rank: whose metadata makes it a checkpoint, without collectives.
+        bucket: bucket of the URL.
+        url: URL of the checkpoint.
+        deletions: ids that a deletion of the checkpoint may have (`deletion_id`). None: any deletion at the URL counts
+            (without collectives a rank does not know the other ranks' save ids).
+        rank: the rank whose metadata makes it a checkpoint, without collectives.
 
     Raises:
         CheckpointDeletedError: a deletion has begun, or is done.
@@ -148,7 +148,7 @@ def check_not_deleted(
         time.sleep(wait)
         wait = min(2 * wait, 1.0)
     else:
-        # A list stays until all is gone: there was none, so what is there now stays.
+        # A list stays until everything is deleted. There was none, so what is there now stays.
         if bucket.exists(metadata):
             return
     raise errors.CheckpointDeletedError(

@@ -1,7 +1,7 @@
-"""What saves that failed left behind, deleted while others may be about to commit.
+"""Deletes what failed saves left behind, while other saves may be about to commit.
 
-As with a checkpoint (`deletion.py`), what goes is written down first, for saves that took long and are about to commit,
-and S3 is looked at again before each request, for those that have.
+As with a checkpoint (`deletion.py`), it first writes the list of what it deletes: a slow save that is about to commit
+sees it. It looks at S3 again before each request, for saves that have committed.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from dcp_s3.url import CheckpointURL
 
 
 class LeftoverRemover:
-    """Deletes directories of saves that were never committed, and what lies beside a checkpoint that it does not need.
+    """Deletes directories of saves that were never committed, and leftovers beside a committed checkpoint.
 
     Args:
-        deleter: for its root.
+        deleter: deleter of the root.
     """
 
     def __init__(self, deleter: Deleter) -> None:
@@ -33,8 +33,8 @@ class LeftoverRemover:
         """Delete what a save that was never committed left.
 
         Args:
-            url: of the directory.
-            since: nothing in it may have been written later: seconds since the epoch on the clock of S3.
+            url: URL of the directory.
+            since: seconds since the epoch on the clock of S3. Nothing in the directory may have been written later.
 
         Raises:
             LeftAloneError: it was committed meanwhile, is being saved, or is protected.
@@ -64,7 +64,7 @@ class LeftoverRemover:
             if not self._deleter.force:
                 await self._look_for_commits(url, seen, known)
 
-        # It is none, whatever goes first; and what is written down must not make a part of it look like one.
+        # It is no checkpoint, whatever goes first, and the list must not make a part of it look like one.
         listed = replace(everything, commits={}, objects=everything.objects)
         path = await self._announce(url, listed, look)
         try:
@@ -120,7 +120,7 @@ class LeftoverRemover:
         return Deletion(url.name, len(gone), sum(each.size for each in gone))
 
     async def _announce(self, url: CheckpointURL, listed: DeletionList, look: Callable[[], Awaitable[None]]) -> str:
-        """Write down what goes, for saves that are about to commit, and look for those that have; the list's path."""
+        """Write the list for saves that are about to commit, and look for those that have. Returns the list's path."""
         path = deletion_object(deletion_id(None, new_nonce()), new_nonce())
         try:
             await self._deleter.write_list(url, path, listed)
@@ -134,9 +134,9 @@ class LeftoverRemover:
         """Raises LeftAloneError if a save was committed, or is about to be, since a listing.
 
         Args:
-            url: of the checkpoint.
-            seen: ETag by relative path of what was listed.
-            known: relative paths of the commits in it that may be there still.
+            url: URL of the checkpoint.
+            seen: ETags of the listed objects, by relative path.
+            known: relative paths of the listed commits that may still be there.
         """
         directory = await self._deleter.list_directory(url, ".", "__")
         self._deleter.check_protection(directory)
@@ -147,7 +147,7 @@ class LeftoverRemover:
             raise LeftAloneError("a save is in progress: it has written its manifest")
 
     async def _spent_lists(self, url: CheckpointURL, left: Collection[str]) -> list[str]:
-        """Lists of leftovers of which none is left, from prunes that were cut off."""
+        """Lists, from prunes that were cut off, whose leftovers are all gone."""
         spent = []
         for path in (await self._deleter.list_directory(url, DELETION_PREFIX)).deletions:
             try:

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
 
 
 def list_directory(bucket: Store, url: CheckpointURL, *prefixes: str) -> Directory:
-    """Sizes only: it says nothing of times and ETags.
+    """List a checkpoint's directory with sizes only: without times and ETags.
 
     Args:
-        bucket: of the URL.
-        url: of the checkpoint.
-        prefixes: list what begins with one of these, relative to the URL; without any, everything.
+        bucket: bucket of the URL.
+        url: URL of the checkpoint.
+        prefixes: list only what begins with one of these, relative to the URL; without any, everything.
 
     Raises:
         StorageError
@@ -30,11 +30,11 @@ def list_directory(bucket: Store, url: CheckpointURL, *prefixes: str) -> Directo
 
 
 async def list_directory_async(bucket: AsyncS3Store, url: CheckpointURL, *prefixes: str) -> Directory:
-    """With times and ETags, and the time on S3's clock, before the first listing.
+    """List a checkpoint's directory with times and ETags, and the time on S3's clock before the first listing.
 
     Args:
-        bucket: of the URL.
-        url: of the checkpoint.
+        bucket: bucket of the URL.
+        url: URL of the checkpoint.
         prefixes: see `list_directory`.
 
     Raises:

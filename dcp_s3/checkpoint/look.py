@@ -1,9 +1,8 @@
-"""One checkpoint, looked at with few small requests.
+"""Looks at one checkpoint with few small requests.
 
-Of ours there are two: a listing of what begins with a dot (``.metadata``, and below ``.dcp_s3/`` manifest, metrics, pin
-and leases), and a GET of the manifest. A GET more if metrics were added, another if it is pinned, a HEAD more if it is
-not plain which manifest belongs to ``.metadata``: five at most. Foreign ones, and those that are not committed, are
-listed.
+Our own take two: a listing of what begins with a dot (``.metadata``, and below ``.dcp_s3/`` manifest, metrics, pin
+and leases), and a GET of the manifest. One more GET if metrics were added, another if it is pinned, and a HEAD if it is
+not clear which manifest belongs to ``.metadata``: at most five. Foreign and uncommitted ones are listed.
 """
 
 from __future__ import annotations
@@ -54,24 +53,24 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Inspected:
-    """A checkpoint with what was read for it."""
+    """A checkpoint with what was read to describe it."""
 
     info: CheckpointInfo
     directory: Directory
-    """What begins with a dot; all of its objects if they had to be listed."""
+    """The objects that begin with a dot, or all of them if they had to be listed."""
     manifest: Manifest | None = None
-    """Of a committed save with collectives; None without."""
+    """Manifest of a committed save with collectives; None without."""
 
 
 async def inspect_checkpoint(
     bucket: AsyncS3Store, url: CheckpointURL, patterns: Sequence[re.Pattern[str]] = ()
 ) -> CheckpointInfo | None:
-    """The checkpoint at ``url`` itself, None if there is nothing of one.
+    """The checkpoint at ``url`` itself; None if there is nothing of one.
 
     Args:
-        bucket: of the URL.
-        url: of the checkpoint.
-        patterns: that find the step in its name, instead of the rules of `step_of`.
+        bucket: bucket of the URL.
+        url: URL of the checkpoint.
+        patterns: expressions that find the step in its name, instead of the rules of `step_of`.
 
     Raises:
         StorageError
@@ -96,18 +95,18 @@ async def inspect(
 
 
 async def _list_dotted(bucket: AsyncS3Store, url: CheckpointURL) -> Directory:
-    """What begins with a dot and may be of a checkpoint."""
+    """The objects that begin with a dot and may belong to a checkpoint."""
     page = await bucket.page(url.key("."))
     if page.next_token is None:
         return Directory.of(url, page.objects)
-    # Many ranks without collectives, or a directory with something like .git/: not all of that.
+    # Many ranks without collectives, or a directory with something like .git/: do not list all of it.
     metadata = await bucket.page(url.key(METADATA))
     control = (await bucket.list(url.key(CONTROL_PREFIX))).objects
     return Directory.of(url, [*control, *(found for found in metadata.objects if found.key == url.key(METADATA))])
 
 
 async def _inspect_committed(bucket: AsyncS3Store, url: CheckpointURL) -> Inspected | None:
-    """A checkpoint with ``.metadata``, None without."""
+    """A checkpoint with ``.metadata``; None without."""
     directory = await _list_dotted(bucket, url)
     commit = directory.commits.get(None)
     if commit is None:
@@ -123,7 +122,7 @@ async def _inspect_committed(bucket: AsyncS3Store, url: CheckpointURL) -> Inspec
 
 
 async def _inspect_without_metadata(bucket: AsyncS3Store, url: CheckpointURL) -> Inspected | None:
-    # Not a full listing at once: this may be a directory with millions of other things.
+    # No full listing at first: this may be a directory with millions of other things.
     skip = len(url.key(""))
     page = await bucket.page(url.key(""), delimiter="/")
     prefixes = [prefix[skip:] for prefix in page.prefixes]
@@ -156,8 +155,8 @@ async def _inspect_without_metadata(bucket: AsyncS3Store, url: CheckpointURL) ->
 async def find_manifest(
     bucket: AsyncS3Store, url: CheckpointURL, directory: Directory, rank: int | None
 ) -> Manifest | None:
-    """The manifest that belongs to the commit of ``rank`` (None: to ``.metadata``): that of the save which the commit
-    names. None if it is missing, cannot be read, or cannot be told.
+    """The manifest of the save that the commit of ``rank`` (None: ``.metadata``) names. None if it is missing, cannot
+    be read, or is not clear.
 
     Raises:
         ObjectNotFoundError: the commit is gone; other StorageErrors.
@@ -177,12 +176,12 @@ async def find_manifest(
             logger.warning("cannot tell which manifest of %s is valid: %s", url, error)
             return None
         inside = getattr(metadata.storage_meta, "save_id", None)
-        save_id = inside if inside in manifests else None  # that of another library may be anything
+        save_id = inside if inside in manifests else None  # another library's save_id may be anything
     return None if save_id is None else await _read_manifest(bucket, url, save_id, rank)
 
 
 async def _read_manifest(bucket: AsyncS3Store, url: CheckpointURL, save_id: str, rank: int | None) -> Manifest | None:
-    """The manifest of a save, None if there is none or it cannot be read."""
+    """The manifest of a save; None if there is none or it cannot be read."""
     try:
         return Manifest.from_json((await bucket.get(url.key(manifest_object(save_id, rank)))).data)
     except errors.ObjectNotFoundError:
@@ -203,7 +202,7 @@ async def _read_added(bucket: AsyncS3Store, url: CheckpointURL) -> AddedMetrics:
 
 
 async def _read_pin_reason(bucket: AsyncS3Store, url: CheckpointURL) -> str | None:
-    """Why it is pinned, if it says so and may be read. It protects whatever is in it."""
+    """Why a checkpoint is pinned, if the pin says so and may be read. A pin protects whatever is in it."""
     try:
         reason = json.loads((await bucket.get(url.key(PIN))).data)["reason"]
     except (errors.ObjectNotFoundError, errors.AccessDeniedError):
@@ -214,12 +213,12 @@ async def _read_pin_reason(bucket: AsyncS3Store, url: CheckpointURL) -> str | No
 
 
 def save_id_of(head: ObjectHead) -> str | None:
-    """The save id in the user metadata of ``.metadata``, None if it has none."""
+    """The save id in the user metadata of ``.metadata``; None if it has none."""
     return head.metadata.get(SAVE_ID_KEY)
 
 
 async def find_damage(bucket: AsyncS3Store, url: CheckpointURL) -> str | None:
-    """Why a committed checkpoint cannot be loaded, None if it can: reads its metadata and lists its objects.
+    """Why a committed checkpoint cannot be loaded; None if it can. Reads its metadata and lists its objects.
 
     Raises:
         StorageError
@@ -243,13 +242,13 @@ async def look_deeper(
 ) -> tuple[CheckpointInfo, list[LeftoverObject]]:
     """A committed checkpoint with its damage and when it was written, and its leftovers.
 
-    Neither damage nor leftovers where there is no manifest that is certainly its own.
+    Without a manifest that is certainly its own, there is neither damage nor leftovers.
 
     Args:
-        bucket: of the URL.
-        url: of the checkpoint.
+        bucket: bucket of the URL.
+        url: URL of the checkpoint.
         found: the checkpoint.
-        now: seconds since the epoch on the clock of S3; leases that ended before are left over.
+        now: seconds since the epoch on the clock of S3. Leases that ended earlier are leftovers.
 
     Raises:
         ObjectNotFoundError: its ``.metadata`` is gone; other StorageErrors.

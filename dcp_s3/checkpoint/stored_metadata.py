@@ -13,7 +13,7 @@ from dcp_s3.url import CheckpointURL
 
 
 def fetch_metadata(bucket: Store, url: CheckpointURL, rank: int | None = None) -> StoredObject:
-    """The object whose presence is the commit: ``.metadata``, or that of ``rank``. Not checked yet.
+    """Fetch the object whose presence is the commit: ``.metadata``, or the one of ``rank``. Not checked yet.
 
     Raises:
         CheckpointNotFoundError: there is none.
@@ -28,7 +28,7 @@ def fetch_metadata(bucket: Store, url: CheckpointURL, rank: int | None = None) -
 def not_found_error(
     url: CheckpointURL, what: str = "no committed checkpoint", why: str = ""
 ) -> errors.CheckpointNotFoundError:
-    """The error where there is ``what`` at a URL."""
+    """The error for a URL where there is ``what``."""
     return errors.CheckpointNotFoundError(
         f"there is {what} at {url}{why}. Remedy: check the URL; `dcp-s3 ls` on its parent shows what is there. A save "
         "that was cut off leaves no checkpoint",
@@ -37,7 +37,7 @@ def not_found_error(
 
 
 def find_crc_mismatch(stored: StoredObject) -> str | None:
-    """What is wrong with an object whose user metadata has its CRC-64/NVME; None if nothing, or if it has none."""
+    """How an object differs from the CRC-64/NVME in its user metadata; None if it does not, or has none there."""
     found, recorded = crc_hex(crc64nvme(stored.data)), stored.metadata.get(METADATA_CRC_KEY)
     if recorded is None or recorded == found:
         return None
@@ -48,7 +48,7 @@ def check_metadata(stored: StoredObject, url: CheckpointURL) -> Metadata:
     """The metadata in a fetched object.
 
     Raises:
-        CorruptMetadataError, UnsafeMetadataError: it can not, or must not, be unpickled.
+        CorruptMetadataError, UnsafeMetadataError: it cannot, or must not, be unpickled.
     """
     mismatch = find_crc_mismatch(stored)
     if mismatch is not None:

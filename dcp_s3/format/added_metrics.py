@@ -1,4 +1,4 @@
-"""``.dcp_s3/metrics.json``: metrics that came after the save. Pure."""
+"""``.dcp_s3/metrics.json``: metrics that were added after the save. Pure."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class AddedMetrics:
-    """Metrics of one save."""
+    """Metrics that were added to one save."""
 
     of: str
-    """What they belong to: the save id, or of a foreign checkpoint the ETag of its ``.metadata``."""
+    """Owner of the metrics: the save id, or for a foreign checkpoint the ETag of its ``.metadata``."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
-    """By name."""
+    """Metrics by name."""
 
     def to_json(self) -> bytes:
         """UTF-8 JSON."""
@@ -34,7 +34,7 @@ class AddedMetrics:
         """Parse `to_json`'s output.
 
         Raises:
-            ValueError: not such a file, or of a version that this one can not read.
+            ValueError: not such a file, or of a version that this one cannot read.
         """
         try:
             fields: dict[str, Any] = json.loads(data)
@@ -47,10 +47,10 @@ class AddedMetrics:
 
 
 def check_added(metrics: Mapping[str, Any], *, url: str) -> None:
-    """Refuse metrics that can not be added.
+    """Refuse metrics that cannot be added.
 
     Raises:
-        MetricsError: there are none, a name is no text, or a value no finite number, NaN, text or bool.
+        MetricsError: there are none, a name is not text, or a value is not a finite number, NaN, text or bool.
     """
     if not isinstance(metrics, Mapping) or not metrics:
         raise MetricsError(f"metrics for {url}: expected a mapping of names to values, found {metrics!r}", url=url)

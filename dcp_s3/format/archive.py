@@ -1,9 +1,9 @@
-"""Where the bytes of a tensor lie in what torch.save wrote, from the beginning of it alone.
+"""Finds the bytes of a tensor in a torch.save archive from its beginning alone.
 
 torch.save writes a zip archive: ``data.pkl`` (how the tensor is made from a storage), small records, the storage's raw
-bytes as ``data/0``, and more records. Every record stands behind a local header. The sizes in those are zero: a record
-ends where a data descriptor says that it does, which follows it, and of the pickle and of the storage we know it.
-Of globals only those that make an ordinary tensor are known, and what they make is a description of it.
+bytes as ``data/0``, and more records. A local header precedes each record. Its sizes are zero: the data descriptor
+after a record tells where it ends. For the pickle and the storage, the end is known without it.
+Only the globals that make an ordinary tensor are known, and they make a description of it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dcp_s3.format.plain_values import find_plain
 from dcp_s3.format.unpickling import MalformedPickleError, UnsafeGlobalError, unpickle
 
 MAX_HEAD = 64 * 2**10
-"""Bytes before a storage at most. torch 2.13 writes 704 for a usual tensor, 20 KiB if it aligns to pages."""
+"""Maximum bytes before a storage. torch 2.13 writes 704 for a usual tensor, 20 KiB if it aligns to pages."""
 
 _MAX_RECORDS = 16
 _MAX_SMALL_RECORD = 256
@@ -32,7 +32,7 @@ _LOCAL_SIGNATURE = b"PK\x03\x04"
 _DESCRIPTOR_SIGNATURE = b"PK\x07\x08"
 _HAS_DESCRIPTOR = 0x8
 _UTF8_NAMES = 0x800
-_PROTOCOL = b"\x80\x02"  # 2, that of torch.save
+_PROTOCOL = b"\x80\x02"  # protocol 2, as torch.save writes
 
 
 class HeadError(Exception):
@@ -49,20 +49,20 @@ class HeadError(Exception):
 
 @dataclass(frozen=True)
 class ArchiveHead:
-    """What the beginning of a torch.save archive says about its tensor."""
+    """Description of a tensor, from the beginning of its torch.save archive."""
 
     length: int
-    """Bytes before those of the storage."""
+    """Number of bytes before the storage's."""
     raw_offset: int
-    """Of the tensor's first byte in the archive."""
+    """Offset of the tensor's first byte in the archive."""
     nbytes: int
-    """Of the tensor, which is one run of bytes."""
+    """Bytes of the tensor, which is one run of them."""
     dtype: torch.dtype
-    """Of the tensor."""
+    """Dtype of the tensor."""
     shape: tuple[int, ...]
-    """Of the tensor."""
+    """Shape of the tensor."""
     order: tuple[int, ...]
-    """Its dimensions as they lie in the bytes, the outermost first; ``(0, 1, ...)`` is row-major."""
+    """Dimensions as they lie in the bytes, the outermost first; ``(0, 1, ...)`` is row-major."""
 
     @property
     def is_row_major(self) -> bool:
@@ -71,11 +71,11 @@ class ArchiveHead:
 
 
 def parse_head(data: bytes) -> ArchiveHead:
-    """The head of the archive that begins with ``data``, of which at most `MAX_HEAD` bytes are looked at.
+    """Parse the head of the archive that begins with ``data``; looks at `MAX_HEAD` bytes at most.
 
     Raises:
-        HeadError: it is compressed, damaged, not of this machine's byte order, not dense, or something else than a
-            tensor with a storage of its own; or ``data`` ends before the storage.
+        HeadError: it is compressed, damaged, not in this machine's byte order, not dense, or not a tensor with a
+            storage of its own; or ``data`` ends before the storage.
     """
     more = len(data) < MAX_HEAD
     data = data[:MAX_HEAD]
@@ -112,7 +112,7 @@ def parse_head(data: bytes) -> ArchiveHead:
 
 
 class _Record(NamedTuple):
-    """A record of the archive: its name, where its bytes begin, and their number (None: a descriptor has it)."""
+    """A record of the archive: its name, where its bytes begin, and their number (None: a descriptor tells it)."""
 
     name: str
     start: int
@@ -170,9 +170,9 @@ def _find_end(data: bytes, record: _Record, more: bool) -> int:
 
 
 def _skip_descriptor(data: bytes, position: int, size: int, more: bool) -> int:
-    """Where the data descriptor ends that begins at ``position`` and must tell ``size``.
+    """The end of the data descriptor that begins at ``position`` and must tell ``size``.
 
-    Its sizes have 4 bytes each, or 8: then the second 4 of the first are zero, where the others would tell ``size``.
+    Its sizes have 4 or 8 bytes each. If 8, the second 4 bytes of the first are zero; if 4, they would tell ``size``.
     """
     if len(data) < position + 24:
         raise HeadError("it ends within its records", truncated=more)

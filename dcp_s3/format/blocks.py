@@ -1,8 +1,8 @@
-"""Checksums inside of a tensor, so that a part of it can be checked without the rest. Pure.
+"""Checksums inside a tensor, so that a part of it can be checked without the rest. Pure.
 
-Next to the CRC-64/NVME of a chunk's bytes, ``.metadata`` has those of its beginnings: of the first block, of the first
-two, and so on. They cost nothing, because they are what the running CRC is while a chunk is sent; and the CRC of any
-run of whole blocks follows from two of them.
+Besides the CRC-64/NVME of a chunk's bytes, ``.metadata`` has the CRCs of its beginnings: of the first block, of the
+first two, and so on. They cost nothing: they are values of the running CRC while a chunk is sent. The CRC of any run of
+whole blocks follows from two of them.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import NamedTuple
 from dcp_s3.checksum import combine_crc64nvme
 
 MIN_BLOCK = 8 * 2**10
-"""Bytes of a block at least: 8 bytes of metadata for each."""
+"""Minimum bytes of a block. Each block costs 8 bytes of metadata."""
 MAX_BLOCK = 4 * 2**20
-"""Bytes of a block at most: what is fetched in vain at either end of a part, for its checksum."""
+"""Maximum bytes of a block. Limits what is fetched in vain at either end of a part, for its checksum."""
 
 _ALIGNMENT = 64
-# Blocks of a chunk, unless that makes them too small or too large: parts are mostly halves, thirds and quarters, and a
+# Blocks per chunk, unless that makes them too small or too large. Parts are mostly halves, thirds and quarters, and a
 # part that ends where a block ends is fetched without a byte in vain.
 _COUNTS = (64, 48, 32, 24, 16, 12, 8, 6, 4, 3, 2)
 
 
 def block_size(nbytes: int) -> int:
-    """Bytes of a block of a chunk of ``nbytes``; the last one may be shorter."""
+    """Bytes per block in a chunk of ``nbytes``; the last block may be shorter."""
     if nbytes > _COUNTS[0] * MAX_BLOCK:
         return MAX_BLOCK
     for count in _COUNTS:
@@ -36,24 +36,24 @@ def block_size(nbytes: int) -> int:
 
 
 def cuts_between(start: int, stop: int, block: int) -> tuple[int, ...]:
-    """Where blocks end strictly between two bytes of a chunk, counted from ``start``."""
+    """Ends of blocks strictly between two bytes of a chunk, counted from ``start``."""
     return tuple(cut - start for cut in range((start // block + 1) * block, stop, block))
 
 
 def pack_crcs(crcs: Iterable[int]) -> bytes:
-    """As they are stored: 8 bytes each, the most significant first."""
+    """Pack CRCs as they are stored: 8 bytes each, the most significant first."""
     return b"".join(crc.to_bytes(8, "big") for crc in crcs)
 
 
 class Blocks(NamedTuple):
-    """What is recorded of a chunk."""
+    """The recorded checksums of a chunk."""
 
     size: int
     """Bytes of a block."""
     crcs: bytes
-    """CRC-64/NVME of the first block, of the first two, and so on, packed; without that of the whole."""
+    """CRC-64/NVME of the first block, of the first two, and so on, packed; without the whole chunk's."""
     crc: int
-    """Of the whole."""
+    """CRC-64/NVME of the whole chunk."""
 
     def is_for(self, nbytes: int) -> bool:
         """Whether this can be the record of a chunk of ``nbytes``. Blocks end between elements of any dtype."""
@@ -63,14 +63,14 @@ class Blocks(NamedTuple):
 
 
 class Range(NamedTuple):
-    """A run of bytes, of a chunk or of whatever has bytes."""
+    """A run of bytes, of a chunk or anything else with bytes."""
 
     start: int
     """First byte."""
     stop: int
-    """Byte behind the last."""
+    """Byte after the last."""
     crc: int | None
-    """CRC-64/NVME of them, None if it is not known."""
+    """CRC-64/NVME of the bytes; None if it is not known."""
 
 
 def widen(start: int, stop: int, nbytes: int, blocks: Blocks) -> Range:
@@ -79,21 +79,21 @@ def widen(start: int, stop: int, nbytes: int, blocks: Blocks) -> Range:
     end = min(last * blocks.size, nbytes)
     before = _crc_at(blocks, first)
     after = blocks.crc if end == nbytes else _crc_at(blocks, last)
-    # The CRC of two runs together is that of the first, shifted over the second, XOR that of the second.
+    # The CRC of two runs together is the first's, shifted over the second, XOR the second's.
     crc = combine_crc64nvme([(before, first * blocks.size), (after, end - first * blocks.size)])
     return Range(first * blocks.size, end, crc)
 
 
 def _crc_at(blocks: Blocks, count: int) -> int:
-    """Of the first ``count`` blocks."""
+    """CRC of the first ``count`` blocks."""
     return int.from_bytes(blocks.crcs[8 * (count - 1) : 8 * count], "big") if count else 0
 
 
 def crcs_of_beginnings(pieces: Iterable[tuple[int, int, Sequence[int], Sequence[int]]], block: int) -> list[int]:
-    """CRCs at the ends of blocks, from those of the pieces in which a chunk was sent.
+    """CRCs at the ends of blocks, from the CRCs of the pieces in which a chunk was sent.
 
     Args:
-        pieces: in order: bytes, CRC, where blocks end inside (`cuts_between`), and the piece's CRC up to there.
+        pieces: each piece in order: bytes, CRC, block ends inside it (`cuts_between`), and its CRCs up to those.
         block: bytes of a block.
     """
     found: list[int] = []

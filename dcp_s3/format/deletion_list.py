@@ -1,4 +1,4 @@
-"""``.dcp_s3/deletion-{id}-{attempt}.json``: what the deletion of one checkpoint removes. Pure."""
+"""``.dcp_s3/deletion-{id}-{attempt}.json``: the list of what a checkpoint's deletion removes. Pure."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ FORMAT_VERSION = 1
 
 @dataclass(frozen=True)
 class DeletionList:
-    """Written before the first object goes, so that whoever finds it knows exactly what else is to go."""
+    """A deletion's list. Written before the first object is deleted: its finder knows exactly what else to delete."""
 
     save_id: str | None
-    """Of the checkpoint; None for a foreign one."""
+    """Save id of the checkpoint; None for a foreign one."""
     commits: Mapping[str, str]
-    """ETag by relative path of what makes it a checkpoint: ``.metadata``, or that of each rank. Gone first."""
+    """ETags of the commits (``.metadata``, or each rank's) by relative path. They are deleted first."""
     objects: Mapping[str, str]
-    """ETag by relative path of everything else, empty where the store gave none."""
+    """ETags of all other objects by relative path; empty where the store gave none."""
     all_versions: bool = False
-    """Whether, in a bucket with versions, all of them go."""
+    """Whether all versions are deleted in a versioned bucket."""
 
     def to_json(self) -> bytes:
         """UTF-8 JSON."""
@@ -41,7 +41,7 @@ class DeletionList:
         """Parse `to_json`'s output.
 
         Raises:
-            ValueError: not such a list, of a version that this one can not read, or it names what lies elsewhere.
+            ValueError: not such a list, of a version that this one cannot read, or it names objects elsewhere.
         """
         try:
             fields: dict[str, Any] = json.loads(data)

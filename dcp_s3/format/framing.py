@@ -1,10 +1,10 @@
-"""torch.save's framing around a tensor, without serialising the tensor.
+"""Makes torch.save's framing around a tensor without serialising the tensor.
 
 ``torch.save`` writes a zip archive: records before the storage, the storage's raw bytes, records after it.
-Under ``torch.serialization.skip_data`` it writes all of that but the raw bytes, so the header and the trailer
-come out exactly as torch writes them (whatever its version), and an upload is header, tensor memory, trailer:
-no byte of the tensor is copied. The zip CRC-32 of the data record is the one of the skipped data; torch.load
-does not check it (our own CRC-64 does), but ``unzip -t`` would complain.
+Under ``torch.serialization.skip_data`` it writes everything except the raw bytes. So the header and the trailer
+come out exactly as torch writes them (whatever its version). An upload is header, tensor memory, trailer: no byte
+of the tensor is copied. The zip CRC-32 of the data record is the one of the skipped data. torch.load does not
+check it (we check our own CRC-64), but ``unzip -t`` would complain.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _CACHED_FRAMES = 4096
 
 @dataclass(frozen=True)
 class Frame:
-    """What surrounds the raw bytes of one tensor in its item."""
+    """The bytes around the raw bytes of one tensor in its item."""
 
     header: bytes
     """Bytes before the raw bytes; their length is the raw offset inside the item."""
     trailer: bytes
-    """Bytes after them."""
+    """Bytes after the raw bytes."""
     nbytes: int
     """Length of the raw bytes."""
 
     @property
     def length(self) -> int:
-        """Bytes of the whole item, the same as torch.save's."""
+        """Number of bytes of the whole item, the same as torch.save's."""
         return len(self.header) + self.nbytes + len(self.trailer)
 
 
@@ -41,7 +41,7 @@ class FramingError(RuntimeError):
 
 
 class _Recorder:
-    """File object for torch.save that keeps what is written, and where the hole for the storage is."""
+    """File object for torch.save that records what is written, and where the hole for the storage is."""
 
     def __init__(self) -> None:
         self._position = 0
@@ -84,7 +84,7 @@ class _Recorder:
 
 
 class FrameCache:
-    """Frames by dtype and shape: torch.save takes about 80 us for one, a look-up less than one.
+    """Frames by dtype and shape: torch.save takes about 80 us for one, a look-up less than 1 us.
 
     Safe to use from several threads; bounded to the most recently used 4096 shapes.
     """
@@ -94,7 +94,7 @@ class FrameCache:
         self._lock = threading.Lock()
 
     def get(self, dtype: torch.dtype, shape: torch.Size) -> Frame:
-        """The frame of a contiguous CPU tensor of ``dtype`` and ``shape`` that owns just its own bytes.
+        """The frame of a contiguous CPU tensor of ``dtype`` and ``shape`` whose storage holds only its own bytes.
 
         Raises:
             FramingError: torch's archive layout has changed; callers fall back to torch.save.

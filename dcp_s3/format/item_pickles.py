@@ -1,7 +1,7 @@
-"""What torch.save wrote, gone through without loading it: archives, and the format before them.
+"""Goes through torch.save output without loading it: archives, and the format before them.
 
-What an item's pickle would make is described rather than made, and its storages must be as large as they say: torch
-believes a pickle, and would read beyond what is stored.
+It describes what an item's pickle would make, without making it. Storages must be as large as they say: torch believes
+a pickle, and would read beyond what is stored.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from dcp_s3.torch_private import FileReader
 
 # Pickles before the bytes of the storages: magic number, protocol, system, value, keys of the storages.
 _OLD_FORMAT_PICKLES = 5
-# Of those that there are; a pickle of numbers may have these bytes by chance.
+# The later protocols that exist; a pickle of numbers may have these bytes by chance.
 _LATER_PROTOCOL = re.compile(rb"\x80[\x03-\x05]")
 
 
 class BadArchiveError(MalformedPickleError):
-    """An item's archive should not be read by anybody: damaged, compressed, or with entries that overlap."""
+    """An item's archive that nobody should read: damaged, compressed, or with overlapping entries."""
 
 
 class Opaque(metaclass=Sealed):
-    """Stands for an instance of any class, made of any arguments, with any state."""
+    """Stands for an instance of any class, made from any arguments, with any state."""
 
     __slots__ = ()
 
@@ -52,20 +52,20 @@ class _WithData(Opaque):
 
 
 def is_archive(stream: io.BytesIO) -> bool:
-    """Whether torch.load takes it for an archive rather than for the old format."""
+    """Whether torch.load takes the stream for an archive rather than the old format."""
     with stream.getbuffer() as data:
         return bytes(data[:4]) == b"PK\x03\x04"
 
 
 def check_storages(stream: io.BytesIO) -> None:
-    """Check that the storages and tensors of an item lie within what is stored; globals may be any.
+    """Check that the storages and tensors of an item lie within what is stored. Any globals are allowed.
 
     Args:
-        stream: what torch.save wrote; its position moves.
+        stream: output of torch.save; its position moves.
 
     Raises:
-        BadArchiveError: of the archive around the pickle.
-        MalformedPickleError: they do not, or it is damaged, or not what torch.save writes.
+        BadArchiveError: the archive around the pickle is bad.
+        MalformedPickleError: they do not, or the pickle is damaged or not what torch.save writes.
     """
     if is_archive(stream):
         unpickle_archive(stream, _find_any)
@@ -78,16 +78,16 @@ def check_storages(stream: io.BytesIO) -> None:
 
 
 def unpickle_archive(stream: io.BytesIO, find_global: Callable[[str, str], Any]) -> Any:
-    """What stands for the value in an archive of torch.save.
+    """Unpickle the stand-in for the value in a torch.save archive.
 
     Args:
-        stream: its position moves.
-        find_global: what stands for each global.
+        stream: the archive; its position moves.
+        find_global: returns the stand-in for a global.
 
     Raises:
         BadArchiveError: it is damaged, or should not be read.
         MalformedPickleError: a storage is larger than what is stored, or the pickle is not what torch.save writes.
-        UnsafeGlobalError: from ``find_global``.
+        UnsafeGlobalError: raised by ``find_global``.
     """
     size = stream.getbuffer().nbytes
     stream.seek(0)
@@ -108,10 +108,10 @@ def unpickle_archive(stream: io.BytesIO, find_global: Callable[[str, str], Any])
 
 
 def _check_protocol(stream: io.BytesIO) -> None:
-    """The pickle's must be that of torch.save, 2, to its end.
+    """Check that the pickle's protocol is torch.save's, 2, to its end.
 
-    From 3 on, Python's unpickler takes Python 2's names of modules as they are, where torch's weights-only unpickler
-    goes on translating them: what it checks would not be what is imported.
+    From 3 on, Python's unpickler takes Python 2's module names as they are, but torch's weights-only unpickler still
+    translates them: it would not check what is imported.
     """
     start = stream.tell()
     with stream.getbuffer() as data:
@@ -139,7 +139,7 @@ def _storage_loader(size_of: Callable[[str], int]) -> Callable[[Any], PickledSto
 
 def _find_any(module: str, name: str) -> Any:
     found = STORAGE_TYPES.get((module, name)) or UNUSUAL_TENSORS.get((module, name)) or find_plain(module, name)
-    if found is None and module == "torch._utils" and name != "_rebuild_parameter":  # which may be of any tensor
+    if found is None and module == "torch._utils" and name != "_rebuild_parameter":  # it may wrap any tensor
         found = TENSORS.get((module, name))
     if found is not None:
         return found

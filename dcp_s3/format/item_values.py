@@ -1,10 +1,10 @@
 """Values of Python's standard library and of numpy, which torch's weights-only unpickler does not know.
 
 Trainers keep them in every run: the state of numpy's random numbers, dates, counts, paths. Making one runs no code that
-a pickle chooses, so a load takes them. Here an item's pickle is gone through with stand-ins for these, plain values,
-ordinary tensors, and what the user allowed; each checks the arguments that it is made from.
+a pickle chooses, so a load accepts them. This module goes through an item's pickle with stand-ins for these, plain
+values, ordinary tensors, and what the user allowed. Each stand-in checks the arguments that it is made from.
 
-Not among them: arrays of objects or records, subclasses of arrays, and numpy's generators (their pickles name functions
+Not accepted: arrays of objects or records, subclasses of arrays, and numpy's generators (their pickles name functions
 that change with numpy, and trust their arguments; ``generator.bit_generator.state`` is a dict of plain values).
 """
 
@@ -29,25 +29,25 @@ from dcp_s3.format.pickled_tensors import STORAGE_TYPES, TENSORS
 from dcp_s3.format.plain_values import PLAIN, expect, find_plain
 from dcp_s3.format.unpickling import Allowed, Deferred, MalformedPickleError, Sealed, UnsafeGlobalError
 
-# Integers, and texts of numbers, that somebody keeps have fewer digits.
+# Integers and texts of numbers that anybody keeps have fewer digits.
 _MAX_DIGITS = 1000
 _FRACTION = re.compile(r"-?[0-9]+(/[0-9]+)?")
 _DTYPE = re.compile(r"b1|[iu][1248]|f(2|4|8|16)|c(8|16|32)|[SU][0-9]{1,9}|[Mm]8")
 _UNIT = re.compile(rb"[A-Za-z]{1,7}")
-# Of numpy 1; later ones have 64.
+# The limit of numpy 1; later versions allow 64.
 _MAX_DIMENSIONS = 32
 _MAX_BYTES = 2**62
 
 
 def check_values(stream: io.BytesIO) -> None:
-    """Check that an item consists of values that are known here; nothing of it is loaded.
+    """Check that an item consists of values that are known here, without loading it.
 
     Args:
         stream: the archive that torch.save wrote; its position moves.
 
     Raises:
-        UnsafeGlobalError: it names something else.
-        BadArchiveError, MalformedPickleError: the values are not made as picklers make them, or it is damaged.
+        UnsafeGlobalError: the item names something else.
+        BadArchiveError, MalformedPickleError: it is damaged, or its values are not made as picklers make them.
     """
     allowed = _allowed_by_user()
 
@@ -61,7 +61,7 @@ def check_values(stream: io.BytesIO) -> None:
 
 
 class _Value(metaclass=Sealed):
-    """Stands for a value that has no state; for one that is never a key, unless it says so."""
+    """Stands for a value without state. It cannot be a key, unless a subclass says so."""
 
     __slots__ = ()
     __hash__ = None  # type: ignore[assignment]
@@ -71,11 +71,11 @@ class _Value(metaclass=Sealed):
 
 
 def _allowed_by_user() -> dict[str, Any]:
-    """``torch.serialization.add_safe_globals``, by the names in pickles."""
+    """Globals of ``torch.serialization.add_safe_globals``, by their names in pickles."""
     found: dict[str, Any] = {}
     for each in get_safe_globals():
         value, name = each if isinstance(each, tuple) else (each, f"{each.__module__}.{each.__qualname__}")
-        # What a function returns, or the member of an enumeration, may be no new value: it has no state to set.
+        # A function's result, or a member of an enumeration, may not be a new value: it has no state to set.
         is_new = isinstance(value, type) and not issubclass(value, Enum)
         found[name] = Opaque if is_new else Allowed(name, _make_by_user)
     return found
@@ -118,7 +118,7 @@ def _make_dtype(*arguments: Any) -> _Dtype:
 
 
 def _describe_dtype(made: _Dtype, state: Any) -> None:
-    """Byte order and unit. A state that numpy itself would not write could make it read beyond its memory."""
+    """Take byte order and unit from a state. One that numpy would not write could make it read beyond its memory."""
     expect(not made.described and type(state) is tuple and len(state) in (8, 9), "numpy.dtype")
     made.described = True
     if made.dtype.kind in "Mm":
@@ -170,7 +170,7 @@ _NDARRAY = Allowed("numpy.ndarray")
 _NUMPY = {
     ("numpy", "ndarray"): _NDARRAY,
     ("numpy", "dtype"): Allowed("numpy.dtype", _make_dtype),
-    **{  # of numpy 1, and since 2
+    **{  # names in numpy 1, and since numpy 2
         (module, name): Allowed(f"{module}.{name}", call)
         for module in ("numpy.core.multiarray", "numpy._core.multiarray")
         for name, call in (("_reconstruct", _make_array), ("scalar", _make_scalar))
@@ -235,7 +235,7 @@ def _make_decimal(*arguments: Any) -> Decimal:
 def _make_fraction(*arguments: Any) -> Deferred:
     if len(arguments) == 1:
         (text,) = arguments
-        # Never "1e999999999".
+        # Rejects "1e999999999".
         expect(type(text) is str and len(text) <= _MAX_DIGITS and bool(_FRACTION.fullmatch(text)), "fractions.Fraction")
     else:
         expect(len(arguments) == 2 and all(type(part) is int for part in arguments), "fractions.Fraction")
@@ -283,4 +283,4 @@ _GLOBALS: dict[tuple[str, str], Any] = {
 }
 
 KNOWN = frozenset(f"{module}.{name}" for module, name in (*_GLOBALS, *PLAIN))
-"""Qualified names of what an item may name."""
+"""Qualified names of the globals that an item may name."""

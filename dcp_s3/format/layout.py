@@ -1,4 +1,4 @@
-"""Names of the objects of a checkpoint, relative to its URL: how they are made, and what they say. Pure.
+"""Makes and reads the names of a checkpoint's objects, relative to its URL. Pure.
 
 `classify` reads what the other functions write; `dcp_s3.checkpoint.directory` does so for a whole listing.
 """
@@ -31,12 +31,12 @@ _NO_KEY = re.compile(r"[\x00-\x1f\x7f\\\ud800-\udfff]")
 
 
 def new_save_id() -> str:
-    """A random id of one save of one checkpoint (hex)."""
+    """A random id (hex) for one save of one checkpoint."""
     return secrets.token_hex(8)
 
 
 def new_nonce() -> str:
-    """A random part for the object names of one rank in one save (hex)."""
+    """A random part (hex) of the object names of one rank in one save."""
     return secrets.token_hex(6)
 
 
@@ -50,12 +50,12 @@ def data_object(rank: int, index: int, nonce: str) -> str:
 
 
 def spread(name: str, digits: int) -> str:
-    """Where earlier versions put a data object with their setting ``prefix_spread``: ``a7/__0_0-....distcp``."""
+    """Relative path of a data object in earlier versions with ``prefix_spread`` set: ``a7/__0_0-....distcp``."""
     return f"{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()[:digits]}/{name}"
 
 
 def metadata_object(rank: int | None = None) -> str:
-    """``.metadata``, or ``__{rank}.metadata`` of a save with ``use_collectives=False``."""
+    """Relative path of the commit: ``.metadata``, or ``__{rank}.metadata`` with ``use_collectives=False``."""
     return METADATA if rank is None else f"__{rank}{METADATA}"
 
 
@@ -73,13 +73,13 @@ def lease_object(lease_id: str, seconds: int) -> str:
 
 
 def deletion_id(save_id: str | None, etag: str | None) -> str:
-    """What the deletion of a checkpoint is known by (hex): the save id, or a hash of a foreign ``.metadata``'s ETag."""
+    """Id (hex) of a checkpoint's deletion: the save id, or a hash of a foreign ``.metadata``'s ETag."""
     return save_id or hashlib.blake2b((etag or "").strip('"').encode(), digest_size=8).hexdigest()
 
 
 def deletion_object(deletion: str, attempt: str = "0") -> str:
-    """Relative path of the list of what a deletion (`deletion_id`) removes: written before ``.metadata`` is deleted,
-    there until all is gone. Each attempt (hex) has one of its own, so that nobody withdraws another's."""
+    """Relative path of the list of what a deletion (`deletion_id`) removes. The list is written before ``.metadata`` is
+    deleted, and stays until all is gone. Each attempt (hex) has its own, so that nobody withdraws another's."""
     return f"{DELETION_PREFIX}{deletion}-{attempt}.json"
 
 
@@ -87,11 +87,11 @@ def deletion_object(deletion: str, attempt: str = "0") -> str:
 
 
 class What(Enum):
-    """What an object in a checkpoint's directory is."""
+    """The kinds of objects in a checkpoint's directory."""
 
     DATA = "data"
     COMMIT = "commit"
-    """Its presence makes the directory a checkpoint: ``.metadata``, or that of one rank without collectives."""
+    """Makes the directory a checkpoint by its presence: ``.metadata``, or one rank's without collectives."""
     MANIFEST = "manifest"
     METRICS = "metrics"
     PIN = "pin"
@@ -108,27 +108,27 @@ class What(Enum):
 
 
 class Kind(NamedTuple):
-    """What the name of an object in a checkpoint's directory says. A tuple: a listing has many."""
+    """The information in the name of an object in a checkpoint's directory. A tuple: a listing has many."""
 
     what: What
     rank: int | None = None
-    """Of data, a commit or a manifest; None where the name has none."""
+    """Rank of data, a commit or a manifest; None if the name has none."""
     number: int | None = None
-    """Of data: which of its rank's objects."""
+    """Number of a data object among its rank's."""
     nonce: str = ""
-    """Of data: empty if another library named it."""
+    """Nonce of a data object; empty if another library named it."""
     spread: int = 0
-    """Of data: hex digits of the hash in front of its name (`spread`)."""
+    """Number of hex digits of the hash in front of a data object's name (`spread`)."""
     save_id: str = ""
-    """Of a manifest."""
+    """Save id of a manifest."""
     seconds: int = 0
-    """Of a lease."""
+    """Seconds of a lease."""
     deletion: str = ""
-    """Of a deletion's list: its `deletion_id`."""
+    """Id (`deletion_id`) of a deletion's list."""
     attempt: str = ""
-    """Of a deletion's list."""
+    """Attempt of a deletion's list."""
     below: str = ""
-    """Of what is nested: name of the directory."""
+    """Name of the directory of a nested object."""
 
 
 _NUMBER = "(0|[1-9][0-9]*)"
@@ -142,7 +142,7 @@ _DELETION = re.compile(rf"{re.escape(DELETION_PREFIX)}([0-9a-f]+)-([0-9a-f]+)\.j
 
 
 def classify(path: str) -> Kind:
-    """What an object is, by its path relative to the checkpoint. What is not `is_inside` is `What.OTHER`."""
+    """Classify an object by its path relative to the checkpoint. One that is not `is_inside` is `What.OTHER`."""
     directory, slash, rest = path.partition("/")
     if not slash:
         return _classify_name(path)
@@ -159,12 +159,12 @@ def classify(path: str) -> Kind:
 
 
 def may_be_spread(directory: str) -> bool:
-    """Whether a directory is named like one of those that `spread` makes; ``500`` usually is a checkpoint."""
+    """Whether a directory is named like those that `spread` makes; ``500`` usually is a checkpoint."""
     return _SPREAD.fullmatch(directory) is not None
 
 
 def _classify_name(name: str) -> Kind:
-    """Of an object right in the checkpoint's directory."""
+    """Classify an object directly in the checkpoint's directory."""
     if name.endswith(DATA_SUFFIX):
         if match := _OUR_DATA.fullmatch(name):
             return Kind(What.DATA, int(match[1]), int(match[2]), match[3])
@@ -179,7 +179,7 @@ def _classify_name(name: str) -> Kind:
 
 
 def _classify_control(path: str) -> Kind:
-    """Of an object in our own directory."""
+    """Classify an object in our own directory."""
     if path == METRICS:
         return Kind(What.METRICS)
     if path == PIN:
@@ -208,12 +208,12 @@ _STEP = re.compile(r"(\d+)(?!.*\d)")
 
 
 def step_of(name: str) -> int | None:
-    """The step in a checkpoint's name: its last run of digits (``step-00001000`` -> 1000), None without."""
+    """The step in a checkpoint's name: its last run of digits (``step-00001000`` -> 1000); None without digits."""
     return step_by_patterns(name, (_STEP,))
 
 
 def step_by_patterns(name: str, patterns: Iterable[re.Pattern[str]]) -> int | None:
-    """The step by the first pattern that is found in ``name`` and whose first group is digits, None if none is."""
+    """The step from the first pattern that matches in ``name`` with digits as its first group; None if none does."""
     for pattern in patterns:
         match = pattern.search(name)
         if match and match[1] and match[1].isascii() and match[1].isdigit():

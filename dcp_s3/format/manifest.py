@@ -15,39 +15,39 @@ class ObjectEntry:
     """One data object."""
 
     path: str
-    """Relative to the checkpoint."""
+    """Path relative to the checkpoint."""
     size: int
     """Bytes."""
     crc64nvme: str | None = None
-    """CRC-64/NVME of all its bytes as 16 hex digits, None if checksums were off."""
+    """CRC-64/NVME of all its bytes as 16 hex digits; None if checksums were off."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one save committed."""
+    """A description of what one save committed."""
 
     save_id: str
-    """Id of the save; ``.metadata`` carries the same."""
+    """Id of the save; ``.metadata`` carries the same id."""
     created_at: float
     """Seconds since the epoch, on the coordinator's clock, when the save was committed."""
     step: int | None
-    """Training step, None if the checkpoint's name has no number."""
+    """Training step; None if the checkpoint's name has no number."""
     world_size: int
-    """Ranks that wrote (one, for the manifest of a rank without collectives)."""
+    """Number of ranks that wrote (one, for the manifest of a rank without collectives)."""
     objects: tuple[ObjectEntry, ...]
-    """Every data object."""
+    """All data objects."""
     items: int
     """Number of saved items (tensor chunks and others)."""
     metrics: dict[str, Any] = field(default_factory=dict)
-    """The user's metrics as given with the save."""
+    """The user's metrics, as given with the save."""
     rank: int | None = None
-    """The rank, for a save without collectives; otherwise None."""
+    """Rank, in a save without collectives; otherwise None."""
     format_version: int = FORMAT_VERSION
-    """Of this file."""
+    """Version of this file's format."""
     writer: dict[str, str] = field(default_factory=dict)
-    """Library and version that wrote it."""
+    """Libraries that wrote it, and their versions."""
     started_at: float | None = None
-    """Seconds since the epoch, when the save began; None if that is not recorded."""
+    """Seconds since the epoch when the save began; None if not recorded."""
 
     @property
     def total_size(self) -> int:
@@ -66,7 +66,7 @@ class Manifest:
         """Parse `to_json`'s output; unknown fields of later versions are ignored.
 
         Raises:
-            ValueError: not a manifest, or of a version that this one can not read.
+            ValueError: not a manifest, or of a version that this one cannot read.
         """
         try:
             fields: dict[str, Any] = json.loads(data)
@@ -104,12 +104,12 @@ _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def number_to_json(value: Any) -> Any:
-    """A metric's value as JSON has it: text for NaN and the infinities."""
+    """A metric's value for JSON: NaN and the infinities become text."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     return value
 
 
 def number_from_json(value: Any) -> Any:
-    """The other way round."""
+    """A metric's value from JSON: the reverse of `number_to_json`."""
     return _NOT_FINITE.get(value, value) if isinstance(value, str) else value

@@ -1,8 +1,8 @@
 """``.metadata``: DCP's pickled Metadata, read without running what a pickle may hold.
 
-A checkpoint's bucket is often writable by more people than may run code on a cluster. What DCP's planners and storage
-layers put into metadata is unpickled as mirrors of theirs, and nothing else is; every field that loading relies on is
-checked, the rest is made plain data; only then they become instances of torch's classes.
+More people can often write to a checkpoint's bucket than may run code on a cluster. Only what DCP's planners and
+storage layers put into metadata is unpickled, as mirrors of their classes. Every field that loading relies on is
+checked, and the rest is made plain data. Only then do mirrors become instances of torch's classes.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from dcp_s3.format.settled_values import Settler
 from dcp_s3.format.unpickling import MalformedPickleError, UnsafeGlobalError, unpickle
 from dcp_s3.torch_private import StorageInfo
 
-# An item of one object: S3's largest object is 50 TiB, what is pickled or encoded goes through memory.
+# Limit of one item. S3's largest object is 50 TiB, but pickled or encoded items go through memory.
 _MAX_ITEM_BYTES = 2**44
 _MAX_INT = 2**63
-# Attributes that are checked here, all of plain types.
+# Attributes that are checked here, all of them of plain types.
 _CHECKED = {
     Metadata: frozenset({"state_dict_metadata", "storage_data"}),
     TensorStorageMetadata: frozenset({"properties", "size", "chunks"}),
@@ -52,16 +52,16 @@ _CHECKED = {
     }),
 }  # fmt: skip
 _MIRRORS = {cls: (MIRRORS[cls], checked) for cls, checked in _CHECKED.items()}
-_set = object.__setattr__  # of instances whose class refuses it
+_set = object.__setattr__  # for instances whose class refuses it
 
 
 def dump_metadata(metadata: Metadata) -> bytes:
-    """The bytes of ``.metadata``, as torch's FileSystemWriter writes them."""
+    """Pickle ``.metadata`` as torch's FileSystemWriter does."""
     return pickle.dumps(metadata)
 
 
 def load_metadata(data: bytes, *, url: str) -> Metadata:
-    """Unpickle ``.metadata`` by the allow-list and check it.
+    """Unpickle ``.metadata`` with the allow-list, and check it.
 
     Args:
         data: the object's bytes.
@@ -69,7 +69,7 @@ def load_metadata(data: bytes, *, url: str) -> Metadata:
 
     Raises:
         UnsafeMetadataError: a global outside the list, or an object outside the checkpoint's prefix.
-        CorruptMetadataError: truncated, empty, not DCP metadata, or of impossible fields.
+        CorruptMetadataError: truncated, empty, not DCP metadata, or with impossible fields.
     """
     with collector_paused():
         try:
@@ -90,7 +90,7 @@ def load_metadata(data: bytes, *, url: str) -> Metadata:
 
 
 class _Checks:
-    """Makes torch's metadata of mirrors, and checks it."""
+    """Checks mirrors, and makes torch's metadata of them."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -123,7 +123,7 @@ class _Checks:
                 self._fail(fqn, f"is a {type(entry).__name__}")
 
     def _is_tensor(self, fields: dict[str, Any]) -> bool:
-        """Whether everything is there that loading will rely on; a damaged pickle may leave out attributes."""
+        """Whether everything that loading relies on is there; a damaged pickle may lack attributes."""
         size, properties, chunks = fields.get("size"), fields.get("properties"), fields.get("chunks")
         if not _is_shape(size) or not self._is(properties, TensorProperties) or type(chunks) is not list:
             return False
@@ -141,7 +141,7 @@ class _Checks:
         return True
 
     def _check_storage(self, storage_data: Any) -> dict[Any, Any]:
-        """Where the items lie, by indices that have torch's hash."""
+        """Check where the items lie. Returns that by indices that have torch's hash."""
         if type(storage_data) is not dict:
             raise CorruptMetadataError(
                 f"the metadata of {self._url} is damaged: where its items lie is a {type(storage_data).__name__}, "
@@ -165,7 +165,7 @@ class _Checks:
         return dict(storage_data.items())
 
     def _is(self, value: Any, cls: type) -> bool:
-        """Whether ``value`` stands for an instance of torch's ``cls``; then it is one."""
+        """Whether ``value`` stands for an instance of torch's ``cls``. If so, it becomes one."""
         mirror, checked = _MIRRORS[cls]
         if type(value) is not mirror:
             return type(value) is cls  # already: it occurs twice
@@ -175,7 +175,7 @@ class _Checks:
         return True
 
     def _check_meta(self, fields: dict[str, Any]) -> None:
-        """What is not needed to load."""
+        """Check the fields that loading does not need."""
         meta = fields.get("storage_meta")
         if meta is not None:
             if type(meta) is not MIRRORS[StorageMeta]:
@@ -207,7 +207,7 @@ def _is_index(get: Callable[..., Any]) -> bool:
 
 
 def _is_range(get: Callable[..., Any]) -> bool:
-    """Whether offset, length and the facts that are added to them (see format/storage_info.py) can be."""
+    """Whether offset, length and the added facts (see format/storage_info.py) are possible."""
     offset, length, descriptors = get("offset"), get("length"), get("transform_descriptors")
     raw_offset, crc, block = get("raw_offset", 0), get("crc64nvme", 0), get("crc64nvme_block", 0)
     return (

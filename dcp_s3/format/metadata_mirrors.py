@@ -1,8 +1,8 @@
-"""What stands for the classes of DCP while its metadata is unpickled: mirrors, which become torch's afterwards.
+"""Mirrors: stand-ins for DCP's classes while its metadata is unpickled. They become torch's afterwards.
 
 A pickle may set attributes of the classes that it names, and call what they define. A `Mirror` has nothing to call and
-cannot be changed; its instances have whatever attributes a pickle gives them, and are compared by identity. When they
-have been checked, `become_torch_s` makes each an instance of torch's class, in its place.
+cannot be changed. Its instances have whatever attributes a pickle gives them, and are compared by identity. Once they
+have been checked, `become_torch_s` turns each into an instance of torch's class, in place.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from dcp_s3.torch_private import MEMORY_FORMAT_ENCODING, StorageInfo, StoragePre
 
 _DCP = "torch.distributed.checkpoint."
 _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch"
-# Where torch 2.1 and 2.2 had the properties of a tensor; the classes of this name that later releases have are others.
+# Where torch 2.1 and 2.2 had the properties of a tensor. Later releases have other classes of this name.
 _TORCH_2_1 = "torch.distributed._shard.sharded_tensor.metadata"
 
 
@@ -44,12 +44,12 @@ class Mirror(metaclass=Sealed):
     """An instance of a class of DCP, as a pickle describes it."""
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """What Python's unpickler calls for slots. Attributes it puts into ``__dict__``."""
+        """Called by Python's unpickler for slots. It puts other attributes into ``__dict__``."""
         raise MalformedPickleError(f"the slots of a {type(self).__name__} are set")
 
 
 class PropertiesMirror(Mirror):
-    """That of `TensorProperties`, whose state is a tuple."""
+    """The mirror of `TensorProperties`, whose state is a tuple."""
 
     def __setstate__(self, state: Any) -> None:
         self.__dict__.update(_read_properties(state))
@@ -57,7 +57,7 @@ class PropertiesMirror(Mirror):
 
 @functools.lru_cache(maxsize=256)
 def _read_properties(state: Any) -> dict[str, Any]:
-    """The attributes that torch itself makes of a state; nobody changes them."""
+    """The attributes that torch itself makes of a state. Nobody changes them."""
     if type(state) is not tuple or len(state) != 5 or type(state[3]) is not Deferred:
         raise MalformedPickleError("the state of a TensorProperties is none that torch writes")
     dtype, layout, requires_grad, encoding, pin_memory = state
@@ -91,7 +91,7 @@ def become_torch_s(mirror: Mirror) -> None:
     """Make ``mirror`` an instance of torch's class.
 
     Raises:
-        MalformedPickleError: it lacks an attribute of that.
+        MalformedPickleError: it lacks an attribute of that class.
     """
     cls = _MIRRORED[type(mirror)]
     missing = _required(cls) - vars(mirror).keys()
@@ -102,7 +102,7 @@ def become_torch_s(mirror: Mirror) -> None:
 
 @functools.cache
 def _required(cls: type) -> frozenset[str]:
-    """Names of the attributes that an instance must have of its own."""
+    """Names of the attributes that an instance itself must have."""
     return frozenset(field.name for field in fields(cls) if field.default is MISSING)
 
 
@@ -120,7 +120,7 @@ _MEMORY_FORMATS = {
 
 
 def _make_member(name: str) -> Allowed:
-    """Members of enumerations have attributes: what stands for them must not be one."""
+    """A stand-in for a member of an enumeration. It must not be a member itself: those have attributes."""
 
     def make(*arguments: Any) -> Deferred:
         if len(arguments) != 1 or type(arguments[0]) is not int:
@@ -143,17 +143,17 @@ GLOBALS: dict[tuple[str, str], Any] = {
         "metadata": _CLASSES[:7], "filesystem": _CLASSES[7:9], "planner": _CLASSES[9:],
     }.items() for cls in classes},
     (_TORCH_2_1, "TensorProperties"): MIRRORS[TensorProperties],
-    # What Megatron called its own subclasses of torch's, up to 0.15; it has empty classes of these names now.
+    # Up to 0.15, Megatron's names of its subclasses of torch's classes; now its classes of these names are empty.
     (_MEGATRON, "MCoreSavePlan"): MIRRORS[SavePlan],
     (_MEGATRON, "MCoreMetadata"): MIRRORS[Metadata],
     **{(name.rpartition(".")[0], name.rpartition(".")[2]): _make_member(name) for name in _ENUMS},
     ("builtins", "getattr"): Allowed("builtins.getattr", _get_member),
 }  # fmt: skip
-"""What stands for each global of metadata, beyond those of plain values."""
+"""Stand-ins for the globals of metadata, beyond those of plain values."""
 
 
 def find_global(module: str, name: str) -> Any:
-    """What stands for a global in a pickle of metadata.
+    """The stand-in for a global in a pickle of metadata.
 
     Raises:
         UnsafeGlobalError: metadata never needs it.
@@ -163,7 +163,7 @@ def find_global(module: str, name: str) -> Any:
         found = find_plain(module, name)
     if found is not None:
         return found
-    # torch gives memory formats no module of their own; pickle finds the first that has them.
+    # torch gives memory formats no module; pickle names the first one that has them.
     if module.partition(".")[0] == "torch" and "torch." + name.rpartition(".")[2] in _MEMORY_FORMATS:
         return _MEMORY_FORMATS["torch." + name.rpartition(".")[2]]
     raise UnsafeGlobalError(module, name)

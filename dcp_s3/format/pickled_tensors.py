@@ -1,6 +1,6 @@
 """How torch.save pickles a tensor: a call of a function of ``torch._utils`` on a storage, which is a persistent id.
 
-Nothing is made of it but a description, which is checked: a tensor must lie within its storage.
+It only makes a description of the tensor, and checks that: a tensor must lie within its storage.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import torch
 from dcp_s3.format.unpickling import Allowed, MalformedPickleError
 
 MAX_COUNT = 2**62
-"""Of elements."""
+"""Maximum number of elements."""
 
 
 class _StorageType(NamedTuple):
-    """That of ``torch.FloatStorage`` and the like; None: of mere bytes."""
+    """The type of a storage, like ``torch.FloatStorage``: its dtype, or None if it holds mere bytes."""
 
     dtype: torch.dtype | None
 
@@ -26,35 +26,35 @@ class PickledStorage(NamedTuple):
     """A storage, whose bytes are elsewhere."""
 
     key: str
-    """Names it in its archive."""
+    """Name of the storage in its archive."""
     nbytes: int
-    """Its size."""
+    """Size in bytes."""
     dtype: torch.dtype | None
-    """Of its elements; None if it consists of mere bytes."""
+    """Dtype of its elements; None if it consists of mere bytes."""
 
 
 class PickledTensor(NamedTuple):
     """A tensor, or a parameter."""
 
     storage: PickledStorage
-    """Where its elements are."""
+    """Storage that holds its elements."""
     dtype: torch.dtype
-    """Of the elements."""
+    """Dtype of the elements."""
     offset: int
-    """Of the first, in elements."""
+    """Offset of the first element, in elements."""
     shape: tuple[int, ...]
-    """Of the tensor."""
+    """Shape of the tensor."""
     strides: tuple[int, ...]
-    """In elements."""
+    """Strides in elements."""
     is_unusual: bool
-    """Whether something is to be done with it yet: it is a conjugate, for example."""
+    """Whether something must still be done with it: it is a conjugate, for example."""
 
 
 def load_storage(found: Any) -> PickledStorage:
-    """The storage of a persistent id.
+    """The storage that a persistent id describes.
 
     Raises:
-        MalformedPickleError: it is none.
+        MalformedPickleError: it does not describe a storage.
     """
     # ("storage", type, key, location, number of elements), and a view's place in the format before archives.
     if type(found) is not tuple or len(found) not in (5, 6) or found[0] != "storage":
@@ -66,14 +66,14 @@ def load_storage(found: Any) -> PickledStorage:
 
 
 def _make_tensor(*arguments: Any) -> PickledTensor:
-    """`_rebuild_tensor_v2`: storage, offset, shape, strides, requires_grad, hooks, and what is unusual."""
+    """`_rebuild_tensor_v2`: storage, offset, shape, strides, requires_grad, hooks, and anything unusual."""
     if len(arguments) not in (6, 7) or type(arguments[0]) is not PickledStorage or arguments[0].dtype is None:
         raise MalformedPickleError("a tensor that is not an ordinary one")
     return _check(arguments, arguments[0].dtype, is_unusual=len(arguments) > 6)
 
 
 def _make_typed_tensor(*arguments: Any) -> PickledTensor:
-    """`_rebuild_tensor_v3`: as v2, of a storage of bytes, with a dtype behind the hooks."""
+    """`_rebuild_tensor_v3`: like v2, but with a storage of bytes, and a dtype after the hooks."""
     if (
         len(arguments) not in (7, 8)
         or type(arguments[0]) is not PickledStorage
@@ -143,7 +143,7 @@ STORAGE_TYPES: dict[tuple[str, str], Any] = {
     },
     ("torch.storage", "UntypedStorage"): _StorageType(None),
 }
-"""What stands for the types of storages."""
+"""Stand-ins for the types of storages."""
 
 TENSORS: dict[tuple[str, str], Any] = {
     ("torch._utils", name): Allowed(f"torch._utils.{name}", call)
@@ -153,10 +153,10 @@ TENSORS: dict[tuple[str, str], Any] = {
         "_rebuild_parameter": _make_parameter,
     }.items()
 }
-"""What stands for the functions that make ordinary tensors."""
+"""Stand-ins for the functions that make ordinary tensors."""
 
 UNUSUAL_TENSORS: dict[tuple[str, str], Any] = {
     ("torch._utils", name): Allowed(f"torch._utils.{name}", call)
     for name, call in {"_rebuild_qtensor": _make_quantized_tensor, "_rebuild_tensor": _make_bare_tensor}.items()
 }
-"""What stands for further functions, which only torch itself may judge."""
+"""Stand-ins for further functions, which only torch itself may judge."""

@@ -1,6 +1,6 @@
-"""Values of Python's and torch's own: what stands for each global by which pickles name them.
+"""Plain values of Python and torch: the stand-ins for the globals by which pickles name them.
 
-Each makes its value from checked arguments, and runs no code that a pickle chooses.
+Each stand-in makes its value from checked arguments, and runs no code that a pickle chooses.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ import torch
 
 from dcp_s3.format.unpickling import Allowed, Deferred, MalformedPickleError
 
-# S3's keys have 1024 bytes, local paths 4096.
+# S3's keys have at most 1024 bytes, local paths 4096.
 _MAX_PATH = 4096
 _MAX_SLICE_INT = 2**63
 
-# What a defaultdict may call; called without arguments by some picklers, too.
+# What a defaultdict may call. Some picklers also call them without arguments.
 _FACTORIES: dict[str, type] = {
     f"builtins.{cls.__name__}": cls for cls in (bool, dict, float, int, list, str, tuple)
 }  # fmt: skip
@@ -26,7 +26,7 @@ _LAYOUTS = {str(value): value for value in vars(torch).values() if isinstance(va
 
 
 def expect(condition: bool, what: str) -> None:
-    """Raises `MalformedPickleError` unless the arguments of ``what`` are such as picklers write."""
+    """Raises `MalformedPickleError` unless the arguments of ``what`` are as picklers write them."""
     if not condition:
         raise MalformedPickleError(f"{what} is made from other arguments than pickles have")
 
@@ -95,7 +95,7 @@ def _make_empty(cls: type) -> Callable[..., Any]:
 
 
 def _make_bytes(*arguments: Any) -> bytes:
-    """Protocol 2 has no opcode for bytes: they are a text in Latin-1."""
+    """Make bytes. Protocol 2 has no opcode for them: they are a text in Latin-1."""
     expect(len(arguments) == 2 and type(arguments[0]) is str and arguments[1] in ("latin1", "latin-1"), "bytes")
     return str(arguments[0]).encode("latin-1")
 
@@ -148,14 +148,14 @@ _CALLS: dict[tuple[str, str], Callable[..., Any]] = {
 }  # fmt: skip
 
 PLAIN: dict[tuple[str, str], Any] = {
-    ("torch", "Size"): torch.Size,  # which checks its arguments, and has no attributes to set
+    ("torch", "Size"): torch.Size,  # checks its arguments, and has no attributes to set
     **{(module, name): Allowed(f"{module}.{name}", call) for (module, name), call in _CALLS.items()},
 }
 _RENAMED = {"unicode": "str", "xrange": "range", "long": "int"}
 
 
 def find_plain(module: str, name: str) -> Any:
-    """What stands for a plain value's global; None if it is none. Protocol 2 has Python 2's names."""
+    """The stand-in for a plain value's global; None for other globals. Protocol 2 has Python 2's names."""
     if module == "__builtin__":
         module, name = "builtins", _RENAMED.get(name, name)
     found = PLAIN.get((module, name))

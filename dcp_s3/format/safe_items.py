@@ -1,6 +1,6 @@
-"""Items that are no tensors are pickles: one that could run code is found before it is loaded.
+"""Finds items that could run code before they are loaded: items other than tensors are pickles.
 
-Taken is what torch's weights-only unpickler takes, and what consists of `item_values` besides.
+Accepts what torch's weights-only unpickler accepts, and also items that consist of `item_values`.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _NOT_KNOWN = "is neither in torch's list of what is safe to load nor a type that
 def check_item(stream: io.BytesIO, *, fqn: str, url: str, verified: bool) -> None:
     """Check that the item may be unpickled without restriction, and that it is what it seems.
 
-    What consists of `item_values` is gone through, and not loaded. Other items are loaded by
+    An item that consists of `item_values` is gone through, and not loaded. Other items are loaded by
     ``torch.load(stream, weights_only=True)`` with tensors on the meta device: their bytes are neither read nor copied.
-    A tensor that cannot be there (a quantized one, for example) is loaded once more as what it is.
+    An item whose tensors cannot be there (quantized ones, for example) is loaded once more, on the CPU.
 
     Args:
-        stream: what torch.save wrote; at its beginning afterwards.
-        fqn: of the item.
-        url: of the checkpoint.
+        stream: output of torch.save; at its beginning afterwards.
+        fqn: FQN of the item.
+        url: URL of the checkpoint.
         verified: whether a checksum says that these are the bytes that were saved.
 
     Raises:
@@ -59,15 +59,15 @@ class _Refusal(NamedTuple):
     """Why an item should not be unpickled."""
 
     names: list[str]
-    """Of globals that nobody has allowed."""
+    """Names of globals that nobody has allowed."""
     error: Exception
-    """What else is wrong."""
+    """The error that says what is wrong."""
     is_for_torch: bool = False
-    """Whether torch might take it all the same."""
+    """Whether torch might still accept it."""
 
 
 def _find_refusal(stream: io.BytesIO) -> _Refusal | None:
-    """Why an item is refused, unless torch takes it; None if it consists of `item_values`. The position moves."""
+    """Why an item is refused, unless torch accepts it; None if it consists of `item_values`. The position moves."""
     error: Exception = MalformedPickleError("it is no archive")
     if is_archive(stream):
         try:
@@ -88,10 +88,10 @@ def _find_refusal(stream: io.BytesIO) -> _Refusal | None:
 
 
 def _ask_torch(stream: io.BytesIO) -> _Refusal | None:
-    """Why an item is refused all of whose globals torch allows, or which is in the old format."""
+    """Why torch refuses an item in the old format, or one whose globals it all allows. None if it does not."""
     try:
         check_storages(stream)
-        _load(stream, "meta" if is_archive(stream) else "cpu")  # in the old format, meta hides errors
+        _load(stream, "meta" if is_archive(stream) else "cpu")  # for the old format, meta hides errors
     except (MalformedPickleError, pickle.UnpicklingError) as error:
         return _Refusal([], error)
     except Exception:  # noqa: BLE001 - whatever kernels and constructors raise
@@ -129,19 +129,19 @@ def _explain(refused: _Refusal, fqn: str, url: str, verified: bool) -> Checkpoin
 
 
 def _reason(error: Exception) -> str:
-    """What went wrong, without torch's paragraphs around it."""
+    """The reason for an error, without torch's paragraphs around it."""
     text = re.sub(r"(?s)^.*WeightsUnpickler error: |^Weights only load failed\..*?\n\n|\n\nCheck the documentation.*$",
                   "", str(error)).strip()  # fmt: skip
     return f"{type(error).__name__}: {text[:_MAX_REASON]}"
 
 
 def find_unsafe_globals(stream: io.BytesIO) -> list[str]:
-    """Names of the globals in a torch.save stream that are not in torch's list; [] where that can not be told."""
+    """Names of the globals in a torch.save stream that are not in torch's list; [] if it cannot tell."""
     position = stream.tell()
     stream.seek(0)
     try:
         return sorted(get_unsafe_globals_in_checkpoint(stream))
-    except Exception:  # noqa: BLE001 - of an old format, or no such stream at all
+    except Exception:  # noqa: BLE001 - an old format, or no such stream at all
         return []
     finally:
         stream.seek(position)
@@ -156,12 +156,12 @@ _lock = threading.Lock()
 def warn_of_unsafe_item(fqn: str, stream: io.BytesIO) -> None:
     """Log a warning if a load of this item will need ``weights_only=False`` or a safe global.
 
-    An item is inspected once per process, and again when torch's list of safe globals has changed; never one of more
-    than `MAX_INSPECTED` bytes. About 0.1 ms.
+    Inspects an item once per process, and again when torch's list of safe globals has changed. Skips items of more
+    than `MAX_INSPECTED` bytes. Takes about 0.1 ms.
 
     Args:
-        fqn: of the item.
-        stream: what the planner resolved it to; its position stays.
+        fqn: FQN of the item.
+        stream: the item as the planner resolved it; its position stays.
     """
     safe = hash(frozenset(get_safe_globals()))
     with _lock:

@@ -1,4 +1,4 @@
-"""What the metadata of a checkpoint says it consists of. Pure."""
+"""The contents of a checkpoint, according to its metadata. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 
 def needed_objects(metadata: Metadata) -> dict[str, int]:
-    """Relative path of every data object that the metadata refers to, and the least number of bytes that it must
-    have to hold its items."""
+    """Relative path of every data object that the metadata refers to, and the minimum bytes that it needs to hold its
+    items."""
     needed: dict[str, int] = {}
     for info in (metadata.storage_data or {}).values():
         end = int(getattr(info, "offset", 0)) + int(getattr(info, "length", 0))
@@ -20,7 +20,7 @@ def needed_objects(metadata: Metadata) -> dict[str, int]:
 
 
 def find_chunk(saved: TensorStorageMetadata, index: MetadataIndex) -> ChunkStorageMetadata | None:
-    """The saved chunk of a tensor that the stored item at ``index`` is, None if there is none such."""
+    """The saved chunk of a tensor that belongs to the stored item at ``index``; None if there is none."""
     offset = index.offset if index.offset is not None else torch.Size([0] * len(saved.size))
     hint = index.index
     if isinstance(hint, int) and 0 <= hint < len(saved.chunks) and saved.chunks[hint].offsets == offset:
@@ -33,15 +33,15 @@ class SavedEntry:
     """One entry of a saved state dict."""
 
     fqn: str
-    """Its fully qualified name."""
+    """FQN (fully qualified name) of the entry."""
     kind: str
-    """``tensor``, or ``bytes`` for any other object."""
+    """Kind of entry: ``tensor``, or ``bytes`` for any other object."""
     dtype: str | None
-    """Of a tensor, without ``torch.``; None otherwise."""
+    """Dtype of a tensor, without ``torch.``; None otherwise."""
     shape: tuple[int, ...] | None
     """Global shape of a tensor; None otherwise."""
     chunks: int
-    """Number of stored pieces."""
+    """Number of stored chunks."""
     size: int
     """Stored bytes, framing included."""
 

@@ -1,7 +1,7 @@
-"""What was unpickled of metadata, made what it stands for: plain values, and instances of torch's classes.
+"""Turns what was unpickled of metadata into what it stands for: plain values, and instances of torch's classes.
 
-For what planners add and nothing here relies on. It must only do no harm to whoever looks at it, copies it or sends it
-on: it has no class or function in it, does not contain itself, and is not nested deeply.
+This is for values that planners add and nothing here relies on. They must only be harmless to look at, copy or send on:
+such a value has no class or function in it, does not contain itself, and is not nested deeply.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ _LEAVES = frozenset((
 
 
 class Settler:
-    """Settles the values of one pickle, in which they may share parts."""
+    """Settles the values of one pickle, which may share parts."""
 
     def __init__(self) -> None:
-        # id -> the value (or its id would be another's), what it has become, and how deeply that is nested.
+        # id -> the value (kept so that its id is not reused), what it has become, and how deeply that is nested.
         self._known: dict[int, tuple[Any, Any, int]] = {}
 
     def settle(self, value: Any) -> Any:
-        """What ``value`` stands for; mirrors, lists and dicts are changed in their places.
+        """Turn ``value`` into what it stands for. Mirrors, lists and dicts are changed in place.
 
         Raises:
-            MalformedPickleError: there is a class or a function in it, it is nested too deeply, contains itself, or
-                something that it stands for cannot be made.
+            MalformedPickleError: it has a class or a function in it, is nested too deeply, contains itself, or stands
+                for something that cannot be made.
         """
         try:
             return self._settle(value, 1)[0]
         except MalformedPickleError:
             raise
-        except Exception as error:  # of an enumeration that has no such member, or a hash
+        except Exception as error:  # an enumeration has no such member, or a hash fails
             raise MalformedPickleError(f"{type(error).__name__}: {str(error)[:200]}") from error
 
     def settle_others(self, mirror: Mirror, known: frozenset[str]) -> None:
-        """Settle those attributes of ``mirror`` that are not ``known``."""
+        """Settle the attributes of ``mirror`` that are not ``known``."""
         attributes = vars(mirror)
         for name in attributes.keys() - known:
             _check_name(mirror, name)
@@ -75,7 +75,7 @@ class Settler:
             kind = type(value)
             if kind in _LEAVES:
                 settled.append(value)
-            elif kind is tuple and _LEAVES.issuperset(map(type, value)):  # a path, of which plans have many
+            elif kind is tuple and _LEAVES.issuperset(map(type, value)):  # a path; plans have many
                 settled.append(value)
                 height = max(height, 1)
             else:

@@ -9,7 +9,7 @@ from dcp_s3.format.blocks import Blocks
 from dcp_s3.torch_private import StorageInfo
 
 # Extra attributes of _StorageInfo. Its pickled state is its __dict__, and other readers ignore what they do not
-# know. Without raw_offset, the CRC is that of the whole stored item.
+# know. Without raw_offset, the CRC covers the whole stored item.
 _RAW_OFFSET = "raw_offset"
 _CRC = "crc64nvme"
 _BLOCK = "crc64nvme_block"
@@ -29,13 +29,13 @@ def make_storage_info(
     """torch's `_StorageInfo` with our facts about the item.
 
     Args:
-        relative_path: object, relative to the checkpoint.
-        offset: of the item in the object, bytes.
-        length: of the item, bytes.
-        transform_descriptors: of stream extensions, None without.
-        raw_offset: of the tensor's raw bytes in the item; None if the item is not raw bytes in a frame.
-        crc64nvme: CRC-64/NVME of the raw bytes, or without ``raw_offset`` of the whole item.
-        blocks: the CRCs inside of the raw bytes; None without.
+        relative_path: path of the object, relative to the checkpoint.
+        offset: offset of the item in the object, in bytes.
+        length: length of the item, in bytes.
+        transform_descriptors: descriptors of stream extensions; None without any.
+        raw_offset: offset of the tensor's raw bytes in the item; None if the item is not raw bytes in a frame.
+        crc64nvme: CRC-64/NVME of the raw bytes, or of the whole item without ``raw_offset``.
+        blocks: CRCs inside the raw bytes; None without any.
     """
     info = StorageInfo(relative_path, offset, length, transform_descriptors)
     if raw_offset is not None:
@@ -49,21 +49,21 @@ def make_storage_info(
 
 
 def get_raw_offset(info: Any) -> int | None:
-    """Offset of the raw bytes in the item, None if not recorded (written by something else)."""
+    """Offset of the raw bytes in the item; None if not recorded (written by something else)."""
     value = getattr(info, _RAW_OFFSET, None)
     return value if isinstance(value, int) else None
 
 
 def get_crc(info: Any) -> int | None:
-    """Recorded CRC-64/NVME of the item, None if not recorded."""
+    """Recorded CRC-64/NVME of the item; None if not recorded."""
     value = getattr(info, _CRC, None)
     return value if isinstance(value, int) else None
 
 
 def get_blocks(info: Any, nbytes: int) -> Blocks | None:
-    """Recorded CRCs inside of the ``nbytes`` raw bytes of an item (not 0); None if it has no checksum.
+    """Recorded CRCs inside the ``nbytes`` raw bytes of an item (not 0); None if it has no checksum.
 
-    Without a record of blocks that fits so many bytes, all of them are one block.
+    If no record of blocks fits that many bytes, all of them are one block.
     """
     crc, size, crcs = get_crc(info), getattr(info, _BLOCK, None), getattr(info, _BLOCK_CRCS, None)
     if crc is None:

@@ -1,9 +1,10 @@
 """Python's own unpickler, held to an allow-list, for pickles that anybody may have written.
 
-To look up globals in a list is not enough: a pickle may also set attributes of what it named, class or function, and
-so change it for the whole process. So what stands for a global here is an `Allowed`, a class of the kind `Sealed`, or a
-class or constant of C that has no attributes to set. No code runs but theirs. A hostile pickle may still take much time
-and memory, and as a key a tuple of very many levels even ends the process: who can write one can delete the checkpoint.
+Looking up globals in a list is not enough: a pickle may also set attributes of a class or function that it named, and
+so change it for the whole process. So the stand-in for a global is an `Allowed`, a class of the kind `Sealed`, or a
+class or constant of C that has no attributes to set. Only their code runs. A hostile pickle may still take much time
+and memory. A very deeply nested tuple as a key even ends the process, but whoever can write that can also delete the
+checkpoint.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 
 
 class MalformedPickleError(Exception):
-    """Truncated, damaged, not a pickle, or made as nothing is that picklers write."""
+    """A pickle is truncated, damaged, not a pickle at all, or not as picklers write it."""
 
 
 class UnsafeGlobalError(Exception):
@@ -29,7 +30,7 @@ class UnsafeGlobalError(Exception):
 
 
 class Allowed:
-    """Stands for a function, or for a class that is called; with no ``call``, for one that is only named."""
+    """Stands for a function, or for a class that is called; without ``call``, for one that is only named."""
 
     __slots__ = ("_call", "name")
 
@@ -43,19 +44,19 @@ class Allowed:
         return self._call(*arguments)
 
     def __setstate__(self, state: Any) -> None:
-        """What Python's unpickler calls to set attributes."""
+        """Called by Python's unpickler to set attributes."""
         raise MalformedPickleError(f"the state of {self.name} is set")
 
 
 class Sealed(type):
-    """The class of classes that a pickle may make instances of, and not change."""
+    """Metaclass of classes that a pickle may make instances of, but not change."""
 
     def __setattr__(cls, name: str, value: Any) -> None:
         raise MalformedPickleError(f"an attribute of {cls.__name__} itself is set")
 
 
 class Deferred(NamedTuple):
-    """Stands for a value that is made when the pickle has been read, and so has no attributes to set before."""
+    """Stands for a value that is made after the pickle has been read, so that no pickle can set its attributes."""
 
     make: Callable[..., Any]
     arguments: tuple[Any, ...]
@@ -66,16 +67,16 @@ def unpickle(
     find_global: Callable[[str, str], Any],
     load_persistent: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """The value of the pickle that begins at the stream's position; the position is behind it afterwards.
+    """The value of the pickle at the stream's position, which is after the pickle afterwards.
 
     Args:
-        stream: holds the pickle.
-        find_global: what stands for a global, given its module and name as they are in the pickle.
-        load_persistent: what stands for a persistent id; without it there must be none.
+        stream: the stream that holds the pickle.
+        find_global: returns the stand-in for a global, given its module and name as in the pickle.
+        load_persistent: returns the stand-in for a persistent id; without it, none are allowed.
 
     Raises:
         MalformedPickleError: it cannot be read.
-        UnsafeGlobalError: from ``find_global``.
+        UnsafeGlobalError: raised by ``find_global``.
     """
     # Without `peek`, Python reads a pickle without frames opcode by opcode, at a microsecond each.
     reader = io.BufferedReader(stream)
@@ -85,10 +86,10 @@ def unpickle(
         end = reader.tell()
     except (MalformedPickleError, UnsafeGlobalError):
         raise
-    except Exception as error:  # whatever constructors and hashes raise, and the memory's end
+    except Exception as error:  # whatever constructors and hashes raise, and MemoryError
         raise MalformedPickleError(f"{type(error).__name__}: {str(error)[:200]}") from error
     finally:
-        reader.detach()  # or its end would close the stream
+        reader.detach()  # or it would close the stream when it is freed
     stream.seek(end)
     return value
 
@@ -100,7 +101,7 @@ class _Unpickler(pickle.Unpickler):
         find_global: Callable[[str, str], Any],
         load_persistent: Callable[[Any], Any] | None,
     ) -> None:
-        super().__init__(stream, encoding="utf-8")  # of protocol 1, as torch.load
+        super().__init__(stream, encoding="utf-8")  # for texts of protocol 1, as torch.load does
         self._find_global = find_global
         self._load_persistent = load_persistent
 
@@ -114,9 +115,9 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _check_extensions(stream: io.BytesIO) -> None:
-    """The extension registry has a cache, which `find_class` is not asked about, and which would keep what it finds."""
+    """Refuse extension opcodes: the registry's cache bypasses `find_class`, and would keep what it finds."""
     if not vars(copyreg)["_inverted_registry"]:
-        return  # nearly always: then such opcodes fail
+        return  # nearly always; extension opcodes then fail
     start = stream.tell()
     if any(opcode.name.startswith("EXT") for opcode, _, _ in pickletools.genops(stream)):
         raise MalformedPickleError("it refers to Python's extension registry")

@@ -1,8 +1,8 @@
-"""Entries of a state that lie in the same memory: tied parameters.
+"""Entries of a state that share memory: tied parameters.
 
 They are received at the same time, and what was saved for them is usually the same. Where it is not (a checkpoint of
-untied parameters is loaded into tied ones), the last one in the plan stays, as with torch's readers, which load one
-item after the other: such items are read one after the other here, too.
+untied parameters is loaded into tied ones), the last one in the plan wins, as with torch's readers, which load one item
+after the other. Here, too, such items are read one after the other.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _Span = tuple[object, int, int, str]  # device, first and last byte, name
 
 
 def read_in_turn(transfers: Sequence[ItemTransfer]) -> list[list[int]]:
-    """Numbers of the items in rounds, to be read one round after the other.
+    """Group the items' numbers in rounds, to be read one round after the other.
 
-    One round, unless entries of different contents (or of contents that are not known) share memory.
+    There is one round, unless entries with different or unknown contents share memory.
     """
     if all(find_exclusive(transfers)):
         return [list(range(len(transfers)))]
@@ -40,7 +40,7 @@ def read_in_turn(transfers: Sequence[ItemTransfer]) -> list[list[int]]:
 
 
 def find_exclusive(transfers: Sequence[ItemTransfer]) -> list[bool]:
-    """For each item, whether no other is loaded into any of its memory."""
+    """Tell for each item whether it shares its memory with no other."""
     spans = []
     for number, transfer in enumerate(transfers):
         span = _span(transfer.target)
@@ -58,7 +58,7 @@ def find_exclusive(transfers: Sequence[ItemTransfer]) -> list[bool]:
 
 
 def _span(target: torch.Tensor | None) -> tuple[int, int] | None:
-    """Address of the first byte of a tensor and of the one behind its last; None if it has no memory of its own."""
+    """Addresses of a tensor's first byte and of the byte after its last; None if it has no memory of its own."""
     if target is None or not is_plain(target) or target.numel() == 0:
         return None
     start = target.data_ptr()
@@ -88,7 +88,7 @@ def _sharing(transfers: Sequence[ItemTransfer], by_name: dict[str, list[int]]) -
 
 
 def _spans(name: str, transfers: Sequence[ItemTransfer]) -> list[_Span]:
-    """Of an entry, one for each storage. Parts of one tensor may interleave; what lies between them is its own."""
+    """Spans of an entry, one for each storage. Parts of one tensor may interleave; the gaps count as its own."""
     spans: dict[tuple[object, int], tuple[int, int]] = {}
     for transfer in transfers:
         span, target = _span(transfer.target), transfer.target
@@ -100,7 +100,7 @@ def _spans(name: str, transfers: Sequence[ItemTransfer]) -> list[_Span]:
 
 
 def _contents(transfers: Sequence[ItemTransfer], numbers: Sequence[int]) -> object:
-    """What tells the saved contents of two entries apart."""
+    """A value that tells the saved contents of two entries apart."""
     return tuple(
         (item.dest_offsets, item.lengths, item.storage_offsets, tuple(transfers[number].ranges))
         for number in numbers

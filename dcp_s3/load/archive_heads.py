@@ -1,8 +1,8 @@
-"""Where the raw bytes of tensors lie that other writers stored: expected by class, proven by each item's own bytes.
+"""The place of the raw bytes of tensors that other writers stored: expected by kind, proven by each item's own head.
 
 What torch.save writes before a storage is the same for all tensors of one dtype and shape, up to the version of torch.
-So where an item's bytes are is expected (because its length is that of what this torch would write, or because another
-item of its class was looked at), and its own head, which is fetched with them, must say the same.
+So the place of an item's bytes is expected: because its length is what this torch would write, or because another item
+of its kind was looked at. Its own head, which is fetched with the bytes, must say the same.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from dcp_s3.format.framing import FrameCache, FramingError
 from dcp_s3.load.transfer import Transfer
 
 SMALL_ITEM = 64 * 2**10
-"""Bytes up to which an item is rather fetched whole than looked at, or in parts."""
+"""Items of up to this many bytes are fetched whole, without a look first and not in parts."""
 
 PROBE_SIZE = 4 * 2**10
-"""Bytes of the first look at an item; a second one takes `MAX_HEAD`."""
+"""Bytes fetched in a first look at an item; a second look fetches `MAX_HEAD`."""
 
 _MAX_KNOWN = 4096
 _MAX_KNOWN_OF_A_KIND = 4
 
 
 class ItemKind(NamedTuple):
-    """What items have in common whose heads should be the same."""
+    """Properties of items whose heads should be the same."""
 
     dtype: torch.dtype
-    """Of the saved tensor."""
+    """Dtype of the saved tensor."""
     shape: tuple[int, ...]
-    """Of the saved chunk."""
+    """Shape of the saved chunk."""
     length: int
-    """Of the item, bytes."""
+    """Length of the item in bytes."""
 
 
 class ArchiveHeads:
-    """The heads that are known, by kind. Safe to use from several threads."""
+    """The known heads, by kind. Thread-safe."""
 
     def __init__(self) -> None:
         self._frames = FrameCache()
@@ -49,7 +49,7 @@ class ArchiveHeads:
         self._count = 0
 
     def expect(self, kind: ItemKind) -> ArchiveHead | None:
-        """What items of ``kind`` should begin with; None if nothing is known of them."""
+        """The head that items of ``kind`` should have; None if nothing is known of them."""
         known = self._known.get(kind)
         if known is None:
             self._predict(kind)
@@ -57,19 +57,19 @@ class ArchiveHeads:
         return known[0][1] if known else None
 
     def _predict(self, kind: ItemKind) -> None:
-        """From what this torch would write, if that is as long."""
+        """Learn the head that this torch would write, if the item would be as long."""
         try:
             frame = self._frames.get(kind.dtype, torch.Size(kind.shape))
             if frame.length == kind.length:
                 self.read(kind, frame.header)
-        except (FramingError, HeadError, RuntimeError, MemoryError):  # RuntimeError: torch has not so much memory
+        except (FramingError, HeadError, RuntimeError, MemoryError):  # RuntimeError: torch lacks that much memory
             pass
 
     def read(self, kind: ItemKind, data: bytes | memoryview) -> ArchiveHead:
-        """The head of an item of ``kind`` that begins with ``data``: 0.5 us if it is known, else 35.
+        """The head of an item of ``kind`` that begins with ``data``: 0.5 us if it is known, else 35 us.
 
         Raises:
-            HeadError: it has none, or is not of this kind.
+            HeadError: there is no head, or it is of another kind.
         """
         for known, head in self._known.get(kind, ()):
             if data[: len(known)] == known if isinstance(data, bytes) else bytes(data[: len(known)]) == known:
@@ -90,7 +90,7 @@ class ArchiveHeads:
         return head
 
     def find(self, kind: ItemKind, data: bytes | memoryview) -> ArchiveHead | None:
-        """As `read`; None instead of an error."""
+        """Like `read`, with None instead of an error."""
         try:
             return self.read(kind, data)
         except HeadError:
@@ -98,12 +98,12 @@ class ArchiveHeads:
 
 
 class HeadProof:
-    """The head of one item as it arrives, to be compared with the expected one.
+    """The head of one item as it arrives, compared with the expected one.
 
     Args:
-        heads: what is known.
-        kind: of the item.
-        expected: what was relied on when the item's bytes were asked for.
+        heads: known heads.
+        kind: kind of the item.
+        expected: head that was assumed when the item's bytes were requested.
     """
 
     __slots__ = ("_heads", "_kind", "_received", "expected")
@@ -115,17 +115,17 @@ class HeadProof:
         self._received = bytearray(expected.length)
 
     def put(self, offset: int, data: memoryview) -> None:
-        """Take bytes that begin in the head, ``offset`` bytes (negative) before the tensor's own."""
+        """Take bytes that begin in the head, at ``offset`` (negative) from the tensor's own bytes."""
         start = offset + self.expected.raw_offset
         end = min(start + data.nbytes, self.expected.length)
         self._received[start:end] = data[: end - start]
 
     def holds(self) -> bool:
-        """Whether the item is as expected. All of the head has arrived."""
+        """Whether the item is as expected. Call it when all of the head has arrived."""
         return self.found() == self.expected
 
     def found(self) -> ArchiveHead | None:
-        """What the item has; None if that can not be told from so many bytes."""
+        """The head that the item has; None if the bytes are too few to tell."""
         return self._heads.find(self._kind, bytes(self._received))
 
 
@@ -142,14 +142,14 @@ def read_tensor(head: ArchiveHead, item: torch.Tensor) -> torch.Tensor:
 
 
 class HeadProbe(Transfer):
-    """The beginning of an item, from which `ArchiveHeads` learns what those of its kind begin with.
+    """The beginning of an item, from which `ArchiveHeads` learns the head of its kind.
 
     Args:
-        heads: to tell. An item that has no head is passed over.
-        kind: of the item.
-        path: object, relative to the checkpoint.
+        heads: heads to add to. An item without a head is skipped.
+        kind: kind of the item.
+        path: path of the object, relative to the checkpoint.
         start: first byte of the item in the object.
-        size: bytes to look at; a longer look follows if they do not suffice.
+        size: bytes to look at; if they are too few, a longer look follows.
     """
 
     __slots__ = ("_data", "_heads", "kind")
@@ -170,7 +170,7 @@ class HeadProbe(Transfer):
         return memoryview(self._data)[start:stop]
 
     def put(self, offset: int, data: memoryview) -> None:
-        """See `Transfer`. Nothing: all is received in place."""
+        """See `Transfer`. Does nothing: everything is received in place."""
 
     def finish(self) -> HeadProbe | None:
         """See `Transfer`."""
@@ -183,7 +183,7 @@ class HeadProbe(Transfer):
 
 
 def one_of_each_kind(heads: ArchiveHeads, probes: Iterable[HeadProbe]) -> list[HeadProbe]:
-    """One of each kind of which nothing is known, in the order given."""
+    """Pick one probe of each unknown kind, in the order given."""
     chosen: dict[ItemKind, HeadProbe] = {}
     for probe in probes:
         if probe.kind not in chosen and heads.expect(probe.kind) is None:

@@ -1,10 +1,10 @@
-"""Boxes of row-major arrays, and the runs of bytes that they are. Pure: integers only.
+"""Boxes of row-major arrays, and the runs of elements that make them up. Pure: integers only.
 
 A box is a rectangular part of an array: an offset and a length in each dimension. A saved chunk lies in its object as
-one run of bytes in row-major order; what a request brings is a run of that run, which is a few boxes again.
+one run of bytes in row-major order; a request fetches a part of that run, which is a few boxes again.
 
-The elements of a box that lie in a run of its array are, in row-major order, a run of the box too. So what is needed of
-any run can be packed as one run of the box, whatever the shapes: a section.
+The elements of a box that lie in a run of its array are, in row-major order, a run of the box too. So the needed
+elements of any run can be packed as one run of the box, whatever the shapes: a section.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class Box(NamedTuple):
     """A rectangular part of an array."""
 
     offsets: tuple[int, ...]
-    """Its first element in each dimension."""
+    """Index of the first element in each dimension."""
     lengths: tuple[int, ...]
-    """Elements in each dimension."""
+    """Number of elements in each dimension."""
 
     @property
     def numel(self) -> int:
@@ -37,7 +37,8 @@ def row_major_strides(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def check_box(sizes: Sequence[int], box: Box) -> None:
-    """
+    """Check that a box lies inside its array.
+
     Raises:
         ValueError: the box is not inside an array of ``sizes``.
     """
@@ -52,7 +53,7 @@ def check_box(sizes: Sequence[int], box: Box) -> None:
 def boxes_of_run(sizes: Sequence[int], start: int, stop: int) -> list[Box]:
     """Elements ``start`` to ``stop`` of an array in row-major order, as boxes in that order.
 
-    At most ``2 * len(sizes) - 1`` (one for an array without dimensions).
+    There are at most ``2 * len(sizes) - 1`` boxes (one for an array without dimensions).
 
     Raises:
         ValueError: there are no such elements.
@@ -87,7 +88,7 @@ def _at(row: int, box: Box) -> Box:
 
 
 def covering_run(sizes: Sequence[int], box: Box) -> tuple[int, int]:
-    """The first element of a box in the row-major order of its array, and the one behind its last.
+    """The first element of a box in the row-major order of its array, and the one after its last.
 
     Raises:
         ValueError: the box is not inside the array.
@@ -104,12 +105,12 @@ def runs_of_box(sizes: Sequence[int], box: Box, max_gap: int) -> list[tuple[int,
     """Runs of elements, in row-major order, that together cover a box.
 
     Args:
-        sizes: of the array.
-        box: in it.
-        max_gap: elements between two runs of the box that are rather taken along than left out.
+        sizes: shape of the array.
+        box: box of the array.
+        max_gap: longest gap (elements) between two runs of the box that is included.
 
     Returns:
-        (first element, the one behind the last) of each run, in order, more than ``max_gap`` apart. Nothing for an
+        (first element, the one after the last) of each run, in order, more than ``max_gap`` apart. Nothing for an
         empty box, one for a box that is dense.
 
     Raises:
@@ -119,7 +120,7 @@ def runs_of_box(sizes: Sequence[int], box: Box, max_gap: int) -> list[tuple[int,
     if start == stop:
         return []
     strides = row_major_strides(sizes)
-    # From the innermost dimension outwards: a run spans the box in the dimensions from ``dim`` on.
+    # From the innermost dimension outwards: a run spans the box in all dimensions from ``dim`` on.
     dim, span = len(sizes), 1
     while dim > 0 and (box.lengths[dim - 1] == 1 or strides[dim - 1] - span <= max_gap):
         dim -= 1
@@ -136,7 +137,7 @@ class Section(NamedTuple):
     start: int
     """First element, in the row-major order of the box."""
     stop: int
-    """The one behind the last."""
+    """The element after the last."""
 
 
 def find_section(sizes: Sequence[int], box: Box, start: int, stop: int) -> Section:
@@ -165,7 +166,7 @@ def boxes_of_section(sizes: Sequence[int], box: Box, section: Section) -> list[t
     """The boxes, within ``box``, that a section of it consists of, in order.
 
     Returns:
-        Each with the position of its first element in the array, in row-major order.
+        Each box with the position of its first element in the array, in row-major order.
     """
     strides = row_major_strides(sizes)
     first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))

@@ -1,4 +1,4 @@
-"""Loads into other dtypes than those that were saved: which of them may change values."""
+"""Loads into dtypes other than the saved ones: which conversions may change values."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-_NAMED = 5  # of each conversion
+_NAMED = 5  # names in a warning, for each conversion
 
 Conversion = tuple[torch.dtype, torch.dtype]
-"""The saved dtype and that of the tensor to load into."""
+"""The saved dtype, and the dtype of the tensor to load into."""
 
 
 def keeps_values(saved: torch.dtype, target: torch.dtype) -> bool:
@@ -35,7 +35,7 @@ def keeps_values(saved: torch.dtype, target: torch.dtype) -> bool:
 
 
 def _contains(target: torch.dtype, saved: torch.dtype) -> bool:
-    """For dtypes of floating point: precision and range, subnormal numbers among it."""
+    """Whether a floating-point ``target`` has the precision and range of ``saved``, subnormal numbers included."""
     large, small = torch.finfo(target), torch.finfo(saved)
     return bool(
         large.eps <= small.eps
@@ -45,11 +45,11 @@ def _contains(target: torch.dtype, saved: torch.dtype) -> bool:
 
 
 def warn_of_narrowing(narrowed: Mapping[str, Conversion], url: str) -> None:
-    """One warning for all that a load converts to a dtype that does not hold it.
+    """Log one warning for all tensors that a load converts to a dtype that does not hold their values.
 
     Args:
-        narrowed: by name.
-        url: of the checkpoint.
+        narrowed: narrowing conversions by name of the tensor.
+        url: URL of the checkpoint.
     """
     if not narrowed:
         return

@@ -1,8 +1,8 @@
-"""The engine: fetches ranges of a checkpoint's objects in parallel, and gives back what has arrived and is right.
+"""The engine: fetches ranges of a checkpoint's objects in parallel, verifies them, and returns what has arrived.
 
     requests -> threads -> bytes at their place -> checksums, once more if they do not match -> finished transfers
 
-Loads, sharing between ranks, verify and read_tensors stand on it.
+Loads, sharing between ranks, verify and read_tensors use it.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ logger = logging.getLogger(__name__)
 
 _TOO_LATE = (queue.Empty, errors.DeadlineExceededError)
 
-# Requests after which what botocore leaves behind in cycles is collected.
+# Number of requests between collections of the reference cycles that botocore leaves.
 _COLLECT_EVERY = 100
-# Through a buffer, a request is not smaller than this.
+# Minimum bytes of a request that goes through a buffer.
 _SMALL_BUFFER = 2**20
 
 
 class Source:
-    """The objects of a checkpoint: on this host's disk where they are there and right, else on S3.
+    """The objects of a checkpoint: on this host's disk where they are present and intact, else on S3.
 
     Args:
-        bucket: where the checkpoint lies.
-        url: of the checkpoint.
+        bucket: bucket of the checkpoint.
+        url: URL of the checkpoint.
         local: objects that are on this host's disk.
 
     Attributes:
-        url: as given.
-        settings: of the bucket.
+        url: URL of the checkpoint.
+        settings: settings of the bucket.
     """
 
     def __init__(self, bucket: S3Store, url: CheckpointURL, local: LocalObjects | None = None) -> None:
@@ -65,29 +65,29 @@ class Source:
 
     @property
     def deadline(self) -> Deadline | None:
-        """When all must be there."""
+        """The time by which everything must have arrived, None without."""
         return self._bucket.limit.deadline
 
     @property
     def cancelled(self) -> bool:
-        """Whether nobody needs anything any more."""
+        """Whether `cancel` was called."""
         return self._cancel.is_set()
 
     def cancel(self) -> None:
-        """Let reads fail soon. From any thread."""
+        """Make reads fail soon. Safe to call from any thread."""
         self._cancel.set()
 
     def distrust(self, path: str) -> None:
-        """Take this object from S3 from now on, not from this host's disk."""
+        """Read this object from S3 from now on, not from this host's disk."""
         if self._local is not None:
             self._local.distrust(path)
 
     def read(self, path: str, start: int, targets: Sequence[Target]) -> None:
-        """Fill ``targets`` with the bytes of object ``path`` from ``start`` on. On any thread.
+        """Fill ``targets`` with the bytes of object ``path`` from ``start`` on. Safe to call from any thread.
 
         Raises:
-            CorruptCheckpointError: the object is not what the metadata says: deleted, replaced or too short.
-            StorageError: S3 failed for good.
+            CorruptCheckpointError: the object differs from the metadata: deleted, replaced or too short.
+            StorageError: S3 failed despite retries.
             Cancelled: `cancel` was called.
         """
         if self._local is not None and self._local.read_into(path, start, targets):
@@ -104,7 +104,7 @@ class Source:
                 del lost  # its traceback has this frame: no cycle
 
     def _explain(self, error: errors.StorageError, path: str, stop: int) -> errors.CorruptCheckpointError | None:
-        """What an answer of S3 says about the checkpoint, if anything."""
+        """The damage to the checkpoint that an answer of S3 shows, None if it shows none."""
         if isinstance(error, errors.ObjectNotFoundError):
             what = (
                 f"is incomplete: its object {path} does not exist. It was deleted after the save: load an earlier "
@@ -120,34 +120,34 @@ class Source:
 
 
 class Receiver(Protocol):
-    """The memory of one request, and what is done when it is full; `Reception` is one.
+    """The memory of one request, and what to do when it is full. `Reception` implements it.
 
     Attributes:
-        targets: to be filled, in order.
+        targets: memory to be filled, in order.
     """
 
     targets: list[Target]
 
     def deliver(self) -> list[Transfer]:
-        """Bring what was received to its place; the transfers of which these were the last bytes."""
+        """Put what was received in place; returns the transfers that this completed."""
 
 
 class Arrival(NamedTuple):
-    """A request that is through."""
+    """A request that has been carried out."""
 
     request: ReadRequest
-    """As it was planned."""
+    """The request as it was planned."""
     finished: list[Transfer]
-    """Transfers of which these were the last bytes: at their place, and right."""
+    """Transfers that this request completed: in place, and verified."""
 
 
 class Engine:
     """Carries out requests for transfers.
 
     Args:
-        source: of the bytes.
-        name: of the threads.
-        receiver: makes the memory of a request; in place, where it goes, by default.
+        source: source of the bytes.
+        name: name of the threads.
+        receiver: makes the memory of a request; by default, in place where that is possible.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Engine:
 
     @property
     def max_buffered(self) -> int:
-        """Bytes of one request that goes through a buffer, at most."""
+        """Maximum bytes of a request that goes through a buffer."""
         settings = self._source.settings
         return max(_SMALL_BUFFER, min(settings.part_size, settings.load_buffers // settings.concurrency))
 
@@ -173,19 +173,19 @@ class Engine:
     ) -> Iterator[Iterator[Arrival]]:
         """Carry out ``requests``, in order, several at once; iterate over what has arrived.
 
-        An error on a thread is raised by the iterator. When the block is left by an error, what is under way is
-        cancelled, and with it the source.
+        The iterator raises an error of any thread. An error that leaves the block cancels what is in flight, and the
+        source with it.
 
         Args:
-            requests: taken as threads become free.
-            threads: requests at once.
-            total: bytes of all, for the error of a deadline; 0 where it says nothing of them.
-            ahead: requests that may be under way, or through and not taken yet; None: all of them.
+            requests: requests, taken as threads become free.
+            threads: number of requests at once.
+            total: bytes of all requests, for the deadline's error message; 0 to leave them out.
+            ahead: maximum number of requests in flight, or done and not taken yet; None: no limit.
 
         Raises:
             CorruptCheckpointError: stored bytes are missing, cut short or not what was written.
             DeadlineExceededError: the source's deadline has passed.
-            StorageError: S3 failed for good.
+            StorageError: S3 failed despite retries.
         """
         work = _Work(requests, ahead or sys.maxsize)
         inference = torch.is_inference_mode_enabled()  # a property of the thread
@@ -205,7 +205,7 @@ class Engine:
         """Fetch one transfer on this thread, in one request.
 
         Raises:
-            Exception: as the iterator of `fetch`.
+            Exception: the errors of `fetch`'s iterator.
         """
         segments = tuple(transfer.segments())
         start, stop = segments[0].start, segments[-1].stop
@@ -255,7 +255,7 @@ class Engine:
             work.outcomes.put(None)
 
     def _carry_out(self, request: ReadRequest) -> tuple[list[Transfer], list[ReadRequest]]:
-        """The transfers that are finished, and what is to be fetched besides."""
+        """Carry out a request; returns the finished transfers, and what to fetch in addition."""
         if next(self._requests) % _COLLECT_EVERY == 0:
             collect_young()
         buffer = getattr(self._buffers, "buffer", None)
@@ -272,7 +272,7 @@ class Engine:
         finished: list[Transfer] = []
         again: list[ReadRequest] = []
         complete = receiver.deliver()
-        del receiver  # it holds on to memory that is let go when an item is finished
+        del receiver  # it holds memory that is freed when an item is finished
         for transfer in complete:
             more = self._verify(transfer)
             if not more and (instead := transfer.finish()) is not None:
@@ -283,7 +283,7 @@ class Engine:
         return finished, again
 
     def _verify(self, transfer: Transfer) -> list[ReadRequest]:
-        """Compare the checksums; damage on the way is given one more chance, damage at rest is an error."""
+        """Compare the checksums: damage in transit gets one more try, damage at rest is an error."""
         wrong = transfer.mismatches()
         if not wrong:
             return []
@@ -309,14 +309,14 @@ class Engine:
 
 
 class _Work:
-    """Requests to be carried out, and what came of them. Safe to use from several threads.
+    """Requests to be carried out, and their outcomes. Thread-safe.
 
     Args:
-        requests: in order.
-        ahead: requests that are taken before there must be room for more.
+        requests: requests in order.
+        ahead: number of requests that may be taken before `make_room` is called.
 
     Attributes:
-        outcomes: of requests; errors; and None from each thread that has ended.
+        outcomes: outcomes of requests; errors; and None from each thread that has ended.
     """
 
     def __init__(self, requests: Iterable[ReadRequest], ahead: int) -> None:
@@ -327,7 +327,7 @@ class _Work:
         self.outcomes: queue.SimpleQueue[Arrival | BaseException | None] = queue.SimpleQueue()
 
     def next(self) -> ReadRequest | None:
-        """What to fetch next; None if there is nothing more."""
+        """The next request to fetch; None when there are no more."""
         with self._changed:
             self._changed.wait_for(lambda: self._room > 0)
             request = self._again.popleft() if self._again else next(self._requests, None)
@@ -335,18 +335,18 @@ class _Work:
             return request
 
     def add(self, requests: Iterable[ReadRequest]) -> None:
-        """To be fetched before all others."""
+        """Add requests to be fetched before all others."""
         with self._changed:
             self._again.extend(requests)
 
     def make_room(self) -> None:
-        """An outcome has been taken."""
+        """Note that an outcome has been taken."""
         with self._changed:
             self._room += 1
             self._changed.notify()
 
     def stop(self) -> None:
-        """There is nothing more to fetch."""
+        """Let `next` return nothing more."""
         with self._changed:
             self._requests, self._room = iter(()), sys.maxsize
             self._again.clear()

@@ -1,7 +1,7 @@
 """torch's `ReadItem` and `MetadataIndex`, made in a third of the time that their constructors take.
 
-Both are frozen dataclasses: their constructors go through `object.__setattr__` for each field. Here the fields of an
-object of a plain class are set, and then it is given its class.
+Both are frozen dataclasses: their constructors call `object.__setattr__` for each field. Here a plain class's object
+has its fields set first, and is then given the real class.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class _Item:
 
 
 def make_indices(fqn: str, places: Iterable[tuple[torch.Size, int]]) -> list[MetadataIndex]:
-    """The index of each chunk of a tensor.
+    """Make the index of each chunk of a tensor.
 
     Args:
-        fqn: of the tensor.
+        fqn: FQN of the tensor.
         places: offsets and number of each chunk.
     """
     if not _FAST:
@@ -61,7 +61,7 @@ def make_tensor_items(
     storage_offsets: Iterable[torch.Size],
     lengths: Iterable[torch.Size],
 ) -> list[ReadItem]:
-    """Items of a tensor, from their columns."""
+    """Make the items of a tensor from their columns."""
     columns = (dest_indices, dest_offsets, storage_indices, storage_offsets, lengths)
     if not _FAST:
         return [ReadItem(_TENSOR, *row) for row in zip(*columns, strict=True)]
@@ -75,13 +75,13 @@ _FAST = True
 
 
 def _is_exact() -> bool:
-    """Whether what is made here is what torch's constructors make."""
+    """Whether this makes exactly what torch's constructors make."""
     size = torch.Size((1, 2))
     expected = MetadataIndex("x", size, 3)
     try:
         (index,) = make_indices("x", [(size, 3)])
         (item,) = make_tensor_items([index], [size], [index], [size], [size])
-    except TypeError:  # another layout, __slots__ for example
+    except TypeError:  # another layout, for example __slots__
         return False
     return vars(index) == vars(expected) and vars(item) == vars(ReadItem(_TENSOR, expected, size, expected, size, size))
 

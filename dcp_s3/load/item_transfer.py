@@ -25,15 +25,15 @@ from dcp_s3.torch_private import StorageInfo, narrow_tensor_by_index
 class ItemTransfer(Transfer):
     """One read item.
 
-    Offsets of a `TensorTransfer` count from the beginning of the saved chunk, of a `StreamTransfer` from that of the
-    stored item.
+    Offsets of a `TensorTransfer` count from the beginning of the saved chunk; those of a `StreamTransfer`
+    count from the beginning of the stored item.
 
     Attributes:
-        item: of the load plan.
+        item: item of the load plan.
         target: the tensor to load into, None for an item that is not a tensor.
-        loaded: what an item that is not a tensor came out as.
-        sizes: shape of what is stored, as far as it is read: of the chunk, or (bytes,) of a whole item.
-        dtype: of what is stored; uint8 for a whole item.
+        loaded: the decoded value of an item that is not a tensor.
+        sizes: shape of the stored data that is read: of the chunk, or (bytes,) for a whole item.
+        dtype: dtype of the stored data; uint8 for a whole item.
     """
 
     __slots__ = ("dtype", "item", "loaded", "sizes", "target")
@@ -58,7 +58,7 @@ class ItemTransfer(Transfer):
 
     @property
     def box(self) -> Box:
-        """What is needed of what is stored."""
+        """The box of the stored data that the item needs."""
         return Box((0,) * len(self.sizes), tuple(self.sizes))
 
     def name_of(self, part: Range) -> str:
@@ -68,11 +68,11 @@ class ItemTransfer(Transfer):
     # --- by sections ----------------------------------------------------------------------------------
 
     def expect_sections(self, expected: bool) -> None:
-        """Whether it comes by sections, all of its box, rather than by ranges. Nothing has arrived yet."""
+        """Set whether all of its box comes by sections, not by ranges. Call it before anything arrives."""
         self.missing = self.box.numel * self.dtype.itemsize if expected else self.length
 
     def section(self, start: int, stop: int) -> Section:
-        """What it needs of bytes ``start`` to ``stop`` of what is stored."""
+        """The section that the item needs of stored bytes ``start`` to ``stop``."""
         size = self.dtype.itemsize
         return find_section(self.sizes, self.box, start // size, stop // size)
 
@@ -89,7 +89,7 @@ class ItemTransfer(Transfer):
         """Copy a section, its elements one after the other, to its place."""
 
     def section_arrived(self, section: Section) -> bool:
-        """Count a section that is at its place; True when it was the last."""
+        """Count a section that is in place; True when it was the last."""
         size = self.section_bytes(section)
         with self._lock:
             self.missing -= size
@@ -102,7 +102,7 @@ def is_whole(item: ReadItem, sizes: torch.Size) -> bool:
 
 
 def elements_of(data: memoryview, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes as elements; without a copy if they lie where elements can."""
+    """View bytes as elements; copies them only if they are not aligned."""
     found = torch.frombuffer(data, dtype=torch.uint8)
     return (found.clone() if found.data_ptr() % dtype.itemsize else found).view(dtype)
 
@@ -110,14 +110,14 @@ def elements_of(data: memoryview, dtype: torch.dtype) -> torch.Tensor:
 def cut_out(
     elements: torch.Tensor, first: int, sizes: Sequence[int], box: Box, section: Section
 ) -> Iterator[tuple[Box, torch.Tensor]]:
-    """A section of a box of an array, out of a run of that array.
+    """Cut a section of an array's box out of a run of that array.
 
     Args:
-        elements: the run.
-        first: its first element, in the array.
-        sizes: of the array.
-        box: in it.
-        section: of the box, all in the run.
+        elements: elements of the run.
+        first: position of the run's first element in the array.
+        sizes: shape of the array.
+        box: box of the array.
+        section: section of the box; all of it lies in the run.
 
     Yields:
         The boxes, within ``box``, that the section consists of, in order, each with its elements.
@@ -129,18 +129,18 @@ def cut_out(
 
 
 class TensorTransfer(ItemTransfer):
-    """A box of a saved chunk, whose raw bytes' place is known, into a tensor.
+    """Loads a box of a saved chunk, whose raw bytes' place is known, into a tensor.
 
     Args:
-        item: of the load plan.
-        path: object, relative to the checkpoint.
+        item: item of the load plan.
+        path: path of the object, relative to the checkpoint.
         raw_start: first byte of the chunk in the object.
         ranges: bytes of the chunk to fetch.
-        target: the tensor to load into, of the shape of the box.
+        target: the tensor to load into, with the shape of the box.
         sizes: shape of the chunk.
-        dtype: of the chunk.
-        box: in the chunk; None: as the item has it.
-        order: of the dimensions of ``target`` in the box; None: the same.
+        dtype: dtype of the chunk.
+        box: box in the chunk; None: the one that the item names.
+        order: dimension of ``target`` for each dimension of the box; None: the same.
     """
 
     __slots__ = ("_box", "_into")
@@ -184,7 +184,7 @@ class TensorTransfer(ItemTransfer):
     def put(self, offset: int, data: memoryview) -> None:
         """See `Transfer`."""
         if self.owned is not None:
-            return  # what is needed is received in place; this is there for a checksum
+            return  # what is needed is received in place; these bytes are only for a checksum
         elements, first = elements_of(data, self.dtype), offset // self.dtype.itemsize
         section = find_section(self.sizes, self.box, first, first + elements.numel())
         for part, source in cut_out(elements, first, self.sizes, self.box, section):
@@ -207,17 +207,17 @@ class TensorTransfer(ItemTransfer):
 
 
 class ArchivedTransfer(TensorTransfer):
-    """A box of a chunk that another writer stored, whose place is expected.
+    """Loads a box of a chunk that another writer stored, from the place where its bytes are expected.
 
-    The head of the item comes along, before byte 0 of the chunk, and must prove it.
+    The head of the item is fetched too. It lies before byte 0 of the chunk, and must prove the place.
 
     Args:
-        item: of the load plan.
-        info: where it is stored.
-        target: the tensor to load into, of the shape of the box.
-        proof: of the place.
-        max_gap: bytes between two ranges of the chunk that are rather fetched than asked around.
-        instead: makes the transfer to be tried if the proof fails, from the head that was found, if any.
+        item: item of the load plan.
+        info: place where the item is stored.
+        target: the tensor to load into, with the shape of the box.
+        proof: proof of the place.
+        max_gap: longest gap (bytes) between two ranges of the chunk that is fetched rather than skipped.
+        instead: makes the transfer to try if the proof fails, from the head that was found, if any.
     """
 
     __slots__ = ("_instead", "_proof")
@@ -233,7 +233,7 @@ class ArchivedTransfer(TensorTransfer):
         instead: Callable[[ArchiveHead | None], ItemTransfer],
     ) -> None:
         head = proof.expected
-        # Row-major, as everything else is, with the dimensions in the order in which they are stored.
+        # Row-major, like everything else: the dimensions in stored order.
         order = None if head.is_row_major else head.order
         offsets, lengths, sizes = (
             torch.Size(values if order is None else [values[dim] for dim in order])
@@ -263,7 +263,7 @@ class ArchivedTransfer(TensorTransfer):
 
 
 def _with_head(ranges: Sequence[Range], head: ArchiveHead) -> list[Range]:
-    """The head of an item comes along: in one run with the beginning of the chunk, if that is needed."""
+    """Add the head of an item: in one run with the beginning of the chunk, if that is needed."""
     start, stop = -head.raw_offset, head.length - head.raw_offset
     # Cuts fall on multiples of 64 bytes from where a range begins, and must not divide elements.
     if ranges and ranges[0].start == stop and head.length % 64 == 0:
@@ -272,16 +272,16 @@ def _with_head(ranges: Sequence[Range], head: ArchiveHead) -> list[Range]:
 
 
 class StreamTransfer(ItemTransfer):
-    """A whole stored item, decoded when it is there.
+    """A whole stored item, decoded when all of it has arrived.
 
     Args:
-        item: of the load plan.
-        info: where it is stored.
+        item: item of the load plan.
+        info: place where the item is stored.
         crc: CRC-64/NVME of the item, None if it is not known.
         target: the tensor to load into, None for an item that is not a tensor.
         decode: called with the item's bytes (uint8).
-        unpack: as ``decode``, of a small item without checksum: called when it has come in one piece, with its bytes
-            in somebody else's memory. Returns whether it could.
+        unpack: like ``decode``, for a small item without checksum. Called when the item has come in one piece, with
+            its bytes in somebody else's memory. Returns whether it could.
     """
 
     __slots__ = ("_buffer", "_decode", "_unpack", "_unpacked")

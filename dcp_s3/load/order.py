@@ -1,7 +1,7 @@
-"""Items that are no tensors reach the planner in the order of the plan, as with torch's readers.
+"""Hands items that are no tensors to the planner in plan order, as torch's readers do.
 
-They arrive in any order. Those that come before their turn are held back; so that this takes bounded memory, a load of
-many reads them in batches.
+They arrive in any order, and those that come early are held back. To bound that memory, a load of many such items reads
+them in batches.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from dcp_s3.load.item_transfer import ItemTransfer
 
 
 class Turns:
-    """Whose turn it is among the items that are no tensors.
+    """The queue of items that are no tensors, in plan order.
 
     Args:
-        transfers: of all items, in the order of the plan.
+        transfers: transfers of all items, in plan order.
     """
 
     def __init__(self, transfers: Sequence[ItemTransfer]) -> None:
         self._waiting = collections.deque(transfer for transfer in transfers if transfer.target is None)
 
     def take(self) -> Iterator[ItemTransfer]:
-        """Those that are there, with all before them; each once."""
+        """Yield, once each, the items that have arrived with all before them."""
         while self._waiting and self._waiting[0].loaded is not None:
             yield self._waiting.popleft()
 
 
 def in_batches(transfers: Sequence[ItemTransfer], max_held: int) -> list[list[ItemTransfer]]:
-    """Items to be read one batch after the other, all tensors in the first.
+    """Split items into batches to be read one after the other, all tensors in the first.
 
     Args:
-        transfers: in the order of the plan.
-        max_held: stored bytes of what is no tensor, in one batch, unless a single item has more.
+        transfers: transfers of the items, in plan order.
+        max_held: stored bytes of non-tensors in one batch, unless a single item has more.
     """
     batches: list[list[ItemTransfer]] = [[]]
     held = 0

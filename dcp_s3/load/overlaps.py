@@ -1,7 +1,7 @@
-"""Which saved chunks of a tensor overlap which local ones, and where. Pure: no I/O, no tensors.
+"""Finds the saved chunks of a tensor that overlap local ones, and where. Pure: no I/O, no tensors.
 
-In the order in which torch's `create_read_items_for_chunk_list` finds them. That looks at all pairs which overlap in
-one dimension, the longest; here both sets are halved along whichever dimension keeps their boxes apart.
+Overlaps come in the order of torch's `create_read_items_for_chunk_list`. It looks at all pairs that overlap in one
+dimension, the longest; here both sets are halved along whichever dimension keeps their boxes apart.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 Box = tuple[Sequence[int], Sequence[int]]
-"""Offsets and sizes of a chunk, elements."""
+"""Offsets and sizes of a chunk, in elements."""
 
-# Below, a loop is done before numpy has its arrays.
+# For fewer pairs, a loop is done before numpy has made its arrays.
 _FEW_PAIRS = 24
-# Pairs that are compared at once: a few hundred KiB of booleans.
+# Number of pairs compared at once: a few hundred KiB of booleans.
 _BLOCK_PAIRS = 2**14
 
 
@@ -31,11 +31,11 @@ class Overlaps:
     saved: list[int]
     """Number of the saved chunk."""
     local_offsets: list[tuple[int, ...]]
-    """Where the common box begins in the local chunk."""
+    """Offsets of the common box in the local chunk."""
     saved_offsets: list[tuple[int, ...]]
-    """Where it begins in the saved chunk."""
+    """Offsets of the common box in the saved chunk."""
     lengths: list[tuple[int, ...]]
-    """Its sizes; a dimension may be 0 where a chunk is empty."""
+    """Sizes of the common box; a dimension may be 0 where a chunk is empty."""
 
 
 def find_overlaps(saved: Sequence[Box], local: Sequence[Box]) -> Overlaps:
@@ -48,7 +48,7 @@ def find_overlaps(saved: Sequence[Box], local: Sequence[Box]) -> Overlaps:
 
     Args:
         saved: chunks of the checkpoint; they may overlap each other.
-        local: chunks to load into; likewise.
+        local: chunks to load into; they may overlap each other.
 
     Raises:
         ValueError: boxes have different numbers of dimensions.
@@ -64,7 +64,7 @@ def find_overlaps(saved: Sequence[Box], local: Sequence[Box]) -> Overlaps:
 
 
 def _longest(ends: Sequence[int]) -> int:
-    """The dimension in which the chunks reach furthest, the first of several; 0 if they reach nowhere."""
+    """The first dimension in which the chunks reach furthest; 0 if they reach nowhere."""
     furthest = max(ends)
     return ends.index(furthest) if furthest > 0 else 0
 
@@ -131,7 +131,7 @@ def _tuples(rows: Any) -> list[tuple[int, ...]]:
 
 
 def _pairs(a_starts: Any, a_ends: Any, b_starts: Any, b_ends: Any) -> tuple[Any, Any]:
-    """Numbers of the boxes of a and of b that overlap, in any order."""
+    """Numbers of the boxes of a and b that overlap, in any order."""
     found: list[tuple[Any, Any]] = []
     work = [(np.arange(len(a_starts)), np.arange(len(b_starts)))]
     while work:
@@ -155,7 +155,7 @@ def _pairs(a_starts: Any, a_ends: Any, b_starts: Any, b_ends: Any) -> tuple[Any,
 
 
 def _halves(boxes: Any, starts: Any, ends: Any) -> tuple[Any, Any]:
-    """Split along the dimension in which the boxes lie most apart, in units of their size."""
+    """Split boxes along the dimension in which they are furthest apart relative to their size."""
     begins = starts[boxes]
     sizes = np.maximum((ends[boxes] - begins).mean(0), 1)
     dim = np.argmax((begins.max(0) - begins.min(0)) / sizes)
@@ -165,6 +165,6 @@ def _halves(boxes: Any, starts: Any, ends: Any) -> tuple[Any, Any]:
 
 
 def _within(boxes: Any, starts: Any, ends: Any, others: Any, other_starts: Any, other_ends: Any) -> Any:
-    """Those of ``others`` that overlap the bounding box of ``boxes``."""
+    """The boxes of ``others`` that overlap the bounding box of ``boxes``."""
     low, high = starts[boxes].min(0), ends[boxes].max(0)
     return others[((other_starts[others] < high) & (low < other_ends[others])).all(1)]

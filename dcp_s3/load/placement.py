@@ -1,8 +1,8 @@
-"""Where the bytes of one request are received: in place, or in a buffer from which they are brought to their place.
+"""The memory that receives one request's bytes: in place, or a buffer from which they are copied to their place.
 
-In place are long runs of bytes whose destination is one run of CPU memory. Everything else goes through a buffer of the
-thread that fetches: tensors on a device, strided, of another dtype; and short runs, many of which are received in one
-call and copied, which costs less than a call for each.
+Long runs of bytes are received in place if their destination is one run of CPU memory. Everything else goes through a
+buffer of the fetching thread: tensors that are on a device, strided or of another dtype; and short runs. Many of these
+are received in one call and copied, which costs less than one call each.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from dcp_s3.load.transfer import Transfer
 from dcp_s3.s3.download import Target
 from dcp_s3.tensor_memory import view_bytes
 
-# Bytes from which on a run is received by itself.
+# Runs of at least this many bytes are received by themselves.
 _LONG = 64 * 2**10
 _ALIGNMENT = 64
 
 
 class Buffer:
-    """Memory of one thread through which requests go; grows to the largest.
+    """Memory of one thread that requests go through; grows to the largest.
 
     Args:
-        pin: whether it is to be page-locked, for copies to a device.
+        pin: whether to page-lock it, for copies to a device.
     """
 
     def __init__(self, *, pin: bool) -> None:
@@ -37,7 +37,7 @@ class Buffer:
     def reserve(self, size: int) -> None:
         """Make it ``size`` bytes at least; its contents are lost."""
         if self._view.nbytes < size:
-            self._view = memoryview(b"")  # the old memory goes before there is new
+            self._view = memoryview(b"")  # the old memory is freed first
             self._view = view_bytes(torch.empty(size, dtype=torch.uint8, pin_memory=self._pin))
 
     def view(self, start: int, stop: int) -> memoryview:
@@ -46,22 +46,22 @@ class Buffer:
 
 
 class _Received(NamedTuple):
-    """A segment, or a part of one, when its request is through."""
+    """A segment, or a part of one, once received."""
 
     segment: Segment
-    target: Target | None  # the memory of its own that it was received in, None if others are in the same
-    place: int | None  # of its first byte in the buffer, None if it is in place
+    target: Target | None  # memory that received it alone, None if it shares memory with others
+    place: int | None  # offset of its first byte in the buffer, None if it is in place
 
 
 class Reception:
-    """The memory that one request is received in, and what is to be done when it is there.
+    """The memory that receives one request, and the work to do when it has arrived.
 
     Args:
-        request: for items that are `Transfer`.
-        buffer: of this thread; what is in it is lost.
+        request: request whose items are of class `Transfer`.
+        buffer: buffer of this thread; its contents are lost.
 
     Attributes:
-        targets: to be filled, in order.
+        targets: memory to be filled, in order.
     """
 
     def __init__(self, request: ReadRequest, buffer: Buffer) -> None:
@@ -72,7 +72,7 @@ class Reception:
         buffered = request.length - sum([run.stop - run.start for run, in_place in runs if in_place])
         if buffered:
             buffer.reserve(buffered + _ALIGNMENT * (2 * len(runs) + 1))
-        regions: list[tuple[int, int]] = []  # of many runs: (first byte in the object, place in the buffer)
+        regions: list[tuple[int, int]] = []  # many runs: (first byte in the object, place in the buffer)
         at, place = request.start, 0
         for run, in_place in runs:
             (start, stop, transfer), size = run, run.stop - run.start
@@ -110,9 +110,9 @@ class Reception:
                 self._received.append(_Received(segment, None, place + start - first))
 
     def deliver(self) -> list[Transfer]:
-        """Bring what was received to its place; the transfers of which these were the last bytes.
+        """Put what was received in place; returns the transfers that this completed.
 
-        A range that came in one piece and is damaged never gets there.
+        A range that came in one piece and is damaged is never put in place.
         """
         complete = []
         view = self._buffer.view
@@ -138,12 +138,12 @@ def _is_short(segment: Segment, request: ReadRequest) -> bool:
 
 
 def _long_runs(request: ReadRequest) -> Iterator[tuple[Segment, bool]]:
-    """Those that are received by themselves, and whether in place."""
+    """Yield the runs that are received by themselves, and whether in place."""
     for segment in request.segments:
         if _is_short(segment, request):
             continue
         start, stop, transfer = segment
-        # What is fetched for a checksum only stands before and behind what has its place in memory.
+        # Bytes fetched only for a checksum lie before and after those that have a place in memory.
         owned = (stop, stop) if transfer.owned is None else [transfer.base + offset for offset in transfer.owned]
         low, high = (min(max(at, start), stop) for at in owned)
         for first, end, in_place in ((start, low, False), (low, high, True), (high, stop, False)):

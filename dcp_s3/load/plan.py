@@ -1,7 +1,7 @@
 """Which bytes a load needs, and in which requests they are fetched. Pure: no I/O, no tensors.
 
 Items -> ranges of a chunk -> segments of an object -> requests. Neighbouring segments share a request, long ones are
-split over several, those that overlap are fetched once.
+split over several, and overlapping ones are fetched once.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ class Segment(NamedTuple):
     start: int
     """First byte in the object."""
     stop: int
-    """The one behind the last; there is at least one."""
+    """The byte after the last; a segment is never empty."""
     item: Any
-    """That needs it; its ``path`` is the object, relative to the checkpoint."""
+    """Item that needs it; ``item.path`` is the object, relative to the checkpoint."""
 
 
 class ReadRequest(NamedTuple):
     """One ranged GET."""
 
     path: str
-    """Object, relative to the checkpoint."""
+    """Path of the object, relative to the checkpoint."""
     start: int
-    """First byte."""
+    """First byte in the object."""
     length: int
-    """Bytes fetched."""
+    """Number of bytes fetched."""
     segments: tuple[Segment, ...]
-    """Where they go, in order. They overlap only if ``shared``; bytes in none are thrown away."""
+    """Segments that the bytes go to, in order. They overlap only if ``shared``; bytes in none are dropped."""
     shared: bool = False
     """Whether several items need the same bytes."""
 
@@ -46,20 +46,20 @@ def ranges_of_box(
 ) -> list[Range]:
     """The runs of bytes of a chunk to fetch for a box of it.
 
-    A box that is dense is one run. In others, what lies between two runs is fetched as well if it is at most
-    ``max_gap``: asking around it would take longer. Runs are widened to what the recorded checksums can check.
+    A dense box is one run. In others, a gap of at most ``max_gap`` between two runs is fetched as well: skipping it
+    would take longer. Runs are widened to what the recorded checksums can check.
 
     Args:
         sizes: shape of the chunk.
-        box: in it.
-        element_size: bytes.
-        blocks: the chunk's checksums, None without.
-        max_gap: bytes.
+        box: box of the chunk.
+        element_size: bytes of an element.
+        blocks: checksums of the chunk, None without.
+        max_gap: longest gap to fetch, bytes.
 
     Raises:
         ValueError: the box is not inside the chunk.
     """
-    # Runs closer than a block are widened into each other anyway.
+    # Runs closer than a block are merged by widening anyway.
     gap = max_gap if blocks is None else max(max_gap, blocks.size)
     runs = [(start * element_size, stop * element_size) for start, stop in runs_of_box(sizes, box, gap // element_size)]
     if blocks is None:
@@ -76,7 +76,7 @@ def ranges_of_box(
     return [widen(start, stop, nbytes, blocks) for start, stop in merged]
 
 
-# The framing between the raw bytes of two neighbours is less; it is never asked around.
+# The framing between the raw bytes of two neighbours is shorter; it is never skipped.
 _FRAMING = 4 * 2**10
 
 
@@ -88,18 +88,18 @@ def plan_requests(
     max_waste: float = math.inf,
     max_shared: int | None = None,
 ) -> list[ReadRequest]:
-    """Requests that fetch every byte of every segment, none of them twice.
+    """Plan requests that fetch every byte of every segment exactly once.
 
     Segments of one object that lie close to each other share a request of at most ``max_request`` bytes; longer ones
     are cut into equal pieces.
 
     Args:
-        segments: in any order.
-        max_request: bytes of one request at most.
-        max_gap: bytes between two segments that are rather fetched and thrown away than asked for around.
-        max_waste: bytes thrown away in all, as a share of those needed; the shortest gaps come first. Those that a
-            stored tensor has around it anyway (4 KiB) are neither counted nor ever asked around.
-        max_shared: bytes of one request at most where segments overlap; None: as ``max_request``.
+        segments: segments in any order.
+        max_request: maximum bytes of one request.
+        max_gap: longest gap (bytes) between two segments that is fetched and dropped rather than skipped.
+        max_waste: bytes dropped in all, as a share of those needed; the shortest gaps come first. Gaps no longer than a
+            stored tensor's framing (4 KiB) are always fetched, and not counted.
+        max_shared: maximum bytes of one request where segments overlap; None: ``max_request``.
 
     Returns:
         Requests, the largest first, so that the tail of the load is short.
@@ -135,12 +135,12 @@ def plan_requests(
     return requests
 
 
-_PLACE = itemgetter(0, 1)  # of a segment
+_PLACE = itemgetter(0, 1)  # start and stop of a segment
 _Group = tuple[list[Segment], int]
 
 
 def _affordable_gap(by_path: Iterable[list[_Group]], max_waste: float) -> float:
-    """Gaps up to this many bytes are together at most ``max_waste`` of what is needed."""
+    """The longest gap such that all gaps up to it are together at most ``max_waste`` of the needed bytes."""
     if max_waste == math.inf:
         return math.inf
     needed = 0
@@ -158,13 +158,13 @@ def _affordable_gap(by_path: Iterable[list[_Group]], max_waste: float) -> float:
     for index, gap in enumerate(gaps):
         left -= gap
         if left < 0:
-            # Those of this length do not all fit: none of them.
+            # Gaps of this length do not all fit: take none of them.
             return next((shorter for shorter in reversed(gaps[:index]) if shorter < gap), _FRAMING)
     return math.inf
 
 
 def _groups(segments: Sequence[Segment]) -> Iterable[_Group]:
-    """Segments that overlap, directly or through others, and the byte behind them."""
+    """Group segments that overlap, directly or through others; each with the byte after the group."""
     group: list[Segment] = []
     end = 0
     for segment in segments:
@@ -178,7 +178,7 @@ def _groups(segments: Sequence[Segment]) -> Iterable[_Group]:
         yield group, end
 
 
-# Cuts fall on multiples of this many bytes, so that no element of any dtype is divided between two requests.
+# Requests are cut at multiples of this many bytes, so that no element of any dtype is split.
 _ALIGNMENT = 64
 
 

@@ -27,21 +27,20 @@ class S3LoadPlanner(DefaultLoadPlanner):
     """Makes the plan that torch's DefaultLoadPlanner makes, sooner; pass it to `dcp.load` as ``planner``.
 
     torch compares all pairs of saved and local chunks that overlap in the longest dimension of a tensor: with chunks
-    along another dimension, all pairs there are. Here overlaps are found by an index over all dimensions, once for all
-    tensors that are cut alike. Takes the same arguments; subclasses may override whatever they override there.
+    along another dimension, all pairs there are. Here an index over all dimensions finds the overlaps, once for all
+    tensors that are cut alike. Takes the same arguments; subclasses may override the same methods.
 
-    Python's garbage collector is off for the moment in which the items are made.
+    Python's garbage collector is off while the items are made.
 
     Raises:
-        ShapeMismatchError: when it plans: a saved tensor has another shape. What else is wrong raises what it raises
-            in torch's.
+        ShapeMismatchError: when it plans: a saved tensor has another shape. Other errors are as in torch's.
     """
 
     _found: tuple[MetadataIndex, object, torch.Tensor] | None = None
 
     @called_by_dcp
     def create_local_plan(self) -> LoadPlan:
-        """The plan for this rank.
+        """Make the plan for this rank.
 
         Raises:
             ShapeMismatchError: a saved tensor has another shape.
@@ -55,7 +54,7 @@ class S3LoadPlanner(DefaultLoadPlanner):
         return create_load_plan(self.state_dict, metadata, strict=not self.allow_partial_load)
 
     def _adopt_old_names(self, metadata: Metadata) -> None:
-        """Let torch look whether the checkpoint has the names that a torch before 2.4 gave, and take them on."""
+        """Let torch check whether the checkpoint has names from before torch 2.4, and adopt them."""
         names = dict.fromkeys(metadata.state_dict_metadata, BytesStorageMetadata())
         partial = self.allow_partial_load
         self.metadata, self.allow_partial_load = Metadata(names), True  # type: ignore[arg-type]
@@ -65,7 +64,7 @@ class S3LoadPlanner(DefaultLoadPlanner):
             self.metadata, self.allow_partial_load = metadata, partial
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        """The local tensor at ``index``: for a run of items of one local chunk, looked up once."""
+        """The local tensor at ``index``: looked up once for a run of items of one local chunk."""
         entry = self.state_dict.get(index.fqn)
         found = self._found
         if found is not None and found[0] is index and found[1] is entry:
@@ -76,12 +75,12 @@ class S3LoadPlanner(DefaultLoadPlanner):
 
 
 def create_load_plan(state_dict: dict[str, Any], metadata: Metadata, *, strict: bool) -> LoadPlan:
-    """What torch's `create_default_local_load_plan` makes.
+    """Make the plan that torch's `create_default_local_load_plan` makes.
 
     Args:
-        state_dict: flat; what to load.
-        metadata: of the checkpoint.
-        strict: whether a name that the checkpoint does not have is an error.
+        state_dict: flat state dict to load.
+        metadata: metadata of the checkpoint.
+        strict: whether a name missing in the checkpoint is an error.
 
     Raises:
         ShapeMismatchError: a saved tensor has another shape.
@@ -98,7 +97,7 @@ def create_load_plan(state_dict: dict[str, Any], metadata: Metadata, *, strict: 
             if saved.size != size:
                 raise _shape_mismatch(fqn, saved.size, size)
             if isinstance(entry, DTensor) and entry.device_mesh.get_coordinate() is None:
-                continue  # of a mesh without this rank
+                continue  # its mesh does not have this rank
             layout = layouts.find(saved, entry)
         if layout is not None:
             parts.append((fqn, layout))
@@ -113,14 +112,14 @@ def create_load_plan(state_dict: dict[str, Any], metadata: Metadata, *, strict: 
 
 @dataclass(frozen=True)
 class _Layout:
-    """The items of a tensor but for its name."""
+    """The items of a tensor, without its name."""
 
     places: list[tuple[torch.Size, int]]
     """Offsets and number of each chunk that an item refers to, local or saved: often they are the same."""
     dest: list[int]
-    """Of each item, the place of its local chunk among ``places``."""
+    """For each item, the index of its local chunk in ``places``."""
     storage: list[int]
-    """Likewise of its saved chunk. dest_offsets, storage_offsets, lengths: of each item."""
+    """For each item, the index of its saved chunk in ``places``. The fields below have one entry for each item."""
     dest_offsets: list[torch.Size]
     storage_offsets: list[torch.Size]
     lengths: list[torch.Size]
@@ -141,10 +140,10 @@ class _Layouts:
         self._sizes: dict[tuple[int, ...], torch.Size] = {}
 
     def find(self, saved: TensorStorageMetadata, entry: torch.Tensor) -> _Layout | None:
-        """None if something about the chunks is so unusual that it is left to torch."""
+        """The layout of a tensor's items; None if the chunks are so unusual that torch should plan them."""
         try:
             saved_boxes, local_boxes = tuple(map(_BOX, saved.chunks)), _local_boxes(entry)
-            # Compared rather than hashed: boxes of a ShardedTensor are lists, and tuples of them would cost the most.
+            # Compared rather than hashed: boxes of a ShardedTensor are lists, and tuples of them would cost most.
             known = self._known.setdefault((saved_boxes, len(local_boxes)), [])
             for boxes, layout in known:
                 if boxes == local_boxes:
@@ -171,7 +170,7 @@ class _Layouts:
         )
 
     def _size(self, numbers: tuple[int, ...]) -> torch.Size:
-        """One object for equal sizes: a plan has few different ones."""
+        """Return one object for equal sizes: a plan has few different ones."""
         size = self._sizes.get(numbers)
         if size is None:
             size = self._sizes[numbers] = torch.Size(numbers)
@@ -182,7 +181,7 @@ _BOX = attrgetter("offsets", "sizes")
 
 
 _SHARD_BOX = attrgetter("metadata.shard_offsets", "metadata.shard_sizes")
-# Tensors of equal saved chunks and so many different local ones: the next is not compared with all of them.
+# Maximum layouts kept for tensors with equal saved chunks, so that a tensor is compared with few of them.
 _MAX_ALIKE = 16
 
 
@@ -197,8 +196,8 @@ def _local_boxes(entry: torch.Tensor) -> _Boxes:
 
 
 def _shape_mismatch(fqn: str, saved: Sequence[int], current: Any) -> ShapeMismatchError:
-    """The error for an entry whose shape is not that of the tensor to load into."""
-    return ShapeMismatchError(  # begins as torch's does, which callers match
+    """The error for an entry whose shape differs from the tensor to load into."""
+    return ShapeMismatchError(  # begins like torch's message, which callers match
         f"Size mismatch between saved {tuple(saved)} and current {tuple(current)} for {fqn}. Remedy: build the "
         "model with the configuration that was saved, or leave this entry out of the state and pass "
         "planner=DefaultLoadPlanner(allow_partial_load=True)",

@@ -1,4 +1,4 @@
-"""The transfer for each item of a load plan: which bytes it needs and where they go. No I/O."""
+"""Makes the transfer for each item of a load plan: the bytes it needs and where they go. No I/O."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ from dcp_s3.url import CheckpointURL
 
 
 class UnknownItem(NamedTuple):
-    """An item of another writer of whose kind nothing is known."""
+    """An item of another writer, of an unknown kind."""
 
     number: int
-    """Of the item in the plan."""
+    """Number of the item in the plan."""
     probe: HeadProbe
-    """The look at it."""
+    """Probe that looks at the item."""
     prepare: Callable[[], ItemTransfer]
-    """Makes the transfer when that is done."""
+    """Makes the transfer after the look."""
 
 
 class TransferFactory:
     """Decides for each read item which bytes it needs and where they go.
 
     Args:
-        url: of the checkpoint.
-        metadata: of the checkpoint.
+        url: URL of the checkpoint.
+        metadata: metadata of the checkpoint.
         transforms: torch's stream extensions.
         allow_dtype_cast: whether a tensor may be converted to another dtype.
-        max_gap: bytes between two ranges of a chunk that are rather fetched than asked around.
+        max_gap: longest gap (bytes) between two ranges of a chunk that is fetched rather than skipped.
 
     Attributes:
-        narrowed: by name, the tensors that were prepared and are converted to a dtype that does not hold all values.
-        heads: what is known of items of other writers.
-        unknown: those of which so little is known that one of their kind should be looked at first. What was prepared
-            for them fetches and decodes all of the item.
+        narrowed: prepared tensors, by name, that are converted to a dtype that does not hold all values.
+        heads: known heads of items of other writers.
+        unknown: items of unknown kinds: one of each kind should be looked at first. The transfers prepared for them
+            fetch and decode all of the item.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class TransferFactory:
     def prepare(self, number: int, item: ReadItem, planner: LoadPlanner, *, whole: bool = False) -> ItemTransfer:
         """The transfer for ``item``, number ``number`` of the plan. No I/O.
 
-        With ``whole`` it is a `StreamTransfer`, unless the place of the raw bytes is recorded.
+        With ``whole`` it is a `StreamTransfer`, unless the raw bytes' place is recorded.
 
         Raises:
             DtypeMismatchError, ShapeMismatchError: the destination does not match what was saved.
@@ -151,12 +151,12 @@ class TransferFactory:
         *,
         whole: bool,
     ) -> ItemTransfer:
-        """A tensor whose raw bytes' place is not recorded: written by something else, or through an extension."""
+        """Prepare a tensor whose raw bytes' place is not recorded: from another writer, or through an extension."""
         chunk = find_chunk(saved, item.storage_index)
         if info.transform_descriptors or chunk is None:
             return self._prepare_encoded(item, info, target, None)
         kind = ItemKind(saved.properties.dtype, chunk.sizes, info.length)
-        # A recorded checksum is that of the whole item.
+        # A recorded checksum covers the whole item.
         if whole or info.length <= SMALL_ITEM or get_crc(info) is not None:
             return self._prepare_encoded(item, info, target, kind)
 
@@ -178,7 +178,7 @@ class TransferFactory:
     def _prepare_encoded(
         self, item: ReadItem, info: StorageInfo, target: torch.Tensor, kind: ItemKind | None
     ) -> ItemTransfer:
-        """A tensor that is fetched with all of its item; ``kind`` is that of an archive."""
+        """Prepare a tensor that is fetched with all of its item; ``kind`` is for archives."""
 
         def unpack(data: memoryview) -> bool:
             head = None if kind is None else self.heads.find(kind, data)
@@ -223,11 +223,11 @@ class TransferFactory:
             with self._naming_damage(item):
                 transfer.loaded = io.BytesIO(self._decode(item, info, buffer).read(-1))
 
-        crc = get_crc(info) if get_raw_offset(info) is None else None  # else it is that of a part of the item
+        crc = get_crc(info) if get_raw_offset(info) is None else None  # else it covers only a part of the item
         return StreamTransfer(item, info, crc, None, decode)
 
     def _decode(self, item: ReadItem, info: StorageInfo, buffer: torch.Tensor) -> IO[bytes]:
-        # A descriptor list is missing in old checkpoints.
+        # Old checkpoints have no descriptor list.
         descriptors = getattr(info, "transform_descriptors", None) or ()
         try:
             self._transforms.extension_registry.from_descriptor_list(descriptors)
@@ -242,7 +242,7 @@ class TransferFactory:
 
     @contextlib.contextmanager
     def _naming_damage(self, item: ReadItem) -> Iterator[None]:
-        """Whatever decoding raises says that the stored item is not what it should be."""
+        """Report any error of decoding as damage to the stored item."""
         try:
             yield
         except errors.DcpS3Error:

@@ -30,14 +30,14 @@ class LoadExecutor:
     """Carries out one rank's load plan.
 
     Args:
-        source: of the checkpoint's bytes.
-        metadata: of the checkpoint.
+        source: source of the checkpoint's bytes.
+        metadata: metadata of the checkpoint.
         transforms: torch's stream extensions.
-        weights_only: refuse items that torch's weights-only unpickler refuses.
+        weights_only: whether to refuse items that torch's weights-only unpickler refuses.
 
     Attributes:
-        source: as given.
-        engine: that fetches.
+        source: source of the checkpoint's bytes.
+        engine: engine that fetches them.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class LoadExecutor:
             UnsafeItemError: before the planner sees the item.
             CorruptCheckpointError: stored bytes are missing, cut short or not what was written.
             DeadlineExceededError: the source's deadline has passed.
-            StorageError: S3 failed for good.
+            StorageError: S3 failed despite retries.
         """
         with collector_paused():
             transfers = self.prepare(plan, planner)
@@ -78,14 +78,14 @@ class LoadExecutor:
         synchronize_accelerator(transfer.target for transfer in transfers)
 
     def prepare(self, plan: LoadPlan, planner: LoadPlanner, whole: Collection[int] = ()) -> list[ItemTransfer]:
-        """What is to be done for each item. Nothing is changed, and at most heads of items are fetched.
+        """Prepare the transfer for each item. Changes nothing, and fetches at most heads of items.
 
         Args:
-            plan: of this rank.
+            plan: plan of this rank.
             planner: called from this thread only.
-            whole: numbers of items that, unless their raw bytes' place is recorded, come as a whole.
+            whole: numbers of items to fetch whole, unless their raw bytes' place is recorded.
         """
-        known = len(self._factory.narrowed)  # of an earlier round of the same load
+        known = len(self._factory.narrowed)  # from an earlier round of the same load
         transfers = [
             self._factory.prepare(number, item, planner, whole=number in whole)
             for number, item in enumerate(plan.items)
@@ -100,7 +100,7 @@ class LoadExecutor:
         return transfers
 
     def in_batches(self, transfers: Sequence[ItemTransfer]) -> list[list[ItemTransfer]]:
-        """What to `read` one after the other, so that what is held back for its turn takes bounded memory."""
+        """Split into batches to `read` one after the other, so that items held back take bounded memory."""
         return in_batches(transfers, self._settings.load_buffers)
 
     def read(
@@ -114,10 +114,10 @@ class LoadExecutor:
         """Fetch items and hand them to the planner.
 
         Args:
-            transfers: of the items.
+            transfers: transfers of the items.
             planner: called from this thread only.
-            threads: requests at once; as many as the settings allow if None.
-            on_error: called with what will be raised, before what is under way is cancelled because of it.
+            threads: number of requests at once; None: as many as the settings allow.
+            on_error: called with the error that will be raised, before it cancels what is in flight.
         """
         requests = self._plan(transfers)
         for transfer in transfers:
@@ -138,7 +138,7 @@ class LoadExecutor:
                 raise
 
     def _look(self, transfers: list[ItemTransfer]) -> None:
-        """Look at items of other writers, one of each kind that is not known, and prepare these kinds anew."""
+        """Look at one item of each unknown kind of other writers, and prepare the items of these kinds again."""
         unknown = self._factory.unknown
         probes = one_of_each_kind(self._factory.heads, [item.probe for item in unknown])
         if not probes:
@@ -168,7 +168,7 @@ class LoadExecutor:
         )
 
     def commit(self, transfer: ItemTransfer, planner: LoadPlanner) -> None:
-        """Hand a tensor that is in its place to the planner; of what is no tensor, all of which it is the turn."""
+        """Hand a tensor that is in place to the planner; for another item, all items whose turn it is."""
         if transfer.target is not None:
             planner.commit_tensor(transfer.item, transfer.target)
             return
@@ -186,7 +186,7 @@ class LoadExecutor:
             planner.load_bytes(transfer.item, loaded)
         except Exception as error:
             if transfer.checked:
-                raise  # the bytes are what was saved: it is for the caller to know what cannot be unpickled
+                raise  # the bytes are what was saved: only the caller can judge why they cannot be unpickled
             raise errors.CorruptCheckpointError(
                 f"{fqn!r} in {url} cannot be unpickled: {type(error).__name__}: {error}. It was saved without a "
                 "checksum: either it is damaged, or a class is missing here",
@@ -195,10 +195,10 @@ class LoadExecutor:
 
 
 def find_changing(transfers: Sequence[ItemTransfer], planner: LoadPlanner) -> list[torch.Tensor]:
-    """The tensors that a load changes: targets, and the DTensors and other wrappers of the state that they lie in.
+    """The tensors that a load changes: targets, and the state's DTensors and other wrappers around them.
 
-    A wrapper has a version of its own, which is that of the parameter; what `resolve_tensor` gives of it often has one
-    that nobody else knows. Torch's planners have the wrappers in ``state_dict``; of others only the targets are known.
+    A wrapper has a version counter of its own, the parameter's; what `resolve_tensor` returns of it often has one that
+    nobody else knows. Torch's planners have the wrappers in ``state_dict``; of others only the targets are known.
     """
     found = [transfer.target for transfer in transfers if transfer.target is not None]
     state = getattr(planner, "state_dict", None)

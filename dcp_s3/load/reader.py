@@ -49,22 +49,22 @@ class S3StorageReader(StorageReader):
 
     Args:
         url: ``s3://bucket/prefix`` of the checkpoint. May be left out if each load passes ``checkpoint_id``.
-        include_uncommitted: also read a checkpoint whose commit still waits in this host's spill directory, which with
-            several hosts may lack their parts.
-        weights_only: items that are no tensors (numbers, texts, whatever the state held) are pickles. Only what
-            cannot run code is given to the planner, which unpickles without restriction: what torch's weights-only
-            unpickler takes, its own list (``torch.serialization.add_safe_globals``) as it is when the item has arrived,
-            and the plain values named in docs/security.md. The check goes through each such item once more, without
-            reading its tensors: about 0.1 ms for a small one, 0.15 s for each MB of pickled numbers and texts. False:
+        include_uncommitted: also read a checkpoint whose commit still waits in this host's spill directory. With
+            several hosts, other hosts' parts may be missing there.
+        weights_only: items that are no tensors (numbers, texts, whatever the state held) are pickles. The planner
+            unpickles them without restriction, so it is given only what cannot run code: what torch's weights-only
+            unpickler accepts, with its own list (``torch.serialization.add_safe_globals``) as it is when the item has
+            arrived, and the plain values named in docs/security.md. The check reads each such item once more, without
+            its tensors: about 0.1 ms for a small one, 0.15 s for each MB of pickled numbers and texts. False:
             everything is unpickled, so whoever can write to the bucket can run code here.
-        process_group: the ranks that load together: that of ``dcp.load(process_group=...)``, or another one of the
-            same ranks in the same order, for example of gloo where DCP's is of NCCL alone. What several ranks need is
-            then read once. None: the one that ``dcp.load`` uses.
+        process_group: the ranks that load together: the group of ``dcp.load(process_group=...)``, or another one with
+            the same ranks in the same order, for example gloo where DCP's is only NCCL. What several ranks need is then
+            read once. None: the group that ``dcp.load`` uses.
         settings: a `Settings`, or a mapping of those that differ from the environment.
         _extension_registry: torch's registry of stream extensions (experimental there).
 
     Attributes:
-        load_id: of this load, new with each `reset`, as that of torch's FileSystemReader.
+        load_id: ID of this load, new with each `reset`, as in torch's FileSystemReader.
 
     Raises:
         InvalidURLError: ``url`` is not an S3 URL.
@@ -117,16 +117,16 @@ class S3StorageReader(StorageReader):
         """Fetch and unpickle the checkpoint's metadata.
 
         Args:
-            rank: read that of one rank, of a save with ``use_collectives=False``. DCP's loader asks for it when
+            rank: read the metadata of this rank, of a save with ``use_collectives=False``. DCP's loader asks for it if
                 the global metadata could not be read.
 
-        To DCP's loader a failure is raised when the returned object is used: the loader says of what is raised here
-        that there is no metadata, and replaces it by an AssertionError.
+        To DCP's loader a failure is raised when the returned object is used: the loader takes any error raised here for
+        missing metadata, and replaces it by an AssertionError.
 
         Raises:
             CheckpointNotFoundError: no committed checkpoint is there.
-            CheckpointDeletedError: a prune is about to delete it (looked for with the setting ``reader_lease`` only).
-            CorruptMetadataError, UnsafeMetadataError: it can not, or must not, be unpickled.
+            CheckpointDeletedError: a prune is about to delete it (checked only with the setting ``reader_lease``).
+            CorruptMetadataError, UnsafeMetadataError: the metadata cannot, or must not, be unpickled.
             StorageError: missing bucket, credentials, network.
         """
         rank: int | None = kwargs.get("rank")
@@ -163,10 +163,10 @@ class S3StorageReader(StorageReader):
         return metadata
 
     def _find_caller(self) -> Caller | None:
-        """The ranks of the `dcp.load` that calls; None if there are no others, or if not all of them call.
+        """The ranks of the calling `dcp.load`; None if there are no others, or if not all of them call.
 
         Raises:
-            SettingsError: ``process_group`` is of other ranks.
+            SettingsError: ``process_group`` has other ranks.
         """
         is_new, self._is_new = self._is_new, False
         caller, group = find_load_group(), self._process_group
@@ -183,7 +183,7 @@ class S3StorageReader(StorageReader):
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         if is_first_look() or not (is_new and is_loading()) or world_size < 2 or rank < 0:
             return None
-        # torch's loader is not what it was. What its planner will do with plans that are shared is not known.
+        # torch's loader has changed: what its planner will do with shared plans is unknown.
         return Caller(group, rank, world_size, plain_finish=False)
 
     def _fetch_metadata(self, rank: int | None) -> Metadata:
@@ -200,7 +200,7 @@ class S3StorageReader(StorageReader):
         except BaseException as error:
             if group is None:
                 raise
-            failure = error  # the others wait for this rank first
+            failure = error  # raised later: the others wait for this rank
         try:
             if group is None:
                 stored = fetch_metadata(bucket, url, rank)
@@ -217,7 +217,7 @@ class S3StorageReader(StorageReader):
         return metadata
 
     def _find_uncommitted(self, rank: int | None) -> bytes | None:
-        """The metadata of this checkpoint's newest commit that waits on this host; None if S3 has a newer one."""
+        """The metadata of this checkpoint's newest commit that is spilled on this host; None if S3 has a newer one."""
         store = open_store(self.settings)
         found = None
         for journal, _, metadata in find_commits(store) if store else ():
@@ -235,19 +235,19 @@ class S3StorageReader(StorageReader):
         return metadata if state is CommitState.WAITING else None
 
     def _find_ranks(self) -> list[int] | None:
-        """The ranks whose metadata is on S3, of a save without collectives; None if S3 does not say."""
+        """The ranks of a save without collectives that have metadata on S3; None if S3 does not answer."""
         try:
             return list_directory(self._bucket(), self._require_url(), "__").ranks
         except errors.StorageError:
             return None
 
     def _may_be_of_ranks(self, error: errors.DcpS3Error) -> bool:
-        """Whether there may be metadata of single ranks, where that of all is not there because of ``error``."""
+        """Whether single ranks may have metadata although ``error`` says that the global one is missing."""
         missing = isinstance(error, errors.CheckpointNotFoundError)
         return missing and (self.include_uncommitted or self._find_ranks() != [])
 
     def _explain_missing(self, rank: int) -> errors.CheckpointNotFoundError | None:
-        """The error for a checkpoint of single ranks that has none of this rank; None where there is nothing."""
+        """The error for a checkpoint saved without collectives that lacks this rank; None if it has no ranks."""
         url, ranks = self._require_url(), self._find_ranks()
         if not ranks:
             return None
@@ -273,14 +273,14 @@ class S3StorageReader(StorageReader):
 
     @called_by_dcp
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Offer to share what other ranks read as well."""
+        """Offer to share what other ranks read too."""
         if self._group is None or not self._group.shares_data or plan.storage_data is not None:
             return plan
         return dataclasses.replace(plan, storage_data=Offer(self._group.rank, self._group.world_size))
 
     @called_by_dcp
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Share out what several ranks read, if all of them offer to."""
+        """Assign what several ranks read to one of them each, if all offer to share."""
         assignments = None
         if self._metadata is not None and all_offered([plan.storage_data for plan in plans]):
             with collector_paused():
@@ -306,7 +306,7 @@ class S3StorageReader(StorageReader):
             DtypeMismatchError: before any tensor is changed; only without ``allow_dtype_cast``.
             DeadlineExceededError: `load_timeout` has passed; some tensors are loaded, others are not.
             UnsafeItemError: an item needs what ``weights_only`` refuses.
-            PeerReadError: another rank failed to read what this one needs as well.
+            PeerReadError: another rank failed to read bytes that this one needs too.
             CorruptCheckpointError, StorageError
         """
         if self._metadata is None:
@@ -359,7 +359,7 @@ class S3StorageReader(StorageReader):
 
 
 class _UnreadableMetadata(Metadata):
-    """Stands in for metadata that could not be read, and raises why as soon as anything of it is used."""
+    """Stands in for metadata that could not be read; raises the reason as soon as it is used."""
 
     def __init__(self, error: errors.DcpS3Error) -> None:
         object.__setattr__(self, "_reason", error)

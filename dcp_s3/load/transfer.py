@@ -14,20 +14,19 @@ from dcp_s3.load.plan import Segment
 
 
 class Transfer(ABC):
-    """Ranges of bytes of one object: where they go, how many are missing, and whether they are what was saved.
+    """Ranges of one object's bytes: where they go, how many are missing, and whether they are what was saved.
 
-    Offsets count from wherever the transfer likes: a saved chunk's from its first byte, for example.
+    Offsets count from an origin that the transfer chooses, for example a saved chunk's first byte.
 
     Args:
-        path: object, relative to the checkpoint.
-        base: byte of the object that has offset 0.
-        ranges: what is to be fetched, in order, apart from each other.
-        owned: offsets (start, stop) of the bytes that can be received in `memory`, where they belong; None if there
-            are none.
-        checked: whether their checksums are asked for; None: if one is known.
+        path: path of the object, relative to the checkpoint.
+        base: position in the object of offset 0.
+        ranges: ranges to fetch, in order, not touching each other.
+        owned: offsets (start, stop) of the bytes that can be received in `memory`, in place; None if there are none.
+        checked: whether to compute checksums; None: if one is recorded.
 
     Attributes:
-        missing: bytes that have not arrived.
+        missing: number of bytes that have not arrived.
         fetched_again: whether this is the second try, because a checksum did not match.
     """
 
@@ -58,31 +57,31 @@ class Transfer(ABC):
 
     @property
     def length(self) -> int:
-        """Bytes that are fetched."""
+        """Number of bytes to fetch."""
         return sum([stop - start for start, stop, _ in self.ranges])
 
     def segments(self, ranges: Iterable[Range] | None = None) -> list[Segment]:
-        """Where ``ranges``, or all, lie in the object."""
+        """The segments of the object that ``ranges`` are; None: all ranges."""
         base = self.base
         wanted = self.ranges if ranges is None else ranges
         return [Segment(base + start, base + stop, self) for start, stop, _ in wanted]
 
     @abstractmethod
     def name_of(self, part: Range) -> str:
-        """What a range is of, for errors."""
+        """The name of what a range belongs to, for errors."""
 
     # --- bytes on their way ---------------------------------------------------------------------------
 
     @abstractmethod
     def memory(self, start: int, stop: int) -> memoryview:
-        """The place of bytes within `owned`."""
+        """The memory where bytes within `owned` belong."""
 
     @abstractmethod
     def put(self, offset: int, data: memoryview) -> None:
-        """Bring bytes outside of `owned` to their place. They are whole elements; ``data`` is used again after."""
+        """Put bytes outside of `owned` in place. They are whole elements; ``data`` is reused afterwards."""
 
     def place(self, offset: int, data: memoryview) -> None:
-        """Bring bytes that were received elsewhere to their place."""
+        """Put bytes that were received elsewhere in place."""
         if self.owned is None:
             self.put(offset, data)
             return
@@ -98,14 +97,14 @@ class Transfer(ABC):
             self.put(offset, data[: min(start, end) - offset])
 
     def arrived(self, offset: int, length: int, crc: int) -> bool:
-        """Count bytes and remember their checksum; True when these were the last."""
+        """Count bytes and remember their checksum; returns True for the last ones."""
         with self._lock:
             self._crcs.append((offset, crc, length))
             self.missing -= length
             return self.missing == 0
 
     def is_damaged(self, offset: int, length: int, crc: int) -> bool:
-        """Whether these bytes are a range with another checksum."""
+        """Whether these bytes are a whole range, with the wrong checksum."""
         if not self.checked:
             return False
         place = bisect.bisect_left(self.ranges, (offset,))
@@ -142,21 +141,21 @@ class Transfer(ABC):
         return found
 
     def forget(self, part: Range) -> None:
-        """Make ready to receive a range again."""
+        """Prepare to receive a range again."""
         with self._lock:
             self._crcs = [piece for piece in self._crcs if not part.start <= piece[0] < part.stop]
             self.missing += part.stop - part.start
 
     def finish(self) -> Transfer | None:
-        """All bytes are at their place, and right.
+        """Complete the transfer: all bytes are in place, and verified.
 
         Returns:
-            What is to be fetched instead, if they are not where they were expected.
+            A transfer to fetch instead, if the bytes are not where they were expected.
         """
         return None
 
     def give_up(self, error: errors.CorruptCheckpointError) -> None:
-        """The object has changed, or twice a range was not what was saved: raise ``error``, or take note of it."""
+        """Raise ``error``, or note it: the object has changed, or a range was damaged twice."""
         try:
             raise error
         finally:

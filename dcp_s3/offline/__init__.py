@@ -1,1 +1,1 @@
-"""What needs no process group: read single tensors, verify, download and upload."""
+"""Operations that need no process group: read single tensors, verify, download and upload."""

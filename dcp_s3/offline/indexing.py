@@ -10,23 +10,23 @@ from typing import SupportsIndex
 
 Part = SupportsIndex | slice | EllipsisType
 Index = Part | tuple[Part, ...] | None
-"""As in numpy: numbers, slices of step 1, one Ellipsis. None: everything."""
+"""An index as in numpy: numbers, slices of step 1, one Ellipsis. None: everything."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """What an index selects."""
+    """The box that an index selects, and the shape of the result."""
 
     offsets: tuple[int, ...]
     """First element of the box in each dimension."""
     lengths: tuple[int, ...]
     """Elements of the box in each dimension."""
     shape: tuple[int, ...]
-    """``lengths`` without the dimensions of which a number selects one element."""
+    """``lengths`` without the dimensions that are indexed by a number."""
 
 
 def select(index: Index, sizes: Sequence[int]) -> Selection:
-    """The box of a tensor of ``sizes`` that ``index`` selects.
+    """Find the box that ``index`` selects of a tensor of ``sizes``.
 
     Negative numbers count from the end; slices are cut off at the ends of the tensor, numbers must lie in it.
 
@@ -47,7 +47,7 @@ def select(index: Index, sizes: Sequence[int]) -> Selection:
 
 
 def _expand(index: object, dims: int) -> list[object]:
-    """One part for each dimension."""
+    """Expand an index to one part for each dimension."""
     if index is None:
         index = ()
     parts = list(index) if isinstance(index, tuple) else [index]
@@ -62,7 +62,7 @@ def _expand(index: object, dims: int) -> list[object]:
 
 
 def _cut(part: slice, size: int, dim: int) -> tuple[int, int]:
-    """Start and length."""
+    """Start and length of a slice."""
     try:
         if part.step is not None and operator.index(part.step) != 1:
             raise IndexError(f"its step in dimension {dim} is {part.step}: only 1 can be read")
@@ -77,7 +77,7 @@ def _number(part: object, size: int, dim: int) -> int:
         raise IndexError(f"{part!r} in dimension {dim} is neither a whole number, a slice nor an Ellipsis")
     try:
         number = operator.index(part)
-    except TypeError:  # an array of several numbers, for example
+    except TypeError:  # for example an array of several numbers
         raise IndexError(f"{part!r} in dimension {dim} is not one whole number") from None
     if not -size <= number < size:
         raise IndexError(f"{number} is out of range for dimension {dim} of {size} elements")

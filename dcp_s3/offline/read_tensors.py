@@ -1,4 +1,4 @@
-"""Single tensors of a checkpoint, for inspection and serving: `read_tensor` and `read_tensors`."""
+"""Reads single tensors of a checkpoint, for inspection and serving: `read_tensor` and `read_tensors`."""
 
 from __future__ import annotations
 
@@ -40,15 +40,15 @@ def read_tensor(
     *,
     settings: SettingsLike = None,
 ) -> torch.Tensor:
-    """One tensor of a committed checkpoint, or a part of it, in host memory.
+    """Read one tensor of a committed checkpoint, or a part of it, into host memory.
 
-    Needs no process group, and calls no collective where there is one. Fetches the metadata and those bytes of the
-    saved chunks that a load of this part needs.
+    Needs no process group, and calls no collective if there is one. Fetches the metadata, and the same bytes of the
+    saved chunks that a load of this part would.
 
     Args:
-        url: of the checkpoint.
+        url: URL of the checkpoint.
         fqn: name of the tensor, as ``dcp-s3 show`` lists it.
-        slice: of it, as in numpy: ``3``, ``np.s_[:10, ..., -1]``. Numbers, slices with step 1, an Ellipsis.
+        slice: part to read, as in numpy: ``3``, ``np.s_[:10, ..., -1]``. Numbers, slices with step 1, an Ellipsis.
         settings: a `Settings`, or a mapping of those that differ from the environment.
 
     Returns:
@@ -56,7 +56,7 @@ def read_tensor(
 
     Raises:
         EntryNotFoundError: there is no such tensor.
-        TensorIndexError: ``slice`` is out of range, or none that can be read.
+        TensorIndexError: ``slice`` is out of range or not supported.
         CheckpointNotFoundError, CorruptMetadataError, CorruptCheckpointError
         InvalidURLError, SettingsError, StorageError, DeadlineExceededError
     """
@@ -86,20 +86,20 @@ def read_tensors(
     weights_only: bool = True,
     settings: SettingsLike = None,
 ) -> dict[str, Any]:
-    """Entries of a committed checkpoint: tensors in host memory, and objects.
+    """Read entries of a committed checkpoint: tensors into host memory, and objects.
 
-    As `read_tensor`; all entries are fetched together, the metadata once.
+    Works like `read_tensor`, but fetches all entries together and the metadata once.
 
     Args:
-        url: of the checkpoint.
+        url: URL of the checkpoint.
         fqns: names, or patterns such as ``model.*`` (``*`` any text, ``?`` any character, ``[ab]`` one of them); None:
-            everything. An entry of exactly that name comes before a pattern.
-        weights_only: unpickle only objects that cannot run code, as `S3StorageReader` does.
+            everything. An entry with exactly that name takes precedence over a pattern.
+        weights_only: whether to unpickle only objects that cannot run code, as `S3StorageReader` does.
             False: whoever can write to the bucket can run code here.
         settings: a `Settings`, or a mapping of those that differ from the environment.
 
     Returns:
-        By name, in the order of ``fqns``; what a pattern matches in the order of the checkpoint.
+        Entries by name, in the order of ``fqns``; the matches of a pattern in the order of the checkpoint.
 
     Raises:
         EntryNotFoundError: a name is not in the checkpoint, or a pattern matches nothing.
@@ -131,10 +131,10 @@ class _Source:
             )
 
     def find(self, fqn: str) -> Any:
-        """What the metadata says of an entry.
+        """The metadata of an entry.
 
         Raises:
-            EntryNotFoundError: nothing.
+            EntryNotFoundError: there is no such entry.
         """
         saved = self._metadata.state_dict_metadata.get(fqn)
         if saved is None:
@@ -142,10 +142,10 @@ class _Source:
         return saved
 
     def match(self, fqns: str | Iterable[str] | None) -> list[str]:
-        """The names that ``fqns`` means, each once.
+        """The names that ``fqns`` stands for, each once.
 
         Raises:
-            EntryNotFoundError: one of them means none.
+            EntryNotFoundError: one of them matches no entry.
         """
         names = self._metadata.state_dict_metadata
         if fqns is None:
@@ -169,7 +169,7 @@ class _Source:
         return errors.EntryNotFoundError(f"{self.url} {what}. {hint}", url=str(self.url), fqn=fqn)
 
     def read(self, wanted: dict[str, Selection | None], *, weights_only: bool = True) -> dict[str, Any]:
-        """The tensors, each of the shape of its box, and the objects."""
+        """Read tensors, each with the shape of its box, and objects."""
         planner, items = _Planner(), []
         for fqn, selection in wanted.items():
             saved = self._metadata.state_dict_metadata[fqn]
@@ -186,10 +186,10 @@ class _Source:
         return {fqn: planner.entries[fqn] for fqn in wanted}
 
     def _tensor_items(self, fqn: str, saved: TensorStorageMetadata, selection: Selection) -> list[ReadItem]:
-        """One for each saved chunk in the box; of chunks that lie at one place, one.
+        """Make one item for each saved chunk in the box; only one for chunks at the same place.
 
         Raises:
-            CorruptMetadataError: the saved chunks leave a part of the box out.
+            CorruptMetadataError: the saved chunks leave out a part of the box.
         """
         if 0 in selection.lengths:
             return []
@@ -231,10 +231,10 @@ def _object_item(fqn: str) -> ReadItem:
 
 @dataclass
 class _Planner(LoadPlanner):
-    """Takes what the executor delivers."""
+    """A planner that collects what the executor delivers."""
 
     entries: dict[str, Any] = field(default_factory=dict)
-    """By name: tensors to fill, and the objects that have arrived."""
+    """Tensors to fill, and objects that have arrived, by name."""
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         target: torch.Tensor = self.entries[read_item.dest_index.fqn]
@@ -243,25 +243,25 @@ class _Planner(LoadPlanner):
         return target
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Nothing: it is in its place."""
+        """Do nothing: the tensor is in place."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        loaded = torch.load(value, map_location="cpu", weights_only=False)  # checked, or not to be
+        loaded = torch.load(value, map_location="cpu", weights_only=False)  # checked already, or ``weights_only=False``
         self.entries[read_item.dest_index.fqn] = loaded
 
     def set_up_planner(self, state_dict: Any, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        """Nothing: it is made with what it needs."""
+        """Do nothing: the planner is complete when it is made."""
 
     def create_local_plan(self) -> LoadPlan:
-        """Not asked for: the plan is made beforehand."""
+        """Not called: the plan is made beforehand."""
         return LoadPlan([])
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """As it is: there are no other ranks."""
+        """Return the plan unchanged: there are no other ranks."""
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """As it is."""
+        """Return the plan unchanged."""
         return central_plan
 
 

@@ -1,7 +1,7 @@
 """Copies of a checkpoint between S3 and a local directory.
 
-The directory is what torch's FileSystemReader and FileSystemWriter use. In both directions the commit comes last: a
-copy that was cut off is no checkpoint.
+The directory has the layout of torch's FileSystemReader and FileSystemWriter. In both directions the commit comes last,
+so that an interrupted copy is no checkpoint.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ from dcp_s3.store import ABSENT
 from dcp_s3.url import CheckpointURL, parse_url
 
 _MARKER = CONTROL_PREFIX + "download.json"
-"""In a directory: a download into it has begun, and of what."""
-# s3transfer's extension of a file that is not complete.
+"""Marks a directory into which a download has begun, and says of which checkpoint."""
+# s3transfer's suffix of an incomplete file.
 _PARTIAL = re.compile(r"\.[0-9a-fA-F]{8}")
 _READ_SIZE = 4 * 2**20
 
@@ -51,24 +51,24 @@ OnTotal = Callable[[int], None]
 
 @dataclass(frozen=True)
 class CopyResult:
-    """What a copy did."""
+    """The result of a copy."""
 
     files: int
     """Number of files that make up the checkpoint, its metadata included."""
     size: int
-    """Their bytes."""
+    """Bytes of these files."""
     moved: int
     """Bytes that this call moved; less than ``size`` if it continued an earlier one."""
 
 
 @dataclass(frozen=True)
 class _Source:
-    """A checkpoint to be copied, from either side."""
+    """A checkpoint to be copied, on S3 or in a directory."""
 
     commits: Mapping[str, bytes]
     """Bytes of ``.metadata``, or of every ``__{rank}.metadata``, by relative path."""
     metadata: Mapping[str, Metadata]
-    """The same, loaded."""
+    """Loaded metadata, by relative path."""
     files: Mapping[str, int]
     """Bytes of everything else that belongs to it, by relative path."""
 
@@ -81,7 +81,7 @@ class _Source:
         return len(self.files) + len(self.commits)
 
     def manifest_of(self, commit: str) -> str | None:
-        """Relative path of the manifest of the save that made a commit, None if it is not there."""
+        """Relative path of the manifest of the save that made a commit, None if it is missing."""
         path = _manifest_path(commit, self.metadata[commit])
         return path if path in self.files else None
 
@@ -91,7 +91,7 @@ def _manifest_path(commit: str, metadata: Metadata) -> str:
 
 
 def _make_source(where: str, directory: Directory, read: Callable[[str], bytes]) -> _Source:
-    """Find out what belongs to the checkpoint in a directory.
+    """Find the files that belong to the checkpoint in a directory.
 
     Left out are data objects that the metadata does not name (of another save), manifests of other saves, pins, leases,
     lists of deletions, and checkpoints in directories below.
@@ -100,7 +100,7 @@ def _make_source(where: str, directory: Directory, read: Callable[[str], bytes])
         CheckpointNotFoundError: nothing is committed.
         CorruptCheckpointError: something that the metadata names is missing or too short.
     """
-    # That of rank 0 comes last.
+    # The metadata of rank 0 comes last.
     names = [metadata_object(rank) for rank in reversed(directory.committing)]
     if not names:
         raise errors.CheckpointNotFoundError(
@@ -131,7 +131,7 @@ def _check_ranks(where: str, manifest: bytes, *, present: int) -> None:
     try:
         parsed = Manifest.from_json(manifest)
     except ValueError:
-        return  # of a later version
+        return  # written by a later version
     if parsed.rank is not None and parsed.world_size > present:
         raise errors.CheckpointNotFoundError(
             f"the checkpoint at {where} is incomplete: {present} of {parsed.world_size} ranks have committed. Remedy: "
@@ -141,7 +141,7 @@ def _check_ranks(where: str, manifest: bytes, *, present: int) -> None:
 
 
 def _is_besides(found: Found) -> bool:
-    """Whether an object goes along with the checkpoint, though nothing names it: metrics, and what users put there."""
+    """Whether an object is copied although no metadata names it: metrics, and files that users put there."""
     if found.kind.what not in (What.METRICS, What.CONTROL, What.OTHER) or found.path == _MARKER:
         return False
     # Keys may be anything: "./.metadata" must not become the file .metadata, "a/" has no file.
@@ -162,21 +162,21 @@ def download(
 ) -> CopyResult:
     """Copy a checkpoint into a directory, which torch's FileSystemReader then reads.
 
-    A download that was cut off continues when it is called again: files that are complete stay. Sizes, and for
-    checkpoints of dcp_s3 the CRC-64 of every data object, are compared with what was saved.
+    An interrupted download continues when it is called again: complete files stay. Sizes are compared with what was
+    saved; for checkpoints of dcp_s3 also the CRC-64 of every data object.
 
     Args:
-        url: of the checkpoint.
-        directory: made if missing. Must be empty, or hold a download of the same checkpoint that was cut off.
-        overwrite: write into a directory that holds something else. A checkpoint in it is gone from the start.
+        url: URL of the checkpoint.
+        directory: target, made if missing. Must be empty, or hold an interrupted download of the same checkpoint.
+        overwrite: write into a directory that holds something else. A checkpoint in it is lost at once.
         settings: a `Settings`, or a mapping of those that differ from the environment.
-        on_total: called once with the bytes to be moved.
-        on_progress: called with bytes as they move, from several threads.
+        on_total: called once with the number of bytes to move.
+        on_progress: called with the number of bytes as they move, from several threads.
 
     Raises:
         CheckpointExistsError: the directory is not empty.
         CheckpointNotFoundError: there is no committed checkpoint at ``url``.
-        CorruptCheckpointError: it is damaged, or what arrived is not what was saved.
+        CorruptCheckpointError: the checkpoint is damaged, or what arrived is not what was saved.
         StorageError, OSError
     """
     parsed = parse_url(url)
@@ -216,7 +216,7 @@ def _prepare_directory(target: Path, url: CheckpointURL, source: _Source, *, ove
                 "empty this one, or pass overwrite=True",
                 url=str(url),
             )
-        # What is there may have the right size by chance.
+        # Existing files may have the right size by chance.
         commits = Directory.of_sizes(dict.fromkeys(os.listdir(target), 0)).commits.values()
         for name in [*(found.path for found in commits), *source.files]:
             (target / name).unlink(missing_ok=True)
@@ -248,7 +248,7 @@ def _verify(target: Path, url: CheckpointURL, source: _Source) -> None:
         try:
             manifest = Manifest.from_json((target / path).read_bytes())
         except ValueError:
-            continue  # of a later version
+            continue  # written by a later version
         expected |= {entry.path: entry.crc64nvme for entry in manifest.objects if entry.crc64nvme}
     for path, size in source.files.items():
         found = _size_of(target / path)
@@ -283,7 +283,7 @@ def _crc_of(path: Path) -> str:
 
 
 def _write_whole(path: Path, data: bytes) -> None:
-    """Write under another name, then rename: the file is there whole or not at all."""
+    """Write under another name, then rename: the file is complete or does not exist."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb") as file:
         file.write(data)
@@ -307,18 +307,18 @@ def upload(
     """Copy a checkpoint in a directory (of torch's FileSystemWriter, or a download) to S3.
 
     Args:
-        directory: holds ``.metadata`` and what it refers to.
-        url: of the new checkpoint.
+        directory: source, with ``.metadata`` and what it refers to.
+        url: URL of the new checkpoint.
         overwrite: replace a checkpoint at ``url``. It stays whole until the new one is committed, unless objects
-            of the two have the same names: then it is gone from the start.
+            of the two have the same names: then it is lost at once.
         settings: a `Settings`, or a mapping of those that differ from the environment.
-        on_total: called once with the bytes to be moved.
-        on_progress: called with bytes as they move, from several threads.
+        on_total: called once with the number of bytes to move.
+        on_progress: called with the number of bytes as they move, from several threads.
 
     Raises:
         CheckpointExistsError: a checkpoint is at ``url``.
-        CheckpointNotFoundError: there is none in the directory.
-        CorruptCheckpointError: a file that it needs is missing or too short. No byte has moved.
+        CheckpointNotFoundError: no checkpoint is in the directory.
+        CorruptCheckpointError: a file of the checkpoint is missing or too short. No byte has moved.
         StorageError, OSError
     """
     parsed = parse_url(url)
@@ -347,12 +347,12 @@ def upload(
 
 
 def _clear_the_way(bucket: S3Store, url: CheckpointURL, source: _Source, *, overwrite: bool) -> frozenset[str]:
-    """Refuse to replace a checkpoint, or find out what replacing it leaves over: keys to delete afterwards."""
+    """Refuse to replace a checkpoint, or find the leftovers of replacing it: keys to delete afterwards."""
     if not overwrite:
         for name in source.commits:
             check_absent(bucket, SaveIdentity(url, "", classify(name).rank))
         return frozenset()
-    # Few requests, and only for an overwrite.
+    # This takes few requests, and only for an overwrite.
     old = [found.path for found in list_directory(bucket, url, METADATA, "__").commits.values()]
     replaced = find_previous(bucket, SaveIdentity(url, "")).keys
     planned = {url.key(path) for path in source.files}

@@ -1,4 +1,4 @@
-"""Whether a checkpoint is still what was saved."""
+"""Verifies that a checkpoint is still what was saved."""
 
 from __future__ import annotations
 
@@ -40,27 +40,27 @@ def verify(
 ) -> VerifyReport:
     """Check whether a committed checkpoint is still what was saved.
 
-    The metadata must load and match its checksum, the manifest must agree with it, and every object that they name must
-    be there, with the recorded size and room for its items. With ``full``, the data is read as well: the CRC-64 of
-    every object and of every item is compared, and items without one (of other writers, or saved with
-    ``DCP_S3_CHECKSUM=none``) are decoded. What does not match is read once more before it is reported.
+    The metadata must load and match its checksum, and the manifest must agree with it. Every object that they name must
+    exist, with the recorded size and room for its items. ``full`` also reads the data: it compares the CRC-64 of every
+    object and every item, and decodes items without one (of other writers, or saved with ``DCP_S3_CHECKSUM=none``).
+    What does not match is read once more before it is reported.
 
-    Memory: a block of 1 MiB per connection (``DCP_S3_CONCURRENCY``); for items without a checksum, one item and what it
-    decodes to.
+    Memory: a block of 1 MiB per connection (``DCP_S3_CONCURRENCY``); for items without a checksum, one item and its
+    decoded form.
 
     Args:
-        url: of the checkpoint.
-        full: read the data.
+        url: URL of the checkpoint.
+        full: whether to read the data, too.
         settings: a `Settings`, or a mapping of those that differ from the environment.
-        on_total: called with the bytes of data to be read, before they are; with ``full`` only. Again if the checkpoint
-            was replaced meanwhile, and is verified anew.
-        on_progress: called with bytes of data as they are read.
+        on_total: called with the bytes of data to be read; with ``full`` only. Called again if the checkpoint
+            was replaced meanwhile, and is verified again.
+        on_progress: called with the number of bytes of data as they are read.
 
     Raises:
         CheckpointNotFoundError: no committed checkpoint is there.
         InvalidURLError, SettingsError
-        StorageError: it can not be told: missing bucket, credentials, permissions, network.
-        CheckpointError: it was replaced again and again while it was verified.
+        StorageError: there is no verdict: missing bucket, credentials, permissions, network.
+        CheckpointError: the checkpoint was replaced again and again while it was verified.
     """
     parsed = parse_url(url)
     bucket = S3Store(parsed.bucket, resolve_settings(settings))
@@ -80,17 +80,17 @@ class _Commit:
     """One ``.metadata``, with its manifest."""
 
     rank: int | None
-    """None with collectives."""
+    """Rank that saved it; None with collectives."""
     stored: StoredObject
-    """The object."""
+    """The object with the metadata."""
     metadata: Metadata | None
-    """None if it can not be loaded."""
+    """The loaded metadata; None if it cannot be loaded."""
     save_id: str | None
-    """Of the save; None if it is not known."""
+    """ID of the save; None if unknown."""
     manifest: Manifest | None
-    """None if there is none, or none that can be read."""
+    """The manifest; None if it is missing or unreadable."""
     problems: tuple[Problem, ...]
-    """Of both."""
+    """Problems of metadata and manifest."""
 
     @property
     def path(self) -> str:
@@ -138,7 +138,7 @@ class _Check:
         )
 
     def is_current(self) -> bool:
-        """Whether the checkpoint is still the one that was looked at: an overwrite deletes the objects of the old one.
+        """Whether the checkpoint is still the one that was looked at: an overwrite deletes the old one's objects.
 
         Raises:
             CheckpointNotFoundError: it was deleted meanwhile.
@@ -150,10 +150,10 @@ class _Check:
     # --- metadata and manifests ---------------------------------------------------------------------
 
     def _read_commits(self) -> Mapping[str, int]:
-        """Fetch metadata and manifests; the sizes of all objects of the checkpoint, by relative path.
+        """Fetch metadata and manifests; returns the sizes of all objects of the checkpoint, by relative path.
 
-        The metadata of a save with collectives comes before the listing: what an overwrite meanwhile removes is then
-        missing from the listing, and not the other way round.
+        With collectives, the metadata is fetched before the listing: so what an overwrite removes meanwhile is missing
+        from the listing, and not the other way round.
         """
         try:
             stored = {None: fetch_metadata(self._bucket, self._url)}
@@ -195,13 +195,13 @@ class _Check:
         """The manifest of a save, None if there is none.
 
         Args:
-            save_id: of the save; that of another library is no hex number.
-            rank: None with collectives.
-            directory: all objects.
-            expected: whether the metadata says that there is one.
+            save_id: ID of the save; another library's is no hex number.
+            rank: rank that saved; None with collectives.
+            directory: all objects of the checkpoint.
+            expected: whether the metadata says that there is a manifest.
 
         Raises:
-            ValueError: what is wrong with it.
+            ValueError: the manifest is missing or damaged; the message says how.
         """
         found = directory.manifests.get(rank, {}).get(str(save_id))
         if found is None:
@@ -239,7 +239,7 @@ class _Check:
         return items
 
     def _keep_ranks_of_save(self, not_found: errors.CheckpointNotFoundError) -> None:
-        """Leave out ranks that the last save did not have.
+        """Drop ranks that the last save did not have.
 
         Raises:
             CheckpointNotFoundError: not all of its ranks have committed.

@@ -1,4 +1,4 @@
-"""Full verification: every byte of the data objects is read once, in parallel, through a block per connection."""
+"""Full verification: reads every byte of the data objects once, in parallel, through one block per connection."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from dcp_s3.s3.store import S3Store
 from dcp_s3.url import CheckpointURL
 
 BLOCK = 2**20
-"""Bytes of memory that a connection receives into, again and again; they are added to a checksum while they are in the
-CPU's cache."""
+"""Bytes of memory that a connection reuses to receive into. They are added to a checksum while still in the CPU's
+cache."""
 
 GROUP = 8 * 2**20
-"""Bytes of neighbouring items to decode that are asked for at once."""
+"""Maximum bytes of neighbouring items to decode that one request fetches."""
 
 
 class _Checked(Transfer):
-    """What is only looked at. That it is damaged, or changed meanwhile, is noted and not raised.
+    """A transfer that is only checked: damage, or a change meanwhile, is noted and not raised.
 
     Attributes:
-        change: what happened to its object meanwhile.
+        change: what happened to the object meanwhile, None if nothing did.
     """
 
     __slots__ = ("change",)
@@ -47,12 +47,12 @@ class _Checked(Transfer):
         return self.path
 
     def put(self, offset: int, data: memoryview) -> None:
-        """See `Transfer`. Nothing: all is received in place."""
+        """See `Transfer`. Does nothing: everything is received in place."""
 
     def give_up(self, error: errors.CorruptCheckpointError) -> None:
         """See `Transfer`."""
         if error.__cause__ is None:
-            return  # what does not match is known
+            return  # the mismatch is noted already
         self.change = "became shorter while it was read"
         if isinstance(error.__cause__, errors.ObjectNotFoundError):
             self.change = "was deleted while it was read"
@@ -61,14 +61,14 @@ class _Checked(Transfer):
 
 
 class _Object(_Checked):
-    """An object of which all bytes go into checksums.
+    """An object whose bytes all go into checksums.
 
     Args:
-        data: the object.
+        data: the object to check.
 
     Attributes:
-        data: as given.
-        found: what did not match each time that all bytes had been read.
+        data: the object to check.
+        found: mismatches of each complete reading.
     """
 
     __slots__ = ("_scan", "data", "found")
@@ -80,22 +80,22 @@ class _Object(_Checked):
         self._scan = ObjectScan(data)
 
     def memory(self, start: int, stop: int) -> memoryview:
-        """See `Transfer`. It has none: its bytes go through a block."""
+        """See `Transfer`. There is none: the bytes go through a block."""
         raise NotImplementedError
 
     def targets(self, start: int, length: int, buffer: Buffer) -> list[Target]:
-        """A range, a block at a time, each in the memory of the one before."""
+        """The blocks of a range, each in the memory of the one before."""
         buffer.reserve(BLOCK)
         return [Target(buffer.view(0, size), checksum=True) for size in self._scan.segments(start, length, BLOCK)]
 
     def received(self, start: int, targets: Sequence[Target]) -> bool:
-        """Take a range; True when these were the last bytes."""
+        """Take a range; returns True for the last one."""
         runs = self._scan.join(start, ((target.crc or 0, target.view.nbytes) for target in targets))
         with self._lock:
             return self._scan.arrived(runs)
 
     def mismatches(self) -> list[tuple[Range, int]]:
-        """See `Transfer`. All of it is read again."""
+        """See `Transfer`. The whole object is read again."""
         self.found.append(self._scan.mismatch())
         return [(self.ranges[0], 0)] if self.found[-1].any else []
 
@@ -104,7 +104,7 @@ class _Object(_Checked):
         self._scan = ObjectScan(self.data)
 
     def problems(self) -> Iterator[Problem]:
-        """What did not match twice."""
+        """Problems for everything that did not match twice."""
         first, *again = self.found
         if not again:
             return
@@ -131,7 +131,7 @@ class _Item(_Checked):
         item: the item.
 
     Attributes:
-        damage: why it can not be decoded, None if it can.
+        damage: why it cannot be decoded, None if it can.
         unknown: whether it went through a stream extension that is not registered here.
     """
 
@@ -165,7 +165,7 @@ class _Item(_Checked):
         return [(self.ranges[0], 0)] if self.damage is not None else []
 
     def problems(self) -> Iterator[Problem]:
-        """Of an item that can not be decoded."""
+        """The problem of an item that cannot be decoded."""
         if self.damage is not None:
             yield Problem(self.path, self._item.fqn, self.damage)
 
@@ -192,9 +192,9 @@ class ByteCheck:
     """Reads data objects and compares their bytes.
 
     Args:
-        bucket: where the checkpoint lies.
-        url: of the checkpoint.
-        on_progress: called with bytes as they were read; not with those that are read again.
+        bucket: bucket of the checkpoint.
+        url: URL of the checkpoint.
+        on_progress: called with the number of bytes read; not for bytes that are read again.
     """
 
     def __init__(self, bucket: S3Store, url: CheckpointURL, on_progress: OnProgress | None = None) -> None:
@@ -202,22 +202,22 @@ class ByteCheck:
         self._settings = bucket.settings
         self._on_progress = on_progress
         self._changed: set[str] = set()
-        self._left: dict[str, int] = {}  # bytes of each object that are not read for the first time yet
+        self._left: dict[str, int] = {}  # bytes of each object not read yet
         self.problems: list[Problem] = []
         self.bytes_read = 0
         self.items_not_decoded = 0
 
     @staticmethod
     def total(objects: Sequence[StoredData]) -> int:
-        """Bytes that `run` will read."""
+        """Number of bytes that `run` will read."""
         streamed = sum(data.size for data in objects if data.streamed)
         return streamed + sum(item.length for data in objects for item in data.decoded)
 
     def run(self, objects: Sequence[StoredData]) -> None:
-        """Check all; what is wrong is in ``problems`` then.
+        """Check all objects; what is wrong is then in ``problems``.
 
         Raises:
-            StorageError: S3 failed for good; nothing can be said.
+            StorageError: S3 failed despite retries; there is no verdict.
         """
         ranges = sum(1 + data.size // self._settings.part_size for data in objects if data.streamed)
         groups = sum(len(group_items(data.decoded, GROUP)) for data in objects)
@@ -241,7 +241,7 @@ class ByteCheck:
 
     def _of_ranges(self, scanned: _Object) -> Iterator[ReadRequest]:
         size, step = scanned.data.size, self._settings.part_size
-        for start in range(0, max(1, size), step):  # one, even of an empty object
+        for start in range(0, max(1, size), step):  # one request even for an empty object
             stop = min(start + step, size)
             if scanned.path not in self._changed:
                 yield ReadRequest(scanned.path, start, stop - start, (Segment(start, stop, scanned),))

@@ -1,4 +1,4 @@
-"""Items without a checksum: whether their bytes are what a reader can decode. Runs no pickled code. No I/O."""
+"""Checks whether a reader could decode items without a checksum. Runs no pickled code. No I/O."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class UnknownExtensionError(ValueError):
 
 
 def find_damage(data: io.BytesIO, item: StoredItem) -> str | None:
-    """What is wrong with the bytes of an item, None if it can be decoded.
+    """Say what is wrong with the bytes of an item; None if it can be decoded.
 
-    A tensor is loaded as a reader would load it. Of other objects the container is checked, and where that is possible
-    without running code (``weights_only``) they are loaded; otherwise their pickle is read through, not run. What went
-    through stream extensions is read to its end only.
+    A tensor is loaded as a reader would load it. For other objects the container is checked; then they are loaded where
+    that runs no code (``weights_only``), otherwise their pickle is read through, not run. Items that went through
+    stream extensions are only read to their end.
 
     Raises:
         UnknownExtensionError
@@ -67,15 +67,15 @@ def _drain(data: io.BytesIO, item: StoredItem) -> None:
 
 
 def _check_zip(data: io.BytesIO, item: StoredItem) -> None:
-    """Every record of the archive, and its CRC-32 where torch computed one."""
+    """Check every record of the archive, and its CRC-32 where torch computed one."""
     data.seek(0)
     with zipfile.ZipFile(data) as archive:
         for record in archive.infolist():
             if record.compress_type != zipfile.ZIP_STORED or record.file_size > item.length:
                 raise ValueError(f"its record {record.filename} pretends to have {record.file_size} bytes")
-            # Not computed: under torch.serialization.set_crc32_options(False), and of raw bytes that we framed.
+            # Not computed under torch.serialization.set_crc32_options(False), nor for raw bytes framed by this package.
             unknown = record.CRC == 0 or (item.raw and "/data/" in record.filename)
-            with archive.open(record) as stream:  # looks at the record's own header
+            with archive.open(record) as stream:  # checks the record's own header
                 while not unknown and stream.read(_BLOCK):
                     pass
 
@@ -99,7 +99,7 @@ def _check_object(data: io.BytesIO) -> None:
     data.seek(0)
     try:
         torch.load(data, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:  # of classes that need code, or damaged
+    except pickle.UnpicklingError:  # its classes need code, or it is damaged
         with zipfile.ZipFile(data) as archive:
             (name,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
             _read_through(archive.read(name))

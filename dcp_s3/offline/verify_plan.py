@@ -1,4 +1,4 @@
-"""What can be told about a checkpoint from its metadata, manifest and listing, and what its bytes must be. Pure."""
+"""Checks a checkpoint's metadata, manifest and listing, and finds what its bytes must be. Pure."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ class StoredItem:
     """One saved item."""
 
     fqn: str
-    """Of its entry."""
+    """FQN of the entry."""
     path: str
-    """Object, relative to the checkpoint."""
+    """Path of the object, relative to the checkpoint."""
     start: int
-    """First byte in the object."""
+    """First byte of the item in the object."""
     length: int
-    """Bytes."""
+    """Length in bytes."""
     shape: torch.Size | None
-    """Of the chunk, None if it is no tensor."""
+    """Shape of the chunk, None if the item is no tensor."""
     raw: bool
-    """Whether it is raw bytes in a frame whose zip checksums were never computed."""
+    """Whether the item is raw bytes in a frame whose zip checksums were never computed."""
     transforms: tuple[str, ...]
-    """Descriptors of the stream extensions that it went through."""
+    """Descriptors of the stream extensions that the item went through."""
     crc: int | None
-    """Recorded CRC-64/NVME of its checked bytes, None without."""
+    """Recorded CRC-64/NVME of the item's checked bytes, None without."""
     checked_start: int
     """First byte, in the object, that ``crc`` covers."""
     checked_length: int
@@ -51,23 +51,23 @@ class StoredItem:
 
     @property
     def stop(self) -> int:
-        """First byte, in the object, that is behind the item."""
+        """First byte after the item in the object."""
         return self.start + self.length
 
 
 @dataclass(frozen=True)
 class StoredData:
-    """One data object that is there, and what its bytes must be."""
+    """One data object that exists, and what its bytes must be."""
 
     path: str
-    """Relative to the checkpoint."""
+    """Path relative to the checkpoint."""
     size: int
-    """Bytes that it has."""
+    """Actual size in bytes."""
     crc: str | None
-    """Recorded CRC-64/NVME of all of them (16 hex digits); None if that is not recorded, or cannot match because it is
-    of another size."""
+    """Recorded CRC-64/NVME of the whole object (16 hex digits); None if not recorded, or if the object has another size
+    and so cannot match."""
     items: tuple[StoredItem, ...]
-    """That lie in it."""
+    """Items that lie in the object."""
 
     @property
     def checked(self) -> tuple[StoredItem, ...]:
@@ -76,7 +76,7 @@ class StoredData:
 
     @property
     def streamed(self) -> bool:
-        """Whether all bytes are read, because there is a checksum of some."""
+        """Whether all bytes are read, because some have a checksum."""
         return self.crc is not None or any(item.checked_length for item in self.checked)
 
     @property
@@ -86,7 +86,7 @@ class StoredData:
 
 
 def group_items(items: Iterable[StoredItem], limit: int) -> list[list[StoredItem]]:
-    """Items of one object that share a request: neighbours without a gap, of at most ``limit`` bytes together."""
+    """Group items of one object that share a request: neighbours without a gap, at most ``limit`` bytes together."""
     groups: list[list[StoredItem]] = []
     for item in sorted(items, key=lambda item: item.start):
         group = groups[-1] if groups else []
@@ -98,7 +98,7 @@ def group_items(items: Iterable[StoredItem], limit: int) -> list[list[StoredItem
 
 
 def find_items(metadata: Metadata, metadata_path: str) -> tuple[list[StoredItem], list[Problem]]:
-    """The items that metadata places in objects, and what it contradicts itself in."""
+    """Find the items that metadata places in objects, and where it contradicts itself."""
     problems: list[Problem] = []
     if not isinstance(metadata.storage_data, dict):
         kind = type(metadata.storage_data).__name__
@@ -128,7 +128,7 @@ def find_items(metadata: Metadata, metadata_path: str) -> tuple[list[StoredItem]
 
 
 def _make_item(index: MetadataIndex, info: StorageInfo, saved: object) -> StoredItem | str:
-    """The item, or what is wrong with what the metadata says of it."""
+    """Make the item, or say what is wrong with its metadata."""
     raw_offset, shape, checked = get_raw_offset(info), None, (0, info.length)
     descriptors = getattr(info, "transform_descriptors", None) or ()
     if isinstance(saved, TensorStorageMetadata):
@@ -168,15 +168,15 @@ def check_manifest(
     metadata: Metadata | None,
     items: Iterable[StoredItem],
 ) -> list[Problem]:
-    """Where a manifest contradicts itself or the metadata.
+    """Find where a manifest contradicts itself or the metadata.
 
     Args:
-        manifest: as parsed.
-        path: of the manifest.
-        save_id: of the save that the metadata is of.
-        rank: whose metadata it is; None with collectives.
-        metadata: None if it can not be loaded.
-        items: of the metadata.
+        manifest: parsed manifest.
+        path: path of the manifest.
+        save_id: ID of the save that wrote the metadata.
+        rank: rank that the metadata belongs to; None with collectives.
+        metadata: loaded metadata; None if it cannot be loaded.
+        items: items of the metadata.
     """
     problems = []
     if manifest.save_id != save_id:
@@ -202,22 +202,22 @@ def check_manifest(
 
 
 def is_crc(value: object) -> bool:
-    """Whether this is a CRC-64 as manifests have it."""
+    """Whether this is a CRC-64 in the form that manifests use."""
     return isinstance(value, str) and _CRC.fullmatch(value) is not None
 
 
 def place_items(
     items: Iterable[StoredItem], entries: Iterable[ObjectEntry], sizes: Mapping[str, int]
 ) -> tuple[list[StoredData], list[Problem]]:
-    """Lay the items into the objects that are there.
+    """Place the items in the objects that exist.
 
     Args:
-        items: of all metadata.
-        entries: of all manifests.
-        sizes: bytes of every object of the checkpoint, by relative path.
+        items: items of all metadata.
+        entries: entries of all manifests.
+        sizes: size in bytes of every object of the checkpoint, by relative path.
 
     Returns:
-        The data objects, and what is missing, of another size, or too short for its items.
+        The data objects, and problems: objects that are missing, of another size, or too short for their items.
     """
     by_path: dict[str, list[StoredItem]] = {}
     for item in items:

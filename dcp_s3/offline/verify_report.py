@@ -1,4 +1,4 @@
-"""What `verify` found. Pure."""
+"""The report of `verify`. Pure."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Problem:
     """Something about a checkpoint that is not as it was saved."""
 
     path: str
-    """Object, relative to the checkpoint."""
+    """Path of the object, relative to the checkpoint."""
     fqn: str | None
-    """Fully qualified name of the entry that is affected; None for the object as a whole."""
+    """Fully qualified name of the affected entry; None for the object as a whole."""
     what: str
-    """Is wrong."""
+    """What is wrong."""
 
     def __str__(self) -> str:
         return f"{self.path}: {self.what}" if self.fqn is None else f"{self.path}: {self.fqn!r} {self.what}"
@@ -25,27 +25,26 @@ class Problem:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What was looked at, and what is wrong."""
+    """The things that `verify` checked, and the problems that it found."""
 
     url: str
-    """Of the checkpoint."""
+    """URL of the checkpoint."""
     mode: Mode
-    """``fast`` (metadata, manifest, and that the objects are there) or ``full`` (their bytes, too)."""
+    """``fast`` (metadata, manifest, presence of the objects) or ``full`` (their bytes, too)."""
     objects: int
-    """Data objects checked."""
+    """Number of data objects checked."""
     items: int
-    """Saved items (tensor chunks and others) checked."""
+    """Number of saved items (tensor chunks and others) checked."""
     bytes_read: int
-    """Bytes of all objects that were read, metadata included."""
+    """Bytes read from all objects, metadata included."""
     objects_without_checksum: int
-    """Data objects whose checksum is not recorded."""
+    """Number of data objects whose checksum is not recorded."""
     items_without_checksum: int
-    """Items whose checksum is not recorded; ``full`` decodes them, unless their object has one."""
+    """Number of items whose checksum is not recorded; ``full`` decodes them, unless their object has one."""
     items_not_decoded: int
-    """Of those, the ones that went through a stream extension that is not known here, so that nothing is known of their
-    bytes."""
+    """Number of these items that went through a stream extension unknown here: nothing is known of their bytes."""
     problems: tuple[Problem, ...]
-    """What is wrong, by object."""
+    """Problems found, by object."""
 
     @property
     def ok(self) -> bool:

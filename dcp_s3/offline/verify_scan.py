@@ -1,4 +1,4 @@
-"""One object, read in ranges: where its bytes are cut, and what their checksums say when all have come. Pure."""
+"""Checks one object that is read in ranges: where to cut its bytes, and how their checksums compare. Pure."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from dcp_s3.offline.verify_plan import StoredData, StoredItem
 
 @dataclass(frozen=True)
 class Mismatch:
-    """What does not match, each with the CRC-64/NVME that was found."""
+    """The checksums that do not match, each with the CRC-64/NVME that was found."""
 
     items: dict[int, int]
-    """By number among the object's checked items."""
+    """CRC of each mismatching item, by its number among the object's checked items."""
     whole: str | None
-    """Of the whole object, None if that matches or is not recorded."""
+    """CRC of the whole object, None if it matches or is not recorded."""
 
     @property
     def any(self) -> bool:
@@ -26,7 +26,7 @@ class Mismatch:
         return bool(self.items) or self.whole is not None
 
     def confirmed_by(self, second: Mismatch) -> Mismatch:
-        """What did not match the second time either."""
+        """The mismatches that a second reading found again."""
         items = {number: crc for number, crc in second.items.items() if number in self.items}
         return Mismatch(items, None if self.whole is None else second.whole)
 
@@ -35,7 +35,7 @@ class ObjectScan:
     """The checksums of an object that arrives in ranges, in any order.
 
     Args:
-        data: the object.
+        data: the object to check.
     """
 
     def __init__(self, data: StoredData) -> None:
@@ -49,7 +49,7 @@ class ObjectScan:
         self._missing = data.size
 
     def segments(self, start: int, length: int, block: int) -> list[int]:
-        """Lengths into which a range is cut: at both ends of every checked item, and after ``block`` bytes."""
+        """Lengths of a range's segments: it is cut at both ends of every checked item, and after ``block`` bytes."""
         stop = start + length
         inner = self._cuts[bisect_right(self._cuts, start) : bisect_left(self._cuts, stop)]
         lengths = []
@@ -59,7 +59,7 @@ class ObjectScan:
         return lengths
 
     def join(self, start: int, crcs: Iterable[tuple[int, int]]) -> list[Range]:
-        """The runs of a range without a cut inside, of the (CRC, length) pairs of its `segments`."""
+        """Join the (CRC, length) pairs of a range's `segments` into runs without an item's end inside."""
         runs: list[Range] = []
         pending: list[tuple[int, int]] = []
         begin = at = start
@@ -74,14 +74,14 @@ class ObjectScan:
         return runs
 
     def arrived(self, runs: Iterable[Range]) -> bool:
-        """Take what a range came to; True when these were the last bytes."""
+        """Take the runs of a range; returns True for the last bytes."""
         for run in runs:
             self._runs.append(run)
             self._missing -= run.stop - run.start
         return self._missing == 0
 
     def mismatch(self) -> Mismatch:
-        """Compare, when all bytes have arrived."""
+        """Compare the checksums. Call it when all bytes have arrived."""
         crc, at = 0, 0
         before = {0: 0}  # CRC of all bytes before a cut
         for run in sorted(self._runs, key=lambda run: run.start):

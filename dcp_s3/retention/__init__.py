@@ -1,1 +1,1 @@
-"""What lies under a root: the catalog of its checkpoints, on which retention policies decide."""
+"""The catalog of the checkpoints under a root, and the retention policies that decide on them."""

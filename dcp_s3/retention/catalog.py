@@ -1,7 +1,7 @@
-"""The catalog: which checkpoints lie under a root, and which of them is the one to resume from.
+"""The catalog: which checkpoints lie under a root, and from which one to resume.
 
-One listing of the root, and two to four small requests for each checkpoint (`inspect`); data objects are not touched.
-`latest` and `best` look closer at the one they return.
+It takes one listing of the root, and two to four small requests for each checkpoint (`inspect`). Data objects are not
+touched. `latest` and `best` look closer at the checkpoint that they return.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointCatalog:
-    """The checkpoints directly under a root, with all that retention decides on. Holds no connection.
+    """The checkpoints directly under a root, with everything that retention decides on. Holds no connection.
 
     Args:
         root: ``s3://bucket/run`` for checkpoints at ``s3://bucket/run/step-1000`` and so on.
         settings: a `Settings`, or a mapping of those that differ from the environment.
         patterns: one or more regular expressions, each with a group of digits, that find the step in a checkpoint's
-            name; the first one that is found counts, and a name without any has no step. The default is the setting
-            ``step_pattern``; without that the step is the last number in the name.
+            name. The first one that matches counts; a name that none matches has no step. The default is the setting
+            ``step_pattern``; without that, the step is the last number in the name.
 
     Raises:
         InvalidURLError, SettingsError
@@ -56,8 +56,8 @@ class CheckpointCatalog:
         self._patterns = _compile(patterns, self.settings)
 
     def checkpoints(self) -> list[CheckpointInfo]:
-        """The checkpoints, oldest first. What is not committed is ``in_progress``, or older than the grace period
-        (setting ``retention_grace``) and a ``leftover``; what waits in this host's spill directory is ``local``.
+        """The checkpoints, oldest first. An uncommitted one is ``in_progress``, or ``leftover`` if it is older than the
+        grace period (setting ``retention_grace``). One that waits in this host's spill directory is ``local``.
 
         Raises:
             StorageError: missing bucket, credentials, permissions, network.
@@ -65,7 +65,7 @@ class CheckpointCatalog:
         return run(self._checkpoints())
 
     def scan(self, *, deep: bool = False) -> CatalogSnapshot:
-        """Everything that a plan needs, with open multipart uploads.
+        """Everything that a plan needs, including open multipart uploads.
 
         Args:
             deep: also look for leftovers in the directories of committed checkpoints, and for damage: two more
@@ -77,7 +77,7 @@ class CheckpointCatalog:
         return run(self.scan_async(deep))
 
     def latest(self) -> CheckpointInfo | None:
-        """The one to resume from, as `dcp_s3.latest` says: it can be loaded. None if there is none.
+        """The checkpoint to resume from, as in `dcp_s3.latest`: it can be loaded. None if there is none.
 
         Raises:
             StorageError: missing bucket, credentials, permissions, network.
@@ -85,12 +85,12 @@ class CheckpointCatalog:
         return run(self._first(newest_first))
 
     def best(self, metric: str, mode: Mode = "min") -> CheckpointInfo | None:
-        """The committed one with the best value of a metric that can be loaded, None if there is none.
+        """The loadable committed checkpoint with the best value of a metric; None if there is none.
 
-        Values that are no finite numbers count as missing; of equal ones the newest is the best.
+        Values that are not finite numbers count as missing. Among equal values, the newest checkpoint wins.
 
         Args:
-            metric: its name.
+            metric: name of the metric.
             mode: ``min`` if low values are better, or ``max``.
 
         Raises:
@@ -101,7 +101,7 @@ class CheckpointCatalog:
         return run(self._first(lambda infos: best_first([info for info in infos if info.committed], metric, mode)))
 
     async def _checkpoints(self) -> list[CheckpointInfo]:
-        local = self.local()  # first: what is drained meanwhile is then seen twice rather than not at all
+        local = self.local()  # first: a checkpoint drained meanwhile is then seen twice, not missed
         async with open_async_store(self.root.bucket, self.settings) as bucket:
             listing = await list_root(bucket, self.root, self._patterns)
         grace = self.settings.retention_grace
@@ -114,7 +114,7 @@ class CheckpointCatalog:
             return await scan_root(bucket, self.root, self._patterns, deep=deep, local=local)
 
     def local(self) -> list[CheckpointInfo]:
-        """Those whose commits wait in this host's spill directory, oldest first. Asks nobody."""
+        """The checkpoints whose commits wait in this host's spill directory, oldest first. Makes no request."""
         return [with_step(info, self._patterns) for info in find_local(str(self.root), settings=self.settings)]
 
     async def _first(self, order: Callable[[Iterable[CheckpointInfo]], list[CheckpointInfo]]) -> CheckpointInfo | None:
@@ -182,18 +182,17 @@ async def list_checkpoints_async(root: URLLike, *, settings: SettingsLike = None
 
 
 def latest(root: URLLike, *, include_uncommitted: bool = False, settings: SettingsLike = None) -> CheckpointInfo | None:
-    """The checkpoint to resume from: of the committed ones under ``root`` that with the highest step, then the
-    newest; None if there is none.
+    """The checkpoint to resume from: the committed one under ``root`` with the highest step, then the newest. None if
+    there is none.
 
-    The one that is returned can be loaded: its metadata is readable, and every data object that it names is there
-    and long enough. One that is not (a copy that was cut off, objects that somebody deleted) is passed over with a
-    warning in the log.
+    It can be loaded: its metadata is readable, and every data object that it names is there and long enough. Others
+    (a copy that was cut off, objects that somebody deleted) are skipped with a warning in the log.
 
     Args:
         root: the URL above the checkpoints.
         include_uncommitted: also consider checkpoints whose commit still waits in this host's spill directory
-            (``DCP_S3_SPILL_DIR``), for a job on one host: on several, parts of such a checkpoint may be missing. Their
-            ``state`` is ``local``; to load one, S3StorageReader needs ``include_uncommitted``, too.
+            (``DCP_S3_SPILL_DIR``). Meant for a job on one host: on several, parts of such a checkpoint may be missing.
+            Their ``state`` is ``local``; to load one, S3StorageReader needs ``include_uncommitted``, too.
         settings: a `Settings`, or a mapping of those that differ from the environment.
 
     Raises:

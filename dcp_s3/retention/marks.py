@@ -1,4 +1,4 @@
-"""Small objects beside a checkpoint that say something about it: metrics that come later, and the pin."""
+"""Small objects beside a checkpoint that mark it: metrics that were added later, and the pin."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ logger = logging.getLogger(__name__)
 
 _JSON = "application/json"
 
-# Of each round of writers that meet, one gets through.
+# Conflicts before it gives up. Whenever writers collide, one of them succeeds.
 _CONFLICTS = 50
 
 
 def annotate(url: URLLike, metrics: Mapping[str, Any], *, settings: SettingsLike = None) -> dict[str, Any]:
-    """Add metrics to a committed checkpoint, or replace single ones. Several processes may do so at a time.
+    """Add metrics to a committed checkpoint, or replace single ones. Several processes may do so at once.
 
-    They lie in ``.dcp_s3/metrics.json`` with the id of the save that they belong to: an overwriting save starts anew.
+    They lie in ``.dcp_s3/metrics.json`` with the id of their save: one that overwrites the checkpoint starts without.
 
     Args:
-        url: of the checkpoint.
+        url: URL of the checkpoint.
         metrics: finite numbers, NaN, text and bools by name. NaN is stored; `KeepBest` takes it for missing.
         settings: a `Settings`, or a mapping of those that differ from the environment.
 
@@ -45,7 +45,7 @@ def annotate(url: URLLike, metrics: Mapping[str, Any], *, settings: SettingsLike
         All metrics that were added to this checkpoint so far.
 
     Raises:
-        MetricsError: a name or a value that can not be stored.
+        MetricsError: a name or a value cannot be stored.
         CheckpointNotFoundError: no committed checkpoint is there.
         InvalidURLError, SettingsError, StorageError
     """
@@ -70,7 +70,7 @@ def annotate(url: URLLike, metrics: Mapping[str, Any], *, settings: SettingsLike
 
 
 def _read_metrics(bucket: S3Store, url: CheckpointURL, of: str) -> tuple[str | None, Mapping[str, Any]]:
-    """The ETag of `METRICS`, None without one, and what it has of the save ``of``."""
+    """The ETag of `METRICS` (None if there is none), and its metrics of the save ``of``."""
     try:
         stored = bucket.get(url.key(METRICS))
     except errors.ObjectNotFoundError:
@@ -86,7 +86,7 @@ def _read_metrics(bucket: S3Store, url: CheckpointURL, of: str) -> tuple[str | N
 def pin(url: URLLike, reason: str | None = None, *, settings: SettingsLike = None) -> None:
     """Protect a committed checkpoint from every policy until `unpin`. Pinning it again replaces the reason.
 
-    The pin is of the URL: a save that overwrites the checkpoint leaves it there.
+    The pin belongs to the URL: a save that overwrites the checkpoint leaves it there.
 
     Raises:
         CheckpointNotFoundError: no committed checkpoint is there.
@@ -106,7 +106,7 @@ def pin(url: URLLike, reason: str | None = None, *, settings: SettingsLike = Non
 
 
 def unpin(url: URLLike, *, settings: SettingsLike = None) -> bool:
-    """Remove the pin; whether there was one.
+    """Remove the pin. Returns whether there was one.
 
     Raises:
         InvalidURLError, SettingsError, StorageError

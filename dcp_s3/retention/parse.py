@@ -21,23 +21,23 @@ from dcp_s3.settings import Settings
 
 
 def parse_policy(text: str) -> Policy | None:
-    """The policy that keeps what any of the words keeps; None for empty text, which keeps all.
+    """The policy that keeps whatever any of the words keeps; None for empty text, which keeps all.
 
     Words, in any order: ``latest:K``, ``best:K:METRIC:min|max[:keep|drop]``, ``every:STEPS``, ``steps:S[,S...]``,
     ``within:DURATION``, ``hourly:N``, ``daily:N``, ``weekly:N``.
 
     Raises:
-        PolicyError: names the word and what is allowed.
+        PolicyError: a word is not a policy. The error names it and what is allowed.
     """
     policies = [_parse_word(word) for word in text.split()]
     return policies[0] if len(policies) == 1 else AnyOf(tuple(policies)) if policies else None
 
 
 def policy_from_settings(settings: Settings) -> Policy | None:
-    """The policy of the setting ``retention``, None if it is unset.
+    """The policy of the setting ``retention``; None if it is unset.
 
     Raises:
-        SettingsError: it can not be parsed.
+        SettingsError: it cannot be parsed.
     """
     try:
         return parse_policy(settings.retention or "")

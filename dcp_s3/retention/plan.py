@@ -1,17 +1,17 @@
-"""The plan: what a prune keeps and deletes, each with all its reasons. Pure.
+"""The plan: what a prune keeps and deletes, and all the reasons. Pure.
 
 Whatever the policies say, these are kept (the floors):
 
-- the newest committed checkpoint: that with the highest step (`latest`), the one that was committed last if that is
-  another, and of those not known to be damaged the one with the highest step;
-- pinned ones, and those with a reader's lease that has not ended;
-- a checkpoint that is being saved: no commit yet, and its newest object or open upload is younger than the grace
+- the newest committed checkpoint: the one with the highest step (`latest`), and the last committed one if that is
+  another; also the newest of those not known to be damaged, by either order;
+- pinned checkpoints, and those with a reader's lease that has not ended;
+- a checkpoint that is being saved: it has no commit, and its newest object or open upload is younger than the grace
   period; or one that is being overwritten, by the same rule;
 - those whose commit waits in this host's spill directory;
-- ranks that committed for themselves, where it can not be told whether all did;
+- those of ranks that committed for themselves, if nobody can tell whether all ranks did;
 - committed ones without a step: retention thins out a sequence, and they have no place in it.
 
-Foreign checkpoints (other writers') are treated like ours. Without a policy every committed one is kept.
+Foreign checkpoints (other writers') are treated like ours. Without a policy, every committed one is kept.
 """
 
 from __future__ import annotations
@@ -33,75 +33,75 @@ class OpenUpload:
     """A multipart upload that is neither completed nor aborted."""
 
     key: str
-    """Of the object that it would become."""
+    """Key of the object that it would become."""
     upload_id: str
-    """S3's id of it."""
+    """S3's id of the upload."""
     initiated_at: float
     """Seconds since the epoch, on the clock of S3."""
     checkpoint: str
-    """Name of the directory under the root that it would lie in."""
+    """Name of the directory under the root in which it would lie."""
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of a checkpoint."""
+    """Whether a checkpoint is kept or deleted, and why."""
 
     checkpoint: CheckpointInfo
-    """As the catalog saw it."""
+    """The checkpoint, as the catalog saw it."""
     action: Action
     """``keep`` or ``delete``."""
     reasons: tuple[str, ...]
-    """All of them: floors first, then policies; or why it is deleted."""
+    """All reasons to keep it, floors first, then policies; or why it is deleted."""
 
 
 @dataclass(frozen=True)
 class UploadDecision:
-    """What becomes of an open multipart upload."""
+    """Whether an open multipart upload is kept or aborted, and why."""
 
     upload: OpenUpload
-    """Which one."""
+    """The upload."""
     action: Action
     """``keep``, or ``delete`` (abort)."""
     reasons: tuple[str, ...]
-    """All of them."""
+    """All reasons."""
 
 
 @dataclass(frozen=True)
 class LeftoverDecision:
-    """What becomes of a leftover object in a committed checkpoint's directory."""
+    """Whether a leftover object in a committed checkpoint's directory is kept or deleted, and why."""
 
     leftover: LeftoverObject
-    """Which one."""
+    """The object."""
     action: Action
     """``keep`` or ``delete``."""
     reasons: tuple[str, ...]
-    """All of them."""
+    """All reasons."""
 
 
 @dataclass(frozen=True)
 class UnfinishedDeletion:
-    """A deletion that was begun and cut off: what its list (`layout.deletion_object`) names is to go, nothing else."""
+    """A deletion that was begun and cut off. Only what its list (`layout.deletion_object`) names is still to delete."""
 
     checkpoint: str
     """Name of the directory under the root."""
     deletion: str
-    """Its id (`layout.deletion_id`)."""
+    """Id of the deletion (`layout.deletion_id`)."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a prune would do."""
+    """Everything that a prune would do."""
 
     now: float
-    """Seconds since the epoch, on the clock of S3."""
+    """Time of the plan, in seconds since the epoch, on the clock of S3."""
     grace: float
-    """Seconds."""
+    """Grace period in seconds."""
     decisions: tuple[Decision, ...]
-    """One for each checkpoint, oldest first (`age_order`)."""
+    """One decision per checkpoint, oldest first (`age_order`)."""
     uploads: tuple[UploadDecision, ...] = ()
-    """One for each open upload, by key."""
+    """One decision per open upload, by key."""
     leftovers: tuple[LeftoverDecision, ...] = ()
-    """One for each leftover object, by key; also of checkpoints that are deleted."""
+    """One decision per leftover object, by key, also in checkpoints that are deleted."""
     unfinished: tuple[UnfinishedDeletion, ...] = ()
     """Deletions to finish."""
 
@@ -124,7 +124,7 @@ class Plan:
 
     @property
     def freed(self) -> int:
-        """Bytes of the data objects that would go, as far as they are known."""
+        """Bytes of the data objects that would be deleted, as far as known."""
         return sum(info.size or 0 for info in self.deleted) + sum(
             found.leftover.size for found in self.leftovers if found.action == "delete"
         )
@@ -147,11 +147,11 @@ def make_plan(
 
     Args:
         checkpoints: all under one root, in any order.
-        policy: what to keep of the committed ones; None keeps all of them.
-        now: seconds since the epoch, on the clock of S3: what objects were stamped with.
-        grace: seconds for which what is not committed counts as a save in progress.
+        policy: decides which committed ones to keep; None keeps all of them.
+        now: seconds since the epoch, on the clock of S3, which also stamped the objects.
+        grace: seconds for which an uncommitted checkpoint counts as a save in progress.
         uploads: open multipart uploads under the root.
-        leftovers: objects in committed checkpoints' directories that these do not need.
+        leftovers: objects in committed checkpoints' directories that the checkpoints do not need.
 
     Raises:
         PolicyError: the policy failed or answered nonsense.
@@ -197,7 +197,7 @@ def _active(
     leftovers: Iterable[LeftoverObject],
     since: float,
 ) -> dict[str, str]:
-    """Why something is being saved into a directory, by its name: what is there was written after ``since``."""
+    """Reasons why directories count as being saved to, by name: they have something written after ``since``."""
     active: dict[str, str] = {}
     for upload in uploads:
         if upload.initiated_at > since:
@@ -207,7 +207,7 @@ def _active(
             active[leftover.checkpoint] = "a save is in progress: an object was written within the grace period"
     for info in infos:
         written = info.modified_at
-        if info.committed:  # what is newer than its commit is of a save that goes on, or of a copy
+        if info.committed:  # a newer object is of a save in progress, or of a copy
             written = info.written_at if (info.written_at or 0.0) > (info.modified_at or 0.0) else -math.inf
         if info.state != "local" and (written is None or written > since):
             active[info.name] = "a save is in progress: an object was written within the grace period"
@@ -217,7 +217,7 @@ def _active(
 
 
 def _floors(infos: Sequence[CheckpointInfo], active: Mapping[str, str], now: float) -> dict[str, list[str]]:
-    """What keeps each checkpoint whatever the policies say, by name."""
+    """Reasons to keep each checkpoint whatever the policies say, by name."""
     kept: dict[str, list[str]] = {info.name: [] for info in infos}
     committed = [info for info in infos if info.committed]
     good = [info for info in committed if info.damage is None]

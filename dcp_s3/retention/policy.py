@@ -1,10 +1,10 @@
-"""Policies: which checkpoints of a run are to be kept. Pure.
+"""Policies: which checkpoints of a run to keep. Pure.
 
-A policy is a function of (checkpoints, now) that returns the reasons for each checkpoint that it keeps, by name. What
-no policy keeps may be deleted; see `plan` for what is kept whatever they say. Policies see committed checkpoints only,
-in `age_order`: by step, then time, then name.
+A policy is a function of (checkpoints, now). It returns the reasons for each checkpoint that it keeps, by name. What no
+policy keeps may be deleted; `plan` lists what is kept regardless. Policies see only committed checkpoints, in
+`age_order`: by step, then time, then name.
 
-Each policy is idempotent: of what it keeps it keeps all. That makes a second prune after a first one a no-op.
+Each policy is idempotent: applied to what it kept, it keeps all of it. So a second prune right after is a no-op.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ Mode = Literal["min", "max"]
 
 
 class PolicyFunction(Protocol):
-    """What a policy has to be: any function of this shape will do.
+    """The signature of a policy: any function of this shape will do.
 
     Args:
         checkpoints: committed ones, oldest first (`age_order`).
         now: seconds since the epoch, on the clock of S3.
 
     Returns:
-        For each checkpoint to keep its name and why, as a list of texts. Names that are left out are not kept.
+        The reasons (a list of texts) by name of each checkpoint to keep. Names that are left out are not kept.
     """
 
     def __call__(self, checkpoints: Sequence[CheckpointInfo], now: float, /) -> Reasons: ...
 
 
 class Policy(ABC):
-    """Base of the policies here: `|` makes one that keeps what either keeps. ``str()`` is what `parse_policy` reads."""
+    """Base of the policies here. `|` makes one that keeps what either keeps; `parse_policy` reads its ``str()``."""
 
     @abstractmethod
     def __call__(self, checkpoints: Sequence[CheckpointInfo], now: float, /) -> Reasons:
-        """The reasons to keep, by name."""
+        """Reasons to keep checkpoints, by name."""
 
     def __or__(self, other: PolicyFunction) -> AnyOf:
         return AnyOf((*_parts(self), *_parts(other))) if callable(other) else NotImplemented
@@ -58,7 +58,7 @@ def _parts(policy: PolicyFunction) -> tuple[PolicyFunction, ...]:
 
 @dataclass(frozen=True)
 class AnyOf(Policy):
-    """What any of several policies keeps, for the reasons of all of them."""
+    """Keeps what any of several policies keeps, with the reasons of all of them."""
 
     policies: tuple[PolicyFunction, ...]
 
@@ -75,7 +75,7 @@ class AnyOf(Policy):
 
 @dataclass(frozen=True)
 class KeepLatest(Policy):
-    """The ``k`` newest: highest step first; of equal steps the newest, then the last name.
+    """Keeps the ``k`` newest: by highest step, then latest time, then last name.
 
     Raises:
         PolicyError: ``k`` is not a whole number above 0.
@@ -96,19 +96,19 @@ class KeepLatest(Policy):
 
 @dataclass(frozen=True)
 class KeepBest(Policy):
-    """The ``k`` with the lowest (``min``) or highest (``max``) value of a metric; of equal values the newest.
+    """Keeps the ``k`` with the lowest (``min``) or highest (``max``) value of a metric; the newest of equal values.
 
-    A value that is no finite number (NaN, infinite, a text) counts as missing. By default those without a value are
-    kept, too, without taking a place of the k: the metric may come later (`annotate`).
+    A value that is not a finite number (NaN, infinity, text) counts as missing. By default those without a value are
+    kept in addition to the k: the metric may come later (`annotate`).
 
     Args:
-        k: how many.
+        k: number to keep.
         metric: name of the metric.
         mode: ``min`` or ``max``.
-        missing: ``keep`` or ``drop`` those without a value.
+        missing: whether to ``keep`` or ``drop`` those without a value.
 
     Raises:
-        PolicyError: an argument is not one of these.
+        PolicyError: an argument is invalid.
     """
 
     k: int
@@ -138,9 +138,9 @@ class KeepBest(Policy):
 
 @dataclass(frozen=True)
 class KeepEvery(Policy):
-    """For each multiple of ``steps``, the first checkpoint at or after it and before the next; and step 0.
+    """Keeps, for each multiple of ``steps``, the first checkpoint at or after it and before the next; and step 0.
 
-    That is the multiple itself where there is one. All of one step are kept together.
+    That is the multiple itself if it was saved. Checkpoints of the same step are kept together.
 
     Raises:
         PolicyError: ``steps`` is not a whole number above 0.
@@ -170,7 +170,7 @@ class KeepEvery(Policy):
 
 @dataclass(frozen=True)
 class KeepSteps(Policy):
-    """Those with one of these steps.
+    """Keeps the checkpoints with one of these steps.
 
     Raises:
         PolicyError: a step is not a whole number, or there are none.
@@ -195,10 +195,10 @@ class KeepSteps(Policy):
 
 @dataclass(frozen=True)
 class KeepWithin(Policy):
-    """Those not older than ``duration``.
+    """Keeps the checkpoints not older than ``duration``.
 
-    The age is the smaller one of two: since the commit by the clock of the job that saved, and since ``.metadata`` was
-    written by the clock of S3. Times in the future are not old, nor are those that nobody knows.
+    The age is the smaller of two: since the commit by the saving job's clock, and since ``.metadata`` was written by
+    the clock of S3. Future and unknown times do not count as old.
 
     Args:
         duration: seconds, a timedelta, or text like ``48h``.
@@ -222,10 +222,10 @@ class KeepWithin(Policy):
 
 @dataclass(frozen=True)
 class _KeepPerPeriod(Policy):
-    """For each of the last ``n`` periods (UTC) that have checkpoints, the newest one of it, by its time of commit.
+    """Keeps the newest checkpoint, by time of commit, of each of the last ``n`` periods (UTC) that have any.
 
     A run that pauses keeps what it has: periods without checkpoints do not count. A time in the future counts as now.
-    Those whose time is not known are kept.
+    Checkpoints whose time is not known are kept.
 
     Raises:
         PolicyError: ``n`` is not a whole number above 0.
@@ -289,10 +289,10 @@ class KeepWeekly(_KeepPerPeriod):
 
 
 def run_policy(policy: PolicyFunction, checkpoints: Sequence[CheckpointInfo], now: float) -> dict[str, list[str]]:
-    """What ``policy`` keeps, checked: a policy that fails or answers nonsense must not delete anything.
+    """Run ``policy`` and check its answer: a policy that fails or answers nonsense must not delete anything.
 
     Raises:
-        PolicyError: it raised, or did not return a mapping of the checkpoints' names to lists of text.
+        PolicyError: it raised, or did not return a mapping from the checkpoints' names to lists of text.
     """
     if not callable(policy):
         raise PolicyError(f"{policy!r} is not a policy: expected a function of (checkpoints, now). Remedy: see Policy")
@@ -319,12 +319,12 @@ def run_policy(policy: PolicyFunction, checkpoints: Sequence[CheckpointInfo], no
 
 
 def policy_name(policy: Callable[..., Any]) -> str:
-    """How a policy is called in messages: its line of text, or the name of a function."""
+    """Name of a policy in messages: its line of text, or the name of the function."""
     return str(policy) if isinstance(policy, Policy) else str(getattr(policy, "__name__", repr(policy)))
 
 
 def metric_value(info: CheckpointInfo, metric: str) -> float | None:
-    """A metric's value; None if it is missing, or not a finite number."""
+    """A metric's value; None if it is missing or not a finite number."""
     value = info.metrics.get(metric)
     if not isinstance(value, (int, float)):
         return None
@@ -335,7 +335,7 @@ def metric_value(info: CheckpointInfo, metric: str) -> float | None:
 
 
 def best_first(checkpoints: Sequence[CheckpointInfo], metric: str, mode: Mode) -> list[CheckpointInfo]:
-    """Those that have the metric, best value first; of equal values the newest first.
+    """The checkpoints that have the metric, best value first; the newest first among equal values.
 
     Raises:
         PolicyError: ``mode`` is neither ``min`` nor ``max``.
@@ -369,7 +369,7 @@ def _utc(time: float) -> datetime:
 
 
 def format_duration(seconds: float) -> str:
-    """``172800`` -> ``48h``: what `parse_duration` reads as the same, in the largest unit up to hours that divides."""
+    """Format seconds for `parse_duration`: ``172800`` -> ``48h``. Uses the largest exact unit, up to hours."""
     for unit, length in (("h", 3600), ("m", 60)):
         if seconds and seconds % length == 0:
             return f"{seconds / length:.0f}{unit}"

@@ -1,4 +1,4 @@
-"""Prune: acts on a plan. `deletion` says how one checkpoint goes."""
+"""Prune: carries out a plan. `deletion` deletes a single checkpoint."""
 
 from __future__ import annotations
 
@@ -34,52 +34,52 @@ _CHECKPOINTS_AT_ONCE = 16
 _Step = tuple[str, Callable[[], Awaitable[None]]]
 
 Progress = Callable[[int, int], None]
-"""Is told how many of how many steps (checkpoints, groups of leftovers, uploads) are done. Called in another thread if
-the caller's runs an event loop."""
+"""Called with the number of steps (checkpoints, groups of leftovers, uploads) that are done, and of all steps. Runs in
+another thread if the caller's runs an event loop."""
 
 
 @dataclass(frozen=True)
 class LeftAlone:
-    """What a plan wanted to delete and a prune did not."""
+    """Something that a plan wanted to delete and a prune left alone."""
 
     name: str
-    """Of the checkpoint."""
+    """Name of the checkpoint."""
     reason: str
-    """Why: it changed since the plan, or is protected now."""
+    """Why it was left alone: it changed since the plan, or is protected now."""
 
 
 @dataclass(frozen=True)
 class PruneFailure:
-    """What could not be deleted, or not all of it. The next prune tries again."""
+    """Something that could not be deleted, or only in part. The next prune tries again."""
 
     name: str
-    """Of the checkpoint."""
+    """Name of the checkpoint."""
     error: str
     """The error's name and message."""
 
 
 @dataclass(frozen=True)
 class PruneReport:
-    """What a prune did."""
+    """The results of a prune."""
 
     root: str
-    """Its URL."""
+    """URL of the root."""
     plan: Plan
-    """What it acted on."""
+    """The plan that it carried out."""
     dry_run: bool = False
     """Whether nothing was deleted."""
     deleted: tuple[Deletion, ...] = ()
-    """Checkpoints that were deleted, committed or left over."""
+    """Checkpoints that were deleted, whether committed or leftovers."""
     finished: tuple[Deletion, ...] = ()
     """Deletions that an earlier prune had begun."""
     leftovers: tuple[Deletion, ...] = ()
-    """Objects deleted out of directories of checkpoints that stay."""
+    """Objects deleted from the directories of checkpoints that stay."""
     aborted: tuple[OpenUpload, ...] = ()
     """Multipart uploads that were aborted."""
     left_alone: tuple[LeftAlone, ...] = ()
-    """What changed since the plan."""
+    """Things that changed since the plan, or are protected now."""
     failures: tuple[PruneFailure, ...] = ()
-    """What went wrong, of which the rest of the prune knew nothing."""
+    """Failures, none of which stopped the rest of the prune."""
 
     @property
     def ok(self) -> bool:
@@ -88,7 +88,7 @@ class PruneReport:
 
     @property
     def objects(self) -> int:
-        """How many were deleted."""
+        """Number of objects that were deleted."""
         return sum(each.objects for each in (*self.deleted, *self.finished, *self.leftovers))
 
     @property
@@ -97,7 +97,7 @@ class PruneReport:
         return sum(each.size for each in (*self.deleted, *self.finished, *self.leftovers))
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields and what follows from them, for JSON."""
+        """The fields and the properties, for JSON."""
         return asdict(self) | {"ok": self.ok, "objects": self.objects, "size": self.size}
 
 
@@ -113,30 +113,30 @@ def prune(
     patterns: str | Sequence[str] | None = None,
     progress: Progress | None = None,
 ) -> PruneReport:
-    """Delete the checkpoints under ``root`` that no policy keeps, and what failed saves left behind.
+    """Delete the checkpoints under ``root`` that no policy keeps, and the leftovers of failed saves.
 
-    The floors of `make_plan` are kept whatever the policy says. Interrupted anywhere, the next prune finishes; several
-    at a time are harmless. One checkpoint that can not be deleted does not stop the others.
+    The floors of `make_plan` are kept whatever the policy says. If it is interrupted anywhere, the next prune finishes
+    it. Several at a time are harmless. A checkpoint that cannot be deleted does not stop the others.
 
     Args:
         root: the URL above the checkpoints.
-        policy: what to keep, as an object or in one line (`parse_policy`). None: the setting ``retention``, and if that
-            is unset, everything that is committed.
-        grace: seconds, or text like ``24h``, for which what is not committed counts as a save in progress. None: the
-            setting ``retention_grace``.
+        policy: the policy, as an object or in one line (`parse_policy`). None: the setting ``retention``; if that is
+            unset, everything that is committed is kept.
+        grace: seconds, or text like ``24h``, for which an uncommitted checkpoint counts as a save in progress. None:
+            the setting ``retention_grace``.
         dry_run: only make the plan.
-        all_versions: in a bucket with versions, delete all versions of the objects, for good. Otherwise they get
-            delete markers.
-        force: allow a grace period under an hour. A save that is going on may then be taken for a leftover, and lose
-            its objects.
+        all_versions: permanently delete all versions of the objects in a versioned bucket. Otherwise they get delete
+            markers.
+        force: allow a grace period under an hour. A save in progress may then be taken for a leftover, and lose its
+            objects.
         settings: a `Settings`, or a mapping of those that differ from the environment.
         patterns: see `CheckpointCatalog`.
-        progress: told how far it is.
+        progress: called with how far the prune is (`Progress`).
 
     Raises:
-        PolicyError: not a policy, or it failed; or a grace period that has to be forced. Nothing was deleted.
+        PolicyError: not a policy, the policy failed, or the grace period has to be forced. Nothing was deleted.
         InvalidURLError, SettingsError
-        StorageError: the root could not be looked at; nothing was deleted.
+        StorageError: the root could not be looked at. Nothing was deleted.
     """
     return run(
         prune_async(root, policy, grace=grace, dry_run=dry_run, all_versions=all_versions, force=force,
@@ -196,7 +196,7 @@ def apply_plan(
     settings: SettingsLike = None,
     progress: Progress | None = None,
 ) -> PruneReport:
-    """Do what a plan says, as far as it still holds: see `prune`. Each thing is looked at again before it is deleted.
+    """Carry out a plan as far as it still holds (see `prune`). Looks at each thing again before it deletes it.
 
     Raises:
         InvalidURLError, SettingsError
@@ -239,7 +239,7 @@ class _Application:
         self._failures: list[PruneFailure] = []
 
     async def run(self) -> PruneReport:
-        """All that the plan says, a few checkpoints at a time."""
+        """Carry out the plan, a few checkpoints at a time."""
         plan = self._plan
         deleted = {info.name for info in plan.deleted}
         leftovers: dict[str, list[LeftoverObject]] = {}
@@ -315,6 +315,6 @@ def _sorted(found: Iterable[Deletion]) -> tuple[Deletion, ...]:
 
 
 def _newest_kept(plan: Plan) -> str | None:
-    """The checkpoint that a run would go on from after this plan."""
+    """Name of the checkpoint from which a run would resume after this plan."""
     kept = [info for info in plan.kept if info.committed and info.damage is None]
     return max(kept, key=age_order).name if kept else None

@@ -1,4 +1,4 @@
-"""What prunes of this process have done, for `dcp_s3.metrics`."""
+"""Totals of the prunes in this process, for `dcp_s3.metrics`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class PruneTotals:
     runs: int = 0
     """Prunes that were begun."""
     failed: int = 0
-    """Those of them that raised, were stopped, or could not delete all that they should."""
+    """Prunes that raised, were stopped, or could not delete everything that they should."""
     deleted: int = 0
-    """Checkpoints that are gone."""
+    """Checkpoints that were deleted."""
     freed_bytes: int = 0
-    """Data that went with them."""
+    """Bytes that were deleted."""
     last_success: float = 0.0
-    """Seconds since the epoch when a prune last ended well; 0 before the first."""
+    """Seconds since the epoch when a prune last succeeded; 0 before the first."""
 
 
 _totals = PruneTotals()
@@ -32,7 +32,7 @@ _lock = threading.Lock()
 
 @contextlib.contextmanager
 def counting() -> Iterator[Callable[[PruneReport], None]]:
-    """Count the prune in the body, which gives its report to the function that this yields; without one it failed."""
+    """Count the prune in the body, which passes its report to the yielded function. Without a report it failed."""
     reports: list[PruneReport] = []
     with _lock:
         _totals.runs += 1

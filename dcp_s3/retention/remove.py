@@ -1,4 +1,4 @@
-"""One checkpoint deleted because somebody says so."""
+"""Deletes one checkpoint on request."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def remove(
     dry_run: bool = False,
     settings: SettingsLike = None,
 ) -> Deletion:
-    """Delete one checkpoint whatever the policies say, even the newest; also one that was never committed.
+    """Delete one checkpoint whatever the policies say, even the newest or one that was never committed.
 
     Args:
-        url: of the checkpoint.
-        force: also if it is pinned, being read, or being saved: whoever does that fails.
+        url: URL of the checkpoint.
+        force: delete it even if it is pinned, being read, or being saved; the reader or the save then fails.
         all_versions: see `prune`.
-        dry_run: only look: what is returned would be deleted, what is raised would keep it.
+        dry_run: only look. The result says what would be deleted; an error says why it would be kept.
         settings: a `Settings`, or a mapping of those that differ from the environment.
 
     Raises:
@@ -49,7 +49,7 @@ def remove(
         CheckpointProtectedError: it is pinned, a reader has a lease, something was written there within the grace
             period (setting ``retention_grace``), or its commit waits in this host's spill directory.
         InvalidURLError, SettingsError
-        StorageError: it is not gone, or not all of it; `prune` or another `remove` finish it.
+        StorageError: all or part of it is still there; `prune` or another `remove` finishes it.
     """
     return run(
         _remove(parse_url(url), resolve_settings(settings), force=force, all_versions=all_versions, dry_run=dry_run)
@@ -87,7 +87,7 @@ async def _remove(
             why = f"it is pinned ({info.pin_reason})" if info.pin_reason else "it is pinned"
         if why is not None and not force:
             raise _protected(url, why)
-        if dry_run:  # what others have begun is not finished either
+        if dry_run:  # do not finish what others have begun either
             uploads, info = [], None if info is None else replace(info, deletions=())
         return await _remove_found(deleter, url, info, uploads, since=since)
 

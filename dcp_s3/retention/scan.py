@@ -1,4 +1,4 @@
-"""Everything under a root that retention decides on, as requests find it."""
+"""Finds everything under a root that retention decides on."""
 
 from __future__ import annotations
 
@@ -23,34 +23,34 @@ from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
 
-# Names between two slashes that no checkpoint URL may have, and our own directory in a root that is a checkpoint.
+# Path parts that no checkpoint URL may have, and our own directory in a root that is itself a checkpoint.
 _NO_CHILD = frozenset({"", ".", "..", CONTROL_PREFIX.rstrip("/")})
 
-# Times that a checkpoint is looked at which is listed, and whose .metadata is not there a moment later.
+# Attempts to look at a checkpoint that was listed, but whose .metadata is gone a moment later.
 _LOOKS = 4
 
 
 @dataclass(frozen=True)
 class CatalogSnapshot:
-    """What lies under a root at one time."""
+    """The contents of a root at one time."""
 
     root: str
-    """Its URL."""
+    """URL of the root."""
     now: float
-    """Seconds since the epoch, on the clock of S3, before anything else was looked at."""
+    """Seconds since the epoch, on the clock of S3, from before anything else was looked at."""
     checkpoints: tuple[CheckpointInfo, ...]
-    """Oldest first (`age_order`)."""
+    """Checkpoints, oldest first (`age_order`)."""
     uploads: tuple[OpenUpload, ...] = ()
     """Open multipart uploads of data objects in directories right under the root, by key."""
     leftovers: tuple[LeftoverObject, ...] = ()
-    """Objects in committed checkpoints' directories that these do not need, by key; empty unless ``deep``."""
+    """Objects in committed checkpoints' directories that the checkpoints do not need, by key; empty unless ``deep``."""
     deep: bool = False
     """Whether each committed checkpoint's objects were listed."""
     requests: int = 0
-    """That this took."""
+    """Number of requests that the scan took."""
 
     def plan(self, policy: PolicyFunction | None, *, grace: float) -> Plan:
-        """`make_plan` for this.
+        """`make_plan` for this snapshot.
 
         Raises:
             PolicyError: the policy failed or answered nonsense.
@@ -65,11 +65,11 @@ class Listing:
     """The checkpoints under a root."""
 
     found: tuple[CheckpointInfo, ...]
-    """Oldest first."""
+    """Checkpoints, oldest first."""
     now: float
-    """Seconds since the epoch on the clock of S3, before they were looked at."""
+    """Seconds since the epoch on the clock of S3, from before they were looked at."""
     leftovers: tuple[LeftoverObject, ...] = ()
-    """See `CatalogSnapshot`."""
+    """Leftover objects, as in `CatalogSnapshot`."""
 
 
 async def list_root(
@@ -78,10 +78,10 @@ async def list_root(
     """The checkpoints directly under ``root``.
 
     Args:
-        bucket: of the root.
+        bucket: bucket of the root.
         root: the URL above the checkpoints.
-        patterns: that find the step in a name, instead of the rules of `step_of`.
-        deep: also look for leftovers and damage in committed ones: a listing and a HEAD more for each.
+        patterns: expressions that find the step in a name, instead of the rules of `step_of`.
+        deep: also look for leftovers and damage in committed ones: one more listing and HEAD for each.
 
     Raises:
         StorageError
@@ -127,21 +127,21 @@ async def scan_root(
     deep: bool,
     local: Iterable[CheckpointInfo] = (),
 ) -> CatalogSnapshot:
-    """All under ``root`` that a plan needs.
+    """Scan ``root`` for everything that a plan needs.
 
-    With ``deep`` the newest checkpoints are then looked at like `latest` does, until one can be loaded.
+    With ``deep``, it then checks the newest checkpoints like `latest` does, until one can be loaded.
 
     Args:
-        bucket: of the root.
+        bucket: bucket of the root.
         root: the URL above the checkpoints.
-        patterns: that find the step in a name, instead of the rules of `step_of`.
+        patterns: expressions that find the step in a name, instead of the rules of `step_of`.
         deep: also look for leftovers and damage.
         local: checkpoints whose commits wait in this host's spill directory.
 
     Raises:
         StorageError
     """
-    # Before the objects: an upload that is completed meanwhile is then seen as one or the other, or both.
+    # Before the objects: an upload that completes meanwhile is then seen as an upload, an object, or both.
     uploads = sorted(await bucket.uploads(root.key("")), key=lambda each: (each.key, each.upload_id))
     listing = await list_root(bucket, root, patterns, deep=deep)
     found = {info.name: info for info in listing.found}
@@ -163,7 +163,7 @@ async def scan_root(
 
 
 def merge_local(found: Iterable[CheckpointInfo], local: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
-    """The checkpoints on S3 and those whose commits wait on this host, one for each name."""
+    """The checkpoints on S3 merged with those whose commits wait on this host, one per name."""
     merged = {info.name: info for info in found}
     for info in local:
         before = merged.get(info.name)
@@ -173,7 +173,7 @@ def merge_local(found: Iterable[CheckpointInfo], local: Iterable[CheckpointInfo]
 
 
 def open_upload(root: CheckpointURL, upload: Upload) -> OpenUpload | None:
-    """An open upload of a data object in a directory right under ``root``; None if it is something else's."""
+    """An open upload of a data object in a directory right under ``root``; None if it is of anything else."""
     name, _, path = upload.key[len(root.key("")) :].partition("/")
     if not name or classify(path).what is not What.DATA:
         return None

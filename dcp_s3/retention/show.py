@@ -1,4 +1,4 @@
-"""Everything about one checkpoint, for people who look at it."""
+"""Everything about one checkpoint, for people to read."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ class StoredObject:
     """One data object of a checkpoint."""
 
     path: str
-    """Relative to the checkpoint."""
+    """Path relative to the checkpoint."""
     size: int | None
     """Bytes; None if the metadata names it but it is not there."""
     crc64nvme: str | None
-    """As recorded in the manifest, 16 hex digits; None without."""
+    """CRC-64/NVME as recorded in the manifest, 16 hex digits; None if not recorded."""
     used: bool
-    """Whether the metadata refers to it; otherwise it is left over from another save."""
+    """Whether the metadata refers to it; otherwise it is a leftover of another save."""
 
 
 @dataclass(frozen=True)
 class CheckpointDetails:
-    """One checkpoint."""
+    """Details of one checkpoint."""
 
     info: CheckpointInfo
-    """What the catalog says; metrics that were added after the save are included."""
+    """The catalog's summary, including metrics that were added after the save."""
     writer: dict[str, str]
-    """Library versions that wrote it, empty for foreign ones."""
+    """Library versions that wrote it; empty if it is foreign."""
     items: int
     """Number of saved items (tensor chunks and others)."""
     objects: tuple[StoredObject, ...]
-    """Data objects."""
+    """Data objects of the checkpoint."""
     entries: tuple[SavedEntry, ...]
-    """What was saved; empty for a checkpoint that is incomplete."""
+    """Entries of the saved state dict; empty if the checkpoint is incomplete."""
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, for JSON."""
@@ -59,7 +59,7 @@ def describe(url: URLLike, *, settings: SettingsLike = None) -> CheckpointDetail
 
     Raises:
         CheckpointNotFoundError: there is nothing of a checkpoint, not even an incomplete one.
-        UnsafeMetadataError, CorruptMetadataError: its metadata can not, or must not, be read.
+        UnsafeMetadataError, CorruptMetadataError: its metadata cannot, or must not, be read.
         InvalidURLError, SettingsError, StorageError
     """
     return run(_describe(parse_url(url), settings))
@@ -94,7 +94,7 @@ async def _describe(url: CheckpointURL, settings: SettingsLike) -> CheckpointDet
 
 
 def _merge(before: SavedEntry | None, entry: SavedEntry) -> SavedEntry:
-    """The same entry in the metadata of two ranks: each describes what it wrote itself."""
+    """Merge the same entry from the metadata of two ranks: each rank describes only what it wrote."""
     if before is None:
         return entry
     return replace(entry, chunks=before.chunks + entry.chunks, size=before.size + entry.size)

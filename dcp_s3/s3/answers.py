@@ -1,9 +1,9 @@
-"""Answers that S3 did not give, or not whole: noticed before anything is concluded from them.
+"""Detection of answers that are not S3's, or not whole, before anything is concluded from them.
 
-A proxy or a captive portal may answer in the place of S3: with a 200 and its own page, with a 404. And http.client
-takes a connection that ends inside the headers for the end of the headers. botocore reads either as a short answer: an
-object that was stored, a listing of nothing, an ETag cut in half. Here each answer must have what S3's has; one that
-lacks it counts as a 500, so that the request is tried again.
+A proxy or a captive portal may answer in place of S3: with a 200 and its own page, or with a 404. And http.client takes
+a connection that ends inside the headers for the end of the headers. botocore reads either as a short answer: an object
+that was stored, an empty listing, an ETag cut in half. Here each answer must have what S3's has. One that lacks it
+counts as a 500, so that the request is retried.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from xml.sax.saxutils import escape
 
 from botocore.exceptions import ClientError
 
-# What S3 answers to an operation that succeeded: https://docs.aws.amazon.com/AmazonS3/latest/API/API_Operations_Amazon_Simple_Storage_Service.html
+# Statuses of operations that succeeded: https://docs.aws.amazon.com/AmazonS3/latest/API/API_Operations_Amazon_Simple_Storage_Service.html
 _OK = frozenset({200})
 _STATUS = {
     "AbortMultipartUpload": frozenset({204}),
@@ -27,7 +27,7 @@ _WITH_ETAG = frozenset({"GetObject", "HeadObject", "PutObject", "UploadPart"})
 _WITH_LENGTH = frozenset({"GetObject", "HeadObject"})
 _WITH_TIME = frozenset({"HeadObject"})
 _WITHOUT_BODY = frozenset({"PutObject", "UploadPart"})
-# How the name of the answer's root begins: stores differ in the rest of it (Result, Response, nothing).
+# Start of the name of the answer's root: stores differ in the rest of it (Result, Response, nothing).
 _ROOTS = {
     "CompleteMultipartUpload": b"CompleteMultipartUpload",
     "CreateMultipartUpload": b"InitiateMultipartUpload",
@@ -37,7 +37,7 @@ _ROOTS = {
     "ListObjectsV2": b"ListBucket",
     "ListParts": b"ListParts",
 }
-# What asks for the next page, which a page that is not the last one must have.
+# Element that asks for the next page; each page but the last must have it.
 _NEXT = {
     "ListMultipartUploads": b"NextKeyMarker>",
     "ListObjectVersions": b"NextKeyMarker>",
@@ -49,7 +49,7 @@ _CHECKSUM = "x-amz-checksum-crc"
 
 
 def check_answers(client: Any) -> None:
-    """Let a client of boto3 or aiobotocore notice answers that S3 did not give, or not whole."""
+    """Let a client of boto3 or aiobotocore detect answers that are not S3's, or not whole."""
     events = client.meta.events
     events.register("before-parse.s3.*", _check)
     for operation in ("PutObject", "UploadPart"):
@@ -106,16 +106,15 @@ def _fault_of_xml(operation: str, root: bytes, body: bytes) -> str | None:
 
 
 def _fault_of_error(operation: str, status: int, headers: Mapping[str, str], body: bytes) -> str | None:
-    """A 404 may mean a missing bucket, object or upload: the body says which. That of a HEAD has none."""
-    # S3 says where the bucket is. Of a redirection that does not, botocore asks, and of the answer to that, ...
+    """A 404 may mean a missing bucket, object or upload: the body says which. A HEAD's answer has no body."""
+    # S3 says where the bucket is. If a redirection does not, botocore asks, and so on for the answer to that.
     if status in _REDIRECTIONS and "x-amz-bucket-region" not in headers and _root_of(body) != b"Error":
         return "does not lead to a region"
     if operation.startswith("Head"):
         return None
     if not body and headers.get("content-length") != "0":
         return "says nothing"
-    # Other refusals are errors whoever gives them. But that something is not there is an answer, on which a save or a
-    # prune acts.
+    # Other refusals are errors, whoever gives them. But a 404 is an answer on which a save or a prune acts.
     return "does not say what is missing" if status == 404 and body and _root_of(body) != b"Error" else None
 
 
@@ -125,7 +124,7 @@ _ROOT = re.compile(rb"\s*(?:<\?xml[^>]*\?>\s*)?(?:<!--.*?-->\s*)*<(?:\w+:)?(\w+)
 
 
 def _root_of(body: bytes) -> bytes:
-    """The name of an XML document's root, empty if it is none or has no end. What is inside is not looked at."""
+    """The name of an XML document's root, empty if it is not XML or has no end. The inside is not looked at."""
     found = _ROOT.match(body)
     if found is None:
         return b""
@@ -142,13 +141,13 @@ def _describe(headers: Mapping[str, str], body: Any) -> str:
 
 
 def _remember_checksums(params: Mapping[str, Any], context: dict[str, Any], **_: Any) -> None:
-    """Those that are sent with a body."""
+    """Remember the checksums that are sent with a body."""
     headers = {name.lower(): value for name, value in params["headers"].items()}
     context["dcp_s3_checksums"] = {name: value for name, value in headers.items() if name.startswith(_CHECKSUM)}
 
 
 def _compare_checksums(http_response: Any, model: Any, context: Mapping[str, Any], **_: Any) -> None:
-    """Stores that know a checksum send back that of what they have stored."""
+    """Compare what was stored: stores that know a checksum send it back."""
     for name, sent in context.get("dcp_s3_checksums", {}).items():
         stored = http_response.headers.get(name, sent)
         if http_response.status_code < 300 and stored != sent:

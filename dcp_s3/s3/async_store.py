@@ -1,4 +1,4 @@
-"""The store on S3, through aiobotocore: many small requests at once, for what looks at a bucket rather than moves data.
+"""The S3 store on aiobotocore: many small requests at once, for looking at a bucket rather than moving data.
 
 An `AsyncS3Store` lives inside one event loop and one ``async with``.
 """
@@ -34,7 +34,7 @@ from dcp_s3.store import Expect, ObjectHead, Page, StoredObject, Target, Upload,
 T = TypeVar("T")
 
 MAX_REQUESTS = 32
-"""Requests in flight. S3 answers thousands a second; what bounds a listing is one process's CPU, which 32 keep
+"""Most requests in flight. S3 answers thousands a second; a listing is bound by one process's CPU, which 32 keep
 busy over round trips of tens of milliseconds."""
 
 
@@ -43,9 +43,9 @@ class AsyncS3Store:
 
     Args:
         name: bucket name.
-        settings: whose retries and common arguments apply.
+        settings: settings for retries and common arguments.
         client: an open aiobotocore S3 client.
-        max_requests: requests in flight at once.
+        max_requests: most requests in flight at once.
     """
 
     def __init__(self, name: str, settings: Settings, client: Any, *, max_requests: int) -> None:
@@ -58,12 +58,14 @@ class AsyncS3Store:
 
     @property
     def requests(self) -> int:
-        """Number of requests so far, each attempt counted."""
+        """Number of requests so far, counting each attempt."""
         return self._sent[0]
 
     def within(self, limit: Limit) -> AsyncS3Store:
-        """The same store, its requests bounded by ``limit`` and nothing else. Not by its ``cancel`` while they wait:
-        cancel the task."""
+        """The same store with its requests bounded by ``limit`` only.
+
+        Its ``cancel`` does not end a wait: cancel the task instead.
+        """
         other = copy.copy(self)
         other.limit = limit
         return other
@@ -74,7 +76,7 @@ class AsyncS3Store:
         """Carry out an operation.
 
         Raises:
-            StorageError: what the operation raises.
+            StorageError: raised by the operation.
         """
         try:
             request = next(operation)
@@ -171,10 +173,10 @@ class AsyncS3Store:
         return await self.run(listing.versions(prefix))
 
     async def check_versions(self, prefix: str) -> None:
-        """Whether `list_versions` would be answered: one request.
+        """Check by one request that `list_versions` would be answered.
 
         Raises:
-            StorageError: as `list_versions`.
+            StorageError: as from `list_versions`.
         """
         await self.run(listing.check_versions(prefix))
 
@@ -185,7 +187,7 @@ async def call(
     """`retry.call` for a coroutine function. Cancelling the task ends it at once.
 
     Raises:
-        Cancelled, StorageError: as `Tries`.
+        Cancelled, StorageError: as from `Tries`.
     """
     while True:
         tries.check()
@@ -202,7 +204,7 @@ async def call(
             failure: Exception = error
         except (aiohttp.ClientError, asyncio.TimeoutError) as error:
             # aiobotocore lets some of these through while it reads a body. Before Python 3.11 asyncio's
-            # TimeoutError is no OSError.
+            # TimeoutError is not an OSError.
             failure = boto.HTTPClientError(error=error)
             failure.__cause__ = error
         await asyncio.sleep(tries.wait_after(failure))
@@ -212,11 +214,11 @@ async def call(
 async def open_async_store(
     name: str, settings: Settings, *, max_requests: int = MAX_REQUESTS
 ) -> AsyncIterator[AsyncS3Store]:
-    """An `AsyncS3Store` with a client of its own, closed on leaving.
+    """Open an `AsyncS3Store` with its own client, which is closed on leaving.
 
     Raises:
-        SettingsError: the endpoint that AWS's own chain names is none.
-        StorageError: no client can be made of the settings and AWS's own chain.
+        SettingsError: the endpoint from AWS's own chain is invalid.
+        StorageError: no client can be made from the settings and AWS's own chain.
     """
     options = config_options(settings) | {"max_pool_connections": max_requests}
     async with contextlib.AsyncExitStack() as stack:

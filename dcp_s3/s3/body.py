@@ -14,8 +14,8 @@ import time
 from collections.abc import Iterator, Sequence
 
 _JOIN_BELOW = 64 * 2**10
-# Python's socket timeout is for a whole `sendall`, and while a new connection sends its first body that is the connect
-# timeout: a part of 64 MiB in one call would have to be through within 5 s. 1 MiB leaves that to dead connections.
+# Python's socket timeout covers a whole `sendall`, and while a new connection sends its first body it is the connect
+# timeout: a part of 64 MiB in one call would have to be sent within 5 s. With 1 MiB only dead connections time out.
 _SEND_AT_ONCE = 2**20
 
 
@@ -24,8 +24,8 @@ class GatherBody:
 
     Args:
         views: the buffers in order; they must not change or go away before the request is done.
-        cancel: when set, a body that is being sent is broken off.
-        patience: seconds after which it is, too.
+        cancel: event that breaks off a body being sent.
+        patience: seconds after which the body is broken off, too.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class GatherBody:
         self._position = 0
 
     def release(self) -> None:
-        """Let go of the buffers, after the last attempt: botocore's errors keep the request, and so this body."""
+        """Drop the buffers after the last attempt: botocore's errors keep the request, and so this body."""
         self._views = ()
 
     def __len__(self) -> int:
@@ -89,7 +89,7 @@ class GatherBody:
 
 
 class Chunks:
-    """An iterable that can be iterated again. It must not look like a file, or it would be read."""
+    """A body as a repeatable iterable. It must not look like a file, or it would be read like one."""
 
     def __init__(self, body: GatherBody) -> None:
         self._body = body

@@ -1,7 +1,7 @@
-"""What is private in botocore, urllib3 and http.client, all in one file; each with the versions it was seen in.
+"""All uses of private parts of botocore, urllib3 and http.client, each with the versions it was seen in.
 
-Where something is not as it was, requests are slower or cannot be broken off, but they work: `tests/s3/test_flight.py`
-and `tests/s3/test_body.py` say so when it moves.
+Where one has changed, requests still work, but are slower or cannot be broken off. `tests/s3/test_flight.py` and
+`tests/s3/test_body.py` notice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def send_without_copy(request: Any, **_: Any) -> None:
-    """botocore ``before-send`` handler: put the views themselves in the place of a `GatherBody`.
+    """botocore ``before-send`` handler: replace a `GatherBody` by its views.
 
     An AWSPreparedRequest's ``body`` may be any iterable of buffers: http.client sends each (botocore 1.36 to 1.43).
     """
@@ -61,10 +61,10 @@ def finish_response(body: Any, *, complete: bool) -> None:
 
 
 def make_abortable(client: Any) -> None:
-    """Let requests of a boto3 client be broken off, and hang for as long as their thread says.
+    """Let requests of a boto3 client be broken off, and have the timeout of their thread.
 
-    The pools of a client's URLLib3Session are made of a dict of classes (botocore 1.36 to 1.43); a pool makes its
-    connections of ``ConnectionCls``, asks `_get_timeout`, and gets them back by `_put_conn` (urllib3 1.26 to 2.8).
+    A client's URLLib3Session makes its pools from a dict of classes (botocore 1.36 to 1.43). A pool makes connections
+    from ``ConnectionCls``, asks `_get_timeout`, and gets them back through `_put_conn` (urllib3 1.26 to 2.8).
     """
     session = getattr(getattr(client, "_endpoint", None), "http_session", None)
     classes = getattr(session, "_pool_classes_by_scheme", None)  # the one dict of all its pool managers
@@ -77,7 +77,7 @@ def make_abortable(client: Any) -> None:
 
 
 class _Abortable:
-    """Of a connection: tells the thread's `Flight` its socket."""
+    """Mixin for a connection: tells the thread's `Flight` its socket."""
 
     sock: Any
     host: str
@@ -93,7 +93,7 @@ class _Abortable:
         return super().request(*arguments, **options)  # type: ignore[misc]
 
     def _new_conn(self) -> Any:
-        """As urllib3's, but the socket is known before it is connected."""
+        """Connect as urllib3 does, but tell the flight of the socket before that."""
         flight = getattr(this_thread, "flight", None)
         if flight is None:
             return super()._new_conn()  # type: ignore[misc]
@@ -136,8 +136,8 @@ class _Abortable:
 
 
 class _Releasing:
-    """Of a pool: a connection that comes back is no request's any more, and one that was shut down is closed. A request
-    has the timeout of its thread."""
+    """Mixin for a pool: a returned connection leaves its request, and is closed if it was shut down. A request has the
+    timeout of its thread."""
 
     def _get_timeout(self, timeout: Any) -> Any:
         limit = getattr(this_thread, "timeout", None)
@@ -154,10 +154,10 @@ class _Releasing:
 
 
 def look_once(client: Any) -> None:
-    """Keep botocore from asking for ever where a bucket is.
+    """Keep botocore from asking forever where a bucket is.
 
-    It follows a redirect to the region that a HeadBucket tells; if that is redirected without a region (by a portal or
-    proxy), it asks again, as deep as the stack goes. (Seen in botocore 1.43.)
+    After a redirect it asks for the region by HeadBucket. If that is redirected without a region (by a portal or
+    proxy), it asks again, until the stack is full (seen in botocore 1.43).
     """
 
     def leave_alone(request_dict: dict[str, Any], **_: Any) -> None:

@@ -1,4 +1,4 @@
-"""What AWS's own chain says where our settings say nothing: its variables, then the profile."""
+"""Endpoint and region from AWS's own chain (its variables, then the profile), where the settings say nothing."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from dcp_s3.settings import Settings, aws_endpoint_variable, aws_variable, requi
 
 @dataclass(frozen=True)
 class Found:
-    """A value of the chain."""
+    """A value from the chain."""
 
     source: str
-    """The variable, or what in which profile."""
+    """Where the value is set: a variable, or a field of a profile."""
     value: str
-    """What it says."""
+    """The value itself."""
 
 
 def find_endpoint(session: Any) -> Found | None:
     """The endpoint of S3 that botocore will choose; None for AWS's own.
 
     Args:
-        session: botocore's or aiobotocore's.
+        session: session of botocore or aiobotocore.
 
     Raises:
-        botocore.exceptions.BotoCoreError: the profile is not there, or cannot be read.
+        botocore.exceptions.BotoCoreError: the profile is missing or cannot be read.
     """
     if session.get_config_variable("ignore_configured_endpoint_urls"):
         return None
@@ -44,7 +44,7 @@ def find_endpoint(session: Any) -> Found | None:
 
 
 def find_region(session: Any) -> Found | None:
-    """The region that botocore will choose; None without one."""
+    """The region that botocore will choose; None if there is none."""
     variable = aws_variable("AWS_DEFAULT_REGION")
     if variable is not None:
         return Found(*variable)
@@ -53,14 +53,14 @@ def find_region(session: Any) -> Found | None:
 
 
 def find_chain(settings: Settings) -> dict[str, Found]:
-    """What the chain says of the settings that are left to it, by their names.
+    """The chain's values for the settings that are left to it, by setting name.
 
     Raises:
-        SettingsError: the endpoint is none, or the profile is not there or cannot be read.
+        SettingsError: the endpoint is invalid, or the profile is missing or cannot be read.
     """
     session = botocore.session.get_session()
     try:
-        session.get_scoped_config()  # whether there is such a profile, even if nothing of it is needed
+        session.get_scoped_config()  # raises if the profile is missing, even if nothing of it is needed
         if settings.endpoint_url is None:
             check_endpoint_of(session)
         found = {
@@ -73,11 +73,11 @@ def find_chain(settings: Settings) -> dict[str, Found]:
 
 
 def check_endpoint_of(session: Any) -> None:
-    """Say in time, and by its name, that an endpoint is none: botocore has a bare ValueError for it.
+    """Refuse an invalid endpoint early and by its source: botocore raises a bare ValueError for it.
 
     Raises:
-        SettingsError: it is none.
-        botocore.exceptions.BotoCoreError: the profile is not there, or cannot be read.
+        SettingsError: the endpoint is invalid.
+        botocore.exceptions.BotoCoreError: the profile is missing or cannot be read.
     """
     found = find_endpoint(session)
     if found is not None:

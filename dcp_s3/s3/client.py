@@ -1,9 +1,9 @@
 """boto3 clients: one for each endpoint that a process talks to, made when first needed.
 
-A client is keyed by what its connections depend on and nothing else: whatever other settings, deadlines or limits a
-save or load has, it uses the connections that are there. How long one request may hang is told with the request
-(`flight.hang_at_most`). A writer is pickled into a spawned process and must survive fork, so nothing above this module
-holds a client, and a forked child makes its own rather than share sockets.
+A client is keyed only by what its connections depend on: saves and loads with other settings, deadlines or limits use
+the connections that are there. How long one request may hang is told with the request (`flight.hang_at_most`). A writer
+is pickled into a spawned process and must survive fork, so nothing above this module holds a client, and a forked child
+makes its own rather than share sockets.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from dcp_s3.s3.botocore_private import look_once, make_abortable, send_without_c
 from dcp_s3.s3.chain import check_endpoint_of
 from dcp_s3.settings import Settings
 
-# A fixed text: botocore's own is put together anew for each request, which takes a sixth of a request's CPU.
+# A fixed text: botocore builds its own for each request, which takes a sixth of a request's CPU.
 _USER_AGENT = f"dcp_s3/{__version__} Boto3/{boto3.__version__} Python/{platform.python_version()}"
 
 # Idle connections that are kept: more than the highest concurrency of several saves and loads at once. An upper bound
-# only, idle connections are as many as requests were in flight.
+# only: there are as many idle connections as requests were in flight.
 _MOST_CONNECTIONS = 4 * 512
-# A client costs about 4 MB. A process talks to one endpoint or two; the one that was not used for longest is let go.
+# A client costs about 4 MB. A process talks to one endpoint or two; the least recently used client is dropped.
 _MOST_CLIENTS = 8
 
 
 class _Endpoint(NamedTuple):
-    """What the connections of a client depend on; with the process id, for a fork."""
+    """Key of a client: what its connections depend on, and the process id, because of forks."""
 
     process: int
     url: str | None
@@ -61,8 +61,8 @@ def _begin_anew() -> None:
 def config_options(settings: Settings) -> dict[str, Any]:
     """Keyword arguments of botocore's (and aiobotocore's) Config for these settings.
 
-    Retries are ours (`retry`): botocore must try once. Payload signing is off because every part carries a
-    checksum of its own, and hashing it again would cost more than sending it.
+    `retry` does the retries: botocore must try only once. Payload signing is off because every part carries a checksum
+    of its own, and hashing it again would cost more than sending it.
     """
     return {
         "connect_timeout": settings.connect_timeout,
@@ -80,11 +80,11 @@ def client_options(settings: Settings, session: Any) -> dict[str, Any]:
     """Endpoint and region as keyword arguments for a client; empty where AWS's own chain decides.
 
     Args:
-        settings: of the client.
-        session: botocore's or aiobotocore's, which will make it.
+        settings: settings of the client.
+        session: session of botocore or aiobotocore that will make the client.
 
     Raises:
-        SettingsError: the endpoint that AWS's own chain names is none.
+        SettingsError: the endpoint from AWS's own chain is invalid.
     """
     options: dict[str, Any] = {}
     if settings.endpoint_url:
@@ -101,7 +101,7 @@ def get_client(settings: Settings) -> Any:
     endpoint = _endpoint_of(settings)
     client = _clients.get(endpoint)
     if client is not None:
-        with contextlib.suppress(KeyError):  # just let go
+        with contextlib.suppress(KeyError):  # just dropped
             _clients.move_to_end(endpoint)
         return client
     with _lock:
@@ -131,18 +131,17 @@ def _make_client(settings: Settings) -> Any:
 
 
 def _session() -> Any:
-    """A botocore session of our own: the default one is not safe to create clients from in threads."""
+    """A new botocore session: creating clients from the default one is not thread safe."""
     core = botocore.session.get_session()
     prepare_session(core)
     return core
 
 
 def prepare_session(session: Any) -> None:
-    """Let a session of botocore or aiobotocore use the service descriptions that this process has parsed before, and
-    leave times as S3 wrote them.
+    """Let a session of botocore or aiobotocore reuse parsed service descriptions, and leave times as S3 wrote them.
 
-    Otherwise each client parses the descriptions for itself: about 70 ms and 8 MB; and parsing a time costs a tenth of
-    a request (`listing.timestamp` does it where one is needed).
+    Otherwise each client parses the descriptions for itself: about 70 ms and 8 MB. Parsing a time costs a tenth of a
+    request (`times.timestamp` does it where one is needed).
     """
     session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
     session.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=str)
@@ -154,7 +153,7 @@ def _loader(data_path: str | None) -> Any:
 
 
 def forget_client(settings: Settings) -> None:
-    """Let the next `get_client` make a new client, which reads the credentials anew. Requests under way go on."""
+    """Let the next `get_client` make a new client, which reads the credentials again. Requests under way go on."""
     with _lock:
         _clients.pop(_endpoint_of(settings), None)
 

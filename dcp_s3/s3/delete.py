@@ -1,4 +1,4 @@
-"""Objects deleted, spelled once and without I/O: in batches, only while they are what they were. See `operations`."""
+"""Deletion of objects without I/O: in batches, and only while they have the expected ETag. See `operations`."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ logger = logging.getLogger(__name__)
 # https://docs.aws.amazon.com/AmazonS3/latest/API/API_DeleteObjects.html
 BATCH = 1000
 
-# What S3 says of a key that was not deleted because it has another ETag, or of one that is not there.
+# Error codes for a key that was not deleted because it has another ETag, and for one that is not there.
 _CHANGED = frozenset({"PreconditionFailed", "ConditionalRequestConflict"})
 _GONE = frozenset({"NoSuchKey", "NoSuchVersion", "NotFound"})
 
-# Answers to a DeleteObjects of stores that have none, or want it with headers of other times (Content-MD5).
+# Statuses from stores that have no DeleteObjects, or want it with headers of former times (Content-MD5).
 _NO_BATCHES = frozenset({400, 405, 411, 501})
 
 
 def batches(targets: Sequence[Target]) -> list[Sequence[Target]]:
-    """Runs of as many as one request takes."""
+    """Split the targets into runs that one request takes."""
     return [targets[start : start + BATCH] for start in range(0, len(targets), BATCH)]
 
 
 def delete(place: Place, targets: Iterable[Target], *, data: bool = False) -> Operation[list[str]]:
-    """Delete objects, a thousand with one request, or with one for each where the store has no DeleteObjects.
+    """Delete objects, a thousand per request, or one per request if the store has no DeleteObjects.
 
-    Those that do not exist count as deleted. Single keys that S3 throttles or that fail in passing are tried again.
+    Those that do not exist count as deleted. Single keys that S3 throttles or that fail temporarily are retried.
 
     Args:
-        place: of the keys.
-        targets: what to delete.
+        place: bucket of the keys.
+        targets: objects to delete.
         data: whether each request waits for its turn while S3 throttles.
 
     Returns:
-        Keys that were left alone because they have another ETag. Stores that know no conditional deletes ignore it.
+        Keys left alone because their objects have another ETag. Stores without conditional deletes ignore ETags.
     """
     left: list[str] = []
     for batch in batches(list(targets)):
@@ -86,11 +86,11 @@ def _delete_each(targets: Iterable[Target], *, refused: bool = False, data: bool
 
 @dataclass
 class _Batch:
-    """What is left of one DeleteObjects after its attempts so far."""
+    """The state of one DeleteObjects after its attempts so far."""
 
     pending: list[Target]
     changed: list[Target] = field(default_factory=list)
-    """Those that S3 left alone because they have another ETag."""
+    """Targets that S3 left alone because they have another ETag."""
 
     def arguments(self) -> dict[str, Any]:
         return {"Delete": {"Objects": [_to_request(target) for target in self.pending], "Quiet": True}}
@@ -110,7 +110,7 @@ class _Batch:
                 left.append(target)
                 error = _error(target.key, code, message)
                 if worst is None or not is_retryable(error):
-                    worst = error  # one that never will be deleted, if there is one
+                    worst = error  # a permanent failure, if there is one
         if failed:
             (key, _), (code, message) = failed.popitem()  # a key that nobody asked for: believe nothing
             worst = _error(key, code, message)
@@ -130,10 +130,10 @@ def _error(key: str, code: str, message: str) -> ClientError:
 
 
 def _delete_one(target: Target, *, refused: bool = False, data: bool) -> Operation[bool]:
-    """Delete one object; whether it is gone. One that does not exist is; one that has another ETag is not.
+    """Delete one object; return whether it is gone. A missing one is; one that has another ETag is not.
 
     A refusal is believed only after a look: some stores refuse a condition that holds, and are then asked without.
-    ``refused``: the store has refused it already.
+    ``refused``: whether the store has refused it already.
     """
     arguments = {"Key": target.key} | ({"VersionId": target.version_id} if target.version_id else {})
     condition = {"IfMatch": target.etag} if target.etag else {}
@@ -160,10 +160,10 @@ def _delete_one(target: Target, *, refused: bool = False, data: bool) -> Operati
 def old_versions(
     versions: Sequence[StoredVersion], first: Collection[str], keys: Collection[str]
 ) -> list[list[Target]]:
-    """What is to go for good of ``first`` and ``keys``, in steps of which each has to be done before the next. Pure.
+    """The versions of ``first`` and ``keys`` to delete permanently, in steps to be done in order. Pure.
 
-    Delete markers go last: without its marker an object that is still there would be back. What is current and no
-    marker was written since, and stays.
+    Delete markers go last: without its marker, an object that is still there would reappear. A current version that
+    is not a marker was written since, and stays.
     """
     old = [each for each in versions if not each.is_current and not each.is_marker]
     steps = [

@@ -1,4 +1,4 @@
-"""Which failures of a request pass by themselves, and what the others are called, with what to do about them."""
+"""Failures of requests: which to retry, and which error and remedy the others get."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import urllib3.exceptions
 from dcp_s3 import errors
 
 _RETRYABLE_STATUS = frozenset({408, 409, 425, 429})
-# Of the 5xx, which proxies have many of their own of (Cloudflare's 520 to 530): what is not implemented never will be.
+# 5xx that last: what is not implemented never will be. Proxies have many 5xx of their own (Cloudflare's 520 to 530).
 _LASTING_STATUS = frozenset({501, 505})
 _RETRYABLE_CODES = frozenset(
     {
@@ -80,17 +80,17 @@ def status_code(error: Exception) -> int:
 
 
 def answered_code(error: errors.StorageError) -> str:
-    """`error_code` of the answer that an error of ours was made of."""
+    """`error_code` of the answer behind a `StorageError`."""
     return error_code(error.__cause__) if isinstance(error.__cause__, Exception) else ""
 
 
 def answered_status(error: errors.StorageError) -> int:
-    """`status_code` of the answer that an error of ours was made of, 0 if there was none."""
+    """`status_code` of the answer behind a `StorageError`, 0 if there was none."""
     return status_code(error.__cause__) if isinstance(error.__cause__, Exception) else 0
 
 
 def region_of(error: Exception) -> str:
-    """Where S3 says that the bucket is, empty if it does not say."""
+    """The bucket's region according to S3, empty if it does not say."""
     if not isinstance(error, boto.ClientError):
         return ""
     headers = error.response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
@@ -119,7 +119,7 @@ def is_throttling(error: BaseException) -> bool:
 
 
 def to_storage_error(error: Exception, operation: str, bucket: str, key: str, attempts: int) -> errors.StorageError:
-    """The error of `dcp_s3.errors` for a failed request, with what to do about it."""
+    """The error of `dcp_s3.errors` for a failed request, with a remedy."""
     code, status = error_code(error), status_code(error)
     where = f"s3://{bucket}/{key}" if key else f"bucket {bucket!r}"
     what = f"{operation} on {where} failed"
@@ -132,7 +132,7 @@ def to_storage_error(error: Exception, operation: str, bucket: str, key: str, at
             "instance or pod role"
         )
     elif status in _REDIRECTS or (code in _OTHER_REGION_CODES and region_of(error)):
-        # botocore follows a redirect once; this one it could not.
+        # botocore follows a redirect once; it could not follow this one.
         region = region_of(error)
         remedy = (
             f"the bucket is in {region}: set DCP_S3_REGION={region}"
@@ -185,12 +185,12 @@ def _remedy_of_refusal(operation: str) -> str:
 
 
 def permission_of(operation: str) -> str:
-    """The IAM action that allows an S3 operation: most are called like it, those that are not are listed."""
+    """The IAM action that allows an S3 operation: most have its name, the others are in a table."""
     return "s3:" + _PERMISSIONS.get(operation, operation)
 
 
 def describe(error: Exception) -> str:
-    """What S3 or the connection said, without botocore's remark about its own retries (there are none)."""
+    """The message of S3 or the connection, without botocore's remark about its own retries (there are none)."""
     if isinstance(error, boto.ClientError):
         answer = error.response.get("Error", {})
         return f"{answer.get('Code', 'Unknown')}: {answer.get('Message', '')}".rstrip(". :")

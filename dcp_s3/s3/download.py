@@ -1,4 +1,4 @@
-"""Ranged GET into given buffers: resumed at the byte reached where it breaks, hedged where it straggles."""
+"""Ranged GET into given buffers: resumed at the byte reached when it breaks, hedged when it straggles."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def fetch_into(
 ) -> None:
     """Fetch the bytes of an object from byte ``start`` on that fill ``targets`` in order.
 
-    ``etag``: of the version that is asked for; None for any.
+    ``etag``: ETag of the version to read; None for any.
 
-    One request unless it breaks or straggles. After a break the next request asks for the rest only, and only of the
-    same version of the object (If-Match), and an attempt that made progress does not count towards the limit. One that
-    straggles may be overtaken by a second one (``DCP_S3_HEDGE_PERCENTILE``). The targets are written to by this thread
-    only, and the threads of second requests have ended when it returns or raises.
+    There is one request unless it breaks or straggles. After a break the next request asks only for the rest, of the
+    same version of the object (If-Match). An attempt that made progress does not count towards the limit. One that
+    straggles may be overtaken by a second one (``DCP_S3_HEDGE_PERCENTILE``). Only this thread writes to the targets,
+    and the threads of second requests have ended when the function returns or raises.
 
     Raises:
         ObjectNotFoundError: no such object.

@@ -1,4 +1,4 @@
-"""Whole files to and from S3, by s3transfer: several files and several parts of each at a time."""
+"""Transfers of whole files by s3transfer: several files, and several parts of each, at a time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 
 OnProgress = Callable[[int], None]
-"""Called from several threads with the bytes that moved since the last call; less than zero after a retry."""
+"""Called from several threads with the number of bytes moved since the last call; negative after a retry."""
 
 
 @dataclass(frozen=True)
@@ -34,20 +34,19 @@ class FileTransfer:
     """One file and its object."""
 
     key: str
-    """Of the object."""
+    """Object key."""
     path: Path
-    """Of the file."""
+    """Path of the file."""
 
 
 def download_files(store: S3Store, files: Iterable[FileTransfer], *, on_progress: OnProgress | None = None) -> None:
     """Fetch objects into files; missing directories are made.
 
-    Each file appears under its name when it is complete: until then it has another extension. Nothing is compared
-    with a checksum.
+    Each file appears under its name when it is complete: until then it has another extension. No checksum is compared.
 
     Raises:
-        StorageError: one could not be fetched; those under way are given up.
-        OSError: one could not be written.
+        StorageError: an object could not be fetched; those under way are given up.
+        OSError: a file could not be written.
     """
     extra = _owner(store.settings)
 
@@ -61,11 +60,11 @@ def download_files(store: S3Store, files: Iterable[FileTransfer], *, on_progress
 
 
 def upload_files(store: S3Store, files: Iterable[FileTransfer], *, on_progress: OnProgress | None = None) -> None:
-    """Store files as data objects: encryption and storage class are those of the settings.
+    """Store files as data objects, with encryption and storage class from the settings.
 
     Raises:
-        StorageError: one could not be stored; those under way are given up, their multipart uploads aborted.
-        OSError: one could not be read.
+        StorageError: a file could not be stored; those under way are given up, their multipart uploads aborted.
+        OSError: a file could not be read.
     """
     extra = _owner(store.settings) | creation_arguments(store.settings, data=True)
 
@@ -94,8 +93,10 @@ def _transfer(
 
 
 def _result(future: Any, submit_again: Callable[[], Any], attempts: int) -> None:
-    """Wait for a file. Once more from its beginning if its multipart upload is gone: that may mean that it was
-    completed and the answer was lost, but who knows."""
+    """Wait for a file; if its multipart upload is gone, transfer it again from the beginning.
+
+    The upload may have been completed and the answer lost, but nobody knows.
+    """
     for attempt in range(1, attempts + 1):
         try:
             future.result()
@@ -131,7 +132,7 @@ def _client(settings: Settings) -> Iterator[Any]:
 
 
 def _let_pass(response_dict: dict[str, Any], **_: Any) -> None:
-    """botocore tries these four again, and no other status of a server that fails."""
+    """Make botocore retry all passing statuses: of a failing server's it retries only 500, 502, 503 and 504."""
     if is_passing(response_dict["status_code"]) and response_dict["status_code"] not in (500, 502, 503, 504):
         response_dict["status_code"] = 500
 

@@ -3,7 +3,7 @@
 A thread that waits for S3 wakes at once when its socket is shut down. botocore keeps the socket to itself until the
 head of the answer is there, so the clients' connections note it for the `Flight` of their thread
 (`botocore_private.make_abortable`). Where those are not as expected, a request that is broken off goes on until its
-socket says something, and each may hang for as long as the first user of its client said.
+socket says something, and each request may hang for as long as the first user of its client said.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 from urllib3.util import Timeout
 
 this_thread = threading.local()
-"""``timeout`` and ``flight`` of the requests that this thread makes, if it has said so."""
+"""``timeout`` and ``flight`` of the requests that this thread makes, if set."""
 
 
 @contextlib.contextmanager
 def hang_at_most(connect: float, read: float) -> Iterator[None]:
-    """Requests of this thread give up after so many seconds of waiting for a connection, or for the next byte."""
+    """Let requests of this thread wait at most so many seconds for a connection, and for the next byte."""
     before = getattr(this_thread, "timeout", None)
     this_thread.timeout = Timeout(connect=connect, read=read)
     try:
@@ -33,7 +33,7 @@ def hang_at_most(connect: float, read: float) -> Iterator[None]:
 
 
 class Flight:
-    """One request. What it says about progress is for the thread that watches it.
+    """One request, with its progress for the thread that watches it.
 
     Attributes:
         moves: grows with everything that arrives (the head of the answer, a block of its body), and with each attempt.
@@ -46,18 +46,18 @@ class Flight:
         self.moves = 0
         self.awaits: int | None = None
         self._lock = threading.Lock()
-        # Of the socket's duplicate: shutting down the original could hit whatever has its number after it was closed.
+        # A duplicate of the socket's: shutting down the original could hit whatever has its number after it was closed.
         self._descriptor = -1
         self._is_broken = False
 
     def await_bytes(self, count: int) -> None:
-        """Something arrived; ``count`` bytes are next, 0 for the head."""
+        """Note that something arrived; ``count`` bytes are next, 0 for the head."""
         self.moves += 1
         self.awaits = count
 
     @contextlib.contextmanager
     def on_this_thread(self) -> Iterator[None]:
-        """Requests of this thread are this one, from here until the context ends."""
+        """Bind this thread's requests to this flight until the context ends."""
         before = getattr(this_thread, "flight", None)
         this_thread.flight = self
         try:
@@ -68,10 +68,10 @@ class Flight:
             this_thread.flight = before
 
     def note(self, sock: Any) -> None:
-        """The request goes through this socket; for the thread that uses it.
+        """Note the request's socket; called by the thread that uses it.
 
         Raises:
-            ConnectionAbortedError: it was broken off before.
+            ConnectionAbortedError: the request was broken off before.
         """
         with self._lock:
             self._close()
@@ -80,7 +80,7 @@ class Flight:
                 self._descriptor = os.dup(sock.fileno())
 
     def let_go(self) -> bool:
-        """The connection is not this request's any more; False if it has been shut down."""
+        """Release the request's connection; False if it has been shut down."""
         with self._lock:
             self._close()
             return not self._is_broken
@@ -92,7 +92,7 @@ class Flight:
             if self._descriptor < 0:
                 return
             descriptor, self._descriptor = self._descriptor, -1
-            # Not through the socket object: that of TLS would read what is left in the kernel as if it were plain.
+            # Not through the socket object: a TLS one would read what is left in the kernel as if it were plain.
             with socket.socket(fileno=descriptor) as duplicate, contextlib.suppress(OSError):
                 duplicate.shutdown(socket.SHUT_RDWR)
 

@@ -1,10 +1,9 @@
-"""A GET that straggles is raced by a second one: whichever completes first has its bytes used.
+"""Hedging: a second request races a GET that straggles, and the first to complete has its bytes used.
 
 `Race` is one read: the reader's own requests, and at times a second request on a thread of its own, which receives
 into a buffer. Only the reader's thread ever writes to the reader's memory: when the second request wins, the reader's
-socket is shut down, and its thread then copies the buffer. `Hedges` is what the reads of one bucket share: the thread
-that watches them, which lives only while there are any, what is known of latencies, and the budget. A forked child
-begins anew.
+socket is shut down, and its thread then copies the buffer. `Hedges` is shared by the reads of one bucket: the thread
+that watches them (alive only while there are any), the known latencies, and the budget. A forked child starts afresh.
 """
 
 from __future__ import annotations
@@ -31,32 +30,32 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _INTERVAL = 0.02  # seconds between two looks at the requests in flight
-# A hedge per ten requests, and a few for the beginning of a process: if more straggle, it is the store that is slow.
+# A hedge per ten requests, and a few for the beginning of a process: if more straggle, the store is slow.
 _BUDGET_SHARE, _BUDGET_START, _BUDGET_MOST = 0.1, 4, 16
 _MOST_PER_READ = 3
-# At once, and so buffers of at most a request's size: a quarter of the requests, but two.
+# Hedges at once, each with a buffer of at most a request's size: a quarter of the requests, but at least two.
 _SHARE_AT_ONCE, _LEAST_AT_ONCE = 4, 2
 _MOST_BYTES = 256 * 2**20  # longer requests (by DCP_S3_PART_SIZE) are not made twice
-_CALM = 30.0  # seconds since S3 has throttled, before which nothing is asked for twice
+_CALM = 30.0  # seconds without throttling before anything is asked for twice
 _BLOCK = 2**20
 
 
 @dataclass(frozen=True)
 class HedgeState:
-    """What the second requests to one bucket came to; counts since the process began."""
+    """Outcome of the second requests to one bucket, counted since the process began."""
 
     started: int = 0
-    """Second requests."""
+    """Second requests that were made."""
     won: int = 0
-    """Those that were faster."""
+    """Second requests that were faster."""
     bytes: int = 0
-    """That they received, in whole blocks."""
+    """Bytes that second requests received, in whole blocks."""
     wasted: int = 0
     """Bytes that were received twice, in whole blocks."""
 
 
 class Hedges:
-    """What the reads of one bucket have in common. Thread safe."""
+    """State that the reads of one bucket share. Thread safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -69,7 +68,7 @@ class Hedges:
 
     @property
     def state(self) -> HedgeState:
-        """As it is now."""
+        """The counts now."""
         with self._lock:
             return self._state
 
@@ -86,7 +85,7 @@ class Hedges:
                     self._watcher = thread, ended
 
     def leave(self, race: Race) -> None:
-        """Watch it no more. Of the last one: ends the watching thread."""
+        """Stop watching a race. With the last one, the watching thread ends."""
         with self._lock:
             self._races.discard(race)
             if self._races or self._watcher is None:
@@ -96,18 +95,18 @@ class Hedges:
         thread.join()
 
     def completed(self, timing: Timing) -> None:
-        """Learn from a request that was not overtaken: how long those would have taken nobody knows."""
+        """Learn from a request that was not overtaken: nobody knows how long the others would have taken."""
         with self._lock:
             self._latencies.add(timing.head, timing.body, timing.size)
 
     def patience(self, store: S3Store, awaits: int) -> float:
-        """Seconds in which the next ``awaits`` bytes of a body (0: its head) should come."""
+        """Seconds within which the next ``awaits`` bytes of a body (0: the head) should come."""
         with self._lock:
             expected = self._latencies.expect(store.settings.hedge_percentile)
         return max(store.settings.hedge_min_delay, expected.seconds(awaits))
 
     def may_start(self, store: S3Store, *, take: bool) -> bool:
-        """Whether a second request may be made now. With ``take`` it will be: one call of `ended` must follow."""
+        """Whether a second request may be made now. With ``take`` it is charged: one call of `ended` must follow."""
         if not store.gate.is_calm(_CALM):
             return False
         most = max(_LEAST_AT_ONCE, store.settings.concurrency // _SHARE_AT_ONCE)
@@ -120,12 +119,12 @@ class Hedges:
             return True
 
     def begun(self) -> None:
-        """A second request is made."""
+        """Count a second request."""
         with self._lock:
             self._state = replace(self._state, started=self._state.started + 1)
 
     def ended(self, *, won: bool, received: int, wasted: int) -> None:
-        """A second request has ended."""
+        """Count the end of a second request."""
         with self._lock:
             self._running -= 1
             state = self._state
@@ -144,7 +143,7 @@ class Hedges:
 
 
 class _Stop(threading.Event):
-    """Set by itself or by another event."""
+    """An event that is set by itself or with another event."""
 
     def __init__(self, other: threading.Event | None) -> None:
         super().__init__()
@@ -152,7 +151,7 @@ class _Stop(threading.Event):
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether it is the other one that is set."""
+        """Whether the other event is set."""
         return self._other is not None and self._other.is_set()
 
     def is_set(self) -> bool:
@@ -169,7 +168,7 @@ class _Stop(threading.Event):
 
 
 class _Idle:
-    """For how long nothing has come on a flight, as its watcher sees it."""
+    """Measures how long nothing has come on a flight, as its watcher sees it."""
 
     def __init__(self, flight: Flight) -> None:
         self._flight = flight
@@ -177,7 +176,7 @@ class _Idle:
         self.seconds = 0.0
 
     def pass_by(self, elapsed: float) -> int | None:
-        """``elapsed`` seconds have passed; returns what the flight awaits."""
+        """Note that ``elapsed`` seconds have passed; return what the flight awaits."""
         moves, awaits = self._flight.moves, self._flight.awaits
         if awaits is None or moves != self._moves:
             self._moves, self.seconds = moves, 0.0
@@ -190,16 +189,16 @@ class _Hedge:
     """A second request.
 
     Args:
-        first: place in the reader's cursor at which it begins.
-        size: bytes.
-        etag: of the version to ask for, empty for any.
-        cancel: the reader's.
+        first: place in the reader's cursor at which the request begins.
+        size: number of bytes.
+        etag: ETag of the version to ask for, empty for any.
+        cancel: the reader's event.
     """
 
     def __init__(self, first: int, size: int, etag: list[str], cancel: threading.Event) -> None:
         self.first = first
-        self.overlap = 0  # of its bytes, those that the reader's own request had received when it won
-        self.data = memoryview(mmap.mmap(-1, size))  # not touched before it is received into, unlike a bytearray
+        self.overlap = 0  # bytes that the reader's own request had also received when this one won
+        self.data = memoryview(mmap.mmap(-1, size))  # unlike a bytearray, not touched before bytes arrive
         self.cursor = Cursor([Target(self.data)], block=_BLOCK)
         self.etag = etag
         self.stop = _Stop(cancel)
@@ -207,24 +206,24 @@ class _Hedge:
         self.idle = _Idle(self.flight)
 
     def break_off(self) -> None:
-        """End it, whatever it waits for."""
+        """End the request, whatever it waits for."""
         self.stop.set()
         self.flight.break_off()
 
 
 class Race:
-    """One read of a range. A context manager, for one thread; when it is left, its threads have ended.
+    """One read of a range. A context manager for one thread; when it is left, its own threads have ended.
 
     Args:
-        store: where it is.
-        key: of the object.
+        store: store with the object.
+        key: object key.
         start: first byte of the range.
-        cursor: where the bytes go.
-        cancel: ends the requests.
-        etag: of the version that is asked for; None for any.
+        cursor: cursor for the bytes.
+        cancel: event that ends the requests.
+        etag: ETag of the version to read; None for any.
 
     Attributes:
-        stop: set when the reader's own request is of no use any more: it was overtaken, or ``cancel`` is set.
+        stop: event that is set when the reader's own request is useless: it was overtaken, or ``cancel`` is set.
     """
 
     def __init__(
@@ -272,11 +271,11 @@ class Race:
     # --- the reader -----------------------------------------------------------------------------------
 
     def attempt(self) -> None:
-        """One request for what is missing.
+        """Send one request for what is missing.
 
         Raises:
             Cancelled: `stop` is set.
-            Exception: what botocore, urllib3 or the socket raise.
+            Exception: raised by botocore, urllib3 or the socket.
         """
         if not self._is_watched:
             self._get()
@@ -307,7 +306,7 @@ class Race:
         """Fill the rest of the memory with what a second request received; False if none was faster.
 
         Args:
-            wait: until there is no second request under way; `stop` and the deadline end that.
+            wait: whether to wait until no second request is under way; `stop` and the deadline end the wait.
         """
         while wait and self._hedge is not None and not self.stop.is_set():
             deadline = self._store.limit.deadline
@@ -333,7 +332,7 @@ class Race:
             return
         is_late = self._is_late(self._idle, elapsed)
         if hedge is not None:
-            # It straggles, too: another one instead of it.
+            # It straggles, too: replace it by another one.
             if self._is_late(hedge.idle, elapsed) and is_late and self._may_start(take=False):
                 hedge.break_off()
         elif is_late and self._may_start(take=True):
@@ -366,7 +365,7 @@ class Race:
             hedge = _Hedge(first, self._cursor.total - first, list(self._etag), self.stop)
             thread = threading.Thread(target=self._run, args=(hedge,), name="dcp_s3-hedge")
             thread.start()
-        except (OSError, RuntimeError):  # no memory, no thread: then without
+        except (OSError, RuntimeError):  # no memory or no thread: no hedge
             return None
         self._threads.append(thread)
         return hedge
@@ -430,7 +429,7 @@ def _begin_anew() -> None:
 
 
 def hedges_of(store: S3Store) -> Hedges:
-    """This process's for a bucket. Thread safe."""
+    """This process's `Hedges` for a bucket. Thread safe."""
     key = (store.settings.endpoint_url, store.name)
     found = _hedges.get(key)
     if found is None:
@@ -440,7 +439,7 @@ def hedges_of(store: S3Store) -> Hedges:
 
 
 def snapshot() -> dict[str, HedgeState]:
-    """What the second requests of this process came to, by ``{endpoint}/{bucket}``."""
+    """Outcome of this process's second requests, by ``{endpoint}/{bucket}``."""
     with _lock:
         found = dict(_hedges)
     return {f"{endpoint or 's3:/'}/{name}": hedges.state for (endpoint, name), hedges in found.items()}

@@ -1,4 +1,4 @@
-"""How long a GET should take, from those that this process has completed. No I/O, no clock; not thread safe."""
+"""How long a GET should take, judged by those that this process has completed. No I/O, no clock; not thread safe."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import math
 from dataclasses import dataclass
 
 _WINDOW = 256
-_ENOUGH = 8  # samples, before which `START` counts
+_ENOUGH = 8  # samples; with fewer, `START` counts
 # Shorter bodies say more about the client's scheduling than about the bandwidth.
 _MIN_BODY = 256 * 2**10
-# The rate is that of whole bodies; single blocks of them vary more.
+# The rate is of whole bodies; single blocks vary more.
 _BLOCK_FACTOR = 2.0
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What nearly all requests keep to."""
+    """Times that nearly all requests keep to."""
 
     head: float
     """Seconds from the request to the head of the answer."""
@@ -24,11 +24,11 @@ class Expected:
     """Seconds for each byte of the body."""
 
     def seconds(self, awaits: int) -> float:
-        """In which the next ``awaits`` bytes of a body should have come; 0 for the head."""
+        """Seconds within which the next ``awaits`` bytes of a body should come; 0 for the head."""
         return _BLOCK_FACTOR * self.per_byte * awaits if awaits else self.head
 
 
-# S3's first byte comes after 30 to 200 ms and then 90 MB/s (docs/performance.md); stores on disks are slower.
+# S3's first byte comes after 30 to 200 ms, the rest at 90 MB/s (docs/performance.md); stores on disks are slower.
 START = Expected(head=0.5, per_byte=1 / 10e6)
 
 
@@ -41,11 +41,11 @@ class Latencies:
         self._known: dict[float, Expected] = {}
 
     def add(self, head: float, body: float, size: int) -> None:
-        """A request completed.
+        """Add a completed request.
 
         Args:
             head: seconds until the head of the answer.
-            body: seconds from there to the end.
+            body: seconds from the head to the end.
             size: bytes of the body.
         """
         self._heads.append(head)
@@ -54,7 +54,7 @@ class Latencies:
         self._known.clear()
 
     def expect(self, percentile: float) -> Expected:
-        """What ``percentile`` percent of the requests kept to, each of both alone; `START` where too few are known."""
+        """Head and rate that ``percentile`` percent of requests kept to, each alone; `START` if too few are known."""
         found = self._known.get(percentile)
         if found is None:
             found = self._known[percentile] = Expected(
@@ -71,12 +71,12 @@ def _percentile(samples: collections.deque[float], percentile: float, unknown: f
 
 
 class Budget:
-    """How many requests may be sent twice: a share of all, so that a store that is slow is not asked for twice as much.
+    """How many requests may be sent twice: a share of all, so that a slow store is not asked for twice as much.
 
     Args:
-        share: of the requests.
-        start: that many before any request was made.
-        most: that many at once, however many requests there were.
+        share: budget that each request earns.
+        start: budget before any request was made.
+        most: highest budget, however many requests there were.
     """
 
     def __init__(self, share: float, start: int, most: int) -> None:
@@ -85,16 +85,16 @@ class Budget:
         self._left = float(start)
 
     def earn(self) -> None:
-        """A request is made."""
+        """Add a request's share."""
         self._left = min(float(self._most), self._left + self._share)
 
     @property
     def is_left(self) -> bool:
-        """Whether one may be sent twice now."""
+        """Whether a request may be sent twice now."""
         return self._left >= 1
 
     def take(self) -> bool:
-        """Whether one may be sent twice now; if so, it counts."""
+        """Whether a request may be sent twice now; if so, it is charged."""
         if not self.is_left:
             return False
         self._left -= 1

@@ -1,4 +1,4 @@
-"""What S3 lists, spelled once and without I/O: objects, their versions, open multipart uploads. See `operations`."""
+"""Listings without I/O: objects, their versions, open multipart uploads. See `operations`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dcp_s3.s3 import times
 from dcp_s3.s3.operations import Operation, Request
 from dcp_s3.store import ListedObject, Page, Upload
 
-# The most that S3 gives: https://docs.aws.amazon.com/AmazonS3/latest/API/API_ListObjectsV2.html
+# Most entries that S3 gives: https://docs.aws.amazon.com/AmazonS3/latest/API/API_ListObjectsV2.html
 PAGE_SIZE = 1000
 
 
@@ -21,17 +21,17 @@ class StoredVersion:
 
     key: str
     version_id: str
-    """``null`` if it was written while there were no versions."""
+    """ID of the version; ``null`` if it was written while there were no versions."""
     is_current: bool
-    """Whether it is what a GET without a version finds."""
+    """Whether a GET without a version finds it."""
     is_marker: bool
     """Whether it is a delete marker."""
 
 
 def page(prefix: str, delimiter: str = "", *, token: str | None = None) -> Operation[Page]:
-    """One page of the keys that start with ``prefix``, after the page whose ``next_token`` it is.
+    """One page of the keys that start with ``prefix``, after the page whose ``next_token`` is ``token``.
 
-    Keys that go on with ``delimiter`` after the prefix count as one common prefix.
+    Keys with the same text up to a ``delimiter`` after the prefix count as one common prefix.
     """
     arguments: dict[str, Any] = {"Prefix": prefix, "MaxKeys": PAGE_SIZE}
     if delimiter:
@@ -62,10 +62,10 @@ def all_pages(
     """S3's answers to all requests of a listing.
 
     Args:
-        operation: S3's name of it.
-        prefix: or key, for messages.
-        arguments: of the first request.
-        markers: which fields of an answer are which arguments of the request for the next page.
+        operation: S3's name of the operation.
+        prefix: prefix or key, for messages.
+        arguments: arguments of the first request.
+        markers: arguments of the request for the next page, each with the field of the answer that has it.
     """
     answers = []
     while True:
@@ -107,5 +107,5 @@ def versions(prefix: str) -> Operation[list[StoredVersion]]:
 
 
 def check_versions(prefix: str) -> Operation[None]:
-    """Ask for a version, to see whether the store answers."""
+    """Ask for one version, to see whether the store answers."""
     yield Request("ListObjectVersions", prefix, {"Prefix": prefix, "MaxKeys": 1})

@@ -1,4 +1,4 @@
-"""Multipart uploads, spelled once and without I/O: created, their parts, completed, aborted. See `operations`."""
+"""Multipart uploads without I/O: create, send and list parts, complete, abort. See `operations`."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class KnownPart:
     etag: str
     size: int
     checksums: Mapping[str, str]
-    """As S3 lists them, by the names of UploadPart's arguments."""
+    """Checksums that S3 lists, by the names of UploadPart's arguments."""
 
     def matches(self, size: int, checksums: Mapping[str, str], views: Sequence[memoryview]) -> bool:
-        """Whether it is the part with these bytes: by a checksum if S3 has one, otherwise by the MD5 in the ETag."""
+        """Whether the part has these bytes: judged by a checksum if S3 has one, otherwise by the MD5 in the ETag."""
         if size != self.size:
             return False
         for name, value in checksums.items():
@@ -56,12 +56,12 @@ def send_part(
     """Send one part; returns its ETag.
 
     Args:
-        place: of the upload.
-        key: of the object.
-        upload_id: of the upload.
-        number: of the part, from 1.
-        body: its bytes, or what botocore takes for a file.
-        checksum: of them, as an argument of the request; empty for none.
+        place: bucket of the upload.
+        key: object key.
+        upload_id: ID of the multipart upload.
+        number: part number, from 1.
+        body: bytes of the part, or what botocore takes for a file.
+        checksum: checksum of the part, as an argument of the request; empty for none.
     """
     arguments = {"Key": key, "UploadId": upload_id, "PartNumber": number, "Body": body, **checksum}
     request = Request("UploadPart", key, arguments, data=True)
@@ -78,16 +78,15 @@ def send_object(place: Place, key: str, body: Any, checksum: Mapping[str, str]) 
 def complete(
     place: Place, key: str, upload_id: str, etags: Sequence[str], *, size: int, crc: int | None
 ) -> Operation[None]:
-    """Make the object of its parts.
+    """Complete an upload: make the object of its parts.
 
-    If S3 says that there is no such upload, but an object of this size, an attempt that S3 carried out was not
-    answered.
+    If S3 has no such upload, but an object of this size, an earlier attempt succeeded and its answer was lost.
 
     Args:
-        place: of the upload.
-        key: of the object.
-        upload_id: of the upload.
-        etags: of all parts, in order.
+        place: bucket of the upload.
+        key: object key.
+        upload_id: ID of the multipart upload.
+        etags: ETags of all parts, in order.
         size: bytes of the object.
         crc: CRC-64/NVME of the object, None if it is not known.
     """
@@ -132,8 +131,10 @@ def uploads_of(key: str) -> Operation[list[str]]:
 
 
 def find_parts(place: Place, key: str) -> Operation[dict[str, dict[int, KnownPart]]]:
-    """The parts of each multipart upload of exactly this key, by its id. None where S3 does not tell: without the
-    permission to list them, or without that operation."""
+    """The parts of each multipart upload of exactly this key, by upload ID.
+
+    Empty if S3 does not tell: the permission to list them, or the operation, is missing.
+    """
     found = {}
     try:
         for upload_id in (yield from uploads_of(key)):
@@ -155,7 +156,7 @@ def abort(key: str, upload_id: str) -> Operation[None]:
 
 
 def _expect(place: Place, request: Request, answer: Mapping[str, Any], name: str) -> str:
-    """A text field that S3's answer must have.
+    """Return a text field that S3's answer must have.
 
     Raises:
         StorageError: it is missing.

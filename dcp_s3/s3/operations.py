@@ -1,7 +1,7 @@
-"""What S3 is asked, spelled once and without I/O: operations on single objects.
+"""Operations on single objects, written once and without I/O.
 
-An operation is a generator. It yields `Request`s, is sent S3's answer to each or thrown the `StorageError` that its
-attempts came to, and returns its result. Two drivers carry operations out: `store.S3Store` through boto3 and
+An operation is a generator. It yields `Request`s, and returns its result. For each request it is sent S3's answer, or
+thrown the `StorageError` that its attempts ended in. Two drivers run operations: `store.S3Store` through boto3 and
 `async_store.AsyncS3Store` through aiobotocore. Listings are in `listing`, deletions in `delete`, multipart uploads in
 `multipart`.
 """
@@ -29,18 +29,18 @@ Arguments = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Request:
-    """One request, which a driver tries until it succeeds or fails for good."""
+    """One request, which a driver tries until it succeeds or fails permanently."""
 
     operation: str
-    """S3's name of it."""
+    """S3's name of the operation."""
     key: str
     """Object key, or prefix, for messages."""
     arguments: Arguments | Callable[[], Arguments]
-    """As boto3 takes them, without those of every request; a function is asked for them before each attempt."""
+    """Arguments as boto3 takes them, without the common ones; a function is called for them before each attempt."""
     parse: Callable[[Mapping[str, Any]], Any] | None = None
-    """Makes the result of S3's answer; a ClientError that it raises is the attempt's."""
+    """Makes the result from S3's answer; a ClientError that it raises counts as the attempt's."""
     reads_body: bool = False
-    """Whether ``Body`` of the answer is to be read; it is dropped otherwise."""
+    """Whether to read the answer's ``Body``; it is dropped otherwise."""
     data: bool = False
     """Whether each attempt waits for its turn while S3 throttles."""
     on_failure: Callable[[Exception], None] | None = None
@@ -52,7 +52,7 @@ Operation = Generator[Request, Any, T]
 
 
 def request_arguments(request: Request) -> Arguments:
-    """For the next attempt."""
+    """Arguments for the next attempt."""
     return request.arguments() if callable(request.arguments) else request.arguments
 
 
@@ -92,21 +92,21 @@ def checksum_arguments(settings: Settings, data: bytes | memoryview) -> dict[str
     return {}
 
 
-# What stores answer to a header that they do not know. Not BadDigest: that is damage, and is tried again as it is.
+# What stores answer to a header that they do not know. Not BadDigest: that is damage, and is retried as it is.
 _UNKNOWN_HEADER = frozenset(
     {"NotImplemented", "InvalidRequest", "InvalidArgument", "InvalidHeader", "UnsupportedHeader"}
 )
 
 
 def with_checksum(place: Place, request: Request) -> Operation[Any]:
-    """A request with a checksum, and if S3 refuses it as one that it does not know, once more without.
+    """Send a request with a checksum, and if S3 does not know the checksum, once more without.
 
-    Stores other than AWS may not know ``x-amz-checksum-*``. Most ignore it; to those that refuse it nobody could save.
-    That is so with ``DCP_S3_CHECKSUM=auto`` only. The CRCs of items and objects are recorded in any case, so that
-    loads are checked.
+    Stores other than AWS may not know ``x-amz-checksum-*``. Most ignore it; to those that refuse it nobody could
+    save otherwise. Only ``DCP_S3_CHECKSUM=auto`` tries without. The CRCs of items and objects are recorded in any
+    case, so that loads are checked.
 
     Raises:
-        StorageError: if both are refused, the first one: the checksum was not why.
+        StorageError: both were refused; it is the first refusal, as the checksum was not the reason.
     """
     arguments = request_arguments(request)
     plain = {name: value for name, value in arguments.items() if not name.startswith("Checksum")}
@@ -133,7 +133,7 @@ def with_checksum(place: Place, request: Request) -> Operation[Any]:
 
 
 def user_metadata(answer: Mapping[str, Any]) -> dict[str, str]:
-    """Of a GetObject or HeadObject, names in lower case: rclone capitalises them."""
+    """User metadata of a GetObject or HeadObject, names in lower case: rclone capitalises them."""
     return {name.lower(): value for name, value in (answer.get("Metadata") or {}).items()}
 
 
@@ -142,19 +142,19 @@ def _stored_object(answer: Mapping[str, Any]) -> StoredObject:
 
 
 def get(key: str) -> Operation[StoredObject]:
-    """A small object, whole."""
+    """Read a small object, whole."""
     found: StoredObject = yield Request("GetObject", key, {"Key": key}, _stored_object, reads_body=True)
     return found
 
 
 def get_range(key: str, byte_range: str, etag: str | None = None) -> Request:
-    """A run of an object's bytes (``bytes=0-9``), of one version of it; the driver's caller receives the body."""
+    """Request for a range of an object's bytes (``bytes=0-9``), of one version; the driver's caller gets the body."""
     condition = {"IfMatch": etag} if etag else {}
     return Request("GetObject", key, {"Key": key, "Range": byte_range, **condition}, data=True)
 
 
 def head(key: str, *, checksum: bool = False) -> Operation[ObjectHead]:
-    """What S3 says of an object; its checksum, too, if that is asked for."""
+    """The properties of an object; its checksum, too, if that is asked for."""
     mode = {"ChecksumMode": "ENABLED"} if checksum else {}
     found: ObjectHead = yield Request("HeadObject", key, {"Key": key, **mode}, lambda answer: _head(key, answer))
     return found
@@ -197,10 +197,10 @@ def put(
     content_type: str = "application/octet-stream",
     metadata: Mapping[str, str] | None = None,
 ) -> Operation[None]:
-    """Write a small object, on condition that what is there is as expected.
+    """Write a small object, on the condition ``expect``.
 
-    A refusal is believed only after a look: if the object is the one that was to be written, an earlier attempt did it
-    and its answer was lost. Stores that do not know a condition (they answer 501, or refuse one that holds) get a plain
+    A refusal is believed only after a look: if the object is the one to be written, an earlier attempt wrote it and
+    its answer was lost. Stores that do not know a condition (they answer 501, or refuse one that holds) get a plain
     write.
     """
     plain = {
@@ -245,7 +245,7 @@ def put(
 
 
 class _Refusal(enum.Enum):
-    """What a refused write turns out to mean."""
+    """The meaning of a refused write."""
 
     HOLDS = enum.auto()  # somebody else wrote the object
     IS_DONE = enum.auto()  # it is the object that was to be written

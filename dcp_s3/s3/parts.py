@@ -1,4 +1,4 @@
-"""Parts of a multipart upload: how large they are, and the pieces of memory that they are made of. Pure."""
+"""Parts of a multipart upload: their sizes, and the pieces of memory they are made of. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PART_SIZE_STEP = 2**20
 
 def choose_part_size(object_size: int, part_size: int) -> int:
     """Part size for an object of about ``object_size`` bytes: ``part_size``, or more where S3's limit of 10,000
-    parts asks for it (rounded up to whole MiB).
+    parts requires it (rounded up to whole MiB).
 
     Raises:
         errors.SettingsError: the object is larger than S3 can hold (parts of at most 5 GiB).
@@ -34,14 +34,14 @@ def choose_part_size(object_size: int, part_size: int) -> int:
 
 
 class Piece:
-    """A buffer on its way, and its checksum once it has been sent.
+    """A buffer to upload, and its checksum once it has been sent.
 
     Attributes:
-        view: the bytes; dropped after they are sent, so that the memory behind them can go.
-        size: bytes.
+        view: memory of the bytes; dropped after they are sent, so that it can be freed.
+        size: number of bytes.
         crc: CRC-64/NVME, None until known.
-        cuts: bytes after which the CRC so far is wanted, too; ascending, inside of the piece.
-        marks: these CRCs, once ``crc`` is known.
+        cuts: offsets at which the CRC so far is wanted, too; ascending, inside the piece.
+        marks: CRCs at the cuts, once ``crc`` is known.
     """
 
     __slots__ = ("crc", "cuts", "marks", "size", "view")
@@ -55,18 +55,18 @@ class Piece:
 
     @classmethod
     def of(cls, data: bytes | bytearray | memoryview, crc: int | None = None, cuts: Sequence[int] = ()) -> Piece:
-        """A piece of a bytes-like object."""
+        """Make a piece of a bytes-like object."""
         view = memoryview(data).cast("B")
         return cls(view, view.nbytes, crc, cuts)
 
     def part(self, start: int, stop: int) -> Piece:
-        """A piece of some of the bytes; the cuts strictly inside go with them."""
+        """A piece of the bytes from ``start`` to ``stop``, with the cuts strictly inside."""
         assert self.view is not None  # noqa: S101 - a piece has its view until it is sent
         cuts = [cut - start for cut in self.cuts if start < cut < stop]
         return Piece(self.view[start:stop], stop - start, cuts=cuts)
 
     def checksum(self) -> int:
-        """Compute ``crc`` and ``marks``, if that has not been done."""
+        """Return ``crc``; compute it and ``marks`` if that has not been done."""
         if self.crc is None:
             view = self.view
             assert view is not None  # noqa: S101 - a piece has its view until it is sent

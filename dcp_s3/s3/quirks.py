@@ -1,7 +1,7 @@
-"""What this process has learned of the stores that it talks to: what some of them do not know.
+"""Quirks of stores: features that this process has found some of them to lack.
 
-A store that lacks something is found out by its answers, not by its name. A new quirk is a new `Quirk` here, and one
-place in the operation that it is about which calls `learn`, and `knows` if requests are spelled otherwise from then on.
+A store that lacks something is recognised by its answers, not by its name. A new quirk needs a new `Quirk` here, and
+one place in its operation that calls `learn`, and `knows` if later requests are to differ.
 """
 
 from __future__ import annotations
@@ -21,15 +21,18 @@ class Place(Protocol):
 
     @property
     def name(self) -> str:
-        """Of the bucket."""
+        """Name of the bucket."""
 
     @property
     def settings(self) -> Settings:
-        """By which it is reached."""
+        """Settings by which the bucket is reached."""
 
 
 class Quirk(enum.Enum):
-    """What a store lacks, and what the log says of that: once for each bucket, with the store's endpoint and answer."""
+    """Features that a store may lack, with the message that is logged once for each bucket.
+
+    The message has the store's endpoint and answer.
+    """
 
     NO_CONDITIONAL_WRITES = (
         "%s does not know conditional writes (If-None-Match, If-Match): two jobs that save to one URL at one time will "
@@ -53,7 +56,7 @@ def knows(quirk: Quirk, place: Place) -> bool:
 
 
 def learn(quirk: Quirk, place: Place, why: Exception | None = None) -> None:
-    """The store of this bucket has the quirk; ``why`` is its answer, for the log."""
+    """Note that the store of this bucket has the quirk; ``why`` is its answer, for the log."""
     key = (quirk, place.settings.endpoint_url, place.name)
     if key in _known:
         return
@@ -62,5 +65,5 @@ def learn(quirk: Quirk, place: Place, why: Exception | None = None) -> None:
 
 
 def forget() -> None:
-    """Know nothing again."""
+    """Forget all quirks."""
     _known.clear()

@@ -21,17 +21,17 @@ from dcp_s3.store import same_etag
 if TYPE_CHECKING:
     from dcp_s3.s3.store import S3Store
 
-# Bytes received before they are added to the checksum: most are then still in the CPU's cache. What a connection that
-# breaks had received of the block is lost.
+# Bytes received before they are added to the checksum: most are then still in the CPU's cache. If the connection
+# breaks, what it has received of the block is lost.
 _BLOCK = 4 * 2**20
 
 
 class Target:
-    """Memory for a run of bytes that is to be received, and their CRC-64/NVME as they arrived.
+    """Memory to receive a run of bytes into, and the CRC-64/NVME of those that have arrived.
 
     Attributes:
         view: the memory.
-        crc: of the bytes so far, None if it was not asked for.
+        crc: CRC of the bytes so far; None if it was not asked for.
     """
 
     __slots__ = ("crc", "view")
@@ -41,11 +41,11 @@ class Target:
         self.crc: int | None = 0 if checksum else None
 
     def start_again(self) -> None:
-        """Nothing of what has been received counts."""
+        """Start over: nothing received so far counts."""
         self.crc = None if self.crc is None else 0
 
     def received(self, start: int, count: int) -> None:
-        """``count`` more bytes are in the memory from ``start`` on; all before them are there."""
+        """Note that ``count`` more bytes have arrived from ``start`` on, and all bytes before them."""
         if self.crc is not None:
             self.crc = crc64nvme(self.view[start : start + count], self.crc)
 
@@ -54,7 +54,7 @@ class Cursor:
     """The place in a list of targets up to which bytes have arrived.
 
     Args:
-        targets: in order.
+        targets: targets in order.
         block: most bytes of one `view`.
 
     Attributes:
@@ -81,7 +81,7 @@ class Cursor:
         return self._targets[self._index].view[self._offset : self._offset + self._block]
 
     def advance(self, count: int) -> None:
-        """``count`` bytes have arrived in `view`."""
+        """Note that ``count`` bytes have arrived in `view`."""
         target = self._targets[self._index]
         target.received(self._offset, count)
         self.done += count
@@ -91,7 +91,7 @@ class Cursor:
             self._offset = 0
 
     def fill(self, data: memoryview) -> None:
-        """Copy the bytes that come next."""
+        """Copy ``data`` in as the next bytes."""
         while data:
             view = self.view[: data.nbytes]
             view[:] = data[: view.nbytes]
@@ -101,14 +101,14 @@ class Cursor:
 
 @dataclass(frozen=True)
 class Timing:
-    """A request that completed."""
+    """Times of a completed request."""
 
     head: float
     """Seconds until the head of the answer."""
     body: float
-    """Seconds from there to the end."""
+    """Seconds from the head to the end of the answer."""
     size: int
-    """Bytes of the body."""
+    """Size of the body in bytes."""
 
 
 def _another_version() -> ClientError:
@@ -128,21 +128,21 @@ def get_range(
     stop: threading.Event | None = None,
     advance: Callable[[int], None] | None = None,
 ) -> Timing:
-    """One attempt to fetch what is missing of the bytes from ``start`` on that fill ``cursor``.
+    """Try once to fetch what ``cursor`` still lacks of the bytes from ``start`` on.
 
     Args:
-        store: where it is.
-        key: of the object.
-        start: first byte of the range that the cursor's beginning is for.
-        cursor: moves on with what arrives, also if the attempt fails.
-        etag: of the version that is asked for; empty for any, and then that of the answer is put in.
-        flight: is told of the progress.
-        stop: when set, the attempt is given up.
+        store: store with the object.
+        key: object key.
+        start: byte of the object at which the cursor begins.
+        cursor: cursor that moves on with what arrives, also if the attempt fails.
+        etag: ETag of the version to fetch; empty for any, and then the answer's ETag is put in.
+        flight: flight that is told of the progress.
+        stop: event that ends the attempt.
         advance: called instead of the cursor's method.
 
     Raises:
         Cancelled: ``stop`` was set.
-        Exception: what botocore, urllib3 or the socket raise.
+        Exception: raised by botocore, urllib3 or the socket.
     """
     byte_range = f"bytes={start + cursor.done}-{start + cursor.total - 1}"
     expected = cursor.total - cursor.done

@@ -36,26 +36,26 @@ def backoff(attempt: int, *, rng: Callable[[], float] = random.random) -> float:
 
 @dataclass
 class Tries:
-    """The attempts of one request: what to do before each of them, and after one that failed. Waits for nothing."""
+    """The attempts of one request: what to do before each of them, and after one that failed. Never waits itself."""
 
     operation: str
-    """S3's name of it, for messages."""
+    """S3's name of the operation, for messages."""
     bucket: str
     key: str
-    """Empty for requests to the bucket itself."""
+    """Object key; empty for requests to the bucket itself."""
     attempts: int
-    """How many there may be."""
+    """Most attempts."""
     limit: Limit
     made: int = 0
     _started: float = field(default_factory=time.monotonic)
-    _last: str = ""  # not the error itself, whose traceback would keep what it came through
+    _last: str = ""  # not the error itself: its traceback would keep the frames it came through
 
     def check(self) -> None:
-        """Whether there may be another one.
+        """Raise if there may be no further attempt.
 
         Raises:
             Cancelled: the limit's ``cancel`` was set.
-            DeadlineExceededError: its deadline has passed.
+            DeadlineExceededError: the limit's deadline has passed.
         """
         if self.limit.cancel is not None and self.limit.cancel.is_set():
             raise Cancelled
@@ -63,7 +63,7 @@ class Tries:
             raise self._too_late(self.limit.deadline)
 
     def seconds_at_gate(self) -> float | None:
-        """How long to wait for one's turn while S3 throttles; None: as long as it takes."""
+        """Most seconds to wait for the turn while S3 throttles; None for as long as it takes."""
         left = []
         if self.limit.patience is not None:
             left.append(max(0.0, self.limit.patience - self._elapsed()))
@@ -72,7 +72,7 @@ class Tries:
         return min(left, default=None)
 
     def never_admitted(self) -> errors.TransferError:
-        """The error if the turn did not come in that time."""
+        """The error for a turn that did not come in time."""
         tried = f" after {self.made} attempts" if self.made else ""
         return errors.TransferError(
             f"{self.operation} on s3://{self.bucket}/{self.key} failed{tried}: S3 throttles, and its turn did not come "
@@ -85,11 +85,11 @@ class Tries:
         )
 
     def wait_after(self, error: Exception) -> float:
-        """Seconds to wait after an attempt that failed (``made`` counts it), before the next one.
+        """Seconds to wait between a failed attempt (``made`` counts it) and the next one.
 
         Raises:
             DeadlineExceededError: the deadline would pass meanwhile.
-            StorageError: a subclass for the failure: it is for good, or the last one.
+            StorageError: the failure is permanent, or of the last attempt; raised as a subclass.
         """
         if self.made >= self.attempts or not is_retryable(error):
             raise self._failed(error) from error
@@ -121,13 +121,13 @@ def call(request: Callable[[], T], tries: Tries, *, gate: Gate | None = None, da
     """Run ``request`` until it succeeds, or `Tries` says that it fails.
 
     Args:
-        request: one attempt; raises what botocore, urllib3 or the socket raise.
-        tries: of which attempts there may be.
-        gate: is told when S3 throttles.
+        request: makes one attempt; raises what botocore, urllib3 or the socket raise.
+        tries: attempts that there may be.
+        gate: gate that is told when S3 throttles.
         data: whether each attempt waits for its turn at the gate.
 
     Raises:
-        Cancelled, StorageError: as `Tries`.
+        Cancelled, StorageError: as from `Tries`.
     """
     cancel = tries.limit.cancel
     while True:

@@ -1,4 +1,4 @@
-"""The store on S3, through boto3: operations carried out one request after the other, in the caller's thread."""
+"""The S3 store on boto3: carries operations out one request after the other, in the caller's thread."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class S3Store(Store):
     name: str
     settings: Settings
     limit: Limit = UNLIMITED
-    """Of its requests."""
+    """Limit on its requests."""
 
     @property
     def client(self) -> Any:
@@ -57,7 +57,7 @@ class S3Store(Store):
 
         Raises:
             Cancelled: the limit's ``cancel`` was set.
-            StorageError: what the operation raises.
+            StorageError: raised by the operation.
         """
         try:
             request = next(operation)
@@ -96,7 +96,7 @@ class S3Store(Store):
             boto3's answer; its ``Body``, if there is one, has not been read.
 
         Raises:
-            Exception: what botocore, urllib3 or the socket raise.
+            Exception: raised by botocore, urllib3 or the socket.
         """
         method = getattr(self.client, xform_name(request.operation))
         return method(**operations.common_arguments(self), **request_arguments(request))
@@ -113,7 +113,7 @@ class S3Store(Store):
     ) -> T:
         """`retry.call` for this bucket. A request with ``data`` waits for its turn while S3 throttles.
 
-        ``attempts``: other than the settings say.
+        ``attempts`` overrides the most attempts of settings and limit.
         """
         settings, limit = self.settings, self.limit
         if cancel is not None:
@@ -131,7 +131,7 @@ class S3Store(Store):
         try:
             return retry.call(attempt, tries, gate=self.gate, data=data)
         except errors.CredentialsError:
-            forget_client(settings)  # the next save or load looks for credentials anew
+            forget_client(settings)  # the next save or load looks for credentials again
             raise
 
     # --- what a store does ------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ class S3Store(Store):
         self.run(multipart.abort(upload.key, upload.upload_id))
 
     def abort_quietly(self, upload: Upload) -> bool:
-        """`abort`; whether that worked. A failure is logged: another error is on its way to the user."""
+        """`abort`, and return whether that worked. A failure is logged: another error is on its way to the user."""
         try:
             self.abort(upload)
         except errors.StorageError as error:

@@ -1,8 +1,8 @@
-"""How many data requests this process has in flight to one bucket: fewer after S3 throttled, by AIMD.
+"""Limit on this process's data requests in flight to one bucket: lowered when S3 throttles, by AIMD.
 
 Until S3 throttles there is no limit but the threads of each save and load. Then the limit is halved, and grows by one
-for each round of requests that succeed, until it is at the ceiling and there is none again. Uploads and downloads share
-it. A forked child begins anew.
+for each successful round of requests; at the ceiling there is none again. Uploads and downloads share it. A forked
+child starts afresh.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _LOG_SECONDS = 10.0  # between log lines about one bucket
 class Aimd:
     """Additive increase, multiplicative decrease of the number of requests in flight. Not thread safe.
 
-    Of the requests only those count that began after the last decrease: a burst that was in flight together lowers the
-    limit once. Times are seconds of one clock.
+    Only requests that began after the last decrease count: a burst that was in flight together lowers the limit once.
+    Times are seconds of one clock.
 
     Args:
-        ceiling: the limit at first, and the most that it grows to; at least 1.
+        ceiling: initial limit, and the most that it grows to; at least 1.
     """
 
     def __init__(self, ceiling: int) -> None:
@@ -53,18 +53,18 @@ class Aimd:
         return self._value >= self.ceiling
 
     def raise_ceiling(self, ceiling: int) -> None:
-        """Let the limit grow to ``ceiling``; one that is open stays so."""
+        """Let the limit grow to ``ceiling``; an open limit stays open."""
         if self.is_open:
             self._value = float(ceiling)
         self.ceiling = ceiling
 
     def succeeded(self, began: float) -> None:
-        """A request that began at ``began`` succeeded."""
+        """Note that a request that began at ``began`` succeeded."""
         if began > self._decreased_at:
             self._value = min(float(self.ceiling), self._value + 1 / self._value)
 
     def throttled(self, began: float, now: float) -> bool:
-        """A request that began at ``began`` was throttled; whether the limit fell."""
+        """Note that a request that began at ``began`` was throttled; return whether the limit fell."""
         if began <= self._decreased_at:
             return False
         before = self.limit
@@ -75,28 +75,28 @@ class Aimd:
 
 @dataclass(frozen=True)
 class GateState:
-    """A gate at one moment; what counts, counts since the process began."""
+    """A gate at one moment, with counts since the process began."""
 
     limit: int
     """Data requests that may be in flight."""
     in_flight: int
-    """Data requests that are."""
+    """Data requests that are in flight."""
     waiting: int
     """Data requests that wait for their turn."""
     throttled: int
     """Requests that S3 throttled, small ones included."""
     decreases: int
-    """How often the limit fell."""
+    """Number of times that the limit fell."""
     waited: float
-    """Seconds that data requests waited, in all."""
+    """Total seconds that data requests waited."""
 
 
 class Gate:
-    """Holds data requests back while as many are in flight as the limit says. First come, first served. Thread safe.
+    """Holds data requests back while as many are in flight as the limit allows. First come, first served. Thread safe.
 
     Args:
-        name: of the endpoint and bucket, for logs.
-        ceiling: of the limit.
+        name: name of the endpoint and bucket, for logs.
+        ceiling: ceiling of the limit.
     """
 
     def __init__(self, name: str, ceiling: int) -> None:
@@ -112,18 +112,18 @@ class Gate:
         self._throttled_at = -math.inf
 
     def raise_ceiling(self, ceiling: int) -> None:
-        """Let the limit grow to ``ceiling`` if that is more."""
+        """Let the limit grow to ``ceiling`` if that is higher."""
         if ceiling > self._aimd.ceiling:
             with self._lock:
                 self._aimd.raise_ceiling(max(ceiling, self._aimd.ceiling))
                 self._admit()
 
     def enter(self, *, cancel: threading.Event | None = None, timeout: float | None = None) -> bool:
-        """Wait for a data request's turn; True is to be followed by one call of `leave`.
+        """Wait for a data request's turn; after True, call `leave` once.
 
         Args:
-            cancel: ends the wait when it is set.
-            timeout: seconds.
+            cancel: event that ends the wait.
+            timeout: most seconds to wait.
 
         Returns:
             False if the turn did not come.
@@ -153,7 +153,7 @@ class Gate:
         return admitted
 
     def _queue(self, turn: _Turn) -> bool:
-        """Take one's place in the queue; True if there is none."""
+        """Enter at once and return True, or append the turn to the queue."""
         with self._lock:
             if self._is_free() and not self._waiting:
                 self._in_flight += 1
@@ -173,8 +173,7 @@ class Gate:
 
     @contextlib.contextmanager
     def watching(self, *, admitted: bool) -> Iterator[None]:
-        """One attempt of a request, whose outcome the gate learns; ``admitted`` if it has entered, which it then
-        leaves."""
+        """Let the gate learn the outcome of one attempt; one that was ``admitted`` then leaves the gate."""
         began = time.monotonic()
         try:
             yield
@@ -189,7 +188,7 @@ class Gate:
             self.leave(began, succeeded=True, throttled=False)
 
     def leave(self, began: float, *, succeeded: bool, throttled: bool) -> None:
-        """A data request that began at ``began`` (of time.monotonic) has ended."""
+        """Note the end of a data request that began at ``began`` (of time.monotonic)."""
         with self._lock:
             self._in_flight -= 1
             if succeeded:
@@ -199,18 +198,18 @@ class Gate:
             self._admit()
 
     def signal(self, began: float) -> None:
-        """A small request, which does not wait here, was throttled."""
+        """Note that a small request, which does not wait here, was throttled."""
         with self._lock:
             self._decrease(began)
 
     def is_calm(self, seconds: float) -> bool:
-        """Whether there is no limit, and S3 has not throttled for that long."""
+        """Whether there is no limit, and S3 has not throttled for ``seconds``."""
         with self._lock:
             return self._aimd.is_open and time.monotonic() - self._throttled_at >= seconds
 
     @property
     def state(self) -> GateState:
-        """As it is now."""
+        """The state of the gate now."""
         with self._lock:
             return GateState(
                 self._aimd.limit,
@@ -245,17 +244,17 @@ class Gate:
 
 
 class _Turn(Protocol):
-    """What waits in a gate's queue."""
+    """A place in a gate's queue."""
 
     def set(self) -> None:
-        """It is in."""
+        """Let the request in."""
 
     def is_set(self) -> bool:
-        """Whether it is."""
+        """Whether the request is in."""
 
 
 class _TaskTurn:
-    """The turn of a task."""
+    """The turn of an asyncio task."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -302,9 +301,9 @@ def gate_of(endpoint_url: str | None, bucket: str, ceiling: int) -> Gate:
     """This process's gate for a bucket. Thread safe.
 
     Args:
-        endpoint_url: of the settings; None for AWS's own chain.
-        bucket: its name.
-        ceiling: ``DCP_S3_CONCURRENCY``; the gate has the highest of those that were given.
+        endpoint_url: endpoint URL of the settings; None for AWS's own chain.
+        bucket: bucket name.
+        ceiling: ``DCP_S3_CONCURRENCY``; the gate keeps the highest that was given.
     """
     key = (endpoint_url, bucket)
     gate = _gates.get(key)
@@ -320,7 +319,7 @@ def _name(endpoint_url: str | None, bucket: str) -> str:
 
 
 def snapshot() -> dict[str, GateState]:
-    """The gates of this process, by ``{endpoint}/{bucket}`` (``s3://{bucket}`` where AWS's own chain says where)."""
+    """The gates of this process, by ``{endpoint}/{bucket}`` (``s3://{bucket}`` where AWS's own chain decides)."""
     with _lock:
         gates = dict(_gates)
     return {_name(*key): gate.state for key, gate in gates.items()}

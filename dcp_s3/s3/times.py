@@ -11,7 +11,7 @@ import botocore.utils
 
 
 def timestamp(value: datetime.datetime | str) -> float:
-    """Seconds since the epoch of a time in an answer of S3's, parsed or not; one without a zone is in UTC."""
+    """A time from S3's answer, parsed or not, in seconds since the epoch; without a zone it is in UTC."""
     time = _parse(value) if isinstance(value, str) else value
     if time.tzinfo is None:
         time = time.replace(tzinfo=datetime.timezone.utc)
@@ -27,7 +27,7 @@ def _parse(value: str) -> datetime.datetime:
 
 
 def server_time(answer: Mapping[str, Any]) -> float | None:
-    """When S3 answered, seconds since the epoch on its clock; None if it does not tell."""
+    """When S3 answered by its own clock, in seconds since the epoch; None if it does not tell."""
     headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
     try:
         return timestamp(email.utils.parsedate_to_datetime(headers["date"]))

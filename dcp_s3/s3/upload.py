@@ -1,8 +1,7 @@
 """Upload of objects from a stream of buffers: multipart with parts in parallel, PutObject when small.
 
 Nothing is copied: a part is a list of views of the caller's memory. The CRC-64 of each buffer is computed once,
-in the thread that uploads it, and those of parts, of objects and of any group of buffers (an item) are combined
-from them.
+in the thread that uploads it. The CRCs of parts, objects and any group of buffers (an item) are combined from these.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from dcp_s3.workers import Workers
 
 logger = logging.getLogger(__name__)
 
-# Parts ready to go when a thread becomes free.
+# Parts that are ready when a thread becomes free.
 WAITING_PARTS = 2
 
 
@@ -42,24 +41,24 @@ class UploadedObject:
     key: str
     """Object key."""
     size: int
-    """Bytes."""
+    """Size in bytes."""
     crc64nvme: int | None
-    """Of all its bytes; None if checksums were off."""
+    """CRC-64/NVME of all bytes; None if checksums were off."""
 
 
 class Uploader:
     """The threads and the limit on parts in flight that all uploads of one save share.
 
     At most ``concurrency`` parts are being sent and a few more wait; `ObjectUpload.write` blocks beyond that,
-    which bounds the memory of buffers that were made for the upload. The first part that fails for good cancels
+    which bounds the memory of buffers that were made for the upload. The first part that fails permanently cancels
     everything else.
 
     Args:
-        store: where to.
-        isolated: a part that fails cancels its own object only, for a caller that has another place for it.
+        store: store to upload to.
+        isolated: whether a failed part cancels its own object only, for a caller that has another place for it.
 
-    Use as a context manager. Leaving it after an exception cancels what is under way, aborts every multipart
-    upload that is open and deletes the objects already completed; in any case all threads have ended then.
+    Use as a context manager. An exception that leaves it cancels what is under way, aborts every open multipart upload
+    and deletes the objects already completed. In any case all threads have ended afterwards.
     """
 
     def __init__(self, store: S3Store, *, isolated: bool = False) -> None:
@@ -115,8 +114,10 @@ class Uploader:
             logger.warning("objects of a failed save are left for pruning: %s", error)
 
     def start(self, key: str, estimated_size: int, *, part_size: int | None = None) -> ObjectUpload:
-        """Begin an object of about ``estimated_size`` bytes, in parts as the settings say or of ``part_size`` bytes; no
-        request is sent yet."""
+        """Begin an object of about ``estimated_size`` bytes; no request is sent yet.
+
+        Parts have ``part_size`` bytes, or the size from the settings.
+        """
         if part_size is None:
             part_size = choose_part_size(estimated_size, self.store.settings.part_size)
         upload = ObjectUpload(self, key, part_size)
@@ -130,7 +131,7 @@ class Uploader:
     def submit(self, upload: ObjectUpload, function: Any, pieces: list[Piece], *arguments: Any) -> Future[Any]:
         """Run ``function(pieces, ...)`` for ``upload`` on the pool once there is a slot.
 
-        It is called once: the memory of the pieces is let go of then, whatever happens.
+        It is called once: the memory of the pieces is released then, whatever happens.
 
         Raises:
             Cancelled: the save, or this upload, has failed elsewhere.
@@ -163,19 +164,19 @@ class Uploader:
             _drop_views(pieces)
 
     def took(self, size: int) -> None:
-        """Book-keeping: S3 has ``size`` bytes more."""
+        """Count ``size`` more bytes that S3 has."""
         with self._lock:
             self.sent += size
 
     def left(self, upload: ObjectUpload, *, abort_on_failure: bool) -> None:
-        """Book-keeping when an upload is left open."""
+        """Note that an upload is left open."""
         with self._lock:
             self._open.discard(upload)
             if abort_on_failure:
                 self._left.append(upload)
 
     def finished(self, upload: ObjectUpload, *, completed: bool) -> None:
-        """Book-keeping at the end of an upload."""
+        """Note the end of an upload."""
         with self._lock:
             self._open.discard(upload)
             if completed:
@@ -193,7 +194,7 @@ class ObjectUpload:
         self.size = 0
         self.cancel = threading.Event() if uploader.isolated else uploader.cancel
         self.error: BaseException | None = None
-        """The failure of one of its parts, if one did."""
+        """The failure of one of its parts, if any."""
         self._uploader = uploader
         limit = replace(uploader.store.limit, cancel=self.cancel)
         self._store = uploader.store.within(limit)
@@ -207,13 +208,13 @@ class ObjectUpload:
 
     @property
     def part_size(self) -> int:
-        """Bytes of all parts but the last."""
+        """Size in bytes of each part but the last."""
         return self._part_size
 
     def resume(self, upload_id: str, parts: Mapping[int, KnownPart]) -> None:
         """Go on with a multipart upload that was begun before: parts that S3 has are not sent again.
 
-        To be called before the first `write`; the bytes to write are all of the object.
+        Call it before the first `write`, then write all bytes of the object.
         """
         self._upload_id = upload_id
         self._known = dict(parts)
@@ -222,7 +223,7 @@ class ObjectUpload:
         """Give up, but leave the multipart upload open for somebody to `resume`.
 
         Args:
-            abort_on_failure: abort it if an exception leaves the `Uploader`.
+            abort_on_failure: whether to abort it if an exception leaves the `Uploader`.
         """
         self.cancel.set()
         self._uploader.left(self, abort_on_failure=abort_on_failure)
@@ -274,7 +275,7 @@ class ObjectUpload:
         """Send the rest, wait for all parts, and complete the object.
 
         Raises:
-            StorageError, Cancelled: as `write`.
+            StorageError, Cancelled: as from `write`.
         """
         if self._upload_id is None and not self._parts:
             _, crc, _ = self._uploader.submit(self, self._put, self._pieces).result()
@@ -290,13 +291,13 @@ class ObjectUpload:
         return UploadedObject(self.key, self.size, crc)
 
     def forget(self) -> None:
-        """Let go of errors, whose tracebacks hold what this holds, and of memory."""
+        """Release memory, and errors whose tracebacks hold what this object holds."""
         self.error = None
         self._parts.clear()
         self._pieces = []
 
     def abort(self, store: S3Store) -> None:
-        """Abort the multipart upload, if one was created, by requests of ``store``. No part may be under way any more.
+        """Abort the multipart upload, if one was created, through ``store``. No part may still be under way.
 
         Errors are logged: another one is on its way to the user, and `prune` collects what is left.
         """
@@ -374,7 +375,7 @@ class ObjectUpload:
             body.release()
 
     def _checksum(self, pieces: list[Piece]) -> tuple[int | None, int, dict[str, Any]]:
-        """(CRC-64, bytes, request arguments) of a body; sets the CRC of each piece."""
+        """Return (CRC-64, bytes, request arguments) of a body, and set the CRC of each piece."""
         size = sum(piece.size for piece in pieces)
         algorithm = wire_checksum(self._store.settings)
         if algorithm == "none":

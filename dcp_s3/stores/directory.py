@@ -1,4 +1,4 @@
-"""A store in a directory: an object is a file of its key's path, there whole or not at all."""
+"""A store in a directory: an object is a file at its key's path, there whole or not at all."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ from dcp_s3.store import (
 )
 from dcp_s3.stores.listings import make_page
 
-# Names of files that are no objects: those that are being written, and user metadata.
+# Prefix of files that are not objects: files being written, and user metadata.
 _HIDDEN = ".dcp_s3-store-"
 _BLOCK = 4 * 2**20
 
 
 class DirectoryStore(Store):
-    """Objects as files. Processes may share the directory; of two that write one key, one is seen, whole.
+    """Objects as files. Processes may share the directory; if two write one key, one of them wins, whole.
 
-    A file is written under another name, flushed, and renamed. Its ETag is made of its inode, time and size, so that an
-    object that is written anew has another one. User metadata is in a file beside it that names the ETag. Conditions
-    hold among writers that are `DirectoryStore`s: each holds a lock on the directory while it compares and renames.
+    A file is written under another name, flushed, and renamed. Its ETag is made of inode, time and size, so that a
+    rewritten object has another one. User metadata is in a file beside it that names the ETag. Conditions hold among
+    `DirectoryStore`s: each locks the directory while it compares and renames.
 
-    Keys that no path can say (empty, ``.`` or ``..`` between slashes, a NUL) are refused, as is an object whose key
-    goes on after that of another with a slash.
+    Keys that no path can express (empty, ``.`` or ``..`` between slashes, a NUL) are refused. So is a key that extends
+    another object's key by a slash and more.
 
     Args:
-        path: of the directory; made when something is first written.
+        path: directory; made at the first write.
         page_size: most entries of a page of a listing.
     """
 
@@ -110,7 +110,7 @@ class DirectoryStore(Store):
 
     @contextlib.contextmanager
     def _open(self, operation: str, key: str) -> Iterator[int]:
-        """The file of a key; what goes wrong with it is a StorageError."""
+        """Open the file of a key; an OSError in the context becomes a StorageError."""
         self.limit.check(f"{operation} of {key}")
         with self._clear_errors(operation, key):
             fd = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
@@ -130,7 +130,7 @@ class DirectoryStore(Store):
         below = prefix.rpartition("/")[0]
         try:
             start = self._path(below) if below else self._root
-        except errors.StorageError:  # no key of this store begins so
+        except errors.StorageError:  # no key of this store begins like this
             return
         for directory, _, names in os.walk(start, onerror=_raise_unless_gone):
             parent = os.path.relpath(directory, self._root)
@@ -174,7 +174,7 @@ class DirectoryStore(Store):
                     temporary.unlink()
 
     def _holds(self, key: str, expect: Expect, data: bytes | memoryview) -> bool:
-        """Whether the object is there already, as an earlier attempt left it.
+        """Whether an earlier attempt has already written the object.
 
         Raises:
             PreconditionFailedError, ObjectNotFoundError: what is there is not as expected.
@@ -269,7 +269,7 @@ def _etag(stat: os.stat_result) -> str:
 
 
 def _new_file(path: Path, data: bytes | memoryview) -> Path:
-    """A file with these bytes beside ``path``, flushed to the disk."""
+    """Write a file with these bytes beside ``path``, flushed to the disk."""
     temporary = path.with_name(f"{_HIDDEN}{uuid.uuid4().hex}")
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)

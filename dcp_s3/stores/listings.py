@@ -1,4 +1,4 @@
-"""A page of a listing out of what a store holds. Pure."""
+"""Pages of a listing, made from a store's objects. Pure."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ def make_page(
     """A page as S3 would give it.
 
     Args:
-        objects: of the store, in any order.
-        prefix: of the keys that are listed.
+        objects: the store's objects, in any order.
+        prefix: start of the keys to list.
         delimiter: see `Store.page`.
         token: the last entry of the page before, None for the first page.
         size: most entries of a page.
-        now: seconds since the epoch.
+        now: the time, in seconds since the epoch.
     """
     entries: dict[str, ListedObject | None] = {}  # None: a common prefix
     for each in sorted(objects, key=lambda each: each.key.encode("utf-8", "surrogatepass")):

@@ -44,7 +44,7 @@ class MemoryStore(Store):
     """Objects in memory.
 
     Args:
-        name: for messages.
+        name: name of the store in messages.
         page_size: most entries of a page of a listing.
     """
 

@@ -13,13 +13,13 @@ T = TypeVar("T")
 
 
 class Overlay(Store):
-    """Reads find an object in the near store if it is there, else in the far one; everything else is the far one's.
+    """Reads objects from the near store if they are there, else from the far one; all else goes to the far one.
 
-    What is written or deleted goes from the near store first, so that nobody reads what was there before.
+    An object to write or delete is first removed from the near store, so that nobody reads the old one.
 
     Args:
-        near: asked first: a cache, what waits on this host to be uploaded.
-        far: has what counts.
+        near: store asked first: a cache, or what waits on this host to be uploaded.
+        far: store that counts.
     """
 
     def __init__(self, near: Store, far: Store) -> None:

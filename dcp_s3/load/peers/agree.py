@@ -1,6 +1,6 @@
-"""What the ranks of one load agree on, and the metadata that one of them fetches for all.
+"""Agreement between the ranks of one load, and the metadata that one of them fetches for all.
 
-Only what all ranks of `dcp.load` go through at the same place may talk to the group: see `find_load_group`.
+Only code that all ranks of `dcp.load` reach at the same point may talk to the group: see `find_load_group`.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ logger = logging.getLogger(__name__)
 
 
 def has_cpu_backend(group: dist.ProcessGroup) -> bool:
-    """Whether the group carries CPU tensors by gloo, the one backend that this was made for."""
+    """Whether the group carries CPU tensors by gloo, the only backend that this supports."""
     return "cpu:gloo" in dist.get_backend_config(group).split(",")
 
 
 def join_load(caller: Caller, url: str | None, settings: Settings, *, willing: bool) -> LoadGroup | None:
-    """The ranks of this load, if all of them share. Collective: every rank takes part, also one that does not share.
+    """The ranks of this load, if all of them share. Collective: ranks that do not share take part, too.
 
     Args:
-        caller: as `find_load_group` found it.
-        url: of the checkpoint, None if there is none.
-        settings: of this rank's reader.
+        caller: caller of the load, from `find_load_group`.
+        url: URL of the checkpoint, None if there is none.
+        settings: settings of this rank's reader.
         willing: whether this rank may take the metadata from another.
     """
     if not has_cpu_backend(caller.group):
@@ -63,12 +63,13 @@ class LoadGroup:
     """The ranks of one load.
 
     Args:
-        caller: as `find_load_group` found it; its group has gloo for CPU tensors.
+        caller: caller of the load, from `find_load_group`; its group has gloo for CPU tensors.
 
     Attributes:
         shares_data: whether they share more than the metadata.
         is_coordinator: whether this rank fetches the metadata for all.
-        raised: by a signal while this rank agreed with the others, who now wait for it: to be given to `fetch_once`.
+        raised: exception that a signal raised while this rank agreed with the others. They now wait for this rank: pass
+            it to `fetch_once`.
     """
 
     def __init__(self, caller: Caller) -> None:
@@ -81,7 +82,7 @@ class LoadGroup:
         self._coordinator = dist.get_global_rank(caller.group, 0)
 
     def agree(self, *values: int) -> list[list[int]]:
-        """The ``values`` (64 bits each, as many on every rank) of all ranks, in order of ranks. Collective."""
+        """All ranks' ``values`` (64 bits each, equally many on every rank), in order of ranks. Collective."""
         own = torch.tensor(values, dtype=torch.int64, device="cpu")
         found = [torch.empty_like(own) for _ in range(self.world_size)]
         dist.all_gather(found, own, group=self.group)
@@ -90,15 +91,15 @@ class LoadGroup:
     def fetch_once(
         self, fetch: Callable[[], StoredObject], url: str, failure: BaseException | None = None
     ) -> StoredObject:
-        """What ``fetch`` returns, or raises, on the coordinator: on all ranks. Collective.
+        """Call ``fetch`` on the coordinator; return or raise its outcome on all ranks. Collective.
 
         Args:
             fetch: called on the coordinator.
-            url: of the checkpoint, for errors.
-            failure: this rank has failed already. It takes part, and raises that.
+            url: URL of the checkpoint, for errors.
+            failure: error with which this rank has failed already. The rank takes part, then raises it.
 
         Raises:
-            PeerReadError: what the coordinator raised is no error of dcp_s3.
+            PeerReadError: the coordinator raised something that is no error of dcp_s3.
         """
         stored: StoredObject | None = None
         if self.is_coordinator and failure is None:
@@ -118,7 +119,7 @@ class LoadGroup:
     def _broadcast(
         self, stored: StoredObject | None, failure: errors.DcpS3Error | None
     ) -> StoredObject | errors.DcpS3Error:
-        """What the coordinator has: one of the two. Collective."""
+        """Give every rank the coordinator's object or error, whichever it has. Collective."""
         head: list[Any] = [failure]
         if stored is not None:
             head = [(len(stored.data), dict(stored.metadata), stored.etag)]

@@ -1,9 +1,10 @@
-"""Which stored bytes several ranks of a load need, and which of them fetches these for all. Pure.
+"""Stored bytes that several ranks of a load need, and the rank that fetches them for all. Pure.
 
     items of all ranks -> saved chunks -> those that are shared -> parts -> pieces -> owners
 
-A chunk is shared as a whole or not at all: if the ranks would together fetch a quarter more of it than there is. Its
-parts are cut where its checksums are, so that whoever fetches one can verify it.
+A chunk is shared as a whole or not at all: if the ranks, each on its own, would together fetch at least a quarter more
+bytes than one rank would for all. Its parts are cut where its checksums are, so that any rank that fetches one can
+verify it.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from dcp_s3.load.peers.assignment import (
 )
 
 MAX_PIECE = 16 * 2**20
-"""Bytes of a piece at most, unless a block of its checksums is longer."""
+"""Maximum bytes of a piece, unless a block of its checksums is longer."""
 
 MAX_OBJECTS = 256 * 2**20
-"""Bytes of items that are no tensors that are shared at most."""
+"""Maximum bytes of shared items that are no tensors."""
 
 _MAX_BLOCK = 64 * 2**20  # a chunk with longer ones is not shared
-_MAX_GAP = 64 * 2**10  # bytes between two parts that are rather fetched and thrown away: the framing of items
+_MAX_GAP = 64 * 2**10  # gaps between two parts up to this many bytes are fetched and dropped: the framing of items
 _SMALL = 2**20  # parts up to here share a piece with their neighbours; no part is cut for less
 _RANK = 32  # bits of the number of an item
 
@@ -44,7 +45,7 @@ class _Want(NamedTuple):
     """A box of a chunk, and who needs it."""
 
     box: Box
-    span: tuple[int, int]  # elements of the chunk, if the box is all of them, else of none
+    span: tuple[int, int]  # elements of the chunk, if the box is exactly these; else empty
     runs: tuple[tuple[int, int], ...]  # bytes of the chunk to fetch for it, in whole blocks
     users: list[int]  # rank << 32 | number of the item
 
@@ -74,15 +75,15 @@ def plan_sharing(
     max_gap: int = 0,
     max_objects: int = MAX_OBJECTS,
 ) -> list[Assignment] | None:
-    """Share out what several ranks need.
+    """Assign the bytes that several ranks need to the ranks that fetch them.
 
     Args:
-        metadata: of the checkpoint.
+        metadata: metadata of the checkpoint.
         plans: the items of each rank.
-        max_piece: bytes of a piece, unless a block of its checksums is longer.
-        max_gap: bytes between two runs of a box that whoever fetches it rather takes along than asks around.
-        max_objects: bytes of items that are no tensors. They come in the order of the pieces, and each rank holds them
-            back for those that come before them in its plan.
+        max_piece: maximum bytes of a piece, unless a block of its checksums is longer.
+        max_gap: longest gap (bytes) between two runs of a box that is fetched rather than skipped.
+        max_objects: maximum bytes of shared items that are no tensors. They arrive in the order of the pieces, and each
+            rank holds them back for those before them in its plan.
 
     Returns:
         An assignment for each rank, None if there is nothing to share. The same arguments give the same result.
@@ -121,7 +122,7 @@ _Boxes = dict[tuple[object, ...], tuple[ReadItem, list[int]]]  # boxes of one ch
 
 
 def _find_wanted(plans: Sequence[Sequence[ReadItem]]) -> dict[tuple[object, ...], _Boxes]:
-    """By name and offset of the chunk."""
+    """Collect the boxes that are needed, by name and offset of the chunk."""
     wanted: dict[tuple[object, ...], _Boxes] = {}
     for rank, items in enumerate(plans):
         for number, item in enumerate(items, rank << _RANK):
@@ -151,7 +152,7 @@ def _is_object(boxes: _Boxes) -> bool:
 
 
 def _estimate(metadata: Metadata, item: ReadItem) -> int:
-    """About what an item fetches that nobody else needs, bytes."""
+    """Rough number of bytes that an item fetches if no other rank needs it."""
     saved = metadata.state_dict_metadata.get(item.storage_index.fqn)
     return item.lengths.numel() * saved.properties.dtype.itemsize if isinstance(saved, TensorStorageMetadata) else 0
 
@@ -159,7 +160,7 @@ def _estimate(metadata: Metadata, item: ReadItem) -> int:
 def _find_wants(
     metadata: Metadata, boxes: _Boxes, covers: dict[tuple[object, ...], _Cover | None], max_gap: int, max_piece: int
 ) -> tuple[StoredChunk | None, list[_Want]]:
-    """The chunk and who needs what of it; None if it can not be shared."""
+    """The chunk, and who needs what of it; None if it cannot be shared."""
     kinds = {item.type for item, _ in boxes.values()}
     index = next(iter(boxes.values()))[0].storage_index
     stored = find_stored(metadata, index, kinds.pop()) if len(kinds) == 1 else None
@@ -193,13 +194,13 @@ def _is_worth_decoding(metadata: Metadata, stored: StoredChunk, boxes: _Boxes, m
 
 
 def _cover(stored: StoredChunk, box: Box, max_gap: int) -> _Cover | None:
-    """The first three fields of a `_Want`; None if it needs nothing, or is not inside the chunk."""
+    """The first three fields of a `_Want`; None if the box is empty, or is not inside the chunk."""
     size, block = stored.itemsize, stored.block
     try:
         first, last = covering_run(stored.sizes, box)
         runs = runs_of_box(stored.sizes, box, max(max_gap, block) // size)
     except ValueError:
-        return None  # whoever reads it says what is wrong
+        return None  # the rank that reads it reports what is wrong
     merged: list[tuple[int, int]] = []
     for start, stop in runs:
         begin = start * size // block * block
@@ -210,7 +211,7 @@ def _cover(stored: StoredChunk, box: Box, max_gap: int) -> _Cover | None:
 
 
 def _share(chunk: StoredChunk, wants: list[_Want], max_piece: int) -> list[_Part]:
-    """The parts of a chunk; none if it is not worth sharing."""
+    """Cut a chunk into parts; returns none if sharing is not worth it."""
     if chunk.block > _MAX_BLOCK:
         return []
     runs: list[list[int]] = []
@@ -231,7 +232,7 @@ def _share(chunk: StoredChunk, wants: list[_Want], max_piece: int) -> list[_Part
             if cuts[-1] + _SMALL <= end <= last - _SMALL:
                 cuts.append(end)
         for start, stop in zip(cuts, [*cuts[1:], last], strict=True):
-            step = -(-(stop - start) // -(-(stop - start) // max_piece))  # of equal parts
+            step = -(-(stop - start) // -(-(stop - start) // max_piece))  # equal parts
             step = min(-(-step // chunk.block), max(1, max_piece // chunk.block)) * chunk.block
             for begin in range(start, stop, step):
                 end = min(begin + step, stop)
@@ -266,7 +267,7 @@ def _sort_by_rank(wants: tuple[_Want, ...]) -> _Users:
 
 
 def _coalesce(parts: list[_Part], max_piece: int) -> list[list[_Part]]:
-    """Neighbours that the same ranks need become one piece."""
+    """Join neighbours that the same ranks need into one piece."""
     pieces: list[list[_Part]] = []
     begin = 0
     for part in sorted(parts, key=lambda p: (p.chunk.path, p.start, p.stop)):
@@ -287,7 +288,7 @@ def _coalesce(parts: list[_Part], max_piece: int) -> list[list[_Part]]:
 
 
 def _choose_owners(pieces: list[list[_Part]], direct: list[int]) -> list[tuple[int, int]]:
-    """(index of the piece, owner) in the order in which all go through them: each owner's first, second, and so on."""
+    """(index of the piece, owner) in the order in which all ranks take them: each owner's first, second, and so on."""
     load = list(direct)
     queues: dict[int, list[int]] = {}
     sizes = [piece[-1].stop - piece[0].start for piece in pieces]

@@ -1,4 +1,4 @@
-"""What the coordinator of a load tells each rank about bytes that several of them need. Pure."""
+"""The coordinator's orders to each rank of a load about bytes that several ranks need. Pure."""
 
 from __future__ import annotations
 
@@ -15,35 +15,35 @@ from dcp_s3.load.boxes import Box
 
 
 class Offer(NamedTuple):
-    """In the local plan of a rank that can share."""
+    """The offer to share, in the local plan of a rank that can."""
 
     rank: int
-    """In the load's group."""
+    """Rank in the load's group."""
     world_size: int
-    """Of the group."""
+    """Number of ranks in the group."""
 
 
 class StoredChunk(NamedTuple):
     """A stored item as bytes to be read."""
 
     path: str
-    """Object, relative to the checkpoint."""
+    """Path of the object, relative to the checkpoint."""
     base: int
-    """First byte in the object."""
+    """First byte of the chunk in the object."""
     nbytes: int
-    """Length."""
+    """Length in bytes."""
     blocks: Blocks | None
-    """Its checksums, None without."""
+    """Checksums of the chunk, None without."""
     sizes: tuple[int, ...]
-    """In elements; of items that are read as a whole, the number of bytes."""
+    """Shape in elements; for items that are read as a whole, the number of bytes."""
     itemsize: int
     """Bytes of an element."""
     whole: bool
-    """Whether it is decoded when all of it is there, rather than raw bytes of a tensor."""
+    """Whether it is decoded once all of it has arrived; else it is the raw bytes of a tensor."""
 
     @property
     def block(self) -> int:
-        """Any multiple of this many bytes is a place where it can be cut."""
+        """The chunk can be cut at every multiple of this many bytes."""
         if self.whole:
             return self.nbytes
         return MIN_BLOCK if self.blocks is None else self.blocks.size
@@ -53,11 +53,11 @@ class SharedPart(NamedTuple):
     """A run of bytes of a stored chunk, as one rank sees it."""
 
     items: tuple[int, ...]
-    """Numbers of the rank's items that need of it."""
+    """Numbers of the rank's items that need bytes of the part."""
     start: int
     """First byte in the chunk."""
     stop: int
-    """The one behind the last."""
+    """The byte after the last."""
 
 
 Boxes = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
@@ -65,38 +65,38 @@ Boxes = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
 
 class Peer(NamedTuple):
-    """A rank to which the owner of a piece sends."""
+    """A rank that the owner of a piece sends to."""
 
     rank: int
-    """In the load's group."""
+    """Rank in the load's group."""
     needs: tuple[Boxes | None, ...] | None
-    """For each part, the boxes of its items, or None where the one that there is contains the part. None if that is so
-    in all parts."""
+    """For each part, the boxes of its items, or None where the part's only box contains all of it. None if so in all
+    parts."""
 
 
 class SharedPiece(NamedTuple):
-    """What one request fetches and several ranks need, as one of these sees it."""
+    """The bytes that one request fetches and several ranks need, as seen by one of these ranks."""
 
     number: int
-    """In the order in which all ranks go through them."""
+    """Place in the order in which all ranks process the pieces."""
     owner: int
-    """Rank that fetches it."""
+    """Rank that fetches the piece."""
     parts: tuple[SharedPart, ...]
-    """In the order in which they lie in the object."""
+    """Parts in the order in which they lie in the object."""
     peers: tuple[Peer, ...]
-    """For the owner only: to whom it is sent."""
+    """Ranks that the piece is sent to; for the owner only."""
 
 
 class Assignment(NamedTuple):
-    """What one rank has to do with shared pieces."""
+    """One rank's work on shared pieces."""
 
     item_count: int
-    """Of its plan."""
+    """Number of items in the rank's plan."""
     pieces: tuple[SharedPiece, ...]
-    """Those that it fetches or needs, in order of their numbers."""
+    """Pieces that the rank fetches or needs, in order of their numbers."""
 
     def shared_items(self) -> set[int]:
-        """Numbers of the items that come by pieces, and by pieces alone."""
+        """Numbers of the items that arrive in pieces, and only so."""
         return {number for piece in self.pieces for part in piece.parts for number in part.items}
 
 
@@ -106,13 +106,13 @@ def all_offered(offers: Sequence[object]) -> bool:
 
 
 def find_stored(metadata: Metadata, index: MetadataIndex, kind: LoadItemType) -> StoredChunk | None:
-    """How the stored item at ``index`` is read; None if it can not be shared, or the metadata contradicts itself."""
+    """The stored item at ``index``; None if it cannot be shared, or the metadata contradicts itself."""
     info = metadata.storage_data.get(index)
     if info is None or info.length <= 0:
         return None
     saved, raw_offset = metadata.state_dict_metadata.get(index.fqn), get_raw_offset(info)
     if raw_offset is None or getattr(info, "transform_descriptors", None) or kind == LoadItemType.BYTE_IO:
-        crc = get_crc(info) if raw_offset is None else None  # else it is that of a part of the item
+        crc = get_crc(info) if raw_offset is None else None  # else it covers only a part of the item
         blocks = None if crc is None else Blocks(info.length, b"", crc)
         return StoredChunk(info.relative_path, info.offset, info.length, blocks, (info.length,), 1, True)
     if not isinstance(saved, TensorStorageMetadata) or (chunk := find_chunk(saved, index)) is None:
@@ -127,7 +127,7 @@ def find_stored(metadata: Metadata, index: MetadataIndex, kind: LoadItemType) ->
 
 
 def box_of(item: ReadItem, stored: StoredChunk) -> Box:
-    """What ``item`` needs of its stored chunk."""
+    """The box of its stored chunk that ``item`` needs."""
     if stored.whole:
         return Box((0,), (stored.nbytes,))
     return Box(tuple(item.storage_offsets), tuple(item.lengths))

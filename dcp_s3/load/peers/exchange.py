@@ -1,15 +1,15 @@
 """Pieces on their way between the ranks of a load: fetched by their owners, sent to the others.
 
-Every rank goes through the pieces in the order of their numbers: one thread sends those that it owns, one receives
-those of others, each within bounded memory of its own. Nobody waits in a circle: consider the smallest piece that is
-not through. Its owner has sent all that it owns before it, so that the memory to fetch it in is free and it is next to
-be sent; its receivers have received all before it, so that it is next there as well.
+Every rank goes through the pieces in the order of their numbers: one thread sends the pieces that the rank owns, one
+receives the others. Each has bounded memory of its own. There is no deadlock: consider the smallest piece that is not
+done. Its owner has sent all that it owns before it, so the memory to fetch it is free, and it is sent next; its
+receivers have received all before it, so they receive it next.
 
-A rank that fails goes through the schedule to its end, so that nobody waits for it: instead of what it has not sent yet
-its peers get the cause, and what it still gets is dropped. Who is told of a failure fails too.
+A rank that fails still goes through its schedule to the end, so that nobody waits for it. Instead of what it has not
+sent yet it sends the cause, and it drops what it still receives. A rank that is told of a failure fails too.
 
-No wait here has a time limit of its own: gloo closes the connections of a group when one runs out, and the caller
-could not load anything else with it. The group's own limit holds.
+No wait here has a timeout of its own: when one runs out, gloo closes the group's connections, and the caller could
+not load anything else with the group. The group's own timeout applies.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from dcp_s3.workers import Workers
 
 logger = logging.getLogger(__name__)
 
-# gloo's messages are told apart by sender and tag. Two tags for each piece.
+# gloo tells messages apart by sender and tag. Each piece has two tags.
 _FIRST_TAG = 1 << 29
 _HEADERS_AHEAD = 32
 _PAYLOADS_AHEAD = 4
@@ -43,9 +43,9 @@ class Outgoing(Protocol):
     """A piece that this rank owns.
 
     Attributes:
-        number: of the piece.
-        nbytes: memory that it takes while it is under way.
-        peers: ranks in the group that get something of it.
+        number: number of the piece.
+        nbytes: bytes of memory that it takes while in flight.
+        peers: ranks in the group that receive bytes of it.
     """
 
     @property
@@ -58,22 +58,22 @@ class Outgoing(Protocol):
     def peers(self) -> Sequence[int]: ...
 
     def fetch(self) -> None:
-        """Get it, checked. Called on any thread."""
+        """Fetch and verify the piece. Called on any thread."""
 
     def message(self, peer: int) -> tuple[torch.Tensor, int]:
-        """What ``peer`` gets, uint8 in CPU memory, not empty; and the CRC-64/NVME of its sections."""
+        """The message for ``peer`` (uint8 in CPU memory, not empty), and the CRC-64/NVME of its sections."""
 
     def sent(self) -> None:
-        """Nobody needs its memory any more."""
+        """Note that nobody needs the piece's memory any more."""
 
 
 class Incoming(Protocol):
     """A piece that another rank owns.
 
     Attributes:
-        number: of the piece.
-        nbytes: of the message, at least 1.
-        owner: rank in the group.
+        number: number of the piece.
+        nbytes: bytes of the message, at least 1.
+        owner: rank of the owner in the group.
     """
 
     @property
@@ -86,10 +86,10 @@ class Incoming(Protocol):
     def owner(self) -> int: ...
 
     def buffer(self) -> torch.Tensor:
-        """Where the message is to be received: ``nbytes`` of uint8 in CPU memory."""
+        """Memory to receive the message in: ``nbytes`` of uint8 on the CPU."""
 
     def received(self, crc: int) -> None:
-        """It is there; ``crc`` is what its owner sent."""
+        """Take the message that has arrived; ``crc`` is the checksum that its owner sent."""
 
 
 class _Failure(NamedTuple):
@@ -117,17 +117,17 @@ class Exchange:
     """One rank's part of an exchange: `prepare`, then either `abandon`, or `start` and `join`.
 
     Args:
-        group: with gloo for CPU tensors.
-        rank: of this process in it.
-        outgoing: the pieces that it owns, in order.
-        incoming: those that it gets, in order.
-        url: of the checkpoint, for errors.
-        threads: that fetch.
-        memory: bytes of pieces that are under way: half of them are being fetched or sent, an eighth received. One
-            piece always is.
+        group: process group with gloo for CPU tensors.
+        rank: rank of this process in the group.
+        outgoing: pieces that this rank owns, in order.
+        incoming: pieces that this rank receives, in order.
+        url: URL of the checkpoint, for errors.
+        threads: number of threads that fetch.
+        memory: bytes of pieces in flight: half for pieces being fetched or sent, an eighth for pieces being received.
+            One piece is always allowed.
         on_failure: called once, from any thread, when anything fails, here or elsewhere.
-        on_end: called when this rank is through with all pieces.
-        deadline: of the load.
+        on_end: called when this rank is done with all pieces.
+        deadline: deadline of the load.
     """
 
     def __init__(
@@ -159,8 +159,8 @@ class Exchange:
         self._begun, self._abandoned, self._ended = threading.Event(), False, threading.Event()
 
     def prepare(self) -> None:
-        """Get the threads and the memory without which the peers would wait for ever."""
-        # Not touched, so no more than addresses, unless something fails.
+        """Acquire threads and memory; without them the peers would wait forever."""
+        # Untouched, so only addresses, unless something fails.
         size = max((piece.nbytes for piece in self._incoming), default=0)
         self._dropped = torch.empty(size, dtype=torch.uint8, device="cpu")
         self._pool = Workers(self._count, "dcp_s3-fetch")
@@ -168,18 +168,18 @@ class Exchange:
             threading.Thread(target=self._guard, args=(function,), name=f"dcp_s3-{name}").start()
 
     def abandon(self) -> None:
-        """End what `prepare` began; nothing is sent or received."""
+        """Undo `prepare`; nothing is sent or received."""
         self._abandoned = True
         self._begun.set()
         if self._pool is not None:
             self._pool.close()
 
     def start(self) -> None:
-        """Begin. `join` must follow."""
+        """Start sending and receiving. `join` must follow."""
         self._begun.set()
 
     def join(self) -> None:
-        """Wait until this rank is through with all pieces, failed or not. An interrupt of that is a failure."""
+        """Wait until this rank is done with all pieces, failed or not. An interrupted wait is a failure."""
         wait_through(self._ended, self.fail)
 
     def fail(self, error: BaseException) -> None:
@@ -188,7 +188,7 @@ class Exchange:
 
     @property
     def error(self) -> BaseException | None:
-        """The first failure."""
+        """The first failure, None without."""
         return None if self._failure is None else self._failure.error
 
     def _fail(self, failure: _Failure) -> None:
@@ -245,7 +245,7 @@ class Exchange:
 
     def _lose(self, peer: int, error: Exception) -> None:
         if peer not in self._lost:
-            # DCP's own collective fails next, and what is raised here is lost with it.
+            # DCP's own collective fails next, and hides what is raised here.
             logger.warning("the connection to rank %d was lost while it loaded %s: %s", peer, self._url, error)
         self._lost.add(peer)
         text = f"the connection to rank {peer} was lost: {error}"
@@ -280,7 +280,7 @@ class Exchange:
                     futures.append(future)
                     held += size
                 elif len(futures) <= index:
-                    held -= self._retire(posted.popleft())  # all that is held has been sent: there is some
+                    held -= self._retire(posted.popleft())  # everything held is posted, so this is not empty
                 else:
                     break
             fetched = index < len(futures) and self._wait_for(futures[index])
@@ -306,7 +306,7 @@ class Exchange:
                 self.fail(self._deadline.error(f"the load of {self._url}"))
             return False
         error = future.exception()
-        if isinstance(error, Cancelled):  # because of something that is about to be told
+        if isinstance(error, Cancelled):  # because of a failure that is about to be reported
             with self._changed:
                 self._changed.wait_for(lambda: self._failure is not None, left)
         if error is not None:
@@ -342,7 +342,7 @@ class Exchange:
         return pack_header(False, failure.rank, 0, failure.text)
 
     def _retire(self, sent: _Sent) -> int:
-        """Wait until a piece is through; its bytes."""
+        """Wait until a piece has been sent; returns its bytes."""
         done = [self._wait(work, peer) for peer, work in sent.works]
         if sent.whole and all(done) and self._failure is None:
             try:
@@ -391,7 +391,7 @@ class Exchange:
         return self._dropped[: piece.nbytes]
 
     def _finish(self, received: _Received) -> int:
-        """Wait for a piece and bring it to its place; its bytes."""
+        """Wait for a piece and put it in place; returns its bytes."""
         if self._wait(received.work, received.piece.owner) and self._failure is None:
             try:
                 received.piece.received(received.crc)

@@ -1,7 +1,7 @@
-"""What must be gone through to its end although a signal's handler raises: the other ranks wait for it.
+"""Work that must run to its end although a signal's handler raises: the other ranks wait for it.
 
-A collective is one call of C++. A signal that comes meanwhile is raised right after it has succeeded: the other ranks
-go on, this one would leave.
+A collective is one call of C++. A signal that comes meanwhile is raised right after the call has succeeded: the other
+ranks would go on, and this one would leave.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ T = TypeVar("T")
 
 
 def run_through(function: Callable[[], T]) -> tuple[T, BaseException | None]:
-    """Run ``function`` on a thread of its own, whatever is raised on this one meanwhile.
+    """Run ``function`` to its end on a thread of its own, whatever is raised on this one meanwhile.
 
     Returns:
-        What it returns, and the first exception that a signal raised here: for the caller to raise.
+        Its result, and the first exception that a signal raised here, for the caller to raise.
 
     Raises:
-        BaseException: what ``function`` raises.
+        BaseException: raised by ``function``.
     """
     future: Future[T] = Future()
     ended = threading.Event()
@@ -32,7 +32,7 @@ def run_through(function: Callable[[], T]) -> tuple[T, BaseException | None]:
             return
         try:
             future.set_result(function())
-        except BaseException as error:  # noqa: BLE001 - it is raised where it is waited for
+        except BaseException as error:  # noqa: BLE001 - raised where the result is awaited
             future.set_exception(error)
         finally:
             ended.set()
@@ -40,7 +40,7 @@ def run_through(function: Callable[[], T]) -> tuple[T, BaseException | None]:
     raised: list[BaseException] = []
     try:
         threading.Thread(target=run, name="dcp_s3-collective").start()
-    except BaseException as error:  # noqa: BLE001 - an interrupt, or no thread is left: the others wait all the same
+    except BaseException as error:  # noqa: BLE001 - an interrupt, or no thread is left: the others wait anyway
         raised.append(error)
         run()
     wait_through(ended, raised.append)
@@ -48,9 +48,9 @@ def run_through(function: Callable[[], T]) -> tuple[T, BaseException | None]:
 
 
 def wait_through(ended: threading.Event, on_raise: Callable[[BaseException], None]) -> None:
-    """Wait for ``ended``; what a signal raises here meanwhile goes to ``on_raise``.
+    """Wait for ``ended``; ``on_raise`` gets what a signal raises here meanwhile.
 
-    Not by `Thread.join`: in Python 3.11 one that was interrupted takes the thread for ended.
+    `Thread.join` would not do: in Python 3.11, once interrupted, it takes the thread for ended.
     """
     while not ended.is_set():
         try:

@@ -1,4 +1,4 @@
-"""The pieces of an exchange, as the rank that fetches one and the ranks that get it see them."""
+"""The pieces of an exchange, as seen by the rank that fetches one and by the ranks that receive it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from dcp_s3.load.transfer import Transfer
 from dcp_s3.tensor_memory import view_bytes
 
 _ALIGNMENT = 64
-"""Parts and sections begin at multiples of this many bytes of a message: of the size of an element of any dtype."""
+"""Parts and sections begin at multiples of this many bytes of a message, a multiple of any dtype's element size."""
 
 
 def lay_out(sizes: Sequence[int]) -> tuple[list[int], int]:
-    """Where parts or sections of these sizes (bytes) begin in a message, and how long it is."""
+    """Lay parts or sections of these sizes (bytes) into a message; returns their offsets and the message's length."""
     starts, end = [], 0
     for size in sizes:
         start = -(-end // _ALIGNMENT) * _ALIGNMENT
@@ -32,13 +32,13 @@ def lay_out(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 class SharedItems:
-    """The items of one rank that come by pieces, by their numbers in its plan.
+    """The items of one rank that arrive in pieces, by their numbers in its plan.
 
     Args:
-        items: by number.
-        stored: how each is stored.
-        alone: numbers of the items in whose memory nothing else is loaded.
-        finished: called with each when all of it is there.
+        items: items by number.
+        stored: how each item is stored.
+        alone: numbers of the items that share their memory with no other.
+        finished: called with each item when all of it has arrived.
     """
 
     def __init__(
@@ -56,16 +56,16 @@ class SharedItems:
         return self._items[number]
 
     def sections(self, part: SharedPart) -> Iterator[tuple[int, ItemTransfer, Section]]:
-        """What the items of this rank need of a part: number, item, section."""
+        """The sections of a part that this rank's items need: number, item, section."""
         for number in part.items:
             yield number, self._items[number], self._items[number].section(part.start, part.stop)
 
     def memory(self, number: int, section: Section) -> memoryview | None:
-        """The place of a section; None if it is not one run of bytes that nothing else is loaded into."""
+        """The place of a section; None if it is not one run of bytes, or shared with another item."""
         return self._items[number].section_memory(section) if number in self._alone else None
 
     def arrived(self, item: ItemTransfer, section: Section) -> None:
-        """Count a section that is at its place; after the last the item is finished."""
+        """Count a section that is in place; the last one finishes the item."""
         if item.section_arrived(section):
             item.finish()
             self._finished(item)
@@ -77,9 +77,9 @@ class OwnedPiece(Transfer):
     Offsets count from the beginning of the object. A part is a range.
 
     Args:
-        piece: as the assignment has it.
-        items: of this rank.
-        engine: fetches it.
+        piece: the piece, from the assignment.
+        items: items of this rank.
+        engine: engine that fetches the piece.
     """
 
     __slots__ = ("_bytes", "_engine", "_items", "_own", "_part_crcs", "_parts", "_sections", "_starts",
@@ -97,11 +97,11 @@ class OwnedPiece(Transfer):
         self._part_crcs: list[int] = []
         ranges = [_range_of(items.stored[part.items[0]], part) for part in piece.parts]
         path = items.stored[piece.parts[0].items[0]].path
-        # All checksums are needed: of what is sent, too.
+        # All checksums are needed, those of sent bytes too.
         super().__init__(path, 0, ranges, (ranges[0].start, ranges[-1].stop), checked=True)
 
     def _sections_of(self, peer: Peer) -> list[tuple[int, Box | None, Section, int]]:
-        """What a peer gets: number of the part, box (None: all of the part), elements, bytes."""
+        """The sections that a peer receives: number of the part, box (None: all of the part), elements, bytes."""
         found: list[tuple[int, Box | None, Section, int]] = []
         for number, part in enumerate(self._parts):
             needs = None if peer.needs is None else peer.needs[number]
@@ -121,11 +121,11 @@ class OwnedPiece(Transfer):
         return self._items[self._parts[number].items[0]].name_of(part)
 
     def fetch(self) -> None:
-        """Get it from S3 and compare the checksums.
+        """Fetch the piece from S3 and compare the checksums.
 
         Raises:
-            CorruptCheckpointError: twice a part was not what was written.
-            StorageError: S3 failed for good.
+            CorruptCheckpointError: a part was not what was written, twice.
+            StorageError: S3 failed despite retries.
         """
         memory = self._own_memory()
         self._own = memory is not None
@@ -133,7 +133,7 @@ class OwnedPiece(Transfer):
         self._engine.fetch_alone(self)
 
     def _own_memory(self) -> memoryview | None:
-        """Memory of this rank's own item, if that is all of the piece."""
+        """The memory of this rank's own item, if that is the whole piece."""
         if len(self._parts) != 1 or len(self._parts[0].items) != 1:
             return None
         part = self._parts[0]
@@ -150,7 +150,7 @@ class OwnedPiece(Transfer):
         return self._view(first, first + stop - start)
 
     def put(self, offset: int, data: memoryview) -> None:
-        """See `Transfer`. Nothing: all is received in place."""
+        """See `Transfer`. Does nothing: everything is received in place."""
 
     def _view(self, start: int, stop: int) -> memoryview:
         if self._bytes is None:
@@ -162,7 +162,7 @@ class OwnedPiece(Transfer):
         return self._view(start, start + part.stop - part.start)
 
     def finish(self) -> None:
-        """See `Transfer`. This rank takes its own."""
+        """See `Transfer`. Copies the sections that this rank needs."""
         self._part_crcs = self.checksums()
         if self._own:
             return
@@ -172,7 +172,7 @@ class OwnedPiece(Transfer):
                     item.place(part.start, self._part(number))
 
     def message(self, peer: int) -> tuple[torch.Tensor, int]:
-        """What ``peer`` gets, and its CRC-64/NVME: the piece's own memory where that is all of it."""
+        """The message for ``peer``, and its CRC-64/NVME. For the whole piece it is the piece's own memory."""
         sections = self._sections[peer]
         if all(box is None for _, box, _, _ in sections):
             sizes = [part.stop - part.start for part in self._parts]
@@ -201,7 +201,7 @@ class OwnedPiece(Transfer):
             done += part.numel
 
     def sent(self) -> None:
-        """Nobody reads its memory any more: this rank's own items may be handed on."""
+        """Note that nobody reads the piece's memory any more: this rank's own items may be handed on."""
         self._bytes = None
         with torch.inference_mode(self._items.inference):
             for part in self._parts:
@@ -213,9 +213,9 @@ class ReceivedPiece:
     """A piece that another rank sends.
 
     Args:
-        piece: as the assignment has it.
-        items: of this rank.
-        url: of the checkpoint, for errors.
+        piece: the piece, from the assignment.
+        items: items of this rank.
+        url: URL of the checkpoint, for errors.
     """
 
     def __init__(self, piece: SharedPiece, items: SharedItems, url: str) -> None:
@@ -230,7 +230,7 @@ class ReceivedPiece:
         self._direct = False
 
     def buffer(self) -> torch.Tensor:
-        """Where to receive it: the item's own memory, where that is one run."""
+        """Memory to receive the piece in: the item's own, where that is one run."""
         memory = None
         if len(self._sections) == 1:
             number, _, section = self._sections[0]
@@ -240,7 +240,7 @@ class ReceivedPiece:
         return torch.frombuffer(self._bytes, dtype=torch.uint8)
 
     def received(self, crc: int) -> None:
-        """Bring it to its place.
+        """Copy the piece to its place.
 
         Raises:
             PeerReadError: these are not the bytes that were sent.
@@ -270,7 +270,7 @@ def _new_memory(size: int) -> memoryview:
 
 
 def _range_of(stored: StoredChunk, part: SharedPart) -> Range:
-    """A part as a range of the object, with its checksum if that is known."""
+    """A part as a range of the object, with its checksum if known."""
     crc = None
     if stored.blocks is not None:
         start, stop, crc = widen(part.start, part.stop, stored.nbytes, stored.blocks)

@@ -1,4 +1,4 @@
-"""The read of one rank's plan where a part of it is shared with other ranks."""
+"""The read of one rank's plan when other ranks need a part of it too."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ logger = logging.getLogger(__name__)
 
 
 class SharedRead:
-    """Reads what is this rank's alone, and takes its part in the exchange of the rest.
+    """Reads the bytes that only this rank needs, and takes part in the exchange of the rest.
 
     Args:
         executor: reads from S3.
-        metadata: of the checkpoint.
-        group: the ranks of this load; all of them have an assignment.
+        metadata: metadata of the checkpoint.
+        group: ranks of this load; all of them have an assignment.
     """
 
     def __init__(self, executor: LoadExecutor, metadata: Metadata, group: LoadGroup) -> None:
@@ -43,7 +43,7 @@ class SharedRead:
         self._finished: queue.SimpleQueue[ItemTransfer | None] = queue.SimpleQueue()
 
     def run(self, plan: LoadPlan, planner: LoadPlanner) -> None:
-        """As `LoadExecutor.run`. Collective.
+        """Read the plan, like `LoadExecutor.run`. Collective.
 
         Raises:
             PeerReadError: another rank failed.
@@ -89,13 +89,13 @@ class SharedRead:
         return transfers
 
     def _read_again(self, plan: LoadPlan, later: Sequence[Sequence[int]], planner: LoadPlanner) -> None:
-        """Entries of other contents that lie in the memory of those before them: the last one stays."""
+        """Read entries whose contents differ from those before them in the same memory: the last one wins."""
         items = [plan.items[number] for numbers in later for number in numbers]
         if items:
             self._executor.run(LoadPlan(items), planner)
 
     def _begin(self, exchange: Exchange) -> list[int]:
-        """Start the exchange, or not: because of the ranks that could not prepare theirs. Collective."""
+        """Start the exchange, unless some ranks could not prepare theirs; returns these. Collective."""
         failed = None
         try:
             failed = [rank for rank, (ok,) in enumerate(self._group.agree(True)) if not ok]
@@ -109,7 +109,7 @@ class SharedRead:
     def _prepare(
         self, assignment: Assignment, shared: set[int], transfers: Sequence[ItemTransfer]
     ) -> tuple[list[OwnedPiece], list[ReceivedPiece]]:
-        """The pieces that this rank sends, and those that it gets."""
+        """Make the pieces that this rank sends, and the pieces that it receives."""
         alone = {number for number, is_alone in enumerate(find_exclusive(transfers)) if is_alone}
         alone |= {number for number in shared if isinstance(transfers[number], StreamTransfer)}  # a buffer of its own
         for number in shared:
@@ -140,7 +140,7 @@ class SharedRead:
     def _make_exchange(
         self, owned: Sequence[OwnedPiece], received: Sequence[ReceivedPiece], direct: Sequence[ItemTransfer]
     ) -> tuple[Exchange, int]:
-        """The exchange, and how many threads are left for what is read directly."""
+        """Make the exchange; returns it, and the number of threads left for direct reads."""
         mine = sum(transfer.length for transfer in direct)
         settings = self._source.settings
         threads = settings.concurrency
@@ -153,7 +153,7 @@ class SharedRead:
         return exchange, max(1, threads - fetching)
 
     def _read(self, exchange: Exchange, raised: BaseException | None, read: Callable[[], None]) -> None:
-        """Go through an exchange that has started, and meanwhile ``read``, if nothing was ``raised`` before."""
+        """Complete a started exchange, and call ``read`` meanwhile, unless something was ``raised`` before."""
         try:
             if raised is not None:
                 raise raised
@@ -176,19 +176,19 @@ class SharedRead:
         self._commit_finished(exchange, planner)
 
     def _commit_finished(self, exchange: Exchange, planner: LoadPlanner) -> None:
-        """Hand items to the planner as they come, until the exchange is through."""
+        """Hand items to the planner as they arrive, until the exchange is complete."""
         while (transfer := self._finished.get()) is not None:
             if exchange.error is None:
                 self._executor.commit(transfer, planner)
 
 
 def decline(group: LoadGroup) -> None:
-    """Tell the other ranks that this one does not take part in an exchange; they read by themselves. Collective."""
+    """Tell the other ranks that this one takes no part in an exchange; then each reads alone. Collective."""
     run_through(lambda: group.agree(False))
 
 
 def _part_of(threads: int, own: int, other: int) -> int:
-    """How many of ``threads`` go to ``own`` bytes of both."""
+    """How many of ``threads`` serve the ``own`` bytes, in proportion to ``own + other``."""
     if not own:
         return 0
     return max(1, min(threads - 1 if other else threads, round(threads * own / (own + other))))
