@@ -242,8 +242,12 @@ class Directory:
 
     @property
     def no_rank_missing(self) -> bool:
-        """Whether ranks 0 to n have committed, and no other rank has data there."""
-        writers = {found.kind.rank for found in self.data.values()} - {None}
+        """Whether ranks 0 to n have committed, and no other rank has data there.
+
+        Data in a directory below counts, unless that is a checkpoint itself: other writers may put theirs there.
+        """
+        below = [each for each in self if each.kind.what is What.NESTED_DATA and each.kind.below not in self.nested]
+        writers = {found.kind.rank for found in (*self.data.values(), *below)} - {None}
         return bool(self.ranks) and self.ranks == list(range(len(self.ranks))) and writers <= set(self.ranks)
 
     # --- what is missing -------------------------------------------------------------------------

@@ -24,6 +24,10 @@ _OLD_FORMAT_PICKLES = 5
 _LATER_PROTOCOL = re.compile(rb"\x80[\x03-\x05]")
 
 
+# An archive with this entry goes to torch.jit.load, whatever torch.load is asked for.
+_TORCHSCRIPT = "constants.pkl"
+
+
 class BadArchiveError(MalformedPickleError):
     """An item's archive that nobody should read: damaged, compressed, or with overlapping entries."""
 
@@ -94,13 +98,21 @@ def unpickle_archive(stream: io.BytesIO, find_global: Callable[[str, str], Any])
     try:
         with zipfile.ZipFile(stream) as archive:
             entries = archive.infolist()
-            sizes = {entry.filename.partition("/")[2]: entry.file_size for entry in entries}
+            names = {entry.filename.partition("/")[2] for entry in entries}
         if any(entry.compress_type for entry in entries) or sum(entry.file_size for entry in entries) > size:
             raise BadArchiveError("its archive is compressed, or its entries overlap")
-        if len(sizes) < len(entries):
+        if len({name.lower() for name in names}) < len(entries):  # torch's reader ignores case
             raise BadArchiveError("its archive has two entries of one name")
         stream.seek(0)
-        pickled = io.BytesIO(FileReader(stream).get_record("data.pkl"))
+        reader = FileReader(stream)
+        if set(reader.get_all_records()) != names:  # torch and zipfile find the directory in different ways
+            raise BadArchiveError("its archive has two directories")
+        if _TORCHSCRIPT in names:
+            raise BadArchiveError("it is a TorchScript archive, whose code torch.load would run")
+        sizes = {name: reader.get_record_size(name) for name in names}
+        if sum(sizes.values()) > size:
+            raise BadArchiveError("its entries overlap")
+        pickled = io.BytesIO(reader.get_record("data.pkl"))
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, OSError, ValueError) as error:
         raise BadArchiveError(f"its archive is damaged ({type(error).__name__}: {error})") from error
     _check_protocol(pickled)

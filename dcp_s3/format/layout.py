@@ -155,7 +155,9 @@ def classify(path: str) -> Kind:
         return Kind(What.DATA, found.rank, found.number, found.nonce, spread=len(directory))
     if rest.startswith(CONTROL_PREFIX) or (found is not None and found.what is What.COMMIT):
         return Kind(What.NESTED, below=directory)
-    return Kind(What.NESTED_DATA, below=directory) if path.endswith(DATA_SUFFIX) else Kind(What.OTHER)
+    if path.endswith(DATA_SUFFIX):
+        return Kind(What.NESTED_DATA, None if found is None else found.rank, below=directory)
+    return Kind(What.OTHER)
 
 
 def may_be_spread(directory: str) -> bool:

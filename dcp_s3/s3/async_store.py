@@ -100,6 +100,7 @@ class AsyncS3Store:
 
         async def attempt() -> Any:
             async with self._slots:  # not held while waiting for the next attempt
+                tries.check()  # the wait for a slot may have been long
                 self._sent[0] += 1
                 return await asyncio.wait_for(self._attempt(request), limit.hang)
 

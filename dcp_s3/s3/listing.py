@@ -73,7 +73,15 @@ def all_pages(
         answers.append(answer)
         if not answer.get("IsTruncated"):
             return answers
-        arguments = arguments | {name: answer[field] for name, field in markers.items() if answer.get(field)}
+        found = {name: answer[field] for name, field in markers.items() if answer.get(field)}
+        if not found or found.items() <= arguments.items():
+            raise errors.TransferError(
+                f"{operation} on {prefix!r} was cut off, and the answer does not say where to go on. Remedy: check what "
+                "is between this host and the endpoint (a proxy?)",
+                key=prefix,
+                operation=operation,
+            )
+        arguments = {name: value for name, value in arguments.items() if name not in markers} | found
 
 
 def uploads(prefix: str) -> Operation[tuple[Upload, ...]]:

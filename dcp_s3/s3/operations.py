@@ -123,7 +123,10 @@ def with_checksum(place: Place, request: Request) -> Operation[Any]:
             raise
         try:
             result = yield without
-        except errors.StorageError:
+        except errors.StorageError as second:
+            if answered_status(second) in (404, 412):  # it got further: the first one failed because of the checksum
+                learn(Quirk.NO_CHECKSUMS, place)
+                raise
             raise error from error.__cause__
     learn(Quirk.NO_CHECKSUMS, place)
     return result

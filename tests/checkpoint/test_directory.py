@@ -130,6 +130,11 @@ def test_ranks_that_may_be_all() -> None:
     assert not directory("__0_0.distcp").no_rank_missing
 
 
+def test_data_of_a_rank_in_a_directory_below_shows_that_it_has_not_committed() -> None:
+    assert not directory("__0.metadata", "__1.metadata", "sub/__2_0.distcp").no_rank_missing
+    assert directory("__0.metadata", "__1.metadata", "sub/__2_0.distcp", "sub/.metadata").no_rank_missing
+
+
 def test_directories_that_only_hold_spread_data_of_the_one_above() -> None:
     name, _, data = spread("__0_0-ab.distcp", 2).partition("/")
     assert directory(data, "notes.txt").is_spread_of(name)

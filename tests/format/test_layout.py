@@ -91,7 +91,7 @@ def test_nothing_else_is_told_for_it(made: tuple[str, Kind], edits: list[tuple[i
         ("step-1/.metadata", Kind(What.NESTED, below="step-1")),
         ("5/__0.metadata", Kind(What.NESTED, below="5")),
         ("5/.dcp_s3/pin", Kind(What.NESTED, below="5")),
-        ("6/__0_0-ab.distcp", Kind(What.NESTED_DATA, below="6")),
+        ("6/__0_0-ab.distcp", Kind(What.NESTED_DATA, 0, below="6")),
         ("a/b/.metadata", Kind(What.OTHER)),
         ("a/b/__0_0.distcp", Kind(What.NESTED_DATA, below="a")),
         ("a/../__0_0.distcp", Kind(What.OTHER)),
@@ -114,8 +114,8 @@ def test_spread_data_is_told_by_its_hash(digits: int) -> None:
     directory, _, name = path.partition("/")
     other = "".join("0" if digit != "0" else "1" for digit in directory)
     assert layout.classify(path).spread == digits
-    assert layout.classify(f"{other}/{name}") == Kind(What.NESTED_DATA, below=other)
-    assert layout.classify(f"{directory}/__3_1.distcp") == Kind(What.NESTED_DATA, below=directory)
+    assert layout.classify(f"{other}/{name}") == Kind(What.NESTED_DATA, 3, below=other)
+    assert layout.classify(f"{directory}/__3_1.distcp") == Kind(What.NESTED_DATA, 3, below=directory)
 
 
 @pytest.mark.parametrize("path", ["", "/etc/passwd", "../other/x", "a/../../b"])

@@ -9,6 +9,7 @@ import io
 import logging
 import pickle
 import random
+import zipfile
 from typing import Any
 
 import numpy as np
@@ -199,3 +200,18 @@ def test_a_save_takes_items_that_are_no_archives(data: bytes, caplog: pytest.Log
         safe_items.warn_of_unsafe_item("x", stream)
     assert not caplog.records
     assert stream.tell() == len(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "why"), [("constants.pkl", "TorchScript"), ("DATA.pkl", "two entries"), ("Data/0", "two entries")]
+)
+def test_entries_that_only_torch_would_see_differently_are_refused(name: str, why: str) -> None:
+    """torch.load gives an archive with constants.pkl to torch.jit.load, and its reader ignores case."""
+    stream = io.BytesIO()
+    torch.save({"a": 1, "t": torch.ones(3)}, stream)
+    with zipfile.ZipFile(stream, "a") as archive:
+        (root, *_) = archive.namelist()[0].split("/")
+        archive.writestr(f"{root}/{name}", b"x")
+    stream.seek(0)
+    with pytest.raises(errors.UnsafeItemError, match=why):
+        safe_items.check_item(stream, fqn="x", url="s3://b/x", verified=True)

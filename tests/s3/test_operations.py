@@ -112,6 +112,14 @@ def test_a_checksum_that_was_not_why_is_sent_again() -> None:
     assert not quirks.knows(Quirk.NO_CHECKSUMS, PLACE)
 
 
+def test_a_condition_that_fails_behind_a_refused_checksum_is_not_written_over() -> None:
+    with pytest.raises(errors.PreconditionFailedError):
+        carry_out(
+            operations.put(PLACE, "k", b"ours", expect=ABSENT), refusal(501), refusal(412), body(b"theirs")
+        )  # fmt: skip
+    assert quirks.knows(Quirk.NO_CHECKSUMS, PLACE)
+
+
 def test_a_batch_of_which_some_keys_are_left() -> None:
     targets = [Target("a", '"1"'), Target("b", '"2"'), Target("c")]
     changed = {"Errors": [{"Key": "b", "Code": "PreconditionFailed"}, {"Key": "c", "Code": "NoSuchKey"}]}
@@ -159,3 +167,15 @@ def test_a_page_asks_for_the_next_one() -> None:
     assert "ContinuationToken" not in request_arguments(first)
     _, [second] = carry_out(listing.page("", "/", token=page.next_token), {})
     assert request_arguments(second)["ContinuationToken"] == "t"
+
+
+def test_a_marker_of_one_page_is_not_sent_for_the_page_after_the_next() -> None:
+    cut_off = {"IsTruncated": True, "NextKeyMarker": "a", "NextVersionIdMarker": "1"}
+    _, asked = carry_out(listing.versions(""), cut_off, {"IsTruncated": True, "NextKeyMarker": "b"}, {})
+    assert [request_arguments(each).get("VersionIdMarker") for each in asked] == [None, "1", None]
+
+
+@pytest.mark.parametrize("answers", [[{}], [{"NextKeyMarker": "a"}, {"NextKeyMarker": "a"}]])
+def test_a_listing_that_does_not_go_on_is_an_error(answers: list[dict[str, Any]]) -> None:
+    with pytest.raises(errors.TransferError, match="does not say where to go on"):
+        carry_out(listing.versions(""), *({"IsTruncated": True} | each for each in answers))
