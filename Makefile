@@ -31,9 +31,13 @@ demo: $(DEMO_OR_DEV) ## the demo on a local S3 server; URL=s3://bucket/prefix ru
 test: $(DEV) ## pytest in JOBS processes (2), without what takes long; ARGS=... is passed on
 	@$(PY) -m pytest -n $(JOBS) --dist worksteal -m "not soak" $(ARGS)
 
-# What `test` leaves out, then the tests that break things, with large counts. What is not begun in time is named.
+# What `test` leaves out, then the tests that break things, with these counts. What is not begun in time is named.
+CYCLES ?= 500
+LOOPS  ?= 1000
+KILLS  ?= 100
+FAULTS ?= 100
 soak: $(DEV) ## what takes long, in JOBS processes; SOAK_MINUTES=... begins nothing after that; ARGS=... is passed on
-	@DCP_S3_TEST_CYCLES=500 DCP_S3_TEST_LOOPS=1000 DCP_S3_TEST_KILLS=100 DCP_S3_TEST_FAULTS=100 \
+	@DCP_S3_TEST_CYCLES=$(CYCLES) DCP_S3_TEST_LOOPS=$(LOOPS) DCP_S3_TEST_KILLS=$(KILLS) DCP_S3_TEST_FAULTS=$(FAULTS) \
 		DCP_S3_TEST_MINUTES=$(SOAK_MINUTES) \
 		$(PY) -m pytest -n $(JOBS) --dist load --maxschedchunk 1 --timeout 5400 -m "soak or counted" $(ARGS)
 

@@ -76,8 +76,8 @@ def all_pages(
         found = {name: answer[field] for name, field in markers.items() if answer.get(field)}
         if not found or found.items() <= arguments.items():
             raise errors.TransferError(
-                f"{operation} on {prefix!r} was cut off, and the answer does not say where to go on. Remedy: check what "
-                "is between this host and the endpoint (a proxy?)",
+                f"{operation} on {prefix!r} was cut off, and the answer does not say where to go on. Remedy: check "
+                "what is between this host and the endpoint (a proxy?)",
                 key=prefix,
                 operation=operation,
             )
