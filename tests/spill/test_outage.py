@@ -139,7 +139,8 @@ def test_an_outage_in_the_middle_sends_only_what_s3_does_not_have(faulty: Faulty
 
     faulty.rule = count
     future.result(60)
-    assert len(again) == 13 - 6, "64 MiB in parts of 5 MiB, six of which S3 had"
+    # A part whose answer the outage cut off may be sent again.
+    assert 13 - 6 <= len(again) <= 13 - 5, "64 MiB in parts of 5 MiB, six of which S3 had"
     assert_complete(URL, state)
     assert_nothing_is_left(faulty, spill_dir)
 
