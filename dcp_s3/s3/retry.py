@@ -88,9 +88,12 @@ class Tries:
         """Seconds to wait between a failed attempt (``made`` counts it) and the next one.
 
         Raises:
+            Cancelled: the limit's ``cancel`` is set, which may be why the attempt failed.
             DeadlineExceededError: the deadline would pass meanwhile.
             StorageError: the failure is permanent, or of the last attempt; raised as a subclass.
         """
+        if self.limit.cancel is not None and self.limit.cancel.is_set():
+            raise Cancelled from None
         if self.made >= self.attempts or not is_retryable(error):
             raise self._failed(error) from error
         wait = backoff(self.made)

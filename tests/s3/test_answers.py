@@ -186,7 +186,7 @@ def test_answers_that_s3_never_gives_are_an_error(faulty: FaultyServer, operatio
         if is_plausible(operation, fault):
             continue
         faulty.rule = lambda request, fault=fault: fault if request.operation == operation else None
-        with pytest.raises(errors.TransferError, match=r"proxy|Connection was closed"):
+        with pytest.raises(errors.TransferError, match="proxy"):
             do(S3Store(BUCKET, Settings(retry_attempts=3, part_size="5MiB")), operation, upload_id)
 
 
@@ -218,7 +218,7 @@ def test_the_catalog_does_not_believe_an_answer_that_s3_did_not_give(faulty: Fau
         assert without_dates(asyncio.run(ask())) == expected, name
         assert seen
         faulty.rule = lambda request, fault=fault: fault if request.operation == operation else None
-        with pytest.raises(errors.TransferError, match=r"proxy|Connection was closed"):
+        with pytest.raises(errors.TransferError, match="proxy"):
             asyncio.run(ask())
 
 

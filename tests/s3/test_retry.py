@@ -140,6 +140,20 @@ def test_cancelling_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(calls) == 1
 
 
+@pytest.mark.parametrize("error", [boto.ConnectionClosedError(endpoint_url="http://x"), KeyError("x")])
+def test_what_fails_when_it_is_cancelled_is_not_the_cause(error: Exception) -> None:
+    """Cancelling breaks off a body that is being sent; on the last attempt that looked like a failure of its own."""
+    cancel = threading.Event()
+
+    def request() -> str:
+        cancel.set()
+        raise error
+
+    expected = type(error) if isinstance(error, KeyError) else Cancelled
+    with pytest.raises(expected):
+        call(request, operation="UploadPart", bucket="b", attempts=1, cancel=cancel)
+
+
 def deadline_in(seconds: float) -> Deadline:
     deadline = Deadline.start("DCP_S3_SAVE_TIMEOUT", seconds)
     assert deadline is not None
