@@ -43,7 +43,6 @@ if _TYPE_CHECKING:
     from dcp_s3.retention.scan import CatalogSnapshot
     from dcp_s3.save.writer import S3StorageWriter
     from dcp_s3.settings import Settings
-    from dcp_s3.stage.process_saves import serialize_process_saves
     from dcp_s3.stage.stager import S3Stager
 
 __all__ = [
@@ -85,7 +84,6 @@ __all__ = [
     "read_tensors",
     "register",
     "remove",
-    "serialize_process_saves",
     "unpin",
     "unregister",
     "verify",
@@ -130,7 +128,6 @@ _MODULES = {
     "CatalogSnapshot": "dcp_s3.retention.scan",
     "S3StorageWriter": "dcp_s3.save.writer",
     "Settings": "dcp_s3.settings",
-    "serialize_process_saves": "dcp_s3.stage.process_saves",
     "S3Stager": "dcp_s3.stage.stager",
 }
 """Where each name comes from. Imported when it is first used: ``dcp-s3 --help`` needs no torch."""

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import copy
 import sys
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
+from concurrent.futures import Future
 from types import FrameType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -37,6 +36,7 @@ from torch.distributed.checkpoint.filesystem import _StorageReaderTransforms as 
 from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms as WriterTransforms
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MEMORY_FORMAT_ENCODING
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as create_chunk_list
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 FileReader = torch._C.PyTorchFileReader  # reads the archives that torch.save writes
@@ -58,17 +58,17 @@ __all__ = [
     "StreamTransformExtension",
     "WriterTransforms",
     "create_chunk_list",
+    "find_async_save",
     "find_load_group",
     "find_save_group",
     "find_upload_future",
+    "has_checkpoint_process",
     "is_first_look",
     "is_loading",
-    "is_process_starting",
     "is_traceable_wrapper_subclass",
     "narrow_tensor_by_index",
     "pin_memory",
     "rebuild_sharded_tensor",
-    "save_in_turn",
     "storage_utils",
     "unpin_memory",
 ]
@@ -190,6 +190,24 @@ def find_upload_future() -> Future[Any] | None:
     return None
 
 
+def find_async_save() -> AsyncCheckpointerType | None:
+    """The type of the `dcp.async_save` that is calling a stager; None if something else calls it."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_MAX_STEPS):
+        if frame is None:
+            return None
+        if frame.f_code.co_name == "async_save" and frame.f_globals.get("__name__") == _SAVER_MODULE:
+            found = frame.f_locals.get("async_checkpointer_type")
+            return found if isinstance(found, AsyncCheckpointerType) else None
+        frame = frame.f_back
+    return None
+
+
+def has_checkpoint_process() -> bool:
+    """Whether the process of saves by `AsyncCheckpointerType.PROCESS` is there."""
+    return async_process_executor._CHECKPOINT_PROCESS is not None
+
+
 def rebuild_sharded_tensor(source: ShardedTensor, tensors: Sequence[torch.Tensor]) -> ShardedTensor:
     """``source`` with ``tensors`` in CPU memory as its local shards, and metadata to match."""
     cpu = torch.device("cpu")
@@ -212,68 +230,3 @@ def rebuild_sharded_tensor(source: ShardedTensor, tensors: Sequence[torch.Tensor
 def _place(shard_metadata: Any, device: torch.device) -> None:
     if shard_metadata.placement is not None:
         shard_metadata.placement._device = device
-
-
-class _SharedThread:
-    """Stands in for the thread pool of one PROCESS save. All such saves run on one thread, in the order of calls."""
-
-    _thread: ThreadPoolExecutor | None = None
-    _latest: Future[Any] | None = None
-    on_end: ClassVar[Callable[[Future[Any]], None] | None] = None
-
-    def submit(self, function: Callable[..., Any], **arguments: Any) -> Future[Any]:
-        if _SharedThread._thread is None:
-            _SharedThread._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="AsyncCheckpointExecutor")
-        _SharedThread._latest = _SharedThread._thread.submit(function, **arguments)
-        if _SharedThread.on_end is not None:
-            _SharedThread._latest.add_done_callback(_SharedThread.on_end)
-        return _SharedThread._latest
-
-    def wait_for_process(self) -> None:
-        """Wait while the first save starts the checkpoint process.
-
-        Starting it takes a collective step. A second save would take part in that step again, but only on ranks that do
-        not see the process yet.
-        """
-        while (
-            async_process_executor._CHECKPOINT_PROCESS is None
-            and _SharedThread._latest is not None
-            and not _SharedThread._latest.done()
-        ):
-            time.sleep(0.01)
-
-    def shutdown(self, wait: bool = True) -> None:
-        """Do nothing: the thread is kept for the next save."""
-
-
-def _use_one_thread(executor: Any) -> None:
-    executor._executor = _SharedThread()
-    executor._executor.wait_for_process()
-
-
-def is_process_starting() -> bool:
-    """Whether any thread is starting the checkpoint process, in a save by `AsyncCheckpointerType.PROCESS`.
-
-    Starting it takes a collective step. Another save would take part in that step again, but only on ranks that do not
-    see the process yet.
-    """
-    if async_process_executor._CHECKPOINT_PROCESS is not None:
-        return False
-    starting = ProcessBasedAsyncCheckpointExecutor._execute_save_impl.__code__
-    for frame in list(sys._current_frames().values()):
-        each: FrameType | None = frame
-        while each is not None:
-            if each.f_code is starting:
-                return True
-            each = each.f_back
-    return False
-
-
-def save_in_turn(on_end: Callable[[Future[Any]], None]) -> None:
-    """Replace the constructor of torch's executor of PROCESS saves: all of them share a thread, in the order of calls.
-
-    torch 2.13 gives each save a thread of its own, and all threads use one pipe to the checkpoint process, without a
-    lock. ``on_end`` is called with the future of each save that has ended.
-    """
-    _SharedThread.on_end = staticmethod(on_end)
-    ProcessBasedAsyncCheckpointExecutor.__init__ = _use_one_thread  # type: ignore[assignment]

@@ -31,6 +31,7 @@ from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
     FileSystemReader,
     FileSystemWriter,
+    _async_process_executor,
     default_planner,
     state_dict_loader,
 )
@@ -39,6 +40,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import dcp_s3.checkpoint
@@ -172,13 +174,28 @@ def test_the_thread_of_an_asynchronous_save_is_known_with_its_future() -> None:
     )
 
 
-def test_the_process_executor_submits_to_the_thread_pool_it_made() -> None:
-    executor = torch_private.ProcessBasedAsyncCheckpointExecutor
-    relied_on = "save_in_turn(): overlapping PROCESS saves share one thread"
-    assert list(inspect.signature(executor).parameters) == [], _moved("the executor takes arguments", relied_on)
-    source = Path(inspect.getfile(executor)).read_text()
-    for used in ("self._executor = ThreadPoolExecutor(", "self._executor.submit(", "self._executor.shutdown("):
-        assert used in source, _moved(f"{used!r} is not there any more", relied_on)
+@pytest.mark.parametrize("kind", list(AsyncCheckpointerType))
+def test_the_type_of_an_asynchronous_save_is_known_to_its_stager(kind: AsyncCheckpointerType) -> None:
+    found: list[Any] = []
+
+    class Stager(DefaultStager):
+        def stage(self, state_dict: Any) -> Any:
+            found.append(torch_private.find_async_save())
+            raise NotImplementedError  # no process is started
+
+    stager = Stager(StagingOptions(False, False, False, False))
+    with pytest.raises(NotImplementedError):
+        dcp.async_save({}, checkpoint_id="x", async_checkpointer_type=kind, async_stager=stager)
+    assert found == [kind], _moved("async_save is not as it was", "turns: the order of asynchronous saves")
+    assert torch_private.find_async_save() is None
+
+
+def test_the_checkpoint_process_is_where_it_was() -> None:
+    relied_on = "has_checkpoint_process(): overlapping first PROCESS saves start one process"
+    assert _async_process_executor._CHECKPOINT_PROCESS is None, _moved("there is a process before a save", relied_on)
+    source = Path(inspect.getfile(_async_process_executor)).read_text()
+    used = "_CHECKPOINT_PROCESS = _AsyncCheckpointProcess("
+    assert used in source, _moved(f"{used!r} is not there any more", relied_on)
 
 
 def test_the_writer_transforms_say_whether_there_are_any() -> None:

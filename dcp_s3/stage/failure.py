@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import NoReturn
 from uuid import uuid4
 
 from dcp_s3.errors import StagingError
+from dcp_s3.stage.turns import StagedDict
 from dcp_s3.tracebacks import portable, without_tracebacks
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ class _RaiseWhenSaved:
         raise self._error
 
 
-class FailedStaging(dict[str, Any]):
+class FailedStaging(StagedDict):
     """The state returned for a staging that failed.
 
     Args:

@@ -22,9 +22,10 @@ from dcp_s3.stage.memcpy import MemoryCopy, run_copies
 from dcp_s3.stage.pool import BufferPool
 from dcp_s3.stage.process_saves import wait_for_pipe
 from dcp_s3.stage.release import release_when_over
+from dcp_s3.stage.turns import StagedDict
 
 
-class StagedState(dict[str, Any]):
+class StagedState(StagedDict):
     """A staged state dict, and the buffers that hold its tensors.
 
     Args:
@@ -86,6 +87,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _reduce(state: StagedState) -> tuple[Any, ...]:
+    state.begin()
     wait_for_pipe()
     release_when_over()
     file = io.BytesIO()
@@ -120,6 +122,7 @@ def _rebuild(structure: bytes, descriptors: Sequence[tuple[Any, int]]) -> dict[s
 
 
 def _reduce_failed(state: FailedStaging) -> tuple[Any, ...]:
+    state.begin()
     wait_for_pipe()
     forget(state)
     return FailedStaging, (state.error,)

@@ -9,27 +9,30 @@ from __future__ import annotations
 
 import time
 
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
 from dcp_s3 import torch_private
-from dcp_s3.stage.release import release
-from dcp_s3.stage.turns import take_turn
+from dcp_s3.stage.turns import Turn, find_turns, take_turn
 
 _PIPE = "the checkpoint process"
 
 
-def serialize_process_saves() -> None:
-    """Make overlapping saves by `AsyncCheckpointerType.PROCESS` queue up in exactly the order of the calls.
+def draw_turn() -> Turn | None:
+    """The turn of the `dcp.async_save` that calls a stager; None if another caller stages.
 
-    Call it once, before the first such save, if several ranks make saves that may overlap. It replaces the constructor
-    of torch's executor in this process, for every backend. Without it dcp_s3's saves take turns as well, but in the
-    order in which their threads reach the pipe. Two saves within a millisecond may swap that order on one rank.
+    Waits while an earlier save starts the checkpoint process: that takes a collective step, and a second save would
+    take part in it on those ranks only that do not see the process yet.
     """
-    torch_private.save_in_turn(release)
-
-
-def wait_for_process() -> None:
-    """Before a save begins: wait while an earlier save starts the checkpoint process."""
-    while torch_private.is_process_starting():
+    kind = torch_private.find_async_save()
+    if kind is None:
+        return None
+    if kind is not AsyncCheckpointerType.PROCESS:
+        return Turn()
+    while not torch_private.has_checkpoint_process() and find_turns(_PIPE):
         time.sleep(0.01)
+    turn = Turn()
+    turn.share(_PIPE)
+    return turn
 
 
 def wait_for_pipe() -> None:

@@ -23,8 +23,9 @@ from dcp_s3.stage.copier import Copier, Versions, check_unchanged
 from dcp_s3.stage.failure import FailedStaging
 from dcp_s3.stage.handover import StagedState
 from dcp_s3.stage.pool import BufferPool
-from dcp_s3.stage.process_saves import wait_for_process
+from dcp_s3.stage.process_saves import draw_turn
 from dcp_s3.stage.snapshot import Snapshot
+from dcp_s3.stage.turns import StagedDict, Turn
 from dcp_s3.units import format_size
 from dcp_s3.workers import InTurn
 
@@ -38,8 +39,8 @@ class S3Stager(AsyncStager):
     exist at a time; after that the next `stage` waits and logs why. ``DCP_S3_STAGING_LIMIT`` bounds the memory; what
     exceeds it is staged in files in ``DCP_S3_SPILL_DIR``.
 
-    One stager may be used for any number of saves, with any writer, by one thread at a time. Overlapping saves by
-    `AsyncCheckpointerType.PROCESS` take turns: see `serialize_process_saves`.
+    One stager may be used for any number of saves, with any writer, by one thread at a time. Overlapping saves of one
+    process group, or by `AsyncCheckpointerType.PROCESS`, take turns in the order of the calls.
 
     Args:
         settings: a `Settings`, or a mapping of settings that override the environment.
@@ -79,10 +80,9 @@ class S3Stager(AsyncStager):
         """
         if self._closed:
             raise StagingError("this S3Stager was closed. Remedy: close it after the last save, or make a new one")
-        wait_for_process()
         if not self.asynchronous:
             return self.stage_now(state_dict)
-        future = self._begin(state_dict)
+        future = self._begin(state_dict, draw_turn())
         self._latest = weakref.ref(future)  # a strong one would keep the copy
         return future
 
@@ -93,7 +93,7 @@ class S3Stager(AsyncStager):
             snapshot, copier = Snapshot(state_dict), Copier()
             return self._copy(snapshot, copier, copier.mark(snapshot.tensors))
 
-        staged: dict[str, Any] = self._guard(stage)
+        staged: dict[str, Any] = self._guard(stage, draw_turn())
         return staged
 
     def synchronize_staging(self) -> None:
@@ -119,18 +119,18 @@ class S3Stager(AsyncStager):
     ) -> None:
         self.close()
 
-    def _begin(self, state_dict: dict[str, Any]) -> Future[dict[str, Any]]:
+    def _begin(self, state_dict: dict[str, Any], turn: Turn | None) -> Future[dict[str, Any]]:
         """Take the snapshot now, copy its tensors in the background."""
 
         def begin() -> Future[dict[str, Any]]:
             snapshot = Snapshot(state_dict)
             versions, copier = Versions(snapshot.watched), Copier()
             events = copier.mark(snapshot.tensors)
-            copying = self._background.submit(self._guard, lambda: self._copy(snapshot, copier, events, versions))
+            copying = self._background.submit(self._guard, lambda: self._copy(snapshot, copier, events, versions), turn)
             copying.add_done_callback(_log_failure)
             return copying
 
-        begun: Any = self._guard(begin)
+        begun: Any = self._guard(begin, turn)
         if isinstance(begun, Future):
             return begun
         future: Future[dict[str, Any]] = Future()
@@ -155,16 +155,29 @@ class S3Stager(AsyncStager):
         logger.debug("staged %s (%s on disk) in %.3f s", format_size(staged.nbytes), format_size(on_disk), seconds)
         return StagedState(snapshot.fill(staged.tensors), buffers, self._pool)
 
-    def _guard(self, work: Callable[[], Any]) -> Any:
-        """The result of ``work``. If it fails and there are other ranks: a state that carries the failure to them."""
+    def _guard(self, work: Callable[[], Any], turn: Turn | None) -> Any:
+        """The result of ``work``. A state goes with ``turn``, which is over if ``work`` fails."""
         try:
-            return work()
-        except Exception as error:
-            logger.debug("staging failed:", exc_info=True)
-            traceback.clear_frames(error.__traceback__)  # they hold a generation, and the error may be kept
-            if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
-                raise
-            return FailedStaging(error)
+            result = _carry_failure(work)
+        except BaseException:
+            if turn is not None:
+                turn.end()
+            raise
+        if turn is not None and isinstance(result, StagedDict):
+            turn.go_with(result)
+        return result
+
+
+def _carry_failure(work: Callable[[], Any]) -> Any:
+    """The result of ``work``. If it fails and there are other ranks: a state that carries the failure to them."""
+    try:
+        return work()
+    except Exception as error:
+        logger.debug("staging failed:", exc_info=True)
+        traceback.clear_frames(error.__traceback__)  # they hold a generation, and the error may be kept
+        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+            raise
+        return FailedStaging(error)
 
 
 def _log_failure(copying: Future[dict[str, Any]]) -> None:

@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from dcp_s3 import S3Stager, S3StorageReader, S3StorageWriter, serialize_process_saves
+from dcp_s3 import S3Stager, S3StorageReader, S3StorageWriter
 from tests.end_to_end.states import DTYPES, bits, random_tensor
 from tests.ranks import run_ranks
 from tests.servers import S3Server
@@ -269,8 +269,6 @@ def _count_sent() -> Iterator[list[int]]:
 def _save_three(url: str, directory: str, stager_name: str, kind: AsyncCheckpointerType) -> None:
     """One after the other, all changed in between; the first two can not go on before the third waits for them."""
     job, stager = _Job(0), _make_stager(stager_name)
-    if stager_name == "asynchronous":  # the others go without
-        serialize_process_saves()
     go = Path(directory, f"go-{dist.get_rank() if dist.is_initialized() else 0}")
     uploads: list[Future[Any]] = []
     done_then: list[list[bool]] = []

@@ -1,0 +1,105 @@
+"""Overlapping asynchronous saves take turns in the order of their calls, in whatever order their threads come."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from dcp_s3 import S3Stager, S3StorageReader, S3StorageWriter
+from dcp_s3.stage.turns import StagedDict, Turn, take_turn
+from tests.ranks import run_ranks
+from tests.servers import S3Server
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+_PATIENCE_SECONDS = 60
+
+
+def _state(value: float) -> dict[str, Any]:
+    return {"w": torch.full((1000,), value)}
+
+
+def _save_delayed_then_at_once(urls: list[str], kind: AsyncCheckpointerType, delayed_rank: int) -> list[float]:
+    """On one rank the first save can only begin after the second one's thread is there."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    first, second = (S3Stager({"staging_generations": 1}, asynchronous=True) for _ in range(2))
+    held: Any = first.stage(_state(0.0)) if rank == delayed_rank else None
+    if held is not None:
+        held.result(_PATIENCE_SECONDS)
+    uploads: list[Future[Any]] = []
+    for value, url, stager in zip((1.0, 2.0), urls, (first, second), strict=True):
+        answer: Any = dcp.async_save(
+            _state(value),
+            storage_writer=S3StorageWriter(url, overwrite=True),
+            async_stager=stager,
+            async_checkpointer_type=kind,
+        )
+        uploads.append(answer.upload_completion)
+        if value == 2.0:
+            answer.staging_completion.result(_PATIENCE_SECONDS)
+    with pytest.raises(TimeoutError):  # it has nothing to wait for but its turn
+        uploads[1].result(1)
+    del held
+    for upload in uploads:
+        upload.result(_PATIENCE_SECONDS)
+    found = []
+    for url in urls:
+        state = _state(0.0)
+        dcp.load(state, storage_reader=S3StorageReader(url))
+        found.append(state["w"][0].item())
+    first.close(), second.close()
+    return found
+
+
+def test_of_two_saves_to_one_url_the_later_call_stands(root: str, memory_server: S3Server) -> None:
+    assert _save_delayed_then_at_once([root, root], AsyncCheckpointerType.THREAD, 0) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("kind", list(AsyncCheckpointerType), ids=lambda kind: str(kind.name))
+def test_ranks_whose_threads_come_in_different_orders_save_in_one_order(
+    root: str, memory_server: S3Server, kind: AsyncCheckpointerType
+) -> None:
+    found = run_ranks(2, _save_delayed_then_at_once, [f"{root}/1", f"{root}/2"], kind, 1)
+    assert found == [[1.0, 2.0]] * 2
+
+
+def test_a_state_that_is_dropped_gives_up_its_turn() -> None:
+    turn, state = Turn(), StagedDict()
+    turn.go_with(state)
+    waiting = threading.Thread(target=take_turn, args=("key",))
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive(), "nobody knows yet what the earlier one shares"
+    del state
+    gc.collect()
+    waiting.join(_PATIENCE_SECONDS)
+    assert not waiting.is_alive()
+
+
+def test_a_turn_of_another_key_is_not_waited_for() -> None:
+    turn = Turn()
+    turn.share("another key")
+    try:
+        take_turn("key")
+    finally:
+        turn.end()
+
+
+def test_a_save_that_was_never_begun_does_not_hold_the_others_up_forever(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """`dcp.async_save` may raise after it staged; its traceback keeps the state for as long as somebody keeps that."""
+    monkeypatch.setattr("dcp_s3.stage.turns._REPORT_SECONDS", 0.01)
+    monkeypatch.setattr("dcp_s3.stage.turns._LOST_SECONDS", 0.05)
+    turn, state = Turn(), StagedDict()
+    turn.go_with(state)
+    take_turn("key")
+    assert "an earlier one that shares key with it" in caplog.text
