@@ -59,7 +59,7 @@ def find_loss(bucket: Store, url: CheckpointURL, objects: Sequence[ObjectEntry])
         except errors.ObjectNotFoundError:
             return "a prune has just deleted something there"
         except ValueError as error:
-            return f"a prune deletes something there, and its list {path} can not be read: {error}"
+            return f"a prune deletes something there, and its list {path} cannot be read: {error}"
         if named:
             return f"a prune is about to delete {len(named)} of its {len(paths)} objects, the first {min(named)}"
     return None

@@ -249,7 +249,7 @@ class TransferFactory:
             raise
         except Exception as error:
             raise errors.CorruptCheckpointError(
-                f"{item.storage_index.fqn!r} in {self._url} can not be decoded: {type(error).__name__}: {error}. "
+                f"{item.storage_index.fqn!r} in {self._url} cannot be decoded: {type(error).__name__}: {error}. "
                 "The stored data is damaged: load an earlier checkpoint",
                 url=str(self._url),
             ) from error

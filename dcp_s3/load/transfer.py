@@ -72,13 +72,16 @@ class Transfer(ABC):
 
     # --- bytes on their way ---------------------------------------------------------------------------
 
-    @abstractmethod
     def memory(self, start: int, stop: int) -> memoryview:
-        """The memory where bytes within `owned` belong."""
+        """The memory where bytes within `owned` belong. To be overridden where there are such bytes."""
+        raise AssertionError(f"{self.path}: no bytes are received in place")
 
-    @abstractmethod
     def put(self, offset: int, data: memoryview) -> None:
-        """Put bytes outside of `owned` in place. They are whole elements; ``data`` is reused afterwards."""
+        """Put bytes outside of `owned` in place. To be overridden where there are such bytes.
+
+        They are whole elements; ``data`` is reused afterwards.
+        """
+        raise AssertionError(f"{self.path}: all bytes are received in place")
 
     def place(self, offset: int, data: memoryview) -> None:
         """Put bytes that were received elsewhere in place."""

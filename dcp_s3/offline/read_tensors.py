@@ -72,7 +72,7 @@ def read_tensor(
         selection = select(slice, saved.size)
     except IndexError as error:
         raise errors.TensorIndexError(
-            f"{fqn!r} in {source.url}, of shape {tuple(saved.size)}, can not be read at {slice!r}: {error}",
+            f"{fqn!r} in {source.url}, of shape {tuple(saved.size)}, cannot be read at {slice!r}: {error}",
             url=str(source.url),
             fqn=fqn,
         ) from None

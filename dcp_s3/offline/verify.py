@@ -219,7 +219,7 @@ class _Check:
         try:
             return Manifest.from_json(stored.data)
         except ValueError as error:
-            raise ValueError(f"can not be read: {error}") from error
+            raise ValueError(f"cannot be read: {error}") from error
 
     def _check_commit(self, commit: _Commit) -> Sequence[StoredItem]:
         items: list[StoredItem] = []

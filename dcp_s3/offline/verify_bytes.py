@@ -79,10 +79,6 @@ class _Object(_Checked):
         self.found: list[Mismatch] = []
         self._scan = ObjectScan(data)
 
-    def memory(self, start: int, stop: int) -> memoryview:
-        """See `Transfer`. There is none: the bytes go through a block."""
-        raise NotImplementedError
-
     def targets(self, start: int, length: int, buffer: Buffer) -> list[Target]:
         """The blocks of a range, each in the memory of the one before."""
         buffer.reserve(BLOCK)

@@ -47,7 +47,7 @@ def find_damage(data: io.BytesIO, item: StoredItem) -> str | None:
     except Exception as error:
         if "can't allocate memory" in str(error):
             raise MemoryError(str(error)) from error
-        return f"can not be decoded: {type(error).__name__}: {_first_line(error)}"
+        return f"cannot be decoded: {type(error).__name__}: {_first_line(error)}"
     return None
 
 

@@ -112,7 +112,7 @@ async def list_root(
             return info
         if found is None:
             return None
-        return dataclasses.replace(found.info, damage="its .metadata is listed, but can not be read")
+        return dataclasses.replace(found.info, damage="its .metadata is listed, but cannot be read")
 
     looked = await map_bounded(look, [name for name in names if name not in _NO_CHILD])
     found = sorted((info for info in looked if info is not None), key=age_order)

@@ -147,7 +147,7 @@ def test_what_goes_through_extensions_comes_back(root: str, extensions: Sequence
 
 @pytest.mark.skipif(not ZStandard.is_available(), reason="zstandard is not installed")
 def test_extensions_whose_order_matters_are_refused_or_come_back(memory_server: Any, root: str) -> None:
-    """torch 2.13 writes the descriptors in an order in which it can not undo them, with its own reader too."""
+    """torch 2.13 writes the descriptors in an order in which it cannot undo them, with its own reader too."""
     state = {"x": random_tensor((100, 30), torch.float32), "n": "text"}
     try:
         save(state, root, [ZStandard(), Xor()])
@@ -266,4 +266,4 @@ def test_damage_without_checksums_is_found_by_the_decoder(
     error = failure_of_load(blank(state), root, registry())
     assert isinstance(error, errors.CorruptCheckpointError)
     assert repr(fqn) in str(error)
-    assert "can not be decoded" in str(error)
+    assert "cannot be decoded" in str(error)

@@ -1,6 +1,6 @@
 """Checkpoints go from this library to torch and s3torchconnector, and back, to the last bit.
 
-The other side always runs in processes of its own that can not import dcp_s3 (see `tests.end_to_end.foreign`).
+The other side always runs in processes of its own that cannot import dcp_s3 (see `tests.end_to_end.foreign`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CLIENTS = ["fsspec", "s3torchconnector"]
 
 
 def run_foreign(server: S3Server, fn: Any, *args: Any, ranks: int = 1) -> Any:
-    """`fn` on ranks that can not import dcp_s3; the other clients know the endpoint by AWS's own variable."""
+    """`fn` on ranks that cannot import dcp_s3; the other clients know the endpoint by AWS's own variable."""
     return run_ranks(ranks, fn, *args, env={"AWS_ENDPOINT_URL": server.endpoint_url}, forget="dcp_s3")[0]
 
 
@@ -171,7 +171,7 @@ def test_reads_what_fsspec_wrote(server: S3Server, root: str) -> None:
     check_load(root)
 
 
-# It can not write to the others: rclone answers CreateMultipartUpload with <InitiateMultipartUpload> where the Common
+# It cannot write to the others: rclone answers CreateMultipartUpload with <InitiateMultipartUpload> where the Common
 # Runtime insists on S3's <InitiateMultipartUploadResult>; RGW 16.2's answer to Complete has no ETag.
 @pytest.mark.servers("memory", "moto", "external")
 def test_reads_what_s3torchconnector_wrote(server: S3Server, root: str) -> None:

@@ -152,7 +152,7 @@ def _states() -> dict[str, Any]:
 @pytest.mark.parametrize("kind", KINDS)
 def test_ordinary_states_are_taken(kind: str, archived: bool) -> None:
     if kind == "float8" and not archived:
-        return  # torch itself can not load it
+        return  # torch itself cannot load it
     value = _states()[kind]
     found = decode_item(save(value, _use_new_zipfile_serialization=archived))
     assert type(found) is type(value)

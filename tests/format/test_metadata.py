@@ -117,7 +117,7 @@ def test_every_protocol(protocol: int) -> None:
         "torch": [torch.sparse_coo, torch.device("cuda", 1), torch.Size([2, 3]), torch.int8],
         "more": [collections.defaultdict(list, a=[1]), range(3), {i: str(i) for i in range(300)}, pathlib.Path("/a/b")],
     }
-    if protocol >= 4:  # a memory format can not be pickled before
+    if protocol >= 4:  # a memory format cannot be pickled before
         metadata.planner_data["format"] = torch.channels_last
     found = load_metadata(pickle.dumps(metadata, protocol), url=URL)
     assert found == metadata

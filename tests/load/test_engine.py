@@ -37,9 +37,6 @@ class Bytes(Transfer):
     def memory(self, start: int, stop: int) -> memoryview:
         return memoryview(self.data)[start:stop]
 
-    def put(self, offset: int, data: memoryview) -> None:
-        raise NotImplementedError
-
 
 class Noting(Bytes):
     """Takes note of what is wrong with it."""

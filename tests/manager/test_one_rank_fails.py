@@ -111,7 +111,7 @@ def _refuse_to_be_made(root: str, directory: str) -> list[Any]:
     for options in wrong:
         given = {"root": root, **(options if alone else {})}
         seen.append(_caught(lambda given=given: CheckpointManager(given.pop("root"), **given))[:2])  # type: ignore[misc]
-    # What is there and can not be used is no reason to stop: saves go to S3.
+    # What is there and cannot be used is no reason to stop: saves go to S3.
     with CheckpointManager(root, settings={"spill_dir": str(not_a_directory)} if alone else None) as manager:
         manager.save(1, {"w": torch.ones(3)})
         assert manager.restore({"w": torch.zeros(3)}) == 1

@@ -60,7 +60,7 @@ def test_ranks_save_and_restore_and_one_of_them_prunes(memory_server: Any, root:
 
 
 class _FailsOn:
-    """Whose state can not be saved on one rank."""
+    """Whose state cannot be saved on one rank."""
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
@@ -83,7 +83,7 @@ def _fail(root: str) -> list[str]:
         manager.save(3, _state(3))  # every rank is told here
     except errors.SaveFailedError as error:
         seen.append(f"{error.step} {sorted(error.failures)} {error}")
-    try:  # one rank alone can not go on
+    try:  # one rank alone cannot go on
         manager.save(4, _state(4), {"loss": object()} if dist.get_rank() == 1 else None)
     except errors.DcpS3Error as error:
         seen.append(f"{type(error).__name__} {error}")

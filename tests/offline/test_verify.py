@@ -577,7 +577,7 @@ def test_flipped_bits_in_what_torch_wrote(foreign_saved: Saved, fqn: str) -> Non
         foreign_saved.flip(info.relative_path, position)
         problem = foreign_saved.only_problem()
         assert (problem.path, problem.fqn) == (info.relative_path, fqn), name
-        assert "can not be decoded" in problem.what
+        assert "cannot be decoded" in problem.what
         foreign_saved.put(info.relative_path, original)
     assert not NeedsCode.ran
 

@@ -179,7 +179,7 @@ def test_metadata_that_is_listed_and_not_there_ends_the_look(faulty: FaultyServe
     snapshot = CheckpointCatalog(ROOT).scan(deep=True)
     assert len(asked) < 10
     assert {info.name: info.damage for info in snapshot.checkpoints} == {
-        "step-1": "its .metadata is listed, but can not be read", "step-2": None,
+        "step-1": "its .metadata is listed, but cannot be read", "step-2": None,
     }  # fmt: skip
 
 

@@ -58,7 +58,7 @@ def _mount(path: Path, options: str) -> None:
     path.mkdir()
     done = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", str(path)], capture_output=True, check=False)
     if done.returncode:
-        pytest.skip(f"can not mount: {done.stderr!r}")
+        pytest.skip(f"cannot mount: {done.stderr!r}")
 
 
 def small_disk(path: Path, _: pytest.MonkeyPatch) -> None:

@@ -267,7 +267,7 @@ def _count_sent() -> Iterator[list[int]]:
 
 
 def _save_three(url: str, directory: str, stager_name: str, kind: AsyncCheckpointerType) -> None:
-    """One after the other, all changed in between; the first two can not go on before the third waits for them."""
+    """One after the other, all changed in between; the first two cannot go on before the third waits for them."""
     job, stager = _Job(0), _make_stager(stager_name)
     go = Path(directory, f"go-{dist.get_rank() if dist.is_initialized() else 0}")
     uploads: list[Future[Any]] = []
