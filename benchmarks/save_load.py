@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -33,7 +34,7 @@ from benchmarks.loopback import measure_loopback
 from benchmarks.measure import Sample
 from benchmarks.report import Results, Round, machine, save_chart, show
 from benchmarks.units import GIB, MIB, parse_size
-from tests.memory_s3 import MemoryS3Process
+from tests.memory_s3 import Link, MemoryS3Process
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -107,6 +108,8 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--size", type=parse_size, default=GIB, help="of the state; default: 1GiB")
     parser.add_argument("--threads", type=int, default=4, help="for backends that need it; default: %(default)s")
+    parser.add_argument("--latency", type=float, default=0.0, help="seconds before each answer (embedded server only)")
+    parser.add_argument("--connection-rate", type=parse_size, help="bytes per second of a connection (likewise)")
     parser.add_argument("--endpoint-url", help="another S3 than the embedded in-memory server")
     parser.add_argument("--bucket", default="bench", help="must exist unless embedded")
     parser.add_argument("--region", default="us-east-1", help="default: %(default)s")
@@ -134,15 +137,18 @@ def serve(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, str]]]:
     if options.endpoint_url:
         yield options.endpoint_url, _environment(options.region, options.endpoint_url)
         return
-    with serve_embedded(options.bucket, options.region, llama_bytes(options.size)) as served:
+    link = Link(options.latency, options.connection_rate or math.inf)
+    with serve_embedded(options.bucket, options.region, llama_bytes(options.size), link=link) as served:
         yield served
 
 
 @contextlib.contextmanager
-def serve_embedded(bucket: str, region: str, size: int) -> Iterator[tuple[str, dict[str, str]]]:
+def serve_embedded(
+    bucket: str, region: str, size: int, *, link: Link | None = None
+) -> Iterator[tuple[str, dict[str, str]]]:
     """`serve` by an in-memory server of its own, which has ``bucket`` and memory for ``size`` bytes of checkpoints."""
     # Framing, the unused tail of a block per part, and the warm-up.
-    with MemoryS3Process(preallocate=size * 5 // 4 + 256 * MIB) as server:
+    with MemoryS3Process(preallocate=size * 5 // 4 + 256 * MIB, link=link) as server:
         environment = _environment(region, server.endpoint_url) | _DUMMY_CREDENTIALS
         _client(server.endpoint_url, environment).create_bucket(Bucket=bucket)
         yield server.endpoint_url, environment

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 from dcp_s3.retention import prune_totals
-from dcp_s3.s3 import hedge, throttle
+from dcp_s3.s3 import connections, hedge, throttle
 from dcp_s3.spill.session import spilled_bytes
 
 
@@ -20,6 +20,9 @@ def metrics() -> dict[str, Any]:
     ``hedges``
         by ``{endpoint}/{bucket}``: second GETs of ranges whose first GET straggled: ``started``, ``won`` (were faster),
         ``bytes`` (received by them) and ``wasted`` (bytes received twice).
+    ``connections``
+        by ``{endpoint}/{bucket} {direction}`` (``upload``, ``download``): ``connections`` that a transfer begins with,
+        as found by earlier ones, and ``bytes_per_second`` when that was last measured.
     ``spilled_bytes``
         by reason: ``local durability``, or ``s3`` (S3 did not take them).
     ``retention``
@@ -29,6 +32,7 @@ def metrics() -> dict[str, Any]:
     return {
         "throttle": {name: asdict(state) for name, state in throttle.snapshot().items()},
         "hedges": {name: asdict(state) for name, state in hedge.snapshot().items()},
+        "connections": connections.snapshot(),
         "spilled_bytes": dict(spilled_bytes),
         "retention": prune_totals.snapshot(),
     }

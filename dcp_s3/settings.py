@@ -48,6 +48,31 @@ def _parse_directory(value: object) -> object:
 Directory = Annotated[str, BeforeValidator(_parse_directory)]
 
 
+def _parse_part_size(value: object) -> object:
+    if value == "auto":
+        return value
+    size = parse_size(value)
+    if isinstance(size, int) and not MIN_PART_SIZE <= size <= MAX_PART_SIZE:
+        raise ValueError("expected auto, or a size from 5MiB to 5GiB (S3's limits)")
+    return size
+
+
+def _parse_connections(value: object) -> object:
+    if value == "auto":
+        return value
+    if isinstance(value, str) and value.strip().isdecimal():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 512:
+        raise ValueError("expected auto, or a whole number from 1 to 512")
+    return value
+
+
+PartSize = Annotated[int | Literal["auto"], BeforeValidator(_parse_part_size)]
+Connections = Annotated[int | Literal["auto"], BeforeValidator(_parse_connections)]
+_MOST_CONNECTIONS = 64
+_LARGE_PART = 64 * 2**20
+
+
 class Settings(BaseSettings):
     """The configuration of one writer or reader. Immutable, hashable, and safe to pickle and to print.
 
@@ -71,12 +96,12 @@ class Settings(BaseSettings):
     """Where the bucket goes in the request's URL. Most stores other than AWS need ``path``. ``auto`` lets botocore
     choose (path style for IP addresses and bucket names with dots)."""
 
-    part_size: Size = Field(default=64 * 2**20, ge=MIN_PART_SIZE, le=MAX_PART_SIZE)
-    """Bytes in one part of a multipart upload, and the most that one ranged GET fetches. 64 MiB: a request costs about
-    1 ms of CPU in botocore whatever its size. At 32 MiB that was a sixth of the client's CPU (docs/performance.md)."""
-    concurrency: int = Field(default=8, ge=1, le=512)
-    """Requests in flight per process in each direction. 8: S3 serves about 90 MB/s to one connection, so the usual 8
-    processes per host fill 5 GiB/s."""
+    part_size: PartSize = "auto"
+    """Bytes in one part of a multipart upload, and the most that one ranged GET fetches. ``auto``: 8 to 64 MiB, so that
+    every connection has parts to send; more where very many ranks would exceed S3's limit on requests."""
+    concurrency: Connections = "auto"
+    """Most requests in flight per process in each direction. Below that, connections grow for as long as more of them
+    move more bytes, and what was found is kept for the next save or load. ``auto``: 64, which carry 5 GiB/s from S3."""
     buckets_per_rank: int = Field(default=4, ge=1, le=256)
     """At most this many objects per rank and save; small states get fewer."""
     checksum: Literal["auto", "crc64nvme", "crc32c", "none"] = "auto"
@@ -181,6 +206,16 @@ class Settings(BaseSettings):
                 "DCP_S3_PREFIX_SPREAD = %d has no effect any more: it did not relieve S3. Remedy: unset it; for very "
                 "large jobs set a larger DCP_S3_PART_SIZE, so that a save makes fewer requests", self.prefix_spread,
             )  # fmt: skip
+
+    @property
+    def max_connections(self) -> int:
+        """Most requests in flight per process in each direction."""
+        return _MOST_CONNECTIONS if self.concurrency == "auto" else self.concurrency
+
+    @property
+    def max_part_size(self) -> int:
+        """Most bytes of a part or a ranged GET, unless S3's limits require more."""
+        return _LARGE_PART if self.part_size == "auto" else self.part_size
 
     @field_validator("staging_limit")
     @classmethod

@@ -26,16 +26,29 @@ class Workers:
     """
 
     def __init__(self, count: int, name: str) -> None:
+        self._name = name
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
+        self._count = 0
         try:
-            for number in range(count):
-                thread = threading.Thread(target=self._work, name=f"{name}-{number}")
-                self._threads.append(thread)  # before start(): an interrupt in it may leave the thread running
-                thread.start()
+            self.resize(count)
         except BaseException:
             self.close()
             raise
+
+    def resize(self, count: int) -> None:
+        """Have ``count`` threads from now on. Threads too many end when the tasks submitted so far have begun.
+
+        To be called by one thread at a time, and not after `close`.
+        """
+        while self._count < count:
+            thread = threading.Thread(target=self._work, name=f"{self._name}-{len(self._threads)}")
+            self._threads.append(thread)  # before start(): an interrupt in it may leave the thread running
+            self._count += 1
+            thread.start()
+        while self._count > count:
+            self._count -= 1
+            self._tasks.put(None)
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Run ``function(*arguments)`` on one of the threads."""
@@ -62,6 +75,45 @@ class Workers:
         while (task := self._tasks.get()) is not None:
             _run(task)
             del task  # an idle thread must not keep a save's memory
+
+
+class Slots:
+    """A number of places, of which those in use are given back: a semaphore whose size can change.
+
+    Args:
+        count: number of places.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._free = count
+        self._count = count
+        self._changed = threading.Condition()
+
+    @property
+    def all_taken(self) -> bool:
+        """Whether no place is free."""
+        return self._free <= 0
+
+    def acquire(self, timeout: float) -> bool:
+        """Take a place; False if there was none within ``timeout`` seconds."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._free > 0, timeout):
+                return False
+            self._free -= 1
+            return True
+
+    def release(self) -> None:
+        """Give a place back."""
+        with self._changed:
+            self._free += 1
+            self._changed.notify()
+
+    def resize(self, count: int) -> None:
+        """Have ``count`` places from now on. Places that are in use stay so until they are given back."""
+        with self._changed:
+            self._free += count - self._count
+            self._count = count
+            self._changed.notify_all()
 
 
 class InTurn:

@@ -41,8 +41,8 @@ def test_the_environment_is_read_when_the_object_is_made(monkeypatch: pytest.Mon
     ("name", "value", "allowed"),
     [
         ("PART_SIZE", "64XB", "64MiB"),
-        ("PART_SIZE", "1MiB", "5242880"),
-        ("CONCURRENCY", "many", "integer"),
+        ("PART_SIZE", "1MiB", "5MiB"),
+        ("CONCURRENCY", "many", "whole number"),
         ("CHECKSUM", "md5", "crc64nvme"),
         ("ADDRESSING_STYLE", "both", "'path'"),
         ("CONNECT_TIMEOUT", "soon", "30s"),

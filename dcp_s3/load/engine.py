@@ -26,6 +26,7 @@ from dcp_s3.limit import Cancelled, Deadline
 from dcp_s3.load.placement import Buffer, Reception
 from dcp_s3.load.plan import ReadRequest, Segment, plan_requests
 from dcp_s3.load.transfer import Transfer
+from dcp_s3.s3.connections import Tuning, connections_of
 from dcp_s3.s3.download import Target, fetch_into
 from dcp_s3.s3.store import S3Store
 from dcp_s3.spill.local import LocalObjects
@@ -41,6 +42,9 @@ _TOO_LATE = (queue.Empty, errors.DeadlineExceededError)
 _COLLECT_EVERY = 100
 # Minimum bytes of a request that goes through a buffer.
 _SMALL_BUFFER = 2**20
+# Bytes of such a request where there are more connections than buffers of this size: it fills a connection to S3 for a
+# few times its latency.
+_BUFFER = 16 * 2**20
 
 
 class Source:
@@ -82,8 +86,23 @@ class Source:
         if self._local is not None:
             self._local.distrust(path)
 
-    def read(self, path: str, start: int, targets: Sequence[Target]) -> None:
+    @property
+    def connections(self) -> int:
+        """The number of requests that a transfer begins with."""
+        return connections_of(self._bucket, "download")
+
+    def tuning(self, *, resize: Callable[[int], None], is_busy: Callable[[], bool], most: int) -> Tuning:
+        """Adapts the number of requests of one transfer; see `Tuning`."""
+        if self._local is not None:  # not all bytes will come from S3
+            most = min(most, self.connections)
+        return Tuning(self._bucket, "download", resize=resize, is_busy=is_busy, most=most)
+
+    def read(
+        self, path: str, start: int, targets: Sequence[Target], *, moved: Callable[[int], None] | None = None
+    ) -> None:
         """Fill ``targets`` with the bytes of object ``path`` from ``start`` on. Safe to call from any thread.
+
+        ``moved`` is called with the number of bytes that have arrived from S3.
 
         Raises:
             CorruptCheckpointError: the object differs from the metadata: deleted, replaced or too short.
@@ -93,7 +112,7 @@ class Source:
         if self._local is not None and self._local.read_into(path, start, targets):
             return
         try:
-            fetch_into(self._bucket, self.url.key(path), start, targets, cancel=self._cancel)
+            fetch_into(self._bucket, self.url.key(path), start, targets, cancel=self._cancel, moved=moved)
         except errors.StorageError as error:
             lost = self._explain(error, path, start + sum(target.view.nbytes for target in targets))
             if lost is None:
@@ -165,11 +184,23 @@ class Engine:
     def max_buffered(self) -> int:
         """Maximum bytes of a request that goes through a buffer."""
         settings = self._source.settings
-        return max(_SMALL_BUFFER, min(settings.part_size, settings.load_buffers // settings.concurrency))
+        share = settings.load_buffers // settings.max_connections
+        return max(_SMALL_BUFFER, min(settings.max_part_size, max(share, min(_BUFFER, settings.load_buffers // 8))))
+
+    @property
+    def max_buffers(self) -> int:
+        """Maximum number of requests that go through buffers at once."""
+        return max(1, self._source.settings.load_buffers // self.max_buffered)
 
     @contextlib.contextmanager
     def fetch(
-        self, requests: Iterable[ReadRequest], *, threads: int, total: int = 0, ahead: int | None = None
+        self,
+        requests: Iterable[ReadRequest],
+        *,
+        threads: int | None = None,
+        most: int = sys.maxsize,
+        total: int = 0,
+        ahead: int | None = None,
     ) -> Iterator[Iterator[Arrival]]:
         """Carry out ``requests``, in order, several at once; iterate over what has arrived.
 
@@ -178,7 +209,8 @@ class Engine:
 
         Args:
             requests: requests, taken as threads become free.
-            threads: number of requests at once.
+            threads: number of requests at once; None: as many as fill the link.
+            most: highest number of requests at once.
             total: bytes of all requests, for the deadline's error message; 0 to leave them out.
             ahead: maximum number of requests in flight, or done and not taken yet; None: no limit.
 
@@ -189,11 +221,22 @@ class Engine:
         """
         work = _Work(requests, ahead or sys.maxsize)
         inference = torch.is_inference_mode_enabled()  # a property of the thread
-        pool = Workers(threads, self._name)
+        pool = Workers(1, self._name)
+        moved: Callable[[int], None] | None = None
+
+        def resize(count: int) -> None:
+            pool.resize(max(count, work.running))
+            for _ in range(work.resize(count)):
+                pool.submit(self._work, work, inference, moved)
+
         try:
-            for _ in range(threads):
-                pool.submit(self._work, work, inference)
-            yield self._arrivals(work, threads, total)
+            with contextlib.ExitStack() as stack:
+                if threads is None:
+                    tuning = self._source.tuning(resize=resize, is_busy=lambda: work.is_busy, most=most)
+                    threads, moved = tuning.connections, tuning.moved
+                    stack.enter_context(tuning)
+                resize(min(threads, most))
+                yield self._arrivals(work, total)
         except BaseException:
             self._source.cancel()
             raise
@@ -214,15 +257,15 @@ class Engine:
             _, again = self._carry_out(left.popleft())
             left.extend(again)
 
-    def _arrivals(self, work: _Work, threads: int, total: int) -> Iterator[Arrival]:
-        deadline, received, running = self._source.deadline, 0, threads
-        while running:
+    def _arrivals(self, work: _Work, total: int) -> Iterator[Arrival]:
+        deadline, received = self._source.deadline, 0
+        while work.running:
             try:
                 outcome = work.outcomes.get(timeout=None if deadline is None else deadline.left)
             except queue.Empty as empty:
                 outcome = empty
             if outcome is None:
-                running -= 1
+                work.ended()
                 continue
             if isinstance(outcome, Arrival):
                 received += outcome.request.length
@@ -240,13 +283,13 @@ class Engine:
 
     # --- on the pool ----------------------------------------------------------------------------------
 
-    def _work(self, work: _Work, inference: bool) -> None:
+    def _work(self, work: _Work, inference: bool, moved: Callable[[int], None] | None) -> None:
         try:
             with torch.inference_mode(inference):
                 while (request := work.next()) is not None:
                     if self._source.cancelled:
                         raise Cancelled
-                    finished, again = self._carry_out(request)
+                    finished, again = self._carry_out(request, moved)
                     work.add(again)
                     work.outcomes.put(Arrival(request, finished))
         except BaseException as error:  # noqa: BLE001 - the iterator raises it
@@ -254,7 +297,9 @@ class Engine:
         finally:
             work.outcomes.put(None)
 
-    def _carry_out(self, request: ReadRequest) -> tuple[list[Transfer], list[ReadRequest]]:
+    def _carry_out(
+        self, request: ReadRequest, moved: Callable[[int], None] | None = None
+    ) -> tuple[list[Transfer], list[ReadRequest]]:
         """Carry out a request; returns the finished transfers, and what to fetch in addition."""
         if next(self._requests) % _COLLECT_EVERY == 0:
             collect_young()
@@ -263,7 +308,7 @@ class Engine:
             buffer = self._buffers.buffer = Buffer(pin=self.pin)
         receiver = self._receiver(request, buffer)
         try:
-            self._source.read(request.path, request.start, receiver.targets)
+            self._source.read(request.path, request.start, receiver.targets, moved=moved)
         except errors.CorruptCheckpointError as error:
             lost = list(dict.fromkeys(segment.item for segment in request.segments))
             for transfer in lost:
@@ -323,14 +368,46 @@ class _Work:
         self._requests = iter(requests)
         self._again: deque[ReadRequest] = deque()
         self._room = ahead
+        self._wanted = 0
+        self._surplus = 0
+        self._is_over = False
         self._changed = threading.Condition()
         self.outcomes: queue.SimpleQueue[Arrival | BaseException | None] = queue.SimpleQueue()
+        self.running = 0
+        """Threads whose end has not been noted."""
+
+    def resize(self, count: int) -> int:
+        """Have ``count`` threads from now on; returns how many to start. Surplus ones get no more requests."""
+        with self._changed:
+            more, self._wanted = count - self._wanted, count
+            if more < 0:
+                self._surplus -= more
+                return 0
+            staying = min(more, self._surplus)
+            self._surplus -= staying
+            starting = 0 if self._is_over else more - staying
+            self.running += starting
+            return starting
+
+    def ended(self) -> None:
+        """Note that a thread has ended."""
+        with self._changed:
+            self.running -= 1
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is more to do than the threads do now."""
+        return not self._is_over and self._room > 0
 
     def next(self) -> ReadRequest | None:
-        """The next request to fetch; None when there are no more."""
+        """The next request to fetch; None for a thread that is to end."""
         with self._changed:
             self._changed.wait_for(lambda: self._room > 0)
+            if self._surplus:
+                self._surplus -= 1
+                return None
             request = self._again.popleft() if self._again else next(self._requests, None)
+            self._is_over = request is None
             self._room -= request is not None
             return request
 
@@ -348,6 +425,6 @@ class _Work:
     def stop(self) -> None:
         """Let `next` return nothing more."""
         with self._changed:
-            self._requests, self._room = iter(()), sys.maxsize
+            self._requests, self._room, self._is_over = iter(()), sys.maxsize, True
             self._again.clear()
             self._changed.notify_all()

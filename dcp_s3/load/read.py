@@ -19,11 +19,10 @@ from dcp_s3.load.item_transfer import ItemTransfer
 from dcp_s3.load.order import Turns, in_batches
 from dcp_s3.load.plan import ReadRequest, plan_requests
 from dcp_s3.load.prepare import TransferFactory
+from dcp_s3.ranks import world_size
+from dcp_s3.s3.parts import GETS_PER_SECOND, plan_part_size
 from dcp_s3.tensor_memory import counted_as_change, synchronize_accelerator
 from dcp_s3.torch_private import ReaderTransforms
-
-# A load that has fewer requests of `part_size` than twice the connections makes smaller ones, down to this many bytes.
-_SMALL_REQUEST = 8 * 2**20
 
 
 class LoadExecutor:
@@ -116,7 +115,7 @@ class LoadExecutor:
         Args:
             transfers: transfers of the items.
             planner: called from this thread only.
-            threads: number of requests at once; None: as many as the settings allow.
+            threads: number of requests at once; None: as many as fill the link.
             on_error: called with the error that will be raised, before it cancels what is in flight.
         """
         requests = self._plan(transfers)
@@ -126,8 +125,10 @@ class LoadExecutor:
                 self.commit(transfer, planner)
         if not requests:
             return
-        threads = min(threads or self._settings.concurrency, len(requests))
-        with self.engine.fetch(requests, threads=threads, total=sum([r.length for r in requests])) as arrivals:
+        buffered = any(transfer.owned is None for transfer in transfers if transfer.ranges)
+        most = self.engine.max_buffers if buffered else len(requests)
+        total = sum([r.length for r in requests])
+        with self.engine.fetch(requests, threads=threads, most=min(most, len(requests)), total=total) as arrivals:
             try:
                 for _, finished in arrivals:
                     for arrived in finished:
@@ -145,7 +146,7 @@ class LoadExecutor:
             return
         segments = [segment for probe in probes for segment in probe.segments()]
         requests = plan_requests(segments, max_request=self.engine.max_buffered, max_gap=0)
-        with self.engine.fetch(requests, threads=min(self._settings.concurrency, len(requests)), total=0) as arrivals:
+        with self.engine.fetch(requests, most=len(requests)) as arrivals:
             for _ in arrivals:
                 pass
         for item in unknown:
@@ -155,7 +156,12 @@ class LoadExecutor:
         settings = self._settings
         segments = [segment for transfer in transfers for segment in transfer.segments()]
         total = sum([stop - start for start, stop, _ in segments])
-        largest = min(settings.part_size, max(_SMALL_REQUEST, total // (2 * settings.concurrency)))
+        largest = plan_part_size(
+            total, connections=self.source.connections, ranks=world_size(), most=settings.max_part_size,
+            requests_per_second=GETS_PER_SECOND,
+        )  # fmt: skip
+        if settings.part_size != "auto":
+            largest = min(largest, settings.part_size)
         buffered = min(largest, self.engine.max_buffered)
         if any(transfer.owned is None for transfer in transfers if transfer.ranges):
             largest = buffered

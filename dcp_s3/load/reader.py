@@ -287,7 +287,7 @@ class S3StorageReader(StorageReader):
                 assignments = plan_sharing(
                     self._metadata,
                     [plan.items for plan in plans],
-                    max_piece=min(MAX_PIECE, self.settings.part_size),
+                    max_piece=min(MAX_PIECE, self.settings.max_part_size),
                     max_gap=self.settings.read_gap,
                     max_objects=self.settings.load_buffers,
                 )

@@ -215,13 +215,15 @@ class ByteCheck:
         Raises:
             StorageError: S3 failed despite retries; there is no verdict.
         """
-        ranges = sum(1 + data.size // self._settings.part_size for data in objects if data.streamed)
+        ranges = sum(1 + data.size // self._settings.max_part_size for data in objects if data.streamed)
         groups = sum(len(group_items(data.decoded, GROUP)) for data in objects)
-        threads = min(self._settings.concurrency, ranges + groups)
-        if not threads:
+        most = ranges + groups
+        if not most:
             return
         self._left = {data.path: self.total([data]) for data in objects}
-        with self._engine.fetch(self._requests(objects), threads=threads, ahead=2 * threads) as arrivals:
+        with self._engine.fetch(
+            self._requests(objects), most=most, ahead=2 * self._settings.max_connections
+        ) as arrivals:
             for request, finished in arrivals:
                 self._take(request, finished)
 
@@ -236,7 +238,7 @@ class ByteCheck:
                     yield ReadRequest(data.path, start, stop - start, segments)
 
     def _of_ranges(self, scanned: _Object) -> Iterator[ReadRequest]:
-        size, step = scanned.data.size, self._settings.part_size
+        size, step = scanned.data.size, self._settings.max_part_size
         for start in range(0, max(1, size), step):  # one request even for an empty object
             stop = min(start + step, size)
             if scanned.path not in self._changed:

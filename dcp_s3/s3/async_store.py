@@ -23,6 +23,7 @@ from dcp_s3.s3 import listing, multipart, operations, retry
 from dcp_s3.s3.answers import check_answers
 from dcp_s3.s3.botocore_private import look_once
 from dcp_s3.s3.client import client_options, config_options, prepare_session
+from dcp_s3.s3.connections import most_connections
 from dcp_s3.s3.delete import delete
 from dcp_s3.s3.diagnosis import REQUEST_ERRORS
 from dcp_s3.s3.listing import StoredVersion
@@ -104,7 +105,7 @@ class AsyncS3Store:
                 self._sent[0] += 1
                 return await asyncio.wait_for(self._attempt(request), limit.hang)
 
-        gate = gate_of(settings.endpoint_url, self.name, settings.concurrency)
+        gate = gate_of(settings.endpoint_url, self.name, most_connections(self))
         return await call(attempt, tries, gate=gate, data=request.data)
 
     async def _attempt(self, request: Request) -> Any:

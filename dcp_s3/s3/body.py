@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 _JOIN_BELOW = 64 * 2**10
 # Python's socket timeout covers a whole `sendall`, and while a new connection sends its first body it is the connect
@@ -26,14 +26,21 @@ class GatherBody:
         views: the buffers in order; they must not change or go away before the request is done.
         cancel: event that breaks off a body being sent.
         patience: seconds after which the body is broken off, too.
+        moved: called with the number of bytes of each slice that was sent.
     """
 
     def __init__(
-        self, views: Sequence[memoryview], cancel: threading.Event | None = None, *, patience: float | None = None
+        self,
+        views: Sequence[memoryview],
+        cancel: threading.Event | None = None,
+        *,
+        patience: float | None = None,
+        moved: Callable[[int], None] | None = None,
     ) -> None:
         self._views = views
         self._cancel = cancel
         self._patience = patience
+        self._moved = moved
         self._size = sum(view.nbytes for view in views)
         self._position = 0
 
@@ -80,7 +87,9 @@ class GatherBody:
                         raise ConnectionAbortedError("the upload was cancelled")
                     if self._patience is not None and time.monotonic() - started > self._patience:
                         raise ConnectionAbortedError(f"the body was not through after {self._patience:g} s")
-                    yield view[start : start + _SEND_AT_ONCE]
+                    yield (piece := view[start : start + _SEND_AT_ONCE])
+                    if self._moved is not None:
+                        self._moved(piece.nbytes)
             elif view.nbytes:
                 small.append(view)
                 small_size += view.nbytes

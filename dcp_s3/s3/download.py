@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from dcp_s3 import errors
@@ -25,10 +25,11 @@ def fetch_into(
     *,
     cancel: threading.Event | None = None,
     etag: str | None = None,
+    moved: Callable[[int], None] | None = None,
 ) -> None:
     """Fetch the bytes of an object from byte ``start`` on that fill ``targets`` in order.
 
-    ``etag``: ETag of the version to read; None for any.
+    ``etag``: ETag of the version to read; None for any. ``moved`` is called with the number of bytes that have arrived.
 
     There is one request unless it breaks or straggles. After a break the next request asks only for the rest, of the
     same version of the object (If-Match). An attempt that made progress does not count towards the limit. One that
@@ -42,7 +43,7 @@ def fetch_into(
         StorageError: other failures.
         Cancelled: ``cancel`` was set.
     """
-    cursor = Cursor(targets)
+    cursor = Cursor(targets, moved=moved)
     if not cursor.total:
         return
     with Race(store, key, start, cursor, cancel or store.limit.cancel, etag) as race:

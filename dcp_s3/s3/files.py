@@ -139,9 +139,9 @@ def _let_pass(response_dict: dict[str, Any], **_: Any) -> None:
 
 def _config(settings: Settings) -> TransferConfig:
     return TransferConfig(
-        multipart_threshold=settings.part_size,
-        multipart_chunksize=settings.part_size,
-        max_request_concurrency=settings.concurrency,
+        multipart_threshold=settings.max_part_size,
+        multipart_chunksize=settings.max_part_size,
+        max_request_concurrency=min(settings.max_connections, 32),
         num_download_attempts=settings.retry_attempts,
         io_chunksize=2**20,
     )

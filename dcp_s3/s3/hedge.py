@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from dcp_s3.forking import reset_in_child
 from dcp_s3.limit import Cancelled
+from dcp_s3.s3.connections import connections_of
 from dcp_s3.s3.flight import Flight
 from dcp_s3.s3.latency import Budget, Latencies
 from dcp_s3.s3.ranged import Cursor, Target, Timing, get_range
@@ -109,7 +110,7 @@ class Hedges:
         """Whether a second request may be made now. With ``take`` it is charged: one call of `ended` must follow."""
         if not store.gate.is_calm(_CALM):
             return False
-        most = max(_LEAST_AT_ONCE, store.settings.concurrency // _SHARE_AT_ONCE)
+        most = max(_LEAST_AT_ONCE, connections_of(store, "download") // _SHARE_AT_ONCE)
         with self._lock:
             if not take:
                 return self._budget.is_left

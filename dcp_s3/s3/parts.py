@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from dcp_s3 import errors
@@ -12,6 +13,37 @@ MAX_PARTS = 10_000
 # Sizes of objects are estimates until the last item is framed: leave room for a tenth of the parts.
 _PLANNED_PARTS = 9_000
 _PART_SIZE_STEP = 2**20
+
+
+# S3 takes so many of these per second and partition of its keys.
+# https://docs.aws.amazon.com/AmazonS3/latest/userguide/optimizing-performance.html
+PUTS_PER_SECOND = 3500
+GETS_PER_SECOND = 5500
+_CONNECTION_RATE = 90e6  # bytes per second
+_PARTS_EACH = 2
+_SMALL_PART = 8 * 2**20
+
+
+def plan_part_size(total: int, *, connections: int, ranks: int, most: int, requests_per_second: int) -> int:
+    """Bytes of a part or ranged GET, if one of ``ranks`` ranks moves ``total`` bytes.
+
+    Every connection gets two, so that none has much to do when the others are done; of 8 MiB at least, because each
+    costs a millisecond of CPU. Larger ones where otherwise all ranks together would make more requests than S3 takes:
+    as many connections as have a part send it in its bytes over 90 MB/s.
+
+    Args:
+        total: bytes of this rank.
+        connections: connections of this rank.
+        ranks: ranks that move as much at the same time.
+        most: highest result, but for S3's limit on requests.
+        requests_per_second: that limit.
+    """
+    share = -(-total // (_PARTS_EACH * connections))
+    size = min(most, max(_SMALL_PART, share))
+    all_send = ranks * connections * _CONNECTION_RATE / requests_per_second
+    some_send = math.sqrt(ranks * total * _CONNECTION_RATE / requests_per_second)
+    size = max(size, min(math.ceil(min(all_send, some_send)), MAX_PART_SIZE))
+    return -(-size // _PART_SIZE_STEP) * _PART_SIZE_STEP
 
 
 def choose_part_size(object_size: int, part_size: int) -> int:

@@ -56,14 +56,18 @@ class Cursor:
     Args:
         targets: targets in order.
         block: most bytes of one `view`.
+        moved: called with the number of bytes that have arrived.
 
     Attributes:
         total: bytes of all targets.
         done: bytes that have arrived.
     """
 
-    def __init__(self, targets: Sequence[Target], *, block: int = _BLOCK) -> None:
+    def __init__(
+        self, targets: Sequence[Target], *, block: int = _BLOCK, moved: Callable[[int], None] | None = None
+    ) -> None:
         self._block = block
+        self._moved = moved
         self._targets = [target for target in targets if target.view.nbytes]
         self._index = 0
         self._offset = 0
@@ -86,6 +90,8 @@ class Cursor:
         target.received(self._offset, count)
         self.done += count
         self._offset += count
+        if self._moved is not None:
+            self._moved(count)
         if self._offset == target.view.nbytes:
             self._index += 1
             self._offset = 0

@@ -14,6 +14,7 @@ from dcp_s3 import errors
 from dcp_s3.limit import UNLIMITED, Limit
 from dcp_s3.s3 import listing, multipart, operations, retry
 from dcp_s3.s3.client import forget_client, get_client
+from dcp_s3.s3.connections import most_connections
 from dcp_s3.s3.delete import delete
 from dcp_s3.s3.download import fetch_into
 from dcp_s3.s3.flight import hang_at_most
@@ -45,7 +46,7 @@ class S3Store(Store):
     @property
     def gate(self) -> Gate:
         """This process's gate for its data requests."""
-        return gate_of(self.settings.endpoint_url, self.name, self.settings.concurrency)
+        return gate_of(self.settings.endpoint_url, self.name, most_connections(self))
 
     def within(self, limit: Limit) -> S3Store:
         return replace(self, limit=limit)

@@ -303,7 +303,7 @@ def gate_of(endpoint_url: str | None, bucket: str, ceiling: int) -> Gate:
     Args:
         endpoint_url: endpoint URL of the settings; None for AWS's own chain.
         bucket: bucket name.
-        ceiling: ``DCP_S3_CONCURRENCY``; the gate keeps the highest that was given.
+        ceiling: most data requests that one transfer makes at once; the gate keeps the highest that was given.
     """
     key = (endpoint_url, bucket)
     gate = _gates.get(key)

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,13 +20,14 @@ from dcp_s3.checksum import combine_crc64nvme, crc32c, encode_crc
 from dcp_s3.limit import Cancelled
 from dcp_s3.s3 import multipart
 from dcp_s3.s3.body import GatherBody
+from dcp_s3.s3.connections import Tuning
 from dcp_s3.s3.diagnosis import is_retryable
 from dcp_s3.s3.multipart import KnownPart
 from dcp_s3.s3.operations import wire_checksum
 from dcp_s3.s3.parts import MAX_PARTS, Piece, choose_part_size, views_of
 from dcp_s3.s3.store import S3Store
 from dcp_s3.store import Upload
-from dcp_s3.workers import Workers
+from dcp_s3.workers import Slots, Workers
 
 logger = logging.getLogger(__name__)
 
@@ -49,26 +50,29 @@ class UploadedObject:
 class Uploader:
     """The threads and the limit on parts in flight that all uploads of one save share.
 
-    At most ``concurrency`` parts are being sent and a few more wait; `ObjectUpload.write` blocks beyond that,
-    which bounds the memory of buffers that were made for the upload. The first part that fails permanently cancels
-    everything else.
+    As many parts are being sent as connections fill the link, and a few more wait; `ObjectUpload.write` blocks beyond
+    that, which bounds the memory of buffers that were made for the upload. The first part that fails permanently
+    cancels everything else.
 
     Args:
         store: store to upload to.
+        part_size: bytes of a part where `start` is given none; None: the most of the settings.
         isolated: whether a failed part cancels its own object only, for a caller that has another place for it.
 
     Use as a context manager. An exception that leaves it cancels what is under way, aborts every open multipart upload
     and deletes the objects already completed. In any case all threads have ended afterwards.
     """
 
-    def __init__(self, store: S3Store, *, isolated: bool = False) -> None:
+    def __init__(self, store: S3Store, *, part_size: int | None = None, isolated: bool = False) -> None:
         self.store = store
+        self.part_size = part_size or store.settings.max_part_size
         self.isolated = isolated
         self.cancel = threading.Event()
         self.error: BaseException | None = None
         """The failure that cancelled everything, if one did."""
-        self._pool = Workers(store.settings.concurrency, "dcp_s3-upload")
-        self._slots = threading.BoundedSemaphore(store.settings.concurrency + WAITING_PARTS)
+        self._tuning = Tuning(store, "upload", resize=self._resize, is_busy=lambda: self._slots.all_taken)
+        self._pool = Workers(self._tuning.connections, "dcp_s3-upload")
+        self._slots = Slots(self._tuning.connections + WAITING_PARTS)
         self._lock = threading.Lock()
         self._open: set[ObjectUpload] = set()
         self._left: list[ObjectUpload] = []
@@ -80,11 +84,13 @@ class Uploader:
         """Keys with multipart uploads that may have stayed open."""
 
     def __enter__(self) -> Uploader:
+        self._tuning.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             self.stop()
+        self._tuning.__exit__()
         self._pool.close()
         if kind is not None:
             self._clean_up()
@@ -96,6 +102,10 @@ class Uploader:
                 raise error
         finally:
             del error, _  # its traceback has this frame: no cycle
+
+    def _resize(self, connections: int) -> None:
+        self._pool.resize(connections)
+        self._slots.resize(connections + WAITING_PARTS)
 
     def stop(self) -> None:
         """Cancel all uploads."""
@@ -116,10 +126,10 @@ class Uploader:
     def start(self, key: str, estimated_size: int, *, part_size: int | None = None) -> ObjectUpload:
         """Begin an object of about ``estimated_size`` bytes; no request is sent yet.
 
-        Parts have ``part_size`` bytes, or the size from the settings.
+        Parts have ``part_size`` bytes, or the uploader's size, or more where S3's limit on parts requires it.
         """
         if part_size is None:
-            part_size = choose_part_size(estimated_size, self.store.settings.part_size)
+            part_size = choose_part_size(estimated_size, self.part_size)
         upload = ObjectUpload(self, key, part_size)
         with self._lock:
             self._open.add(upload)
@@ -162,6 +172,11 @@ class Uploader:
             raise
         finally:
             _drop_views(pieces)
+
+    @property
+    def moved(self) -> Callable[[int], None]:
+        """Called with bytes on their way, before S3 has them."""
+        return self._tuning.moved
 
     def took(self, size: int) -> None:
         """Count ``size`` more bytes that S3 has."""
@@ -368,7 +383,8 @@ class ObjectUpload:
     @contextlib.contextmanager
     def _body(self, pieces: list[Piece]) -> Iterator[GatherBody]:
         patience = self._store.limit.patience if self._uploader.isolated else None
-        body = GatherBody(views_of(pieces), self.cancel, patience=patience)
+        moved = self._uploader.moved
+        body = GatherBody(views_of(pieces), self.cancel, patience=patience, moved=moved)
         try:
             yield body
         finally:

@@ -17,7 +17,8 @@ from dcp_s3.errors import DeadlineExceededError, SpillError, TransferError
 from dcp_s3.format.layout import data_object
 from dcp_s3.format.manifest import ObjectEntry
 from dcp_s3.limit import Cancelled
-from dcp_s3.s3.parts import choose_part_size
+from dcp_s3.s3.connections import connections_of
+from dcp_s3.s3.parts import PUTS_PER_SECOND, choose_part_size, plan_part_size
 from dcp_s3.s3.store import S3Store
 from dcp_s3.s3.upload import WAITING_PARTS, ObjectUpload, UploadedObject, Uploader
 from dcp_s3.save.items import ItemWriter, WrittenItem
@@ -66,6 +67,8 @@ def write_buckets(
     transforms: WriterTransforms,
     names: ObjectNames,
     session: SpillSession | None = None,
+    *,
+    ranks: int = 1,
 ) -> list[WriteResult]:
     """Write every bucket as one object. A thread per bucket resolves its items; a shared pool sends the parts.
 
@@ -79,6 +82,7 @@ def write_buckets(
         transforms: torch's stream extensions.
         names: names of the objects.
         session: takes the objects that S3 refuses, or all objects with local durability. None: no spilling.
+        ranks: number of ranks that write at the same time.
 
     Returns:
         One result per item.
@@ -94,15 +98,23 @@ def write_buckets(
     if torch.accelerator.is_available() and _is_initialized():
         torch.accelerator.synchronize()  # the threads below do not wait for work on the caller's stream
         device = torch.accelerator.current_device_index()
-    settings = bucket.settings
+    settings, connections = bucket.settings, connections_of(bucket, "upload")
+    part_size = settings.part_size
+    if part_size == "auto":
+        total = sum(planned.size for planned in buckets)
+        part_size = plan_part_size(
+            total, connections=connections, ranks=ranks, most=settings.max_part_size,
+            requests_per_second=PUTS_PER_SECOND,
+        )  # fmt: skip
+    chunk_size = min(part_size, settings.max_part_size)
     item_writer = ItemWriter(
         planner,
         transforms,
-        chunk_size=settings.part_size,
+        chunk_size=chunk_size,
         # Each connection sends a part, a few parts wait, and each bucket fills one.
-        device_memory=(settings.concurrency + WAITING_PARTS + settings.buckets_per_rank) * settings.part_size,
+        device_memory=(connections + WAITING_PARTS + settings.buckets_per_rank) * chunk_size,
     )
-    uploader = Uploader(bucket, isolated=session is not None)
+    uploader = Uploader(bucket, part_size=part_size, isolated=session is not None)
     try:
         with uploader:
             results = _write(buckets, _Targets(item_writer, names, uploader, session), device)
@@ -231,7 +243,7 @@ class _Targets:
             raise refusal from None
 
     def _spill(self, session: SpillSession, number: int, planned: WriteBucket, reason: str) -> list[WriteResult]:
-        part_size = choose_part_size(planned.size, self.uploader.store.settings.part_size)
+        part_size = choose_part_size(planned.size, self.uploader.part_size)
         file = session.open(number, self._names.key(number), planned.size)
         try:
             written = []

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
@@ -38,6 +37,7 @@ from dcp_s3.errors import (
 )
 from dcp_s3.format.layout import metadata_object, new_nonce
 from dcp_s3.limit import Deadline, Limit
+from dcp_s3.ranks import world_size
 from dcp_s3.s3.store import S3Store
 from dcp_s3.save.objects import ItemWriteResult, ObjectNames, refused_by_both, write_buckets
 from dcp_s3.save.plan import plan_buckets
@@ -175,13 +175,15 @@ class Save:
         buckets = plan_buckets(
             plan.items,
             max_buckets=self._settings.buckets_per_rank,
-            min_bucket_size=self._settings.part_size,
+            min_bucket_size=self._settings.max_part_size,
             separate=self._options.separate,
         )
         # Not in the plan: a planner may reuse a cached plan.
         names = ObjectNames(self.url, self._rank, new_nonce())
         with self._spill_session(names, len(buckets)) as session:
-            results = write_buckets(self._bucket(), buckets, planner, self._options.transforms, names, session)
+            results = write_buckets(
+                self._bucket(), buckets, planner, self._options.transforms, names, session, ranks=world_size()
+            )
         if session is not None and session.sealed:
             self._drain()
         self._an_object = names.relative_path(0) if buckets else None
@@ -211,7 +213,7 @@ class Save:
             # A copy: with plan caching, the next save gets this very object while it is being pickled.
             dataclasses.replace(metadata),
             entries,
-            world_size=len(results) if self._use_collectives else _world_size(),
+            world_size=len(results) if self._use_collectives else world_size(),
             metrics=self._options.metrics,
             started_at=self._beginning.at,
         )
@@ -394,7 +396,3 @@ def wait_committed(
             raise TimeoutError(f"{url} is not committed after {timeout:g} s: {reason}")
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_PAUSE)
-
-
-def _world_size() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

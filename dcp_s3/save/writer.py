@@ -7,13 +7,13 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from dcp_s3 import ranks
 from dcp_s3.boundary import called_by_dcp
 from dcp_s3.checkpoint.commit import check_metrics
 from dcp_s3.errors import MissingURLError, SaveProtocolError
@@ -139,7 +139,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         use_collectives = bool(kwargs.get("use_collectives", True))
         rank = kwargs.get("rank")
         if rank is None:  # some frameworks that call this directly do not pass it
-            rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+            rank = ranks.rank()
         if group is None:
             take_turn(str(url))
         options = SaveOptions(

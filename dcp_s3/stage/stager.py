@@ -13,10 +13,10 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from dcp_s3.errors import StagingError
+from dcp_s3.ranks import world_size
 from dcp_s3.settings import Settings, SettingsLike, local_world_size, resolve_settings
 from dcp_s3.stage.budget import measure_available, resolve_limit
 from dcp_s3.stage.copier import Copier, Versions, check_unchanged
@@ -175,7 +175,7 @@ def _carry_failure(work: Callable[[], Any]) -> Any:
     except Exception as error:
         logger.debug("staging failed:", exc_info=True)
         traceback.clear_frames(error.__traceback__)  # they hold a generation, and the error may be kept
-        if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        if world_size() < 2:
             raise
         return FailedStaging(error)
 

@@ -43,7 +43,9 @@ class MemorySource(Source):
     def distrust(self, path: str) -> None:
         self.distrusted.append(path)
 
-    def read(self, path: str, start: int, targets: Sequence[Target]) -> None:
+    def read(
+        self, path: str, start: int, targets: Sequence[Target], *, moved: Callable[[int], None] | None = None
+    ) -> None:
         size = sum(target.view.nbytes for target in targets)
         data = bytearray(self.objects[path][start : start + size])
         assert len(data) == size

@@ -4,7 +4,7 @@ Standard library only; with ``awscrt`` installed it also verifies CRC-64/NVME an
 
 In a test, in this process::
 
-    from benchmarks.memory_s3 import Fault, MemoryS3
+    from tests.memory_s3 import Fault, MemoryS3
 
     with MemoryS3(fault=lambda r: Fault.error(503, "SlowDown") if r.number == 3 else None) as s3:
         client = boto3.client("s3", endpoint_url=s3.endpoint_url, ...)
@@ -19,15 +19,17 @@ From a shell: ``python -m tests.memory_s3 --port 9000 --preallocate 4GiB``.
 Which file to open: ``server`` (sockets and threads), ``http`` (bytes on the wire),
 ``operations`` (what each S3 operation answers), ``answers`` (XML), ``store`` (buckets, objects,
 uploads), ``memory`` (where bodies live), ``checksums``, ``faults`` (failures on demand),
-``process`` (the server in a process of its own), ``counters`` (what it has done, for any process to ask).
+``process`` (the server in a process of its own), ``counters`` (what it has done, for any process to ask), ``link``
+(latency, and bytes per second of a connection).
 """
 
 from .counters import Counters, Reader, Reads, fetch_counters, reset_counters
 from .faults import Fault, RequestInfo
+from .link import Link
 from .process import MemoryS3Process
 from .server import MemoryS3
 
 __all__ = [
-    "Counters", "Fault", "MemoryS3", "MemoryS3Process", "Reader", "Reads", "RequestInfo", "fetch_counters",
+    "Counters", "Fault", "Link", "MemoryS3", "MemoryS3Process", "Reader", "Reads", "RequestInfo", "fetch_counters",
     "reset_counters",
 ]  # fmt: skip

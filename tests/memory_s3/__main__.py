@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 import signal
 import sys
 import threading
 
 from benchmarks.units import parse_size
 
+from .link import Link
 from .server import MIN_PART_SIZE, MemoryS3
 
 
@@ -30,6 +32,8 @@ def main() -> None:
     parser.add_argument("--bucket", action="append", default=[], help="make it at start")
     parser.add_argument("--no-verify-checksums", action="store_true")
     parser.add_argument("--min-part-size", type=parse_size, default=MIN_PART_SIZE, metavar="SIZE")
+    parser.add_argument("--latency", type=float, default=0.0, metavar="SECONDS", help="before each answer")
+    parser.add_argument("--connection-rate", type=parse_size, metavar="SIZE", help="bytes per second of a connection")
     parser.add_argument("--until-stdin-closes", action="store_true", help="also stop when standard input ends")
     options = parser.parse_args()
     stopping = threading.Event()
@@ -43,6 +47,7 @@ def main() -> None:
         access_key=options.access_key,
         min_part_size=options.min_part_size,
         record_requests=False,
+        link=Link(options.latency, options.connection_rate or math.inf),
     )
     with server:
         for bucket in options.bucket:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import select
 import socket
 import struct
@@ -13,6 +14,7 @@ from http import HTTPStatus
 from typing import Protocol
 
 from . import checksums
+from .link import Link, Pace
 from .memory import Body, Pool
 
 _HEAD_LIMIT = 64 * 1024
@@ -77,10 +79,14 @@ class Response:
 class Connection:
     """One client's socket: reads requests, writes responses."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: socket.socket, link: Link | None = None) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = sock
         self._buffer = b""
+        self._latency = 0.0 if link is None else link.latency
+        self._pace = None if link is None or link.rate == math.inf else Pace(link.rate)
+        if self._pace is not None:  # a link holds little: what a client has sent is not far ahead of what arrived
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, Pace.STEP)
         self.sent = 0
 
     def read_head(self) -> Head | None:
@@ -113,9 +119,12 @@ class Connection:
             self._buffer = self._buffer[ready:]
             view = view[ready:]
         while view:
-            received = self._socket.recv_into(view, 0, _WAITALL)
+            step = view if self._pace is None else view[: Pace.STEP]
+            received = self._socket.recv_into(step, 0, _WAITALL)
             if not received:
                 raise ConnectionError("the client closed the connection inside a body")
+            if self._pace is not None:
+                self._pace.moved(received)
             view = view[received:]
 
     def read_line(self) -> bytes:
@@ -141,12 +150,16 @@ class Connection:
         head = _head(response, keep=keep)
         content = response.body if limit is None else response.body.slice(0, limit)
         pieces = content.pieces if body else ()
+        if self._latency:
+            time.sleep(self._latency)
         self._socket.sendall(head, _MORE if pieces else 0)
         for piece in pieces:
             while piece:
-                count = self._socket.send(piece)
+                count = self._socket.send(piece if self._pace is None else piece[: Pace.STEP])
                 self.sent += count
                 piece = piece[count:]
+                if self._pace is not None:
+                    self._pace.moved(count)
 
     def send_body(self, data: memoryview) -> None:
         """Write more of a body."""

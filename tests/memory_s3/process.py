@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import subprocess
 import sys
 from pathlib import Path
 from types import TracebackType
+
+from .link import Link
 
 _ROOT = Path(__file__).resolve().parents[2]
 
@@ -17,14 +20,18 @@ class MemoryS3Process:
     The server also ends when this process dies.
     """
 
-    def __init__(self, preallocate: int = 0, *, verify_checksums: bool = True) -> None:
-        """Take the settings: bytes of memory to touch at start, whether to verify checksums."""
+    def __init__(self, preallocate: int = 0, *, verify_checksums: bool = True, link: Link | None = None) -> None:
+        """Take the settings: bytes of memory to touch at start, whether to verify checksums, the link."""
         self._command = [
             sys.executable, "-m", "tests.memory_s3", "--until-stdin-closes",
             "--preallocate", str(preallocate),
         ]  # fmt: skip
         if not verify_checksums:
             self._command.append("--no-verify-checksums")
+        if link is not None:
+            self._command += ["--latency", str(link.latency)]
+            if link.rate != math.inf:
+                self._command += ["--connection-rate", str(int(link.rate))]
         self._process: subprocess.Popen[str] | None = None
         self.endpoint_url = ""
 

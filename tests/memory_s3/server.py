@@ -18,6 +18,7 @@ from . import answers, checksums, counters
 from .counters import Counters, Reader, Reads
 from .faults import Fault, FaultFunction, RequestInfo
 from .http import Connection, Head, MalformedRequestError, Response, discard, drain, receive
+from .link import Link
 from .memory import Body, Pool
 from .operations import Call, Operations, identify
 from .store import S3Error, Store
@@ -51,6 +52,7 @@ class MemoryS3:
         min_part_size: int = MIN_PART_SIZE,
         record_requests: bool = True,
         clock: Callable[[], float] = time.time,
+        link: Link | None = None,
     ) -> None:
         """Take the settings; :meth:`start` does the work.
 
@@ -65,6 +67,7 @@ class MemoryS3:
                 the last (EntityTooSmall).
             record_requests: Keep every request's head in :attr:`request_log`.
             clock: The server's time in seconds since the epoch: of what is stored, and in its answers' Date.
+            link: What lies between clients and the server. None: nothing but the kernel.
 
         """
         self.fault = fault
@@ -73,6 +76,7 @@ class MemoryS3:
         self._verify_checksums = verify_checksums
         self._record_requests = record_requests
         self._clock = clock
+        self._link = link
         self._store = Store(clock=clock, min_part_size=min_part_size)
         self._operations = Operations(self._store, verify_checksums=verify_checksums)
         self._preallocate = preallocate
@@ -196,7 +200,7 @@ class MemoryS3:
                 sock, _ = listener.accept()
             except OSError:
                 return  # stop() has closed the listener
-            connection = Connection(sock)
+            connection = Connection(sock, self._link)
             thread = threading.Thread(target=self._serve, args=(connection,), name="memory-s3-connection", daemon=True)
             with self._lock:
                 self._connections[connection] = thread

@@ -143,7 +143,7 @@ class SharedRead:
         """Make the exchange; returns it, and the number of threads left for direct reads."""
         mine = sum(transfer.length for transfer in direct)
         settings = self._source.settings
-        threads = settings.concurrency
+        threads = self._source.connections
         fetching = _part_of(threads, sum(piece.nbytes for piece in owned), mine)
         exchange = Exchange(
             self._group.group, self._group.rank, owned, received,

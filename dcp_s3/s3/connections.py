@@ -1,0 +1,168 @@
+"""The connections that saves and loads use: as many as fill the link. What one transfer found, the next begins with.
+
+`width.Width` decides; here is what it decides on: bytes that moved while all connections were in use. A transfer counts
+them with `Tuning`, which asks again every 50 ms and tells the transfer when the number changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
+
+from dcp_s3.forking import reset_in_child
+from dcp_s3.s3.width import Width, first_width
+from dcp_s3.settings import local_world_size
+from dcp_s3.units import format_size
+
+if TYPE_CHECKING:
+    from dcp_s3.s3.async_store import AsyncS3Store
+    from dcp_s3.s3.store import S3Store
+
+logger = logging.getLogger(__name__)
+
+Direction = Literal["upload", "download"]
+
+_TICK_SECONDS = 0.05
+_CALM_SECONDS = 1.0  # without throttling before more connections are tried
+
+
+@dataclass
+class _Link:
+    """One direction to one bucket."""
+
+    width: Width
+    users: int = 0
+    """Transfers now. Of several at once, nobody knows whose bytes fill the link."""
+
+
+_links: dict[tuple[str | None, str, Direction], _Link] = {}
+_lock = threading.Lock()
+
+
+@reset_in_child
+def _begin_anew() -> None:
+    global _lock
+    _lock = threading.Lock()
+    _links.clear()
+
+
+def connections_of(store: S3Store | AsyncS3Store, direction: Direction) -> int:
+    """The number of connections that a transfer begins with."""
+    with _lock:
+        return min(_link_of(store, direction).width.connections, store.settings.max_connections)
+
+
+def most_connections(store: S3Store | AsyncS3Store) -> int:
+    """The most data requests that one transfer has in flight now, whatever its direction."""
+    return max(connections_of(store, direction) for direction in get_args(Direction))
+
+
+def _link_of(store: S3Store | AsyncS3Store, direction: Direction) -> _Link:
+    key = (store.settings.endpoint_url, store.name, direction)
+    link = _links.get(key)
+    if link is None:
+        link = _links[key] = _Link(Width(first_width(_cores(), local_world_size())))
+    return link
+
+
+def _cores() -> int:
+    try:
+        return len(os.sched_getaffinity(0))
+    except (AttributeError, OSError):  # not on every system
+        return os.cpu_count() or 1
+
+
+def snapshot() -> dict[str, dict[str, float]]:
+    """What was found, by ``{endpoint}/{bucket} {direction}``."""
+    with _lock:
+        return {
+            f"{endpoint or 's3:/'}/{bucket} {direction}": {
+                "connections": link.width.connections,
+                "bytes_per_second": link.width.rate,
+            }
+            for (endpoint, bucket, direction), link in _links.items()
+        }
+
+
+class Tuning:
+    """Adapts the connections of one transfer while it runs. A context manager.
+
+    Args:
+        store: store of the transfer.
+        direction: direction of the bytes.
+        resize: called from a thread of its own with a new number of connections.
+        is_busy: whether all connections are in use, and there is more to do.
+        most: ceiling besides that of the settings; None: none.
+    """
+
+    def __init__(
+        self,
+        store: S3Store,
+        direction: Direction,
+        *,
+        resize: Callable[[int], None],
+        is_busy: Callable[[], bool],
+        most: int | None = None,
+    ) -> None:
+        with _lock:
+            self._link = _link_of(store, direction)
+            self._ceiling = min(most or store.settings.max_connections, store.settings.max_connections)
+            self.connections = min(self._link.width.connections, self._ceiling)
+            """Connections to use now."""
+        self._gate = store.gate
+        self._name = f"{direction}s {'to' if direction == 'upload' else 'from'} s3://{store.name}"
+        self._resize = resize
+        self._is_busy = is_busy
+        self._count = 0
+        self._count_lock = threading.Lock()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def moved(self, count: int) -> None:
+        """Note that ``count`` bytes moved. Called by any thread."""
+        with self._count_lock:
+            self._count += count
+
+    def __enter__(self) -> Tuning:
+        with _lock:
+            self._link.users += 1
+        if self._ceiling > 1:
+            thread = threading.Thread(target=self._run, name="dcp_s3-connections")
+            with contextlib.suppress(RuntimeError):  # no thread can be started: the number stays
+                thread.start()
+                self._thread = thread
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+        with _lock:
+            self._link.users -= 1
+
+    def _run(self) -> None:
+        width, at, before = self._link.width, time.monotonic(), 0
+        while not self._ended.wait(_TICK_SECONDS):
+            now = time.monotonic()
+            seconds, at = now - at, now
+            count, before = self._count - before, self._count
+            counts = self._is_busy() and self._gate.is_calm(_CALM_SECONDS)
+            with _lock:
+                if counts and self._link.users == 1 and width.connections <= self._ceiling:
+                    width.moved(seconds, count, self._ceiling)
+                else:
+                    width.interrupted()
+                connections, rate = min(width.connections, self._ceiling), width.rate
+            if connections != self.connections:
+                logger.info(
+                    "%s: %d connections carried %s/s; %d from now on",
+                    self._name, self.connections, format_size(int(rate)), connections,
+                )  # fmt: skip
+                self.connections = connections
+                self._resize(connections)
