@@ -337,7 +337,7 @@ def test_a_store_that_is_slow_to_all_is_not_hedged_once_that_is_known(faulty: Fa
 
 
 def test_at_most_two_at_once_of_few_requests(faulty: FaultyServer) -> None:
-    bucket = put()
+    bucket = put(concurrency=8)
     hedges = hedges_of(bucket)
     assert [hedges.may_start(bucket, take=True) for _ in range(3)] == [True, True, False]
     hedges.ended(won=False, received=0, wasted=0)
