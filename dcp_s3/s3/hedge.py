@@ -21,7 +21,7 @@ from dcp_s3.forking import reset_in_child
 from dcp_s3.limit import Cancelled
 from dcp_s3.s3.flight import Flight
 from dcp_s3.s3.latency import Budget, Latencies
-from dcp_s3.s3.ranged import Cursor, Target, Timing, get_range
+from dcp_s3.s3.ranged import Cursor, ReadTarget, Timing, get_range
 from dcp_s3.tracebacks import without_tracebacks
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ class _Hedge:
         self.first = first
         self.overlap = 0  # bytes that the reader's own request had also received when this one won
         self.data = memoryview(mmap.mmap(-1, size))  # unlike a bytearray, not touched before bytes arrive
-        self.cursor = Cursor([Target(self.data)], block=_BLOCK)
+        self.cursor = Cursor([ReadTarget(self.data)], block=_BLOCK)
         self.etag = etag
         self.stop = _Stop(cancel)
         self.flight = Flight()

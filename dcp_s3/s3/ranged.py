@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _BLOCK = 4 * 2**20
 
 
-class Target:
+class ReadTarget:
     """Memory to receive a run of bytes into, and the CRC-64/NVME of those that have arrived.
 
     Attributes:
@@ -62,7 +62,7 @@ class Cursor:
         done: bytes that have arrived.
     """
 
-    def __init__(self, targets: Sequence[Target], *, block: int = _BLOCK) -> None:
+    def __init__(self, targets: Sequence[ReadTarget], *, block: int = _BLOCK) -> None:
         self._block = block
         self._targets = [target for target in targets if target.view.nbytes]
         self._index = 0

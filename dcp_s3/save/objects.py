@@ -60,7 +60,7 @@ class ObjectNames:
 
 
 def write_buckets(
-    bucket: S3Store,
+    store: S3Store,
     buckets: Sequence[WriteBucket],
     planner: SavePlanner,
     transforms: WriterTransforms,
@@ -73,7 +73,7 @@ def write_buckets(
     are aborted and objects that this call had completed are deleted before the error is raised.
 
     Args:
-        bucket: the S3 bucket.
+        store: the S3 store.
         buckets: buckets of the plan.
         planner: resolves the items.
         transforms: torch's stream extensions.
@@ -84,7 +84,7 @@ def write_buckets(
         One result per item.
 
     Raises:
-        DeadlineExceededError: the deadline of ``bucket`` has passed.
+        DeadlineExceededError: the deadline of ``store`` has passed.
         StorageError, SaveProtocolError
     """
     if not buckets:
@@ -94,7 +94,7 @@ def write_buckets(
     if torch.accelerator.is_available() and _is_initialized():
         torch.accelerator.synchronize()  # the threads below do not wait for work on the caller's stream
         device = torch.accelerator.current_device_index()
-    settings = bucket.settings
+    settings = store.settings
     item_writer = ItemWriter(
         planner,
         transforms,
@@ -102,7 +102,7 @@ def write_buckets(
         # Each connection sends a part, a few parts wait, and each bucket fills one.
         device_memory=(settings.concurrency + WAITING_PARTS + settings.buckets_per_rank) * settings.part_size,
     )
-    uploader = Uploader(bucket, isolated=session is not None)
+    uploader = Uploader(store, isolated=session is not None)
     try:
         with uploader:
             results = _write(buckets, _Targets(item_writer, names, uploader, session), device)
@@ -111,11 +111,11 @@ def write_buckets(
                 if session.spilled:
                     session.seal()
     except DeadlineExceededError as error:
-        if bucket.limit.deadline is None:
+        if store.limit.deadline is None:
             raise
         total = sum(planned.size for planned in buckets)
         on_disk = f", {format_size(session.size)} on its disk" if session is not None else ""
-        raise bucket.limit.deadline.error(
+        raise store.limit.deadline.error(
             f"the save to {names.url}",
             f"of about {format_size(total)} of rank {names.rank}, {format_size(uploader.sent)} were on S3{on_disk}",
         ) from error

@@ -204,12 +204,12 @@ def test_memory_is_a_block_for_each_connection(
 ) -> None:
     buffers: dict[int, Any] = {}
 
-    class Recorded(download.Target):
+    class Recorded(download.ReadTarget):
         def __init__(self, view: memoryview, **arguments: Any) -> None:
             super().__init__(view, **arguments)
             buffers[id(view.obj)] = view.obj  # kept, so that no other gets its address
 
-    monkeypatch.setattr(verify_bytes, "Target", Recorded)
+    monkeypatch.setattr(verify_bytes, "ReadTarget", Recorded)
     monkeypatch.setattr(verify_bytes, "BLOCK", 2**16)
     names = [f"w{n}" for n in range(6)]
     state = {name: random_tensor((1000, 300), torch.float32, n) for n, name in enumerate(names)}

@@ -23,7 +23,7 @@ import dcp_s3
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
 from dcp_s3.limit import UNLIMITED, Cancelled, Limit
 from dcp_s3.s3 import retry, throttle
-from dcp_s3.s3.download import Target, fetch_into
+from dcp_s3.s3.download import ReadTarget, fetch_into
 from dcp_s3.s3.parts import Piece
 from dcp_s3.s3.store import S3Store
 from dcp_s3.s3.throttle import Aimd, Gate, gate_of
@@ -389,7 +389,7 @@ def put(bucket: S3Store, key: str) -> None:
 
 def get(bucket: S3Store, key: str) -> bytes:
     memory = bytearray(3)
-    fetch_into(bucket, key, 0, [Target(memoryview(memory))])
+    fetch_into(bucket, key, 0, [ReadTarget(memoryview(memory))])
     return bytes(memory)
 
 
