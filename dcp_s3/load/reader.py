@@ -16,7 +16,7 @@ from torch.futures import Future
 
 from dcp_s3 import errors
 from dcp_s3.boundary import called_by_dcp
-from dcp_s3.checkpoint.commit import CommitState, SaveIdentity, find_state
+from dcp_s3.checkpoint.commit_state import CommitState, SaveIdentity, find_state
 from dcp_s3.checkpoint.lease import ReaderLease
 from dcp_s3.checkpoint.listing import list_directory
 from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata

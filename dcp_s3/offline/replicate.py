@@ -17,7 +17,7 @@ from pathlib import Path
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.commit import SaveIdentity, check_absent, exists_error, find_previous
+from dcp_s3.checkpoint.commit_state import SaveIdentity, check_absent, exists_error, find_previous
 from dcp_s3.checkpoint.directory import Directory, DirectoryEntry
 from dcp_s3.checkpoint.listing import list_directory
 from dcp_s3.checksum import crc64nvme, crc_hex

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dcp_s3 import errors
 from dcp_s3.limit import Cancelled
-from dcp_s3.s3.hedge import Race
+from dcp_s3.s3.race import Race
 from dcp_s3.s3.ranged import Cursor, ReadTarget
 
 if TYPE_CHECKING:

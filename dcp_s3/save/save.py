@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp_s3.checkpoint.commit import (
-    Commit,
+from dcp_s3.checkpoint.commit import Commit, make_commit, publish
+from dcp_s3.checkpoint.commit_state import (
     CommitState,
     Previous,
     SaveIdentity,
@@ -24,8 +24,6 @@ from dcp_s3.checkpoint.commit import (
     check_newest,
     find_previous,
     find_state,
-    make_commit,
-    publish,
 )
 from dcp_s3.checkpoint.completeness import Beginning
 from dcp_s3.errors import (

@@ -13,15 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.commit import (
-    Commit,
+from dcp_s3.checkpoint.commit import Commit, publish
+from dcp_s3.checkpoint.commit_state import (
     Previous,
     SaveIdentity,
     check_absent,
     check_newest,
     find_previous,
     is_committed,
-    publish,
 )
 from dcp_s3.checkpoint.completeness import Beginning
 from dcp_s3.checkpoint.listing import list_directory

@@ -16,8 +16,9 @@ from dcp_s3.s3 import multipart
 from dcp_s3.s3.parts import Piece
 from dcp_s3.s3.store import S3Store
 from dcp_s3.s3.upload import ObjectUpload, UploadedObject, Uploader
+from dcp_s3.spill.durable import as_spill_error
 from dcp_s3.spill.journal import SpilledObject
-from dcp_s3.spill.store import DamagedFileError, SaveWriter, as_spill_error
+from dcp_s3.spill.store import DamagedFileError, SaveWriter
 from dcp_s3.store import ObjectHead, Upload
 from dcp_s3.units import format_size
 

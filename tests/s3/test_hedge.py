@@ -18,8 +18,9 @@ from dcp_s3.checksum import crc64nvme
 from dcp_s3.limit import Cancelled, Deadline, Limit
 from dcp_s3.s3 import client, flight, hedge, latency, retry, throttle
 from dcp_s3.s3.download import ReadTarget, fetch_into
-from dcp_s3.s3.hedge import HedgeState, Race, hedges_of
+from dcp_s3.s3.hedge import HedgeState, hedges_of
 from dcp_s3.s3.latency import Budget, Expected
+from dcp_s3.s3.race import Race, _Hedge, _Idle
 from dcp_s3.s3.ranged import Cursor
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
@@ -146,7 +147,7 @@ def test_what_the_first_request_received_meanwhile_counts_as_wasted(faulty: Faul
     cursor = Cursor([ReadTarget(memoryview(bytearray(3 * BLOCK)))])
     race = Race(bucket, "k", 0, cursor, None)
     race._advance(BLOCK)
-    second = hedge._Hedge(0, 3 * BLOCK, ["e"], threading.Event())
+    second = _Hedge(0, 3 * BLOCK, ["e"], threading.Event())
     race._etag.append("e")
     assert race._has_won(second)
     with pytest.raises(Cancelled):
@@ -244,7 +245,7 @@ def test_a_second_request_wins_only_with_the_version_of_what_is_there(
     bucket = put()
     cursor = Cursor([ReadTarget(memoryview(bytearray(10)))])
     race = Race(bucket, "k", 0, cursor, None)
-    second = hedge._Hedge(0, 10, [theirs] if theirs else [], threading.Event())
+    second = _Hedge(0, 10, [theirs] if theirs else [], threading.Event())
     second.cursor.fill(memoryview(bytes(range(10))))
     race._etag += [ours] if ours else []
     if done:
@@ -313,7 +314,7 @@ def test_none_beyond_the_budget(faulty: FaultyServer) -> None:
 
 
 def test_none_of_a_request_that_is_too_long(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hedge, "_MOST_BYTES", len(DATA) - 1)
+    monkeypatch.setattr("dcp_s3.s3.race._MOST_BYTES", len(DATA) - 1)
     bucket = put()
     faulty.rule = script = Script(Fault.straggle(0.4))
     fetch(bucket)
@@ -373,7 +374,7 @@ def test_without_botocores_private_place_it_only_takes_longer(
 
 def test_a_process_that_was_held_up_does_not_blame_s3() -> None:
     flying = flight.Flight()
-    idle = hedge._Idle(flying)
+    idle = _Idle(flying)
     assert idle.pass_by(1.0) is None
     flying.await_bytes(0)
     for expected in (0.0, 1.0, 2.0):
