@@ -26,7 +26,7 @@ from rich.table import Table
 
 from benchmarks.units import MIB, parse_size
 from dcp_s3.s3 import hedge
-from dcp_s3.s3.download import Target, fetch_into
+from dcp_s3.s3.download import ReadTarget, fetch_into
 from dcp_s3.s3.hedge import HedgeState, hedges_of
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
@@ -143,7 +143,7 @@ def _load(bucket: S3Store, requests: int, memory: list[bytearray], late: Callabl
 
     def fetch(_: int) -> None:
         own = free.pop()
-        target = Target(memoryview(own), checksum=True)
+        target = ReadTarget(memoryview(own), checksum=True)
         fetch_into(bucket, _KEY, 0, [target])
         free.append(own)
 

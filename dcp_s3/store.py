@@ -79,7 +79,7 @@ ABSENT = Expect()
 
 
 @dataclass(frozen=True)
-class Target:
+class DeleteTarget:
     """An object to delete."""
 
     key: str
@@ -215,8 +215,8 @@ class Store(abc.ABC):
         return join(pages)
 
     @abc.abstractmethod
-    def delete(self, targets: Iterable[str | Target]) -> Sequence[str]:
-        """Delete objects, given as keys or `Target`s; those that do not exist count as deleted.
+    def delete(self, targets: Iterable[str | DeleteTarget]) -> Sequence[str]:
+        """Delete objects, given as keys or `DeleteTarget`s; those that do not exist count as deleted.
 
         Returns:
             Keys left alone because their objects have another ETag. A store without conditional deletes deletes them.
@@ -257,6 +257,6 @@ def same_etag(one: str | None, other: str | None) -> bool:
     return (one or "").strip('"') == (other or "").strip('"')
 
 
-def target_of(each: str | Target) -> Target:
-    """An argument of `Store.delete` as a `Target`."""
-    return Target(each) if isinstance(each, str) else each
+def target_of(each: str | DeleteTarget) -> DeleteTarget:
+    """An argument of `Store.delete` as a `DeleteTarget`."""
+    return DeleteTarget(each) if isinstance(each, str) else each

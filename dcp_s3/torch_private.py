@@ -1,6 +1,7 @@
 """Every private name of torch that dcp_s3 uses, for distributed checkpoints and for staging.
 
-All were seen in torch 2.13.0. ``tests/test_torch_private.py`` says who relies on each, and fails when one moves.
+All were seen in torch 2.13.0. ``tests/test_torch_private.py`` and ``tests/test_torch_calls.py`` say who relies on each,
+and fail when one moves.
 """
 
 from __future__ import annotations

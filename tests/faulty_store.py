@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from dcp_s3.limit import Limit
-from dcp_s3.store import Expect, ObjectHead, Page, Store, StoredObject, Target, Upload
+from dcp_s3.store import DeleteTarget, Expect, ObjectHead, Page, Store, StoredObject, Upload
 
 Rule = Callable[[str, str], Exception | None]
 
@@ -56,7 +56,7 @@ class FaultyStore(Store):
     def page(self, prefix: str, delimiter: str = "", *, token: str | None = None) -> Page:
         return self._through("page", prefix, lambda: self.store.page(prefix, delimiter, token=token))  # type: ignore[return-value]
 
-    def delete(self, targets: Iterable[str | Target]) -> Sequence[str]:
+    def delete(self, targets: Iterable[str | DeleteTarget]) -> Sequence[str]:
         first, *_ = targets = list(targets) or [""]
         key = first if isinstance(first, str) else first.key
         return self._through("delete", key, lambda: self.store.delete(filter(None, targets)))  # type: ignore[return-value]

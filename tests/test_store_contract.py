@@ -18,7 +18,7 @@ from dcp_s3.limit import Cancelled, Deadline, Limit
 from dcp_s3.s3 import listing, quirks, retry
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
-from dcp_s3.store import ABSENT, Expect, Store, Target
+from dcp_s3.store import ABSENT, DeleteTarget, Expect, Store
 from dcp_s3.stores.directory import DirectoryStore
 from dcp_s3.stores.memory import MemoryStore
 from dcp_s3.stores.overlay import Overlay
@@ -269,7 +269,12 @@ def test_deletes_leave_alone_what_has_another_etag(store: Store) -> None:
         store.put(key, b"1")
     etags = {key: store.head(key).etag for key in ("a", "b", "c")}
     store.put("b", b"22")
-    targets = [Target("a", etags["a"]), Target("b", etags["b"]), Target("c"), Target("gone", '"x"')]
+    targets = [
+        DeleteTarget("a", etags["a"]),
+        DeleteTarget("b", etags["b"]),
+        DeleteTarget("c"),
+        DeleteTarget("gone", '"x"'),
+    ]
     left = list(store.delete(targets))
     found = [each.key for each in store.list("").objects]
     assert found in (["b"], []), "a store that knows no conditional deletes deletes it"
@@ -282,9 +287,9 @@ def test_a_single_delete_leaves_alone_what_has_another_etag(store: Store, reques
     store.put("k", b"1")
     etag = store.head("k").etag
     store.put("k", b"22")
-    left = list(store.delete([Target("k", etag)]))
+    left = list(store.delete([DeleteTarget("k", etag)]))
     assert left == [each.key for each in store.list("").objects]
-    assert list(store.delete([Target("k", store.head("k").etag)] if left else [])) == []
+    assert list(store.delete([DeleteTarget("k", store.head("k").etag)] if left else [])) == []
     assert not store.exists("k")
 
 

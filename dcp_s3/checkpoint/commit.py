@@ -10,7 +10,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from typing import Any
 
 import torch
@@ -18,184 +17,15 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_s3 import errors
 from dcp_s3._version import __version__
+from dcp_s3.checkpoint.commit_state import Previous, SaveIdentity, exists_error, is_committed, save_id_in
 from dcp_s3.checkpoint.completeness import find_loss
-from dcp_s3.checkpoint.listing import list_directory
 from dcp_s3.checksum import crc64nvme, crc_hex
-from dcp_s3.format.layout import (
-    METADATA,
-    METADATA_CRC_KEY,
-    SAVE_ID_KEY,
-    manifest_object,
-    metadata_object,
-    step_of,
-)
+from dcp_s3.format.layout import METADATA, METADATA_CRC_KEY, SAVE_ID_KEY, step_of
 from dcp_s3.format.manifest import Manifest, ObjectEntry
-from dcp_s3.format.metadata import dump_metadata, load_metadata
-from dcp_s3.store import Expect, ObjectHead, Store, StoredObject, Target
-from dcp_s3.url import CheckpointURL
+from dcp_s3.format.metadata import dump_metadata
+from dcp_s3.store import DeleteTarget, Expect, Store, StoredObject
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class SaveIdentity:
-    """One save of one checkpoint."""
-
-    url: CheckpointURL
-    """URL of the checkpoint."""
-    save_id: str
-    """Random id of this save."""
-    rank: int | None = None
-    """Rank of this process in a save without collectives, where each rank commits for itself."""
-
-    @property
-    def metadata_key(self) -> str:
-        """Key of the object whose presence is the commit."""
-        return self.url.key(metadata_object(self.rank))
-
-    @property
-    def manifest_key(self) -> str:
-        """Key of this save's manifest."""
-        return self.url.key(manifest_object(self.save_id, self.rank))
-
-
-def check_absent(bucket: Store, identity: SaveIdentity) -> None:
-    """Refuse to save over a committed checkpoint, before any byte moves.
-
-    Also looks for a checkpoint of the other kind: one of a save with collectives hides those of single ranks,
-    whichever is saved first.
-
-    Raises:
-        CheckpointExistsError: one is there.
-        StorageError: cannot tell (missing bucket, credentials, ...).
-    """
-    rank = 0 if identity.rank is None else identity.rank
-    for name in (metadata_object(), metadata_object(rank)):
-        if bucket.exists(identity.url.key(name)):
-            raise exists_error(identity.url, replaceable=identity.rank is None)
-
-
-def exists_error(url: CheckpointURL, *, replaceable: bool = True) -> errors.CheckpointExistsError:
-    """The error for a URL that holds a checkpoint. Begins like FileSystemWriter's in torch, which callers match."""
-    remedy = (
-        "save to another URL, or pass overwrite=True to replace it (the old one stays whole until the new one is "
-        "committed)"
-        if replaceable
-        else "save to another URL, or delete it first: without collectives each rank commits for itself, so that a "
-        "replacement could be cut off halfway and mix both"
-    )
-    return errors.CheckpointExistsError(
-        f"Checkpoint already exists: a committed checkpoint is at {url}; it is untouched. Remedy: {remedy}",
-        url=str(url),
-    )
-
-
-class CommitState(Enum):
-    """How the commit of a save stands."""
-
-    WAITING = "waiting"
-    COMMITTED = "committed"
-    REPLACED = "replaced"
-    """A save that began later has replaced it."""
-
-
-def find_state(bucket: Store, identity: SaveIdentity, *, path: str | None, started_at: float) -> CommitState:
-    """How the commit of a save stands.
-
-    Args:
-        bucket: bucket of the URL.
-        identity: the save. S3 has only the coordinator's save id.
-        path: path of an object that this rank wrote. Ranks other than the coordinator recognize their save by it.
-        started_at: when the save began, seconds since the epoch.
-
-    Raises:
-        StorageError: cannot tell.
-    """
-    try:
-        save_id = _stored_save_id(bucket, identity)
-        if save_id == identity.save_id:
-            return CommitState.COMMITTED
-        data = bucket.get(identity.url.key(manifest_object(save_id or "", identity.rank))).data
-        manifest = Manifest.from_json(data)
-    except (errors.ObjectNotFoundError, ValueError):
-        return CommitState.WAITING  # no commit, or not ours
-    if any(entry.path == path for entry in manifest.objects):
-        return CommitState.COMMITTED
-    newer = (manifest.started_at or manifest.created_at) > started_at
-    return CommitState.REPLACED if newer else CommitState.WAITING
-
-
-def is_committed(bucket: Store, identity: SaveIdentity) -> bool:
-    """Whether the checkpoint at the URL is this save's, judged by its id.
-
-    Raises:
-        StorageError: cannot tell.
-    """
-    try:
-        return _stored_save_id(bucket, identity) == identity.save_id
-    except errors.ObjectNotFoundError:
-        return False
-
-
-def _stored_save_id(bucket: Store, identity: SaveIdentity) -> str | None:
-    """Save id of the checkpoint at the URL; None if it is not ours.
-
-    Raises:
-        ObjectNotFoundError: there is none; other StorageErrors.
-    """
-    return _save_id_in(bucket, identity, bucket.head(identity.metadata_key))
-
-
-def _save_id_in(bucket: Store, identity: SaveIdentity, found: ObjectHead) -> str | None:
-    """Save id of the checkpoint whose ``.metadata`` a HEAD has found."""
-    save_id: str | None = found.metadata.get(SAVE_ID_KEY)
-    if save_id is None:  # stores and proxies may lose user metadata
-        try:
-            metadata = load_metadata(bucket.get(identity.metadata_key).data, url=str(identity.url))
-        except errors.CheckpointError:
-            return None
-        save_id = getattr(metadata.storage_meta, "save_id", None)
-    return save_id
-
-
-@dataclass(frozen=True)
-class Previous:
-    """The checkpoint that a save is about to replace."""
-
-    keys: frozenset[str] = frozenset()
-    """Keys of objects that only the old checkpoint needs, without those of metadata that cannot be read."""
-    etag: str | None = None
-    """ETag of the old ``.metadata``; None if there was none."""
-
-
-def find_previous(bucket: Store, identity: SaveIdentity) -> Previous:
-    """Find what a save with collectives will overwrite: a checkpoint, those of single ranks, or nothing.
-
-    Raises:
-        StorageError: cannot tell.
-    """
-    url = identity.url
-    keys: set[str] = set()
-    etag = None
-    for rank in [None, *list_directory(bucket, url, "__").ranks]:
-        key = url.key(metadata_object(rank))
-        try:
-            stored = bucket.get(key)
-            if rank is None:
-                etag = stored.etag
-            metadata = load_metadata(stored.data, url=str(url))
-        except errors.ObjectNotFoundError:
-            continue
-        except errors.CheckpointError as error:
-            logger.warning("the objects of the checkpoint that is being overwritten will stay: %s", error)
-            continue
-        keys.update(url.key(info.relative_path) for info in (metadata.storage_data or {}).values())
-        if rank is not None:
-            keys.add(key)
-        save_id = getattr(metadata.storage_meta, "save_id", None)
-        if save_id:
-            keys.add(url.key(manifest_object(save_id, rank)))
-    return Previous(frozenset(keys), etag)
 
 
 @dataclass(frozen=True)
@@ -247,35 +77,8 @@ def make_commit(
     return Commit(identity, manifest.to_json(), dump_metadata(metadata), tuple(objects))
 
 
-def check_newest(bucket: Store, identity: SaveIdentity, previous: Previous, started_at: float) -> None:
-    """Refuse to let a late save replace one that began after it.
-
-    Args:
-        bucket: bucket of the URL.
-        identity: the save.
-        previous: the checkpoint that it would replace.
-        started_at: when it began, seconds since the epoch.
-
-    Raises:
-        CheckpointExistsError: the checkpoint at the URL is newer.
-        StorageError: cannot tell.
-    """
-    if previous.etag is None:
-        return
-    save_id = _stored_save_id(bucket, identity)
-    try:
-        manifest = Manifest.from_json(bucket.get(identity.url.key(manifest_object(save_id or ""))).data)
-    except (errors.ObjectNotFoundError, ValueError):
-        return  # not ours, or damaged: the user asked to overwrite it
-    if (manifest.started_at or manifest.created_at) > started_at and save_id != identity.save_id:
-        raise errors.CheckpointExistsError(
-            f"{identity.url} holds a checkpoint that is newer than this one, which was not put in its place",
-            url=str(identity.url),
-        )
-
-
 def publish(
-    bucket: Store,
+    store: Store,
     commit: Commit,
     previous: Previous,
     *,
@@ -286,7 +89,7 @@ def publish(
     """Write the manifest, then ``.metadata``; then remove the objects that it replaced.
 
     Args:
-        bucket: bucket of the URL.
+        store: store with the checkpoint.
         commit: the commit to write.
         previous: the checkpoint to replace.
         look_again: called once if that checkpoint is no longer there; the one that it finds is replaced instead.
@@ -298,14 +101,14 @@ def publish(
         CheckpointDeletedError: objects of this save are gone; the old checkpoint is unchanged.
         CheckpointExistsError: another save committed to this URL meanwhile; what this save uploaded has been deleted,
             unless ``keep_objects``.
-        DeadlineExceededError: the bucket's deadline has passed. What this save uploaded has been deleted, unless S3 may
+        DeadlineExceededError: the store's deadline has passed. What this save uploaded has been deleted, unless S3 may
             still carry out the commit.
         StorageError: nothing was committed, as far as the answers of S3 tell.
     """
     identity = commit.identity
     replaced = None
     try:
-        bucket.put(
+        store.put(
             identity.manifest_key,
             commit.manifest,
             content_type="application/json",
@@ -313,13 +116,13 @@ def publish(
         )
     except errors.DeadlineExceededError:
         if not keep_objects:
-            delete_quietly(bucket.within(bucket.limit.for_cleanup()), commit.keys, "of a save that was given up")
+            delete_quietly(store.within(store.limit.for_cleanup()), commit.keys, "of a save that was given up")
         raise
     if is_late():
-        _check_whole(bucket, commit, keep_objects=keep_objects)
-        replaced = _find_replaced(bucket, commit, previous)
+        _check_whole(store, commit, keep_objects=keep_objects)
+        replaced = _find_replaced(store, commit, previous)
     try:
-        bucket.put(
+        store.put(
             identity.metadata_key,
             commit.metadata,
             expect=Expect(previous.etag or ""),
@@ -330,97 +133,96 @@ def publish(
             raise
         # A prune has deleted the old checkpoint.
         without = replace(previous, etag=None)
-        publish(bucket, commit, without, look_again=look_again, keep_objects=keep_objects, is_late=is_late)
+        publish(store, commit, without, look_again=look_again, keep_objects=keep_objects, is_late=is_late)
         return
     except errors.PreconditionFailedError:
         if look_again is not None:
             try:
                 now = look_again()
             except errors.CheckpointExistsError:
-                delete_quietly(bucket, commit.keys, "of the save that lost")
+                delete_quietly(store, commit.keys, "of the save that lost")
                 raise
-            publish(bucket, commit, now, keep_objects=keep_objects, is_late=is_late)
+            publish(store, commit, now, keep_objects=keep_objects, is_late=is_late)
             return
         if not keep_objects:
-            delete_quietly(bucket, commit.keys, "of the save that lost")
+            delete_quietly(store, commit.keys, "of the save that lost")
         raise exists_error(identity.url, replaceable=identity.rank is None) from None
     except errors.DeadlineExceededError:
-        if not _is_committed_after_all(bucket.within(bucket.limit.for_cleanup()), identity):
+        if not _is_committed_after_all(store.within(store.limit.for_cleanup()), identity):
             raise
     # A prune first writes its list, then looks for commits: one of the two sees the other.
     if is_late():
-        _check_still_whole(bucket.within(bucket.limit.for_cleanup()), commit, replaced, keep_objects=keep_objects)
+        _check_still_whole(store.within(store.limit.for_cleanup()), commit, replaced, keep_objects=keep_objects)
     if old := previous.keys - commit.keys:
-        _delete_replaced(bucket, identity, previous, old)
+        _delete_replaced(store, identity, previous, old)
     size = sum(entry.size for entry in commit.objects)
     logger.info("committed %s: %d objects, %d bytes", identity.url, len(commit.objects), size)
 
 
-def _check_whole(bucket: Store, commit: Commit, *, keep_objects: bool) -> None:
+def _check_whole(store: Store, commit: Commit, *, keep_objects: bool) -> None:
     """Raises CheckpointDeletedError if an object of the save is gone, or about to be deleted."""
-    loss = find_loss(bucket, commit.identity.url, commit.objects)
+    loss = find_loss(store, commit.identity.url, commit.objects)
     if loss is None:
         return
     if not keep_objects:
-        delete_quietly(bucket, commit.keys, "of a save that was given up")
+        delete_quietly(store, commit.keys, "of a save that was given up")
     raise _lost_error(commit, loss)
 
 
-def _find_replaced(bucket: Store, commit: Commit, previous: Previous) -> StoredObject | None:
+def _find_replaced(store: Store, commit: Commit, previous: Previous) -> StoredObject | None:
     """The ``.metadata`` that is about to be replaced; it may have to be put back."""
     if previous.etag is None:
         return None
     try:
-        found = bucket.get(commit.identity.metadata_key)
+        found = store.get(commit.identity.metadata_key)
     except errors.ObjectNotFoundError:
         return None
     return found if found.etag == previous.etag else None
 
 
-def _check_still_whole(bucket: Store, commit: Commit, replaced: StoredObject | None, *, keep_objects: bool) -> None:
+def _check_still_whole(store: Store, commit: Commit, replaced: StoredObject | None, *, keep_objects: bool) -> None:
     """Withdraw a commit whose objects are gone, or about to be deleted. Raises CheckpointDeletedError."""
     key = commit.identity.metadata_key
-    loss = find_loss(bucket, commit.identity.url, commit.objects)
+    loss = find_loss(store, commit.identity.url, commit.objects)
     if loss is None:
         return
     try:
-        found = bucket.get(key)
+        found = store.get(key)
         if found.data == commit.metadata:
             if replaced is None:
-                bucket.delete([Target(key, found.etag)])
+                store.delete([DeleteTarget(key, found.etag)])
             else:
-                bucket.put(key, replaced.data, expect=Expect(found.etag), metadata=replaced.metadata)
+                store.put(key, replaced.data, expect=Expect(found.etag), metadata=replaced.metadata)
     except (errors.ObjectNotFoundError, errors.PreconditionFailedError):
         pass  # somebody else deleted or replaced it
     if not keep_objects:
-        delete_quietly(bucket, commit.keys, "of a save that was given up")
+        delete_quietly(store, commit.keys, "of a save that was given up")
     raise _lost_error(commit, loss)
 
 
-def _delete_replaced(bucket: Store, identity: SaveIdentity, previous: Previous, keys: frozenset[str]) -> None:
+def _delete_replaced(store: Store, identity: SaveIdentity, previous: Previous, keys: frozenset[str]) -> None:
     """Delete what only the old checkpoint needs, once the new one is seen in its place.
 
     Raises:
         TransferError: the new one is not there, whatever answered the commit.
     """
     try:
-        found = bucket.head(identity.metadata_key)
-        etag, committed = found.etag or None, _save_id_in(bucket, identity, found) == identity.save_id
+        found = store.head(identity.metadata_key)
+        etag, committed = found.etag or None, save_id_in(store, identity, found) == identity.save_id
     except errors.ObjectNotFoundError:
         etag, committed = None, False
     except errors.StorageError as error:
         logger.warning("%d objects of the checkpoint that was overwritten are left for pruning: %s", len(keys), error)
         return
     if committed:
-        delete_quietly(bucket, keys, "of the checkpoint that was overwritten")
+        delete_quietly(store, keys, "of the checkpoint that was overwritten")
     elif etag in (None, previous.etag):
         raise errors.TransferError(
             f"{identity.url} was not committed: its {METADATA} is not there, although its PutObject was answered with "
             "success; what was there before is untouched. Remedy: check what is between this host and the endpoint (a "
             "proxy?), and save again",
-            bucket=bucket.name, key=identity.metadata_key, operation="PutObject",
+            bucket=store.name, key=identity.metadata_key, operation="PutObject",
         )  # fmt: skip
-    # Otherwise somebody has replaced it since.
 
 
 def _lost_error(commit: Commit, loss: str) -> errors.CheckpointDeletedError:
@@ -432,10 +234,10 @@ def _lost_error(commit: Commit, loss: str) -> errors.CheckpointDeletedError:
     )
 
 
-def _is_committed_after_all(bucket: Store, identity: SaveIdentity) -> bool:
+def _is_committed_after_all(store: Store, identity: SaveIdentity) -> bool:
     """Whether S3 carried out a commit without answering."""
     try:
-        return is_committed(bucket, identity)
+        return is_committed(store, identity)
     except errors.StorageError:
         return False
 
@@ -454,9 +256,9 @@ def check_metrics(metrics: Mapping[str, Any]) -> None:
             )
 
 
-def delete_quietly(bucket: Store, keys: set[str] | frozenset[str], whose: str) -> None:
+def delete_quietly(store: Store, keys: set[str] | frozenset[str], whose: str) -> None:
     try:
-        bucket.delete(sorted(keys))
+        store.delete(sorted(keys))
     except errors.StorageError as error:
         logger.warning("%d objects %s are left for pruning: %s", len(keys), whose, error)
 

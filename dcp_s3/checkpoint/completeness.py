@@ -37,25 +37,25 @@ class Beginning:
         return max(ages) > LATE
 
 
-def find_loss(bucket: Store, url: CheckpointURL, objects: Sequence[ObjectEntry]) -> str | None:
+def find_loss(store: Store, url: CheckpointURL, objects: Sequence[ObjectEntry]) -> str | None:
     """Why a save is incomplete: an object is gone, or a deletion's list names it. None if all will stay.
 
     Args:
-        bucket: bucket of the URL.
+        store: store with the checkpoint.
         url: URL of the checkpoint.
         objects: data objects of the save.
 
     Raises:
         StorageError: cannot tell.
     """
-    directory = list_directory(bucket, url)
+    directory = list_directory(store, url)
     paths = {entry.path for entry in objects}
     missing = directory.lacking({entry.path: entry.size for entry in objects}, exact=True)
     if missing:
         return f"{len(missing)} of its {len(paths)} objects are gone, the first {missing[0]}"
     for path in directory.deletions:
         try:
-            named = paths & set(DeletionList.from_json(bucket.get(url.key(path)).data).objects)
+            named = paths & set(DeletionList.from_json(store.get(url.key(path)).data).objects)
         except errors.ObjectNotFoundError:
             return "a prune has just deleted something there"
         except ValueError as error:

@@ -16,7 +16,7 @@ from dcp_s3.format.deletion_list import DeletionList
 from dcp_s3.format.layout import METADATA, What, classify
 from dcp_s3.limit import UNLIMITED, Limit
 from dcp_s3.s3.delete import batches, old_versions
-from dcp_s3.store import Target, Upload
+from dcp_s3.store import DeleteTarget, Upload
 from dcp_s3.url import CheckpointURL
 
 if TYPE_CHECKING:
@@ -48,24 +48,24 @@ class Deleter:
     """Deletes objects under one root.
 
     Args:
-        bucket: bucket of the root.
+        store: store with the root.
         all_versions: whether to delete all versions of an object in a versioned bucket, not add a delete marker.
         force: whether to ignore pins, leases and saves in progress.
         dry_run: whether to only look.
 
     Attributes:
-        bucket, all_versions, force, dry_run: as given.
+        store, all_versions, force, dry_run: as given.
     """
 
     def __init__(
         self,
-        bucket: AsyncS3Store,
+        store: AsyncS3Store,
         *,
         all_versions: bool,
         force: bool = False,
         dry_run: bool = False,
     ) -> None:
-        self.bucket = bucket
+        self.store = store
         self.all_versions = all_versions
         self.force = force
         self.dry_run = dry_run
@@ -73,7 +73,7 @@ class Deleter:
 
     async def list_directory(self, url: CheckpointURL, *prefixes: str) -> Directory:
         """The directory at the URL, or only the objects that begin with one of the prefixes."""
-        return await list_directory_async(self.bucket, url, *prefixes)
+        return await list_directory_async(self.store, url, *prefixes)
 
     def check_protection(self, directory: Directory) -> None:
         """Refuse to delete a protected checkpoint.
@@ -86,18 +86,18 @@ class Deleter:
 
     async def write_list(self, url: CheckpointURL, path: str, listed: DeletionList) -> None:
         """Write the list of what will be deleted."""
-        await self.bucket.put(url.key(path), listed.to_json(), content_type="application/json")
+        await self.store.put(url.key(path), listed.to_json(), content_type="application/json")
 
     async def withdraw(self, url: CheckpointURL, paths: Iterable[str]) -> None:
         """Remove the lists of a deletion that was given up. A failure is a warning."""
         try:
-            await self.delete_all([Target(url.key(path)) for path in paths])
+            await self.delete_all([DeleteTarget(url.key(path)) for path in paths])
         except errors.StorageError as error:
             logger.warning("a deletion of %s was given up, and its list stays until the next prune: %s", url, error)
 
     async def delete_all(
         self,
-        targets: Sequence[Target],
+        targets: Sequence[DeleteTarget],
         *,
         limit: Limit = UNLIMITED,
         look: Callable[[], Awaitable[None]] | None = None,
@@ -142,7 +142,7 @@ class Deleter:
         await self.delete_all(other_targets(url, listed), look=look)
         if listed.all_versions or self.all_versions:
             await self._purge(url, purged or listed)
-        await self.delete_all([Target(url.key(path)) for path in lists])
+        await self.delete_all([DeleteTarget(url.key(path)) for path in lists])
         if listed.all_versions or self.all_versions:
             await self._purge(url, DeletionList(None, {}, dict.fromkeys(lists, "")))
 
@@ -150,29 +150,30 @@ class Deleter:
         """Delete all versions of the listed objects, except a current one, which was written since."""
         commits, keys = ({url.key(path) for path in paths} for paths in (listed.commits, listed.objects))
         if commits or keys:
-            for step in old_versions(await self.bucket.list_versions(url.key("")), commits, keys):
+            for step in old_versions(await self.store.list_versions(url.key("")), commits, keys):
                 await self.delete_all(step)
 
     async def abort(self, key: str, upload_id: str) -> None:
         """Abort an open multipart upload. One that is already gone is no error."""
-        await self.bucket.abort(Upload(key, upload_id))
+        await self.store.abort(Upload(key, upload_id))
 
-    async def _delete_batch(self, batch: Sequence[Target], limit: Limit) -> Sequence[str]:
+    async def _delete_batch(self, batch: Sequence[DeleteTarget], limit: Limit) -> Sequence[str]:
         async with self._slots:
-            return await self.bucket.within(limit).delete(batch)
+            return await self.store.within(limit).delete(batch)
 
 
-def commit_steps(url: CheckpointURL, listed: DeletionList) -> list[list[Target]]:
+def commit_steps(url: CheckpointURL, listed: DeletionList) -> list[list[DeleteTarget]]:
     """The commits, which are deleted first, in steps: ``.metadata`` after those of single ranks, which it hides."""
-    targets = [Target(url.key(path), etag) for path, etag in sorted(listed.commits.items())]
+    targets = [DeleteTarget(url.key(path), etag) for path, etag in sorted(listed.commits.items())]
     hidden = [each for each in targets if each.key != url.key(METADATA)]
     return [step for step in (hidden, [each for each in targets if each not in hidden]) if step]
 
 
-def other_targets(url: CheckpointURL, listed: DeletionList) -> list[Target]:
+def other_targets(url: CheckpointURL, listed: DeletionList) -> list[DeleteTarget]:
     """The objects to delete after the commits. Names that no other save uses need no condition, and get none."""
     return [
-        Target(url.key(path), "" if _is_of_one_save(path) else etag) for path, etag in sorted(listed.objects.items())
+        DeleteTarget(url.key(path), "" if _is_of_one_save(path) else etag)
+        for path, etag in sorted(listed.objects.items())
     ]
 
 

@@ -33,7 +33,7 @@ from dcp_s3.format.layout import (
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.format.saved_entries import needed_objects
 from dcp_s3.limit import Deadline, Limit
-from dcp_s3.store import Target, same_etag
+from dcp_s3.store import DeleteTarget, same_etag
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class Remover:
             LeftAloneError: it changed, it is protected, or a save to its URL is in progress.
             StorageError, CheckpointError
         """
-        found = await inspect(self._deleter.bucket, url)
+        found = await inspect(self._deleter.store, url)
         if found is None or not found.info.committed:
             raise LeftAloneError("it is gone, or no longer committed")
         _check_unchanged(planned, found.info)
@@ -118,7 +118,7 @@ class Remover:
             return  # S3 may still carry it out
         try:
             for commit, etag in listed.commits.items():
-                if not same_etag((await self._deleter.bucket.head(url.key(commit))).etag, etag):
+                if not same_etag((await self._deleter.store.head(url.key(commit))).etag, etag):
                     return
         except errors.StorageError:
             return
@@ -134,7 +134,7 @@ class Remover:
             raise LeftAloneError(f"{newest}, which was to stay as the newest, is gone")
         if planned.etag is not None:
             try:
-                head = await self._deleter.bucket.head(url.key(METADATA))
+                head = await self._deleter.store.head(url.key(METADATA))
             except errors.ObjectNotFoundError:
                 raise LeftAloneError("another prune deletes it") from None
             if not same_etag(head.etag, planned.etag):
@@ -166,7 +166,7 @@ class Remover:
         for found in directory.lists_of(deletion):
             path = found.path
             try:
-                listed = DeletionList.from_json((await self._deleter.bucket.get(url.key(path))).data)
+                listed = DeletionList.from_json((await self._deleter.store.get(url.key(path))).data)
             except errors.ObjectNotFoundError:
                 continue  # another prune has finished it
             except ValueError as error:
@@ -194,7 +194,7 @@ class Remover:
         """Remove the lists of a deletion that was cut off before it began: the checkpoint is still there."""
         directory = await self._deleter.list_directory(url, DELETION_PREFIX)
         old = [each for each in directory.lists_of(deletion) if each.modified_at < directory.now - DELETION_BEGINS]
-        await self._deleter.delete_all([Target(url.key(each.path)) for each in old])
+        await self._deleter.delete_all([DeleteTarget(url.key(each.path)) for each in old])
 
     async def _needed(self, url: CheckpointURL, found: Inspected) -> set[str]:
         """Relative paths of the data objects and manifests that a checkpoint's metadata names."""
@@ -203,11 +203,11 @@ class Remover:
         needed: set[str] = set()
         for rank in found.directory.committing:
             try:
-                manifest = await find_manifest(self._deleter.bucket, url, found.directory, rank)
+                manifest = await find_manifest(self._deleter.store, url, found.directory, rank)
                 if manifest is not None:
                     needed |= {entry.path for entry in manifest.objects} | {manifest_object(manifest.save_id, rank)}
                     continue
-                stored = await self._deleter.bucket.get(url.key(metadata_object(rank)))
+                stored = await self._deleter.store.get(url.key(metadata_object(rank)))
                 metadata = load_metadata(stored.data, url=str(url))
             except errors.ObjectNotFoundError:
                 raise LeftAloneError("another prune deletes it") from None
@@ -223,13 +223,13 @@ class Remover:
         if save_id is None or None not in directory.commits:
             return False
         try:
-            return save_id_of(await self._deleter.bucket.head(url.key(METADATA))) == save_id
+            return save_id_of(await self._deleter.store.head(url.key(METADATA))) == save_id
         except errors.ObjectNotFoundError:
             return False
 
     async def _exists(self, url: CheckpointURL) -> bool:
         for name in (METADATA, metadata_object(0)):
-            page = await self._deleter.bucket.page(url.key(name))
+            page = await self._deleter.store.page(url.key(name))
             if any(each.key == url.key(name) for each in page.objects):
                 return True
         return False

@@ -43,7 +43,7 @@ class Stored(Protocol):
     def etag(self) -> str: ...
 
 
-class Found(NamedTuple):
+class DirectoryEntry(NamedTuple):
     """One object in a checkpoint's directory. A tuple: a listing has many."""
 
     path: str
@@ -65,9 +65,9 @@ class Found(NamedTuple):
 class Removal:
     """The objects that are deleted with a checkpoint."""
 
-    commits: Mapping[str, Found]
+    commits: Mapping[str, DirectoryEntry]
     """The objects that make it a checkpoint, by relative path. They are deleted first."""
-    objects: Mapping[str, Found]
+    objects: Mapping[str, DirectoryEntry]
     """Everything else, by relative path."""
     being_saved: str | None = None
     """Relative path of an object of a save in progress; None if there is none."""
@@ -96,22 +96,22 @@ class Removal:
 class Directory:
     """All or some of the objects at one URL. Made by `of` and `of_sizes`."""
 
-    objects: Mapping[str, Found]
+    objects: Mapping[str, DirectoryEntry]
     """All objects, by relative path."""
     now: float = 0.0
     """When they were listed, seconds since the epoch on the clock of S3. 0: no lease has ended."""
-    data: Mapping[str, Found] = field(default_factory=dict)
+    data: Mapping[str, DirectoryEntry] = field(default_factory=dict)
     """Objects named like data of a save to this URL, by relative path. `own_data` also considers directories below."""
-    commits: Mapping[int | None, Found] = field(default_factory=dict)
+    commits: Mapping[int | None, DirectoryEntry] = field(default_factory=dict)
     """The commits, which make it a checkpoint, by rank; rank None is ``.metadata``."""
-    manifests: Mapping[int | None, Mapping[str, Found]] = field(default_factory=dict)
+    manifests: Mapping[int | None, Mapping[str, DirectoryEntry]] = field(default_factory=dict)
     """Manifests by rank (None as above), then by save id."""
-    metrics: Found | None = None
+    metrics: DirectoryEntry | None = None
     """The object with the metrics that were added after the save."""
-    pin: Found | None = None
-    leases: tuple[Found, ...] = ()
+    pin: DirectoryEntry | None = None
+    leases: tuple[DirectoryEntry, ...] = ()
     """Leases of readers, including those that have ended."""
-    deletions: Mapping[str, Found] = field(default_factory=dict)
+    deletions: Mapping[str, DirectoryEntry] = field(default_factory=dict)
     """Lists of deletions that were begun, by relative path."""
     nested: frozenset[str] = frozenset()
     """Names of directories right below that are checkpoints of their own."""
@@ -121,20 +121,20 @@ class Directory:
         """The directory from a listing of all or some keys below ``url``."""
         skip = len(url.key(""))
         paths = ((each.key[skip:], each) for each in objects)
-        return cls._of((Found(path, o.size, classify(path), o.modified_at, o.etag) for path, o in paths), now)
+        return cls._of((DirectoryEntry(path, o.size, classify(path), o.modified_at, o.etag) for path, o in paths), now)
 
     @classmethod
     def of_sizes(cls, sizes: Mapping[str, int]) -> Directory:
         """The directory from a listing without times: bytes by relative path."""
-        return cls._of((Found(path, size, classify(path)) for path, size in sizes.items()), 0.0)
+        return cls._of((DirectoryEntry(path, size, classify(path)) for path, size in sizes.items()), 0.0)
 
     @classmethod
-    def _of(cls, listed: Iterable[Found], now: float) -> Directory:
+    def _of(cls, listed: Iterable[DirectoryEntry], now: float) -> Directory:
         objects = {found.path: found for found in listed}
-        of: dict[What, list[Found]] = {what: [] for what in What}
+        of: dict[What, list[DirectoryEntry]] = {what: [] for what in What}
         for found in objects.values():
             of[found.kind.what].append(found)
-        manifests: dict[int | None, dict[str, Found]] = {}
+        manifests: dict[int | None, dict[str, DirectoryEntry]] = {}
         for found in of[What.MANIFEST]:
             manifests.setdefault(found.kind.rank, {})[found.kind.save_id] = found
         return cls(
@@ -225,7 +225,7 @@ class Directory:
     # --- commits and manifests -------------------------------------------------------------------
 
     @property
-    def all_manifests(self) -> list[Found]:
+    def all_manifests(self) -> list[DirectoryEntry]:
         """The manifests of all saves."""
         return [found for by_id in self.manifests.values() for found in by_id.values()]
 
@@ -293,7 +293,7 @@ class Directory:
         """Deletions that were begun and not finished."""
         return tuple(sorted({found.kind.deletion for found in self.deletions.values()}))
 
-    def lists_of(self, deletion: str) -> list[Found]:
+    def lists_of(self, deletion: str) -> list[DirectoryEntry]:
         """The lists of one deletion, one per attempt."""
         return [found for found in self.deletions.values() if found.kind.deletion == deletion]
 
@@ -307,7 +307,7 @@ class Directory:
                 belong to a save in progress.
         """
         own = self.own_data(needed)
-        objects: dict[str, Found] = {}
+        objects: dict[str, DirectoryEntry] = {}
         being_saved = None
         for found in self:
             path, what = found.path, found.kind.what
@@ -338,7 +338,7 @@ class Directory:
         control = {found.path: found for found in self if self._is_control(found) and found.kind.what not in stay}
         return Removal(removal.commits, {**removal.objects, **control}, removal.being_saved or next(young, None))
 
-    def leftovers(self, manifest: Manifest) -> list[Found]:
+    def leftovers(self, manifest: Manifest) -> list[DirectoryEntry]:
         """Objects that our checkpoint does not need: those of failed, running or overwritten saves, and leases that
         have ended. Only names that dcp_s3 gives count: nobody else's objects are leftovers."""
         needed = {entry.path for entry in manifest.objects}
@@ -370,14 +370,14 @@ class Directory:
             and (until is None or found.modified_at <= until)
         }
 
-    def __iter__(self) -> Iterator[Found]:
+    def __iter__(self) -> Iterator[DirectoryEntry]:
         return iter(self.objects.values())
 
-    def _has_ended(self, lease: Found) -> bool:
+    def _has_ended(self, lease: DirectoryEntry) -> bool:
         return lease.modified_at + lease.kind.seconds + LEASE_MARGIN < self.now
 
     @staticmethod
-    def _is_control(found: Found) -> bool:
+    def _is_control(found: DirectoryEntry) -> bool:
         return found.kind.what in _OUR_CONTROL
 
 

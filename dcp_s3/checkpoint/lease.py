@@ -41,13 +41,13 @@ class ReaderLease:
     """One lease. Holds a connection and a thread only in `renewed`.
 
     Args:
-        bucket: bucket of the URL.
+        store: store with the checkpoint.
         url: URL of the checkpoint.
         seconds: seconds until it ends unless it is renewed. None: there is no lease, and all methods do nothing.
     """
 
-    def __init__(self, bucket: Store, url: CheckpointURL, seconds: float | None) -> None:
-        self._bucket, self._url = bucket, url
+    def __init__(self, store: Store, url: CheckpointURL, seconds: float | None) -> None:
+        self._store, self._url = store, url
         self._seconds = None if seconds is None else math.ceil(seconds)
         self._key: str | None = None
 
@@ -61,7 +61,7 @@ class ReaderLease:
             return
         key = self._url.key(lease_object(new_save_id(), self._seconds))
         try:
-            self._write(self._bucket, key)
+            self._write(self._store, key)
         except errors.AccessDeniedError as error:
             logger.warning("a prune may delete %s while it is loaded: no lease could be written: %s", self._url, error)
             return
@@ -79,7 +79,7 @@ class ReaderLease:
             StorageError: cannot tell.
         """
         if self._key is not None:
-            check_not_deleted(self._bucket, self._url, deletions, rank=rank)
+            check_not_deleted(self._store, self._url, deletions, rank=rank)
 
     @contextlib.contextmanager
     def renewed(self) -> Iterator[None]:
@@ -103,33 +103,33 @@ class ReaderLease:
             return
         key, self._key = self._key, None
         try:
-            limit = replace(self._bucket.limit.for_cleanup(), patience=_RENEWAL_TIMEOUT)
-            self._bucket.within(limit).delete([key])
+            limit = replace(self._store.limit.for_cleanup(), patience=_RENEWAL_TIMEOUT)
+            self._store.within(limit).delete([key])
         except errors.StorageError as error:
             logger.warning("the lease of %s stays until it ends, in at most %s s: %s", self._url, self._seconds, error)
 
     def _renew(self, done: threading.Event) -> None:
-        bucket = self._bucket.within(Limit(hang=_RENEWAL_TIMEOUT, attempts=1))
+        store = self._store.within(Limit(hang=_RENEWAL_TIMEOUT, attempts=1))
         while not done.wait((self._seconds or 0) / 3):
             try:
-                self._write(bucket, self._key or "")
+                self._write(store, self._key or "")
             except errors.StorageError as error:
                 logger.warning("the lease of %s could not be renewed now: %s", self._url, error)
 
-    def _write(self, bucket: Store, key: str) -> None:
+    def _write(self, store: Store, key: str) -> None:
         holder = {"seconds": self._seconds, "host": platform.node(), "pid": os.getpid()}
-        bucket.put(key, (json.dumps(holder) + "\n").encode(), content_type="application/json")
+        store.put(key, (json.dumps(holder) + "\n").encode(), content_type="application/json")
 
 
 def check_not_deleted(
-    bucket: Store, url: CheckpointURL, deletions: Collection[str] | None, *, rank: int | None = None
+    store: Store, url: CheckpointURL, deletions: Collection[str] | None, *, rank: int | None = None
 ) -> None:
     """Make sure, after a lease or a pin was written, that no prune that missed it deletes the checkpoint.
 
     A prune that has begun may see it and withdraw; this waits for that.
 
     Args:
-        bucket: bucket of the URL.
+        store: store with the checkpoint.
         url: URL of the checkpoint.
         deletions: ids that a deletion of the checkpoint may have (`deletion_id`). None: any deletion at the URL counts
             (without collectives a rank does not know the other ranks' save ids).
@@ -142,31 +142,31 @@ def check_not_deleted(
     metadata = url.key(metadata_object(rank))
     until = time.monotonic() + _WITHDRAWAL
     wait = 0.05
-    while _is_being_deleted(bucket, url, deletions):
-        if time.monotonic() > until or not bucket.exists(metadata):
+    while _is_being_deleted(store, url, deletions):
+        if time.monotonic() > until or not store.exists(metadata):
             break
         time.sleep(wait)
         wait = min(2 * wait, 1.0)
     else:
         # A list stays until everything is deleted. There was none, so what is there now stays.
-        if bucket.exists(metadata):
+        if store.exists(metadata):
             return
     raise errors.CheckpointDeletedError(
         f"{url} is being deleted by a prune. Remedy: load another one (`dcp_s3.latest`)", url=str(url)
     )
 
 
-def _is_being_deleted(bucket: Store, url: CheckpointURL, deletions: Collection[str] | None) -> bool:
-    lists = list_directory(bucket, url, DELETION_PREFIX).deletions.values()
+def _is_being_deleted(store: Store, url: CheckpointURL, deletions: Collection[str] | None) -> bool:
+    lists = list_directory(store, url, DELETION_PREFIX).deletions.values()
     return any(
-        (deletions is None or found.kind.deletion in deletions) and _is_young(bucket, url.key(found.path))
+        (deletions is None or found.kind.deletion in deletions) and _is_young(store, url.key(found.path))
         for found in lists
     )
 
 
-def _is_young(bucket: Store, key: str) -> bool:
+def _is_young(store: Store, key: str) -> bool:
     try:
-        head = bucket.head(key)
+        head = store.head(key)
     except errors.ObjectNotFoundError:
         return False
     now = time.time() if head.server_time is None else head.server_time

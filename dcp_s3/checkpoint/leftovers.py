@@ -15,7 +15,7 @@ from dcp_s3.checkpoint.info import LeftoverObject
 from dcp_s3.checkpoint.look import inspect, look_deeper
 from dcp_s3.format.deletion_list import DeletionList
 from dcp_s3.format.layout import DELETION_PREFIX, deletion_id, deletion_object, new_nonce
-from dcp_s3.store import Target
+from dcp_s3.store import DeleteTarget
 from dcp_s3.url import CheckpointURL
 
 
@@ -40,7 +40,7 @@ class LeftoverRemover:
             LeftAloneError: it was committed meanwhile, is being saved, or is protected.
             StorageError, CheckpointError
         """
-        found = await inspect(self._deleter.bucket, url)
+        found = await inspect(self._deleter.store, url)
         if found is None:
             return Deletion(url.name, 0, 0)  # somebody else was faster
         if found.info.committed:
@@ -88,9 +88,9 @@ class LeftoverRemover:
             StorageError
         """
         now = (await self._deleter.list_directory(url, DELETION_PREFIX)).now
-        found = await inspect(self._deleter.bucket, url)
+        found = await inspect(self._deleter.store, url)
         unneeded = (
-            (await look_deeper(self._deleter.bucket, url, found, now))[1] if found and found.info.committed else []
+            (await look_deeper(self._deleter.store, url, found, now))[1] if found and found.info.committed else []
         )
         if any(each.modified_at > since and not each.is_lease for each in unneeded):
             raise LeftAloneError("a save is in progress: an object was written")
@@ -100,7 +100,7 @@ class LeftoverRemover:
         before = found.info
 
         async def look() -> None:
-            now = await inspect(self._deleter.bucket, url)
+            now = await inspect(self._deleter.store, url)
             if now is None or (now.info.save_id, now.info.etag) != (before.save_id, before.etag):
                 raise LeftAloneError("it was overwritten")
 
@@ -110,7 +110,7 @@ class LeftoverRemover:
         )
         path = await self._announce(url, listed, look)
         try:
-            await self._deleter.delete_all([Target(each.key) for each in gone], look=look)
+            await self._deleter.delete_all([DeleteTarget(each.key) for each in gone], look=look)
         except LeftAloneError:
             await self._deleter.withdraw(url, [path])
             raise
@@ -151,7 +151,7 @@ class LeftoverRemover:
         spent = []
         for path in (await self._deleter.list_directory(url, DELETION_PREFIX)).deletions:
             try:
-                listed = DeletionList.from_json((await self._deleter.bucket.get(url.key(path))).data)
+                listed = DeletionList.from_json((await self._deleter.store.get(url.key(path))).data)
             except (errors.ObjectNotFoundError, ValueError):
                 continue
             if not listed.commits and not listed.objects.keys() & left:

@@ -13,11 +13,11 @@ if TYPE_CHECKING:
     from dcp_s3.s3.async_store import AsyncS3Store
 
 
-def list_directory(bucket: Store, url: CheckpointURL, *prefixes: str) -> Directory:
+def list_directory(store: Store, url: CheckpointURL, *prefixes: str) -> Directory:
     """List a checkpoint's directory with sizes only: without times and ETags.
 
     Args:
-        bucket: bucket of the URL.
+        store: store with the checkpoint.
         url: URL of the checkpoint.
         prefixes: list only what begins with one of these, relative to the URL; without any, everything.
 
@@ -25,21 +25,21 @@ def list_directory(bucket: Store, url: CheckpointURL, *prefixes: str) -> Directo
         StorageError
     """
     skip = len(url.key(""))
-    listed = (each for prefix in prefixes or ("",) for each in bucket.list(url.key(prefix)).objects)
+    listed = (each for prefix in prefixes or ("",) for each in store.list(url.key(prefix)).objects)
     return Directory.of_sizes({each.key[skip:]: each.size for each in listed})
 
 
-async def list_directory_async(bucket: AsyncS3Store, url: CheckpointURL, *prefixes: str) -> Directory:
+async def list_directory_async(store: AsyncS3Store, url: CheckpointURL, *prefixes: str) -> Directory:
     """List a checkpoint's directory with times and ETags, and the time on S3's clock before the first listing.
 
     Args:
-        bucket: bucket of the URL.
+        store: store with the checkpoint.
         url: URL of the checkpoint.
         prefixes: see `list_directory`.
 
     Raises:
         StorageError
     """
-    pages = [await bucket.list(url.key(prefix)) for prefix in prefixes or ("",)]
+    pages = [await store.list(url.key(prefix)) for prefix in prefixes or ("",)]
     now = pages[0].server_time
     return Directory.of(url, (each for page in pages for each in page.objects), time.time() if now is None else now)

@@ -63,78 +63,78 @@ class Inspected:
 
 
 async def inspect_checkpoint(
-    bucket: AsyncS3Store, url: CheckpointURL, patterns: Sequence[re.Pattern[str]] = ()
+    store: AsyncS3Store, url: CheckpointURL, patterns: Sequence[re.Pattern[str]] = ()
 ) -> CheckpointInfo | None:
     """The checkpoint at ``url`` itself; None if there is nothing of one.
 
     Args:
-        bucket: bucket of the URL.
+        store: store with the checkpoint.
         url: URL of the checkpoint.
         patterns: expressions that find the step in its name, instead of the rules of `step_of`.
 
     Raises:
         StorageError
     """
-    found = await inspect(bucket, url, patterns)
+    found = await inspect(store, url, patterns)
     return None if found is None else found.info
 
 
 async def inspect(
-    bucket: AsyncS3Store, url: CheckpointURL, patterns: Sequence[re.Pattern[str]] = ()
+    store: AsyncS3Store, url: CheckpointURL, patterns: Sequence[re.Pattern[str]] = ()
 ) -> Inspected | None:
     """`inspect_checkpoint`, with what it was concluded from."""
-    found = await _inspect_committed(bucket, url) or await _inspect_without_metadata(bucket, url)
+    found = await _inspect_committed(store, url) or await _inspect_without_metadata(store, url)
     if found is None:
         return None
     info = with_step(with_marks(found.info, found.directory), patterns)
     if found.directory.metrics is not None and info.committed:
-        info = with_metrics(info, await _read_added(bucket, url))
+        info = with_metrics(info, await _read_added(store, url))
     if info.pinned:
-        info = replace(info, pin_reason=await _read_pin_reason(bucket, url))
+        info = replace(info, pin_reason=await _read_pin_reason(store, url))
     return replace(found, info=info)
 
 
-async def _list_dotted(bucket: AsyncS3Store, url: CheckpointURL) -> Directory:
+async def _list_dotted(store: AsyncS3Store, url: CheckpointURL) -> Directory:
     """The objects that begin with a dot and may belong to a checkpoint."""
-    page = await bucket.page(url.key("."))
+    page = await store.page(url.key("."))
     if page.next_token is None:
         return Directory.of(url, page.objects)
     # Many ranks without collectives, or a directory with something like .git/: do not list all of it.
-    metadata = await bucket.page(url.key(METADATA))
-    control = (await bucket.list(url.key(CONTROL_PREFIX))).objects
+    metadata = await store.page(url.key(METADATA))
+    control = (await store.list(url.key(CONTROL_PREFIX))).objects
     return Directory.of(url, [*control, *(found for found in metadata.objects if found.key == url.key(METADATA))])
 
 
-async def _inspect_committed(bucket: AsyncS3Store, url: CheckpointURL) -> Inspected | None:
+async def _inspect_committed(store: AsyncS3Store, url: CheckpointURL) -> Inspected | None:
     """A checkpoint with ``.metadata``; None without."""
-    directory = await _list_dotted(bucket, url)
+    directory = await _list_dotted(store, url)
     commit = directory.commits.get(None)
     if commit is None:
         return None
     try:
-        manifest = await find_manifest(bucket, url, directory, None)
+        manifest = await find_manifest(store, url, directory, None)
     except errors.ObjectNotFoundError:
         return None  # deleted just now
     if manifest is not None:
         return Inspected(from_manifest(url, manifest), directory, manifest)
-    directory = await list_directory_async(bucket, url)
+    directory = await list_directory_async(store, url)
     return Inspected(from_listing(url, directory, committed_at=commit.modified_at), directory)
 
 
-async def _inspect_without_metadata(bucket: AsyncS3Store, url: CheckpointURL) -> Inspected | None:
+async def _inspect_without_metadata(store: AsyncS3Store, url: CheckpointURL) -> Inspected | None:
     # No full listing at first: this may be a directory with millions of other things.
     skip = len(url.key(""))
-    page = await bucket.page(url.key(""), delimiter="/")
+    page = await store.page(url.key(""), delimiter="/")
     prefixes = [prefix[skip:] for prefix in page.prefixes]
     directory, spread = Directory.of(url, page.objects), spread_prefixes(prefixes)
     shown = CONTROL_PREFIX in prefixes or directory.shows_checkpoint
     if not shown and spread:
-        sample = await bucket.page(url.key(spread[0]))
+        sample = await store.page(url.key(spread[0]))
         shown = Directory.of(url, sample.objects).shows_checkpoint
     if not shown:
         return None
     if page.next_token is not None or spread or CONTROL_PREFIX in prefixes:
-        directory = await list_directory_async(bucket, url)
+        directory = await list_directory_async(store, url)
     if directory.is_spread_of(url.name) or not directory.shows_checkpoint:
         return None
     ranks = directory.ranks
@@ -143,7 +143,7 @@ async def _inspect_without_metadata(bucket: AsyncS3Store, url: CheckpointURL) ->
 
     async def manifest_of(rank: int) -> Manifest | None:
         try:
-            return await find_manifest(bucket, url, directory, rank)
+            return await find_manifest(store, url, directory, rank)
         except errors.ObjectNotFoundError:
             return None  # deleted just now
 
@@ -153,7 +153,7 @@ async def _inspect_without_metadata(bucket: AsyncS3Store, url: CheckpointURL) ->
 
 
 async def find_manifest(
-    bucket: AsyncS3Store, url: CheckpointURL, directory: Directory, rank: int | None
+    store: AsyncS3Store, url: CheckpointURL, directory: Directory, rank: int | None
 ) -> Manifest | None:
     """The manifest of the save that the commit of ``rank`` (None: ``.metadata``) names. None if it is missing, cannot
     be read, or is not clear.
@@ -166,24 +166,24 @@ async def find_manifest(
         return None
     save_id = directory.save_id_by_time(rank)
     if save_id is None:
-        save_id = save_id_of(await bucket.head(url.key(metadata_object(rank))))
+        save_id = save_id_of(await store.head(url.key(metadata_object(rank))))
     if save_id is None and len(manifests) == 1:
         [save_id] = manifests
     if save_id is None:
         try:
-            metadata = load_metadata((await bucket.get(url.key(metadata_object(rank)))).data, url=str(url))
+            metadata = load_metadata((await store.get(url.key(metadata_object(rank)))).data, url=str(url))
         except errors.CheckpointError as error:
             logger.warning("cannot tell which manifest of %s is valid: %s", url, error)
             return None
         inside = getattr(metadata.storage_meta, "save_id", None)
         save_id = inside if inside in manifests else None  # another library's save_id may be anything
-    return None if save_id is None else await _read_manifest(bucket, url, save_id, rank)
+    return None if save_id is None else await _read_manifest(store, url, save_id, rank)
 
 
-async def _read_manifest(bucket: AsyncS3Store, url: CheckpointURL, save_id: str, rank: int | None) -> Manifest | None:
+async def _read_manifest(store: AsyncS3Store, url: CheckpointURL, save_id: str, rank: int | None) -> Manifest | None:
     """The manifest of a save; None if there is none or it cannot be read."""
     try:
-        return Manifest.from_json((await bucket.get(url.key(manifest_object(save_id, rank)))).data)
+        return Manifest.from_json((await store.get(url.key(manifest_object(save_id, rank)))).data)
     except errors.ObjectNotFoundError:
         return None  # lost in a copy, or replaced by another save just now
     except ValueError as error:
@@ -191,9 +191,9 @@ async def _read_manifest(bucket: AsyncS3Store, url: CheckpointURL, save_id: str,
         return None
 
 
-async def _read_added(bucket: AsyncS3Store, url: CheckpointURL) -> AddedMetrics:
+async def _read_added(store: AsyncS3Store, url: CheckpointURL) -> AddedMetrics:
     try:
-        return AddedMetrics.from_json((await bucket.get(url.key(METRICS))).data)
+        return AddedMetrics.from_json((await store.get(url.key(METRICS))).data)
     except errors.ObjectNotFoundError:
         return AddedMetrics("")
     except ValueError as error:
@@ -201,10 +201,10 @@ async def _read_added(bucket: AsyncS3Store, url: CheckpointURL) -> AddedMetrics:
         return AddedMetrics("")
 
 
-async def _read_pin_reason(bucket: AsyncS3Store, url: CheckpointURL) -> str | None:
+async def _read_pin_reason(store: AsyncS3Store, url: CheckpointURL) -> str | None:
     """Why a checkpoint is pinned, if the pin says so and may be read. A pin protects whatever is in it."""
     try:
-        reason = json.loads((await bucket.get(url.key(PIN))).data)["reason"]
+        reason = json.loads((await store.get(url.key(PIN))).data)["reason"]
     except (errors.ObjectNotFoundError, errors.AccessDeniedError):
         return None
     except (ValueError, TypeError, KeyError, RecursionError):
@@ -217,16 +217,16 @@ def save_id_of(head: ObjectHead) -> str | None:
     return head.metadata.get(SAVE_ID_KEY)
 
 
-async def find_damage(bucket: AsyncS3Store, url: CheckpointURL) -> str | None:
+async def find_damage(store: AsyncS3Store, url: CheckpointURL) -> str | None:
     """Why a committed checkpoint cannot be loaded; None if it can. Reads its metadata and lists its objects.
 
     Raises:
         StorageError
     """
-    directory = await list_directory_async(bucket, url)
+    directory = await list_directory_async(store, url)
     for rank in directory.committing:
         try:
-            metadata = load_metadata((await bucket.get(url.key(metadata_object(rank)))).data, url=str(url))
+            metadata = load_metadata((await store.get(url.key(metadata_object(rank)))).data, url=str(url))
         except (errors.ObjectNotFoundError, errors.CheckpointError) as error:
             return str(error)
         if not isinstance(metadata.storage_data, dict):
@@ -238,14 +238,14 @@ async def find_damage(bucket: AsyncS3Store, url: CheckpointURL) -> str | None:
 
 
 async def look_deeper(
-    bucket: AsyncS3Store, url: CheckpointURL, found: Inspected, now: float
+    store: AsyncS3Store, url: CheckpointURL, found: Inspected, now: float
 ) -> tuple[CheckpointInfo, list[LeftoverObject]]:
     """A committed checkpoint with its damage and when it was written, and its leftovers.
 
     Without a manifest that is certainly its own, there is neither damage nor leftovers.
 
     Args:
-        bucket: bucket of the URL.
+        store: store with the checkpoint.
         url: URL of the checkpoint.
         found: the checkpoint.
         now: seconds since the epoch on the clock of S3. Leases that ended earlier are leftovers.
@@ -253,8 +253,8 @@ async def look_deeper(
     Raises:
         ObjectNotFoundError: its ``.metadata`` is gone; other StorageErrors.
     """
-    head = await bucket.head(url.key(METADATA)) if found.manifest is not None else None
-    directory = replace(await list_directory_async(bucket, url), now=now)
+    head = await store.head(url.key(METADATA)) if found.manifest is not None else None
+    directory = replace(await list_directory_async(store, url), now=now)
     info = replace(found.info, written_at=directory.data_written_at)
     listed = directory.commits.get(None)
     if found.manifest is None or head is None or save_id_of(head) != found.manifest.save_id:

@@ -12,7 +12,7 @@ from dcp_s3.store import Store, StoredObject
 from dcp_s3.url import CheckpointURL
 
 
-def fetch_metadata(bucket: Store, url: CheckpointURL, rank: int | None = None) -> StoredObject:
+def fetch_metadata(store: Store, url: CheckpointURL, rank: int | None = None) -> StoredObject:
     """Fetch the object whose presence is the commit: ``.metadata``, or the one of ``rank``. Not checked yet.
 
     Raises:
@@ -20,7 +20,7 @@ def fetch_metadata(bucket: Store, url: CheckpointURL, rank: int | None = None) -
         StorageError: missing bucket, credentials, network.
     """
     try:
-        return bucket.get(url.key(metadata_object(rank)))
+        return store.get(url.key(metadata_object(rank)))
     except errors.ObjectNotFoundError:
         raise not_found_error(url, why=f": it has no {metadata_object(rank)}") from None
 

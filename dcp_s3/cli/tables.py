@@ -16,8 +16,8 @@ from dcp_s3.checkpoint.directory import LEASE_MARGIN
 from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.format.saved_entries import SavedEntry
 from dcp_s3.retention.plan import Plan
-from dcp_s3.retention.show import CheckpointDetails, StoredObject
-from dcp_s3.s3.chain import Found
+from dcp_s3.retention.show import CheckpointDetails, ObjectDetails
+from dcp_s3.s3.chain import ChainValue
 from dcp_s3.settings import ENV_PREFIX, Settings
 from dcp_s3.units import format_size
 
@@ -145,7 +145,7 @@ def _count(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-def objects(stored: Iterable[StoredObject]) -> Table:
+def objects(stored: Iterable[ObjectDetails]) -> Table:
     """One line per data object."""
     table = _table(("object", ">size", "crc64nvme", ""))
     for entry in stored:
@@ -164,7 +164,7 @@ def entries(saved: Iterable[SavedEntry]) -> Table:
     return table
 
 
-def settings_rows(settings: Settings, chain: Mapping[str, Found]) -> list[dict[str, Any]]:
+def settings_rows(settings: Settings, chain: Mapping[str, ChainValue]) -> list[dict[str, Any]]:
     """Name, value and source of every setting. None of them is a secret: credentials are never settings.
 
     Args:

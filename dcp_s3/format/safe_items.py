@@ -55,7 +55,7 @@ def check_item(stream: io.BytesIO, *, fqn: str, url: str, verified: bool) -> Non
         stream.seek(0)
 
 
-class _Refusal(NamedTuple):
+class _UnpicklingRefusal(NamedTuple):
     """Why an item should not be unpickled."""
 
     names: list[str]
@@ -66,14 +66,14 @@ class _Refusal(NamedTuple):
     """Whether torch might still accept it."""
 
 
-def _find_refusal(stream: io.BytesIO) -> _Refusal | None:
+def _find_refusal(stream: io.BytesIO) -> _UnpicklingRefusal | None:
     """Why an item is refused, unless torch accepts it; None if it consists of `item_values`. The position moves."""
     error: Exception = MalformedPickleError("it is no archive")
     if is_archive(stream):
         try:
             check_values(stream)
         except BadArchiveError as found:
-            return _Refusal([], found)
+            return _UnpicklingRefusal([], found)
         except (UnsafeGlobalError, MalformedPickleError) as found:
             error = found
         else:
@@ -81,24 +81,24 @@ def _find_refusal(stream: io.BytesIO) -> _Refusal | None:
     unknown = find_unsafe_globals(stream)
     names = [name for name in unknown if name not in KNOWN]
     if names or not unknown:
-        return _Refusal(names, error, is_for_torch=not unknown)
+        return _UnpicklingRefusal(names, error, is_for_torch=not unknown)
     if isinstance(error, UnsafeGlobalError):
         error = MalformedPickleError(f"it has {error} beside {', '.join(unknown)}")
-    return _Refusal([], error)
+    return _UnpicklingRefusal([], error)
 
 
-def _ask_torch(stream: io.BytesIO) -> _Refusal | None:
+def _ask_torch(stream: io.BytesIO) -> _UnpicklingRefusal | None:
     """Why torch refuses an item in the old format, or one whose globals it all allows. None if it does not."""
     try:
         check_storages(stream)
         _load(stream, "meta" if is_archive(stream) else "cpu")  # for the old format, meta hides errors
     except (MalformedPickleError, pickle.UnpicklingError) as error:
-        return _Refusal([], error)
+        return _UnpicklingRefusal([], error)
     except Exception:  # noqa: BLE001 - whatever kernels and constructors raise
         try:
             _load(stream, "cpu")
         except Exception as error:  # noqa: BLE001 - likewise
-            return _Refusal([], error)
+            return _UnpicklingRefusal([], error)
     return None
 
 
@@ -107,7 +107,7 @@ def _load(stream: io.BytesIO, device: str) -> None:
     torch.load(stream, map_location=device, weights_only=True)
 
 
-def _explain(refused: _Refusal, fqn: str, url: str, verified: bool) -> CheckpointError:
+def _explain(refused: _UnpicklingRefusal, fqn: str, url: str, verified: bool) -> CheckpointError:
     names, error, _ = refused
     if not names and not verified:
         return CorruptCheckpointError(

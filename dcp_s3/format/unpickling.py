@@ -82,7 +82,7 @@ def unpickle(
     reader = io.BufferedReader(stream)
     try:
         _check_extensions(stream)
-        value = _Unpickler(reader, find_global, load_persistent).load()
+        value = _RestrictedUnpickler(reader, find_global, load_persistent).load()
         end = reader.tell()
     except (MalformedPickleError, UnsafeGlobalError):
         raise
@@ -94,7 +94,7 @@ def unpickle(
     return value
 
 
-class _Unpickler(pickle.Unpickler):
+class _RestrictedUnpickler(pickle.Unpickler):
     def __init__(
         self,
         stream: io.BufferedReader[Any],

@@ -27,7 +27,7 @@ from dcp_s3.load.placement import Buffer, Reception
 from dcp_s3.load.plan import ReadRequest, Segment, plan_requests
 from dcp_s3.load.transfer import Transfer
 from dcp_s3.s3.connections import Tuning, connections_of
-from dcp_s3.s3.download import Target, fetch_into
+from dcp_s3.s3.download import ReadTarget, fetch_into
 from dcp_s3.s3.store import S3Store
 from dcp_s3.spill.local import LocalObjects
 from dcp_s3.units import format_size
@@ -51,26 +51,26 @@ class Source:
     """The objects of a checkpoint: on this host's disk where they are present and intact, else on S3.
 
     Args:
-        bucket: bucket of the checkpoint.
+        store: store with the checkpoint.
         url: URL of the checkpoint.
         local: objects that are on this host's disk.
 
     Attributes:
         url: URL of the checkpoint.
-        settings: settings of the bucket.
+        settings: settings of the store.
     """
 
-    def __init__(self, bucket: S3Store, url: CheckpointURL, local: LocalObjects | None = None) -> None:
-        self._bucket = bucket
+    def __init__(self, store: S3Store, url: CheckpointURL, local: LocalObjects | None = None) -> None:
+        self._store = store
         self._local = local
         self._cancel = threading.Event()
         self.url = url
-        self.settings = bucket.settings
+        self.settings = store.settings
 
     @property
     def deadline(self) -> Deadline | None:
         """The time by which everything must have arrived, None without."""
-        return self._bucket.limit.deadline
+        return self._store.limit.deadline
 
     @property
     def cancelled(self) -> bool:
@@ -89,16 +89,16 @@ class Source:
     @property
     def connections(self) -> int:
         """The number of requests that a transfer begins with."""
-        return connections_of(self._bucket, "download")
+        return connections_of(self._store, "download")
 
     def tuning(self, *, resize: Callable[[int], None], is_busy: Callable[[], bool], most: int) -> Tuning:
         """Adapts the number of requests of one transfer; see `Tuning`."""
         if self._local is not None:  # not all bytes will come from S3
             most = min(most, self.connections)
-        return Tuning(self._bucket, "download", resize=resize, is_busy=is_busy, most=most)
+        return Tuning(self._store, "download", resize=resize, is_busy=is_busy, most=most)
 
     def read(
-        self, path: str, start: int, targets: Sequence[Target], *, moved: Callable[[int], None] | None = None
+        self, path: str, start: int, targets: Sequence[ReadTarget], *, moved: Callable[[int], None] | None = None
     ) -> None:
         """Fill ``targets`` with the bytes of object ``path`` from ``start`` on. Safe to call from any thread.
 
@@ -112,7 +112,7 @@ class Source:
         if self._local is not None and self._local.read_into(path, start, targets):
             return
         try:
-            fetch_into(self._bucket, self.url.key(path), start, targets, cancel=self._cancel, moved=moved)
+            fetch_into(self._store, self.url.key(path), start, targets, cancel=self._cancel, moved=moved)
         except errors.StorageError as error:
             lost = self._explain(error, path, start + sum(target.view.nbytes for target in targets))
             if lost is None:
@@ -145,7 +145,7 @@ class Receiver(Protocol):
         targets: memory to be filled, in order.
     """
 
-    targets: list[Target]
+    targets: list[ReadTarget]
 
     def deliver(self) -> list[Transfer]:
         """Put what was received in place; returns the transfers that this completed."""

@@ -15,14 +15,14 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 _TENSOR = LoadItemType.TENSOR
 
 
-class _Index:
+class _PlainMetadataIndex:
     def __init__(self, fqn: str, offset: torch.Size, index: int) -> None:
         self.fqn = fqn
         self.index = index
         self.offset = offset
 
 
-class _Item:
+class _PlainReadItem:
     def __init__(
         self,
         dest_index: MetadataIndex,
@@ -48,7 +48,7 @@ def make_indices(fqn: str, places: Iterable[tuple[torch.Size, int]]) -> list[Met
     """
     if not _FAST:
         return [MetadataIndex(fqn, offset, index) for offset, index in places]
-    made = [_Index(fqn, offset, index) for offset, index in places]
+    made = [_PlainMetadataIndex(fqn, offset, index) for offset, index in places]
     for each in made:
         each.__class__ = MetadataIndex  # type: ignore[assignment]
     return made  # type: ignore[return-value]
@@ -65,7 +65,7 @@ def make_tensor_items(
     columns = (dest_indices, dest_offsets, storage_indices, storage_offsets, lengths)
     if not _FAST:
         return [ReadItem(_TENSOR, *row) for row in zip(*columns, strict=True)]
-    made = list(map(_Item, *columns))
+    made = list(map(_PlainReadItem, *columns))
     for each in made:
         each.__class__ = ReadItem  # type: ignore[assignment]
     return made  # type: ignore[return-value]

@@ -15,7 +15,7 @@ import torch
 from dcp_s3.checksum import crc64nvme
 from dcp_s3.load.plan import ReadRequest, Segment
 from dcp_s3.load.transfer import Transfer
-from dcp_s3.s3.download import Target
+from dcp_s3.s3.download import ReadTarget
 from dcp_s3.tensor_memory import view_bytes
 
 # Runs of at least this many bytes are received by themselves.
@@ -45,11 +45,11 @@ class Buffer:
         return self._view[start:stop]
 
 
-class _Received(NamedTuple):
+class _ReceivedSegment(NamedTuple):
     """A segment, or a part of one, once received."""
 
     segment: Segment
-    target: Target | None  # memory that received it alone, None if it shares memory with others
+    target: ReadTarget | None  # memory that received it alone, None if it shares memory with others
     place: int | None  # offset of its first byte in the buffer, None if it is in place
 
 
@@ -66,8 +66,8 @@ class Reception:
 
     def __init__(self, request: ReadRequest, buffer: Buffer) -> None:
         self._buffer = buffer
-        self._received: list[_Received] = []
-        self.targets: list[Target] = []
+        self._received: list[_ReceivedSegment] = []
+        self.targets: list[ReadTarget] = []
         runs = list(_long_runs(request))
         buffered = request.length - sum([run.stop - run.start for run, in_place in runs if in_place])
         if buffered:
@@ -78,22 +78,22 @@ class Reception:
             (start, stop, transfer), size = run, run.stop - run.start
             if at < start:
                 regions.append((at, place))
-                self.targets.append(Target(buffer.view(place, place + start - at)))
+                self.targets.append(ReadTarget(buffer.view(place, place + start - at)))
                 place = _aligned(place + start - at)
             if in_place:
                 memory = transfer.memory(start - transfer.base, stop - transfer.base)
-                target = Target(memory, checksum=transfer.checked)
-                self._received.append(_Received(run, target, None))
+                target = ReadTarget(memory, checksum=transfer.checked)
+                self._received.append(_ReceivedSegment(run, target, None))
             else:
-                target = Target(buffer.view(place, place + size), checksum=transfer.checked)
-                self._received.append(_Received(run, target, place))
+                target = ReadTarget(buffer.view(place, place + size), checksum=transfer.checked)
+                self._received.append(_ReceivedSegment(run, target, place))
                 place = _aligned(place + size)
             self.targets.append(target)
             at = stop
         end = request.start + request.length
         if at < end:
             regions.append((at, place))
-            self.targets.append(Target(buffer.view(place, place + end - at)))
+            self.targets.append(ReadTarget(buffer.view(place, place + end - at)))
         self._add_short(request, regions)
 
     def _add_short(self, request: ReadRequest, regions: Sequence[tuple[int, int]]) -> None:
@@ -102,12 +102,12 @@ class Reception:
             if _is_short(segment, request):
                 start = segment[0]
                 if start == segment[1]:
-                    self._received.append(_Received(segment, None, None))
+                    self._received.append(_ReceivedSegment(segment, None, None))
                     continue
                 while region + 1 < len(regions) and regions[region + 1][0] <= start:
                     region += 1
                 first, place = regions[region]
-                self._received.append(_Received(segment, None, place + start - first))
+                self._received.append(_ReceivedSegment(segment, None, place + start - first))
 
     def deliver(self) -> list[Transfer]:
         """Put what was received in place; returns the transfers that this completed.

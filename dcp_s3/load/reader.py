@@ -16,7 +16,7 @@ from torch.futures import Future
 
 from dcp_s3 import errors
 from dcp_s3.boundary import called_by_dcp
-from dcp_s3.checkpoint.commit import CommitState, SaveIdentity, find_state
+from dcp_s3.checkpoint.commit_state import CommitState, SaveIdentity, find_state
 from dcp_s3.checkpoint.lease import ReaderLease
 from dcp_s3.checkpoint.listing import list_directory
 from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
@@ -191,8 +191,8 @@ class S3StorageReader(StorageReader):
         waiting = self._find_uncommitted(rank) if self.include_uncommitted else None
         if waiting is not None:
             return load_metadata(waiting, url=str(url))
-        bucket, group = self._bucket(), self._group if rank is None else None
-        lease = ReaderLease(bucket, url, self.settings.reader_lease)
+        store, group = self._store(), self._group if rank is None else None
+        lease = ReaderLease(store, url, self.settings.reader_lease)
         failure = None if group is None else group.raised
         try:
             if failure is None:
@@ -203,9 +203,9 @@ class S3StorageReader(StorageReader):
             failure = error  # raised later: the others wait for this rank
         try:
             if group is None:
-                stored = fetch_metadata(bucket, url, rank)
+                stored = fetch_metadata(store, url, rank)
             else:
-                stored = group.fetch_once(lambda: fetch_metadata(bucket, url), str(url), failure)
+                stored = group.fetch_once(lambda: fetch_metadata(store, url), str(url), failure)
             metadata = check_metadata(stored, url)
             save_ids = stored.metadata.get(SAVE_ID_KEY), getattr(metadata.storage_meta, "save_id", None), None
             deletions = {deletion_id(each, stored.etag) for each in save_ids} if rank is None else None
@@ -218,9 +218,9 @@ class S3StorageReader(StorageReader):
 
     def _find_uncommitted(self, rank: int | None) -> bytes | None:
         """The metadata of this checkpoint's newest commit that is spilled on this host; None if S3 has a newer one."""
-        store = open_store(self.settings)
+        spill = open_store(self.settings)
         found = None
-        for journal, _, metadata in find_commits(store) if store else ():
+        for journal, _, metadata in find_commits(spill) if spill else ():
             if journal.url == self.checkpoint_id and journal.commit is not None and journal.commit.rank == rank:
                 found = journal, metadata
         if found is None:
@@ -228,7 +228,7 @@ class S3StorageReader(StorageReader):
         journal, metadata = found
         identity = SaveIdentity(self._require_url(), journal.save_id, rank)
         try:
-            state = find_state(self._bucket(), identity, path=None, started_at=journal.created_at)
+            state = find_state(self._store(), identity, path=None, started_at=journal.created_at)
         except errors.TransferError as error:
             logger.warning("S3 does not say whether it has a newer checkpoint than this host: %s", error)
             return metadata
@@ -237,7 +237,7 @@ class S3StorageReader(StorageReader):
     def _find_ranks(self) -> list[int] | None:
         """The ranks of a save without collectives that have metadata on S3; None if S3 does not answer."""
         try:
-            return list_directory(self._bucket(), self._require_url(), "__").ranks
+            return list_directory(self._store(), self._require_url(), "__").ranks
         except errors.StorageError:
             return None
 
@@ -314,11 +314,11 @@ class S3StorageReader(StorageReader):
         url, group = self._require_url(), self._group if isinstance(plan.storage_data, Assignment) else None
         with contextlib.ExitStack() as stack:
             try:
-                store = open_store(self.settings)
-                local = stack.enter_context(contextlib.closing(LocalObjects(store, str(url)))) if store else None
+                spill = open_store(self.settings)
+                local = stack.enter_context(contextlib.closing(LocalObjects(spill, str(url)))) if spill else None
                 if self._lease is not None:
                     stack.enter_context(self._lease.renewed())
-                source = Source(self._bucket(), url, local)
+                source = Source(self._store(), url, local)
                 executor = LoadExecutor(source, self._metadata, self._transforms, weights_only=self.weights_only)
                 shared = None if group is None else SharedRead(executor, self._metadata, group)
             except BaseException:
@@ -353,7 +353,7 @@ class S3StorageReader(StorageReader):
             )
         return self._url
 
-    def _bucket(self) -> S3Store:
+    def _store(self) -> S3Store:
         limit = Limit(deadline=self._deadline, hang=self.settings.load_timeout)
         return S3Store(self._require_url().bucket, self.settings, limit)
 

@@ -210,8 +210,8 @@ def _try_committed(catalog: CheckpointCatalog, info: CheckpointInfo) -> ChosenCh
 
 
 async def _find_damage(catalog: CheckpointCatalog, info: CheckpointInfo) -> str | None:
-    async with open_async_store(catalog.root.bucket, catalog.settings) as bucket:
-        return await find_damage(bucket, parse_url(info.url))
+    async with open_async_store(catalog.root.bucket, catalog.settings) as store:
+        return await find_damage(store, parse_url(info.url))
 
 
 def _try_local(

@@ -60,23 +60,23 @@ def read_tensor(
         CheckpointNotFoundError, CorruptMetadataError, CorruptCheckpointError
         InvalidURLError, SettingsError, StorageError, DeadlineExceededError
     """
-    source = _Source(url, settings)
-    saved = source.find(fqn)
+    checkpoint = _OpenCheckpoint(url, settings)
+    saved = checkpoint.find(fqn)
     if not isinstance(saved, TensorStorageMetadata):
         raise errors.EntryNotFoundError(
-            f"{fqn!r} in {source.url} is no tensor. Remedy: read_tensors(url, [{fqn!r}]) reads objects, too",
-            url=str(source.url),
+            f"{fqn!r} in {checkpoint.url} is no tensor. Remedy: read_tensors(url, [{fqn!r}]) reads objects, too",
+            url=str(checkpoint.url),
             fqn=fqn,
         )
     try:
         selection = select(slice, saved.size)
     except IndexError as error:
         raise errors.TensorIndexError(
-            f"{fqn!r} in {source.url}, of shape {tuple(saved.size)}, cannot be read at {slice!r}: {error}",
-            url=str(source.url),
+            f"{fqn!r} in {checkpoint.url}, of shape {tuple(saved.size)}, cannot be read at {slice!r}: {error}",
+            url=str(checkpoint.url),
             fqn=fqn,
         ) from None
-    return source.read({fqn: selection})[fqn].reshape(selection.shape)  # type: ignore[no-any-return]
+    return checkpoint.read({fqn: selection})[fqn].reshape(selection.shape)  # type: ignore[no-any-return]
 
 
 def read_tensors(
@@ -107,15 +107,15 @@ def read_tensors(
         CheckpointNotFoundError, CorruptMetadataError, CorruptCheckpointError
         InvalidURLError, SettingsError, StorageError, DeadlineExceededError
     """
-    source = _Source(url, settings)
+    checkpoint = _OpenCheckpoint(url, settings)
     wanted: dict[str, Selection | None] = {}
-    for name in source.match(fqns):
-        saved = source.find(name)
+    for name in checkpoint.match(fqns):
+        saved = checkpoint.find(name)
         wanted[name] = select(None, saved.size) if isinstance(saved, TensorStorageMetadata) else None
-    return source.read(wanted, weights_only=weights_only)
+    return checkpoint.read(wanted, weights_only=weights_only)
 
 
-class _Source:
+class _OpenCheckpoint:
     """A checkpoint whose metadata has been read."""
 
     def __init__(self, url: str | os.PathLike[str], settings: SettingsLike) -> None:
@@ -123,8 +123,8 @@ class _Source:
         self._settings = resolve_settings(settings)
         seconds = self._settings.load_timeout
         limit = Limit(deadline=Deadline.start("DCP_S3_LOAD_TIMEOUT", seconds), hang=seconds)
-        self._bucket = S3Store(self.url.bucket, self._settings, limit)
-        self._metadata: Metadata = check_metadata(fetch_metadata(self._bucket, self.url), self.url)
+        self._store = S3Store(self.url.bucket, self._settings, limit)
+        self._metadata: Metadata = check_metadata(fetch_metadata(self._store, self.url), self.url)
         if not isinstance(self._metadata.storage_data, dict):
             raise errors.CorruptMetadataError(
                 f"the metadata of {self.url} does not say where its items lie", url=str(self.url)
@@ -178,9 +178,9 @@ class _Source:
             else:
                 planner.entries[fqn] = torch.empty(selection.lengths, dtype=saved.properties.dtype)
                 items += self._tensor_items(fqn, saved, selection)
-        store = open_store(self._settings)
-        with contextlib.closing(LocalObjects(store, str(self.url))) if store else contextlib.nullcontext() as local:
-            source = Source(self._bucket, self.url, local)
+        spill = open_store(self._settings)
+        with contextlib.closing(LocalObjects(spill, str(self.url))) if spill else contextlib.nullcontext() as local:
+            source = Source(self._store, self.url, local)
             executor = LoadExecutor(source, self._metadata, ReaderTransforms(None), weights_only=weights_only)
             executor.run(LoadPlan(items), planner)
         return {fqn: planner.entries[fqn] for fqn in wanted}

@@ -17,8 +17,8 @@ from pathlib import Path
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.commit import SaveIdentity, check_absent, exists_error, find_previous
-from dcp_s3.checkpoint.directory import Directory, Found
+from dcp_s3.checkpoint.commit_state import SaveIdentity, check_absent, exists_error, find_previous
+from dcp_s3.checkpoint.directory import Directory, DirectoryEntry
 from dcp_s3.checkpoint.listing import list_directory
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.layout import (
@@ -62,7 +62,7 @@ class CopyResult:
 
 
 @dataclass(frozen=True)
-class _Source:
+class _CopySource:
     """A checkpoint to be copied, on S3 or in a directory."""
 
     commits: Mapping[str, bytes]
@@ -90,7 +90,7 @@ def _manifest_path(commit: str, metadata: Metadata) -> str:
     return manifest_object(str(getattr(metadata.storage_meta, "save_id", None)), classify(commit).rank)
 
 
-def _make_source(where: str, directory: Directory, read: Callable[[str], bytes]) -> _Source:
+def _make_source(where: str, directory: Directory, read: Callable[[str], bytes]) -> _CopySource:
     """Find the files that belong to the checkpoint in a directory.
 
     Left out are data objects that the metadata does not name (of another save), manifests of other saves, pins, leases,
@@ -124,7 +124,7 @@ def _make_source(where: str, directory: Directory, read: Callable[[str], bytes])
         _check_ranks(where, read(path), present=len(names))
     belong = needed.keys() | manifests
     files = {found.path: found.size for found in directory if found.path in belong or _is_besides(found)}
-    return _Source(commits, metadata, files)
+    return _CopySource(commits, metadata, files)
 
 
 def _check_ranks(where: str, manifest: bytes, *, present: int) -> None:
@@ -140,7 +140,7 @@ def _check_ranks(where: str, manifest: bytes, *, present: int) -> None:
         )
 
 
-def _is_besides(found: Found) -> bool:
+def _is_besides(found: DirectoryEntry) -> bool:
     """Whether an object is copied although no metadata names it: metrics, and files that users put there."""
     if found.kind.what not in (What.METRICS, What.CONTROL, What.OTHER) or found.path == _MARKER:
         return False
@@ -180,16 +180,16 @@ def download(
         StorageError, OSError
     """
     parsed = parse_url(url)
-    bucket = S3Store(parsed.bucket, resolve_settings(settings))
+    store = S3Store(parsed.bucket, resolve_settings(settings))
     target = Path(directory)
-    source = _make_source(str(parsed), list_directory(bucket, parsed), lambda path: bucket.get(parsed.key(path)).data)
+    source = _make_source(str(parsed), list_directory(store, parsed), lambda path: store.get(parsed.key(path)).data)
     _prepare_directory(target, parsed, source, overwrite=overwrite)
     present = {path for path, size in source.files.items() if _size_of(target / path) == size}
     wanted = {path: size for path, size in source.files.items() if path not in present}
     if on_total is not None:
         on_total(sum(wanted.values()))
     download_files(
-        bucket,
+        store,
         [FileTransfer(parsed.key(path), target / path) for path in wanted],
         on_progress=on_progress,
     )
@@ -202,7 +202,7 @@ def download(
     return CopyResult(source.count, source.size, sum(wanted.values()))
 
 
-def _prepare_directory(target: Path, url: CheckpointURL, source: _Source, *, overwrite: bool) -> None:
+def _prepare_directory(target: Path, url: CheckpointURL, source: _CopySource, *, overwrite: bool) -> None:
     marker = target / _MARKER
     digest = hashlib.sha256(b"".join(source.commits[name] for name in sorted(source.commits))).hexdigest()
     mark = json.dumps({"url": str(url), "metadata_sha256": digest}).encode()
@@ -231,7 +231,7 @@ def _read_marker(path: Path) -> bytes | None:
         return None
 
 
-def _remove_partial(target: Path, source: _Source) -> None:
+def _remove_partial(target: Path, source: _CopySource) -> None:
     whole = {target / path for path in source.files}
     for folder in {path.parent for path in whole}:
         for file in folder.iterdir() if folder.is_dir() else ():
@@ -239,7 +239,7 @@ def _remove_partial(target: Path, source: _Source) -> None:
                 file.unlink()
 
 
-def _verify(target: Path, url: CheckpointURL, source: _Source) -> None:
+def _verify(target: Path, url: CheckpointURL, source: _CopySource) -> None:
     expected: dict[str, str] = {}
     for commit in source.commits:
         path = source.manifest_of(commit)
@@ -322,40 +322,40 @@ def upload(
         StorageError, OSError
     """
     parsed = parse_url(url)
-    bucket = S3Store(parsed.bucket, resolve_settings(settings))
+    store = S3Store(parsed.bucket, resolve_settings(settings))
     origin = Path(directory)
     sizes = {path.relative_to(origin).as_posix(): path.stat().st_size for path in origin.rglob("*") if path.is_file()}
     source = _make_source(str(origin), Directory.of_sizes(sizes), lambda path: (origin / path).read_bytes())
-    replaced = _clear_the_way(bucket, parsed, source, overwrite=overwrite)
+    replaced = _clear_the_way(store, parsed, source, overwrite=overwrite)
     total = sum(source.files.values())
     if on_total is not None:
         on_total(total)
     files = [FileTransfer(parsed.key(path), origin / path) for path in source.files]
-    upload_files(bucket, files, on_progress=on_progress)
+    upload_files(store, files, on_progress=on_progress)
     for name, data in source.commits.items():
         save_id = str(getattr(source.metadata[name].storage_meta, "save_id", ""))
         fields = {METADATA_CRC_KEY: crc_hex(crc64nvme(data))}
         if source.manifest_of(name):
             fields[SAVE_ID_KEY] = save_id
         try:
-            bucket.put(parsed.key(name), data, expect=None if overwrite else ABSENT, metadata=fields)
+            store.put(parsed.key(name), data, expect=None if overwrite else ABSENT, metadata=fields)
         except errors.PreconditionFailedError:
             raise exists_error(parsed) from None
     kept = {parsed.key(path) for path in (*source.files, *source.commits)}
-    bucket.delete(sorted(replaced - kept))
+    store.delete(sorted(replaced - kept))
     return CopyResult(source.count, source.size, source.size)
 
 
-def _clear_the_way(bucket: S3Store, url: CheckpointURL, source: _Source, *, overwrite: bool) -> frozenset[str]:
+def _clear_the_way(store: S3Store, url: CheckpointURL, source: _CopySource, *, overwrite: bool) -> frozenset[str]:
     """Refuse to replace a checkpoint, or find the leftovers of replacing it: keys to delete afterwards."""
     if not overwrite:
         for name in source.commits:
-            check_absent(bucket, SaveIdentity(url, "", classify(name).rank))
+            check_absent(store, SaveIdentity(url, "", classify(name).rank))
         return frozenset()
     # This takes few requests, and only for an overwrite.
-    old = [found.path for found in list_directory(bucket, url, METADATA, "__").commits.values()]
-    replaced = find_previous(bucket, SaveIdentity(url, "")).keys
+    old = [found.path for found in list_directory(store, url, METADATA, "__").commits.values()]
+    replaced = find_previous(store, SaveIdentity(url, "")).keys
     planned = {url.key(path) for path in source.files}
     if old and (replaced & planned or old != [METADATA] or METADATA not in source.commits):
-        bucket.delete([url.key(path) for path in old])
+        store.delete([url.key(path) for path in old])
     return replaced

@@ -63,9 +63,9 @@ def verify(
         CheckpointError: the checkpoint was replaced again and again while it was verified.
     """
     parsed = parse_url(url)
-    bucket = S3Store(parsed.bucket, resolve_settings(settings))
+    store = S3Store(parsed.bucket, resolve_settings(settings))
     for _ in range(_ROUNDS):
-        check = _Check(bucket, parsed)
+        check = _Check(store, parsed)
         report = check.run(full=full, on_total=on_total, on_progress=on_progress)
         if report.ok or check.is_current():
             return report
@@ -76,7 +76,7 @@ def verify(
 
 
 @dataclass(frozen=True)
-class _Commit:
+class _CommitRecord:
     """One ``.metadata``, with its manifest."""
 
     rank: int | None
@@ -100,10 +100,10 @@ class _Commit:
 class _Check:
     """One look at a checkpoint."""
 
-    def __init__(self, bucket: S3Store, url: CheckpointURL) -> None:
-        self._bucket = bucket
+    def __init__(self, store: S3Store, url: CheckpointURL) -> None:
+        self._store = store
         self._url = url
-        self._commits: list[_Commit] = []
+        self._commits: list[_CommitRecord] = []
         self._problems: list[Problem] = []
         self._bytes_read = 0
 
@@ -118,7 +118,7 @@ class _Check:
             entries += commit.manifest.objects if commit.manifest is not None else ()
         objects, problems = place_items(items, entries, sizes)
         self._problems += problems
-        check = ByteCheck(self._bucket, self._url, on_progress)
+        check = ByteCheck(self._store, self._url, on_progress)
         if full:
             if on_total is not None:
                 on_total(ByteCheck.total(objects))
@@ -144,7 +144,7 @@ class _Check:
             CheckpointNotFoundError: it was deleted meanwhile.
         """
         return all(
-            fetch_metadata(self._bucket, self._url, commit.rank).etag == commit.stored.etag for commit in self._commits
+            fetch_metadata(self._store, self._url, commit.rank).etag == commit.stored.etag for commit in self._commits
         )
 
     # --- metadata and manifests ---------------------------------------------------------------------
@@ -156,16 +156,16 @@ class _Check:
         from the listing, and not the other way round.
         """
         try:
-            stored = {None: fetch_metadata(self._bucket, self._url)}
+            stored = {None: fetch_metadata(self._store, self._url)}
         except errors.CheckpointNotFoundError as error:
-            directory = list_directory(self._bucket, self._url)
+            directory = list_directory(self._store, self._url)
             if not directory.ranks:
                 raise
             for rank in directory.ranks:
-                self._add_commit(rank, fetch_metadata(self._bucket, self._url, rank), directory)
+                self._add_commit(rank, fetch_metadata(self._store, self._url, rank), directory)
             self._keep_ranks_of_save(error)
             return directory.sizes
-        directory = list_directory(self._bucket, self._url)
+        directory = list_directory(self._store, self._url)
         self._add_commit(None, stored[None], directory)
         return directory.sizes
 
@@ -187,7 +187,7 @@ class _Check:
             manifest = self._read_manifest(save_id, rank, directory, expected=named is not None)
         except ValueError as error:
             problems.append(Problem(manifest_object(str(save_id), rank), None, str(error)))
-        self._commits.append(_Commit(rank, stored, metadata, save_id, manifest, tuple(problems)))
+        self._commits.append(_CommitRecord(rank, stored, metadata, save_id, manifest, tuple(problems)))
 
     def _read_manifest(
         self, save_id: str | None, rank: int | None, directory: Directory, *, expected: bool
@@ -209,7 +209,7 @@ class _Check:
                 raise ValueError(f"is missing; {metadata_object(rank)} names it")
             return None
         try:
-            stored = self._bucket.get(self._url.key(found.path))
+            stored = self._store.get(self._url.key(found.path))
         except errors.ObjectNotFoundError:
             raise ValueError("was deleted meanwhile") from None
         self._bytes_read += len(stored.data)
@@ -221,7 +221,7 @@ class _Check:
         except ValueError as error:
             raise ValueError(f"cannot be read: {error}") from error
 
-    def _check_commit(self, commit: _Commit) -> Sequence[StoredItem]:
+    def _check_commit(self, commit: _CommitRecord) -> Sequence[StoredItem]:
         items: list[StoredItem] = []
         self._problems += commit.problems
         if commit.metadata is not None:

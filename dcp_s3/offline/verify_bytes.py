@@ -16,7 +16,7 @@ from dcp_s3.offline.verify_decode import UnknownExtensionError, find_damage
 from dcp_s3.offline.verify_plan import StoredData, StoredItem, group_items
 from dcp_s3.offline.verify_report import Problem
 from dcp_s3.offline.verify_scan import Mismatch, ObjectScan
-from dcp_s3.s3.download import Target
+from dcp_s3.s3.download import ReadTarget
 from dcp_s3.s3.files import OnProgress
 from dcp_s3.s3.store import S3Store
 from dcp_s3.url import CheckpointURL
@@ -60,7 +60,7 @@ class _Checked(Transfer):
             self.change = "was replaced while it was read"
 
 
-class _Object(_Checked):
+class _StreamedObject(_Checked):
     """An object whose bytes all go into checksums.
 
     Args:
@@ -79,12 +79,12 @@ class _Object(_Checked):
         self.found: list[Mismatch] = []
         self._scan = ObjectScan(data)
 
-    def targets(self, start: int, length: int, buffer: Buffer) -> list[Target]:
+    def targets(self, start: int, length: int, buffer: Buffer) -> list[ReadTarget]:
         """The blocks of a range, each in the memory of the one before."""
         buffer.reserve(BLOCK)
-        return [Target(buffer.view(0, size), checksum=True) for size in self._scan.segments(start, length, BLOCK)]
+        return [ReadTarget(buffer.view(0, size), checksum=True) for size in self._scan.segments(start, length, BLOCK)]
 
-    def received(self, start: int, targets: Sequence[Target]) -> bool:
+    def received(self, start: int, targets: Sequence[ReadTarget]) -> bool:
         """Take a range; returns True for the last one."""
         runs = self._scan.join(start, ((target.crc or 0, target.view.nbytes) for target in targets))
         with self._lock:
@@ -120,7 +120,7 @@ class _Object(_Checked):
             yield Problem(data.path, None, what)
 
 
-class _Item(_Checked):
+class _DecodedItem(_Checked):
     """An item that no checksum covers, to be decoded.
 
     Args:
@@ -167,10 +167,10 @@ class _Item(_Checked):
 
 
 class _Scan:
-    """The memory of a range of an `_Object`: a block."""
+    """The memory of a range of a `_StreamedObject`: a block."""
 
     def __init__(self, request: ReadRequest, buffer: Buffer) -> None:
-        self._object: _Object = request.segments[0].item
+        self._object: _StreamedObject = request.segments[0].item
         self._start = request.start
         self.targets = self._object.targets(request.start, request.length, buffer)
 
@@ -180,7 +180,7 @@ class _Scan:
 
 
 def _receiver(request: ReadRequest, buffer: Buffer) -> Receiver:
-    scanned = isinstance(request.segments[0].item, _Object)
+    scanned = isinstance(request.segments[0].item, _StreamedObject)
     return _Scan(request, buffer) if scanned else Reception(request, buffer)
 
 
@@ -188,14 +188,14 @@ class ByteCheck:
     """Reads data objects and compares their bytes.
 
     Args:
-        bucket: bucket of the checkpoint.
+        store: store with the checkpoint.
         url: URL of the checkpoint.
         on_progress: called with the number of bytes read; not for bytes that are read again.
     """
 
-    def __init__(self, bucket: S3Store, url: CheckpointURL, on_progress: OnProgress | None = None) -> None:
-        self._engine = Engine(Source(bucket, url), "dcp_s3-verify", _receiver)
-        self._settings = bucket.settings
+    def __init__(self, store: S3Store, url: CheckpointURL, on_progress: OnProgress | None = None) -> None:
+        self._engine = Engine(Source(store, url), "dcp_s3-verify", _receiver)
+        self._settings = store.settings
         self._on_progress = on_progress
         self._changed: set[str] = set()
         self._left: dict[str, int] = {}  # bytes of each object not read yet
@@ -230,14 +230,14 @@ class ByteCheck:
     def _requests(self, objects: Sequence[StoredData]) -> Iterator[ReadRequest]:
         for data in objects:
             if data.streamed:
-                yield from self._of_ranges(_Object(data))
+                yield from self._of_ranges(_StreamedObject(data))
             for group in group_items(data.decoded, GROUP):
                 if data.path not in self._changed:
                     start, stop = group[0].start, group[-1].stop
-                    segments = tuple([Segment(item.start, item.stop, _Item(item)) for item in group])
+                    segments = tuple([Segment(item.start, item.stop, _DecodedItem(item)) for item in group])
                     yield ReadRequest(data.path, start, stop - start, segments)
 
-    def _of_ranges(self, scanned: _Object) -> Iterator[ReadRequest]:
+    def _of_ranges(self, scanned: _StreamedObject) -> Iterator[ReadRequest]:
         size, step = scanned.data.size, self._settings.max_part_size
         for start in range(0, max(1, size), step):  # one request even for an empty object
             stop = min(start + step, size)
@@ -246,7 +246,10 @@ class ByteCheck:
 
     def _take(self, request: ReadRequest, finished: Sequence[Transfer]) -> None:
         """Draw the conclusions from one request."""
-        path, looked_at = request.path, [found for found in finished if isinstance(found, _Object | _Item)]
+        path, looked_at = (
+            request.path,
+            [found for found in finished if isinstance(found, _StreamedObject | _DecodedItem)],
+        )
         if self._on_progress is not None:
             new = min(request.length, self._left[path])
             self._left[path] -= new
@@ -260,7 +263,7 @@ class ByteCheck:
         self.bytes_read += request.length
         for found in looked_at:
             self.problems += found.problems()
-            self.items_not_decoded += isinstance(found, _Item) and found.unknown
+            self.items_not_decoded += isinstance(found, _DecodedItem) and found.unknown
 
 
 def _empty(size: int) -> io.BytesIO:

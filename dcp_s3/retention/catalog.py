@@ -102,24 +102,24 @@ class CheckpointCatalog:
 
     async def _checkpoints(self) -> list[CheckpointInfo]:
         local = self.local()  # first: a checkpoint drained meanwhile is then seen twice, not missed
-        async with open_async_store(self.root.bucket, self.settings) as bucket:
-            listing = await list_root(bucket, self.root, self._patterns)
+        async with open_async_store(self.root.bucket, self.settings) as store:
+            listing = await list_root(store, self.root, self._patterns)
         grace = self.settings.retention_grace
         found = merge_local(listing.found, local)
         return sorted((in_grace(info, now=listing.now, grace=grace) for info in found), key=age_order)
 
     async def scan_async(self, deep: bool) -> CatalogSnapshot:
         local = self.local()
-        async with open_async_store(self.root.bucket, self.settings) as bucket:
-            return await scan_root(bucket, self.root, self._patterns, deep=deep, local=local)
+        async with open_async_store(self.root.bucket, self.settings) as store:
+            return await scan_root(store, self.root, self._patterns, deep=deep, local=local)
 
     def local(self) -> list[CheckpointInfo]:
         """The checkpoints whose commits wait in this host's spill directory, oldest first. Makes no request."""
         return [with_step(info, self._patterns) for info in find_local(str(self.root), settings=self.settings)]
 
     async def _first(self, order: Callable[[Iterable[CheckpointInfo]], list[CheckpointInfo]]) -> CheckpointInfo | None:
-        async with open_async_store(self.root.bucket, self.settings) as bucket:
-            return await _first_loadable(bucket, self.root, self._patterns, order)
+        async with open_async_store(self.root.bucket, self.settings) as store:
+            return await _first_loadable(store, self.root, self._patterns, order)
 
 
 def _compile(patterns: str | Sequence[str] | None, settings: Settings) -> tuple[re.Pattern[str], ...]:
@@ -136,19 +136,19 @@ def _compile(patterns: str | Sequence[str] | None, settings: Settings) -> tuple[
 
 
 async def _first_loadable(
-    bucket: AsyncS3Store,
+    store: AsyncS3Store,
     root: CheckpointURL,
     patterns: Sequence[re.Pattern[str]],
     order: Callable[[Iterable[CheckpointInfo]], list[CheckpointInfo]],
 ) -> CheckpointInfo | None:
     while True:
         vanished = False
-        for info in order((await list_root(bucket, root, patterns)).found):
+        for info in order((await list_root(store, root, patterns)).found):
             url = root.child(info.name)
-            damage = await find_damage(bucket, url)
+            damage = await find_damage(store, url)
             if damage is None:
                 return info
-            now = await inspect_checkpoint(bucket, url)
+            now = await inspect_checkpoint(store, url)
             if now is None or not now.committed:
                 vanished = True  # a prune was faster: there is a newer one
                 break
@@ -177,8 +177,8 @@ def list_checkpoints(root: URLLike, *, settings: SettingsLike = None) -> list[Ch
 async def list_checkpoints_async(root: URLLike, *, settings: SettingsLike = None) -> list[CheckpointInfo]:
     """`list_checkpoints` for asyncio."""
     url = parse_url(root)
-    async with open_async_store(url.bucket, resolve_settings(settings)) as bucket:
-        return list((await list_root(bucket, url, _compile(None, bucket.settings))).found)
+    async with open_async_store(url.bucket, resolve_settings(settings)) as store:
+        return list((await list_root(store, url, _compile(None, store.settings))).found)
 
 
 def latest(root: URLLike, *, include_uncommitted: bool = False, settings: SettingsLike = None) -> CheckpointInfo | None:
@@ -213,9 +213,9 @@ def latest(root: URLLike, *, include_uncommitted: bool = False, settings: Settin
 
 def find_local(root: URLLike, *, settings: Settings) -> list[CheckpointInfo]:
     """The checkpoints directly under ``root`` whose commits wait in this host's spill directory, oldest first."""
-    store = open_store(settings)
+    spill = open_store(settings)
     found = []
-    for journal, data, _ in find_commits(store) if store else ():
+    for journal, data, _ in find_commits(spill) if spill else ():
         url = parse_url(journal.url)
         if str(url) == str(parse_url(root).child(url.name)):
             found.append(dataclasses.replace(from_manifest(url, Manifest.from_json(data)), state="local"))
@@ -225,5 +225,5 @@ def find_local(root: URLLike, *, settings: Settings) -> list[CheckpointInfo]:
 async def latest_async(root: URLLike, *, settings: SettingsLike = None) -> CheckpointInfo | None:
     """`latest` for asyncio."""
     url = parse_url(root)
-    async with open_async_store(url.bucket, resolve_settings(settings)) as bucket:
-        return await _first_loadable(bucket, url, _compile(None, bucket.settings), newest_first)
+    async with open_async_store(url.bucket, resolve_settings(settings)) as store:
+        return await _first_loadable(store, url, _compile(None, store.settings), newest_first)

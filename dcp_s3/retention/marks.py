@@ -53,13 +53,13 @@ def annotate(url: URLLike, metrics: Mapping[str, Any], *, settings: SettingsLike
     check_added(metrics, url=str(where))
     info = _require_committed(where, resolved)
     of = info.save_id or info.etag or ""
-    bucket, key = S3Store(where.bucket, resolved), where.key(METRICS)
+    store, key = S3Store(where.bucket, resolved), where.key(METRICS)
     conflicts = 0
     while True:
-        etag, before = _read_metrics(bucket, where, of)
+        etag, before = _read_metrics(store, where, of)
         added = AddedMetrics(of, {**before, **metrics})
         try:
-            bucket.put(key, added.to_json(), expect=Expect(etag or ""), content_type=_JSON)
+            store.put(key, added.to_json(), expect=Expect(etag or ""), content_type=_JSON)
         except errors.PreconditionFailedError:
             conflicts += 1
             if conflicts == _CONFLICTS:
@@ -69,10 +69,10 @@ def annotate(url: URLLike, metrics: Mapping[str, Any], *, settings: SettingsLike
         return dict(added.metrics)
 
 
-def _read_metrics(bucket: S3Store, url: CheckpointURL, of: str) -> tuple[str | None, Mapping[str, Any]]:
+def _read_metrics(store: S3Store, url: CheckpointURL, of: str) -> tuple[str | None, Mapping[str, Any]]:
     """The ETag of `METRICS` (None if there is none), and its metrics of the save ``of``."""
     try:
-        stored = bucket.get(url.key(METRICS))
+        stored = store.get(url.key(METRICS))
     except errors.ObjectNotFoundError:
         return None, {}
     try:
@@ -95,13 +95,13 @@ def pin(url: URLLike, reason: str | None = None, *, settings: SettingsLike = Non
     """
     where, resolved = parse_url(url), resolve_settings(settings)
     info = _require_committed(where, resolved)
-    bucket = S3Store(where.bucket, resolved)
+    store = S3Store(where.bucket, resolved)
     body = {"reason": reason, "pinned_at": time.time()}
-    bucket.put(where.key(PIN), (json.dumps(body) + "\n").encode(), content_type=_JSON)
+    store.put(where.key(PIN), (json.dumps(body) + "\n").encode(), content_type=_JSON)
     try:
-        check_not_deleted(bucket, where, {info.deletion_id}, rank=None if info.etag else 0)
+        check_not_deleted(store, where, {info.deletion_id}, rank=None if info.etag else 0)
     except errors.CheckpointDeletedError:  # a prune was faster
-        bucket.delete([where.key(PIN)])
+        store.delete([where.key(PIN)])
         raise
 
 
@@ -112,17 +112,17 @@ def unpin(url: URLLike, *, settings: SettingsLike = None) -> bool:
         InvalidURLError, SettingsError, StorageError
     """
     where = parse_url(url)
-    bucket = S3Store(where.bucket, resolve_settings(settings))
-    pinned = bucket.exists(where.key(PIN))
+    store = S3Store(where.bucket, resolve_settings(settings))
+    pinned = store.exists(where.key(PIN))
     if pinned:
-        bucket.delete([where.key(PIN)])
+        store.delete([where.key(PIN)])
     return pinned
 
 
 def _require_committed(url: CheckpointURL, settings: Settings) -> CheckpointInfo:
     async def inspect() -> CheckpointInfo | None:
-        async with open_async_store(url.bucket, settings) as bucket:
-            return await inspect_checkpoint(bucket, url)
+        async with open_async_store(url.bucket, settings) as store:
+            return await inspect_checkpoint(store, url)
 
     info = run(inspect())
     if info is None or not info.committed:

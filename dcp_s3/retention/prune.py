@@ -215,10 +215,10 @@ async def apply_plan_async(
 ) -> PruneReport:
     """`apply_plan` for asyncio."""
     where, resolved = parse_url(root), resolve_settings(settings)
-    async with open_async_store(where.bucket, resolved) as bucket:
+    async with open_async_store(where.bucket, resolved) as store:
         if all_versions and not plan.empty:  # fails before anything is deleted
-            await bucket.check_versions(where.key(""))
-        return await _Application(where, plan, Deleter(bucket, all_versions=all_versions), progress).run()
+            await store.check_versions(where.key(""))
+        return await _Application(where, plan, Deleter(store, all_versions=all_versions), progress).run()
 
 
 class _Application:

@@ -62,19 +62,19 @@ async def _remove(
     parent = url.prefix.rpartition("/")[0]
     root = CheckpointURL(url.bucket, parent)
     waiting = any(info.name == url.name for info in find_local(str(root), settings=settings))
-    async with open_async_store(url.bucket, settings) as bucket:
-        deleter = Deleter(bucket, all_versions=all_versions, force=force, dry_run=dry_run)
-        now = (await bucket.page(url.key(""))).server_time
+    async with open_async_store(url.bucket, settings) as store:
+        deleter = Deleter(store, all_versions=all_versions, force=force, dry_run=dry_run)
+        now = (await store.page(url.key(""))).server_time
         if now is None:
             logger.warning("the S3 endpoint does not tell its time; ages are by the clock of this host")
             now = time.time()
         since = math.inf if force else now - settings.retention_grace
         uploads = [
             each
-            for each in await bucket.uploads(url.key(""))
+            for each in await store.uploads(url.key(""))
             if (upload := open_upload(root, each)) is not None and upload.checkpoint == url.name
         ]
-        info = await inspect_checkpoint(bucket, url)
+        info = await inspect_checkpoint(store, url)
         if info is None and not uploads:
             raise not_found_error(url, "nothing of a checkpoint")
         why = "its commit waits in this host's spill directory" if waiting else None

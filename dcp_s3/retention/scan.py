@@ -73,12 +73,12 @@ class Listing:
 
 
 async def list_root(
-    bucket: AsyncS3Store, root: CheckpointURL, patterns: Sequence[re.Pattern[str]] = (), *, deep: bool = False
+    store: AsyncS3Store, root: CheckpointURL, patterns: Sequence[re.Pattern[str]] = (), *, deep: bool = False
 ) -> Listing:
     """The checkpoints directly under ``root``.
 
     Args:
-        bucket: bucket of the root.
+        store: store with the root.
         root: the URL above the checkpoints.
         patterns: expressions that find the step in a name, instead of the rules of `step_of`.
         deep: also look for leftovers and damage in committed ones: one more listing and HEAD for each.
@@ -86,7 +86,7 @@ async def list_root(
     Raises:
         StorageError
     """
-    listed = await bucket.list(root.key(""), "/")
+    listed = await store.list(root.key(""), "/")
     now = listed.server_time
     if now is None:
         logger.warning("the S3 endpoint does not tell its time; ages are by the clock of this host")
@@ -101,11 +101,11 @@ async def list_root(
         found = None
         for attempt in range(_LOOKS):
             await asyncio.sleep(0.05 * (2**attempt - 1))
-            found = await inspect(bucket, url, patterns)
+            found = await inspect(store, url, patterns)
             if found is None or not deep or not found.info.committed:
                 return None if found is None else found.info
             try:
-                info, unneeded = await look_deeper(bucket, url, found, now)
+                info, unneeded = await look_deeper(store, url, found, now)
             except errors.ObjectNotFoundError:
                 continue  # deleted meanwhile
             leftovers.extend(unneeded)
@@ -120,7 +120,7 @@ async def list_root(
 
 
 async def scan_root(
-    bucket: AsyncS3Store,
+    store: AsyncS3Store,
     root: CheckpointURL,
     patterns: Sequence[re.Pattern[str]] = (),
     *,
@@ -132,7 +132,7 @@ async def scan_root(
     With ``deep``, it then checks the newest checkpoints like `latest` does, until one can be loaded.
 
     Args:
-        bucket: bucket of the root.
+        store: store with the root.
         root: the URL above the checkpoints.
         patterns: expressions that find the step in a name, instead of the rules of `step_of`.
         deep: also look for leftovers and damage.
@@ -142,12 +142,12 @@ async def scan_root(
         StorageError
     """
     # Before the objects: an upload that completes meanwhile is then seen as an upload, an object, or both.
-    uploads = sorted(await bucket.uploads(root.key("")), key=lambda each: (each.key, each.upload_id))
-    listing = await list_root(bucket, root, patterns, deep=deep)
+    uploads = sorted(await store.uploads(root.key("")), key=lambda each: (each.key, each.upload_id))
+    listing = await list_root(store, root, patterns, deep=deep)
     found = {info.name: info for info in listing.found}
     if deep:
         for info in newest_first(listing.found):
-            damage = info.damage or await find_damage(bucket, root.child(info.name))
+            damage = info.damage or await find_damage(store, root.child(info.name))
             found[info.name] = dataclasses.replace(info, damage=damage)
             if damage is None:
                 break
@@ -158,7 +158,7 @@ async def scan_root(
         uploads=tuple(each for upload in uploads if (each := open_upload(root, upload)) is not None),
         leftovers=listing.leftovers,
         deep=deep,
-        requests=bucket.requests,
+        requests=store.requests,
     )
 
 

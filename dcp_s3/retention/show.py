@@ -21,7 +21,7 @@ from dcp_s3.url import CheckpointURL, URLLike, parse_url
 
 
 @dataclass(frozen=True)
-class StoredObject:
+class ObjectDetails:
     """One data object of a checkpoint."""
 
     path: str
@@ -44,7 +44,7 @@ class CheckpointDetails:
     """Library versions that wrote it; empty if it is foreign."""
     items: int
     """Number of saved items (tensor chunks and others)."""
-    objects: tuple[StoredObject, ...]
+    objects: tuple[ObjectDetails, ...]
     """Data objects of the checkpoint."""
     entries: tuple[SavedEntry, ...]
     """Entries of the saved state dict; empty if the checkpoint is incomplete."""
@@ -66,17 +66,17 @@ def describe(url: URLLike, *, settings: SettingsLike = None) -> CheckpointDetail
 
 
 async def _describe(url: CheckpointURL, settings: SettingsLike) -> CheckpointDetails:
-    async with open_async_store(url.bucket, resolve_settings(settings)) as bucket:
-        directory = await list_directory_async(bucket, url)
-        info = await inspect_checkpoint(bucket, url)
+    async with open_async_store(url.bucket, resolve_settings(settings)) as store:
+        directory = await list_directory_async(store, url)
+        info = await inspect_checkpoint(store, url)
         if info is None:
             raise not_found_error(url, "nothing of a checkpoint")
         ranks = directory.committing
-        found = await gather(find_manifest(bucket, url, directory, rank) for rank in ranks)
+        found = await gather(find_manifest(store, url, directory, rank) for rank in ranks)
         manifests = [manifest for manifest in found if manifest is not None]
         metadata = [
             load_metadata(stored.data, url=str(url))
-            for stored in await gather(bucket.get(url.key(metadata_object(rank))) for rank in ranks)
+            for stored in await gather(store.get(url.key(metadata_object(rank))) for rank in ranks)
         ]
     needed: set[str] = set()
     entries: dict[str, SavedEntry] = {}
@@ -100,7 +100,7 @@ def _merge(before: SavedEntry | None, entry: SavedEntry) -> SavedEntry:
     return replace(entry, chunks=before.chunks + entry.chunks, size=before.size + entry.size)
 
 
-def _objects(directory: Directory, manifests: list[Manifest], needed: set[str]) -> list[StoredObject]:
+def _objects(directory: Directory, manifests: list[Manifest], needed: set[str]) -> list[ObjectDetails]:
     sizes: dict[str, int | None] = dict.fromkeys(needed) | {path: each.size for path, each in directory.data.items()}
     crcs = {entry.path: entry.crc64nvme for manifest in manifests for entry in manifest.objects}
-    return [StoredObject(path, sizes[path], crcs.get(path), path in needed) for path in sorted(sizes)]
+    return [ObjectDetails(path, sizes[path], crcs.get(path), path in needed) for path in sorted(sizes)]

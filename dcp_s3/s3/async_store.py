@@ -30,7 +30,7 @@ from dcp_s3.s3.listing import StoredVersion
 from dcp_s3.s3.operations import Operation, Request, request_arguments
 from dcp_s3.s3.throttle import Gate, gate_of
 from dcp_s3.settings import Settings
-from dcp_s3.store import Expect, ObjectHead, Page, StoredObject, Target, Upload, join, target_of
+from dcp_s3.store import DeleteTarget, Expect, ObjectHead, Page, StoredObject, Upload, join, target_of
 
 T = TypeVar("T")
 
@@ -154,7 +154,7 @@ class AsyncS3Store:
             pages.append(await self.page(prefix, delimiter, token=pages[-1].next_token))
         return join(pages)
 
-    async def delete(self, targets: Iterable[str | Target]) -> Sequence[str]:
+    async def delete(self, targets: Iterable[str | DeleteTarget]) -> Sequence[str]:
         """See `Store.delete`. Each request waits for its turn while S3 throttles."""
         return await self.run(delete(self, map(target_of, targets), data=True))
 

@@ -13,7 +13,7 @@ from dcp_s3.settings import Settings, aws_endpoint_variable, aws_variable, requi
 
 
 @dataclass(frozen=True)
-class Found:
+class ChainValue:
     """A value from the chain."""
 
     source: str
@@ -22,7 +22,7 @@ class Found:
     """The value itself."""
 
 
-def find_endpoint(session: Any) -> Found | None:
+def find_endpoint(session: Any) -> ChainValue | None:
     """The endpoint of S3 that botocore will choose; None for AWS's own.
 
     Args:
@@ -35,24 +35,24 @@ def find_endpoint(session: Any) -> Found | None:
         return None
     variable = aws_endpoint_variable()
     if variable is not None:
-        return Found(*variable)
+        return ChainValue(*variable)
     profile = session.get_scoped_config()
     services = session.full_config.get("services", {}).get(profile.get("services"), {})
     of_s3 = services.get("s3")
     value = (of_s3.get("endpoint_url") if isinstance(of_s3, dict) else None) or profile.get("endpoint_url")
-    return Found(f"endpoint_url of {_profile(session)}", str(value)) if value else None
+    return ChainValue(f"endpoint_url of {_profile(session)}", str(value)) if value else None
 
 
-def find_region(session: Any) -> Found | None:
+def find_region(session: Any) -> ChainValue | None:
     """The region that botocore will choose; None if there is none."""
     variable = aws_variable("AWS_DEFAULT_REGION")
     if variable is not None:
-        return Found(*variable)
+        return ChainValue(*variable)
     value = session.get_config_variable("region")
-    return Found(f"region of {_profile(session)}", str(value)) if value else None
+    return ChainValue(f"region of {_profile(session)}", str(value)) if value else None
 
 
-def find_chain(settings: Settings) -> dict[str, Found]:
+def find_chain(settings: Settings) -> dict[str, ChainValue]:
     """The chain's values for the settings that are left to it, by setting name.
 
     Raises:

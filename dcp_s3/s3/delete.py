@@ -14,7 +14,7 @@ from dcp_s3.s3.diagnosis import answered_code, answered_status, is_retryable
 from dcp_s3.s3.listing import StoredVersion
 from dcp_s3.s3.operations import Operation, Request, head
 from dcp_s3.s3.quirks import Place, Quirk, knows, learn
-from dcp_s3.store import Target, same_etag
+from dcp_s3.store import DeleteTarget, same_etag
 
 logger = logging.getLogger(__name__)
 
@@ -29,12 +29,12 @@ _GONE = frozenset({"NoSuchKey", "NoSuchVersion", "NotFound"})
 _NO_BATCHES = frozenset({400, 405, 411, 501})
 
 
-def batches(targets: Sequence[Target]) -> list[Sequence[Target]]:
+def batches(targets: Sequence[DeleteTarget]) -> list[Sequence[DeleteTarget]]:
     """Split the targets into runs that one request takes."""
     return [targets[start : start + BATCH] for start in range(0, len(targets), BATCH)]
 
 
-def delete(place: Place, targets: Iterable[Target], *, data: bool = False) -> Operation[list[str]]:
+def delete(place: Place, targets: Iterable[DeleteTarget], *, data: bool = False) -> Operation[list[str]]:
     """Delete objects, a thousand per request, or one per request if the store has no DeleteObjects.
 
     Those that do not exist count as deleted. Single keys that S3 throttles or that fail temporarily are retried.
@@ -53,7 +53,7 @@ def delete(place: Place, targets: Iterable[Target], *, data: bool = False) -> Op
     return left
 
 
-def _delete_batch(place: Place, targets: Sequence[Target], *, data: bool) -> Operation[list[str]]:
+def _delete_batch(place: Place, targets: Sequence[DeleteTarget], *, data: bool) -> Operation[list[str]]:
     if len(targets) == 1 or knows(Quirk.NO_BATCH_DELETES, place):
         return (yield from _delete_each(targets, data=data))
     batch = _Batch(list(targets))
@@ -76,7 +76,7 @@ def _delete_batch(place: Place, targets: Sequence[Target], *, data: bool) -> Ope
     return (yield from _delete_each(batch.changed, refused=True, data=data))
 
 
-def _delete_each(targets: Iterable[Target], *, refused: bool = False, data: bool) -> Operation[list[str]]:
+def _delete_each(targets: Iterable[DeleteTarget], *, refused: bool = False, data: bool) -> Operation[list[str]]:
     left = []
     for target in targets:
         is_gone = yield from _delete_one(target, refused=refused, data=data)
@@ -88,8 +88,8 @@ def _delete_each(targets: Iterable[Target], *, refused: bool = False, data: bool
 class _Batch:
     """The state of one DeleteObjects after its attempts so far."""
 
-    pending: list[Target]
-    changed: list[Target] = field(default_factory=list)
+    pending: list[DeleteTarget]
+    changed: list[DeleteTarget] = field(default_factory=list)
     """Targets that S3 left alone because they have another ETag."""
 
     def arguments(self) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class _Batch:
             raise worst
 
 
-def _to_request(target: Target) -> dict[str, str]:
+def _to_request(target: DeleteTarget) -> dict[str, str]:
     fields = {"Key": target.key, "ETag": target.etag, "VersionId": target.version_id}
     return {name: value for name, value in fields.items() if value}
 
@@ -129,7 +129,7 @@ def _error(key: str, code: str, message: str) -> ClientError:
     return ClientError({"Error": {"Code": code, "Message": f"{key!r} was not deleted: {message}"}}, "DeleteObjects")
 
 
-def _delete_one(target: Target, *, refused: bool = False, data: bool) -> Operation[bool]:
+def _delete_one(target: DeleteTarget, *, refused: bool = False, data: bool) -> Operation[bool]:
     """Delete one object; return whether it is gone. A missing one is; one that has another ETag is not.
 
     A refusal is believed only after a look: some stores refuse a condition that holds, and are then asked without.
@@ -159,7 +159,7 @@ def _delete_one(target: Target, *, refused: bool = False, data: bool) -> Operati
 
 def old_versions(
     versions: Sequence[StoredVersion], first: Collection[str], keys: Collection[str]
-) -> list[list[Target]]:
+) -> list[list[DeleteTarget]]:
     """The versions of ``first`` and ``keys`` to delete permanently, in steps to be done in order. Pure.
 
     Delete markers go last: without its marker, an object that is still there would reappear. A current version that
@@ -171,4 +171,4 @@ def old_versions(
         [each for each in old if each.key in keys and each.key not in first],
         [each for each in versions if each.is_marker and (each.key in keys or each.key in first)],
     ]
-    return [[Target(each.key, version_id=each.version_id) for each in step] for step in steps if step]
+    return [[DeleteTarget(each.key, version_id=each.version_id) for each in step] for step in steps if step]

@@ -8,20 +8,20 @@ from typing import TYPE_CHECKING
 
 from dcp_s3 import errors
 from dcp_s3.limit import Cancelled
-from dcp_s3.s3.hedge import Race
-from dcp_s3.s3.ranged import Cursor, Target
+from dcp_s3.s3.race import Race
+from dcp_s3.s3.ranged import Cursor, ReadTarget
 
 if TYPE_CHECKING:
     from dcp_s3.s3.store import S3Store
 
-__all__ = ["Target", "fetch_into"]
+__all__ = ["ReadTarget", "fetch_into"]
 
 
 def fetch_into(
     store: S3Store,
     key: str,
     start: int,
-    targets: Sequence[Target],
+    targets: Sequence[ReadTarget],
     *,
     cancel: threading.Event | None = None,
     etag: str | None = None,

@@ -225,16 +225,16 @@ def put(
         except errors.StorageError as error:
             status = answered_status(error)
             if status == 501 and condition:
-                meaning = _Refusal.CONDITION_IS_UNKNOWN
+                meaning = _WriteRefusal.CONDITION_IS_UNKNOWN
             elif status == 412:
                 meaning = yield from _look(key, data, condition)
             else:
                 raise
-            if meaning is _Refusal.HOLDS:
+            if meaning is _WriteRefusal.HOLDS:
                 raise
-        if meaning is _Refusal.IS_DONE:
+        if meaning is _WriteRefusal.IS_DONE:
             return
-        if meaning is _Refusal.CONDITION_IS_UNKNOWN:
+        if meaning is _WriteRefusal.CONDITION_IS_UNKNOWN:
             learn(Quirk.NO_CONDITIONAL_WRITES, place)
             condition = {}
             continue
@@ -247,7 +247,7 @@ def put(
             )  # fmt: skip
 
 
-class _Refusal(enum.Enum):
+class _WriteRefusal(enum.Enum):
     """The meaning of a refused write."""
 
     HOLDS = enum.auto()  # somebody else wrote the object
@@ -256,13 +256,13 @@ class _Refusal(enum.Enum):
     CONDITION_IS_UNKNOWN = enum.auto()
 
 
-def _look(key: str, data: bytes | memoryview, condition: Mapping[str, str]) -> Operation[_Refusal]:
+def _look(key: str, data: bytes | memoryview, condition: Mapping[str, str]) -> Operation[_WriteRefusal]:
     try:
         found = yield from get(key)
     except errors.ObjectNotFoundError:
-        return _Refusal.HAS_NO_GROUND if "IfNoneMatch" in condition else _Refusal.HOLDS
+        return _WriteRefusal.HAS_NO_GROUND if "IfNoneMatch" in condition else _WriteRefusal.HOLDS
     except errors.PreconditionFailedError:
-        return _Refusal.HAS_NO_GROUND  # to a GET without a condition
+        return _WriteRefusal.HAS_NO_GROUND  # to a GET without a condition
     if found.data == data:
-        return _Refusal.IS_DONE
-    return _Refusal.CONDITION_IS_UNKNOWN if condition.get("IfMatch") == found.etag else _Refusal.HOLDS
+        return _WriteRefusal.IS_DONE
+    return _WriteRefusal.CONDITION_IS_UNKNOWN if condition.get("IfMatch") == found.etag else _WriteRefusal.HOLDS

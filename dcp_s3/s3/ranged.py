@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 _BLOCK = 4 * 2**20
 
 
-class Target:
+class ReadTarget:
     """Memory to receive a run of bytes into, and the CRC-64/NVME of those that have arrived.
 
     Attributes:
@@ -64,7 +64,7 @@ class Cursor:
     """
 
     def __init__(
-        self, targets: Sequence[Target], *, block: int = _BLOCK, moved: Callable[[int], None] | None = None
+        self, targets: Sequence[ReadTarget], *, block: int = _BLOCK, moved: Callable[[int], None] | None = None
     ) -> None:
         self._block = block
         self._moved = moved

@@ -19,10 +19,10 @@ from dcp_s3.s3.delete import delete
 from dcp_s3.s3.download import fetch_into
 from dcp_s3.s3.flight import hang_at_most
 from dcp_s3.s3.operations import Operation, Request, request_arguments
-from dcp_s3.s3.ranged import Target as Memory
+from dcp_s3.s3.ranged import ReadTarget
 from dcp_s3.s3.throttle import Gate, gate_of
 from dcp_s3.settings import Settings
-from dcp_s3.store import Expect, ObjectHead, Page, Store, StoredObject, Target, Upload, target_of
+from dcp_s3.store import DeleteTarget, Expect, ObjectHead, Page, Store, StoredObject, Upload, target_of
 
 logger = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ class S3Store(Store):
     # --- what a store does ------------------------------------------------------------------------------
 
     def read(self, key: str, start: int, into: memoryview, etag: str | None = None) -> None:
-        fetch_into(self, key, start, [Memory(into)], etag=etag)
+        fetch_into(self, key, start, [ReadTarget(into)], etag=etag)
 
     def get(self, key: str) -> StoredObject:
         return self.run(operations.get(key))
@@ -163,7 +163,7 @@ class S3Store(Store):
     def page(self, prefix: str, delimiter: str = "", *, token: str | None = None) -> Page:
         return self.run(listing.page(prefix, delimiter, token=token))
 
-    def delete(self, targets: Iterable[str | Target]) -> Sequence[str]:
+    def delete(self, targets: Iterable[str | DeleteTarget]) -> Sequence[str]:
         return self.run(delete(self, map(target_of, targets)))
 
     def uploads(self, prefix: str) -> Sequence[Upload]:

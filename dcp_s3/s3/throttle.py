@@ -104,7 +104,7 @@ class Gate:
         self._lock = threading.Lock()
         self._aimd = Aimd(ceiling)
         self._in_flight = 0
-        self._waiting: collections.deque[_Turn] = collections.deque()
+        self._waiting: collections.deque[_Waiter] = collections.deque()
         self._throttled = 0
         self._decreases = 0
         self._waited = 0.0
@@ -128,48 +128,48 @@ class Gate:
         Returns:
             False if the turn did not come.
         """
-        turn = threading.Event()
-        if self._queue(turn):
+        waiter = threading.Event()
+        if self._queue(waiter):
             return True
         started = time.monotonic()
         admitted = False
         try:
-            admitted = _wait(turn, cancel, None if timeout is None else started + timeout)
+            admitted = _wait(waiter, cancel, None if timeout is None else started + timeout)
         finally:
-            self._end_wait(turn, started, admitted=admitted)
+            self._end_wait(waiter, started, admitted=admitted)
         return admitted
 
     async def enter_async(self, *, timeout: float | None = None) -> bool:
         """`enter` for a task, which may be cancelled."""
-        turn = _TaskTurn()
-        if self._queue(turn):
+        waiter = _TaskWaiter()
+        if self._queue(waiter):
             return True
         started = time.monotonic()
         admitted = False
         try:
-            admitted = await turn.wait(timeout)
+            admitted = await waiter.wait(timeout)
         finally:
-            self._end_wait(turn, started, admitted=admitted)
+            self._end_wait(waiter, started, admitted=admitted)
         return admitted
 
-    def _queue(self, turn: _Turn) -> bool:
-        """Enter at once and return True, or append the turn to the queue."""
+    def _queue(self, waiter: _Waiter) -> bool:
+        """Enter at once and return True, or append the waiter to the queue."""
         with self._lock:
             if self._is_free() and not self._waiting:
                 self._in_flight += 1
                 return True
-            self._waiting.append(turn)
+            self._waiting.append(waiter)
             return False
 
-    def _end_wait(self, turn: _Turn, started: float, *, admitted: bool) -> None:
+    def _end_wait(self, waiter: _Waiter, started: float, *, admitted: bool) -> None:
         with self._lock:
             self._waited += time.monotonic() - started
             if not admitted:
-                if turn.is_set():  # at the last moment
+                if waiter.is_set():  # at the last moment
                     self._in_flight -= 1
                     self._admit()
                 else:
-                    self._waiting.remove(turn)
+                    self._waiting.remove(waiter)
 
     @contextlib.contextmanager
     def watching(self, *, admitted: bool) -> Iterator[None]:
@@ -243,7 +243,7 @@ class Gate:
             )  # fmt: skip
 
 
-class _Turn(Protocol):
+class _Waiter(Protocol):
     """A place in a gate's queue."""
 
     def set(self) -> None:
@@ -253,8 +253,8 @@ class _Turn(Protocol):
         """Whether the request is in."""
 
 
-class _TaskTurn:
-    """The turn of an asyncio task."""
+class _TaskWaiter:
+    """The place of an asyncio task."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -277,10 +277,10 @@ class _TaskTurn:
         return True
 
 
-def _wait(turn: threading.Event, cancel: threading.Event | None, until: float | None) -> bool:
+def _wait(waiter: threading.Event, cancel: threading.Event | None, until: float | None) -> bool:
     while True:
         left = math.inf if until is None else until - time.monotonic()
-        if turn.wait(max(0.0, min(_POLL_SECONDS, left))):
+        if waiter.wait(max(0.0, min(_POLL_SECONDS, left))):
             return True
         if left <= 0 or (cancel is not None and cancel.is_set()):
             return False

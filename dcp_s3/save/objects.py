@@ -61,7 +61,7 @@ class ObjectNames:
 
 
 def write_buckets(
-    bucket: S3Store,
+    store: S3Store,
     buckets: Sequence[WriteBucket],
     planner: SavePlanner,
     transforms: WriterTransforms,
@@ -76,7 +76,7 @@ def write_buckets(
     are aborted and objects that this call had completed are deleted before the error is raised.
 
     Args:
-        bucket: the S3 bucket.
+        store: the S3 store.
         buckets: buckets of the plan.
         planner: resolves the items.
         transforms: torch's stream extensions.
@@ -88,7 +88,7 @@ def write_buckets(
         One result per item.
 
     Raises:
-        DeadlineExceededError: the deadline of ``bucket`` has passed.
+        DeadlineExceededError: the deadline of ``store`` has passed.
         StorageError, SaveProtocolError
     """
     if not buckets:
@@ -98,7 +98,7 @@ def write_buckets(
     if torch.accelerator.is_available() and _is_initialized():
         torch.accelerator.synchronize()  # the threads below do not wait for work on the caller's stream
         device = torch.accelerator.current_device_index()
-    settings, connections = bucket.settings, connections_of(bucket, "upload")
+    settings, connections = store.settings, connections_of(store, "upload")
     part_size = settings.part_size
     if part_size == "auto":
         total = sum(planned.size for planned in buckets)
@@ -114,7 +114,7 @@ def write_buckets(
         # Each connection sends a part, a few parts wait, and each bucket fills one.
         device_memory=(connections + WAITING_PARTS + settings.buckets_per_rank) * chunk_size,
     )
-    uploader = Uploader(bucket, part_size=part_size, isolated=session is not None)
+    uploader = Uploader(store, part_size=part_size, isolated=session is not None)
     try:
         with uploader:
             results = _write(buckets, _Targets(item_writer, names, uploader, session), device)
@@ -123,11 +123,11 @@ def write_buckets(
                 if session.spilled:
                     session.seal()
     except DeadlineExceededError as error:
-        if bucket.limit.deadline is None:
+        if store.limit.deadline is None:
             raise
         total = sum(planned.size for planned in buckets)
         on_disk = f", {format_size(session.size)} on its disk" if session is not None else ""
-        raise bucket.limit.deadline.error(
+        raise store.limit.deadline.error(
             f"the save to {names.url}",
             f"of about {format_size(total)} of rank {names.rank}, {format_size(uploader.sent)} were on S3{on_disk}",
         ) from error

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp_s3.checkpoint.commit import (
-    Commit,
+from dcp_s3.checkpoint.commit import Commit, make_commit, publish
+from dcp_s3.checkpoint.commit_state import (
     CommitState,
     Previous,
     SaveIdentity,
@@ -23,8 +23,6 @@ from dcp_s3.checkpoint.commit import (
     check_newest,
     find_previous,
     find_state,
-    make_commit,
-    publish,
 )
 from dcp_s3.checkpoint.completeness import Beginning
 from dcp_s3.errors import (
@@ -59,7 +57,7 @@ class SaveOptions:
     """A writer's options for its saves: the arguments of `S3StorageWriter`."""
 
     settings: Settings
-    store: SpillStore | None
+    spill_store: SpillStore | None
     overwrite: bool
     metrics: Mapping[str, Any]
     separate: Sequence[Sequence[str]]
@@ -110,7 +108,7 @@ class Save:
         self.url, self.save_id = url, save_id
         self.written = False
         """Whether all of this rank's data is written."""
-        self._options, self._settings, self._store = options, options.settings, options.store
+        self._options, self._settings, self._spill_store = options, options.settings, options.spill_store
         self._rank, self._is_coordinator, self._use_collectives = rank, is_coordinator, use_collectives
         self._identity = SaveIdentity(url, save_id, None if use_collectives else rank)
         self._overwrite = options.overwrite and use_collectives
@@ -140,12 +138,12 @@ class Save:
         if self._is_coordinator or not self._use_collectives:
             try:
                 if self._overwrite:
-                    self._previous = find_previous(self._bucket(), self._identity)
+                    self._previous = find_previous(self._store(), self._identity)
                 else:
                     self._check_none_waits()
-                    check_absent(self._bucket(), self._identity)
+                    check_absent(self._store(), self._identity)
             except TransferError as error:
-                if self._store is None:
+                if self._spill_store is None:
                     raise
                 logger.warning("whether %s is free is checked at its commit: %s", self.url, error)
                 self._unseen = True
@@ -182,7 +180,7 @@ class Save:
         names = ObjectNames(self.url, self._rank, new_nonce())
         with self._spill_session(names, len(buckets)) as session:
             results = write_buckets(
-                self._bucket(), buckets, planner, self._options.transforms, names, session, ranks=world_size()
+                self._store(), buckets, planner, self._options.transforms, names, session, ranks=world_size()
             )
         if session is not None and session.sealed:
             self._drain()
@@ -228,10 +226,10 @@ class Save:
             CheckpointError: a save that began later has replaced it.
             StorageError: S3 refuses the request.
         """
-        bucket = S3Store(self.url.bucket, self._settings)
+        store = S3Store(self.url.bucket, self._settings)
         if self._an_object is None:
-            return bucket.exists(self._identity.metadata_key)
-        state = find_state(bucket, self._identity, path=self._an_object, started_at=self._beginning.at)
+            return store.exists(self._identity.metadata_key)
+        state = find_state(store, self._identity, path=self._an_object, started_at=self._beginning.at)
         if state is CommitState.REPLACED:
             raise CheckpointError(
                 f"{self.url} holds a checkpoint that began later: this save was replaced", url=str(self.url)
@@ -248,9 +246,9 @@ class Save:
                 "group (process_group=dist.new_group(backend='gloo'))"
             )
 
-    def _bucket(self) -> S3Store:
+    def _store(self) -> S3Store:
         # What S3 does not take goes to disk: find out soon.
-        patience = None if self._store is None else self._settings.spill_after
+        patience = None if self._spill_store is None else self._settings.spill_after
         limit = Limit(deadline=self._deadline, patience=patience).within(patience, self._settings.save_timeout)
         return S3Store(self.url.bucket, self._settings, limit)
 
@@ -259,11 +257,11 @@ class Save:
 
     @contextlib.contextmanager
     def _spill_session(self, names: ObjectNames, count: int) -> Iterator[SpillSession | None]:
-        if self._store is None:
+        if self._spill_store is None:
             yield None
             return
         session = SpillSession(
-            self._store,
+            self._spill_store,
             url=str(self.url),
             save_id=self.save_id,
             rank=self._rank,
@@ -286,7 +284,7 @@ class Save:
     def _check_none_waits(self) -> None:
         """Refuse to save to a URL where the commit of an earlier save waits for S3."""
         identity = self._identity
-        for save in self._store.scan() if self._store is not None else ():
+        for save in self._spill_store.scan() if self._spill_store is not None else ():
             commit = save.journal.commit
             if commit is not None and save.journal.url == str(identity.url) and commit.rank == identity.rank:
                 raise CheckpointExistsError(
@@ -296,12 +294,12 @@ class Save:
                 )
 
     def _drain(self) -> None:
-        if self._store is not None:
-            drain_in_background(self._store, patience=self._settings.spill_after)
+        if self._spill_store is not None:
+            drain_in_background(self._spill_store, patience=self._settings.spill_after)
 
     def _commit(self, commit: Commit, *, spilled: bool) -> None:
         """Commit on S3 at once if all objects are there; otherwise leave the commit to the drain."""
-        if self._store is None:
+        if self._spill_store is None:
             if spilled:
                 raise SpillError(
                     f"{commit.identity.url} cannot be committed: objects of it wait in the spill directory of another "
@@ -322,7 +320,7 @@ class Save:
                 return
         try:
             save = spill_commit(
-                self._store, commit, self._settings, created_at=self._beginning.at, overwrite=self._overwrite
+                self._spill_store, commit, self._settings, created_at=self._beginning.at, overwrite=self._overwrite
             )
         except SpillError as error:
             if refusal is None:
@@ -330,20 +328,21 @@ class Save:
             raise refused_by_both(refusal, error) from refusal
         self._drain()
         if self._settings.durability == "s3":
+            deadline = self._deadline
             try:
-                wait_until_drained(self._store, save, timeout=None if self._deadline is None else self._deadline.left)
+                wait_until_drained(self._spill_store, save, timeout=None if deadline is None else deadline.left)
             except TimeoutError as error:
-                if self._deadline is None:
+                if deadline is None:
                     raise
-                raise self._deadline.error(
+                raise deadline.error(
                     f"the save to {commit.identity.url}",
                     f"it is complete on local disks ({self._settings.spill_dir}), from where it still goes to S3",
                 ) from error
 
     def _publish(self, commit: Commit) -> None:
-        look_again = self._look_again if self._overwrite and self._store is not None else None
+        look_again = self._look_again if self._overwrite and self._spill_store is not None else None
         try:
-            publish(self._bucket(), commit, self._previous, look_again=look_again, is_late=self._beginning.is_late)
+            publish(self._store(), commit, self._previous, look_again=look_again, is_late=self._beginning.is_late)
         except DeadlineExceededError as error:
             if self._deadline is None:
                 raise
@@ -354,21 +353,21 @@ class Save:
 
     def _look_again(self) -> Previous:
         """The checkpoint to overwrite, if it changed since this save began: an older save that had spilled."""
-        bucket, identity = self._bucket(), self._identity
-        previous = find_previous(bucket, identity)
-        check_newest(bucket, identity, previous, self._beginning.at)
+        store, identity = self._store(), self._identity
+        previous = find_previous(store, identity)
+        check_newest(store, identity, previous, self._beginning.at)
         return previous
 
 
 def wait_committed(
-    url: CheckpointURL, save: Save | None, store: SpillStore | None, settings: Settings, timeout: float | None
+    url: CheckpointURL, save: Save | None, spill_store: SpillStore | None, settings: Settings, timeout: float | None
 ) -> None:
     """Wait until ``save`` is committed on S3; if it is None, until any checkpoint is there.
 
     Args:
         url: URL of the checkpoint.
         save: the save to wait for, if this process made it.
-        store: the spill directory.
+        spill_store: the spill directory.
         settings: settings of the writer.
         timeout: seconds; None: no limit.
 
@@ -378,16 +377,16 @@ def wait_committed(
         StorageError: S3 refuses the request.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
-    if store is not None:
-        drain_in_background(store, patience=settings.spill_after)
-        for spilled in store.scan():
+    if spill_store is not None:
+        drain_in_background(spill_store, patience=settings.spill_after)
+        for spilled in spill_store.scan():
             if spilled.journal.url == str(url):
                 left = None if deadline is None else max(0.0, deadline - time.monotonic())
-                wait_until_drained(store, spilled, timeout=left)
-    bucket, pause = S3Store(url.bucket, settings), _SHORTEST_PAUSE
+                wait_until_drained(spill_store, spilled, timeout=left)
+    store, pause = S3Store(url.bucket, settings), _SHORTEST_PAUSE
     while True:
         try:
-            if save.is_committed() if save is not None else bucket.exists(url.key(metadata_object())):
+            if save.is_committed() if save is not None else store.exists(url.key(metadata_object())):
                 return
             reason = "other hosts may still drain"
         except TransferError as error:

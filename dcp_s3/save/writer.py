@@ -88,7 +88,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         check_metrics(self.metrics)  # fail now, not at the end of a save
         self.separate = [[entry] if isinstance(entry, str) else list(entry) for entry in separate or ()]
         self._transforms = WriterTransforms(_extensions)
-        self._store = open_store(self.settings)
+        self._spill_store = open_store(self.settings)
         self._url: CheckpointURL | None = None if url is None else parse_url(url)
         self._unused = set() if self._url is None else {self._url}
         self._last: Save | None = None
@@ -143,7 +143,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         if group is None:
             take_turn(str(url))
         options = SaveOptions(
-            self.settings, self._store, self.overwrite, dict(self.metrics), self.separate, self._transforms
+            self.settings, self._spill_store, self.overwrite, dict(self.metrics), self.separate, self._transforms
         )
         save = Save(
             url, save_id, options, rank=int(rank), is_coordinator=is_coordinator, use_collectives=use_collectives
@@ -222,7 +222,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         """
         save = self._last
         url = self._choose_url() if save is None else save.url
-        wait_committed(url, save, self._store, self.settings, timeout)
+        wait_committed(url, save, self._spill_store, self.settings, timeout)
 
     @property
     def checkpoint_id(self) -> str | None:

@@ -13,15 +13,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.commit import (
-    Commit,
+from dcp_s3.checkpoint.commit import Commit, publish
+from dcp_s3.checkpoint.commit_state import (
     Previous,
     SaveIdentity,
     check_absent,
     check_newest,
     find_previous,
     is_committed,
-    publish,
 )
 from dcp_s3.checkpoint.completeness import Beginning
 from dcp_s3.checkpoint.listing import list_directory
@@ -63,7 +62,7 @@ class Drainer:
     """Empties a spill directory, as far as S3 lets it.
 
     Args:
-        store: the spill directory.
+        spill_store: the spill directory.
         stop: when set, the pass ends after the current object.
         on_progress: called with the number of bytes just uploaded.
         patience: seconds after which a failing request is not retried in this pass.
@@ -71,13 +70,13 @@ class Drainer:
 
     def __init__(
         self,
-        store: SpillStore,
+        spill_store: SpillStore,
         *,
         stop: threading.Event | None = None,
         on_progress: Callable[[int], None] = lambda _: None,
         patience: float | None = None,
     ) -> None:
-        self._store = store
+        self._spill_store = spill_store
         self._stop = stop or threading.Event()
         self._on_progress = on_progress
         self._patience = patience
@@ -89,13 +88,13 @@ class Drainer:
             SpillError: the directory cannot be used.
         """
         report = DrainReport()
-        with self._store.drainer() as alone:
+        with self._spill_store.drainer() as alone:
             if not alone:
                 report.busy = True
                 return report
-            report.refused = {save.path.name: save.reason for save in self._store.tidy()}
-            report.waiting = {save.path.name: save.reason for save in self._store.list_unreadable()}
-            saves = self._store.scan()
+            report.refused = {save.path.name: save.reason for save in self._spill_store.tidy()}
+            report.waiting = {save.path.name: save.reason for save in self._spill_store.list_unreadable()}
+            saves = self._spill_store.scan()
             # Data first: commits wait for it.
             for save in sorted(saves, key=lambda save: save.journal.commit is not None):
                 if self._stop.is_set():
@@ -107,7 +106,7 @@ class Drainer:
     def _drain(self, save: SpilledSave, report: DrainReport) -> None:
         try:
             url = parse_url(save.journal.url)
-            bucket = S3Store(url.bucket, _settings_of(save), Limit(patience=self._patience))
+            store = S3Store(url.bucket, _settings_of(save), Limit(patience=self._patience))
             if save.journal.state is State.WRITING:
                 if save.is_being_written():
                     report.waiting[save.name] = "it is being written"
@@ -116,92 +115,92 @@ class Drainer:
                 if not save.reload():
                     return
             if save.journal.state is State.WRITING:
-                self._discard(save, bucket, report)
+                self._discard(save, store, report)
             elif save.journal.commit is not None:
-                self._commit(save, save.journal.commit, url, bucket, report)
+                self._commit(save, save.journal.commit, url, store, report)
             else:
-                self._upload(save, url, bucket, report)
+                self._upload(save, url, store, report)
         except (DamagedFileError, errors.CheckpointExistsError, errors.InvalidURLError) as error:
             report.refused[save.name] = str(error)
-            self._store.refuse(save.path, str(error))
+            self._spill_store.refuse(save.path, str(error))
         except (errors.StorageError, errors.SpillError, errors.SettingsError, OSError) as error:
             # A SettingsError here is about AWS's own chain in this process.
             logger.debug("the spilled save %s waits: %s", save.name, error)
             report.waiting[save.name] = str(error)
             without_tracebacks(error)  # they keep the files mapped
 
-    def _discard(self, save: SpilledSave, bucket: S3Store, report: DrainReport) -> None:
+    def _discard(self, save: SpilledSave, store: S3Store, report: DrainReport) -> None:
         """Remove everything of a save whose process died while writing: it was never reported durable."""
-        _abort_uploads(save, bucket)
+        _abort_uploads(save, store)
         # Keep what a checkpoint needs: a journal may reappear after a power failure.
-        needed = find_previous(bucket, SaveIdentity(parse_url(save.journal.url), save.journal.save_id)).keys
-        bucket.delete(key for key in save.journal.keys if key not in needed)
+        needed = find_previous(store, SaveIdentity(parse_url(save.journal.url), save.journal.save_id)).keys
+        store.delete(key for key in save.journal.keys if key not in needed)
         save.remove()
         report.discarded.append(save.name)
         logger.warning("gave up %s of %s: its process died before the save was done", save.name, save.journal.url)
 
-    def _upload(self, save: SpilledSave, url: CheckpointURL, bucket: S3Store, report: DrainReport) -> None:
+    def _upload(self, save: SpilledSave, url: CheckpointURL, store: S3Store, report: DrainReport) -> None:
         started = time.monotonic()
-        size, keep = save.journal.size, bucket.settings.spill_keep
+        size, keep = save.journal.size, store.settings.spill_keep
         for spilled in save.journal.objects:
             if self._stop.is_set():
                 report.waiting[save.name] = "the drain was stopped"
                 return
             path = save.path / spilled.file
-            upload_file(bucket, url.key(spilled.entry.path), path, spilled, self._on_progress)
+            upload_file(store, url.key(spilled.entry.path), path, spilled, self._on_progress)
             # The file is removed before the journal is updated: on a full disk that makes room for the journal. If this
             # process dies in between, the next one finds the object on S3.
             if keep:
-                ReadCache(self._store, keep).keep(path, save.journal.url, spilled)
+                ReadCache(self._spill_store, keep).keep(path, save.journal.url, spilled)
             else:
                 path.unlink(missing_ok=True)
             save.update(save.journal.without(spilled.file))
             report.uploaded += spilled.entry.size
-        _abort_uploads(save, bucket)  # uploads whose ids were lost, or whose abort failed
+        _abort_uploads(save, store)  # uploads whose ids were lost, or whose abort failed
         save.remove()
         logger.info("drained %s of %s in %.1f s", format_size(size), save.journal.url, time.monotonic() - started)
 
     def _commit(
-        self, save: SpilledSave, spilled: SpilledCommit, url: CheckpointURL, bucket: S3Store, report: DrainReport
+        self, save: SpilledSave, spilled: SpilledCommit, url: CheckpointURL, store: S3Store, report: DrainReport
     ) -> None:
         identity = SaveIdentity(url, save.journal.save_id, spilled.rank)
         commit = Commit(identity, *save.read_commit(spilled), spilled.objects)
-        if is_committed(bucket, identity):
+        if is_committed(store, identity):
             save.remove()  # committed by a drain that died before it could remove the save
             return
         try:
             previous = Previous()
             if spilled.overwrite:
-                previous = find_previous(bucket, identity)
-                check_newest(bucket, identity, previous, save.journal.created_at)
+                previous = find_previous(store, identity)
+                check_newest(store, identity, previous, save.journal.created_at)
             else:
-                check_absent(bucket, identity)
-            if reason := self._why_incomplete(bucket, url, spilled):
+                check_absent(store, identity)
+            if reason := self._why_incomplete(store, url, spilled):
                 report.waiting[save.name] = reason
                 return
             late = Beginning(save.journal.created_at, None).is_late
-            publish(bucket, commit, previous, keep_objects=True, is_late=late)
+            publish(store, commit, previous, keep_objects=True, is_late=late)
         except errors.CheckpointDeletedError as error:
             report.waiting[save.name] = str(error)
             return
         except errors.CheckpointExistsError:
             # It may be this very commit: S3 may carry out a request long after its client gave up on it.
-            if not is_committed(bucket, identity):
+            if not is_committed(store, identity):
                 raise
         save.remove()
         report.committed.append(str(url))
 
-    def _why_incomplete(self, bucket: S3Store, url: CheckpointURL, spilled: SpilledCommit) -> str | None:
+    def _why_incomplete(self, store: S3Store, url: CheckpointURL, spilled: SpilledCommit) -> str | None:
         """What the checkpoint lacks on S3. None if every object is there with the right size.
 
         Raises:
             DamagedFileError: a missing object was set aside.
         """
         sizes = {entry.path: entry.size for entry in spilled.objects}
-        missing = list_directory(bucket, url).lacking(sizes, exact=True)
+        missing = list_directory(store, url).lacking(sizes, exact=True)
         if not missing:
             return None
-        refused = self._store.refused_objects(str(url))
+        refused = self._spill_store.refused_objects(str(url))
         for path in missing:
             if path in refused:
                 raise DamagedFileError(f"it can never be complete: {path} was set aside because {refused[path]}")
@@ -218,8 +217,8 @@ def _settings_of(save: SpilledSave) -> Settings:
         raise DamagedFileError(f"the settings in its journal are not allowed: {error}") from None
 
 
-def _abort_uploads(save: SpilledSave, bucket: S3Store) -> None:
+def _abort_uploads(save: SpilledSave, store: S3Store) -> None:
     """Abort the multipart uploads of all keys of a save. No other save uses these keys."""
     for key in save.journal.keys:
-        for upload_id in bucket.run(multipart.find_parts(bucket, key)):
-            bucket.abort(Upload(key, upload_id))
+        for upload_id in store.run(multipart.find_parts(store, key)):
+            store.abort(Upload(key, upload_id))

@@ -16,8 +16,9 @@ from dcp_s3.s3 import multipart
 from dcp_s3.s3.parts import Piece
 from dcp_s3.s3.store import S3Store
 from dcp_s3.s3.upload import ObjectUpload, UploadedObject, Uploader
+from dcp_s3.spill.durable import as_spill_error
 from dcp_s3.spill.journal import SpilledObject
-from dcp_s3.spill.store import DamagedFileError, SaveWriter, as_spill_error
+from dcp_s3.spill.store import DamagedFileError, SaveWriter
 from dcp_s3.store import ObjectHead, Upload
 from dcp_s3.units import format_size
 
@@ -75,12 +76,12 @@ class ObjectFile:
 
 
 def upload_file(
-    bucket: S3Store, key: str, path: Path, spilled: SpilledObject, on_progress: Callable[[int], None]
+    store: S3Store, key: str, path: Path, spilled: SpilledObject, on_progress: Callable[[int], None]
 ) -> None:
     """Put a spilled object on S3: nothing if it is there already, the missing parts if a multipart upload is open.
 
     Args:
-        bucket: the S3 bucket.
+        store: the S3 store.
         key: key of the object.
         path: path of the file.
         spilled: the journal's record of the file.
@@ -92,7 +93,7 @@ def upload_file(
         Cancelled: never.
     """
     size = spilled.entry.size
-    stored = _find(bucket, key, size)
+    stored = _find(store, key, size)
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -105,17 +106,17 @@ def upload_file(
         if stored is not None and _is_same(stored, fd, spilled):
             on_progress(size)
         elif size:
-            _upload_mapped(bucket, key, spilled, fd, on_progress)
+            _upload_mapped(store, key, spilled, fd, on_progress)
         else:
-            _upload(bucket, key, spilled, memoryview(b""), on_progress)
+            _upload(store, key, spilled, memoryview(b""), on_progress)
     finally:
         os.close(fd)
 
 
-def _find(bucket: S3Store, key: str, size: int) -> ObjectHead | None:
+def _find(store: S3Store, key: str, size: int) -> ObjectHead | None:
     """What S3 reports for the object, if it exists with this size."""
     try:
-        found = bucket.head(key, checksum=True)
+        found = store.head(key, checksum=True)
     except errors.ObjectNotFoundError:
         return None
     return found if found.size == size else None
@@ -168,12 +169,12 @@ def _check(fd: int, path: Path, spilled: SpilledObject) -> None:
 
 
 def _upload_mapped(
-    bucket: S3Store, key: str, spilled: SpilledObject, fd: int, on_progress: Callable[[int], None]
+    store: S3Store, key: str, spilled: SpilledObject, fd: int, on_progress: Callable[[int], None]
 ) -> None:
     mapped = mmap.mmap(fd, spilled.entry.size, access=mmap.ACCESS_READ)
     view = memoryview(mapped)
     try:
-        _upload(bucket, key, spilled, view, on_progress)
+        _upload(store, key, spilled, view, on_progress)
     finally:
         with contextlib.suppress(BufferError):  # a view of it is still held: it is unmapped with that
             view.release()
@@ -181,14 +182,14 @@ def _upload_mapped(
 
 
 def _upload(
-    bucket: S3Store, key: str, spilled: SpilledObject, view: memoryview, on_progress: Callable[[int], None]
+    store: S3Store, key: str, spilled: SpilledObject, view: memoryview, on_progress: Callable[[int], None]
 ) -> None:
     size, part_size = spilled.entry.size, spilled.part_size
-    with Uploader(bucket) as uploader:
+    with Uploader(store) as uploader:
         upload = uploader.start(key, size, part_size=part_size)
         try:
             if size > part_size:
-                _resume(bucket, upload)
+                _resume(store, upload)
             for start in range(0, size, part_size):
                 upload.write(Piece.of(view[start : start + part_size]))
                 on_progress(min(part_size, size - start))
@@ -199,14 +200,14 @@ def _upload(
             raise
 
 
-def _resume(bucket: S3Store, upload: ObjectUpload) -> None:
+def _resume(store: S3Store, upload: ObjectUpload) -> None:
     """Continue an open multipart upload of this key from an earlier process. Abort any others."""
-    parts = bucket.run(multipart.find_parts(bucket, upload.key))
+    parts = store.run(multipart.find_parts(store, upload.key))
     if not parts:
         return
     best = max(parts, key=lambda upload_id: len(parts[upload_id]))
     for upload_id in parts:
         if upload_id != best:
-            bucket.abort_quietly(Upload(upload.key, upload_id))
+            store.abort_quietly(Upload(upload.key, upload_id))
     logger.info("%s: continuing a multipart upload of which S3 has %d parts", upload.key, len(parts[best]))
     upload.resume(best, parts[best])

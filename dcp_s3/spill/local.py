@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from dcp_s3.checksum import crc_hex
-from dcp_s3.s3.download import Target
+from dcp_s3.s3.download import ReadTarget
 from dcp_s3.spill.files import crc_of_file
 from dcp_s3.spill.journal import Journal, SpilledObject, State
 from dcp_s3.spill.store import DamagedFileError, SpillStore
@@ -129,7 +129,7 @@ class LocalObjects:
         self.read_bytes = 0
         """Bytes read from disk."""
 
-    def read_into(self, path: str, start: int, targets: Sequence[Target]) -> bool:
+    def read_into(self, path: str, start: int, targets: Sequence[ReadTarget]) -> bool:
         """Fill ``targets`` with the bytes of object ``path`` from ``start`` on. False if they must come from S3."""
         fd = self._descriptor(path)
         if fd is None:
@@ -144,7 +144,7 @@ class LocalObjects:
             return False
         return True
 
-    def _read(self, fd: int, start: int, targets: Sequence[Target]) -> None:
+    def _read(self, fd: int, start: int, targets: Sequence[ReadTarget]) -> None:
         for target in targets:
             done = 0
             while done < target.view.nbytes:

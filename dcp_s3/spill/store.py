@@ -16,7 +16,6 @@ flushed. A process that writes a save holds a lock in its directory. The kernel 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import logging
 import os
@@ -29,6 +28,7 @@ from pathlib import Path
 
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.errors import JournalError, SpillError
+from dcp_s3.spill.durable import as_spill_error, flush_directory, locked, unlock, write_durably
 from dcp_s3.spill.journal import Journal, SpilledCommit, State
 from dcp_s3.units import format_size
 
@@ -62,7 +62,7 @@ class SpilledSave:
 
     def update(self, journal: Journal) -> None:
         """Replace the journal on disk."""
-        _write_durably(self.path / JOURNAL, journal.to_bytes())
+        write_durably(self.path / JOURNAL, journal.to_bytes())
         self.journal = journal
 
     def reload(self) -> bool:
@@ -109,7 +109,7 @@ class SpilledSave:
         """Remove the directory. Its journal goes first, so that half a save is never taken for a whole one."""
         (self.path / JOURNAL).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
-            _flush_directory(self.path)  # if the journal reappeared after a power failure, the drain would act on it
+            flush_directory(self.path)  # if the journal reappeared after a power failure, the drain would act on it
         shutil.rmtree(self.path, ignore_errors=True)
 
 
@@ -128,15 +128,15 @@ class SaveWriter:
         with as_spill_error(self._store.path, "create a directory"):
             if not self._store.saves.exists():
                 self._store.saves.mkdir(parents=True, exist_ok=True)
-                _flush_directory(self._store.path)
-                _flush_directory(self._store.path.parent)
+                flush_directory(self._store.path)
+                flush_directory(self._store.path.parent)
             new.mkdir(parents=True)
             try:
                 self._lock = os.open(new / _WRITER_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
-                _write_durably(new / JOURNAL, self.save.journal.to_bytes())
+                write_durably(new / JOURNAL, self.save.journal.to_bytes())
                 new.rename(path)
-                _flush_directory(self._store.saves)
+                flush_directory(self._store.saves)
             except BaseException:
                 self.close()
                 shutil.rmtree(new, ignore_errors=True)
@@ -160,13 +160,13 @@ class SaveWriter:
     def close(self) -> None:
         """Release the lock."""
         if self._lock >= 0:
-            _unlock(self._lock)
+            unlock(self._lock)
             self._lock = -1
 
     def write_file(self, name: str, data: bytes) -> None:
         """Write and flush a small file."""
         with as_spill_error(self._store.path, f"write {format_size(len(data))}"):
-            _write_durably(self.save.path / name, data)
+            write_durably(self.save.path / name, data)
 
     def open_file(self, name: str, size: int) -> int:
         """A file descriptor for a new file, with room for ``size`` bytes reserved.
@@ -195,7 +195,7 @@ class SaveWriter:
             SpillError: the disk fails.
         """
         with as_spill_error(self._store.path, "write the journal"):
-            _flush_directory(self.save.path)
+            flush_directory(self.save.path)
             self.save.update(replace(journal, state=State.SEALED))
 
 
@@ -288,7 +288,7 @@ class SpillStore:
             path.rename(target)
             with contextlib.suppress(OSError):  # a full disk has no room for it
                 (target / _REASON).write_text(reason + "\n")
-            _flush_directory(self.refused)
+            flush_directory(self.refused)
         except OSError as error:
             logger.error("the spilled save %s cannot be drained (%s) or set aside: %s", path, reason, error)  # noqa: TRY400
             return
@@ -331,7 +331,7 @@ class SpillStore:
         if self.limit is None:
             yield
             return
-        with _locked(self.path / "limit.lock"):
+        with locked(self.path / "limit.lock"):
             used = self.size()
             if used + size > self.limit:
                 raise SpillError(
@@ -358,46 +358,7 @@ class SpillStore:
                 return
             yield True
         finally:
-            _unlock(fd)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        _unlock(fd)
-
-
-def _unlock(fd: int) -> None:
-    """Release a lock and close its file. Without the release, a forked child that inherited the file would keep the
-    lock."""
-    fcntl.flock(fd, fcntl.LOCK_UN)
-    os.close(fd)
-
-
-def _write_durably(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        with open(temporary, "xb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    _flush_directory(path.parent)
-
-
-def _flush_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+            unlock(fd)
 
 
 def _remove_old(directory: Path) -> None:
@@ -406,20 +367,3 @@ def _remove_old(directory: Path) -> None:
         for path in directory.iterdir():
             if path.stat().st_mtime < time.time() - 3600:
                 shutil.rmtree(path, ignore_errors=True)
-
-
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-@contextlib.contextmanager
-def as_spill_error(directory: Path, doing: str) -> Iterator[None]:
-    """Raise an OSError in the spill directory as a `SpillError`."""
-    try:
-        yield
-    except OSError as error:
-        remedy = "free space there, or set DCP_S3_SPILL_DIR to a larger disk" if error.errno in _FULL else (
-            "make DCP_S3_SPILL_DIR a local directory that this process can write to"
-        )  # fmt: skip
-        raise SpillError(
-            f"cannot {doing} in the spill directory {directory}: {error.strerror or error}. Remedy: {remedy}"
-        ) from error

@@ -49,7 +49,7 @@ class StagedState(StagedDict):
         return dict, (dict(self),)
 
 
-class _Pickler(ForkingPickler):
+class _BufferPickler(ForkingPickler):
     """Writes a tensor that lies in one of ``buffers`` as a position in it."""
 
     def __init__(self, file: io.BytesIO, buffers: Sequence[HostBuffer]) -> None:
@@ -69,7 +69,7 @@ class _Pickler(ForkingPickler):
         return None
 
 
-class _Unpickler(pickle.Unpickler):
+class _BufferUnpickler(pickle.Unpickler):
     def __init__(self, file: io.BytesIO, buffers: Sequence[memoryview]) -> None:
         super().__init__(file)
         self._buffers = buffers
@@ -92,7 +92,7 @@ def _reduce(state: StagedState) -> tuple[Any, ...]:
     release_when_over()
     file = io.BytesIO()
     try:
-        _Pickler(file, state.buffers).dump(dict(state))
+        _BufferPickler(file, state.buffers).dump(dict(state))
         shared = [_share(buffer, state.pool()) for buffer in state.buffers]
         descriptors = [(DupFd(buffer.fileno()), buffer.size) for buffer in shared]
     except Exception as error:  # noqa: BLE001 - it goes to all ranks
@@ -117,7 +117,7 @@ def _share(buffer: HostBuffer, pool: BufferPool | None) -> HostBuffer:
 
 def _rebuild(structure: bytes, descriptors: Sequence[tuple[Any, int]]) -> dict[str, Any]:
     buffers = [map_shared(descriptor.detach(), size) for descriptor, size in descriptors]
-    state: dict[str, Any] = _Unpickler(io.BytesIO(structure), buffers).load()
+    state: dict[str, Any] = _BufferUnpickler(io.BytesIO(structure), buffers).load()
     return state
 
 

@@ -16,13 +16,13 @@ from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.limit import UNLIMITED, Limit
 from dcp_s3.store import (
+    DeleteTarget,
     Expect,
     ListedObject,
     ObjectHead,
     Page,
     Store,
     StoredObject,
-    Target,
     Upload,
     same_etag,
     target_of,
@@ -194,7 +194,7 @@ class DirectoryStore(Store):
             )  # fmt: skip
         return False
 
-    def delete(self, targets: Iterable[str | Target]) -> Sequence[str]:
+    def delete(self, targets: Iterable[str | DeleteTarget]) -> Sequence[str]:
         left = []
         for target in map(target_of, targets):
             self.limit.check(f"delete of {target.key}")

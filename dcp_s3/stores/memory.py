@@ -11,13 +11,13 @@ from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.limit import UNLIMITED, Limit
 from dcp_s3.store import (
+    DeleteTarget,
     Expect,
     ListedObject,
     ObjectHead,
     Page,
     Store,
     StoredObject,
-    Target,
     Upload,
     same_etag,
     target_of,
@@ -26,7 +26,7 @@ from dcp_s3.stores.listings import make_page
 
 
 @dataclass(frozen=True)
-class _Object:
+class _Entry:
     data: bytes
     metadata: Mapping[str, str]
     etag: str
@@ -34,8 +34,10 @@ class _Object:
 
 
 @dataclass
-class _Contents:
-    objects: dict[str, _Object] = field(default_factory=dict)
+class _SharedStorage:
+    """What a store and those that `within` makes of it share."""
+
+    objects: dict[str, _Entry] = field(default_factory=dict)
     lock: threading.Lock = field(default_factory=threading.Lock)
     writes: int = 0
 
@@ -51,12 +53,12 @@ class MemoryStore(Store):
     def __init__(self, name: str = "memory", *, page_size: int = 1000) -> None:
         self.name = name
         self._page_size = page_size
-        self._contents = _Contents()
+        self._storage = _SharedStorage()
         self.limit = UNLIMITED
 
     def within(self, limit: Limit) -> MemoryStore:
         other = MemoryStore(self.name, page_size=self._page_size)
-        other._contents, other.limit = self._contents, limit
+        other._storage, other.limit = self._storage, limit
         return other
 
     def read(self, key: str, start: int, into: memoryview, etag: str | None = None) -> None:
@@ -86,16 +88,16 @@ class MemoryStore(Store):
         metadata: Mapping[str, str] | None = None,
     ) -> None:
         self.limit.check(f"put of {key}")
-        contents, new = self._contents, bytes(data)
-        with contents.lock:
-            found = contents.objects.get(key)
+        storage, new = self._storage, bytes(data)
+        with storage.lock:
+            found = storage.objects.get(key)
             if expect is not None and (found is None or found.data != new):
                 self._check(key, found, expect)
-            contents.writes += 1
-            etag = f'"{crc_hex(crc64nvme(new))}-{contents.writes}"'
-            contents.objects[key] = _Object(new, dict(metadata or {}), etag, time.time())
+            storage.writes += 1
+            etag = f'"{crc_hex(crc64nvme(new))}-{storage.writes}"'
+            storage.objects[key] = _Entry(new, dict(metadata or {}), etag, time.time())
 
-    def _check(self, key: str, found: _Object | None, expect: Expect) -> None:
+    def _check(self, key: str, found: _Entry | None, expect: Expect) -> None:
         if found is None and expect.etag:
             raise self._missing("put", key)
         if found is not None and not same_etag(found.etag, expect.etag):
@@ -111,29 +113,29 @@ class MemoryStore(Store):
 
     def exists(self, key: str) -> bool:
         self.limit.check(f"look for {key}")
-        return key in self._contents.objects
+        return key in self._storage.objects
 
     def page(self, prefix: str, delimiter: str = "", *, token: str | None = None) -> Page:
         self.limit.check(f"list of {prefix}")
-        with self._contents.lock:
+        with self._storage.lock:
             objects = [
                 ListedObject(key, len(each.data), each.modified_at, each.etag)
-                for key, each in self._contents.objects.items()
+                for key, each in self._storage.objects.items()
             ]
         return make_page(objects, prefix, delimiter, token, self._page_size, time.time())
 
-    def delete(self, targets: Iterable[str | Target]) -> Sequence[str]:
+    def delete(self, targets: Iterable[str | DeleteTarget]) -> Sequence[str]:
         self.limit.check("delete")
         left = []
-        with self._contents.lock:
+        with self._storage.lock:
             for target in map(target_of, targets):
-                found = self._contents.objects.get(target.key)
+                found = self._storage.objects.get(target.key)
                 if found is None:
                     continue
                 if target.etag and not same_etag(found.etag, target.etag):
                     left.append(target.key)
                 else:
-                    del self._contents.objects[target.key]
+                    del self._storage.objects[target.key]
         return left
 
     def uploads(self, prefix: str) -> Sequence[Upload]:
@@ -142,10 +144,10 @@ class MemoryStore(Store):
     def abort(self, upload: Upload) -> None:
         pass
 
-    def _find(self, operation: str, key: str) -> _Object:
+    def _find(self, operation: str, key: str) -> _Entry:
         self.limit.check(f"{operation} of {key}")
         try:
-            return self._contents.objects[key]
+            return self._storage.objects[key]
         except KeyError:
             raise self._missing(operation, key) from None
 

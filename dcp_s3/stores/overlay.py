@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from dcp_s3 import errors
 from dcp_s3.limit import Limit
-from dcp_s3.store import Expect, ObjectHead, Page, Store, StoredObject, Target, Upload
+from dcp_s3.store import DeleteTarget, Expect, ObjectHead, Page, Store, StoredObject, Upload
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ class Overlay(Store):
     def page(self, prefix: str, delimiter: str = "", *, token: str | None = None) -> Page:
         return self._far.page(prefix, delimiter, token=token)
 
-    def delete(self, targets: Iterable[str | Target]) -> Sequence[str]:
+    def delete(self, targets: Iterable[str | DeleteTarget]) -> Sequence[str]:
         targets = list(targets)
         self._near.delete([each if isinstance(each, str) else each.key for each in targets])
         return self._far.delete(targets)

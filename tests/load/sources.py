@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from dcp_s3.limit import Deadline, Limit
 from dcp_s3.load.engine import Source
-from dcp_s3.s3.download import Target
+from dcp_s3.s3.download import ReadTarget
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.url import parse_url
@@ -44,7 +44,7 @@ class MemorySource(Source):
         self.distrusted.append(path)
 
     def read(
-        self, path: str, start: int, targets: Sequence[Target], *, moved: Callable[[int], None] | None = None
+        self, path: str, start: int, targets: Sequence[ReadTarget], *, moved: Callable[[int], None] | None = None
     ) -> None:
         size = sum(target.view.nbytes for target in targets)
         data = bytearray(self.objects[path][start : start + size])

@@ -13,7 +13,7 @@ from dcp_s3.s3.delete import old_versions
 from dcp_s3.s3.listing import StoredVersion
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
-from dcp_s3.store import Target
+from dcp_s3.store import DeleteTarget
 from dcp_s3.url import parse_url
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.memory_s3 import Fault
@@ -40,7 +40,7 @@ def test_keys_of_every_kind_in_one_batch(s3: Any, bucket: str) -> None:
     names = ["a b", "a+b", "a%20b", "ü/\U0001f600", "&<>\"'", "]]>", "a", "ab", "__0_0.distcp"]
     for name in [*names, *(f"{name}x" for name in names)]:
         s3.put_object(Bucket=bucket, Key=f"run/{name}", Body=b"1")
-    assert S3Store(bucket, Settings()).delete([Target(f"run/{name}") for name in names]) == []
+    assert S3Store(bucket, Settings()).delete([DeleteTarget(f"run/{name}") for name in names]) == []
     assert set(keys(s3, f"s3://{bucket}/run")) == {f"{name}x" for name in names}
 
 
@@ -172,11 +172,16 @@ def test_a_batch_deletes_what_has_its_etag_and_says_what_has_not(faulty: FaultyS
         bucket.put(key, b"1")
     etags = {key: bucket.get(key).etag for key in ("a", "b", "c")}
     bucket.put("b", b"2")
-    targets = [Target("a", etags["a"]), Target("b", etags["b"]), Target("c"), Target("gone", '"x"')]
+    targets = [
+        DeleteTarget("a", etags["a"]),
+        DeleteTarget("b", etags["b"]),
+        DeleteTarget("c"),
+        DeleteTarget("gone", '"x"'),
+    ]
     assert bucket.delete(targets) == ["b"]
     assert faulty.s3.objects(BUCKET) == {"b": 1}
     assert parse_url(f"s3://{BUCKET}").bucket == BUCKET
-    assert bucket.delete([Target("b", etags["b"])]) == ["b"]
+    assert bucket.delete([DeleteTarget("b", etags["b"])]) == ["b"]
 
 
 def test_a_key_that_is_never_deleted_fails_and_the_others_go(faulty: FaultyServer) -> None:
@@ -185,7 +190,7 @@ def test_a_key_that_is_never_deleted_fails_and_the_others_go(faulty: FaultyServe
         bucket.put(key, b"1")
     faulty.rule = lambda _: Fault.delete_partly("AccessDenied")
     with pytest.raises(errors.AccessDeniedError, match="'a' was not deleted"):
-        bucket.delete([Target("a"), Target("b")])
+        bucket.delete([DeleteTarget("a"), DeleteTarget("b")])
     assert faulty.s3.objects(BUCKET) == {"a": 1}
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from dcp_s3 import errors
 from dcp_s3.s3.async_store import AsyncS3Store, open_async_store
-from dcp_s3.s3.download import Target, fetch_into
+from dcp_s3.s3.download import ReadTarget, fetch_into
 from dcp_s3.s3.files import FileTransfer, download_files, upload_files
 from dcp_s3.s3.multipart import list_parts, uploads_of
 from dcp_s3.s3.parts import Piece
@@ -82,7 +82,7 @@ def test_ranges_are_whole(faulty: FaultyServer) -> None:
     for size in range(0, 260, 13):
         faulty.once("GetObject", Fault.cut_head(size))
         memory = bytearray(1000)
-        fetch_into(bucket, "key", 100, [Target(memoryview(memory))])
+        fetch_into(bucket, "key", 100, [ReadTarget(memoryview(memory))])
         assert bytes(memory) == DATA[100:1100]
 
 

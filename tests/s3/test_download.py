@@ -9,7 +9,7 @@ import pytest
 from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme
 from dcp_s3.limit import Cancelled
-from dcp_s3.s3.download import Target, fetch_into
+from dcp_s3.s3.download import ReadTarget, fetch_into
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from tests.faulty import FaultyServer
@@ -30,7 +30,7 @@ def stored(bucket: str) -> S3Store:
 )
 def test_bytes_are_scattered_in_order(stored: S3Store, start: int, sizes: list[int]) -> None:
     memory = [bytearray(size) for size in sizes]
-    fetch_into(stored, "dir/ke y+%", start, [Target(memoryview(m)) for m in memory])
+    fetch_into(stored, "dir/ke y+%", start, [ReadTarget(memoryview(m)) for m in memory])
     assert b"".join(memory) == DATA[start : start + sum(sizes)]
 
 
@@ -41,15 +41,15 @@ def test_connections_are_used_again(memory_server: Any, stored: S3Store) -> None
     pool = manager.connection_from_url(stored.settings.endpoint_url)
     before = pool.num_connections
     for start in range(50):
-        fetch_into(stored, "dir/ke y+%", start, [Target(memoryview(memory))])
+        fetch_into(stored, "dir/ke y+%", start, [ReadTarget(memoryview(memory))])
     assert pool.num_connections - before <= 2
 
 
 def test_a_missing_object_and_a_range_past_the_end(stored: S3Store) -> None:
     with pytest.raises(errors.ObjectNotFoundError, match="missing"):
-        fetch_into(stored, "missing", 0, [Target(memoryview(bytearray(4)))])
+        fetch_into(stored, "missing", 0, [ReadTarget(memoryview(bytearray(4)))])
     with pytest.raises(errors.StorageError, match="GetObject"):
-        fetch_into(stored, "dir/ke y+%", len(DATA) + 5, [Target(memoryview(bytearray(4)))])
+        fetch_into(stored, "dir/ke y+%", len(DATA) + 5, [ReadTarget(memoryview(bytearray(4)))])
 
 
 def put(faulty: FaultyServer, data: bytes = DATA, **settings: Any) -> S3Store:
@@ -69,7 +69,7 @@ def test_a_broken_body_resumes_at_the_byte_reached(faulty: FaultyServer) -> None
 
     faulty.rule = rule
     memory = [bytearray(500_000), bytearray(len(DATA) - 500_000)]
-    targets = [Target(memoryview(m), checksum=True) for m in memory]
+    targets = [ReadTarget(memoryview(m), checksum=True) for m in memory]
     fetch_into(target, "k", 0, targets)
     assert b"".join(memory) == DATA
     assert [t.crc for t in targets] == [crc64nvme(bytes(m)) for m in memory]
@@ -81,7 +81,7 @@ def test_progress_is_not_counted_as_failure(faulty: FaultyServer) -> None:
     target = put(faulty, retry_attempts=3)
     faulty.rule = lambda _: Fault.truncate(after_bytes=300_000)
     memory = bytearray(len(DATA))
-    fetch_into(target, "k", 0, [Target(memoryview(memory))])
+    fetch_into(target, "k", 0, [ReadTarget(memoryview(memory))])
     assert memory == DATA
 
 
@@ -89,7 +89,7 @@ def test_without_progress_the_attempts_run_out(faulty: FaultyServer) -> None:
     target = put(faulty, retry_attempts=3)
     faulty.rule = lambda _: Fault.truncate(after_bytes=0)
     with pytest.raises(errors.TransferError, match="after 3 attempts") as failure:
-        fetch_into(target, "k", 0, [Target(memoryview(bytearray(len(DATA))))])
+        fetch_into(target, "k", 0, [ReadTarget(memoryview(bytearray(len(DATA))))])
     assert isinstance(failure.value.__cause__, Exception)
 
 
@@ -111,7 +111,7 @@ def test_an_object_replaced_meanwhile_is_not_mixed(faulty: FaultyServer) -> None
 
     faulty.rule = rule
     with pytest.raises(errors.PreconditionFailedError, match="changed by someone else"):
-        fetch_into(target, "k", 0, [Target(memoryview(bytearray(len(DATA))))])
+        fetch_into(target, "k", 0, [ReadTarget(memoryview(bytearray(len(DATA))))])
 
 
 def test_cancelling(faulty: FaultyServer) -> None:
@@ -119,4 +119,4 @@ def test_cancelling(faulty: FaultyServer) -> None:
     cancel = threading.Event()
     cancel.set()
     with pytest.raises(Cancelled):
-        fetch_into(target, "k", 0, [Target(memoryview(bytearray(10)))], cancel=cancel)
+        fetch_into(target, "k", 0, [ReadTarget(memoryview(bytearray(10)))], cancel=cancel)

@@ -25,7 +25,7 @@ from urllib3.connection import HTTPConnection
 from urllib3.connectionpool import HTTPConnectionPool
 
 from dcp_s3.s3 import latency
-from dcp_s3.s3.download import Target, fetch_into
+from dcp_s3.s3.download import ReadTarget, fetch_into
 from dcp_s3.s3.flight import Flight
 from dcp_s3.s3.hedge import hedges_of
 from dcp_s3.s3.latency import Expected
@@ -251,6 +251,6 @@ def test_over_tls_the_bytes_are_right_too(
     bucket.put("k", data)
     faulty.once("GetObject", fault)
     memory = bytearray(len(data))
-    fetch_into(bucket, "k", 0, [Target(memoryview(memory))])
+    fetch_into(bucket, "k", 0, [ReadTarget(memoryview(memory))])
     assert memory == data
     assert hedges_of(bucket).state.won == 1

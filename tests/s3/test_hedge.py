@@ -17,9 +17,10 @@ from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme
 from dcp_s3.limit import Cancelled, Deadline, Limit
 from dcp_s3.s3 import client, flight, hedge, latency, retry, throttle
-from dcp_s3.s3.download import Target, fetch_into
-from dcp_s3.s3.hedge import HedgeState, Race, hedges_of
+from dcp_s3.s3.download import ReadTarget, fetch_into
+from dcp_s3.s3.hedge import HedgeState, hedges_of
 from dcp_s3.s3.latency import Budget, Expected
+from dcp_s3.s3.race import Race, _Hedge, _Idle
 from dcp_s3.s3.ranged import Cursor
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
@@ -86,7 +87,7 @@ def put(**settings: Any) -> S3Store:
 def fetch(bucket: S3Store, *, cancel: threading.Event | None = None) -> None:
     """Into memory in pieces, with checksums; all of it is compared."""
     memory = [bytearray(size) for size in (3 * MIB, 5, 6 * MIB, MIB - 5)]
-    targets = [Target(memoryview(each), checksum=True) for each in memory]
+    targets = [ReadTarget(memoryview(each), checksum=True) for each in memory]
     fetch_into(bucket, "k", 0, targets, cancel=cancel)
     assert b"".join(memory) == DATA
     assert [target.crc for target in targets] == [crc64nvme(bytes(each)) for each in memory]
@@ -143,10 +144,10 @@ def test_a_second_request_that_straggles_is_replaced(faulty: FaultyServer) -> No
 
 def test_what_the_first_request_received_meanwhile_counts_as_wasted(faulty: FaultyServer) -> None:
     bucket = put()
-    cursor = Cursor([Target(memoryview(bytearray(3 * BLOCK)))])
+    cursor = Cursor([ReadTarget(memoryview(bytearray(3 * BLOCK)))])
     race = Race(bucket, "k", 0, cursor, None)
     race._advance(BLOCK)
-    second = hedge._Hedge(0, 3 * BLOCK, ["e"], threading.Event())
+    second = _Hedge(0, 3 * BLOCK, ["e"], threading.Event())
     race._etag.append("e")
     assert race._has_won(second)
     with pytest.raises(Cancelled):
@@ -211,7 +212,7 @@ def test_a_missing_object_is_not_waited_for(faulty: FaultyServer) -> None:
     script._faults = (script.after(1),)
     faulty.rule = script
     with pytest.raises(errors.ObjectNotFoundError):
-        fetch_into(bucket, "other", 0, [Target(memoryview(bytearray(10)))])
+        fetch_into(bucket, "other", 0, [ReadTarget(memoryview(bytearray(10)))])
 
 
 def test_an_object_replaced_meanwhile_is_not_mixed(faulty: FaultyServer) -> None:
@@ -242,9 +243,9 @@ def test_a_second_request_wins_only_with_the_version_of_what_is_there(
 ) -> None:
     """The first one's head may come after the second was begun, of any version, or of one without an ETag."""
     bucket = put()
-    cursor = Cursor([Target(memoryview(bytearray(10)))])
+    cursor = Cursor([ReadTarget(memoryview(bytearray(10)))])
     race = Race(bucket, "k", 0, cursor, None)
-    second = hedge._Hedge(0, 10, [theirs] if theirs else [], threading.Event())
+    second = _Hedge(0, 10, [theirs] if theirs else [], threading.Event())
     second.cursor.fill(memoryview(bytes(range(10))))
     race._etag += [ours] if ours else []
     if done:
@@ -313,7 +314,7 @@ def test_none_beyond_the_budget(faulty: FaultyServer) -> None:
 
 
 def test_none_of_a_request_that_is_too_long(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hedge, "_MOST_BYTES", len(DATA) - 1)
+    monkeypatch.setattr("dcp_s3.s3.race._MOST_BYTES", len(DATA) - 1)
     bucket = put()
     faulty.rule = script = Script(Fault.straggle(0.4))
     fetch(bucket)
@@ -373,7 +374,7 @@ def test_without_botocores_private_place_it_only_takes_longer(
 
 def test_a_process_that_was_held_up_does_not_blame_s3() -> None:
     flying = flight.Flight()
-    idle = hedge._Idle(flying)
+    idle = _Idle(flying)
     assert idle.pass_by(1.0) is None
     flying.await_bytes(0)
     for expected in (0.0, 1.0, 2.0):
@@ -410,7 +411,7 @@ def test_whatever_happens_the_bytes_are_right_and_nothing_is_left(faulty: Faulty
         start = random_read.randrange(len(DATA) // 2)
         sizes = [random_read.choice([1, 1000, 500_000, 1_500_000]) for _ in range(3)]
         memory = [bytearray(size) for size in sizes]
-        targets = [Target(memoryview(each), checksum=True) for each in memory]
+        targets = [ReadTarget(memoryview(each), checksum=True) for each in memory]
         fetch_into(bucket, "k", start, targets)
         assert b"".join(memory) == DATA[start : start + sum(sizes)]
         assert [target.crc for target in targets] == [crc64nvme(bytes(each)) for each in memory]

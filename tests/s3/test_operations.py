@@ -16,7 +16,7 @@ from dcp_s3.s3.operations import Operation, Request, request_arguments
 from dcp_s3.s3.quirks import Quirk
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
-from dcp_s3.store import ABSENT, Expect, Target
+from dcp_s3.store import ABSENT, DeleteTarget, Expect
 
 PLACE = S3Store("b", Settings(retry_attempts=3))
 
@@ -121,7 +121,7 @@ def test_a_condition_that_fails_behind_a_refused_checksum_is_not_written_over() 
 
 
 def test_a_batch_of_which_some_keys_are_left() -> None:
-    targets = [Target("a", '"1"'), Target("b", '"2"'), Target("c")]
+    targets = [DeleteTarget("a", '"1"'), DeleteTarget("b", '"2"'), DeleteTarget("c")]
     changed = {"Errors": [{"Key": "b", "Code": "PreconditionFailed"}, {"Key": "c", "Code": "NoSuchKey"}]}
     head = {"ContentLength": 1, "ETag": '"3"', "LastModified": "Wed, 21 Oct 2015 07:28:00 GMT"}
     left, asked = carry_out(delete(PLACE, targets), changed, head)
@@ -131,7 +131,7 @@ def test_a_batch_of_which_some_keys_are_left() -> None:
 
 @pytest.mark.parametrize(("status", "is_known"), [(501, True), (405, True), (400, False)])
 def test_without_batches_each_key_has_a_request(status: int, is_known: bool) -> None:
-    left, asked = carry_out(delete(PLACE, map(Target, "ab")), refusal(status), {}, {})
+    left, asked = carry_out(delete(PLACE, map(DeleteTarget, "ab")), refusal(status), {}, {})
     assert [each.operation for each in asked] == ["DeleteObjects", "DeleteObject", "DeleteObject"]
     assert quirks.knows(Quirk.NO_BATCH_DELETES, PLACE) == is_known
     assert left == []

@@ -17,7 +17,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_s3 import S3StorageReader, S3StorageWriter, latest
-from dcp_s3.checkpoint.commit import Commit, Previous, publish
+from dcp_s3.checkpoint.commit import Commit, publish
+from dcp_s3.checkpoint.commit_state import Previous
 from dcp_s3.errors import CheckpointError, CheckpointExistsError, SpillError, TransferError
 from dcp_s3.save import save as save_module
 from dcp_s3.spill import background

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+import time
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +19,11 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 
 from dcp_s3 import CheckpointManager, S3Stager, S3StorageWriter, errors
 from dcp_s3.stage import pool as pool_module
+from dcp_s3.stage.release import let_go
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.memory_s3 import Fault
 from tests.ranks import run_ranks
+from tests.servers import S3Server
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -159,3 +164,76 @@ def test_the_error_of_a_save_in_the_foreground_keeps_its_traceback(monkeypatch: 
             names.append(trace.tb_frame.f_code.co_name)
             trace = trace.tb_next
         assert "_save_state_dict" in names
+
+
+def _fail_to_directory(tmp_path: Path, stager: S3Stager, state: dict[str, Any]) -> Any:
+    blocked = tmp_path / "file"
+    blocked.write_text("x")
+    writer = dcp.FileSystemWriter(blocked / "below")
+    return dcp.async_save(state, storage_writer=writer, async_stager=stager)
+
+
+def _assert_not_pinned(stager: S3Stager, future: Any) -> None:
+    with pytest.raises(CheckpointException):
+        future.result(_PATIENCE_SECONDS)
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while stager._pool.in_use:  # whoever waits for the future is told a moment before
+        assert time.monotonic() < deadline, "the kept future holds the copy"
+        gc.collect()
+        time.sleep(0.01)
+    assert isinstance(future.exception(), CheckpointException)
+
+
+def test_a_kept_future_of_a_failed_save_does_not_pin_memory(tmp_path: Path) -> None:
+    stager = S3Stager({"staging_generations": 1})
+    _assert_not_pinned(stager, _fail_to_directory(tmp_path, stager, {"w": torch.ones(1000)}))
+
+
+def test_a_kept_future_of_a_failed_save_to_s3_does_not_pin_memory(s3_env: S3Server, memory_server: S3Server) -> None:
+    stager = S3Stager({"staging_generations": 1})
+    writer = S3StorageWriter("s3://no-such-bucket-here/run")
+    _assert_not_pinned(stager, dcp.async_save({"w": torch.ones(1000)}, storage_writer=writer, async_stager=stager))
+
+
+def _namespace() -> dict[str, Any]:
+    source = """
+def fail(held):
+    raise ValueError("with what it held")
+
+def suspended(held):
+    try:
+        fail(held)
+    except ValueError as error:
+        kept.append(error)
+    yield held
+"""
+    namespace: dict[str, Any] = {"kept": []}
+    exec(source, namespace)
+    return namespace
+
+
+def test_an_error_lets_go_of_what_its_frames_hold() -> None:
+    fail: Callable[[Any], None] = _namespace()["fail"]
+    held = torch.ones(3)
+    alive = weakref.ref(held)
+    with pytest.raises(ValueError) as failure:
+        fail(held)
+    error = failure.value
+    del held
+    assert alive() is not None
+    let_go(error)
+    assert alive() is None
+    assert str(error) == "with what it held"
+
+
+def test_a_suspended_generator_is_not_closed() -> None:
+    namespace = _namespace()
+    generator = namespace["suspended"]("value")
+    assert next(generator) == "value"
+    let_go(namespace["kept"][0])
+    assert list(generator) == []
+    again = namespace["suspended"]("other")
+    assert next(again) == "other"
+    let_go(namespace["kept"][1])
+    with pytest.raises(StopIteration):
+        next(again)

@@ -98,7 +98,7 @@ class _Failure(NamedTuple):
     text: str
 
 
-class _Sent(NamedTuple):
+class _PendingSend(NamedTuple):
     piece: Outgoing
     nbytes: int
     works: list[tuple[int, Any]]
@@ -106,7 +106,7 @@ class _Sent(NamedTuple):
     whole: bool
 
 
-class _Received(NamedTuple):
+class _PendingReceive(NamedTuple):
     piece: Incoming
     crc: int
     buffer: torch.Tensor
@@ -268,7 +268,7 @@ class Exchange:
 
     def _send_pieces(self, pool: Workers) -> None:
         pieces = self._outgoing
-        posted: collections.deque[_Sent] = collections.deque()
+        posted: collections.deque[_PendingSend] = collections.deque()
         futures: list[Future[Any]] = []
         held = 0
         for index, piece in enumerate(pieces):
@@ -313,7 +313,7 @@ class Exchange:
             self.fail(error)
         return error is None
 
-    def _send_piece(self, piece: Outgoing, fetched: bool) -> _Sent:
+    def _send_piece(self, piece: Outgoing, fetched: bool) -> _PendingSend:
         messages: list[tuple[int, torch.Tensor, int]] = []
         if fetched:
             try:
@@ -333,7 +333,7 @@ class Exchange:
             kept += [header, message]
             works.append((peer, self._post(self._send, header, peer, tag)))
             works.append((peer, self._post(self._send, message, peer, tag + 1)))
-        return _Sent(piece, piece.nbytes if fetched else 0, works, kept, fetched)
+        return _PendingSend(piece, piece.nbytes if fetched else 0, works, kept, fetched)
 
     def _failed_header(self) -> torch.Tensor:
         failure = self._failure
@@ -341,7 +341,7 @@ class Exchange:
             return pack_header(False, self._rank, 0, "it failed")
         return pack_header(False, failure.rank, 0, failure.text)
 
-    def _retire(self, sent: _Sent) -> int:
+    def _retire(self, sent: _PendingSend) -> int:
         """Wait until a piece has been sent; returns its bytes."""
         done = [self._wait(work, peer) for peer, work in sent.works]
         if sent.whole and all(done) and self._failure is None:
@@ -356,7 +356,7 @@ class Exchange:
     def _receive_all(self) -> None:
         upcoming = iter(self._incoming)
         headers: collections.deque[tuple[Incoming, torch.Tensor, Any]] = collections.deque()
-        pending: collections.deque[_Received] = collections.deque()
+        pending: collections.deque[_PendingReceive] = collections.deque()
         held = 0
         while True:
             while len(headers) < _HEADERS_AHEAD and (piece := next(upcoming, None)) is not None:
@@ -378,7 +378,7 @@ class Exchange:
             buffer = self._buffer_for(piece)
             held += piece.nbytes
             work = self._post(self._receive, buffer, piece.owner, _FIRST_TAG + 2 * piece.number + 1)
-            pending.append(_Received(piece, crc, buffer, work))
+            pending.append(_PendingReceive(piece, crc, buffer, work))
         while pending:
             self._finish(pending.popleft())
 
@@ -390,7 +390,7 @@ class Exchange:
                 self.fail(error)
         return self._dropped[: piece.nbytes]
 
-    def _finish(self, received: _Received) -> int:
+    def _finish(self, received: _PendingReceive) -> int:
         """Wait for a piece and put it in place; returns its bytes."""
         if self._wait(received.work, received.piece.owner) and self._failure is None:
             try:

@@ -1,0 +1,205 @@
+"""What stands at the URL of a save: its own commit, a checkpoint that it would replace, or nothing. Only reads."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from enum import Enum
+
+from dcp_s3 import errors
+from dcp_s3.checkpoint.listing import list_directory
+from dcp_s3.format.layout import SAVE_ID_KEY, manifest_object, metadata_object
+from dcp_s3.format.manifest import Manifest
+from dcp_s3.format.metadata import load_metadata
+from dcp_s3.store import ObjectHead, Store
+from dcp_s3.url import CheckpointURL
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class SaveIdentity:
+    """One save of one checkpoint."""
+
+    url: CheckpointURL
+    """URL of the checkpoint."""
+    save_id: str
+    """Random id of this save."""
+    rank: int | None = None
+    """Rank of this process in a save without collectives, where each rank commits for itself."""
+
+    @property
+    def metadata_key(self) -> str:
+        """Key of the object whose presence is the commit."""
+        return self.url.key(metadata_object(self.rank))
+
+    @property
+    def manifest_key(self) -> str:
+        """Key of this save's manifest."""
+        return self.url.key(manifest_object(self.save_id, self.rank))
+
+
+class CommitState(Enum):
+    """How the commit of a save stands."""
+
+    WAITING = "waiting"
+    COMMITTED = "committed"
+    REPLACED = "replaced"
+    """A save that began later has replaced it."""
+
+
+@dataclass(frozen=True)
+class Previous:
+    """The checkpoint that a save is about to replace."""
+
+    keys: frozenset[str] = frozenset()
+    """Keys of objects that only the old checkpoint needs, without those of metadata that cannot be read."""
+    etag: str | None = None
+    """ETag of the old ``.metadata``; None if there was none."""
+
+
+def check_absent(store: Store, identity: SaveIdentity) -> None:
+    """Refuse to save over a committed checkpoint, before any byte moves.
+
+    Also looks for a checkpoint of the other kind: one of a save with collectives hides those of single ranks,
+    whichever is saved first.
+
+    Raises:
+        CheckpointExistsError: one is there.
+        StorageError: cannot tell (missing bucket, credentials, ...).
+    """
+    rank = 0 if identity.rank is None else identity.rank
+    for name in (metadata_object(), metadata_object(rank)):
+        if store.exists(identity.url.key(name)):
+            raise exists_error(identity.url, replaceable=identity.rank is None)
+
+
+def exists_error(url: CheckpointURL, *, replaceable: bool = True) -> errors.CheckpointExistsError:
+    """The error for a URL that holds a checkpoint. Begins like FileSystemWriter's in torch, which callers match."""
+    remedy = (
+        "save to another URL, or pass overwrite=True to replace it (the old one stays whole until the new one is "
+        "committed)"
+        if replaceable
+        else "save to another URL, or delete it first: without collectives each rank commits for itself, so that a "
+        "replacement could be cut off halfway and mix both"
+    )
+    return errors.CheckpointExistsError(
+        f"Checkpoint already exists: a committed checkpoint is at {url}; it is untouched. Remedy: {remedy}",
+        url=str(url),
+    )
+
+
+def find_state(store: Store, identity: SaveIdentity, *, path: str | None, started_at: float) -> CommitState:
+    """How the commit of a save stands.
+
+    Args:
+        store: store with the checkpoint.
+        identity: the save. S3 has only the coordinator's save id.
+        path: path of an object that this rank wrote. Ranks other than the coordinator recognize their save by it.
+        started_at: when the save began, seconds since the epoch.
+
+    Raises:
+        StorageError: cannot tell.
+    """
+    try:
+        save_id = _stored_save_id(store, identity)
+        if save_id == identity.save_id:
+            return CommitState.COMMITTED
+        data = store.get(identity.url.key(manifest_object(save_id or "", identity.rank))).data
+        manifest = Manifest.from_json(data)
+    except (errors.ObjectNotFoundError, ValueError):
+        return CommitState.WAITING  # no commit, or not ours
+    if any(entry.path == path for entry in manifest.objects):
+        return CommitState.COMMITTED
+    newer = (manifest.started_at or manifest.created_at) > started_at
+    return CommitState.REPLACED if newer else CommitState.WAITING
+
+
+def is_committed(store: Store, identity: SaveIdentity) -> bool:
+    """Whether the checkpoint at the URL is this save's, judged by its id.
+
+    Raises:
+        StorageError: cannot tell.
+    """
+    try:
+        return _stored_save_id(store, identity) == identity.save_id
+    except errors.ObjectNotFoundError:
+        return False
+
+
+def find_previous(store: Store, identity: SaveIdentity) -> Previous:
+    """Find what a save with collectives will overwrite: a checkpoint, those of single ranks, or nothing.
+
+    Raises:
+        StorageError: cannot tell.
+    """
+    url = identity.url
+    keys: set[str] = set()
+    etag = None
+    for rank in [None, *list_directory(store, url, "__").ranks]:
+        key = url.key(metadata_object(rank))
+        try:
+            stored = store.get(key)
+            if rank is None:
+                etag = stored.etag
+            metadata = load_metadata(stored.data, url=str(url))
+        except errors.ObjectNotFoundError:
+            continue
+        except errors.CheckpointError as error:
+            logger.warning("the objects of the checkpoint that is being overwritten will stay: %s", error)
+            continue
+        keys.update(url.key(info.relative_path) for info in (metadata.storage_data or {}).values())
+        if rank is not None:
+            keys.add(key)
+        save_id = getattr(metadata.storage_meta, "save_id", None)
+        if save_id:
+            keys.add(url.key(manifest_object(save_id, rank)))
+    return Previous(frozenset(keys), etag)
+
+
+def check_newest(store: Store, identity: SaveIdentity, previous: Previous, started_at: float) -> None:
+    """Refuse to let a late save replace one that began after it.
+
+    Args:
+        store: store with the checkpoint.
+        identity: the save.
+        previous: the checkpoint that it would replace.
+        started_at: when it began, seconds since the epoch.
+
+    Raises:
+        CheckpointExistsError: the checkpoint at the URL is newer.
+        StorageError: cannot tell.
+    """
+    if previous.etag is None:
+        return
+    save_id = _stored_save_id(store, identity)
+    try:
+        manifest = Manifest.from_json(store.get(identity.url.key(manifest_object(save_id or ""))).data)
+    except (errors.ObjectNotFoundError, ValueError):
+        return  # not ours, or damaged: the user asked to overwrite it
+    if (manifest.started_at or manifest.created_at) > started_at and save_id != identity.save_id:
+        raise errors.CheckpointExistsError(
+            f"{identity.url} holds a checkpoint that is newer than this one, which was not put in its place",
+            url=str(identity.url),
+        )
+
+
+def _stored_save_id(store: Store, identity: SaveIdentity) -> str | None:
+    """Save id of the checkpoint at the URL; None if it is not ours.
+
+    Raises:
+        ObjectNotFoundError: there is none; other StorageErrors.
+    """
+    return save_id_in(store, identity, store.head(identity.metadata_key))
+
+
+def save_id_in(store: Store, identity: SaveIdentity, found: ObjectHead) -> str | None:
+    """Save id of the checkpoint whose ``.metadata`` a HEAD has found."""
+    save_id: str | None = found.metadata.get(SAVE_ID_KEY)
+    if save_id is None:  # stores and proxies may lose user metadata
+        try:
+            metadata = load_metadata(store.get(identity.metadata_key).data, url=str(identity.url))
+        except errors.CheckpointError:
+            return None
+        save_id = getattr(metadata.storage_meta, "save_id", None)
+    return save_id

@@ -1,0 +1,77 @@
+"""What the tests of several ranks save and load, and look for afterwards."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from dcp_s3 import S3StorageReader, S3StorageWriter
+from tests.servers import S3Server
+
+SMALL_PARTS = {"part_size": "5MiB"}
+
+
+def random_values(seed: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def distribute(full: torch.Tensor, placement: Any) -> DTensor:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    return distribute_tensor(full, mesh, [placement], src_data_rank=None)
+
+
+def assert_same(name: str, found: Any, expected: Any) -> None:
+    assert type(found) is type(expected), f"{name}: {type(found)}"
+    if isinstance(expected, torch.Tensor):
+        assert found.dtype == expected.dtype, f"{name}: {found.dtype}"
+        assert found.shape == expected.shape, f"{name}: {found.shape}"
+        assert torch.equal(found, expected), name
+    else:
+        assert found == expected, name
+
+
+def manifests(server: S3Server, bucket: str) -> list[dict[str, Any]]:
+    keys = [key for key in server.handle.objects(bucket) if "/manifest-" in key]
+    return [json.loads(server.handle.read(bucket, key)) for key in keys]
+
+
+def rank_of(key: str) -> int:
+    match = re.search(r"__(\d+)_\d+-[0-9a-f]+\.distcp$", key)
+    assert match, key
+    return int(match[1])
+
+
+def save_together(url: str, seed: int, overwrite: bool = False) -> BaseException | None:
+    writer = S3StorageWriter(url, overwrite=overwrite)
+    try:
+        dcp.save({"shared": random_values(seed, 4)}, storage_writer=writer)
+    except CheckpointException as error:
+        return error
+    return None
+
+
+def load_together(url: str, seed: int) -> None:
+    state = {"shared": torch.zeros(4)}
+    dcp.load(state, storage_reader=S3StorageReader(url))
+    assert_same("shared", state["shared"], random_values(seed, 4))
+
+
+def failures_by_rank(outcome: Sequence[BaseException | None]) -> dict[int, BaseException]:
+    """What failed on which rank; every rank must have been told the same."""
+    told = []
+    for error in outcome:
+        assert isinstance(error, CheckpointException), repr(error)
+        told.append({rank: (type(cause), str(cause)) for rank, (cause, _) in error.failures.items()})
+    assert all(each == told[0] for each in told), told
+    first = outcome[0]
+    assert isinstance(first, CheckpointException)
+    return {rank: cause for rank, (cause, _) in first.failures.items()}

@@ -1,0 +1,78 @@
+"""Loads of several ranks against a server that records what is fetched."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import boto3
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, distribute_tensor
+
+from dcp_s3 import S3StorageReader
+from tests.faulty import BUCKET, FaultyServer
+
+RUN = f"s3://{BUCKET}"
+SMALL = {"part_size": "5MiB"}
+
+
+class Recording(FaultyServer):
+    """Knows the bytes of each GET, by the first part of its key."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gets: dict[str, list[tuple[str, int]]] = {}
+        self.rule = self._record
+
+    def _record(self, request: Any) -> None:
+        if request.operation == "GetObject":
+            first, last = (request.range or "bytes=0-0").removeprefix("bytes=").split("-")
+            run = request.key.split("/")[0]
+            self.gets.setdefault(run, []).append((request.key, int(last) - int(first) + 1))
+
+    def fetched(self, run: str) -> int:
+        """Bytes of data objects."""
+        return sum(size for key, size in self.gets[run] if key.endswith(".distcp"))
+
+    def metadata_gets(self, run: str) -> int:
+        return sum(key.endswith(".metadata") for key, _ in self.gets[run])
+
+    def stored(self, run: str) -> int:
+        return sum(size for key, size in self.s3.objects(BUCKET).items() if key.startswith(f"{run}/__"))
+
+
+def random_values(seed: int, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def place_on(full: torch.Tensor, mesh: DeviceMesh, *placements: Placement) -> DTensor:
+    return distribute_tensor(full, mesh, list(placements), src_data_rank=None)
+
+
+def load_into(url: str, state: dict[str, Any], **options: Any) -> dict[str, Any]:
+    """``state`` with what was loaded into it; ``group``, ``planner``, others are settings."""
+    group, planner = options.pop("group", None), options.pop("planner", None)
+    reader = S3StorageReader(url, settings={**SMALL, **options})
+    dcp.load(state, storage_reader=reader, process_group=group, planner=planner)
+    return state
+
+
+def copy_checkpoint(source: str, *runs: str) -> None:
+    """The checkpoint at ``source`` under other names, so that their requests can be told apart."""
+    if dist.get_rank() == 0:
+        client = boto3.Session().client("s3", endpoint_url=os.environ["DCP_S3_ENDPOINT_URL"])
+        for found in client.list_objects_v2(Bucket=BUCKET, Prefix=f"{source}/")["Contents"]:
+            body = client.get_object(Bucket=BUCKET, Key=found["Key"])
+            data, metadata = body["Body"].read(), body["Metadata"]
+            for run in runs:
+                key = run + found["Key"].removeprefix(source)
+                client.put_object(Bucket=BUCKET, Key=key, Body=data, Metadata=metadata)
+        client.close()
+    dist.barrier()
+
+
+def large_state(blank: bool) -> dict[str, Any]:
+    return {f"t{n}": torch.zeros(300_000 + n) if blank else random_values(n, 300_000 + n) for n in range(8)}

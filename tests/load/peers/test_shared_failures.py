@@ -1,0 +1,402 @@
+"""Loads of several ranks that share reads, when one of them fails, is interrupted, killed or too late.
+
+Starting processes costs more than a load: each test goes through many loads in one process group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import boto3
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+from dcp_s3 import S3StorageWriter, errors
+from dcp_s3.limit import Cancelled
+from dcp_s3.load.engine import Engine
+from dcp_s3.load.item_transfer import TensorTransfer
+from dcp_s3.load.peers.agree import LoadGroup, join_load
+from dcp_s3.load.peers.exchange import Exchange
+from dcp_s3.load.peers.shared_pieces import OwnedPiece, ReceivedPiece
+from dcp_s3.settings import Settings
+from dcp_s3.torch_private import Caller
+from dcp_s3.workers import Workers
+from tests.faulty import BUCKET
+from tests.load.peers.sharing import (
+    RUN,
+    SMALL,
+    Recording,
+    copy_checkpoint,
+    large_state,
+    load_into,
+    place_on,
+    random_values,
+)
+from tests.memory_s3 import Fault
+from tests.ranks import RankFailed, run_ranks
+
+pytestmark = [pytest.mark.timeout(120)]
+
+
+# --- failures ----------------------------------------------------------------------------------------
+
+
+def _failing(url: str, **options: Any) -> tuple[dict[int, tuple[str, str]], float]:
+    """What each rank failed with, and how long it took."""
+    began = time.monotonic()
+    try:
+        load_into(url, large_state(True), **options)
+    except CheckpointException as error:
+        failures = {rank: (type(cause).__name__, str(cause)) for rank, (cause, _) in error.failures.items()}
+        return failures, time.monotonic() - began
+    return {}, time.monotonic() - began
+
+
+@contextlib.contextmanager
+def _on_rank(rank: int, patch: Any) -> Iterator[None]:
+    with patch if dist.get_rank() == rank else contextlib.nullcontext():
+        yield
+
+
+def _raising(error: BaseException, after: int = 0) -> Callable[..., Any]:
+    """A `TensorTransfer` or `OwnedPiece` method that raises from the call number ``after`` on."""
+    calls: list[None] = []
+
+    def method(*_: Any, **__: Any) -> Any:
+        calls.append(None)
+        if len(calls) > after:
+            raise error
+        return 0
+
+    return method
+
+
+def _failures() -> dict[str, tuple[dict[int, tuple[str, str]], float]]:
+    dcp.save(
+        large_state(False), storage_writer=S3StorageWriter(f"{RUN}/good", settings={**SMALL, "buckets_per_rank": 1})
+    )
+    copy_checkpoint("good", "deleted", "damaged", "metadata")
+    if dist.get_rank() == 0:
+        client = boto3.Session().client("s3", endpoint_url=os.environ["DCP_S3_ENDPOINT_URL"])
+        keys = [f["Key"] for f in client.list_objects_v2(Bucket=BUCKET, Prefix="deleted/__")["Contents"]]
+        client.delete_object(Bucket=BUCKET, Key=keys[0])
+        key = client.list_objects_v2(Bucket=BUCKET, Prefix="damaged/__")["Contents"][0]["Key"]
+        data = bytearray(client.get_object(Bucket=BUCKET, Key=key)["Body"].read())
+        data[len(data) // 2] ^= 4
+        client.put_object(Bucket=BUCKET, Key=key, Body=bytes(data))
+        client.put_object(Bucket=BUCKET, Key="metadata/.metadata", Body=b"nothing")
+        client.close()
+    dist.barrier()
+    told = {run: _failing(f"{RUN}/{run}") for run in ("deleted", "damaged", "metadata", "absent")}
+    down = errors.TransferError("S3 is down", bucket=BUCKET, key="k", operation="GetObject", attempts=3)
+    with _on_rank(1, mock.patch("dcp_s3.load.engine.fetch_into", _raising(down))):
+        told["down"] = _failing(f"{RUN}/good")
+    with _on_rank(2, mock.patch.object(OwnedPiece, "message", _raising(MemoryError("no memory")))):
+        told["sending"] = _failing(f"{RUN}/good")
+    with _on_rank(0, mock.patch.object(TensorTransfer, "section_memory", _raising(KeyError("place")))):
+        told["receiving"] = _failing(f"{RUN}/good")
+    with _on_rank(1, mock.patch.object(DefaultLoadPlanner, "commit_tensor", _raising(ValueError("mine"), 2))):
+        told["planner"] = _failing(f"{RUN}/good")
+    with _on_rank(0, mock.patch.object(DefaultLoadPlanner, "commit_tensor", _raising(KeyboardInterrupt(), 1))):
+        told["interrupt"] = _failing(f"{RUN}/good")
+    with _on_rank(1, mock.patch.object(DefaultLoadPlanner, "resolve_tensor", _raising(ValueError("no tensor")))):
+        told["preparing"] = _failing(f"{RUN}/good")
+    with _on_rank(0, mock.patch("dcp_s3.load.reader.fetch_metadata", _raising(KeyboardInterrupt()))):
+        told["metadata_interrupt"] = _failing(f"{RUN}/good")
+    # After all that the group is as good as new.
+    state = load_into(f"{RUN}/good", large_state(True))
+    for name, value in large_state(False).items():
+        assert torch.equal(state[name], value), name
+    return told
+
+
+def test_every_rank_is_told_what_went_wrong(recording: Recording) -> None:
+    outcome = run_ranks(3, _failures)
+    for told in outcome:
+        for name, (failures, seconds) in told.items():
+            assert failures, name
+            assert seconds < 60, name
+        for run, cause, text in (
+            ("deleted", "CorruptCheckpointError", "does not exist"),
+            ("damaged", "CorruptCheckpointError", "twice"),
+            ("down", "TransferError", "S3 is down"),
+            ("sending", "MemoryError", "no memory"),
+            ("receiving", "KeyError", "place"),
+            ("planner", "ValueError", "mine"),
+            ("interrupt", "KeyboardInterrupt", ""),
+            ("metadata_interrupt", "KeyboardInterrupt", ""),
+        ):
+            failures, _ = told[run]
+            owners = [rank for rank, (kind, _) in failures.items() if kind == cause]
+            assert len(owners) == 1, (run, failures)
+            assert text in failures[owners[0]][1]
+            for rank, (kind, message) in failures.items():
+                if rank != owners[0]:
+                    assert kind == "PeerReadError", (run, failures)
+                    assert f"rank {owners[0]}" in message
+                    assert RUN in message
+                    assert cause in message
+                    assert text in message
+        assert set(told["deleted"][0]) == set(told["down"][0]) == {0, 1, 2}
+        assert {kind for kind, _ in told["metadata"][0].values()} == {"CorruptMetadataError"}
+        assert {kind for kind, _ in told["absent"][0].values()} == {"CheckpointNotFoundError"}
+        assert {rank: kind for rank, (kind, _) in told["preparing"][0].items()} == {1: "ValueError"}
+    assert recording.metadata_gets("metadata") == 1
+
+
+def _failing_at_random(seed: int, count: int) -> None:
+    """Many small pieces, little memory, and one or two ranks that fail somewhere: it always ends."""
+    url = f"{RUN}/random"
+    dcp.save(large_state(False), storage_writer=S3StorageWriter(url, settings=SMALL))
+    draw = random.Random(seed)
+    places = [
+        (OwnedPiece, "fetch"), (OwnedPiece, "message"), (OwnedPiece, "sent"), (ReceivedPiece, "buffer"),
+        (ReceivedPiece, "received"), (DefaultLoadPlanner, "commit_tensor"),
+    ]  # fmt: skip
+    for number in range(count):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch("dcp_s3.load.reader.MAX_PIECE", 2**18))
+            for failing in draw.sample(range(4), draw.choice([1, 2])):
+                (owner, name), after = draw.choice(places), draw.randint(0, 12)
+                method = _raising_later(getattr(owner, name), ValueError(f"rank {failing}"), after)
+                stack.enter_context(_on_rank(failing, mock.patch.object(owner, name, method)))
+            failures, _ = _failing(url, load_buffers=draw.choice(["1MiB", "4MiB"]))
+        for kind, text in failures.values():
+            assert kind in ("ValueError", "PeerReadError"), (seed, number, failures)
+            assert "rank" in text
+    state = load_into(url, large_state(True))
+    for name, value in large_state(False).items():
+        assert torch.equal(state[name], value), name
+
+
+def _raising_later(method: Callable[..., Any], error: BaseException, after: int) -> Callable[..., Any]:
+    calls: list[None] = []
+
+    def wrapper(*args: Any) -> Any:
+        calls.append(None)
+        if len(calls) > after:
+            raise error
+        return method(*args)
+
+    return wrapper
+
+
+def test_ranks_that_fail_anywhere_let_no_other_hang(recording: Recording) -> None:
+    run_ranks(4, _failing_at_random, 1, 12, timeout=60)
+
+
+# --- interrupts ---------------------------------------------------------------------------------------
+
+
+class _Interrupts:
+    """Raises KeyboardInterrupt on the main thread, from any."""
+
+    def __init__(self) -> None:
+        self._raised = threading.Semaphore(0)
+        signal.signal(signal.SIGUSR1, self._handle)
+
+    def _handle(self, *_: object) -> None:
+        self._raised.release()
+        raise KeyboardInterrupt
+
+    def send(self) -> None:
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+        assert self._raised.acquire(timeout=60)
+
+
+def _interrupted() -> dict[str, dict[int, tuple[str, str]]]:
+    url = f"{RUN}/good"
+    dcp.save(large_state(False), storage_writer=S3StorageWriter(url, settings=SMALL))
+    interrupts, told = _Interrupts(), {}
+    agree, received = LoadGroup.agree, ReceivedPiece.received
+
+    def interrupt_after(number: int) -> Any:
+        calls: list[None] = []
+
+        def method(group: LoadGroup, *values: int) -> Any:
+            found = agree(group, *values)
+            calls.append(None)
+            if len(calls) == number:
+                interrupts.send()
+            return found
+
+        return mock.patch.object(LoadGroup, "agree", method)
+
+    for rank in (0, 1):
+        for number, name in enumerate(("metadata", "data"), 1):
+            with _on_rank(rank, interrupt_after(number)):
+                told[f"{name}{rank}"], _ = _failing(url)
+
+    first, returned, early = threading.Event(), threading.Event(), []
+
+    def interrupt_twice(piece: ReceivedPiece, crc: int) -> None:
+        if not first.is_set():
+            first.set()
+            interrupts.send()
+            interrupts.send()
+            early.append(returned.wait(0.3))
+        received(piece, crc)
+
+    with _on_rank(0, mock.patch.object(ReceivedPiece, "received", interrupt_twice)):
+        try:
+            told["twice"], _ = _failing(url)
+        finally:
+            returned.set()
+    assert early == ([False] if dist.get_rank() == 0 else []), "nothing is written any more when the load has failed"
+    state = load_into(url, large_state(True))
+    for name, value in large_state(False).items():
+        assert torch.equal(state[name], value), name
+    return told
+
+
+def test_an_interrupt_lets_no_other_hang(recording: Recording) -> None:
+    for told in run_ranks(2, _interrupted, timeout=40):
+        kinds = {name: {rank: kind for rank, (kind, _) in failures.items()} for name, failures in told.items()}
+        assert kinds.pop("twice")[0] == "KeyboardInterrupt"  # the other may have got all it needs by then
+        assert kinds == {
+            "metadata0": {0: "KeyboardInterrupt", 1: "PeerReadError"},
+            "metadata1": {1: "KeyboardInterrupt"},
+            "data0": {0: "KeyboardInterrupt", 1: "PeerReadError"},
+            "data1": {0: "PeerReadError", 1: "KeyboardInterrupt"},
+        }
+
+
+def _unprepared() -> list[dict[int, tuple[str, str]]]:
+    url = f"{RUN}/good"
+    dcp.save(large_state(False), storage_writer=S3StorageWriter(url, settings=SMALL))
+    told = []
+    for place in ("reader.open_store", "peers.exchange.Workers"):
+        with _on_rank(1, mock.patch(f"dcp_s3.load.{place}", _raising(RuntimeError(place)))):
+            told.append(_failing(url)[0])
+    return told
+
+
+def test_a_rank_that_can_not_begin_its_exchange_lets_no_other_hang(recording: Recording) -> None:
+    for told in run_ranks(2, _unprepared, timeout=40):
+        assert told == [{1: ("RuntimeError", place)} for place in ("reader.open_store", "peers.exchange.Workers")]
+
+
+def _cancelled() -> dict[int, tuple[str, str]]:
+    """Rank 1 fails with what it reads alone, and what it fetches for both is cancelled because of that."""
+    url = f"{RUN}/both"
+    mesh = init_device_mesh("cpu", (2,))
+    own = place_on(random_values(20, 400, 300), mesh, Shard(0))
+    dcp.save({**large_state(False), "own": own}, storage_writer=S3StorageWriter(url, settings=SMALL))
+    fetching, failed = threading.Event(), threading.Event()
+    fail = Exchange._fail
+
+    def fetch(*_: Any) -> Any:
+        assert fetching.wait(10)
+        raise ValueError("the cause")
+
+    def fetch_alone(engine: Engine, *_: Any) -> None:
+        fetching.set()
+        assert engine._source._cancel.wait(10)
+        raise Cancelled
+
+    def note(exchange: Exchange, failure: Any) -> None:
+        fail(exchange, failure)
+        failed.set()
+
+    class Slow(Workers):
+        """The requests that are still under way when the first has failed take a while."""
+
+        def close(self) -> None:
+            assert failed.wait(10)
+            super().close()
+
+    with contextlib.ExitStack() as stack:
+        for patch in (
+            mock.patch.object(Engine, "_carry_out", fetch), mock.patch.object(Engine, "fetch_alone", fetch_alone),
+            mock.patch.object(Exchange, "_fail", note), mock.patch("dcp_s3.load.engine.Workers", Slow),
+        ):  # fmt: skip
+            stack.enter_context(_on_rank(1, patch))
+        try:
+            load_into(url, {**large_state(True), "own": place_on(torch.zeros(400, 300), mesh, Shard(0))})
+        except CheckpointException as error:
+            return {rank: (type(cause).__name__, str(cause)) for rank, (cause, _) in error.failures.items()}
+    return {}
+
+
+def test_what_is_cancelled_is_not_the_cause(recording: Recording) -> None:
+    for failures in run_ranks(2, _cancelled, timeout=40):
+        assert failures[1] == ("ValueError", "the cause")
+        assert failures[0][0] == "PeerReadError"
+        assert "ValueError: the cause" in failures[0][1]
+
+
+def _die(_: OwnedPiece) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _killed(folder: Path) -> None:
+    dcp.save(large_state(False), storage_writer=S3StorageWriter(f"{RUN}/good", settings=SMALL))
+    with _on_rank(2, mock.patch.object(OwnedPiece, "fetch", _die)):
+        try:
+            load_into(f"{RUN}/good", large_state(True))
+        except BaseException as error:  # noqa: BLE001 - CheckpointException is none, nor what gloo raises a subclass
+            (folder / str(dist.get_rank())).write_text(repr(error))
+
+
+def test_a_rank_that_is_killed_lets_no_other_hang(recording: Recording, tmp_path: Path) -> None:
+    with pytest.raises(RankFailed, match="exit code -9"):
+        run_ranks(3, _killed, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+
+
+def _timed_out() -> list[tuple[dict[int, tuple[str, str]], float]]:
+    for name in ("slow", "good"):
+        dcp.save(large_state(False), storage_writer=S3StorageWriter(f"{RUN}/{name}", settings=SMALL))
+    told = [_failing(f"{RUN}/slow", load_timeout=1.5)]
+    dist.barrier()
+    state = load_into(f"{RUN}/good", large_state(True))  # the group is as good as new
+    for name, value in large_state(False).items():
+        assert torch.equal(state[name], value), name
+    return told
+
+
+def test_a_load_ends_at_its_deadline_on_all_ranks(recording: Recording) -> None:
+    released = threading.Event()
+    record = recording.rule
+
+    def rule(request: Any) -> Fault | None:
+        if request.operation == "GetObject" and request.key.startswith("slow/__1_"):
+            released.wait(30)
+            return Fault.reset()
+        return record(request)
+
+    recording.rule = rule
+    outcome = run_ranks(3, _timed_out)
+    released.set()
+    for ((failures, _),) in outcome:
+        assert set(failures) == {0, 1, 2}
+        kinds = {kind for kind, _ in failures.values()}
+        assert "DeadlineExceededError" in kinds
+        assert kinds <= {"DeadlineExceededError", "PeerReadError"}
+        assert all("DCP_S3_LOAD_TIMEOUT = 1.5 s" in message for _, message in failures.values())
+
+
+def test_without_gloo_every_rank_reads_by_itself(caplog: pytest.LogCaptureFixture) -> None:
+    caller = Caller(mock.Mock(), 0, 2, True)
+    with (
+        mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl"),
+        caplog.at_level(logging.INFO, "dcp_s3.load.peers.agree"),
+    ):
+        assert join_load(caller, f"{RUN}/x", Settings(), willing=True) is None
+    assert 'init_process_group("cpu:gloo,cuda:nccl")' in caplog.text

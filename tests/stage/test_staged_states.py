@@ -1,0 +1,403 @@
+"""What is staged is the state, bit by bit, and nothing that happens to the original afterwards shows."""
+
+from __future__ import annotations
+
+import collections
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+
+from dcp_s3 import S3Stager
+from dcp_s3.errors import StagingError
+from tests.end_to_end.states import assert_same, every_kind, random_tensor
+from tests.stage.staging import Holder, stage_once
+
+_QUANTIZED = ("torch.quint8", "torch.qint8", "torch.qint32", "torch.quint4x2", "torch.quint2x4")
+_ALL_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+_PLAIN_DTYPES = [dtype for dtype in _ALL_DTYPES if str(dtype) not in _QUANTIZED]
+
+
+def _raw(dtype: torch.dtype, count: int = 8192) -> torch.Tensor:
+    values = torch.arange(count).remainder(2 if dtype == torch.bool else 251).to(torch.uint8)
+    return values.view(dtype)
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Of a contiguous tensor, also of those dtypes that torch can do next to nothing with."""
+    return torch.empty(0, dtype=torch.uint8).set_(
+        tensor.untyped_storage(), tensor.storage_offset() * tensor.element_size(), (tensor.nbytes,), (1,)
+    )
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
+@pytest.mark.parametrize("dtype", _PLAIN_DTYPES, ids=str)
+def test_every_dtype(dtype: torch.dtype) -> None:
+    base = _raw(dtype)
+    expected = _bytes(base).clone()
+    staged = stage_once({"all": base, "part": base[3:10], "scalar": base[5], "empty": base[:0]})
+    _bytes(base).zero_()
+    size = base.element_size()
+    assert {tensor.dtype for tensor in staged.values()} == {dtype}
+    assert torch.equal(_bytes(staged["all"]), expected)
+    assert torch.equal(_bytes(staged["part"]), expected[3 * size : 10 * size])
+    assert torch.equal(_bytes(staged["scalar"]), expected[5 * size : 6 * size])
+    assert [tuple(tensor.shape) for tensor in staged.values()][1:] == [(7,), (), (0,)]
+
+
+def _strided_dtype(dtype: torch.dtype) -> Any:
+    return pytest.param(dtype, id=str(dtype))
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
+@pytest.mark.parametrize("dtype", [_strided_dtype(dtype) for dtype in _PLAIN_DTYPES])
+def test_a_sparse_view_of_every_dtype(dtype: torch.dtype) -> None:
+    base = _raw(dtype)
+    size = base.element_size()
+    expected = _bytes(base).clone().view(-1, size)[::5].reshape(-1)
+    staged = stage_once({"every fifth": base[::5]})["every fifth"]
+    _bytes(base).zero_()
+    assert staged.dtype == dtype
+    assert torch.equal(_bytes(staged), expected)
+
+
+def test_every_kind_of_entry_survives_changes() -> None:
+    state, expected = every_kind(), every_kind()
+    expected["parameter"] = state["parameter"].detach().clone()
+    staged = stage_once(state)
+
+    def spoil(value: Any) -> None:
+        if isinstance(value, torch.Tensor):
+            value.untyped_storage().fill_(1)
+        elif isinstance(value, dict):
+            for entry in value.values():
+                spoil(entry)
+            value["added"] = 1
+        elif isinstance(value, list):
+            for entry in value:
+                spoil(entry)
+            value.append("added")
+
+    spoil(state)
+    assert_same(staged, expected)
+
+
+def _quantized() -> torch.Tensor:
+    return torch.quantize_per_channel(torch.ones(4, 3), torch.tensor([0.1] * 4), torch.tensor([0] * 4), 0, torch.qint8)
+
+
+_APART: dict[str, Callable[[], torch.Tensor]] = {
+    "coo": lambda: torch.tensor([[0.0, 2.0], [3.0, 0.0]]).to_sparse(),
+    "csr": lambda: torch.tensor([[0.0, 2.0], [3.0, 0.0]]).to_sparse_csr(),
+    "csc": lambda: torch.tensor([[0.0, 2.0], [3.0, 0.0]]).to_sparse_csc(),
+    "bsr": lambda: torch.arange(16.0).view(4, 4).to_sparse_bsr((2, 2)),
+    "hybrid": lambda: torch.arange(12.0).view(2, 3, 2).to_sparse(1),
+}
+
+
+@pytest.mark.parametrize("kind", _APART)
+def test_sparse_tensors(kind: str) -> None:
+    original, expected = _APART[kind](), _APART[kind]()
+    staged = stage_once({"s": original})["s"]
+    values = original._values() if original.layout == torch.sparse_coo else original.values()
+    values.fill_(9)
+    assert staged.layout == expected.layout
+    assert torch.equal(staged.to_dense(), expected.to_dense())
+    for name in ("_indices",) if kind in ("coo", "hybrid") else ():
+        getattr(original, name)().zero_()
+        assert torch.equal(getattr(staged, name)(), getattr(expected, name)())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_quantized_tensors() -> None:
+    for dtype in (torch.qint8, torch.quint8, torch.qint32):
+        original = torch.quantize_per_tensor(torch.arange(12.0), 0.5, 3, dtype)
+        expected = original.int_repr().clone()
+        staged = stage_once({"q": original})["q"]
+        original.copy_(torch.quantize_per_tensor(torch.zeros(12), 0.5, 3, dtype))
+        assert (staged.dtype, staged.q_scale(), staged.q_zero_point()) == (dtype, 0.5, 3)
+        assert torch.equal(staged.int_repr(), expected)
+    staged = stage_once({"q": _quantized()})["q"]
+    assert torch.equal(staged.q_per_channel_scales(), _quantized().q_per_channel_scales())
+    assert torch.equal(staged.dequantize(), _quantized().dequantize())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_jagged_nested_tensors() -> None:
+    original = torch.nested.nested_tensor([torch.ones(2), torch.arange(3.0)], layout=torch.jagged)
+    staged = stage_once({"n": original})["n"]
+    original.values().zero_()
+    assert [part.tolist() for part in staged.unbind()] == [[1, 1], [0, 1, 2]]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_strided_nested_tensors() -> None:
+    original = torch.nested.nested_tensor([torch.ones(2), torch.arange(3.0)])
+    staged = stage_once({"n": original})["n"]
+    assert [part.tolist() for part in staged.unbind()] == [[1, 1], [0, 1, 2]]
+
+
+def test_meta_tensors_stay_what_they_are() -> None:
+    staged = stage_once({"m": torch.empty(3, 4, device="meta")})["m"]
+    assert (staged.device.type, tuple(staged.shape)) == ("meta", (3, 4))
+
+
+def test_lazy_views_and_parameters() -> None:
+    base = torch.tensor([1 + 2j, 3 - 4j])
+    state = {
+        "conj": base.conj(),
+        "neg": torch._neg_view(base),
+        "both": torch._neg_view(base.conj()),
+        "conj parameter": nn.Parameter(base.conj()),
+        "parameter": nn.Parameter(torch.ones(3)),
+        "buffer": nn.Buffer(torch.ones(3)),
+    }
+    expected = {name: value.detach().clone().resolve_conj().resolve_neg() for name, value in state.items()}
+    staged = stage_once(state)
+    base.zero_()
+    for name, value in expected.items():
+        assert torch.equal(staged[name].resolve_conj().resolve_neg(), value), name
+        assert not staged[name].requires_grad
+
+
+class _Marked(torch.Tensor):
+    pass
+
+
+def test_subclasses_with_memory_of_their_own() -> None:
+    original = torch.arange(5.0).as_subclass(_Marked)
+    staged = stage_once({"m": original})["m"]
+    torch.Tensor.zero_(original)
+    assert staged.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_wrappers_of_tensors() -> None:
+    a, b = torch.arange(4.0), torch.ones(4)
+    staged = stage_once({"w": TwoTensor(a, b), "p": nn.Parameter(TwoTensor(a, b)), "a": a})
+    a.zero_()
+    b.zero_()
+    for name in "wp":
+        assert isinstance(staged[name], TwoTensor)
+        assert (staged[name].a.tolist(), staged[name].b.tolist()) == ([0, 1, 2, 3], [1] * 4)
+    staged["a"].fill_(7)
+    assert staged["w"].a.tolist() == [7] * 4
+
+
+# --- aliases, and where the bytes lie --------------------------------------------------------------------
+
+
+def test_views_stay_aliased_to_each_other_and_not_to_the_original() -> None:
+    base = torch.arange(24.0).view(4, 6)
+    staged = stage_once({"base": base, "row": base[1], "t": base.t(), "bytes": base.view(torch.uint8), "same": base})
+    assert staged["same"] is staged["base"]
+    staged["base"].fill_(5)
+    assert staged["row"].tolist() == [5] * 6
+    assert staged["t"].tolist() == [[5] * 4] * 6
+    assert torch.equal(staged["bytes"].view(torch.float32), staged["base"])
+    assert torch.equal(base, torch.arange(24.0).view(4, 6))
+
+
+@pytest.mark.parametrize("order", [("w", "column"), ("column", "w")])
+def test_a_column_stays_aliased_to_its_matrix(order: tuple[str, str]) -> None:
+    w = torch.zeros(8, 100)
+    entries = {"w": w, "column": w[:, 0]}
+    staged = stage_once({name: entries[name] for name in order})
+    staged["w"].fill_(1)
+    assert staged["column"].tolist() == [1] * 8
+
+
+@pytest.mark.parametrize("count", [1000, 1_000_000])
+@pytest.mark.parametrize("offset", [1, 3, 5])
+def test_memory_that_is_not_aligned(count: int, offset: int) -> None:
+    memory = bytearray(4 * count + 16)
+    tensor = torch.frombuffer(memory, dtype=torch.float32, count=count, offset=offset)
+    tensor.copy_(torch.arange(count))
+    staged = stage_once({"x": tensor, "part": tensor[3:9], "sparse": tensor[::5]})
+    tensor.zero_()
+    assert torch.equal(staged["x"], torch.arange(count).float())
+    assert staged["part"].tolist() == list(range(3, 9))
+    assert torch.equal(staged["sparse"], torch.arange(0, count, 5).float())
+    assert staged["x"].data_ptr() % 4 == 0
+
+
+@pytest.mark.parametrize("count", [1000, 1_000_000])
+def test_two_storages_of_one_address(count: int) -> None:
+    array = np.arange(count, dtype=np.float32)
+    state = {"head": torch.from_numpy(array[:10]), "all": torch.from_numpy(array)}
+    staged = stage_once(state)
+    assert_same(staged, state)
+
+
+@pytest.mark.parametrize("count", [10, 5_000_000])
+def test_a_small_view_of_a_large_storage_costs_the_view_only(count: int) -> None:
+    base = torch.arange(count * 10)
+    stager = S3Stager()
+    staged = stager.stage({"part": base[count : 2 * count], "every": base[::100]})
+    assert isinstance(staged, dict)
+    assert stager._pool.size <= base.nbytes // 4 + 256
+    assert torch.equal(staged["part"], base[count : 2 * count])
+    assert torch.equal(staged["every"], base[::100])
+
+
+def test_a_freed_storage_is_refused() -> None:
+    tensor = torch.ones(100)
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(StagingError, match=r"'model.w'.*get_state_dict"):
+        stage_once({"model": {"w": tensor}})
+
+
+# --- containers ------------------------------------------------------------------------------------------
+
+
+class _Point(NamedTuple):
+    x: torch.Tensor
+    y: Any
+
+
+class _Names(list[Any]):
+    pass
+
+
+class _Pair(tuple[Any, ...]):
+    pass
+
+
+def test_containers_keep_their_kind() -> None:
+    ordered: Any = nn.Linear(2, 2).state_dict()
+    lists: Any = collections.defaultdict(list, {"a": [torch.ones(1)]})
+    names = _Names([torch.ones(2), 3])
+    names.label = "kept"  # type: ignore[attr-defined]
+    state: Any = {
+        "ordered": ordered,
+        "default": lists,
+        "point": _Point(torch.ones(3), [torch.zeros(1)]),
+        "names": names,
+        "pair": _Pair((torch.ones(1), 2)),
+        "max": torch.max(torch.ones(2, 2), 0),
+        "set": {1, 2},
+        1: {"int key": (torch.ones(1), ())},
+    }
+    staged = stage_once(state)
+    for name, value in state.items():
+        assert type(staged[name]) is type(value), name
+    assert list(staged["ordered"]) == list(ordered)
+    assert staged["ordered"]._metadata == ordered._metadata
+    assert staged["default"]["new"] == []
+    assert staged["point"].x.tolist() == [1, 1, 1]
+    assert staged["names"].label == "kept"
+    ordered["weight"].zero_()
+    lists["a"][0].zero_()
+    state["point"].y[0].fill_(1)
+    names[0].zero_()
+    state["pair"][0].zero_()
+    state["set"].add(3)
+    assert staged["ordered"]["weight"].abs().sum() > 0
+    assert staged["default"]["a"] == [torch.ones(1)]
+    assert staged["point"].y[0].item() == 0
+    assert staged["names"][0].tolist() == [1, 1]
+    assert staged["pair"][0].item() == 1
+    assert staged["set"] == {1, 2}
+
+
+class _Twice(collections.namedtuple("_Twice", "a b")):
+    def __new__(cls, both: Any) -> Any:
+        return super().__new__(cls, both, both)
+
+
+def test_a_named_tuple_with_a_constructor_of_its_own() -> None:
+    staged = stage_once({"t": _Twice(torch.ones(1))})
+    assert type(staged["t"]) is _Twice
+
+
+def test_shared_and_recursive_containers() -> None:
+    shared = [torch.ones(2)]
+    loop: list[Any] = [torch.ones(1)]
+    loop.append(loop)
+    through: dict[str, Any] = {"t": ()}
+    through["t"] = (through, torch.ones(1))
+    holder = Holder(shared)
+    staged = stage_once({"a": shared, "b": {"c": shared}, "loop": loop, "through": through, "holder": holder})
+    assert staged["a"] is staged["b"]["c"]
+    assert staged["a"] is not shared
+    assert staged["loop"][1] is staged["loop"]
+    assert staged["through"]["t"][0] is staged["through"]
+    assert staged["holder"].value is staged["a"]
+    shared[0].zero_()
+    assert staged["holder"].value[0].tolist() == [1, 1]
+
+
+def test_objects_that_hold_tensors() -> None:
+    holder, array = Holder({"w": torch.ones(3)}), np.ones(3)
+    staged = stage_once({"h": holder, "n": array, "s": {holder.value["w"]}})
+    holder.value["w"].zero_()
+    array[:] = 0
+    assert staged["h"].value["w"].tolist() == [1, 1, 1]
+    assert staged["n"].tolist() == [1, 1, 1]
+    assert staged["s"].pop().tolist() == [1, 1, 1]
+
+
+def test_what_can_not_be_copied_is_named() -> None:
+    with pytest.raises(StagingError, match=r"'model\.locks\.1' is a _thread\.lock .*Remedy"):
+        stage_once({"model": {"locks": [1, threading.Lock()]}})
+
+
+def test_values_of_an_items_method_that_makes_new_tensors() -> None:
+    class Lazy(dict[int, Any]):
+        def items(self) -> Any:
+            return ((key, torch.full((3,), float(key))) for key in self)
+
+    staged = stage_once({"lazy": Lazy.fromkeys(range(200))})
+    assert [value.tolist() for value in dict.values(staged["lazy"])] == [[float(n)] * 3 for n in range(200)]
+
+
+# --- random states ---------------------------------------------------------------------------------------
+
+
+@st.composite
+def _views(draw: st.DrawFn) -> torch.Tensor:
+    base = draw(st.sampled_from(_BASES))
+    dtype = draw(st.sampled_from([torch.uint8, torch.int16, torch.int32, torch.float64, torch.complex128]))
+    flat = base[draw(st.integers(0, 3)) * 16 :].view(dtype)
+    shape = draw(st.lists(st.integers(0, 6), max_size=3))
+    strides = [draw(st.integers(0, 40)) for _ in shape]
+    reach = 1 + sum((length - 1) * stride for length, stride in zip(shape, strides, strict=True) if length)
+    offset = draw(st.integers(0, max(0, flat.numel() - reach)))
+    view = flat.as_strided(shape, strides, flat.storage_offset() + offset)
+    return view.conj() if dtype.is_complex and draw(st.booleans()) else view
+
+
+_BASES = [random_tensor((20_000,), torch.uint8, seed) for seed in range(2)]
+_trees = st.recursive(
+    _views() | st.integers() | st.text(max_size=3),
+    lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=3), inner, max_size=5),
+    max_leaves=15,
+)
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.clone().resolve_conj()
+    if isinstance(value, dict):
+        return {key: _frozen(entry) for key, entry in value.items()}
+    return [_frozen(entry) for entry in value] if isinstance(value, list) else value
+
+
+@given(st.dictionaries(st.text(max_size=3), _trees, max_size=6))
+def test_random_views_survive_bit_by_bit(state: dict[str, Any]) -> None:
+    expected = _frozen(state)
+    saved = [base.clone() for base in _BASES]
+    staged = stage_once(state)
+    for base in _BASES:
+        base.bitwise_not_()
+    try:
+        assert_same(staged, expected)
+    finally:
+        for base, before in zip(_BASES, saved, strict=True):
+            base.copy_(before)

@@ -1,0 +1,342 @@
+"""What torch's DCP calls in a save and a load, in which order and from which frames, is still what we take it for.
+
+Nothing here tests dcp_s3 alone: see `test_torch_private`.
+"""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    FileSystemReader,
+    FileSystemWriter,
+    default_planner,
+)
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+from dcp_s3 import torch_private
+from tests.ranks import run_ranks
+from tests.relying import moved
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+# --- the order of calls ----------------------------------------------------------------------------------
+
+
+def _recording(cls: type, calls: list[str], names: list[str]) -> type:
+    def wrap(name: str) -> Callable[..., Any]:
+        def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return getattr(super(recorder, self), name)(*args, **kwargs)
+
+        # torch looks for "kwargs" in the signature.
+        method.__signature__ = inspect.signature(getattr(cls, name))  # type: ignore[attr-defined]
+        return method
+
+    recorder = type(f"Recording{cls.__name__}", (cls,), {name: wrap(name) for name in names})
+    return recorder
+
+
+def test_the_order_of_calls_in_a_load(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path)
+    calls: list[str] = []
+    reader = _recording(
+        FileSystemReader,
+        calls,
+        ["read_metadata", "set_up_storage_reader", "prepare_local_plan", "prepare_global_plan", "read_data"],
+    )
+    planner = _recording(
+        DefaultLoadPlanner, calls, ["set_up_planner", "create_local_plan", "create_global_plan", "finish_plan"]
+    )
+    dcp.load({"w": torch.zeros(3)}, storage_reader=reader(tmp_path), planner=planner())
+    assert calls == [
+        "read_metadata",
+        "set_up_planner",
+        "set_up_storage_reader",
+        "create_local_plan",
+        "prepare_local_plan",
+        "create_global_plan",
+        "prepare_global_plan",
+        "finish_plan",
+        "read_data",
+    ], moved(
+        "dcp.load calls in another order",
+        "the order in which S3StorageReader is called",
+    )
+
+
+def test_the_order_of_calls_in_a_save(tmp_path: Path) -> None:
+    calls: list[str] = []
+    writer = _recording(
+        FileSystemWriter,
+        calls,
+        ["reset", "set_up_storage_writer", "prepare_local_plan", "prepare_global_plan", "write_data", "finish"],
+    )
+    planner = _recording(
+        default_planner.DefaultSavePlanner,
+        calls,
+        ["set_up_planner", "create_local_plan", "create_global_plan", "finish_plan"],
+    )
+    dcp.save({"w": torch.ones(3)}, storage_writer=writer(tmp_path), planner=planner(), checkpoint_id=tmp_path)
+    assert calls == [
+        "reset",
+        "set_up_planner",
+        "set_up_storage_writer",
+        "create_local_plan",
+        "prepare_local_plan",
+        "create_global_plan",
+        "prepare_global_plan",
+        "finish_plan",
+        "write_data",
+        "finish",
+    ], moved("dcp.save calls in another order", "S3StorageWriter")
+
+
+@pytest.mark.parametrize("use_collectives", [True, False])
+def test_the_writer_is_told_rank_and_collectives(tmp_path: Path, use_collectives: bool) -> None:
+    told: list[dict[str, Any]] = []
+
+    class Writer(FileSystemWriter):
+        def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+            told.append(kwargs)
+            super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+
+    # Without a process group only the arguments matter, not whether the save then succeeds.
+    dcp.save({"w": torch.ones(3)}, storage_writer=Writer(tmp_path), use_collectives=use_collectives)
+    assert told == [{"rank": 0, "use_collectives": use_collectives}], moved(
+        f"set_up_storage_writer is given {told}", "saves without collectives"
+    )
+
+
+def test_the_loader_asks_for_the_ranks_metadata_if_there_is_none_of_all() -> None:
+    asked: list[dict[str, Any]] = []
+
+    class Reader(FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            asked.append(kwargs)
+            raise FileNotFoundError
+
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load({"w": torch.zeros(3)}, storage_reader=Reader("/nowhere"))
+    assert asked == [{}, {"rank": 0}], moved(
+        f"dcp.load asks for metadata with {asked}", "S3StorageReader.read_metadata(rank=...)"
+    )
+    assert isinstance(caught.value.failures[0][0], AssertionError), moved(
+        "dcp.load no longer replaces the error of read_metadata",
+        "_UnreadableMetadata in load/reader.py, which is then not needed",
+    )
+
+
+# --- the process group of a load -------------------------------------------------------------------------
+
+
+class _Asking(FileSystemReader):
+    """Notes what `find_load_group` says, in the places where somebody might ask."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.asked: list[torch_private.Caller | None] = []
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        self.asked.append(torch_private.find_load_group())
+        if len(self.asked) == 1 and self.missing:
+            raise FileNotFoundError
+        return super().read_metadata()
+
+    missing = False
+
+
+class _Curious(DefaultLoadPlanner):
+    def __init__(self, reader: _Asking) -> None:
+        super().__init__()
+        self.reader = reader
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        self.reader.read_metadata()
+        super().set_up_planner(*args, **kwargs)
+
+    def finish_plan(self, new_plan: Any) -> Any:
+        return new_plan
+
+
+def _ask(path: Path) -> None:
+    relied_on = "find_load_group, by which ranks read what several of them need once"
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=path)
+    rank = dist.get_rank()
+
+    reader = _Asking(path)
+    dcp.load({"w": torch.zeros(3)}, storage_reader=reader)
+    assert reader.asked == [(dist.group.WORLD, rank, 2, True)], moved("dcp.load hides its group", relied_on)
+
+    group = dist.new_group([1, 0])
+    reader = _Asking(path)
+    dcp.load({"w": torch.zeros(3)}, storage_reader=reader, process_group=group, planner=_Curious(reader))
+    first, second = reader.asked
+    assert first == (group, dist.get_rank(group), 2, False), moved("the group is another", relied_on)
+    assert second is None, moved("a planner's own call looks like the load's", relied_on)
+
+    reader = _Asking(path)
+    reader.missing = True
+    dcp.load({"w": torch.zeros(3)}, storage_reader=reader)
+    assert reader.asked[0] is not None, moved("dcp.load hides its group", relied_on)
+    assert reader.asked[1] is None, moved("the metadata of one rank is asked for by all at once", relied_on)
+
+    reader = _Asking(path)
+    dcp.load({"w": torch.zeros(3)}, storage_reader=reader, no_dist=True)
+    reader.read_metadata()
+    assert reader.asked == [None, None], moved("a load without a group has one", relied_on)
+
+
+def test_the_group_of_a_load_is_where_it_was(tmp_path: Path) -> None:
+    run_ranks(2, _ask, tmp_path)
+
+
+class _AskingWriter(FileSystemWriter):
+    """Asks for its group where S3StorageWriter does."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.asked: list[str | None] = []
+
+    def storage_meta(self) -> Any:
+        self.asked.append(torch_private.find_save_group())
+        return super().storage_meta()
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self.asked.append(torch_private.find_save_group())
+        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
+
+
+def _ask_in_saves(path: Path) -> None:
+    relied_on = "turns of saves that share a process group"
+    state, group = {"w": torch.zeros(3)}, dist.new_group(backend="gloo")
+    for each in (None, group):
+        writer = _AskingWriter(path)
+        dcp.save(state, storage_writer=writer, process_group=each)
+        name = (each or dist.group.WORLD).group_name
+        assert writer.asked[:2] == [name, name], moved("dcp.save hides its group", relied_on)
+    for apart in ({"no_dist": True}, {"use_collectives": False}):
+        writer = _AskingWriter(path / str(dist.get_rank()))
+        dcp.save(state, storage_writer=writer, **apart)
+        assert writer.asked[:2] == [None, None], moved("a save without collectives has a group", relied_on)
+
+
+def test_the_group_of_a_save_is_where_it_was(tmp_path: Path) -> None:
+    run_ranks(2, _ask_in_saves, tmp_path)
+
+
+def test_torchs_finish_plan_returns_what_it_was_given() -> None:
+    plan = LoadPlan([])
+    assert DefaultLoadPlanner().finish_plan(plan) is plan, moved(
+        "DefaultLoadPlanner.finish_plan changes the plan", "plain_finish: plans that are shared out stay what they are"
+    )
+
+
+def test_a_load_can_be_told_from_its_callers(tmp_path: Path) -> None:
+    found: list[bool] = []
+
+    class Reader(FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            found.append(torch_private.is_loading())
+            return super().read_metadata()
+
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path)
+    reader = Reader(tmp_path)
+    dcp.load({"w": torch.zeros(3)}, storage_reader=reader)
+    reader.read_metadata()
+    assert found == [True, False], moved("dcp.load lies elsewhere", "S3StorageReader(process_group=...)")
+
+
+def _first_looks(path: Path, *, missing: bool, planner: bool) -> list[bool]:
+    asked: list[bool] = []
+
+    class Reader(FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            asked.append(torch_private.is_first_look())
+            if missing and len(asked) == 1:
+                raise FileNotFoundError
+            return super().read_metadata()
+
+    reader: Any = Reader(path)
+    dcp.load({"w": torch.zeros(3)}, storage_reader=reader, planner=_Curious(reader) if planner else None)
+    reader.read_metadata()
+    return asked
+
+
+def test_the_first_look_of_a_load_can_be_told_from_others(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path)
+    relied_on = "S3StorageReader.read_metadata, which raises except to dcp.load"
+    for missing, planner in ((False, False), (False, True), (True, False)):
+        first, *others = _first_looks(tmp_path, missing=missing, planner=planner)
+        assert first, moved("dcp.load asks for metadata from elsewhere", relied_on)
+        assert not any(others), moved("other callers look like dcp.load", relied_on)
+
+
+# --- the future of an asynchronous save ------------------------------------------------------------------
+
+
+class _Noting(FileSystemWriter):
+    """Notes the futures that `find_upload_future` finds in this process, when it is used and when it is pickled."""
+
+    found: ClassVar[list[Any]] = []
+
+    def storage_meta(self) -> Any:
+        self.found.append(torch_private.find_upload_future())
+        return super().storage_meta()
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.found.append(torch_private.find_upload_future())
+        return self.__dict__.copy()
+
+
+def _save_and_find(path: Path) -> None:
+    relied_on = "boundary.py, which logs asynchronous saves that fail"
+    for kind in AsyncCheckpointerType:
+        _Noting.found.clear()
+        future = dcp.async_save(
+            {"w": torch.ones(3)}, storage_writer=_Noting(path / kind.name), async_checkpointer_type=kind
+        )
+        assert isinstance(future, Future)
+        future.result(60)
+        assert set(_Noting.found) == {future}, moved(f"the future of {kind} is not found", relied_on)
+    _Noting.found.clear()
+    dcp.save({"w": torch.ones(3)}, storage_writer=_Noting(path / "waited for"))
+    assert set(_Noting.found) == {None}, moved("a save that is waited for has a future", relied_on)
+
+
+def test_the_future_of_an_asynchronous_save_is_where_it_was(tmp_path: Path) -> None:
+    run_ranks(1, _save_and_find, tmp_path)
+
+
+class _Failing(DefaultSavePlanner):
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        self.staged = weakref.ref(state_dict["w"])
+        raise ZeroDivisionError
+
+
+def test_to_find_the_future_keeps_nothing_of_the_save(tmp_path: Path) -> None:
+    """Whoever keeps the future of a failed save keeps its traceback, with the frame in which it was found."""
+    planner = _Failing()
+    future: Any = dcp.async_save(
+        {"w": torch.ones(3)}, storage_writer=_Noting(tmp_path), planner=planner, use_collectives=False
+    )
+    trace = future.exception(60).__traceback__
+    assert trace.tb_frame.f_globals["__name__"] == "concurrent.futures.thread"
+    trace.tb_next = None
+    gc.collect()
+    assert planner.staged() is None, moved("the frame of the task keeps the state", "find_upload_future")
