@@ -26,7 +26,7 @@ from dcp_s3.limit import Cancelled, Deadline
 from dcp_s3.load.placement import Buffer, Reception
 from dcp_s3.load.plan import ReadRequest, Segment, plan_requests
 from dcp_s3.load.transfer import Transfer
-from dcp_s3.s3.connections import Tuning, connections_of
+from dcp_s3.s3.connections import Tuning, connections_of, likely_connections
 from dcp_s3.s3.download import ReadTarget, fetch_into
 from dcp_s3.s3.store import S3Store
 from dcp_s3.spill.local import LocalObjects
@@ -90,6 +90,11 @@ class Source:
     def connections(self) -> int:
         """The number of requests that a transfer begins with."""
         return connections_of(self._store, "download")
+
+    @property
+    def likely_connections(self) -> int:
+        """The number of requests that a transfer will likely come to."""
+        return likely_connections(self._store, "download")
 
     def tuning(self, *, resize: Callable[[int], None], is_busy: Callable[[], bool], most: int) -> Tuning:
         """Adapts the number of requests of one transfer; see `Tuning`."""

@@ -157,7 +157,7 @@ class LoadExecutor:
         segments = [segment for transfer in transfers for segment in transfer.segments()]
         total = sum([stop - start for start, stop, _ in segments])
         largest = plan_part_size(
-            total, connections=self.source.connections, ranks=world_size(), most=settings.max_part_size,
+            total, connections=self.source.likely_connections, ranks=world_size(), most=settings.max_part_size,
             requests_per_second=GETS_PER_SECOND,
         )  # fmt: skip
         if settings.part_size != "auto":

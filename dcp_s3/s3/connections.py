@@ -30,6 +30,8 @@ Direction = Literal["upload", "download"]
 
 _TICK_SECONDS = 0.05
 _CALM_SECONDS = 1.0  # without throttling before more connections are tried
+# More connections move no more where the CPUs are busy, and cost more of them.
+_IDLE, _CPU_SECONDS = 0.1, 0.15
 
 
 @dataclass
@@ -58,6 +60,12 @@ def connections_of(store: S3Store | AsyncS3Store, direction: Direction) -> int:
         return min(_link_of(store, direction).width.connections, store.settings.max_connections)
 
 
+def likely_connections(store: S3Store, direction: Direction) -> int:
+    """The number of connections that a transfer will likely come to: what its parts are to be shared among."""
+    with _lock:
+        return min(_link_of(store, direction).width.likely, store.settings.max_connections)
+
+
 def most_connections(store: S3Store | AsyncS3Store) -> int:
     """The most data requests that one transfer has in flight now, whatever its direction."""
     return max(connections_of(store, direction) for direction in get_args(Direction))
@@ -69,6 +77,31 @@ def _link_of(store: S3Store | AsyncS3Store, direction: Direction) -> _Link:
     if link is None:
         link = _links[key] = _Link(Width(first_width(_cores(), local_world_size())))
     return link
+
+
+class _IdleShare:
+    """The share of the host's CPU time that nobody used since the last look."""
+
+    def __init__(self) -> None:
+        self._before = _cpu_times()
+
+    def look(self) -> float:
+        """From 0 to 1; 1 where the system does not tell."""
+        before, self._before = self._before, _cpu_times()
+        if before is None or self._before is None:
+            return 1.0
+        idle, total = (now - then for now, then in zip(self._before, before, strict=True))
+        return idle / total if total > 0 else 1.0
+
+
+def _cpu_times() -> tuple[int, int] | None:
+    """Idle time and all time of the host's CPUs since it started, in ticks (Linux; see proc(5), stat)."""
+    try:
+        with open("/proc/stat") as file:
+            fields = [int(field) for field in file.readline().split()[1:9]]
+        return fields[3] + fields[4], sum(fields)
+    except (OSError, ValueError, IndexError):
+        return None
 
 
 def _cores() -> int:
@@ -148,14 +181,17 @@ class Tuning:
 
     def _run(self) -> None:
         width, at, before = self._link.width, time.monotonic(), 0
+        cpu, idle, looked_at = _IdleShare(), 1.0, at
         while not self._ended.wait(_TICK_SECONDS):
             now = time.monotonic()
             seconds, at = now - at, now
             count, before = self._count - before, self._count
+            if now - looked_at >= _CPU_SECONDS:
+                idle, looked_at = cpu.look(), now
             counts = self._is_busy() and self._gate.is_calm(_CALM_SECONDS)
             with _lock:
                 if counts and self._link.users == 1 and width.connections <= self._ceiling:
-                    width.moved(seconds, count, self._ceiling)
+                    width.moved(seconds, count, self._ceiling if idle >= _IDLE else width.connections)
                 else:
                     width.interrupted()
                 connections, rate = min(width.connections, self._ceiling), width.rate

@@ -20,16 +20,15 @@ _PART_SIZE_STEP = 2**20
 PUTS_PER_SECOND = 3500
 GETS_PER_SECOND = 5500
 _CONNECTION_RATE = 90e6  # bytes per second
-_PARTS_EACH = 2
-_SMALL_PART = 8 * 2**20
+_SMALL_PART, _GOOD_PART = 8 * 2**20, 32 * 2**20
 
 
 def plan_part_size(total: int, *, connections: int, ranks: int, most: int, requests_per_second: int) -> int:
     """Bytes of a part or ranged GET, if one of ``ranks`` ranks moves ``total`` bytes.
 
-    Every connection gets two, so that none has much to do when the others are done; of 8 MiB at least, because each
-    costs a millisecond of CPU. Larger ones where otherwise all ranks together would make more requests than S3 takes:
-    as many connections as have a part send it in its bytes over 90 MB/s.
+    Every connection gets two, so that none has much to do when the others are done, or one if two would be small,
+    because each costs a millisecond of CPU. Larger ones where otherwise all ranks together would make more requests
+    than S3 takes: as many connections as have a part send it in its bytes over 90 MB/s.
 
     Args:
         total: bytes of this rank.
@@ -38,8 +37,8 @@ def plan_part_size(total: int, *, connections: int, ranks: int, most: int, reque
         most: highest result, but for S3's limit on requests.
         requests_per_second: that limit.
     """
-    share = -(-total // (_PARTS_EACH * connections))
-    size = min(most, max(_SMALL_PART, share))
+    share = -(-total // connections)
+    size = min(most, max(_SMALL_PART, min(share, _GOOD_PART), share // 2))
     all_send = ranks * connections * _CONNECTION_RATE / requests_per_second
     some_send = math.sqrt(ranks * total * _CONNECTION_RATE / requests_per_second)
     size = max(size, min(math.ceil(min(all_send, some_send)), MAX_PART_SIZE))

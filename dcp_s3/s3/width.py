@@ -11,24 +11,24 @@ _SETTLE_SECONDS = 0.1
 """After a change, until new connections are made and answered."""
 _WINDOW_SECONDS = 0.2
 """For which bytes are counted before one number of connections is compared with another."""
-_GROWTH = 2.0
+_FEW, _MANY = 8, 32
 _WORTH = 1.1
-"""The least by which the bytes per second must rise when connections double."""
+"""The least by which the bytes per second must rise when connections are added."""
 _TRY_AGAIN_SECONDS = 20.0
 """Of moving bytes, after which more connections are tried again."""
 
 
 def first_width(cores: float, ranks: int) -> int:
-    """The number of connections to begin with, where nothing is known.
+    """The number of connections to begin with, where nothing is known: four for each core of a process.
 
-    A connection to S3 takes about a tenth of a core, so eight a core is more than its processes can use; 32 of them
-    carry 2.7 GiB/s, which few processes exceed.
+    32 carry 2.7 GiB/s from S3, which few processes exceed. Where there are few cores, more connections than needed
+    cost the most.
 
     Args:
-        cores: CPU cores of the host that its processes may use.
+        cores: CPU cores of the host.
         ranks: processes on the host.
     """
-    return max(8, min(32, round(8 * cores / ranks)))
+    return max(_FEW, min(_MANY, round(4 * cores / ranks)))
 
 
 class Width:
@@ -46,6 +46,11 @@ class Width:
         self._smaller: tuple[int, float] | None = None
         self._held = _TRY_AGAIN_SECONDS
         self._begin()
+
+    @property
+    def likely(self) -> int:
+        """The number of connections that a transfer which begins now will likely come to."""
+        return self.connections if self._held < _TRY_AGAIN_SECONDS else max(self.connections, _MANY)
 
     def _begin(self) -> None:
         self._settling = _SETTLE_SECONDS
@@ -81,7 +86,7 @@ class Width:
             self._change(smaller[0])
         elif self._held >= _TRY_AGAIN_SECONDS and self.connections < most:
             self._smaller = self.connections, self.rate
-            self._change(min(most, round(self.connections * _GROWTH)))
+            self._change(min(most, max(2 * self.connections, _MANY)))
 
     def _change(self, connections: int) -> None:
         self.connections = connections

@@ -17,7 +17,7 @@ from dcp_s3.errors import DeadlineExceededError, SpillError, TransferError
 from dcp_s3.format.layout import data_object
 from dcp_s3.format.manifest import ObjectEntry
 from dcp_s3.limit import Cancelled
-from dcp_s3.s3.connections import connections_of
+from dcp_s3.s3.connections import connections_of, likely_connections
 from dcp_s3.s3.parts import PUTS_PER_SECOND, choose_part_size, plan_part_size
 from dcp_s3.s3.store import S3Store
 from dcp_s3.s3.upload import WAITING_PARTS, ObjectUpload, UploadedObject, Uploader
@@ -103,7 +103,7 @@ def write_buckets(
     if part_size == "auto":
         total = sum(planned.size for planned in buckets)
         part_size = plan_part_size(
-            total, connections=connections, ranks=ranks, most=settings.max_part_size,
+            total, connections=likely_connections(store, "upload"), ranks=ranks, most=settings.max_part_size,
             requests_per_second=PUTS_PER_SECOND,
         )  # fmt: skip
     chunk_size = min(part_size, settings.max_part_size)

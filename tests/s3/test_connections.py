@@ -48,7 +48,9 @@ class Scripted(Width):
 
 
 @pytest.fixture(autouse=True)
-def anew() -> Iterator[None]:
+def anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Nothing is known, and the host has time."""
+    monkeypatch.setattr(connections._IdleShare, "look", lambda _: 1.0)
     connections._links.clear()
     yield
     connections._links.clear()
@@ -152,7 +154,16 @@ def test_what_was_found_is_kept_and_told(faulty: FaultyServer, monkeypatch: pyte
 
 
 @pytest.mark.parametrize(
-    ("total", "part"), [(1, 8), (128 * MIB, 8), (1024 * MIB, 16), (4096 * MIB, 64), (100 * 1024 * MIB, 64)]
+    ("total", "part"),
+    [
+        (1, 8),
+        (128 * MIB, 8),
+        (256 * MIB, 8),
+        (1024 * MIB, 32),
+        (3072 * MIB, 48),
+        (4096 * MIB, 64),
+        (100 * 1024 * MIB, 64),
+    ],
 )
 def test_every_connection_has_parts_to_send(total: int, part: int) -> None:
     found = plan_part_size(total, connections=32, ranks=1, most=64 * MIB, requests_per_second=PUTS_PER_SECOND)
