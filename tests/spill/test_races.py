@@ -82,9 +82,9 @@ def test_the_drain_of_an_earlier_save_does_not_make_the_next_one_fail(
     spill.save(url, large_state(1), overwrite=True)
     write = save_module.write_buckets
 
-    def write_after_the_drain(*arguments: Any) -> Any:
+    def write_after_the_drain(*arguments: Any, **options: Any) -> Any:
         assert spill.drain().committed == [url]
-        return write(*arguments)
+        return write(*arguments, **options)
 
     monkeypatch.setattr(save_module, "write_buckets", write_after_the_drain)
     writer = S3StorageWriter(url, overwrite=True)
