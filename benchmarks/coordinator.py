@@ -72,7 +72,7 @@ from tests.memory_s3 import MemoryS3Process
 
 T = TypeVar("T")
 
-_CHUNK = torch.Size((256, 1024))  # fp32: 1 MiB
+_CHUNK = torch.Size((256, 1024))  # of fp32: 1 MiB
 _NBYTES = 4 * _CHUNK.numel()
 _NORM = torch.Size((1024,))
 _REPLICAS = 8
@@ -194,7 +194,9 @@ def _load(clock: _Clock, state: State, ranks: int, reader: S3StorageReader) -> N
     for name, saved in (("same cut", ranks), ("HSDP", max(1, ranks // _REPLICAS)), ("replicated", 1)):
         reader.set_up_storage_reader(metadata if saved == ranks else _checkpoint(state, saved), True)
         with _no_collector():
-            plans = _receive([read_plan(state, saved, rank * saved // ranks) for rank in range(ranks)])
+            sent = [read_plan(state, saved, shard) for shard in range(saved)]
+            plans = [pickle.loads(sent[rank * saved // ranks]) for rank in range(ranks)]
+        del sent
         for rank, plan in enumerate(plans):
             plan.storage_data = Offer(rank, ranks)
         clock.items = sum(len(plan.items) for plan in plans)
@@ -206,20 +208,21 @@ def _load(clock: _Clock, state: State, ranks: int, reader: S3StorageReader) -> N
 
 def local_plan(state: State, ranks: int, rank: int) -> SavePlan:
     """What torch's planner makes of the state of a rank."""
-    offset, size = torch.Size((rank * _CHUNK[0], 0)), torch.Size((ranks * _CHUNK[0], _CHUNK[1]))
-    norm, properties = torch.Size((0,)), TensorProperties(torch.float32)
-    items = [_write_item(WriteItemType.SHARD, fqn, offset, _CHUNK, size, properties) for fqn in state.sharded]
-    items += [_write_item(WriteItemType.TENSOR, fqn, norm, _NORM, _NORM, properties) for fqn in state.replicated]
+    rows, columns = _CHUNK
+    whole = (ranks * rows, columns)
+    items = [_write_item(WriteItemType.SHARD, fqn, (rank * rows, 0), _CHUNK, whole) for fqn in state.sharded]
+    items += [_write_item(WriteItemType.TENSOR, fqn, (0,), _NORM, _NORM) for fqn in state.replicated]
     objects = [*state.objects, *state.own_names(rank)]
     items += [WriteItem(MetadataIndex(fqn), WriteItemType.BYTE_IO) for fqn in objects]
     return SavePlan(items, planner_data={item.index.fqn: tuple(item.index.fqn.split(".")) for item in items})
 
 
 def _write_item(
-    kind: WriteItemType, fqn: str, offset: torch.Size, sizes: torch.Size, size: torch.Size, properties: TensorProperties
+    kind: WriteItemType, fqn: str, offset: Sequence[int], sizes: Sequence[int], whole: Sequence[int]
 ) -> WriteItem:
-    chunk = ChunkStorageMetadata(offset, sizes)
-    return WriteItem(MetadataIndex(fqn, offset), kind, tensor_data=TensorWriteData(chunk, properties, size))
+    chunk = ChunkStorageMetadata(torch.Size(offset), torch.Size(sizes))
+    data = TensorWriteData(chunk, TensorProperties(torch.float32), torch.Size(whole))
+    return WriteItem(MetadataIndex(fqn, offset), kind, tensor_data=data)
 
 
 def results_of(rank: int, plan: SavePlan) -> list[WriteResult]:
@@ -240,20 +243,18 @@ def results_of(rank: int, plan: SavePlan) -> list[WriteResult]:
 
 def read_plan(state: State, saved: int, shard: int) -> bytes:
     """The pickled plan of a rank that loads one of ``saved`` shards."""
-    offset = torch.Size((shard * _CHUNK[0], 0))
-    items = [_read_item(fqn, offset, shard, _CHUNK) for fqn in state.sharded]
-    items += [_read_item(fqn, torch.Size((0,)), 0, _NORM) for fqn in state.replicated]
+    items = _read_items(state.sharded, torch.Size((shard * _CHUNK[0], 0)), shard, _CHUNK)
+    items += _read_items(state.replicated, torch.Size((0,)), 0, _NORM)
     zero = torch.Size((0,))
     for fqn in (*state.objects, *state.own_names(shard)):
-        index = MetadataIndex(fqn)
-        items.append(ReadItem(LoadItemType.BYTE_IO, index, zero, index, zero, zero))
+        items.append(ReadItem(LoadItemType.BYTE_IO, MetadataIndex(fqn), zero, MetadataIndex(fqn), zero, zero))
     return pickle.dumps(LoadPlan(items))
 
 
-def _read_item(fqn: str, offset: torch.Size, number: int, sizes: torch.Size) -> ReadItem:
-    begin = torch.Size([0] * len(sizes))
-    dest, storage = MetadataIndex(fqn, offset, 0), MetadataIndex(fqn, offset, number)
-    return ReadItem(LoadItemType.TENSOR, dest, begin, storage, begin, sizes)
+def _read_items(names: Sequence[str], offset: torch.Size, number: int, sizes: torch.Size) -> list[ReadItem]:
+    tensor, begin = LoadItemType.TENSOR, torch.Size([0] * len(sizes))
+    pairs = [(MetadataIndex(fqn, offset, 0), MetadataIndex(fqn, offset, number)) for fqn in names]
+    return [ReadItem(tensor, dest, begin, storage, begin, sizes) for dest, storage in pairs]
 
 
 # --- the coordinator's surroundings -----------------------------------------------------------------
@@ -344,7 +345,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--items", type=int, default=500, help="of a rank; default: %(default)s")
     parser.add_argument("--json", type=Path, default=RESULTS / "coordinator.json", help="default: %(default)s")
     options = parser.parse_args(arguments)
-    found = {}
+    found: dict[int, Steps] = {}
     os.environ |= {"AWS_ACCESS_KEY_ID": "benchmark", "AWS_SECRET_ACCESS_KEY": "benchmark", "AWS_REGION": "us-east-1"}
     for ranks in options.ranks:
         with MemoryS3Process() as server:
@@ -352,13 +353,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             config = Config(s3={"addressing_style": "path"})
             boto3.client("s3", endpoint_url=server.endpoint_url, config=config).create_bucket(Bucket="bench")
             found[ranks] = simulate(ranks, options.items, "s3://bench/run/step-1", settings)
-    show(found, Console(width=None if sys.stdout.isatty() else 140))
-    options.json.parent.mkdir(parents=True, exist_ok=True)
-    facts = {
-        "machine": machine(), "items": options.items,
-        "ranks": {ranks: {name: asdict(step) for name, step in steps.items()} for ranks, steps in found.items()},
-    }  # fmt: skip
-    options.json.write_text(json.dumps(facts, indent=1, default=str) + "\n")
+        show(found, Console(width=None if sys.stdout.isatty() else 140))
+        _write(options.json, options.items, found)
+
+
+def _write(file: Path, items: int, found: dict[int, Steps]) -> None:
+    ranks = {ranks: {name: asdict(step) for name, step in steps.items()} for ranks, steps in found.items()}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps({"machine": machine(), "items": items, "ranks": ranks}, indent=1, default=str) + "\n")
 
 
 if __name__ == "__main__":
