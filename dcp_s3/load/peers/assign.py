@@ -142,7 +142,12 @@ def _find_wanted(
     metadata: Metadata, plans: Sequence[Sequence[ReadItem]], teams: dict[tuple[_Need, ...], list[int]]
 ) -> tuple[dict[tuple[object, ...], _Boxes], list[int]]:
     """The boxes that are needed of chunks that several ranks need, by name and offset of the chunk; and for each team,
-    the bytes that one of its ranks fetches of other chunks."""
+    about how many bytes one of its ranks fetches of other chunks."""
+    itemsizes = {
+        fqn: saved.properties.dtype.itemsize
+        for fqn, saved in metadata.state_dict_metadata.items()
+        if isinstance(saved, TensorStorageMetadata)
+    }
     counts: Counter[object] = Counter()
     for needs in teams:
         counts.update({where for where, _ in needs})
@@ -152,7 +157,7 @@ def _find_wanted(
         items, alone = plans[ranks[0]], len(ranks) == 1
         for number, (where, box) in enumerate(needs):
             if alone and counts[where] == 1:
-                direct[team] += _estimate(metadata, where[0], box[1])
+                direct[team] += box[1].numel() * itemsizes.get(where[0], 0)
                 continue
             boxes = wanted.get(where)
             if boxes is None:
@@ -167,12 +172,6 @@ def _find_wanted(
 
 def _is_object(boxes: _Boxes) -> bool:
     return next(iter(boxes.values()))[0].type == LoadItemType.BYTE_IO
-
-
-def _estimate(metadata: Metadata, fqn: str, lengths: torch.Size) -> int:
-    """Rough number of bytes that an item fetches if no other rank needs it."""
-    saved = metadata.state_dict_metadata.get(fqn)
-    return lengths.numel() * saved.properties.dtype.itemsize if isinstance(saved, TensorStorageMetadata) else 0
 
 
 def _find_wants(
