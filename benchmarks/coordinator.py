@@ -343,9 +343,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--ranks",
         type=lambda text: sorted({int(number) for number in text.split(",")}),
-        default=[256, 1024, 4096],
+        default=[256, 1024],
         metavar="N,...",
-        help="default: 256,1024,4096",
+        help="default: 256,1024",
     )
     parser.add_argument("--items", type=int, default=500, help="of a rank; default: %(default)s")
     parser.add_argument("--json", type=Path, default=RESULTS / "coordinator.json", help="default: %(default)s")
