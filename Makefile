@@ -59,6 +59,7 @@ bench: $(DEV) ## save and load, the stall of training, spilling, against other b
 	@$(PY) -m benchmarks.small_tensors
 	@$(PY) -m benchmarks.foreign
 	@$(PY) -m benchmarks.planning
+	@$(PY) -m benchmarks.coordinator
 	@$(PY) -m benchmarks.hedging
 
 clean: ## remove .venv, caches and build output

@@ -7,6 +7,8 @@ checked, and the rest is made plain data. Only then do mirrors become instances 
 
 from __future__ import annotations
 
+import copyreg
+import functools
 import io
 import math
 import operator
@@ -53,11 +55,49 @@ _CHECKED = {
 }  # fmt: skip
 _MIRRORS = {cls: (MIRRORS[cls], checked) for cls, checked in _CHECKED.items()}
 _set = object.__setattr__  # for instances whose class refuses it
+_new = copyreg.__newobj__  # type: ignore[attr-defined]  # makes an instance without its constructor: what pickles call
 
 
 def dump_metadata(metadata: Metadata) -> bytes:
-    """Pickle ``.metadata`` as torch's FileSystemWriter does."""
-    return pickle.dumps(metadata)
+    """Pickle ``.metadata`` as torch's FileSystemWriter does.
+
+    Each rank has sent names and shapes of its own. Here one pickled object stands for all that are equal.
+    """
+    stream = io.BytesIO()
+    pickler = pickle.Pickler(stream)
+    pickler.dispatch_table = copyreg.dispatch_table | _reducers()
+    pickler.dump(metadata)
+    return stream.getvalue()
+
+
+def _reducers() -> dict[type, Callable[[Any], Any]]:
+    """How to pickle what there is one of for each item: in half of the time that their classes' own way takes."""
+    names: dict[str, str] = {}
+    shapes: dict[torch.Size, torch.Size] = {}
+    name, shape, size = names.setdefault, shapes.setdefault, torch.Size
+
+    def reduce_index(index: MetadataIndex) -> Any:
+        state = vars(index).copy()
+        fqn, offset = index.fqn, index.offset
+        state["fqn"] = name(fqn, fqn)
+        if type(offset) is size:
+            state["offset"] = shape(offset, offset)
+        return _new, (MetadataIndex,), state
+
+    def reduce_chunk(chunk: ChunkStorageMetadata) -> Any:
+        state = vars(chunk).copy()
+        offsets, sizes = chunk.offsets, chunk.sizes
+        if type(offsets) is type(sizes) is size:
+            state["offsets"], state["sizes"] = shape(offsets, offsets), shape(sizes, sizes)
+        return _new, (ChunkStorageMetadata,), state
+
+    def reduce_info(info: StorageInfo) -> Any:
+        state = vars(info)
+        if None in state.values():
+            state = {name: value for name, value in state.items() if value is not None}  # as torch does
+        return _new, (StorageInfo,), state
+
+    return {MetadataIndex: reduce_index, ChunkStorageMetadata: reduce_chunk, StorageInfo: reduce_info}
 
 
 def load_metadata(data: bytes, *, url: str) -> Metadata:
@@ -95,6 +135,7 @@ class _Checks:
     def __init__(self, url: str) -> None:
         self._url = url
         self._settler = Settler()
+        self._fits = functools.cache(_fits)  # tensors are cut alike
 
     def check(self, metadata: Any) -> Metadata:
         if type(metadata) is not MIRRORS[Metadata] or type(vars(metadata).get("state_dict_metadata")) is not dict:
@@ -134,9 +175,7 @@ class _Checks:
                 return False
             found = chunk.__dict__
             offsets, sizes = found.get("offsets"), found.get("sizes")
-            if not _is_shape(offsets) or not _is_shape(sizes) or not len(offsets) == len(sizes) == len(size):
-                return False
-            if any(map(operator.gt, map(operator.add, offsets, sizes), size)):
+            if not type(offsets) is type(sizes) is torch.Size or not self._fits(offsets, sizes, size):
                 return False
         return True
 
@@ -195,6 +234,13 @@ class _Checks:
 
 def _is_shape(value: Any) -> TypeGuard[torch.Size]:
     return type(value) is torch.Size and (not value or min(value) >= 0)
+
+
+def _fits(offsets: torch.Size, sizes: torch.Size, size: torch.Size) -> bool:
+    """Whether a chunk lies inside a tensor of shape ``size``."""
+    if not _is_shape(offsets) or not _is_shape(sizes) or not len(offsets) == len(sizes) == len(size):
+        return False
+    return not any(map(operator.gt, map(operator.add, offsets, sizes), size))
 
 
 def _is_index(get: Callable[..., Any]) -> bool:

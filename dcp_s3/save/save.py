@@ -25,6 +25,7 @@ from dcp_s3.checkpoint.commit_state import (
     find_state,
 )
 from dcp_s3.checkpoint.completeness import Beginning
+from dcp_s3.collector import collector_paused
 from dcp_s3.errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -198,23 +199,24 @@ class Save:
             CheckpointExistsError, StorageError
         """
         self._deadline = self._deadline or self._start_deadline()
-        metadata.version = CURRENT_DCP_VERSION
-        metadata.storage_data = {result.index: result.storage_data for rank in results for result in rank}
-        metadata.storage_meta = self.storage_meta
         for rank, written in enumerate(results):
             if isinstance(written, _RankResults):
                 self._check_same_save(written.url, rank)
-        ours = [result for rank in results for result in rank if isinstance(result, ItemWriteResult)]
-        entries = [result.object_entry for result in ours if result.object_entry is not None]
-        commit = make_commit(
-            self._identity,
-            # A copy: with plan caching, the next save gets this very object while it is being pickled.
-            dataclasses.replace(metadata),
-            entries,
-            world_size=len(results) if self._use_collectives else world_size(),
-            metrics=self._options.metrics,
-            started_at=self._beginning.at,
-        )
+        with collector_paused():
+            all_results = [result for rank in results for result in rank]
+            ours = [result for result in all_results if isinstance(result, ItemWriteResult)]
+            metadata.version = CURRENT_DCP_VERSION
+            metadata.storage_data = {result.index: result.storage_data for result in all_results}
+            metadata.storage_meta = self.storage_meta
+            commit = make_commit(
+                self._identity,
+                # A copy: with plan caching, the next save gets this very object while it is being pickled.
+                dataclasses.replace(metadata),
+                [result.object_entry for result in ours if result.object_entry is not None],
+                world_size=len(results) if self._use_collectives else world_size(),
+                metrics=self._options.metrics,
+                started_at=self._beginning.at,
+            )
         self._commit(commit, spilled=any(result.spilled for result in ours))
 
     # --- after the save -----------------------------------------------------------------------------

@@ -57,6 +57,39 @@ def test_round_trip() -> None:
     assert load_metadata(dump_metadata(_metadata()), url=URL) == _metadata()
 
 
+def test_what_many_ranks_sent_is_pickled_once() -> None:
+    def sent(rank: int) -> tuple[MetadataIndex, ChunkStorageMetadata]:
+        """With a name and shapes of its own, as if it had come from another process."""
+        offset, sizes = torch.Size([4 * rank, 0]), torch.Size([4, 8])
+        return MetadataIndex("".join(["layer", ".w"]), [4 * rank, 0], rank), ChunkStorageMetadata(offset, sizes)
+
+    indices, chunks = zip(*map(sent, range(3)), strict=True)
+    entry = TensorStorageMetadata(TensorProperties(), torch.Size([12, 8]), list(chunks))
+    storage = {index: make_storage_info(f"__{n}_0.distcp", 0, 200) for n, index in enumerate(indices)}
+    metadata = Metadata({"layer.w": entry}, storage_data=storage)
+    found = pickle.loads(dump_metadata(metadata))
+    assert found == metadata
+    assert [vars(index) for index in found.storage_data] == list(map(vars, indices)), "with the hints"
+    assert len({id(index.fqn) for index in found.storage_data}) == 1
+    (saved,) = found.state_dict_metadata.values()
+    assert len({id(chunk.sizes) for chunk in saved.chunks}) == 1
+    for index, chunk in zip(found.storage_data, saved.chunks, strict=True):
+        assert index.offset is chunk.offsets
+    assert indices[0].offset is not chunks[0].offsets, "what DCP keeps is as it was"
+    assert not any("transform_descriptors" in vars(info) for info in found.storage_data.values())
+
+
+def test_fields_that_are_not_torch_s_are_pickled_as_they_are() -> None:
+    metadata = _metadata()
+    (index,) = metadata.storage_data
+    (chunk,) = metadata.state_dict_metadata["w"].chunks  # type: ignore[union-attr]
+    vars(index)["later"], vars(chunk)["later"] = 1, 2
+    vars(chunk)["sizes"] = [4]  # not hashable
+    found = pickle.loads(dump_metadata(metadata))
+    assert [vars(each) for each in found.storage_data] == [vars(index)]
+    assert vars(found.state_dict_metadata["w"].chunks[0]) == vars(chunk)
+
+
 def test_what_planners_may_add() -> None:
     metadata = _metadata()
     metadata.planner_data = [collections.OrderedDict(a={1, 2}), frozenset({3}), 1j, b"b", torch.float8_e4m3fn, slice(1)]

@@ -2,6 +2,8 @@
 
     items of all ranks -> saved chunks -> those that are shared -> parts -> pieces -> owners
 
+Ranks that need the same, such as replicas, are a team. Teams are looked at, not ranks, until the owners are chosen.
+
 A chunk is shared as a whole or not at all: if the ranks, each on its own, would together fetch at least a quarter more
 bytes than one rank would for all. Its parts are cut where its checksums are, so that any rank that fetches one can
 verify it.
@@ -10,9 +12,13 @@ verify it.
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+import functools
+import operator
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
@@ -38,7 +44,11 @@ MAX_OBJECTS = 256 * 2**20
 _MAX_BLOCK = 64 * 2**20  # a chunk with longer ones is not shared
 _MAX_GAP = 64 * 2**10  # gaps between two parts up to this many bytes are fetched and dropped: the framing of items
 _SMALL = 2**20  # parts up to here share a piece with their neighbours; no part is cut for less
-_RANK = 32  # bits of the number of an item
+_TEAM = 32  # bits of the number of an item
+
+_Need = tuple[tuple[str, torch.Size | None], tuple[torch.Size, torch.Size]]  # name and offset of a chunk; a box of it
+_where = operator.attrgetter("storage_index.fqn", "storage_index.offset")
+_box = operator.attrgetter("storage_offsets", "lengths")
 
 
 class _Want(NamedTuple):
@@ -47,16 +57,17 @@ class _Want(NamedTuple):
     box: Box
     span: tuple[int, int]  # elements of the chunk, if the box is exactly these; else empty
     runs: tuple[tuple[int, int], ...]  # bytes of the chunk to fetch for it, in whole blocks
-    users: list[int]  # rank << 32 | number of the item
+    users: list[int]  # team << 32 | number of the item
+    total: int  # number of these items on all ranks
 
 
 class _Users(NamedTuple):
-    """Who needs parts of a chunk. By rank: the items, in order, and the numbers of their wants."""
+    """Who needs parts of a chunk. By team: the items, in order, and the numbers of their wants."""
 
     wants: tuple[_Want, ...]
     items: dict[int, tuple[int, ...]]
     kinds: dict[int, tuple[int, ...]]
-    ranks: tuple[int, ...]
+    teams: tuple[int, ...]
 
 
 class _Part(NamedTuple):
@@ -88,79 +99,90 @@ def plan_sharing(
     Returns:
         An assignment for each rank, None if there is nothing to share. The same arguments give the same result.
     """
-    direct = [0] * len(plans)
+    teams = _find_teams(plans)
+    wanted, direct = _find_wanted(metadata, plans, teams)
     objects = 0
     parts: list[_Part] = []
-    wanted = _find_wanted(plans)
-    if all(_one_rank(boxes) for boxes in wanted.values()):
-        return None
-    covers: dict[tuple[object, ...], _Cover | None] = {}  # models repeat their shapes
+    sizes = [len(ranks) for ranks in teams.values()]
+    # Models repeat their shapes.
+    covers: dict[tuple[object, ...], _Cover | None] = {}
+    cut = functools.cache(functools.partial(_cut, max_piece))
     for boxes in wanted.values():
-        if _one_rank(boxes):
-            for item, users in boxes.values():
-                direct[users[0] >> _RANK] += _estimate(metadata, item) * len(users)
-            continue
-        chunk, wants = _find_wants(metadata, boxes, covers, max_gap, max_piece)
+        chunk, wants = _find_wants(metadata, boxes, sizes, covers, max_gap, max_piece)
         if chunk is not None and _is_object(boxes):
             objects += chunk.nbytes
             chunk = chunk if objects <= max_objects else None
-        found = _share(chunk, wants, max_piece) if chunk is not None else []
+        found = _share(chunk, wants, cut) if chunk is not None else []
         parts += found
         if not found:
             for want in wants:
-                cost = _cost(want)
+                cost = _size(want.runs)
                 for user in want.users:
-                    direct[user >> _RANK] += cost
+                    direct[user >> _TEAM] += cost
     if not parts:
         return None
     pieces = _coalesce(parts, max_piece)
-    order = _choose_owners(pieces, direct)
-    return _tell(plans, pieces, order)
+    ranks = list(teams.values())
+    order = _choose_owners(pieces, ranks, direct)
+    return _tell(plans, pieces, ranks, order)
+
+
+def _find_teams(plans: Sequence[Sequence[ReadItem]]) -> dict[tuple[_Need, ...], list[int]]:
+    """The ranks of each team, by what they need, in the order of their first ranks."""
+    teams: dict[tuple[_Need, ...], list[int]] = {}
+    for rank, items in enumerate(plans):
+        teams.setdefault(tuple(zip(map(_where, items), map(_box, items), strict=True)), []).append(rank)
+    return teams
 
 
 _Boxes = dict[tuple[object, ...], tuple[ReadItem, list[int]]]  # boxes of one chunk: an example, and who needs it
 
 
-def _find_wanted(plans: Sequence[Sequence[ReadItem]]) -> dict[tuple[object, ...], _Boxes]:
-    """Collect the boxes that are needed, by name and offset of the chunk."""
+def _find_wanted(
+    metadata: Metadata, plans: Sequence[Sequence[ReadItem]], teams: dict[tuple[_Need, ...], list[int]]
+) -> tuple[dict[tuple[object, ...], _Boxes], list[int]]:
+    """The boxes that are needed of chunks that several ranks need, by name and offset of the chunk; and for each team,
+    about how many bytes one of its ranks fetches of other chunks."""
+    itemsizes = {
+        fqn: saved.properties.dtype.itemsize
+        for fqn, saved in metadata.state_dict_metadata.items()
+        if isinstance(saved, TensorStorageMetadata)
+    }
+    counts: Counter[object] = Counter()
+    for needs in teams:
+        counts.update({where for where, _ in needs})
     wanted: dict[tuple[object, ...], _Boxes] = {}
-    for rank, items in enumerate(plans):
-        for number, item in enumerate(items, rank << _RANK):
-            index = item.storage_index
-            where = (index.fqn, index.offset)
+    direct = [0] * len(teams)
+    for team, (needs, ranks) in enumerate(teams.items()):
+        items, alone = plans[ranks[0]], len(ranks) == 1
+        for number, (where, box) in enumerate(needs):
+            if alone and counts[where] == 1:
+                direct[team] += box[1].numel() * itemsizes.get(where[0], 0)
+                continue
             boxes = wanted.get(where)
             if boxes is None:
                 boxes = wanted[where] = {}
-            box = (item.storage_offsets, item.lengths)
             found = boxes.get(box)
             if found is None:
-                boxes[box] = (item, [number])
+                boxes[box] = (items[number], [team << _TEAM | number])
             else:
-                found[1].append(number)
-    return wanted
-
-
-def _one_rank(boxes: _Boxes) -> bool:
-    if len(boxes) == 1:
-        ((_, users),) = boxes.values()
-        return users[0] >> _RANK == users[-1] >> _RANK  # they are in order
-    return len({user >> _RANK for _, users in boxes.values() for user in users}) == 1
+                found[1].append(team << _TEAM | number)
+    return wanted, direct
 
 
 def _is_object(boxes: _Boxes) -> bool:
     return next(iter(boxes.values()))[0].type == LoadItemType.BYTE_IO
 
 
-def _estimate(metadata: Metadata, item: ReadItem) -> int:
-    """Rough number of bytes that an item fetches if no other rank needs it."""
-    saved = metadata.state_dict_metadata.get(item.storage_index.fqn)
-    return item.lengths.numel() * saved.properties.dtype.itemsize if isinstance(saved, TensorStorageMetadata) else 0
-
-
 def _find_wants(
-    metadata: Metadata, boxes: _Boxes, covers: dict[tuple[object, ...], _Cover | None], max_gap: int, max_piece: int
+    metadata: Metadata,
+    boxes: _Boxes,
+    sizes: Sequence[int],
+    covers: dict[tuple[object, ...], _Cover | None],
+    max_gap: int,
+    max_piece: int,
 ) -> tuple[StoredChunk | None, list[_Want]]:
-    """The chunk, and who needs what of it; None if it cannot be shared."""
+    """The chunk, and who needs what of it; None if it cannot be shared. ``sizes`` are those of the teams."""
     kinds = {item.type for item, _ in boxes.values()}
     index = next(iter(boxes.values()))[0].storage_index
     stored = find_stored(metadata, index, kinds.pop()) if len(kinds) == 1 else None
@@ -173,7 +195,7 @@ def _find_wants(
             covers[shape] = _cover(stored, box_of(item, stored), max_gap)
         cover = covers[shape]
         if cover is not None:
-            wants.append(_Want(*cover, users))
+            wants.append(_Want(*cover, users, sum([sizes[user >> _TEAM] for user in users])))
     return stored, wants
 
 
@@ -210,21 +232,35 @@ def _cover(stored: StoredChunk, box: Box, max_gap: int) -> _Cover | None:
     return (box, (first, last) if last - first == box.numel else (0, 0), tuple(merged)) if merged else None
 
 
-def _share(chunk: StoredChunk, wants: list[_Want], max_piece: int) -> list[_Part]:
+def _share(chunk: StoredChunk, wants: list[_Want], cut: Callable[..., _Cuts]) -> list[_Part]:
     """Cut a chunk into parts; returns none if sharing is not worth it."""
-    if chunk.block > _MAX_BLOCK:
+    known: dict[tuple[int, ...], _Users] = {}
+    found = []
+    for begin, end, here in cut(chunk.block, tuple([(want.runs, want.total) for want in wants])):
+        if here not in known:
+            known[here] = _sort_by_team(tuple([wants[i] for i in here]))
+        found.append(_Part(chunk.base + begin, chunk.base + end, chunk, begin, known[here]))
+    return found
+
+
+_Runs = tuple[tuple[int, int], ...]  # of bytes of a chunk
+_Cuts = list[tuple[int, int, tuple[int, ...]]]  # parts of a chunk: first byte, end, and the numbers of the wants there
+
+
+def _cut(max_piece: int, block: int, wanted: tuple[tuple[_Runs, int], ...]) -> _Cuts:
+    """Where to cut a chunk of which these runs are wanted so often; nothing if sharing is not worth it."""
+    if block > _MAX_BLOCK:
         return []
     runs: list[list[int]] = []
-    for start, stop in sorted({run for want in wants for run in want.runs}):
+    for start, stop in sorted({run for each, _ in wanted for run in each}):
         if runs and start <= runs[-1][1]:
             runs[-1][1] = max(runs[-1][1], stop)
         else:
             runs.append([start, stop])
     union = sum(stop - start for start, stop in runs)
-    if 4 * sum(_cost(want) * len(want.users) for want in wants) < 5 * union:
+    if 4 * sum(_size(each) * total for each, total in wanted) < 5 * union:
         return []
-    ends = sorted({end for want in wants for run in want.runs for end in run})
-    known: dict[tuple[int, ...], _Users] = {}
+    ends = sorted({end for each, _ in wanted for run in each for end in run})
     found = []
     for first, last in runs:
         cuts = [first]
@@ -233,36 +269,33 @@ def _share(chunk: StoredChunk, wants: list[_Want], max_piece: int) -> list[_Part
                 cuts.append(end)
         for start, stop in zip(cuts, [*cuts[1:], last], strict=True):
             step = -(-(stop - start) // -(-(stop - start) // max_piece))  # equal parts
-            step = min(-(-step // chunk.block), max(1, max_piece // chunk.block)) * chunk.block
+            step = min(-(-step // block), max(1, max_piece // block)) * block
             for begin in range(start, stop, step):
                 end = min(begin + step, stop)
-                here = tuple([number for number, want in enumerate(wants) if _touches(want, begin, end)])
-                if here not in known:
-                    known[here] = _sort_by_rank(tuple(wants[i] for i in here))
-                found.append(_Part(chunk.base + begin, chunk.base + end, chunk, begin, known[here]))
+                here = tuple([number for number, (each, _) in enumerate(wanted) if _touches(each, begin, end)])
+                found.append((begin, end, here))
     return found
 
 
-def _cost(want: _Want) -> int:
-    return sum([stop - start for start, stop in want.runs])
+def _size(runs: _Runs) -> int:
+    return sum([stop - start for start, stop in runs])
 
 
-def _touches(want: _Want, begin: int, end: int) -> bool:
-    runs = want.runs
+def _touches(runs: _Runs, begin: int, end: int) -> bool:
     at = bisect.bisect_left(runs, (end, 0)) - 1 if len(runs) > 1 else 0
     return at >= 0 and runs[at][0] < end and begin < runs[at][1]
 
 
-def _sort_by_rank(wants: tuple[_Want, ...]) -> _Users:
+def _sort_by_team(wants: tuple[_Want, ...]) -> _Users:
     found: dict[int, list[tuple[int, int]]] = {}
     for kind, want in enumerate(wants):
         for user in want.users:
-            found.setdefault(user >> _RANK, []).append((user & (1 << _RANK) - 1, kind))
+            found.setdefault(user >> _TEAM, []).append((user & (1 << _TEAM) - 1, kind))
     for each in found.values():
         if len(each) > 1:
             each.sort()
-    items = {rank: tuple([item for item, _ in each]) for rank, each in found.items()}
-    kinds = {rank: tuple([kind for _, kind in each]) for rank, each in found.items()}
+    items = {team: tuple([item for item, _ in each]) for team, each in found.items()}
+    kinds = {team: tuple([kind for _, kind in each]) for team, each in found.items()}
     return _Users(wants, items, kinds, tuple(sorted(found)))
 
 
@@ -278,7 +311,7 @@ def _coalesce(parts: list[_Part], max_piece: int) -> list[list[_Part]]:
             and 0 <= part.start - last.stop <= _MAX_GAP
             and max(part.stop - part.start, last.stop - last.start) <= _SMALL
             and part.stop - begin <= max_piece
-            and part.users.ranks == last.users.ranks
+            and part.users.teams == last.users.teams
         ):
             pieces[-1].append(part)
         else:
@@ -287,13 +320,19 @@ def _coalesce(parts: list[_Part], max_piece: int) -> list[list[_Part]]:
     return pieces
 
 
-def _choose_owners(pieces: list[list[_Part]], direct: list[int]) -> list[tuple[int, int]]:
+def _choose_owners(
+    pieces: list[list[_Part]], teams: Sequence[Sequence[int]], direct: Sequence[int]
+) -> list[tuple[int, int]]:
     """(index of the piece, owner) in the order in which all ranks take them: each owner's first, second, and so on."""
-    load = list(direct)
+    load = {rank: direct[team] for team, ranks in enumerate(teams) for rank in ranks}
+    candidates: dict[tuple[int, ...], list[int]] = {}  # in order: of ranks with the same load the first is taken
     queues: dict[int, list[int]] = {}
     sizes = [piece[-1].stop - piece[0].start for piece in pieces]
     for index in sorted(range(len(pieces)), key=lambda i: (-sizes[i], i)):
-        owner = min(pieces[index][0].users.ranks, key=lambda rank: (load[rank], rank))
+        needed_by = pieces[index][0].users.teams
+        if needed_by not in candidates:
+            candidates[needed_by] = sorted(rank for team in needed_by for rank in teams[team])
+        owner = min(candidates[needed_by], key=load.__getitem__)
         load[owner] += sizes[index]
         queues.setdefault(owner, []).append(index)
     turns = [(turn, owner, index) for owner, queue in queues.items() for turn, index in enumerate(sorted(queue))]
@@ -301,26 +340,35 @@ def _choose_owners(pieces: list[list[_Part]], direct: list[int]) -> list[tuple[i
 
 
 def _tell(
-    plans: Sequence[Sequence[ReadItem]], pieces: list[list[_Part]], order: list[tuple[int, int]]
+    plans: Sequence[Sequence[ReadItem]],
+    pieces: list[list[_Part]],
+    teams: Sequence[Sequence[int]],
+    order: list[tuple[int, int]],
 ) -> list[Assignment]:
-    told: list[list[SharedPiece]] = [[] for _ in plans]
+    told: list[list[SharedPiece]] = [[] for _ in teams]
+    owned: dict[int, list[tuple[int, tuple[Peer, ...]]]] = {}  # by rank: where the piece is in ``told``, and its peers
+    team_of = {rank: team for team, ranks in enumerate(teams) for rank in ranks}
     for number, (index, owner) in enumerate(order):
         piece = pieces[index]
         needs: list[dict[tuple[int, ...], Boxes | None]] = [{} for _ in piece]
-        peers = []
+        peers: list[Peer] = []
         views: dict[tuple[tuple[int, ...], ...], SharedPiece] = {}
-        for rank in piece[0].users.ranks:
-            items = tuple([part.users.items[rank] for part in piece])
+        for team in piece[0].users.teams:
+            items = tuple([part.users.items[team] for part in piece])
             if items not in views:
                 views[items] = SharedPiece(number, owner, _parts_of(piece, items), ())
-            if rank != owner:
-                peers.append(Peer(rank, _needs_of(rank, piece, needs)))
-                told[rank].append(views[items])
-            else:
-                own = len(told[rank])
-                told[rank].append(views[items])
-        told[owner][own] = told[owner][own]._replace(peers=tuple(peers))
-    return [Assignment(len(items), tuple(found)) for items, found in zip(plans, told, strict=True)]
+            told[team].append(views[items])
+            needed = _needs_of(team, piece, needs)
+            peers += [Peer(rank, needed) for rank in teams[team] if rank != owner]
+        peers.sort(key=operator.itemgetter(0))
+        owned.setdefault(owner, []).append((len(told[team_of[owner]]) - 1, tuple(peers)))
+    assignments = []
+    for rank, items_of_rank in enumerate(plans):
+        found = told[team_of[rank]].copy()
+        for place, peers_of_piece in owned.get(rank, ()):
+            found[place] = found[place]._replace(peers=peers_of_piece)
+        assignments.append(Assignment(len(items_of_rank), tuple(found)))
+    return assignments
 
 
 def _parts_of(piece: list[_Part], items: tuple[tuple[int, ...], ...]) -> tuple[SharedPart, ...]:
@@ -333,11 +381,11 @@ def _parts_of(piece: list[_Part], items: tuple[tuple[int, ...], ...]) -> tuple[S
 
 
 def _needs_of(
-    rank: int, piece: list[_Part], known: list[dict[tuple[int, ...], Boxes | None]]
+    team: int, piece: list[_Part], known: list[dict[tuple[int, ...], Boxes | None]]
 ) -> tuple[Boxes | None, ...] | None:
     needs = []
     for part, found in zip(piece, known, strict=True):
-        kinds = part.users.kinds[rank]
+        kinds = part.users.kinds[team]
         if kinds not in found:
             found[kinds] = _find_need(part, [part.users.wants[kind] for kind in kinds])
         needs.append(found[kinds])

@@ -79,8 +79,9 @@ def test_sections_begin_at_multiples_of_64_bytes() -> None:
 # --- who fetches what --------------------------------------------------------------------------------
 
 
-@given(cases())
-def test_every_byte_comes_from_one_place(case: Case) -> None:
+@given(cases(), st.integers(1, 3))
+def test_every_byte_comes_from_one_place(case: Case, replicas: int) -> None:
+    case = case._replace(wants=[*case.wants, *case.wants[1:] * (replicas - 1)])
     assignments = plan(case)
     assert plan(case) == assignments, "not deterministic"
     if assignments is None:
@@ -183,6 +184,23 @@ def test_neighbours_for_the_same_ranks_are_one_request() -> None:
     assert [[part.items for part in piece.parts] for piece in found[0].pieces] == [[(3,)], [(0,), (1,), (2,)]] or [
         [part.items for part in piece.parts] for piece in found[0].pieces
     ] == [[(0,), (1,), (2,)], [(3,)]]
+
+
+def test_replicas_are_told_the_same_whatever_lies_between_them() -> None:
+    tensors = {f"t{n}": _tensor(n + 3, 50) for n in range(6)}
+    replicas = [(name, whole(tensor)) for name, tensor in tensors.items()]
+    others = replicas[::2]
+    found = plan(make_case(tensors, [replicas, others, replicas, others, replicas]))
+    assert found is not None
+    views = [[piece._replace(peers=()) for piece in assignment.pieces] for assignment in found]
+    assert views[0] == views[2] == views[4]
+    assert views[1] == views[3]
+    told = [piece for assignment in found for piece in assignment.pieces if piece.peers]
+    assert len(told) == len({piece.number for piece in told}) == len(views[0])
+    for piece in told:
+        everybody = {0, 1, 2, 3, 4} if piece.number in {each.number for each in views[1]} else {0, 2, 4}
+        ranks = [peer.rank for peer in piece.peers]
+        assert ranks == sorted(everybody - {piece.owner})
 
 
 def test_only_the_offers_of_all_ranks_count() -> None:
