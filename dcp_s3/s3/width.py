@@ -84,7 +84,9 @@ class Width:
         if smaller is not None and self.rate <= smaller[1] * _WORTH:
             self._held = 0.0
             self._change(smaller[0])
-        elif self._held >= _TRY_AGAIN_SECONDS and self.connections < most:
+        elif self.connections >= most:
+            self._held = 0.0
+        elif self._held >= _TRY_AGAIN_SECONDS:
             self._smaller = self.connections, self.rate
             self._change(min(most, max(2 * self.connections, _MANY)))
 

@@ -94,6 +94,15 @@ def test_what_was_found_is_tried_again() -> None:
     assert width.connections == 64
 
 
+def test_what_a_transfer_will_likely_come_to() -> None:
+    width = Width(8)
+    assert width.likely == 32
+    run(width, Link(2000 * MIB, 1800 * MIB), 1.0, most=8)
+    assert width.likely == 8
+    run(width, Link(85 * MIB, 8000 * MIB), 30.0)
+    assert width.likely == 64
+
+
 def test_what_is_interrupted_does_not_count() -> None:
     width = Width(16)
     for _ in range(100):
