@@ -200,5 +200,10 @@ class Tuning:
                     "%s: %d connections carried %s/s; %d from now on",
                     self._name, self.connections, format_size(int(rate)), connections,
                 )  # fmt: skip
+                try:
+                    self._resize(connections)
+                except RuntimeError as error:
+                    kept = self.connections
+                    logger.warning("%s: %d connections stay: no thread can be started: %s", self._name, kept, error)
+                    return
                 self.connections = connections
-                self._resize(connections)

@@ -20,6 +20,7 @@ from dcp_s3.s3.store import S3Store
 from dcp_s3.s3.upload import WAITING_PARTS
 from dcp_s3.s3.width import Width
 from dcp_s3.settings import Settings
+from dcp_s3.workers import Workers
 from tests.faulty import BUCKET, FaultyServer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -151,6 +152,31 @@ def test_what_was_found_is_kept_and_told(faulty: FaultyServer, monkeypatch: pyte
     assert connections_of(S3Store(BUCKET, Settings(concurrency=3)), "upload") == 3
     found = {name.rpartition(" ")[2]: each["connections"] for name, each in dcp_s3.metrics()["connections"].items()}
     assert found == {"upload": 5, "download": 2}
+
+
+def test_a_process_that_has_no_more_threads_goes_on_with_those_it_has(
+    faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Scripted, "numbers", [2, 5], raising=False)
+    monkeypatch.setattr(connections, "Width", Scripted)
+    resize = Workers.resize
+
+    def few(self: Workers, count: int) -> None:
+        if count == 5:
+            raise RuntimeError("can't start new thread")
+        resize(self, count)
+
+    monkeypatch.setattr(Workers, "resize", few)
+    refused = threading.Event()
+    faulty.rule = lambda request: (
+        refused.wait(_PATIENCE_SECONDS) and None if request.operation == "UploadPart" else None
+    )
+    monkeypatch.setattr(connections.logger, "warning", lambda *_: refused.set())
+    dcp.save(state(1.0), storage_writer=S3StorageWriter(URL, settings=SETTINGS))
+    assert refused.is_set()
+    found = state(0.0)
+    dcp.load(found, storage_reader=S3StorageReader(URL, settings=SETTINGS))
+    assert all(torch.equal(found[name], value) for name, value in state(1.0).items())
 
 
 @pytest.mark.parametrize(
