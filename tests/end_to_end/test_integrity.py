@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.storage_info import get_crc, get_raw_offset
-from dcp_s3.s3 import ranged
 from tests.end_to_end.damaging import Saved, make_state
 from tests.end_to_end.states import assert_same, blank
+from tests.flipping import flip_in_flight
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 TENSORS = ["large", "medium", "small.w7"]
@@ -171,22 +171,6 @@ def test_an_object_of_another_checkpoint(memory_server: Any, s3: Any, bucket: st
 
 
 # --- in flight ------------------------------------------------------------------------------------------
-
-
-def flip_in_flight(monkeypatch: pytest.MonkeyPatch, value: bytes, *, times: int) -> list[int]:
-    """Change one bit of what is received, where ``value`` passes by; the list says how often that was."""
-    receive, seen = ranged.readinto_response, []
-
-    def readinto(body: Any, view: memoryview) -> int:
-        count = receive(body, view)
-        position = bytes(view[:count]).find(value)
-        if position >= 0 and len(seen) < times:
-            seen.append(position)
-            view[position] ^= 1
-        return count
-
-    monkeypatch.setattr(ranged, "readinto_response", readinto)
-    return seen
 
 
 IN_FLIGHT = [*TENSORS, "objects.text"]

@@ -7,7 +7,6 @@ import pickle
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
@@ -16,7 +15,6 @@ import dcp_s3
 from dcp_s3 import S3StorageWriter, VerifyReport, verify
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.layout import METADATA_CRC_KEY, SAVE_ID_KEY
-from dcp_s3.s3 import ranged
 from dcp_s3.url import parse_url
 from tests.end_to_end.states import random_tensor
 from tests.retention.making import delete, get, keys
@@ -110,21 +108,6 @@ class Saved:
     def only_problem(self, *, full: bool = True) -> dcp_s3.Problem:
         (problem,) = self.verify(full=full).problems
         return problem
-
-
-def flip_in_flight(monkeypatch: pytest.MonkeyPatch, value: bytes, *, times: int) -> list[int]:
-    receive, seen = ranged.readinto_response, []
-
-    def readinto(body: Any, view: memoryview) -> int:
-        count = receive(body, view)
-        position = bytes(view[:count]).find(value)
-        if position >= 0 and len(seen) < times:
-            seen.append(position)
-            view[position] ^= 1
-        return count
-
-    monkeypatch.setattr(ranged, "readinto_response", readinto)
-    return seen
 
 
 class NeedsCode:

@@ -21,8 +21,9 @@ from dcp_s3.s3 import download
 from dcp_s3.s3.store import S3Store
 from tests.end_to_end.states import every_kind, random_tensor
 from tests.faulty import BUCKET, FaultyServer, serve
+from tests.flipping import flip_in_flight
 from tests.memory_s3 import Fault
-from tests.offline.damaging import SETTINGS, Saved, flip_in_flight, small_state
+from tests.offline.damaging import SETTINGS, Saved, small_state
 from tests.spread import spreading
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

@@ -14,7 +14,8 @@ from torch.distributed.checkpoint._extension import ZStandard
 
 from tests.end_to_end import foreign
 from tests.end_to_end.test_extensions import Xor
-from tests.offline.damaging import NeedsCode, Saved, flip_in_flight, small_state
+from tests.flipping import flip_in_flight
+from tests.offline.damaging import NeedsCode, Saved, small_state
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
