@@ -24,9 +24,9 @@ from dcp_s3.checksum import crc_hex
 from dcp_s3.collector import collect_young
 from dcp_s3.limit import Cancelled, Deadline
 from dcp_s3.load.placement import Buffer, Reception
-from dcp_s3.load.plan import ReadRequest, Segment, plan_requests
+from dcp_s3.load.plan import ReadRequest, Segment, halve, plan_requests
 from dcp_s3.load.transfer import Transfer
-from dcp_s3.s3.connections import Tuning, connections_of, likely_connections
+from dcp_s3.s3.connections import Tuning, connections_of
 from dcp_s3.s3.download import ReadTarget, fetch_into
 from dcp_s3.s3.store import S3Store
 from dcp_s3.spill.local import LocalObjects
@@ -90,11 +90,6 @@ class Source:
     def connections(self) -> int:
         """The number of requests that a transfer begins with."""
         return connections_of(self._store, "download")
-
-    @property
-    def likely_connections(self) -> int:
-        """The number of requests that a transfer will likely come to."""
-        return likely_connections(self._store, "download")
 
     def tuning(self, *, resize: Callable[[int], None], is_busy: Callable[[], bool], most: int) -> Tuning:
         """Adapts the number of requests of one transfer; see `Tuning`."""
@@ -206,6 +201,7 @@ class Engine:
         most: int = sys.maxsize,
         total: int = 0,
         ahead: int | None = None,
+        divide: bool = False,
     ) -> Iterator[Iterator[Arrival]]:
         """Carry out ``requests``, in order, several at once; iterate over what has arrived.
 
@@ -218,13 +214,14 @@ class Engine:
             most: highest number of requests at once.
             total: bytes of all requests, for the deadline's error message; 0 to leave them out.
             ahead: maximum number of requests in flight, or done and not taken yet; None: no limit.
+            divide: whether requests may be halved, so that connections that are added have some.
 
         Raises:
             CorruptCheckpointError: stored bytes are missing, cut short or not what was written.
             DeadlineExceededError: the source's deadline has passed.
             StorageError: S3 failed despite retries.
         """
-        work = _Work(requests, ahead or sys.maxsize)
+        work = _Work(requests, ahead or sys.maxsize, divide=divide)
         inference = torch.is_inference_mode_enabled()  # a property of the thread
         pool = Workers(1, self._name)
         moved: Callable[[int], None] | None = None
@@ -364,13 +361,17 @@ class _Work:
     Args:
         requests: requests in order.
         ahead: number of requests that may be taken before `make_room` is called.
+        divide: whether to halve requests where there are fewer than threads that were added.
 
     Attributes:
         outcomes: outcomes of requests; errors; and None from each thread that has ended.
     """
 
-    def __init__(self, requests: Iterable[ReadRequest], ahead: int) -> None:
-        self._requests = iter(requests)
+    def __init__(self, requests: Iterable[ReadRequest], ahead: int, *, divide: bool = False) -> None:
+        self._planned: deque[ReadRequest] = deque(requests if divide else ())
+        self._requests = iter(() if divide else requests)
+        self._expected = 0
+        """Threads that have not asked for their first request."""
         self._again: deque[ReadRequest] = deque()
         self._room = ahead
         self._wanted = 0
@@ -392,6 +393,7 @@ class _Work:
             self._surplus -= staying
             starting = 0 if self._is_over else more - staying
             self.running += starting
+            self._expected += starting
             return starting
 
     def ended(self) -> None:
@@ -411,10 +413,23 @@ class _Work:
             if self._surplus:
                 self._surplus -= 1
                 return None
-            request = self._again.popleft() if self._again else next(self._requests, None)
+            request = self._take()
             self._is_over = request is None
             self._room -= request is not None
             return request
+
+    def _take(self) -> ReadRequest | None:
+        self._expected = max(0, self._expected - 1)
+        if self._again:
+            return self._again.popleft()
+        if not self._planned:
+            return next(self._requests, None)
+        request = self._planned.popleft()  # the largest
+        halves = halve(request) if len(self._planned) < self._expected else None
+        if halves is None:
+            return request
+        self._planned.append(halves[1])
+        return halves[0]
 
     def add(self, requests: Iterable[ReadRequest]) -> None:
         """Add requests to be fetched before all others."""
@@ -432,4 +447,5 @@ class _Work:
         with self._changed:
             self._requests, self._room, self._is_over = iter(()), sys.maxsize, True
             self._again.clear()
+            self._planned.clear()
             self._changed.notify_all()

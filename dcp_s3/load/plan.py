@@ -195,6 +195,28 @@ def _split(path: str, group: Sequence[Segment], stop: int, max_request: int) -> 
     return requests
 
 
+SMALL_HALF = 8 * 2**20
+"""Bytes below which a request is not worth halving."""
+
+
+def halve(request: ReadRequest) -> tuple[ReadRequest, ReadRequest] | None:
+    """Two requests for the bytes of one, about equal; None if it is small, or several items need the same bytes."""
+    middle = request.start + request.length // 2
+    if request.shared or request.length < 2 * SMALL_HALF:
+        return None
+    start = next(segment.start for segment in request.segments if segment.stop > middle)
+    # Inside a segment: after a whole number of elements. Otherwise in the gap before it, which is not fetched then.
+    cut = start + max(0, middle - start) // _ALIGNMENT * _ALIGNMENT
+    end = request.start + request.length
+    before, after = tuple(_clip(request.segments, request.start, cut)), tuple(_clip(request.segments, cut, end))
+    if not before or not after:
+        return None
+    return (
+        ReadRequest(request.path, request.start, before[-1].stop - request.start, before),
+        ReadRequest(request.path, cut, end - cut, after),
+    )
+
+
 def _clip(group: Iterable[Segment], start: int, stop: int) -> Iterable[Segment]:
     for first, last, item in group:
         low, high = max(first, start), min(last, stop)

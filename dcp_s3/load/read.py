@@ -17,7 +17,7 @@ from dcp_s3.load.dtypes import warn_of_narrowing
 from dcp_s3.load.engine import Engine, Source
 from dcp_s3.load.item_transfer import ItemTransfer
 from dcp_s3.load.order import Turns, in_batches
-from dcp_s3.load.plan import ReadRequest, plan_requests
+from dcp_s3.load.plan import SMALL_HALF, ReadRequest, plan_requests
 from dcp_s3.load.prepare import TransferFactory
 from dcp_s3.ranks import world_size
 from dcp_s3.s3.parts import GETS_PER_SECOND, plan_part_size
@@ -126,9 +126,11 @@ class LoadExecutor:
         if not requests:
             return
         buffered = any(transfer.owned is None for transfer in transfers if transfer.ranges)
-        most = self.engine.max_buffers if buffered else len(requests)
         total = sum([r.length for r in requests])
-        with self.engine.fetch(requests, threads=threads, most=min(most, len(requests)), total=total) as arrivals:
+        most = max(len(requests), total // SMALL_HALF)
+        if buffered:
+            most = min(most, self.engine.max_buffers)
+        with self.engine.fetch(requests, threads=threads, most=most, total=total, divide=True) as arrivals:
             try:
                 for _, finished in arrivals:
                     for arrived in finished:
@@ -157,7 +159,7 @@ class LoadExecutor:
         segments = [segment for transfer in transfers for segment in transfer.segments()]
         total = sum([stop - start for start, stop, _ in segments])
         largest = plan_part_size(
-            total, connections=self.source.likely_connections, ranks=world_size(), most=settings.max_part_size,
+            total, connections=self.source.connections, ranks=world_size(), most=settings.max_part_size,
             requests_per_second=GETS_PER_SECOND,
         )  # fmt: skip
         if settings.part_size != "auto":

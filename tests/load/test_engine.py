@@ -79,6 +79,22 @@ def test_all_come_to_their_place_and_each_is_finished_once() -> None:
     assert all(transfer.data == DATA[transfer.base : transfer.base + 100_000] for transfer in transfers)
 
 
+@pytest.mark.parametrize("divide", [True, False])
+def test_where_there_are_more_threads_than_requests_they_get_halves(
+    monkeypatch: pytest.MonkeyPatch, divide: bool
+) -> None:
+    monkeypatch.setattr("dcp_s3.load.plan.SMALL_HALF", 1000)
+    transfers = [Bytes(start, 100_000) for start in (0, 200_000)]
+    source = MemorySource({"a": DATA})
+    with Engine(source, "test").fetch(requests_for(*transfers), threads=8, divide=divide) as arrivals:
+        finished = [each for arrival in arrivals for each in arrival.finished]
+    assert sorted(each.base for each in finished) == [0, 200_000]
+    assert all(bytes(each.data) == DATA[each.base :][:100_000] for each in transfers)
+    asked = sorted((start, start + length) for _, start, length in source.asked)
+    assert sum(stop - start for start, stop in asked) == 200_000, "each byte once"
+    assert (len(asked) > 4) == divide
+
+
 def test_what_does_not_match_is_fetched_once_more_and_not_from_the_disk(caplog: pytest.LogCaptureFixture) -> None:
     source = MemorySource({"a": DATA}, damage=flip(150_000, times=1))
     transfers = [Bytes(0, 100_000), Bytes(100_000, 100_000)]

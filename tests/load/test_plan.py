@@ -14,7 +14,7 @@ from dcp_s3.checksum import crc64nvme
 from dcp_s3.format.blocks import Blocks, cuts_between, pack_crcs
 from dcp_s3.load import plan as read_plan
 from dcp_s3.load.boxes import Box
-from dcp_s3.load.plan import ReadRequest, Segment, plan_requests, ranges_of_box
+from dcp_s3.load.plan import SMALL_HALF, ReadRequest, Segment, halve, plan_requests, ranges_of_box
 from tests.load.test_boxes import chunks_and_boxes, positions
 
 _BLOCK = 64
@@ -136,3 +136,41 @@ def test_what_is_thrown_away_is_limited(wanted: list[Segment], max_gap: int, sha
 def _gaps(request: ReadRequest) -> list[int]:
     ends = itertools.accumulate((each.stop for each in request.segments), max)
     return [gap for each, end in zip(request.segments[1:], ends, strict=False) if (gap := each.start - end) > 0]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5000), st.integers(1, 60 * 2**20 // 64)), min_size=1, max_size=8),
+    st.integers(1, 2**40),
+)
+def test_the_halves_of_a_request_have_its_segments(parts: list[tuple[int, int]], start: int) -> None:
+    segments, at = [], start
+    for gap, elements in parts:
+        at += gap if segments else 0
+        segments.append(Segment(at, at + 64 * elements, object()))
+        at = segments[-1].stop
+    request = ReadRequest("a", start, at - start, tuple(segments))
+    halves = halve(request)
+    if halves is None:
+        # Small, or its middle is before the first element behind the first segment's start.
+        assert request.length < 2 * SMALL_HALF or segments[0].stop > start + request.length // 2 - 64
+        return
+    assert request.length >= 2 * SMALL_HALF
+    pieces = [segment for half in halves for segment in half.segments]
+    for segment in segments:
+        own = [piece for piece in pieces if piece.item is segment.item]
+        assert own[0].start == segment.start
+        assert own[-1].stop == segment.stop
+        assert all(one.stop == other.start for one, other in itertools.pairwise(own))
+        assert all((piece.start - segment.start) % 64 == 0 for piece in own)
+    for half in halves:
+        assert half.start == half.segments[0].start
+        assert half.start + half.length == half.segments[-1].stop
+        assert not half.shared
+    assert halves[0].start + halves[0].length <= halves[1].start
+    middle = request.start + request.length // 2
+    assert halves[0].start + halves[0].length <= middle + 64
+
+
+def test_what_several_items_need_is_not_halved() -> None:
+    segments = tuple(Segment(0, 64 * 2**20, object()) for _ in range(2))
+    assert halve(ReadRequest("a", 0, 64 * 2**20, segments, True)) is None
