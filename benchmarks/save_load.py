@@ -54,7 +54,8 @@ def main() -> None:
     for name, reason in skipped.items():
         console.print(f"[yellow]{name} skipped: {reason}")
     names = [name for name in options.cases if name not in skipped]
-    with serve(options) as (endpoint_url, environment):
+    link = Link(options.latency, options.connection_rate or math.inf)
+    with serve(options, link=link) as (endpoint_url, environment):
         results = Results(machine(), _described(options) | {"skipped": skipped})
         for number in range(1, options.rounds + 1):
             console.print(f"[bold]round {number} of {options.rounds}")
@@ -132,12 +133,11 @@ def _case_names(text: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def serve(options: argparse.Namespace) -> Iterator[tuple[str, dict[str, str]]]:
+def serve(options: argparse.Namespace, *, link: Link | None = None) -> Iterator[tuple[str, dict[str, str]]]:
     """The endpoint, and the environment in which its clients run."""
     if options.endpoint_url:
         yield options.endpoint_url, _environment(options.region, options.endpoint_url)
         return
-    link = Link(options.latency, options.connection_rate or math.inf)
     with serve_embedded(options.bucket, options.region, llama_bytes(options.size), link=link) as served:
         yield served
 
