@@ -79,7 +79,7 @@ class Script:
 
 
 def put(**settings: Any) -> S3Store:
-    bucket = S3Store("bucket", Settings(**{"hedge_min_delay": 0.2} | settings))
+    bucket = S3Store("bucket", Settings(**{"hedge_min_delay": 0.05} | settings))
     bucket.put("k", DATA)
     return bucket
 
@@ -386,7 +386,7 @@ def test_a_process_that_was_held_up_does_not_blame_s3() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_happens_the_bytes_are_right_and_nothing_is_left(faulty: FaultyServer, seed: int) -> None:
-    bucket = put(retry_attempts=20, hedge_min_delay=0.05)
+    bucket = put(retry_attempts=20)
     hedges_of(bucket)._budget = Budget(1.0, 100, 100)
     rng, lock = random.Random(seed), threading.Lock()
 
