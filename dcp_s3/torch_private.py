@@ -66,6 +66,7 @@ __all__ = [
     "has_checkpoint_process",
     "is_first_look",
     "is_loading",
+    "is_process_starting",
     "is_traceable_wrapper_subclass",
     "narrow_tensor_by_index",
     "pin_memory",
@@ -207,6 +208,18 @@ def find_async_save() -> AsyncCheckpointerType | None:
 def has_checkpoint_process() -> bool:
     """Whether the process of saves by `AsyncCheckpointerType.PROCESS` is there."""
     return async_process_executor._CHECKPOINT_PROCESS is not None
+
+
+def is_process_starting() -> bool:
+    """Whether any thread is starting that process, or about to send a state to it."""
+    starting = ProcessBasedAsyncCheckpointExecutor._execute_save_impl.__code__
+    for frame in list(sys._current_frames().values()):
+        each: FrameType | None = frame
+        while each is not None:
+            if each.f_code is starting:
+                return True
+            each = each.f_back
+    return False
 
 
 def rebuild_sharded_tensor(source: ShardedTensor, tensors: Sequence[torch.Tensor]) -> ShardedTensor:

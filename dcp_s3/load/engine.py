@@ -227,9 +227,11 @@ class Engine:
             with contextlib.ExitStack() as stack:
                 if threads is None:
                     tuning = self._source.tuning(resize=resize, is_busy=lambda: work.is_busy, most=most)
-                    threads, moved = tuning.connections, tuning.moved
+                    moved = tuning.moved
+                    resize(tuning.connections)
                     stack.enter_context(tuning)
-                resize(min(threads, most))
+                else:
+                    resize(min(threads, most))
                 yield self._arrivals(work, total)
         except BaseException:
             self._source.cancel()

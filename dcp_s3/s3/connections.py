@@ -165,7 +165,7 @@ class Tuning:
     def __enter__(self) -> Tuning:
         with _lock:
             self._link.users += 1
-        if self._ceiling > 1:
+        if self._link.width.connections <= self._ceiling > 1:  # otherwise nothing can be learned
             thread = threading.Thread(target=self._run, name="dcp_s3-connections")
             with contextlib.suppress(RuntimeError):  # no thread can be started: the number stays
                 thread.start()

@@ -15,6 +15,8 @@ from dcp_s3 import torch_private
 from dcp_s3.stage.turns import Turn, find_turns, take_turn
 
 _PIPE = "the checkpoint process"
+_LOST_SECONDS = 5.0
+"""For which no thread has started the process, after a save that would have to."""
 
 
 def draw_turn() -> Turn | None:
@@ -28,11 +30,21 @@ def draw_turn() -> Turn | None:
         return None
     if kind is not AsyncCheckpointerType.PROCESS:
         return Turn()
-    while not torch_private.has_checkpoint_process() and find_turns(_PIPE):
-        time.sleep(0.01)
+    _wait_for_process()
     turn = Turn()
     turn.share(_PIPE)
     return turn
+
+
+def _wait_for_process() -> None:
+    seen = time.monotonic()
+    while not torch_private.has_checkpoint_process() and (earlier := find_turns(_PIPE)):
+        if torch_private.is_process_starting():
+            seen = time.monotonic()
+        elif time.monotonic() - seen > _LOST_SECONDS:  # it could not be started; who keeps the error keeps the state
+            for each in earlier:
+                each.abandon()
+        time.sleep(0.01)
 
 
 def wait_for_pipe() -> None:

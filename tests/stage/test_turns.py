@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import _async_process_executor
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from dcp_s3 import S3Stager, S3StorageReader, S3StorageWriter
@@ -69,6 +70,36 @@ def test_ranks_whose_threads_come_in_different_orders_save_in_one_order(
 ) -> None:
     found = run_ranks(2, _save_delayed_then_at_once, [f"{root}/1", f"{root}/2"], kind, 1)
     assert found == [[1.0, 2.0]] * 2
+
+
+def _fail_to_start_then_save(url: str) -> None:
+    process: Any = _async_process_executor._AsyncCheckpointProcess
+    original = process.__init__
+
+    def fail(self: Any, **_: Any) -> None:
+        process.__init__ = original
+        process.__del__ = lambda _: None
+        raise RuntimeError("no process can be started")
+
+    process.__init__ = fail
+    kind = AsyncCheckpointerType.PROCESS
+    options: dict[str, Any] = {"storage_writer": S3StorageWriter(url), "async_checkpointer_type": kind}
+    kept: Any = dcp.async_save(_state(1.0), **options)
+    with pytest.raises(RuntimeError, match="no process can be started") as error:
+        kept.result(_PATIENCE_SECONDS)
+    again: Any = dcp.async_save(_state(2.0), **options)
+    again.result(_PATIENCE_SECONDS)
+    assert error.value is not None
+    found = _state(0.0)
+    dcp.load(found, storage_reader=S3StorageReader(url))
+    assert found["w"][0].item() == 2.0
+
+
+def test_a_checkpoint_process_that_could_not_be_started_does_not_hold_up_the_next_save(
+    root: str, memory_server: S3Server
+) -> None:
+    """The error of the first save is kept, and with it its state, which never got its turn."""
+    run_ranks(1, _fail_to_start_then_save, root)
 
 
 def test_a_state_that_is_dropped_gives_up_its_turn() -> None:
