@@ -1,13 +1,16 @@
 """What sockets alone can do on this machine: the limit for any client of a server on loopback.
 
 Sends and receives the same number of bytes over the same number of connections as a benchmark
-case, with ``sendall`` and ``recv_into`` on memory that has been touched, and nothing else.
+case, with ``sendall`` and ``recv_into`` on memory that has been touched, and nothing else; over TLS if asked to, with
+Python's ``ssl`` and nginx in front of the other process.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -15,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.measure import Sample, measure
+from benchmarks.tls import tls_in_front_of
 
 _ROOT = Path(__file__).resolve().parents[1]
 _CHUNK = 1 << 20
@@ -24,15 +28,19 @@ _BUFFER = 64 << 20
 _WAITALL = getattr(socket, "MSG_WAITALL", 0)
 
 
-def measure_loopback(total_bytes: int, connections: int) -> tuple[Sample, Sample]:
+def measure_loopback(total_bytes: int, connections: int, *, tls: bool = False) -> tuple[Sample, Sample]:
     """The cost of sending, and of receiving, ``total_bytes`` to and from another process."""
     share = total_bytes // connections
     command = [sys.executable, "-m", "benchmarks.loopback", str(share), str(connections)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=_ROOT) as peer:
+    with contextlib.ExitStack() as stack:
+        peer = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=_ROOT))
         if peer.stdout is None:
             raise RuntimeError("the peer has no standard output")
-        port = int(peer.stdout.readline())
-        sockets = [socket.create_connection(("127.0.0.1", port)) for _ in range(connections)]
+        port, context = int(peer.stdout.readline()), None
+        if tls:
+            port, authority = stack.enter_context(tls_in_front_of(f"127.0.0.1:{port}"))
+            context = ssl.create_default_context(cafile=str(authority))
+        sockets = [_connect(port, context) for _ in range(connections)]
         buffers = [_touched() for _ in sockets]
 
         def on_all(action: Callable[[socket.socket, memoryview, int], None]) -> None:
@@ -49,6 +57,11 @@ def measure_loopback(total_bytes: int, connections: int) -> tuple[Sample, Sample
         for sock in sockets:
             sock.close()
     return samples
+
+
+def _connect(port: int, context: ssl.SSLContext | None) -> socket.socket:
+    plain = socket.create_connection(("127.0.0.1", port))
+    return plain if context is None else context.wrap_socket(plain, server_hostname="127.0.0.1")
 
 
 def _touched() -> memoryview:
@@ -71,10 +84,11 @@ def _receive(sock: socket.socket, buffer: memoryview, size: int) -> None:
 
 def _receive_exactly(sock: socket.socket, buffer: memoryview, size: int) -> None:
     received = 0
+    flags = 0 if isinstance(sock, ssl.SSLSocket) else _WAITALL
     while received < size:
         offset = received % _BUFFER
         view = buffer[offset : offset + min(_CHUNK, size - received, _BUFFER - offset)]
-        count = sock.recv_into(view, 0, _WAITALL)
+        count = sock.recv_into(view, 0, flags)
         if not count:
             raise ConnectionError("the other side has closed the connection")
         received += count

@@ -33,6 +33,7 @@ from benchmarks.llama import llama_bytes
 from benchmarks.loopback import measure_loopback
 from benchmarks.measure import Sample
 from benchmarks.report import Results, Round, machine, save_chart, show
+from benchmarks.tls import tls_in_front_of
 from benchmarks.units import GIB, MIB, parse_size
 from tests.memory_s3 import Link, MemoryS3Process
 
@@ -55,7 +56,7 @@ def main() -> None:
         console.print(f"[yellow]{name} skipped: {reason}")
     names = [name for name in options.cases if name not in skipped]
     link = Link(options.latency, options.connection_rate or math.inf)
-    with serve(options, link=link) as (endpoint_url, environment):
+    with serve(options, link=link, tls=options.tls) as (endpoint_url, environment):
         results = Results(machine(), _described(options) | {"skipped": skipped})
         for number in range(1, options.rounds + 1):
             console.print(f"[bold]round {number} of {options.rounds}")
@@ -78,7 +79,7 @@ def main() -> None:
                 results.add(name, outcome)
                 console.print(f"  {name:18}{outcome}")
             size = llama_bytes(options.size)
-            save, load = measure_loopback(size, options.threads)
+            save, load = measure_loopback(size, options.threads, tls=options.tls)
             outcome = Round(number, size, save, load)
             results.add_limit(outcome)
             console.print(f"  {'raw sockets':18}{outcome}")
@@ -111,6 +112,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=4, help="for backends that need it; default: %(default)s")
     parser.add_argument("--latency", type=float, default=0.0, help="seconds before each answer (embedded server only)")
     parser.add_argument("--connection-rate", type=parse_size, help="bytes per second of a connection (likewise)")
+    parser.add_argument("--tls", action="store_true", help="nginx terminates TLS in front of it (likewise)")
     parser.add_argument("--endpoint-url", help="another S3 than the embedded in-memory server")
     parser.add_argument("--bucket", default="bench", help="must exist unless embedded")
     parser.add_argument("--region", default="us-east-1", help="default: %(default)s")
@@ -133,13 +135,22 @@ def _case_names(text: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def serve(options: argparse.Namespace, *, link: Link | None = None) -> Iterator[tuple[str, dict[str, str]]]:
+def serve(
+    options: argparse.Namespace, *, link: Link | None = None, tls: bool = False
+) -> Iterator[tuple[str, dict[str, str]]]:
     """The endpoint, and the environment in which its clients run."""
     if options.endpoint_url:
         yield options.endpoint_url, _environment(options.region, options.endpoint_url)
         return
-    with serve_embedded(options.bucket, options.region, llama_bytes(options.size), link=link) as served:
-        yield served
+    with serve_embedded(options.bucket, options.region, llama_bytes(options.size), link=link) as (plain, environment):
+        if not tls:
+            yield plain, environment
+            return
+        with tls_in_front_of(plain.removeprefix("http://")) as (port, authority):
+            secure = f"https://127.0.0.1:{port}"
+            # Of boto3; of the AWS Common Runtime, and so s3torchconnector, which reads the system's place otherwise.
+            trusted = {"AWS_CA_BUNDLE": str(authority), "SSL_CERT_FILE": str(authority)}
+            yield secure, environment | {"AWS_ENDPOINT_URL": secure} | trusted
 
 
 @contextlib.contextmanager
@@ -168,6 +179,7 @@ def _client(endpoint_url: str, environment: dict[str, str]) -> Any:
         aws_secret_access_key=environment.get("AWS_SECRET_ACCESS_KEY"),
         aws_session_token=environment.get("AWS_SESSION_TOKEN"),
         config=Config(s3={"addressing_style": "path"}),
+        verify=environment.get("AWS_CA_BUNDLE"),
     )
 
 

@@ -6,6 +6,7 @@ Where one has changed, requests still work, but are slower or cannot be broken o
 
 from __future__ import annotations
 
+import io
 import logging
 import socket
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from urllib3.util.connection import allowed_gai_family
 
 from dcp_s3.s3.body import Chunks, GatherBody
 from dcp_s3.s3.flight import this_thread
+from dcp_s3.s3.receive import BodyReader
 
 logger = logging.getLogger(__name__)
 
@@ -36,12 +38,18 @@ def readinto_response(body: Any, view: memoryview) -> int:
 
     urllib3's wrapper around http.client's response copies. http.client's own ``readinto`` below it receives straight
     into ``view``: urllib3 1.26 to 2.8 keep its response as ``_fp``. Elsewhere 1 MiB at a time goes through ``read``.
+    A response reads from ``fp``, which ``socket.makefile`` made (Python 3.10 to 3.14): a `BodyReader` takes its place.
 
     Returns:
         Number of bytes read, 0 at the end.
     """
     below = getattr(getattr(body, "_raw_stream", None), "_fp", None)
     if below is not None and hasattr(below, "readinto"):
+        stream = getattr(below, "fp", None)
+        if isinstance(stream, io.BufferedReader) and not below.chunked:
+            sock = getattr(getattr(stream, "raw", None), "_sock", None)
+            if sock is not None:
+                below.fp = BodyReader(stream, sock)
         return int(below.readinto(view))
     data = body.read(min(view.nbytes, 2**20))
     view[: len(data)] = data

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
 import inspect
-import ipaddress
 import os
 import socket
 import ssl
@@ -17,10 +15,8 @@ from typing import Any
 
 import botocore
 import pytest
+import trustme
 import urllib3
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 from urllib3.connection import HTTPConnection
 from urllib3.connectionpool import HTTPConnectionPool
 
@@ -201,25 +197,10 @@ def test_descriptors_are_given_back() -> None:
 
 @pytest.fixture
 def certificate(tmp_path: Path) -> Path:
-    """A self-signed one for 127.0.0.1, with its key."""
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
-    now = datetime.datetime.now(datetime.timezone.utc)
-    made = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(1)
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    path = tmp_path / "certificate.pem"
-    pem, form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
-    path.write_bytes(made.public_bytes(pem) + key.private_bytes(pem, form, serialization.NoEncryption()))
+    """One for 127.0.0.1, with its key."""
+    authority, path = trustme.CA(), tmp_path / "certificate.pem"
+    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(path))
+    authority.cert_pem.write_to_path(str(path), append=True)
     return path
 
 
