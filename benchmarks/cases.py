@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -125,7 +124,7 @@ class FileSystem:
 
     def __init__(self, target: Target) -> None:
         self._threads = target.threads
-        self._directory = Path(tempfile.mkdtemp(prefix="dcp-bench-", dir=_MEMORY_DIRECTORY))
+        self._directory = _MEMORY_DIRECTORY / target.prefix.replace("/", "-")  # the same on all ranks
 
     def writer(self, name: str) -> StorageWriter:
         from torch.distributed.checkpoint.filesystem import FileSystemWriter

@@ -102,7 +102,7 @@ def _parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument(
         "--cases",
-        type=_case_names,
+        type=case_names,
         default=list(CASES),
         metavar="NAME,...",
         help=f"default: {','.join(CASES)}",
@@ -126,7 +126,12 @@ def _described(options: argparse.Namespace) -> dict[str, Any]:
     return {name: value for name, value in vars(options).items() if name not in ("json", "png")}
 
 
-def _case_names(text: str) -> list[str]:
+def case_names(text: str) -> list[str]:
+    """The names of cases, separated by commas, as an argument.
+
+    Raises:
+        argparse.ArgumentTypeError: there is no such case.
+    """
     names = [name.strip() for name in text.split(",")]
     unknown = [name for name in names if name not in CASES]
     if unknown:

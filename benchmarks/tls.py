@@ -1,7 +1,7 @@
 """A TLS endpoint in front of a plain one: nginx, as in front of many an S3 server.
 
-nginx and its stream module must be installed (Debian: nginx-light and libnginx-mod-stream). The cipher is the one that S3
-chooses, AES-128-GCM over TLS 1.3.
+nginx and its stream module must be installed (Debian: nginx-light and libnginx-mod-stream). The cipher is AES-128-GCM,
+over TLS 1.3.
 """
 
 from __future__ import annotations

@@ -26,10 +26,9 @@ class BodyReader(io.RawIOBase):
 
     def __init__(self, head: io.BufferedReader, sock: Any) -> None:
         self._head = head
-        # `SSLSocket.recv_into` checks and renames its arguments, then calls `read`.
-        self._receive: Callable[[memoryview], int] = (
-            (lambda view: sock.read(len(view), view)) if isinstance(sock, ssl.SSLSocket) else sock.recv_into
-        )
+        # `SSLSocket.recv_into` only checks and renames its arguments before it calls `read`.
+        read = sock.read if isinstance(sock, ssl.SSLSocket) else None
+        self._receive: Callable[[Any], Any] = sock.recv_into if read is None else lambda view: read(len(view), view)
         # If nothing is buffered, `peek` receives up to a buffer of 8 KiB.
         self._rest = memoryview(head.read1(len(head.peek(1))))
         self._buffer = memoryview(b"")

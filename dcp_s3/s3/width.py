@@ -11,7 +11,7 @@ _SETTLE_SECONDS = 0.1
 """After a change, until new connections are made and answered."""
 _WINDOW_SECONDS = 0.2
 """For which bytes are counted before one number of connections is compared with another."""
-_FEW, _MANY = 8, 32
+_FEW, _MANY = 4, 32
 _WORTH = 1.1
 """The least by which the bytes per second must rise when connections are added."""
 _TRY_AGAIN_SECONDS = 20.0
@@ -19,7 +19,7 @@ _TRY_AGAIN_SECONDS = 20.0
 
 
 def first_width(cores: float, ranks: int) -> int:
-    """The number of connections to begin with, where nothing is known: four for each core of a process.
+    """The number of connections to begin with, where nothing is known: two for each core of a process.
 
     32 carry 2.7 GiB/s from S3, which few processes exceed. Where there are few cores, more connections than needed
     cost the most.
@@ -28,7 +28,7 @@ def first_width(cores: float, ranks: int) -> int:
         cores: CPU cores of the host.
         ranks: processes on the host.
     """
-    return max(_FEW, min(_MANY, round(4 * cores / ranks)))
+    return max(_FEW, min(_MANY, round(2 * cores / ranks)))
 
 
 class Width:
