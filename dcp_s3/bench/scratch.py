@@ -60,7 +60,9 @@ class Scratch:
             store.put(key, b"")
             run(_remove(self.url, self._settings, late=0.0))
             yield
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                self._note(f"interrupted: removing {self.url}")
             self._clean_up(late=_LATE_SECONDS, interrupted=True)
             raise
         self._clean_up(late=0.0, interrupted=False)

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from dcp_s3.bench.figures import NOT_SPILLING, Direction, RankFigures
 from dcp_s3.counters import metrics
-from dcp_s3.errors import CorruptCheckpointError
+from dcp_s3.errors import CorruptCheckpointError, DcpS3Error
 from dcp_s3.failures import real_causes
 from dcp_s3.load.reader import S3StorageReader
 from dcp_s3.ranks import rank
@@ -182,7 +182,7 @@ def main() -> None:
             answer = this.obey(order)
         except BaseException as error:  # noqa: BLE001 - torch's CheckpointException is no Exception
             answer = _error(error)
-            if not isinstance(error, CheckpointException):
+            if not isinstance(error, (CheckpointException, DcpS3Error)):
                 traceback.print_exc()
         answers.write(json.dumps(answer) + "\n")
         answers.flush()
