@@ -50,13 +50,19 @@ class Ranks:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                for process in self._processes:
-                    _hang_up(process)
-                for process in self._processes:
-                    process.wait(_END_SECONDS)
-        self._kill()
+        try:
+            if kind is None:
+                self._end()
+        finally:
+            self._kill()
+
+    def _end(self) -> None:
+        """Let the ranks end by themselves."""
+        for process in self._processes:
+            _hang_up(process)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            for process in self._processes:
+                process.wait(_END_SECONDS)
 
     def tell(self, order: Mapping[str, Any]) -> list[dict[str, Any]]:
         """Give all ranks an order, and wait for their answers.

@@ -39,6 +39,7 @@ class Scratch:
         """Whether nothing is left there."""
         self._settings = settings
         self._note = note
+        self._denied: errors.AccessDeniedError | None = None
         parse_url(str(self.round(999_999)))
 
     def round(self, number: int) -> CheckpointURL:
@@ -58,7 +59,7 @@ class Scratch:
         store.page(key)
         try:
             store.put(key, b"")
-            run(_remove(self.url, self._settings, late=0.0))
+            self._remove(self.url)
             yield
         except BaseException as error:
             if isinstance(error, KeyboardInterrupt):
@@ -73,11 +74,14 @@ class Scratch:
         Raises:
             StorageError: all or some of it is still there.
         """
-        run(_remove(self.round(number), self._settings, late=0.0))
+        self._remove(self.round(number))
+
+    def _remove(self, url: CheckpointURL, *, late: float = 0.0) -> None:
+        self._denied = run(_remove(url, self._settings, late=late)) or self._denied
 
     def _clean_up(self, *, late: float, interrupted: bool) -> None:
         try:
-            versions = run(_remove(self.url, self._settings, late=late))
+            self._remove(self.url, late=late)
             self.removed = True
         except KeyboardInterrupt:
             if not interrupted:
@@ -88,15 +92,15 @@ class Scratch:
         except (errors.DcpS3Error, OSError) as error:
             self._note(f"not removed, or not all of it: {self.url}: {error}. Remedy: delete what is below it")
         else:
-            if versions is not None:
-                self._note(f"if the bucket keeps versions, those below {self.url} are still there: {versions}")
+            if self._denied is not None:
+                self._note(f"if the bucket keeps versions, those below {self.url} are still there: {self._denied}")
 
 
 async def _remove(url: CheckpointURL, settings: Settings, *, late: float) -> errors.AccessDeniedError | None:
     """Remove objects and open uploads below a URL, until a listing shows none.
 
     Returns:
-        Why old versions could not be looked for, if a permission is missing.
+        Why old versions of what was removed may be left, if a permission is missing.
 
     Raises:
         StorageError: something is still there.
@@ -136,5 +140,8 @@ async def _purge(store: AsyncS3Store, prefix: str) -> errors.AccessDeniedError |
         return error
     except errors.StorageError:
         return None  # this store has none
-    await store.delete(DeleteTarget(each.key, version_id=each.version_id) for each in versions)
+    try:
+        await store.delete(DeleteTarget(each.key, version_id=each.version_id) for each in versions)
+    except errors.AccessDeniedError as error:
+        return error
     return None

@@ -24,6 +24,9 @@ from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import MIN_PART_SIZE, Settings
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.memory_s3 import Fault
+from tests.retention.test_prune_servers import versioned, versions
+
+__all__ = ["versioned"]
 
 URL = f"s3://{BUCKET}/run"
 _ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
@@ -124,6 +127,25 @@ def test_without_permission_to_delete_nothing_large_is_written_and_the_prefix_is
     assert len(prefixes) == 1
     assert f"s3://{BUCKET}/{prefixes.pop()}: " in result.stderr
     assert sum(faulty.s3.objects(BUCKET).values()) == len(b"kept")
+
+
+def test_without_permission_to_see_versions_it_says_that_they_stay(faulty: FaultyServer) -> None:
+    # The name by which the server knows ListObjectVersions.
+    faulty.rule = lambda request: _DENIED if request.operation == "NotImplemented" else None
+    result = run(URL, "--size", "1MiB", "--rounds", "1")
+    assert result.stderr.count("if the bucket keeps versions") == 1
+    assert_as_before(faulty)
+
+
+@pytest.mark.servers("moto")
+def test_old_versions_are_removed_as_well(s3: Any, bucket: str, versioned: str) -> None:
+    s3.put_object(Bucket=bucket, Key="run/before", Body=b"kept")
+    s3.delete_object(Bucket=bucket, Key="run/before")
+    before = versions(s3, bucket)
+    assert len(before) == 2
+    result = run(versioned, "--size", "1MiB", "--rounds", "1")
+    assert result.stderr == ""
+    assert versions(s3, bucket) == before
 
 
 def test_a_save_that_fails_is_the_message_of_its_rank(faulty: FaultyServer) -> None:
