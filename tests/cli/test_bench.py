@@ -159,6 +159,17 @@ def test_a_save_that_fails_is_the_message_of_its_rank(faulty: FaultyServer) -> N
 # --- interrupted -------------------------------------------------------------------------------------------
 
 
+def start(*arguments: str) -> subprocess.Popen[str]:
+    """The command as a process that Ctrl-C reaches."""
+    return subprocess.Popen(
+        [*_COMMAND, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+
+
 @contextlib.contextmanager
 def in_the_middle_of_a_save(server: FaultyServer, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """The command, of whose parts all but the first two get no answer while this lasts."""
@@ -171,13 +182,7 @@ def in_the_middle_of_a_save(server: FaultyServer, *arguments: str) -> Iterator[s
         return None
 
     server.rule = hold
-    process = subprocess.Popen(
-        [*_COMMAND, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
+    process = start(*arguments)
     try:
         wait_for(lambda: server.s3.counters.requests.get("UploadPart", 0) > 2, process)
         yield process
@@ -204,6 +209,29 @@ def test_interrupted_it_leaves_the_bucket_as_it_was(faulty: FaultyServer, number
         assert output == ""
         assert "not removed" not in messages
         assert "Traceback" not in messages
+    assert_as_before(faulty)
+
+
+def test_interrupted_while_it_removes_a_round_it_removes_the_rest(faulty: FaultyServer) -> None:
+    interrupted = threading.Event()
+
+    def interrupt(request: Any) -> Fault | None:
+        if request.operation != "DeleteObjects" or interrupted.is_set():  # of one object: DeleteObject
+            return None
+        interrupted.set()
+        process.send_signal(signal.SIGINT)
+        return Fault.delay(0.5)
+
+    faulty.rule = interrupt
+    process = start()
+    try:
+        output, messages = process.communicate(timeout=90)
+    finally:
+        process.kill()
+    assert interrupted.is_set()
+    assert process.returncode != 0
+    assert output == ""
+    assert "not removed" not in messages
     assert_as_before(faulty)
 
 
