@@ -314,6 +314,11 @@ def _explain(error: ValidationError, given: Mapping[str, Any]) -> str:
     return "; ".join(lines)
 
 
+def child_environment(**changes: str) -> dict[str, str]:
+    """The environment for a process that this one starts: its own, with changes."""
+    return {**os.environ, **changes}
+
+
 def local_world_size() -> int:
     """Ranks on this host, from the launcher (torchrun sets ``LOCAL_WORLD_SIZE``); otherwise 1."""
     value = os.environ.get("LOCAL_WORLD_SIZE", "")

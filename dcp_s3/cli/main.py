@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dcp_s3.cli import checkpoints, retention
+from dcp_s3.cli import bench, checkpoints, retention
 from dcp_s3.cli.app import app
 
-__all__ = ["app", "checkpoints", "retention"]
+__all__ = ["app", "bench", "checkpoints", "retention"]
+
+app.command()(bench.bench)  # not where it is defined: imported first, it would be shown first
 
 if __name__ == "__main__":
     app()

@@ -45,13 +45,13 @@ def format_age(seconds: float) -> str:
 
 def checkpoints(infos: Iterable[CheckpointInfo], *, now: float) -> Table:
     """One line per checkpoint; incomplete ones dimmed."""
-    table = _table(("name", "state", ">step", ">ranks", ">objects", ">size", ">age", "metrics"))
+    table = make_table(("name", "state", ">step", ">ranks", ">objects", ">size", ">age", "metrics"))
     for info in infos:
         age = "" if info.created_at is None else format_age(now - info.created_at)
         state = format_state(info, now=now)
         cells = (info.name, state, info.step, info.world_size, info.objects, _size(info.size), age,
                  format_metrics(info.metrics))  # fmt: skip
-        _add(table, cells, style="" if info.committed else "dim")
+        add_row(table, cells, style="" if info.committed else "dim")
     return table
 
 
@@ -88,13 +88,13 @@ def facts(details: CheckpointDetails) -> Table:
     }
     for name, value in rows.items():
         if value not in (None, ""):
-            _add(table, (name, value))
+            add_row(table, (name, value))
     return table
 
 
 def plan(found: Plan) -> Table:
     """One line per checkpoint, and one for each kind of leftover. Red: to be deleted."""
-    table = _table(("checkpoint", "action", ">step", ">size", ">age", "reasons"))
+    table = make_table(("checkpoint", "action", ">step", ">size", ">age", "reasons"))
     for decision in found.decisions:
         info = decision.checkpoint
         created = info.modified_at if info.created_at is None else info.created_at
@@ -124,7 +124,7 @@ def _plan_row(
     size: str | None = None,
     age: str | None = None,
 ) -> None:
-    _add(table, (name, action, step, size, age, "; ".join(reasons)), style="red" if action == "delete" else "")
+    add_row(table, (name, action, step, size, age, "; ".join(reasons)), style="red" if action == "delete" else "")
 
 
 def plan_summary(found: Plan) -> str:
@@ -147,20 +147,20 @@ def _count(count: int, noun: str) -> str:
 
 def objects(stored: Iterable[ObjectDetails]) -> Table:
     """One line per data object."""
-    table = _table(("object", ">size", "crc64nvme", ""))
+    table = make_table(("object", ">size", "crc64nvme", ""))
     for entry in stored:
         note = "missing" if entry.size is None else "" if entry.used else "not used"
         style = "red" if entry.size is None else "" if entry.used else "dim"
-        _add(table, (entry.path, _size(entry.size), entry.crc64nvme, note), style=style)
+        add_row(table, (entry.path, _size(entry.size), entry.crc64nvme, note), style=style)
     return table
 
 
 def entries(saved: Iterable[SavedEntry]) -> Table:
     """One line per saved entry."""
-    table = _table(("entry", "kind", "dtype", "shape", ">chunks", ">size"))
+    table = make_table(("entry", "kind", "dtype", "shape", ">chunks", ">size"))
     for entry in saved:
         shape = None if entry.shape is None else "x".join(map(str, entry.shape)) or "scalar"
-        _add(table, (entry.fqn, entry.kind, entry.dtype, shape, entry.chunks, _size(entry.size)))
+        add_row(table, (entry.fqn, entry.kind, entry.dtype, shape, entry.chunks, _size(entry.size)))
     return table
 
 
@@ -184,10 +184,10 @@ def settings_rows(settings: Settings, chain: Mapping[str, ChainValue]) -> list[d
 
 def settings_table(rows: Iterable[Mapping[str, Any]]) -> Table:
     """One line per setting."""
-    table = _table(("setting", "value", "from"))
+    table = make_table(("setting", "value", "from"))
     for row in rows:
         value = "unset" if row["value"] is None else row["value"]
-        _add(table, (row["name"], value, row["source"]), style="dim" if row["source"] == "default" else "")
+        add_row(table, (row["name"], value, row["source"]), style="dim" if row["source"] == "default" else "")
     return table
 
 
@@ -202,7 +202,8 @@ def _size(size: int | None) -> str | None:
     return None if size is None else format_size(size)
 
 
-def _table(columns: Sequence[str]) -> Table:
+def make_table(columns: Sequence[str]) -> Table:
+    """An empty table; a column whose title begins with ``>`` is flush right."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
         right = column.startswith(">")
@@ -210,6 +211,7 @@ def _table(columns: Sequence[str]) -> Table:
     return table
 
 
-def _add(table: Table, cells: Iterable[Any], *, style: str = "") -> None:
+def add_row(table: Table, cells: Iterable[Any], *, style: str = "") -> None:
+    """Add a row; None is an empty cell."""
     # Text: keys and names may contain what rich would read as markup.
     table.add_row(*(Text("" if cell is None else str(cell)) for cell in cells), style=style)

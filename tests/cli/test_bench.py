@@ -1,0 +1,272 @@
+"""``dcp-s3 bench``, as somebody uses it on a bucket where other things lie."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dcp_s3.bench import run as running
+from dcp_s3.cli.main import app
+from dcp_s3.s3.store import S3Store
+from dcp_s3.settings import MIN_PART_SIZE, Settings
+from tests.faulty import BUCKET, FaultyServer, serve
+from tests.memory_s3 import Fault
+from tests.retention.test_prune_servers import versioned, versions
+
+__all__ = ["versioned"]
+
+URL = f"s3://{BUCKET}/run"
+_ON_LINUX = pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
+_DENIED = Fault.error(403, "AccessDenied")
+_COMMAND = [sys.executable, "-m", "dcp_s3.cli.main", "bench", URL, "--size", "32MiB"]
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
+    """With one object where the benchmark writes."""
+    monkeypatch.setenv("DCP_S3_PART_SIZE", str(MIN_PART_SIZE))
+    with serve(monkeypatch) as server:
+        S3Store(BUCKET, Settings()).put("run/before", b"kept")
+        yield server
+
+
+def run(*arguments: object, status: int = 0) -> Any:
+    result = CliRunner().invoke(app, ["bench", *map(str, arguments)])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == status, result.output
+    return result
+
+
+def assert_as_before(server: FaultyServer) -> None:
+    server.rule = lambda _: None
+    assert server.s3.objects(BUCKET) == {"run/before": len(b"kept")}
+    assert not S3Store(BUCKET, Settings()).uploads("")
+
+
+def test_a_table_a_limit_and_an_empty_bucket(faulty: FaultyServer) -> None:
+    result = run(URL, "--size", "12MiB")
+    lines = [line.split() for line in result.stdout.splitlines()]
+    rows = [line for line in lines if line[1:2] in (["save"], ["load"])]
+    assert [row[:2] for row in rows] == [["1", "save"], ["1", "load"], ["2", "save"], ["2", "load"]]
+    assert all(len(row) == 8 for row in rows)
+    assert "what limits it" in result.stdout
+    assert "suggested settings" in result.stdout
+    assert faulty.s3.counters.requests["UploadPart"] >= 4
+    assert_as_before(faulty)
+
+
+def test_two_ranks_and_json(faulty: FaultyServer) -> None:
+    found = json.loads(run(URL, "--size", "12MiB", "--ranks", "2", "--rounds", "1", "--json").stdout)
+    assert (found["url"], found["ranks"], found["bytes_per_rank"]) == (URL, 2, 12 * 2**20)
+    save, load = found["transfers"]
+    assert (save["direction"], load["direction"]) == ("save", "load")
+    for each in (save, load):
+        assert each["bytes"] == 24 * 2**20
+        assert each["bytes_per_second"] == each["bytes"] / each["seconds"]
+        assert each["cpu_seconds"] > 0
+        assert each["connections"] >= 1
+    assert [limit["direction"] for limit in found["limits"]] == ["save", "load"]
+    assert found["removed"]
+    assert_as_before(faulty)
+
+
+def test_no_more_than_a_quarter_of_the_free_memory(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "measure_available", lambda: 4 * 2**20)
+    result = run(URL, "--rounds", "1", "--json")
+    assert "1.0 MiB per rank instead of 4.0 GiB: a quarter of the free memory" in result.stderr
+    assert json.loads(result.stdout)["bytes_per_rank"] == 2**20
+
+
+def test_the_disk_is_left_aside(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DCP_S3_SPILL_DIR", str(tmp_path / "spill"))
+    monkeypatch.setenv("DCP_S3_DURABILITY", "local")
+    assert "DCP_S3_SPILL_DIR" in run(URL, "--size", "1MiB", "--rounds", "1").stderr
+    assert not (tmp_path / "spill").exists()
+    assert_as_before(faulty)
+
+
+def test_a_bucket_that_is_not_there_is_a_message(faulty: FaultyServer) -> None:
+    result = run(f"s3://{BUCKET}-not/run", status=1)
+    assert result.stdout == ""
+    assert result.stderr.startswith("dcp-s3: ")
+    assert f"{BUCKET}-not" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("arguments", [("file:///tmp",), ("s3://b//c",), (URL, "--size", "much"), (URL, "--size", "0")])
+def test_wrong_usage_is_status_2(arguments: tuple[str, ...]) -> None:
+    run(*arguments, status=2)
+
+
+def test_without_permission_to_write_nothing_is_left(faulty: FaultyServer) -> None:
+    faulty.rule = lambda request: _DENIED if request.operation == "PutObject" else None
+    result = run(URL, status=1)
+    assert "PutObject" in result.stderr
+    assert "not removed" not in result.stderr
+    assert_as_before(faulty)
+
+
+def test_without_permission_to_delete_nothing_large_is_written_and_the_prefix_is_named(faulty: FaultyServer) -> None:
+    faulty.rule = lambda request: _DENIED if request.operation.startswith("DeleteObject") else None
+    result = run(URL, status=1)
+    prefixes = {key.rpartition("/")[0] for key in faulty.s3.objects(BUCKET)} - {"run"}
+    assert len(prefixes) == 1
+    assert f"s3://{BUCKET}/{prefixes.pop()}: " in result.stderr
+    assert sum(faulty.s3.objects(BUCKET).values()) == len(b"kept")
+
+
+def test_without_permission_to_see_versions_it_says_that_they_stay(faulty: FaultyServer) -> None:
+    # The name by which the server knows ListObjectVersions.
+    faulty.rule = lambda request: _DENIED if request.operation == "NotImplemented" else None
+    result = run(URL, "--size", "1MiB", "--rounds", "1")
+    assert result.stderr.count("if the bucket keeps versions") == 1
+    assert_as_before(faulty)
+
+
+@pytest.mark.servers("moto")
+def test_old_versions_are_removed_as_well(s3: Any, bucket: str, versioned: str) -> None:
+    s3.put_object(Bucket=bucket, Key="run/before", Body=b"kept")
+    s3.delete_object(Bucket=bucket, Key="run/before")
+    before = versions(s3, bucket)
+    assert len(before) == 2
+    result = run(versioned, "--size", "1MiB", "--rounds", "1")
+    assert result.stderr == ""
+    assert versions(s3, bucket) == before
+
+
+def test_a_save_that_fails_is_the_message_of_its_rank(faulty: FaultyServer) -> None:
+    faulty.rule = lambda request: _DENIED if request.operation == "UploadPart" else None
+    result = run(URL, "--size", "12MiB", "--ranks", "2", status=1)
+    assert "dcp-s3: rank " in result.stderr
+    assert "UploadPart" in result.stderr
+    assert_as_before(faulty)
+
+
+# --- interrupted -------------------------------------------------------------------------------------------
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    """The command as a process that Ctrl-C reaches."""
+    return subprocess.Popen(
+        [*_COMMAND, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+
+
+@contextlib.contextmanager
+def in_the_middle_of_a_save(server: FaultyServer, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """The command, of whose parts all but the first two get no answer while this lasts."""
+    over, parts = threading.Event(), itertools.count(1)
+
+    def hold(request: Any) -> Fault | None:
+        if request.operation == "UploadPart" and next(parts) > 2:
+            over.wait(120)
+            return Fault.reset()
+        return None
+
+    server.rule = hold
+    process = start(*arguments)
+    try:
+        wait_for(lambda: server.s3.counters.requests.get("UploadPart", 0) > 2, process)
+        yield process
+    finally:
+        over.set()
+        process.kill()
+        process.communicate()
+
+
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 90
+    while not condition():
+        assert process.poll() is None, "it ended by itself"
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_it_leaves_the_bucket_as_it_was(faulty: FaultyServer, number: signal.Signals) -> None:
+    with in_the_middle_of_a_save(faulty) as process:
+        process.send_signal(number)
+        output, messages = process.communicate(timeout=90)
+        assert process.returncode != 0
+        assert output == ""
+        assert "not removed" not in messages
+        assert "Traceback" not in messages
+    assert_as_before(faulty)
+
+
+def test_interrupted_while_it_removes_a_round_it_removes_the_rest(faulty: FaultyServer) -> None:
+    interrupted = threading.Event()
+
+    def interrupt(request: Any) -> Fault | None:
+        if request.operation != "DeleteObjects" or interrupted.is_set():  # of one object: DeleteObject
+            return None
+        interrupted.set()
+        process.send_signal(signal.SIGINT)
+        return Fault.delay(0.5)
+
+    faulty.rule = interrupt
+    process = start()
+    try:
+        output, messages = process.communicate(timeout=90)
+    finally:
+        process.kill()
+    assert interrupted.is_set()
+    assert process.returncode != 0
+    assert output == ""
+    assert "not removed" not in messages
+    assert_as_before(faulty)
+
+
+@_ON_LINUX
+def test_a_rank_that_dies_ends_the_others(faulty: FaultyServer) -> None:
+    with in_the_middle_of_a_save(faulty, "--ranks", "2") as process:
+        ranks = children_of(process)
+        assert len(ranks) == 2
+        os.kill(ranks[1], signal.SIGKILL)
+        _, messages = process.communicate(timeout=90)
+        assert process.returncode == 1
+        assert "its process ended with status -9" in messages
+        assert not any(map(is_running, ranks))
+    assert_as_before(faulty)
+
+
+@_ON_LINUX
+def test_no_rank_survives_the_command(faulty: FaultyServer) -> None:
+    with in_the_middle_of_a_save(faulty, "--ranks", "2") as process:
+        ranks = children_of(process)
+        assert len(ranks) == 2
+        process.kill()
+        deadline = time.monotonic() + 60
+        while any(map(is_running, ranks)):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def children_of(process: subprocess.Popen[str]) -> list[int]:
+    tasks = Path(f"/proc/{process.pid}/task").glob("*/children")
+    return [int(child) for task in tasks for child in task.read_text().split()]
+
+
+def is_running(number: int) -> bool:
+    try:
+        return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
