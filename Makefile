@@ -51,9 +51,11 @@ fmt: $(DEV) ## format, and fix what ruff can fix
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
-bench: $(DEV) ## save and load (also over a link like that to S3), the stall of training, spilling, against other backends; ARGS=... is passed on
+bench: $(DEV) ## save and load (also over a slow link, TLS, by several ranks), the stall of training, spilling, against other backends; ARGS=... is passed on
 	@$(PY) -m benchmarks.save_load $(ARGS)
 	@$(PY) -m benchmarks.save_load --size 3GiB --latency 0.06 --connection-rate 85MiB --json benchmarks/results/capped.json $(ARGS)
+	@$(PY) -m benchmarks.save_load --tls --json benchmarks/results/tls.json $(ARGS)
+	@$(PY) -m benchmarks.ranks --size 2GiB
 	@$(PY) -m benchmarks.stall $(ARGS)
 	@$(PY) -m benchmarks.spill $(ARGS)
 	@$(PY) -m benchmarks.reshard

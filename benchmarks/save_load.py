@@ -33,7 +33,7 @@ from benchmarks.llama import llama_bytes
 from benchmarks.loopback import measure_loopback
 from benchmarks.measure import Sample
 from benchmarks.report import Results, Round, machine, save_chart, show
-from benchmarks.tls import tls_in_front_of
+from benchmarks.tls import nginx, tls_in_front_of
 from benchmarks.units import GIB, MIB, parse_size
 from tests.memory_s3 import Link, MemoryS3Process
 
@@ -51,6 +51,9 @@ def main() -> None:
     """Run the benchmark as the command line says, print a table, write JSON and a chart."""
     options = _parse_arguments()
     console = Console(width=None if sys.stdout.isatty() else 110)
+    if options.tls and nginx() is None:
+        console.print("[yellow]TLS skipped: nginx is not installed")
+        return
     skipped = {name: reason for name in options.cases if (reason := reason_to_skip(name))}
     for name, reason in skipped.items():
         console.print(f"[yellow]{name} skipped: {reason}")
