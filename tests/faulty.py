@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dcp_s3.s3.client import close_clients
 from tests.memory_s3 import Fault, MemoryS3
 
 BUCKET = "bucket"
@@ -44,4 +45,7 @@ def serve(monkeypatch: pytest.MonkeyPatch, server: FaultyServer | None = None) -
         monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
         monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
         server.s3.create_bucket(BUCKET)
-        yield server
+        try:
+            yield server
+        finally:
+            close_clients()  # one made from AWS's variables would be found by tests that set others

@@ -49,8 +49,11 @@ class Width:
 
     @property
     def likely(self) -> int:
-        """The number of connections that a transfer which begins now will likely come to."""
-        return self.connections if self._held < _TRY_AGAIN_SECONDS else max(self.connections, _MANY)
+        """The number of connections that a transfer which begins now will likely come to. Where cores are few, they are
+        busy before 32 are reached."""
+        if self._held < _TRY_AGAIN_SECONDS:
+            return self.connections
+        return max(self.connections, min(_MANY, 2 * self.connections))
 
     def _begin(self) -> None:
         self._settling = _SETTLE_SECONDS

@@ -95,8 +95,9 @@ def test_what_was_found_is_tried_again() -> None:
 
 
 def test_what_a_transfer_will_likely_come_to() -> None:
+    assert [Width(first).likely for first in (4, 16, 24, 40)] == [8, 32, 32, 40]
     width = Width(8)
-    assert width.likely == 32
+    assert width.likely == 16
     run(width, Link(2000 * MIB, 1800 * MIB), 1.0, most=8)
     assert width.likely == 8
     run(width, Link(85 * MIB, 8000 * MIB), 30.0)
