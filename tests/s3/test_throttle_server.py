@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 import dcp_s3
 from dcp_s3 import S3StorageReader, S3StorageWriter
-from dcp_s3.s3 import throttle
+from dcp_s3.s3 import connections, throttle
 from dcp_s3.s3.download import ReadTarget, fetch_into
 from dcp_s3.s3.parts import Piece
 from dcp_s3.s3.store import S3Store
@@ -33,6 +33,12 @@ pytestmark = [
     pytest.mark.usefixtures("new_gates"),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
 ]
+
+
+@pytest.fixture
+def eight_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process begins with eight, however many cores this machine has."""
+    monkeypatch.setattr(connections, "first_width", lambda cores, ranks: 8)
 
 
 class Narrow:
@@ -103,6 +109,7 @@ def gate_of_bucket(bucket: S3Store) -> Gate:
     return gate_of(bucket.settings.endpoint_url, bucket.name, bucket.settings.concurrency)
 
 
+@pytest.mark.usefixtures("eight_connections")
 def test_the_limit_grows_back(faulty: FaultyServer) -> None:
     bucket = make_bucket(concurrency=8)
     faulty.once("PutObject", Fault.error(503, "SlowDown"))
@@ -163,6 +170,7 @@ def test_small_requests_lower_the_limit(faulty: FaultyServer) -> None:
         assert gate_of_bucket(bucket).state.limit == before // 2
 
 
+@pytest.mark.usefixtures("eight_connections")
 def test_looking_at_many_checkpoints_lowers_the_limit(faulty: FaultyServer) -> None:
     seen = faulty.once("ListObjectsV2", Fault.error(503, "SlowDown"))
     assert dcp_s3.list_checkpoints(f"s3://{BUCKET}/run", settings={"concurrency": 8}) == []
@@ -226,6 +234,7 @@ def test_a_save_that_waits_too_long_at_the_gate_is_spilled(
     stop_draining()
 
 
+@pytest.mark.usefixtures("eight_connections")
 def test_metrics_are_plain_numbers(faulty: FaultyServer) -> None:
     bucket = make_bucket(concurrency=8, endpoint_url=faulty.s3.endpoint_url)
     faulty.once("PutObject", Fault.error(503, "SlowDown"))
