@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from dcp_s3.bench.figures import NOT_SPILLING, RankFigures, Transfer, join
 from dcp_s3.bench.limits import Finding, Surroundings, find_limit, suggestions
 from dcp_s3.bench.ranks import Ranks
 from dcp_s3.bench.scratch import Scratch
+from dcp_s3.s3.connections import cores
 from dcp_s3.settings import Settings, resolve_settings
 from dcp_s3.stage.budget import measure_available
 from dcp_s3.units import format_size
@@ -110,9 +110,5 @@ def _affordable(size: int, ranks: int, note: Callable[[str], None]) -> int:
 
 
 def _surroundings(ranks: int, settings: Settings) -> Surroundings:
-    try:
-        cores = len(os.sched_getaffinity(0))
-    except (AttributeError, OSError):  # not on every system
-        cores = os.cpu_count() or 1
     part_size = None if settings.part_size == "auto" else settings.part_size
-    return Surroundings(ranks, cores, settings.max_connections, part_size)
+    return Surroundings(ranks, cores(), settings.max_connections, part_size)

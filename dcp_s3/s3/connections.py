@@ -75,7 +75,7 @@ def _link_of(store: S3Store | AsyncS3Store, direction: Direction) -> _Link:
     key = (store.settings.endpoint_url, store.name, direction)
     link = _links.get(key)
     if link is None:
-        link = _links[key] = _Link(Width(first_width(_cores(), local_world_size())))
+        link = _links[key] = _Link(Width(first_width(cores(), local_world_size())))
     return link
 
 
@@ -104,7 +104,8 @@ def _cpu_times() -> tuple[int, int] | None:
         return None
 
 
-def _cores() -> int:
+def cores() -> int:
+    """The CPU cores that this process may use."""
     try:
         return len(os.sched_getaffinity(0))
     except (AttributeError, OSError):  # not on every system
