@@ -8,20 +8,22 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 PIP    := $(PY) -m pip --disable-pip-version-check --quiet
 CACHE  := .venv-bootstrap
+INT    := .venv-integrations
 
 # Installed once; again when the dependencies change.
 DEV  := $(VENV)/.installed-dev
 DEMO := $(VENV)/.installed-demo
+FRAMEWORKS := $(INT)/.installed
 
 # `make demo` needs only the runtime and one extra: do not make a first look wait for the test tools.
 DEMO_OR_DEV := $(if $(wildcard $(DEV)),$(DEV),$(DEMO))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test soak lint fmt bench clean
+.PHONY: help install demo test test-integrations soak lint fmt bench clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 install: $(DEV) ## create .venv with everything (runtime, tests, lint, benchmarks)
 
@@ -30,6 +32,9 @@ demo: $(DEMO_OR_DEV) ## the demo on a local S3 server; URL=s3://bucket/prefix ru
 
 test: $(DEV) ## pytest in JOBS processes (2), without what takes long; ARGS=... is passed on
 	@$(PY) -m pytest -n $(JOBS) --dist worksteal -m "not soak" $(ARGS)
+
+test-integrations: $(FRAMEWORKS) ## the adapters, with the real frameworks in an environment of their own; ARGS=... is passed on
+	@DCP_S3_TEST_INTEGRATIONS=1 $(INT)/bin/python -m pytest -n $(JOBS) --dist worksteal tests/frameworks $(ARGS)
 
 # What `test` leaves out, then the tests that break things, with these counts. What is not begun in time is named.
 CYCLES ?= 500
@@ -65,8 +70,8 @@ bench: $(DEV) ## save and load (also over a slow link, TLS, by several ranks), t
 	@$(PY) -m benchmarks.coordinator
 	@$(PY) -m benchmarks.hedging
 
-clean: ## remove .venv, caches and build output
-	rm -rf $(VENV) $(CACHE) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+clean: ## remove the environments, caches and build output
+	rm -rf $(VENV) $(INT) $(CACHE) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(DEV): pyproject.toml constraints.txt | $(PY)
@@ -77,6 +82,15 @@ $(DEV): pyproject.toml constraints.txt | $(PY)
 $(DEMO): pyproject.toml constraints.txt | $(PY)
 	@echo "installing dcp-s3[demo] into $(VENV) (a few minutes the first time)"
 	@$(PIP) install -c constraints.txt -e '.[demo]'
+	@touch $@
+
+# pip takes the torch of the constraints; uv, with torch there, resolves in seconds what takes pip minutes.
+$(FRAMEWORKS): pyproject.toml constraints-integrations.txt | $(PY)
+	@echo "installing the frameworks into $(INT) (a few minutes the first time)"
+	@$(PIP) install -c constraints-integrations.txt uv
+	@$(PY) -m uv --quiet venv --allow-existing --seed --python $(PY) $(INT)
+	@$(INT)/bin/python -m pip --disable-pip-version-check --quiet install -c constraints-integrations.txt torch
+	@$(PY) -m uv --quiet pip install --python $(INT)/bin/python -c constraints-integrations.txt -e '.[integrations]'
 	@touch $@
 
 # Some distributions ship Python without ensurepip, so without a working `-m venv`; virtualenv brings its own pip.
