@@ -1,0 +1,42 @@
+"""What an adapter says if its framework is missing, or of a version that it was not written for."""
+
+from __future__ import annotations
+
+import re
+from importlib import metadata
+
+
+def require(extra: str, package: str, at_least: str, below: str) -> None:
+    """Check that a framework is installed in a version that its adapter knows.
+
+    Args:
+        extra: extra of dcp-s3 that installs it.
+        package: its name on PyPI.
+        at_least: first version that works.
+        below: first version that is not known to work.
+
+    Raises:
+        ImportError: it is missing or of another version; the message says what to install.
+    """
+    wanted = f"{package}>={at_least},<{below}"
+    try:
+        found = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        raise ImportError(
+            f"dcp_s3.integrations.{extra} needs {wanted}, which is not installed. Remedy: pip install 'dcp-s3[{extra}]'",
+            name=package,
+        ) from None
+    if not _release(at_least) <= _release(found) < _release(below):
+        raise ImportError(
+            f"dcp_s3.integrations.{extra} supports {wanted}, and {found} is installed. Remedy: pip install '{wanted}'",
+            name=package,
+        )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """The numbers of a version, without trailing zeros and what follows them: ``2.6.0rc1`` -> (2, 6)."""
+    match = re.match(r"\d+(?:\.\d+)*", version)
+    numbers = [int(part) for part in match[0].split(".")] if match else [0]
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)
