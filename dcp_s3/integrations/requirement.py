@@ -23,7 +23,7 @@ def require(extra: str, package: str, at_least: str, below: str) -> None:
         found = metadata.version(package)
     except metadata.PackageNotFoundError:
         raise ImportError(
-            f"dcp_s3.integrations.{extra} needs {wanted}, which is not installed. Remedy: pip install 'dcp-s3[{extra}]'",
+            f"dcp_s3.integrations.{extra} needs {wanted}, which is missing. Remedy: pip install 'dcp-s3[{extra}]'",
             name=package,
         ) from None
     if not _release(at_least) <= _release(found) < _release(below):
