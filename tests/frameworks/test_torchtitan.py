@@ -1,0 +1,402 @@
+"""S3CheckpointManager: torchtitan's options on S3."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import tyro
+from safetensors.torch import save_file
+from torch.distributed.checkpoint import HuggingFaceStorageReader
+from torchtitan.components.checkpointer import CheckpointManager
+
+from dcp_s3 import errors, latest, list_checkpoints, read_tensors
+from dcp_s3.integrations.torchtitan import S3CheckpointManager
+from dcp_s3.offline import replicate
+from dcp_s3.s3.store import S3Store
+from dcp_s3.settings import Settings
+from dcp_s3.store import DeleteTarget
+from examples.torchtitan import Trainer
+from tests import preload
+from tests.faulty import BUCKET, FaultyServer, serve
+from tests.frameworks.titan import MODES, ROOT, Run, config, steps_on_s3, train
+from tests.memory_s3 import Fault
+from tests.ranks import RankFailed, run_ranks
+
+preload.MODULES.append("tests.frameworks.titan")  # torchtitan takes seconds to import
+
+Config = S3CheckpointManager.Config
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
+    with serve(monkeypatch) as server:
+        yield server
+
+
+# --- the class ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("__init__", "config dataloader model_parts optimizers lr_schedulers states sd_adapter base_folder"),
+        ("dcp_save", "state_dict checkpoint_id async_mode enable_garbage_collection to_hf"),
+        ("dcp_load", "state_dict checkpoint_id from_hf from_quantized"),
+        ("_load", "step"),
+        ("_find_load_step", "folder"),
+        ("_wait_for_saving", ""),
+        ("_purge_stale_checkpoints", ""),
+        ("_close", ""),
+        ("_save_last_step", "curr_step"),
+        ("_states_to_load", "model_only"),
+    ],
+)
+def test_torchtitan_has_the_hooks_that_are_overridden_or_called(name: str, arguments: str) -> None:
+    assert " ".join([*inspect.signature(getattr(CheckpointManager, name)).parameters][1:]) == arguments
+
+
+def test_the_config_takes_torchtitans_options_from_the_command_line() -> None:
+    given = ["--folder", ROOT, "--retention", "latest:3 best:2:val_loss:min", "--async-mode", "async", "--enable"]
+    found = tyro.cli(Config, args=given)
+    assert found == Config(folder=ROOT, retention="latest:3 best:2:val_loss:min", async_mode="async", enable=True)
+    assert found._owner is S3CheckpointManager
+
+
+def test_a_policy_that_is_none_is_refused_before_anything_runs() -> None:
+    with pytest.raises(errors.PolicyError, match="'newest:3' is not a policy"):
+        config(retention="newest:3")
+
+
+def test_what_cannot_be_done_is_refused(faulty: FaultyServer, tmp_path: Path) -> None:
+    run_ranks(1, refused, tmp_path)
+
+
+def refused(directory: Path) -> None:
+    with pytest.raises(errors.PolicyError, match=r"needs a folder on S3.*keep_latest_k"):
+        Trainer(config(folder="local", retention="latest:3"), steps=1)
+    os.environ["DCP_S3_RETENTION"] = "newest:3"
+    with pytest.raises(errors.SettingsError, match="DCP_S3_RETENTION = 'newest:3' is not allowed"):
+        Trainer(config(), steps=1)
+    del os.environ["DCP_S3_RETENTION"]
+    in_hf = config(folder="local", last_save_in_hf=True, last_save_model_only=True)
+    with pytest.raises(ValueError, match="last_save_in_hf is not supported with a folder on S3"):
+        Trainer(in_hf, steps=1, dump_folder=ROOT, sd_adapter=Adapter())
+    with pytest.raises(ValueError, match="no directory to load initially: /nowhere"):
+        train(directory, 0, initial_load_path="/nowhere")
+    from_hf = config(initial_load_in_hf=True)
+    with pytest.raises(ValueError, match="needs a model with a state_dict_adapter"):
+        Trainer(from_hf, steps=0).train()
+    with pytest.raises(ValueError, match="initial_load_in_hf is not supported on S3"):
+        Trainer(from_hf, steps=0, sd_adapter=Adapter(f"{ROOT}/model")).train()
+
+
+class Adapter:
+    """torchtitan's adapter to Hugging Face's format, for a model whose names are the same there."""
+
+    fqn_to_index_mapping = None
+
+    def __init__(self, path: str | None = None) -> None:
+        self.hf_assets_path = path
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return state_dict
+
+    from_hf = to_hf
+
+    def get_hf_storage_reader(self, path: str, from_quantized: bool) -> HuggingFaceStorageReader:
+        assert not from_quantized
+        return HuggingFaceStorageReader(path)
+
+
+# --- save and retention ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_saves_and_prunes(faulty: FaultyServer, tmp_path: Path, mode: str) -> None:
+    first, second = run_ranks(2, save_and_restart, tmp_path, mode)
+    assert first == second
+    assert steps_on_s3() == [4, 8, 9]
+
+
+def save_and_restart(directory: Path, mode: str) -> list[Run]:
+    first = train(directory, 9, async_mode=mode, retention="latest:2 every:4")
+    again = train(directory, 9, async_mode=mode, retention="latest:2 every:4")
+    assert again == replace(first, loaded_step=9)
+    assert first.local_files == ()
+    # Nothing goes on after `close`.
+    assert not [thread.name for thread in threading.enumerate() if thread.name == "dcp_s3-retention"]
+    return [first, again]
+
+
+def keep_what_is_kept(directory: Path) -> list[list[int | None]]:
+    found = []
+    for number, options in enumerate([{"keep_latest_k": 2}, {"keep_latest_k": 0}, {"retention": "latest:1"}]):
+        train(directory, 3 * (number + 1), interval=1, **options)
+        found.append(steps_on_s3())
+    return found
+
+
+def test_without_a_policy_the_latest_k_stay(faulty: FaultyServer, tmp_path: Path) -> None:
+    assert run_ranks(1, keep_what_is_kept, tmp_path) == [[[2, 3], [2, 3, 4, 5, 6], [9]]]
+
+
+def test_the_policy_of_the_environment_counts(
+    faulty: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DCP_S3_RETENTION", "latest:1 steps:2")
+    run_ranks(1, train, tmp_path, 8)
+    assert steps_on_s3() == [2, 8]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_is_deleted_for_a_save_that_fails(faulty: FaultyServer, tmp_path: Path, mode: str) -> None:
+    faulty.rule = lambda request: (
+        Fault.error(403, "AccessDenied") if request.operation == "PutObject" and "/step-6/" in request.key else None
+    )
+    for message in run_ranks(2, fail, tmp_path, mode):
+        assert message.startswith(f"the save of step 6 to {ROOT}/step-6 failed on ranks 0 to 1: AccessDeniedError")
+        assert message.endswith("Last good checkpoint of this run: step 4")
+    assert steps_on_s3() == [2, 4]
+
+
+def fail(directory: Path, mode: str) -> str:
+    with pytest.raises(errors.SaveFailedError) as raised:
+        train(directory, 20, async_mode=mode, keep_latest_k=2)
+    return str(raised.value)
+
+
+class Scripted(Trainer):
+    """Validates with losses that are given."""
+
+    LOSSES = (0.5, 0.1, 0.4, 0.3, 0.6)
+
+    def validate(self) -> None:
+        loss = self.LOSSES[self.step - 1] if getattr(self, "pp_has_last_stage", True) else -1.0
+        self.metrics_processor.logger.log({"validation_metrics/loss": torch.tensor(loss)}, self.step)
+
+
+class Pipelined(Scripted):
+    """The last stage is on the second rank."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.pp_has_last_stage = dist.get_rank() == 1
+        super().__init__(*arguments, **options)
+
+
+@pytest.mark.parametrize(("ranks", "kind"), [(1, Scripted), (2, Pipelined)])
+def test_the_best_are_kept_by_the_loss_that_torchtitan_logs(
+    faulty: FaultyServer, tmp_path: Path, ranks: int, kind: type[Trainer]
+) -> None:
+    run_ranks(ranks, keep_best, tmp_path, kind)
+    two, five = list_checkpoints(ROOT)
+    assert (two.step, five.step) == (2, 5)
+    assert [info.metrics["val_loss"] for info in (two, five)] == pytest.approx([0.1, 0.6])
+    assert {*two.metrics} == {*five.metrics} == {"loss", "val_loss"}
+    assert 1 < two.metrics["loss"] < 10
+
+
+def keep_best(directory: Path, kind: type[Trainer]) -> None:
+    train(directory, 5, kind, interval=1, async_mode="async", retention="latest:1 best:1:val_loss:min")
+
+
+def test_metrics_that_cannot_be_stored_do_not_stop_the_training(faulty: FaultyServer, tmp_path: Path) -> None:
+    faulty.rule = lambda request: Fault.error(403, "AccessDenied") if request.key.endswith("metrics.json") else None
+    run_ranks(1, train, tmp_path, 4)
+    assert [info.metrics.keys() for info in list_checkpoints(ROOT)] == [{"loss"}, {"loss"}]
+
+
+# --- load -----------------------------------------------------------------------------------------------
+
+
+def go_back(directory: Path) -> tuple[Run, Run, Run]:
+    first = train(directory, 6, async_mode="async")
+    back = train(directory, 6, async_mode="async", load_step=2)
+    with pytest.raises(errors.CheckpointNotFoundError, match="steps 2 to 6"):
+        train(directory, 6, load_step=3)
+    with pytest.raises(errors.CheckpointNotFoundError, match=r"load_step = 3.*no checkpoint under"):
+        train(directory, 6, load_step=3, folder=f"{ROOT}-other")
+    trainer = Trainer(config(load_only=True), steps=6)
+    assert trainer.checkpointer._find_load_step() == 6
+    assert trainer.checkpointer._find_load_step(f"{ROOT}-other") == -1
+    trainer.checkpointer.close()
+    return first, back, train(directory, 6)
+
+
+def test_a_run_that_goes_back_saves_its_steps_again(faulty: FaultyServer, tmp_path: Path) -> None:
+    ((first, back, latest_one),) = run_ranks(1, go_back, tmp_path)
+    assert back == replace(first, loaded_step=2)
+    assert latest_one == replace(first, loaded_step=6)
+    assert steps_on_s3() == [2, 4, 6]
+
+
+def start_from_another_run(directory: Path) -> dict[str, Any]:
+    base = train(directory, 4, last_save_model_only=True, export_dtype="bfloat16", async_mode="async_with_pinned_mem")
+    found: dict[str, Any] = {"base": base}
+    model = Trainer(config(folder=f"{ROOT}-2", initial_load_path=f"{ROOT}/step-4"), steps=0)
+    model.train()
+    found["model"] = {name: tensor.full_tensor() for name, tensor in model.model.state_dict().items()}
+    weights = directory / "weights"
+    weights.mkdir()
+    save_file({name: 2 * tensor for name, tensor in found["model"].items()}, weights / "model.safetensors")
+    from_hf = config(folder=f"{ROOT}-4", initial_load_in_hf=True)
+    doubled = Trainer(from_hf, steps=0, sd_adapter=Adapter(str(weights)))
+    doubled.train()
+    found["doubled"] = {name: tensor.full_tensor() for name, tensor in doubled.model.state_dict().items()}
+    everything = Trainer(
+        config(
+            folder=f"{ROOT}-3",
+            initial_load_path=f"{ROOT}/step-2",
+            initial_load_model_only=False,
+            exclude_from_loading=["lr_scheduler", "dataloader"],
+        ),
+        steps=0,
+    )
+    everything.train()
+    found["everything"] = (
+        everything.step,
+        everything.ntokens_seen,
+        everything.lr_schedulers.state_dict(),
+        everything.dataloader.dataset.number,
+        len(everything.optimizers.optimizers[0].state),
+    )
+    with pytest.raises(errors.RestoreFailedError, match=r"step-5 could not be loaded on rank 0: CheckpointNotFound"):
+        train(directory, 0, folder=f"{ROOT}-2", initial_load_path=f"{ROOT}/step-5")
+    # A folder that is not on S3 is torchtitan's own.
+    local = {"folder": str(directory / "local"), "initial_load_path": f"{ROOT}/step-2", "keep_latest_k": 2}
+    found["local"] = train(directory, 4, initial_load_model_only=False, **local)
+    found["local again"] = train(directory, 4, **local)
+    return found
+
+
+def test_a_run_starts_from_another_one(faulty: FaultyServer, tmp_path: Path) -> None:
+    (found,) = run_ranks(1, start_from_another_run, tmp_path)
+    exported = read_tensors(f"{ROOT}/step-4", ["*"])
+    assert {tensor.dtype for tensor in exported.values()} == {torch.bfloat16}
+    assert exported.keys() == found["model"].keys()
+    assert all(torch.equal(exported[name].float(), tensor) for name, tensor in found["model"].items())
+    assert all(torch.equal(2 * exported[name].float(), tensor) for name, tensor in found["doubled"].items())
+    step, tokens, schedule, number, states = found["everything"]
+    assert (step, tokens, schedule, number) == (2, 2 * 4 * 16, {"last_epoch": 0}, 0)
+    assert states == len(exported)
+    assert found["base"].local_files == ()
+    assert found["local"].loaded_step == 2
+    assert found["local"].digest == found["base"].digest
+    assert found["local again"].loaded_step == 4
+    assert {path.name for path in (tmp_path / "local").iterdir()} == {"step-4"}
+
+
+def exchange(directory: Path) -> list[str]:
+    ours = train(directory, 4, async_mode="async")
+    stock = directory / "stock"
+    replicate.download(f"{ROOT}/step-2", stock / "step-2")
+    theirs = Trainer(
+        CheckpointManager.Config(enable=True, folder=str(stock), interval=2, last_save_model_only=False), steps=4
+    )
+    theirs.train()
+    theirs.checkpointer.close()
+    assert theirs.loaded_step == 2
+    replicate.upload(stock / "step-4", f"{ROOT}-2/step-4")
+    back = train(directory, 4, folder=f"{ROOT}-2")
+    assert back.loaded_step == 4
+    return [ours.digest, theirs.digest(), back.digest]
+
+
+def test_torchtitan_itself_reads_what_is_downloaded_and_writes_what_is_loaded_after_an_upload(
+    faulty: FaultyServer, tmp_path: Path
+) -> None:
+    ((ours, theirs, back),) = run_ranks(1, exchange, tmp_path)
+    assert ours == theirs == back
+
+
+def seed(directory: Path) -> None:
+    trainer = Trainer(config(last_save_model_only=True, create_seed_checkpoint=True), steps=1)
+    trainer.checkpointer.save(curr_step=0, last_step=True)
+    trainer.checkpointer.close()
+    assert train(directory, 2).loaded_step == 0
+
+
+def test_a_seed_checkpoint_has_the_model_only(faulty: FaultyServer, tmp_path: Path) -> None:
+    run_ranks(1, seed, tmp_path)
+    assert steps_on_s3() == [0, 2]
+
+
+def test_the_newest_checkpoint_is_passed_over_if_it_is_damaged(faulty: FaultyServer, tmp_path: Path) -> None:
+    run_ranks(1, train, tmp_path, 4)
+    data = [key for key in faulty.s3.objects(BUCKET) if "/step-4/" in key and key.endswith(".distcp")]
+    assert S3Store(BUCKET, Settings()).delete([DeleteTarget(key) for key in data]) == []
+    (run,) = run_ranks(1, train, tmp_path, 4)
+    assert run.loaded_step == 2
+    newest = latest(ROOT)
+    assert newest is not None
+    assert newest.step == 4
+
+
+class Dying(Trainer):
+    """SIGKILL after the save of step 4, as soon as it is durable on every rank."""
+
+    def train_step(self, data: Any) -> None:
+        if self.step == 5:
+            self.checkpointer.maybe_wait_for_saving()
+            dist.barrier()
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().train_step(data)
+
+
+def train_and_die(directory: Path) -> None:
+    train(directory, 8, Dying, async_mode="async")
+
+
+def test_a_save_that_is_only_on_the_local_disk_is_loaded_from_there(
+    faulty: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DCP_S3_DURABILITY", "local")
+    monkeypatch.setenv("DCP_S3_SPILL_DIR", str(tmp_path / "spill"))
+    monkeypatch.setenv("DCP_S3_SPILL_AFTER", "1s")
+    monkeypatch.setenv("DCP_S3_RETRY_ATTEMPTS", "1")
+    faulty.rule = lambda request: (
+        Fault.error(503, "SlowDown") if request.method == "PUT" and "/step-4/" in request.key else None
+    )
+    with pytest.raises(RankFailed, match="exit code -9"):
+        run_ranks(2, train_and_die, tmp_path / "first")
+    assert 4 not in steps_on_s3()
+    faulty.rule = lambda _: None
+    first, second = run_ranks(2, train, tmp_path / "second", 6)
+    assert first == second
+    assert first.loaded_step == 4
+
+
+# --- the example ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(300)
+def test_the_example_runs_as_its_page_says(faulty: FaultyServer, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "examples.torchtitan", "--url", ROOT, "--steps", "4", "--interval", "2"]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "digest " in done.stdout
+    assert list(tmp_path.iterdir()) == []
+    assert [(info.step, {*info.metrics}) for info in list_checkpoints(ROOT)] == [
+        (2, {"loss", "val_loss"}),
+        (4, {"loss", "val_loss"}),
+    ]
