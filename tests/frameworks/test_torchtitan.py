@@ -20,6 +20,7 @@ import tyro
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.dataloader import DataloaderExhaustedError
 
 from dcp_s3 import errors, latest, list_checkpoints, read_tensors
 from dcp_s3.integrations.torchtitan import S3CheckpointManager
@@ -175,6 +176,34 @@ def fail(directory: Path, mode: str) -> str:
     with pytest.raises(errors.SaveFailedError) as raised:
         train(directory, 20, async_mode=mode, keep_latest_k=2)
     return str(raised.value)
+
+
+class Exhausted(Trainer):
+    """Runs out of data in step 3, when the save of step 2 has just begun."""
+
+    def train_step(self, data: Any) -> None:
+        if self.step == 3:
+            raise DataloaderExhaustedError
+        super().train_step(data)
+
+
+def run_out_of_data(directory: Path, mode: str, fails: bool) -> list[int | None]:
+    trainer = Exhausted(config(async_mode=mode), steps=8)
+    with pytest.raises(DataloaderExhaustedError):
+        trainer.train()
+    if fails:
+        with pytest.raises(errors.SaveFailedError, match="step-2 failed on rank 0: AccessDeniedError"):
+            trainer.checkpointer.close()
+    trainer.checkpointer.close()
+    return steps_on_s3()
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_end_waits_for_the_save_under_way(faulty: FaultyServer, tmp_path: Path, mode: str, fails: bool) -> None:
+    fault = Fault.error(403, "AccessDenied", seconds=1.0) if fails else Fault.delay(1.0)
+    faulty.rule = lambda request: fault if request.method == "PUT" and request.key.endswith("/.metadata") else None
+    assert run_ranks(1, run_out_of_data, tmp_path, mode, fails) == [[] if fails else [2]]
 
 
 class Scripted(Trainer):
