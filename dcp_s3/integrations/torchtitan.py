@@ -203,13 +203,16 @@ class S3CheckpointManager(CheckpointManager):
             self._retention.saved(writer.wait_committed if local else lambda _: None)
 
     def _annotate_saved(self) -> None:
-        """Add to the last checkpoint what was logged for its step after its save. It is saved by now."""
+        """Add to the last checkpoint what was logged for its step after its save, which has ended."""
         url, self._saved_url = self._saved_url, None
-        metrics = self._losses.take(step_of(url) or 0) if url is not None else None
-        if not metrics:
+        if url is None:
+            return
+        step = step_of(url) or 0
+        metrics = self._losses.take(step)
+        if not metrics or step != self._saving.last_good:  # an older checkpoint may be there
             return
         try:
-            annotate(str(url), metrics, settings=self._settings)
+            annotate(url, metrics, settings=self._settings)
         except errors.DcpS3Error as error:
             logger.warning("%s stays without the metrics %s: %s", url, metrics, error)
 
