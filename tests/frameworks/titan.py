@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 
 from dcp_s3 import list_checkpoints
 from dcp_s3.integrations.torchtitan import S3CheckpointManager
@@ -57,6 +58,24 @@ def train(directory: Path, steps: int, kind: type[Trainer] = Trainer, **options:
     finally:
         trainer.checkpointer.close()
     return Run(trainer.loaded_step, trainer.digest(), tuple(map(str, directory.rglob("*"))))
+
+
+class Adapter:
+    """torchtitan's adapter to Hugging Face's format, for a model whose names are the same there."""
+
+    fqn_to_index_mapping = None
+
+    def __init__(self, path: str | None = None) -> None:
+        self.hf_assets_path = path
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return state_dict
+
+    from_hf = to_hf
+
+    def get_hf_storage_reader(self, path: str, from_quantized: bool) -> HuggingFaceStorageReader:
+        assert not from_quantized
+        return HuggingFaceStorageReader(path)
 
 
 @dataclass(frozen=True)
