@@ -71,8 +71,8 @@ def shard_state(
         plan: for each tensor, by its name (keys joined by dots: ``model.layers.0.weight``) or a pattern of names
             (``*.weight``, as in `fnmatch`): the dimension along which it is split, a `Fused`, or None if each rank
             holds all of it. A name counts before patterns, of these the first that fits. Every tensor must be in it,
-            so that no misspelt name makes shards look like replicas, of which one is saved; ``{"*": None}`` at the end
-            takes the rest. Exempt are numbers (0 dimensions), and DTensors and shards, which know how they are split.
+            so that no misspelt name makes shards look like replicas, of which one is saved; ``"*": None`` at the end
+            takes all the rest. Exempt are numbers (0 dimensions), DTensors and shards, which know how they are split.
         group: the ranks that share the tensors, in the order of their shards. All of them call this, once: they tell
             each other their shapes. Shards may differ in length.
         rank: without ``group``: place of this rank's shards, of ``world_size``. All shards of a tensor have one length.

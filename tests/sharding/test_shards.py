@@ -293,3 +293,16 @@ def test_asynchronous_saves(root: str, memory_server: S3Server, stager: str) -> 
         local.zero_()
         saving.result(120)
     assert torch.equal(read_tensor(root, "w"), FULL)
+
+
+def test_a_stager_that_makes_whole_tensors_is_refused(tmp_path: Any) -> None:
+    """torch's FileSystemWriter is one."""
+    value = shard(FULL, global_shape=SHAPE, offsets=(0, 0))
+    with pytest.raises(errors.ShardingError, match="compute with the tensor that it was made of"):
+        dcp.async_save({"w": value}, storage_writer=dcp.FileSystemWriter(tmp_path))
+    with S3Stager() as stager:
+        saving: Any = dcp.async_save({"w": value}, storage_writer=dcp.FileSystemWriter(tmp_path), async_stager=stager)
+        getattr(saving, "upload_completion", saving).result(120)
+    found = {"w": torch.zeros(SHAPE)}
+    dcp.load(found, storage_reader=dcp.FileSystemReader(tmp_path))
+    assert torch.equal(found["w"], FULL)
