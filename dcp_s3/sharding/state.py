@@ -155,7 +155,7 @@ def _split(name: str, tensor: torch.Tensor, fused: Fused | None, split: Any) -> 
     dim %= len(shape)
     lengths = (shape[dim],) if fused is None else tuple(fused.lengths)
     copies = (1,) * len(lengths) if fused is None or fused.copies is None else tuple(fused.copies)
-    if sum(lengths) != shape[dim] or min(lengths) < 0 or len(copies) != len(lengths) or min(copies) < 1:
+    if sum(lengths) != shape[dim] or min(lengths, default=-1) < 0 or len(copies) != len(lengths) or min(copies) < 1:
         raise ShardingError(
             f"{name!r} has length {shape[dim]} along {dim}, but the plan has parts of {lengths} with {copies} copies. "
             "Remedy: lengths are those of this rank, and add up to that of its tensor",
