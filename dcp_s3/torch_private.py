@@ -22,10 +22,10 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint import _async_process_executor as async_process_executor
 from torch.distributed.checkpoint._async_process_executor import (
-    _AsyncCheckpointProcess as AsyncCheckpointProcess,
-)
-from torch.distributed.checkpoint._async_process_executor import (
     _ProcessBasedAsyncCheckpointExecutor as ProcessBasedAsyncCheckpointExecutor,
+)
+from torch.distributed.checkpoint._async_thread_executor import (
+    _ThreadBasedAsyncCheckpointExecutor as ThreadBasedAsyncCheckpointExecutor,
 )
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
@@ -45,7 +45,6 @@ FileReader = torch._C.PyTorchFileReader  # reads the archives that torch.save wr
 __all__ = [
     "CURRENT_DCP_VERSION",
     "MEMORY_FORMAT_ENCODING",
-    "AsyncCheckpointProcess",
     "AsyncCollectiveTensor",
     "Caller",
     "ExtensionRegistry",
@@ -58,6 +57,7 @@ __all__ = [
     "StorageInfo",
     "StoragePrefix",
     "StreamTransformExtension",
+    "ThreadBasedAsyncCheckpointExecutor",
     "WriterTransforms",
     "create_chunk_list",
     "find_async_save",

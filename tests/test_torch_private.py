@@ -66,7 +66,7 @@ _PACKAGE = Path(inspect.getfile(dcp_s3)).parent
         ("torch._C", "PyTorchFileReader"),
         (_DCP + "metadata", "_MEM_FORMAT_ENCODING"),
         (_DCP + "_async_process_executor", "_ProcessBasedAsyncCheckpointExecutor"),
-        (_DCP + "_async_process_executor", "_AsyncCheckpointProcess"),
+        (_DCP + "_async_thread_executor", "_ThreadBasedAsyncCheckpointExecutor"),
         (_DCP + "_extension", "ExtensionRegistry"),
         (_DCP + "_extension", "StreamTransformExtension"),
         (_DCP + "_storage_utils", "_storage_setup"),
@@ -120,19 +120,6 @@ def test_private_torch_is_imported_in_three_modules_only() -> None:
             ["self", "read_item", "transform_descriptors", "raw_stream"],
             "load/prepare.py, stream extensions",
         ),
-        (
-            torch_private.AsyncCheckpointProcess.save,
-            [
-                "self",
-                "staged_state_dict",
-                "checkpoint_id",
-                "storage_writer",
-                "planner",
-                "no_dist",
-                "use_collectives",
-            ],
-            "register(), which passes a writer to AsyncCheckpointerType.PROCESS",
-        ),
     ],
 )
 def test_the_signatures_are_what_they_were(function: Any, parameters: list[str], relied_on: str) -> None:
@@ -140,11 +127,14 @@ def test_the_signatures_are_what_they_were(function: Any, parameters: list[str],
     assert found == parameters, moved(f"{function.__qualname__} takes {found}, was {parameters}", relied_on)
 
 
-def test_the_process_executor_passes_what_register_looks_for_by_keyword() -> None:
-    found = inspect.signature(torch_private.AsyncCheckpointProcess.save).parameters
+@pytest.mark.parametrize(
+    "executor", [torch_private.ThreadBasedAsyncCheckpointExecutor, torch_private.ProcessBasedAsyncCheckpointExecutor]
+)
+def test_the_executors_take_what_register_looks_for_by_keyword(executor: Any) -> None:
+    found = inspect.signature(executor.execute_save).parameters
     for name in ("checkpoint_id", "storage_writer"):
         assert found[name].kind is inspect.Parameter.KEYWORD_ONLY, moved(
-            f"_AsyncCheckpointProcess.save takes {name} by position", "register(): it looks into the keywords"
+            f"{executor.__name__}.execute_save takes {name} by position", "register(): it looks into the keywords"
         )
 
 
