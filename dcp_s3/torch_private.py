@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -69,12 +69,14 @@ __all__ = [
     "is_loading",
     "is_process_starting",
     "is_traceable_wrapper_subclass",
+    "make_wrapper",
     "narrow_tensor_by_index",
     "pin_memory",
     "rebuild_sharded_tensor",
     "unpin_memory",
 ]
 
+_Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 _LOADER_MODULE = "torch.distributed.checkpoint.state_dict_loader"
 _SAVER_MODULE = "torch.distributed.checkpoint.state_dict_saver"
 _MAX_STEPS = 8
@@ -244,3 +246,11 @@ def rebuild_sharded_tensor(source: ShardedTensor, tensors: Sequence[torch.Tensor
 def _place(shard_metadata: Any, device: torch.device) -> None:
     if shard_metadata.placement is not None:
         shard_metadata.placement._device = device
+
+
+def make_wrapper(cls: type[_Tensor], shape: Sequence[int], like: torch.Tensor) -> _Tensor:
+    """A tensor of the subclass ``cls`` without memory, of the dtype and on the device of ``like``."""
+    made: _Tensor = torch.Tensor._make_wrapper_subclass(
+        cls, torch.Size(shape), dtype=like.dtype, device=like.device, requires_grad=False
+    )
+    return made
