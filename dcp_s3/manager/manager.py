@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, Literal
 
@@ -23,14 +22,13 @@ from dcp_s3.manager.background import BackgroundRetention, retain
 from dcp_s3.manager.choosing import Order, best_of, best_order, latest_order, step_order
 from dcp_s3.manager.ranks import Failures, Ranks
 from dcp_s3.manager.restore import Restoring
-from dcp_s3.manager.saving import Saving
+from dcp_s3.manager.saving import Saving, save_in_background
 from dcp_s3.manager.waiting import look_at_disk
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.marks import annotate
 from dcp_s3.retention.policy import Mode, PolicyFunction
 from dcp_s3.save.writer import S3StorageWriter, Separate
 from dcp_s3.settings import SettingsLike
-from dcp_s3.stage.failure import FailedStaging
 from dcp_s3.stage.stager import S3Stager
 
 logger = logging.getLogger(__name__)
@@ -204,24 +202,9 @@ class CheckpointManager:
             self._saved(writer)
             return
         try:
-            future = state_dict_saver.async_save(
-                collected,
-                storage_writer=writer,
-                process_group=self._ranks.group,
-                async_stager=self._stager,
-                planner=planner,
-            )
-        except Exception as error:
-            if self._ranks.size == 1:
-                raise
-            # For example, no thread could start. The other ranks' saves wait for this rank, so it takes part and
-            # makes them fail.
-            try:
-                state_dict_saver.save(FailedStaging(error), storage_writer=writer, process_group=self._ranks.group)
-            except CheckpointException as failed:
-                raise self._saving.fail(step, url, failed) from error
-            raise
-        assert isinstance(future, Future)  # noqa: S101 - the stager is a blocking one
+            future = save_in_background(collected, writer, self._ranks, self._stager, planner)
+        except CheckpointException as error:
+            raise self._saving.fail(step, url, error) from error.__cause__
         self._saving.begin(step, url, future, on_success=lambda: self._saved(writer))
 
     def wait(self) -> None:

@@ -7,15 +7,59 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.planner import SavePlanner
 
 from dcp_s3.errors import SaveFailedError
 from dcp_s3.failures import explain
-from dcp_s3.manager.ranks import for_others
+from dcp_s3.manager.ranks import Ranks, for_others
+from dcp_s3.save.writer import S3StorageWriter
+from dcp_s3.stage.failure import FailedStaging
+from dcp_s3.stage.stager import S3Stager
 from dcp_s3.tracebacks import without_tracebacks
 
 logger = logging.getLogger(__name__)
+
+
+def save_in_background(
+    state: dict[str, Any],
+    writer: S3StorageWriter,
+    ranks: Ranks,
+    stager: S3Stager,
+    planner: SavePlanner | None = None,
+) -> Future[None]:
+    """Copy the state and save it in the background; the future of `dcp.async_save`.
+
+    Args:
+        state: as for `dcp.save`.
+        writer: writer of this save.
+        ranks: ranks that save together; all of them call this.
+        stager: a blocking one.
+        planner: see `dcp.save`.
+
+    Raises:
+        CheckpointException: the save could not begin on this rank, with the reason as its cause. It fails on all ranks.
+        StagingError: the state cannot be copied, and there are no other ranks.
+    """
+    try:
+        future = state_dict_saver.async_save(
+            state, storage_writer=writer, process_group=ranks.group, async_stager=stager, planner=planner
+        )
+    except Exception as error:
+        if ranks.size == 1:
+            raise
+        # For example, no thread could start. The other ranks' saves wait for this rank, so it takes part and makes
+        # them fail.
+        try:
+            state_dict_saver.save(FailedStaging(error), storage_writer=writer, process_group=ranks.group)
+        except CheckpointException as failed:
+            raise failed from error
+        raise
+    assert isinstance(future, Future)  # noqa: S101 - the stager is a blocking one
+    return future
 
 
 @dataclass

@@ -1,0 +1,214 @@
+"""Saves in the background of a training that itself decides which checkpoints go."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dcp_s3 import errors
+from dcp_s3.failures import name_failed
+from dcp_s3.manager.background import BackgroundRetention
+from dcp_s3.manager.ranks import Failures, Ranks
+from dcp_s3.manager.saving import Saving, save_in_background
+from dcp_s3.retention.remove import remove
+from dcp_s3.save.writer import S3StorageWriter
+from dcp_s3.settings import Settings
+from dcp_s3.stage.stager import S3Stager
+
+logger = logging.getLogger(__name__)
+
+_REMOVAL_SECONDS = 60.0  # for which `close` waits for removals
+
+
+@dataclass(frozen=True)
+class _Running:
+    """A save whose end was not waited for yet."""
+
+    url: str
+    step: int
+    future: Future[None]
+    saving: Saving
+
+
+class BackgroundSaves:
+    """The saves of one rank that are under way, and the checkpoints that are to be removed after them.
+
+    Saves of one step overlap: a framework that writes the same step to two URLs waits for neither. A save of another
+    step waits until they have ended, and raises if one failed.
+
+    A checkpoint is removed when the save that began last before the removal is committed, and never by its own save: so
+    the newest committed one is never lost. If that save fails, the checkpoint stays.
+
+    Args:
+        ranks: ranks that save together, for what they agree on.
+        background: the same ranks in another group, for the saves: beside them the ranks agree on the next one.
+        settings: settings of the saves.
+    """
+
+    def __init__(self, ranks: Ranks, background: Ranks, settings: Settings) -> None:
+        self._ranks, self._background, self._settings = ranks, background, settings
+        self._stager = S3Stager(settings)
+        self._running: list[_Running] = []
+        self._last_good: int | None = None
+        self._begun = self._committed = 0  # numbers of the last save begun and of the last one known to be committed
+        self._numbers: dict[str, int] = {}  # of the last save to each URL
+        self._good = {0}  # numbers of the saves that ended well
+        self._last_writer: S3StorageWriter | None = None  # of the last one that did
+        self._removals: dict[str, int] = {}  # URL -> number of the save that must end well before
+        self._lock, self._removing = threading.Lock(), threading.Lock()
+        self._retention: BackgroundRetention | None = None
+
+    # --- saves ------------------------------------------------------------------------------------------
+
+    def save(
+        self,
+        url: str,
+        step: int,
+        state: dict[str, Any],
+        attach: Callable[[S3StorageWriter], None],
+        metrics: Mapping[str, Any],
+        *,
+        blocking: bool,
+    ) -> None:
+        """Save to a URL, and replace the checkpoint that is there. Every rank calls it.
+
+        Args:
+            url: URL of the checkpoint.
+            step: training step.
+            state: as for `dcp.save`.
+            attach: attaches files to the writer. What it raises is raised on all ranks.
+            metrics: numbers to store with it.
+            blocking: return only when the save has ended; the state is not copied.
+
+        Raises:
+            SaveFailedError: an earlier save failed, or a rank cannot go on, and this state was not saved. With
+                ``blocking``: this save failed.
+            StagingError: the state cannot be copied.
+        """
+        made: list[S3StorageWriter] = []
+
+        def begin() -> None:
+            if blocking or any(each.step != step for each in self._running):
+                self.wait()
+            writer = S3StorageWriter(url, overwrite=True, metrics=metrics, settings=self._settings)
+            writer.caller_reports = True
+            attach(writer)
+            made.append(writer)
+
+        def refuse(failures: Failures) -> errors.SaveFailedError:
+            text = f"step {step} is not saved to {url}: {name_failed(failures)}"
+            return errors.SaveFailedError(text, url=url, step=step, failures=failures)
+
+        self._ranks.agree(begin, refuse)
+        if url in self._removals:
+            with self._removing:
+                self._removals.pop(url, None)
+        saving = Saving(self._ranks.rank)
+        saving.last_good = self._last_good
+        self._begun += 1
+        self._numbers[url] = self._begun
+        saved = functools.partial(self._saved, self._begun, url, made[0], step)
+        if blocking:
+            try:
+                state_dict_saver.save(state, storage_writer=made[0], process_group=self._background.group)
+            except CheckpointException as error:
+                raise saving.fail(step, url, error) from None
+            saved()
+            return
+        try:
+            future = save_in_background(state, made[0], self._background, self._stager)
+        except CheckpointException as error:
+            raise saving.fail(step, url, error) from error.__cause__
+        saving.begin(step, url, future, on_success=saved)
+        self._running.append(_Running(url, step, future, saving))
+
+    def wait(self) -> None:
+        """Wait for the saves under way.
+
+        Raises:
+            SaveFailedError: one of them failed. The others that failed are in the log.
+        """
+        running, self._running = self._running, []
+        for each in running:
+            each.saving.settle()
+        for each in running:
+            each.saving.raise_failure()
+
+    def close(self) -> None:
+        """Wait for the saves under way, then for removals that are due. Then free the buffers.
+
+        Raises:
+            SaveFailedError: a save failed.
+        """
+        try:
+            self.wait()
+        finally:
+            if self._retention is not None:
+                self._retention.close(_REMOVAL_SECONDS)
+            for url in list(self._removals):
+                logger.warning("%s stays: no later checkpoint is committed, or it could not be removed", url)
+            self._stager.close()
+
+    # --- removals ---------------------------------------------------------------------------------------
+
+    def remove(self, url: str) -> None:
+        """Remove a checkpoint in the background, when the last save before this call is committed. The first rank does.
+
+        It stays if it is pinned or being read, with a warning in the log.
+        """
+        if not self._ranks.is_first:
+            return
+        own = self._numbers.get(url, 0)
+        self._removals[url] = self._begun + 1 if own and own == self._begun else self._begun
+        self._remove_later(url)
+
+    def holds(self, url: str) -> bool | None:
+        """Whether a checkpoint is at ``url`` once everything under way is done; None if nothing there is."""
+        if any(each.url == url and not each.future.done() for each in self._running):
+            return True
+        return False if url in self._removals else None
+
+    def _saved(self, number: int, url: str, writer: S3StorageWriter, step: int) -> None:
+        """In the thread of a save: it has ended well."""
+        self._last_good, self._last_writer = step, writer
+        self._good.add(number)
+        self._remove_later(url)
+
+    def _remove_later(self, url: str) -> None:
+        if self._ranks.is_first:
+            with self._lock:
+                if self._retention is None:
+                    self._retention = BackgroundRetention(self._remove_due, url.rpartition("/")[0])
+            self._retention.saved(self._wait_committed)
+
+    def _wait_committed(self, timeout: float) -> None:
+        writer, number = self._last_writer, max(self._good)
+        if writer is not None and self._settings.durability == "local":
+            writer.wait_committed(timeout)
+        self._committed = number
+
+    def _remove_due(self, check: Callable[[], None]) -> None:
+        """Remove what may go now. ``check`` raises if this must end."""
+        # Nobody else saves to these URLs: what an earlier, killed save left there is no save in progress.
+        settings = self._settings.model_copy(update={"retention_grace": 0.0})
+        for url in list(self._removals):
+            check()
+            with self._removing:
+                after = self._removals.get(url)
+                if after is None or after > self._committed or after not in self._good:
+                    continue
+                try:
+                    remove(url, settings=settings)
+                except errors.CheckpointNotFoundError:
+                    pass
+                except errors.CheckpointProtectedError as error:
+                    logger.warning("%s", error)
+                self._removals.pop(url, None)

@@ -1,0 +1,241 @@
+"""The Lightning strategies, with the real Lightning on gloo ranks and an in-memory S3 server."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from dcp_s3 import list_checkpoints, verify
+from dcp_s3.errors import InvalidURLError
+from dcp_s3.integrations.lightning import S3FSDPStrategy, S3ModelParallelStrategy
+from dcp_s3.integrations.lightning_files import CheckpointFiles, find_url, newest
+from dcp_s3.offline.replicate import download, upload
+from tests.faulty import BUCKET, FaultyServer, serve
+from tests.frameworks.lightning_training import (
+    STEPS_PER_EPOCH,
+    Fitted,
+    Run,
+    fit_all,
+    fit_and_fail,
+    fit_until_killed,
+    fit_with_marker,
+    work_after_fit,
+)
+from tests.killing import AtRequest, kill_all, new_process, running, wait_until_quiet
+from tests.memory_s3 import Fault
+from tests.preload import MODULES
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.timeout(900)  # several processes import torch and Lightning
+MODULES.append("lightning.pytorch")  # seconds for each rank otherwise
+ROOT = f"s3://{BUCKET}/run"
+REPOSITORY = Path(__file__).resolve().parents[2]
+TIMEOUT = 250.0  # seconds for a few runs of `Trainer.fit`, on a busy machine
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with serve(monkeypatch) as server:
+        yield server
+
+
+def committed(root: str) -> set[str]:
+    return {info.name for info in list_checkpoints(root) if info.committed}
+
+
+def name(epoch: int) -> str:
+    """As ModelCheckpoint names the checkpoint after ``epoch`` epochs."""
+    return f"epoch={epoch - 1}-step={STEPS_PER_EPOCH * epoch}.ckpt"
+
+
+def assert_goes_on(whole: Fitted, later: Fitted) -> None:
+    """A run that was interrupted has ended like one that was not."""
+    assert later.losses == whole.losses[-len(later.losses) :]
+    assert later.state.keys() == whole.state.keys()
+    assert len(later.state) == 16  # 4 parameters, each with step and two moments
+    for key, value in whole.state.items():
+        torch.testing.assert_close(later.state[key], value, rtol=0, atol=0, msg=key)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("fsdp1", [False, True], ids=["fsdp2", "fsdp1"])
+def test_a_run_goes_on_from_its_last_checkpoint_bit_by_bit(
+    faulty: FaultyServer, tmp_path: Path, fsdp1: bool, ranks: int
+) -> None:
+    runs = [
+        Run(f"{ROOT}/whole", 4, fsdp1=fsdp1, ranks=ranks),
+        Run(ROOT, 2, fsdp1=fsdp1, ranks=ranks),
+        Run(ROOT, 4, "last", fsdp1=fsdp1, ranks=ranks),
+    ]
+    for whole, earlier, later in run_ranks(ranks, fit_all, tmp_path, runs, timeout=TIMEOUT):
+        assert (earlier.best, earlier.last) == (f"{ROOT}/{name(2)}", f"{ROOT}/last.ckpt")
+        assert (later.best, later.last) == (f"{ROOT}/{name(4)}", f"{ROOT}/last.ckpt")
+        assert len(later.losses) == 2 * STEPS_PER_EPOCH
+        assert_goes_on(whole, later)
+        assert later.files == frozenset()
+    assert committed(ROOT) == {name(4), "last.ckpt"}  # save_top_k=1: those before are removed
+    assert verify(f"{ROOT}/last.ckpt").ok
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_fsdp1_goes_on_on_other_numbers_of_ranks(faulty: FaultyServer, tmp_path: Path, ranks: int) -> None:
+    runs = [Run(f"{ROOT}/whole", 2, fsdp1=True), Run(ROOT, 1, fsdp1=True)]
+    whole = run_ranks(2, fit_all, tmp_path, runs, timeout=TIMEOUT)[0][0]
+    later = Run(ROOT, 2, "last", fsdp1=True, ranks=ranks)
+    for [found] in run_ranks(ranks, fit_all, tmp_path, [later], timeout=TIMEOUT):
+        assert_goes_on(whole, found)
+
+
+@pytest.mark.parametrize(("ranks", "requests"), [(1, 25), (4, 30)])
+def test_a_run_that_is_killed_in_a_save_goes_on_on_another_number_of_ranks(
+    faulty: FaultyServer, tmp_path: Path, ranks: int, requests: int
+) -> None:
+    run = Run(ROOT, 9, checkpoint={"save_last": True, "save_top_k": -1})
+    moment = AtRequest("PutObject", requests, applied=False)
+    killed = [new_process(fit_until_killed, dict(os.environ), tmp_path, run, rank) for rank in range(2)]
+    with running(killed), moment.on(faulty):
+        assert moment.reached.wait(TIMEOUT)
+        kill_all(killed)
+        assert {process.exitcode for process in killed} == {-9}
+    wait_until_quiet(faulty)
+    epochs = len(committed(ROOT) - {"last.ckpt"})
+    assert 0 < epochs < 9
+    assert all(verify(f"{ROOT}/{each}").ok for each in committed(ROOT))
+
+    whole = run_ranks(1, fit_all, tmp_path, [Run(f"{ROOT}/whole", 9, ranks=1)], timeout=TIMEOUT)[0][0]
+    later = Run(ROOT, 9, newest(ROOT), ranks=ranks)
+    for [found] in run_ranks(ranks, fit_all, tmp_path, [later], timeout=TIMEOUT):
+        assert len(found.losses) == (9 - epochs) * STEPS_PER_EPOCH
+        assert_goes_on(whole, found)
+    assert not [path for path in tmp_path.rglob("*") if "ckpt" in path.name or "s3:" in path.name]
+
+
+def test_training_goes_on_while_both_saves_of_a_step_are_held(faulty: FaultyServer, tmp_path: Path) -> None:
+    marked, waited = threading.Event(), []
+
+    def hold(request: Any) -> None:
+        if request.key == "marker":
+            marked.set()
+        elif request.operation == "PutObject" and not marked.is_set():
+            waited.append(marked.wait(TIMEOUT))
+
+    faulty.rule = hold
+    run = Run(ROOT, 2, ranks=1)
+    run_ranks(1, fit_with_marker, tmp_path, run, 2 * STEPS_PER_EPOCH - 1, timeout=TIMEOUT)
+    assert waited
+    assert all(waited)
+    assert committed(ROOT) == {name(2), "last.ckpt"}
+
+
+def test_a_failed_save_is_raised_on_all_ranks_at_the_next_save_or_at_the_end_of_fit(
+    faulty: FaultyServer, tmp_path: Path
+) -> None:
+    failing = (f"a/{name(1)}", f"b/{name(3)}", f"c/{name(1)}")
+
+    def refuse(request: Any) -> Fault | None:
+        fails = request.operation == "PutObject" and any(each in request.key for each in failing)
+        return Fault.error(403, "AccessDenied") if fails else None
+
+    faulty.rule = refuse
+    runs = [Run(f"{ROOT}/{root}", 3, checkpoint={"save_top_k": 1}) for root in "abc"]
+    results = run_ranks(2, fit_and_fail, tmp_path, runs, STEPS_PER_EPOCH + 1, timeout=TIMEOUT)
+    for (first, after_first), (last, after_last), (own, after_own) in results:
+        assert "AccessDenied" in first
+        assert f"the save of step {STEPS_PER_EPOCH} " in first
+        assert after_first == 2 * STEPS_PER_EPOCH
+        assert f"the save of step {3 * STEPS_PER_EPOCH} " in last
+        assert after_last == 3 * STEPS_PER_EPOCH
+        assert (own, after_own) == ("the training's own", STEPS_PER_EPOCH + 1)
+    assert committed(f"{ROOT}/a") == set()
+    assert committed(f"{ROOT}/b") == {name(2)}  # that it was to replace
+
+
+@pytest.mark.parametrize("fsdp1", [False, True], ids=["fsdp2", "fsdp1"])
+def test_a_trainer_saves_loads_and_removes_after_fit(faulty: FaultyServer, tmp_path: Path, fsdp1: bool) -> None:
+    [found] = run_ranks(1, work_after_fit, tmp_path, Run(ROOT, 1, fsdp1=fsdp1, ranks=1), timeout=TIMEOUT)
+    assert found["saved"]
+    assert found["same"]
+    assert found["removed"]
+    assert "meta.pt" in found["local"]
+
+
+def test_lightnings_own_strategy_goes_on_from_a_download_and_ours_from_an_upload(
+    faulty: FaultyServer, tmp_path: Path
+) -> None:
+    copy, own = tmp_path / "copy", tmp_path / "own"
+    [[whole, _]] = run_ranks(
+        1, fit_all, tmp_path, [Run(f"{ROOT}/whole", 6, ranks=1), Run(ROOT, 2, ranks=1)], timeout=TIMEOUT
+    )
+    download(f"{ROOT}/last.ckpt", copy)
+    stock = Run(str(own), 4, str(copy), stock=True, ranks=1, checkpoint={"save_last": True, "save_top_k": -1})
+    run_ranks(1, fit_all, tmp_path, [stock], timeout=TIMEOUT)
+    upload(own / "last.ckpt", f"{ROOT}/uploaded")
+    [[back]] = run_ranks(1, fit_all, tmp_path, [Run(f"{ROOT}/back", 6, f"{ROOT}/uploaded", ranks=1)], timeout=TIMEOUT)
+    assert len(back.losses) == 2 * STEPS_PER_EPOCH
+    assert_goes_on(whole, back)
+
+
+def test_the_checkpoint_that_a_run_began_from_stays(faulty: FaultyServer, tmp_path: Path) -> None:
+    runs = [Run(ROOT, 1, ranks=1), Run(f"{ROOT}/other", 2, f"{ROOT}/{name(1)}", ranks=1)]
+    run_ranks(1, fit_all, tmp_path, runs, timeout=TIMEOUT)
+    assert committed(ROOT) == {name(1), "last.ckpt"}
+    assert committed(f"{ROOT}/other") == {name(2), "last.ckpt"}
+
+
+def test_a_dirpath_that_lightning_takes_for_a_local_one_is_refused() -> None:
+    with pytest.raises(InvalidURLError, match="pass it as text"):
+        find_url(ModelCheckpoint(dirpath=Path("s3://bucket/run")).dirpath)
+
+
+def test_checkpoints_that_are_not_sharded_are_refused() -> None:
+    with pytest.raises(ValueError, match="save_distributed_checkpoint=False"):
+        S3ModelParallelStrategy(save_distributed_checkpoint=False)
+    with pytest.raises(ValueError, match="state_dict_type='full'"):
+        S3FSDPStrategy(state_dict_type="full")
+
+
+def test_lightning_looks_for_checkpoints_with_the_private_name_that_the_strategies_set() -> None:
+    callback = ModelCheckpoint(dirpath="s3://bucket/run")
+    assert isinstance(callback._fs, CheckpointFiles)
+
+    class Trainer:
+        is_global_zero = True
+
+        class strategy:
+            @staticmethod
+            def reduce_boolean_decision(decision: bool, all: bool) -> bool:
+                return decision
+
+    class Asked:
+        def exists(self, path: str) -> bool:
+            return path == "s3://bucket/run/last.ckpt"
+
+    callback._fs = Asked()
+    assert callback.file_exists("s3://bucket/run/last.ckpt", Trainer())
+    assert not callback.file_exists("s3://bucket/run/other.ckpt", Trainer())
+
+
+def test_the_example_goes_on_when_it_is_started_again(faulty: FaultyServer) -> None:
+    def start(epochs: int) -> str:
+        command = [sys.executable, "-m", "examples.lightning", "--url", ROOT, "--epochs", str(epochs)]
+        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout + done.stderr
+
+    assert "16 steps, best: s3://bucket/run/epoch=1-step=16.ckpt" in start(2)
+    output = start(3)
+    assert f"Restored all states from the checkpoint at s3::{BUCKET}/run/last.ckpt" in output
+    assert "24 steps, best: s3://bucket/run/epoch=2-step=24.ckpt" in output
+    assert committed(ROOT) == {"epoch=1-step=16.ckpt", "epoch=2-step=24.ckpt", "last.ckpt"}
+    assert not (REPOSITORY / "s3:").exists()
