@@ -257,6 +257,14 @@ class EntryNotFoundError(CheckpointError, LookupError):
         self.fqn = fqn
 
 
+class ExportError(CheckpointError, ValueError):
+    """Weights cannot be exported: a dtype, names, an argument, or what is at the destination."""
+
+
+class ImportSourceError(CheckpointError, ValueError):
+    """Weights cannot be imported: there are none, the files are damaged, or names or tensors do not fit."""
+
+
 class TensorIndexError(CheckpointError, IndexError):
     """An index into a saved tensor is out of range, or of a kind that cannot be read.
 

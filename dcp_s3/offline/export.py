@@ -1,0 +1,403 @@
+"""`export`: the weights of a checkpoint as Hugging Face and torch read them, in bounded memory.
+
+entries -> names -> files (all planned before a byte is written) -> batches -> one is written while the next is read
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import re
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from dcp_s3.checkpoint.lease import ReaderLease
+from dcp_s3.errors import ExportError
+from dcp_s3.format.framing import FramingError
+from dcp_s3.format.layout import METADATA
+from dcp_s3.format.safetensors import INDEX, SafetensorsError, TensorEntry, make_header, make_index, plan_shards
+from dcp_s3.format.tensor_archive import make_archive
+from dcp_s3.offline.destination import Destination, is_temporary, open_destination
+from dcp_s3.offline.open_checkpoint import OpenCheckpoint, Reading, Target
+from dcp_s3.offline.pieces import Box, cut, new_names
+from dcp_s3.s3.store import S3Store
+from dcp_s3.settings import SettingsLike, resolve_settings
+from dcp_s3.tensor_memory import view_bytes
+from dcp_s3.units import parse_size
+from dcp_s3.url import parse_url
+from dcp_s3.workers import Workers
+
+logger = logging.getLogger(__name__)
+
+Format = Literal["safetensors", "torch"]
+
+TORCH_FILE = "pytorch_model.bin"
+"""Name of a torch file, as Hugging Face calls it."""
+BATCH = 64 * 2**20
+"""Bytes that are read together. There are two such buffers: one is written while the other is filled."""
+
+_PIECE = BATCH // 4
+_CONVERTED = 2**20  # elements converted to another dtype at a time
+_LOAD_BUFFERS = 64 * 2**20
+_ALIGNMENT = 64
+_STEPS = 4096
+_WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
+_DTYPES = {
+    "bf16": torch.bfloat16, "fp16": torch.float16, "half": torch.float16, "fp32": torch.float32, "fp64": torch.float64,
+    "fp8": torch.float8_e4m3fn,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """What an export wrote."""
+
+    files: tuple[str, ...]
+    """Names of the files, the index last."""
+    tensors: int
+    """Number of tensors."""
+    size: int
+    """Bytes of all files."""
+    skipped: int
+    """Number of entries that are no tensors and were left out."""
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file to write: runs of bytes, and tensors between them."""
+
+    name: str
+    parts: Sequence[bytes | TensorEntry]
+
+    @property
+    def size(self) -> int:
+        return sum(len(part) if isinstance(part, bytes) else part.nbytes for part in self.parts)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """A piece of a tensor: what to read, and what is written of it."""
+
+    fqn: str
+    box: Box
+    saved: torch.dtype
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Bytes of one file that follow one another, and how many bytes they take in the buffer."""
+
+    file: int
+    steps: tuple[bytes | _Step, ...]
+
+
+def export(
+    url: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    *,
+    include: str | Iterable[str] | None = None,
+    rename: Mapping[str, str] | None = None,
+    dtype: torch.dtype | str | None = None,
+    max_shard_size: int | str = "5GB",
+    format: Format = "safetensors",
+    overwrite: bool = False,
+    weights_only: bool = True,
+    settings: SettingsLike = None,
+    on_total: Callable[[int], None] | None = None,
+    on_progress: Callable[[int], None] | None = None,
+) -> ExportResult:
+    """Write the tensors of a checkpoint as files that Hugging Face's libraries and torch read.
+
+    ``safetensors``: ``model.safetensors``; or ``model-00001-of-0000N.safetensors`` and
+    ``model.safetensors.index.json``. ``torch``: ``pytorch_model.bin``, a dict by name as torch.save writes it, with
+    entries that are no tensors, too.
+
+    Needs no process group. Takes at most 512 MiB of host memory, whatever the size of tensors and files. Each file
+    appears complete, the index last; if the export fails, what it had written is removed.
+
+    Args:
+        url: URL of the checkpoint.
+        destination: directory or ``s3://bucket/prefix``.
+        include: names or patterns of entries, such as ``model.*``, as for `read_tensors`; None: all tensors.
+        rename: regular expressions, and what replaces their matches in the names, in this order: ``{"^model[.]": ""}``.
+        dtype: convert floating-point tensors to this dtype: ``bf16``, ``fp16``, ``fp32``, or torch's name. Others stay.
+        max_shard_size: bytes of the tensors of a safetensors file, as ``5GB`` or ``2GiB``; a larger tensor gets a file
+            of its own.
+        format: ``safetensors`` or ``torch``.
+        overwrite: write into a destination that is not empty. Weights in it, of either format, are removed before the
+            first byte is written; other files stay.
+        weights_only: for ``torch``: whether to unpickle only objects that cannot run code, as for `read_tensors`.
+        settings: a `Settings`, or a mapping of those that differ from the environment.
+        on_total: called once with the number of bytes to write.
+        on_progress: called with the number of bytes as they are written.
+
+    Raises:
+        EntryNotFoundError: ``include`` matches nothing.
+        ExportError: the destination is not empty; there is no tensor; a dtype that the format does not know; names that
+            match nothing or become equal; a wrong argument. Nothing was written.
+        CheckpointNotFoundError, CorruptMetadataError, CorruptCheckpointError, UnsafeItemError
+        InvalidURLError, SettingsError, StorageError, OSError
+    """
+    given = resolve_settings(settings)
+    reads = given.model_copy(update={"load_buffers": min(given.load_buffers, _LOAD_BUFFERS)})
+    wanted, most, format = parse_dtype(dtype), parse_shard_size(max_shard_size), parse_format(format)
+    target = open_destination(destination, given)
+    lease = ReaderLease(S3Store(parse_url(url).bucket, reads), parse_url(url), reads.reader_lease)
+    lease.take()
+    with lease.renewed():
+        checkpoint = OpenCheckpoint(url, reads, bounded=False)
+        lease.check_not_deleted(None)
+        with checkpoint.reading(weights_only=weights_only) as reading:
+            selected = _Selected.of(checkpoint, include, rename, wanted, format)
+            files = selected.plan(reading, format, most)
+            present = _check_destination(target, files, overwrite=overwrite)
+            if on_total is not None:
+                on_total(sum(file.size for file in files))
+            with target:
+                target.remove(present)
+                _write(target, files, selected, reading, on_progress or (lambda _: None))
+    if selected.skipped:
+        logger.info("%s: %d entries that are no tensors were left out", url, selected.skipped)
+    return ExportResult(
+        tuple(file.name for file in files), len(selected.tensors), sum(f.size for f in files), selected.skipped
+    )
+
+
+def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """The dtype that a name stands for.
+
+    Raises:
+        ExportError: it is none, or no floating-point type.
+    """
+    found = _DTYPES.get(dtype) or getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if found is None and dtype is None:
+        return None
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ExportError(
+            f"dtype {str(dtype)!r} is no floating-point type: expected {', '.join(_DTYPES)} or a name like "
+            "torch's, for example float8_e5m2"
+        )
+    return found
+
+
+def parse_shard_size(size: int | str) -> int:
+    """The bytes of a file.
+
+    Raises:
+        ExportError: it is no size.
+    """
+    try:
+        most = parse_size(size)
+    except ValueError as error:
+        raise ExportError(f"max_shard_size = {size!r}: {error}") from None
+    if most < 1:
+        raise ExportError(f"max_shard_size = {size!r}: expected at least 1 byte")
+    return most
+
+
+def parse_format(format: str) -> Format:
+    """A format by its name.
+
+    Raises:
+        ExportError: there is none of that name.
+    """
+    for known in ("safetensors", "torch"):
+        if format == known:
+            return known
+    raise ExportError(f"format = {format!r}: expected 'safetensors' or 'torch'")
+
+
+def _check_destination(target: Destination, files: Sequence[_File], *, overwrite: bool) -> list[str]:
+    """The files to remove first.
+
+    Raises:
+        ExportError: there are files and ``overwrite`` is off, a checkpoint is there, or a file is too large.
+    """
+    for file in files:
+        target.check_size(file.size)
+    found = target.files()
+    if METADATA in found:
+        raise ExportError(f"{target.name} is a checkpoint. Remedy: export to another place, or to one below it")
+    if found and not overwrite:
+        some = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
+        raise ExportError(
+            f"{target.name} is not empty (it has {some}). Remedy: give another destination, or pass overwrite=True, "
+            "which replaces weights and leaves other files"
+        )
+    # The index first: without it nothing looks whole.
+    weights = [name for name in found if _WEIGHTS.fullmatch(name) or is_temporary(name)]
+    return sorted(weights, key=lambda name: not name.endswith(".json"))
+
+
+# --- plan ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Selected:
+    """What is exported, with the names that it gets."""
+
+    url: str
+    tensors: Mapping[str, TensorEntry]
+    """Tensors by their names in the checkpoint."""
+    saved: Mapping[str, tuple[str, torch.dtype]]
+    """Name and dtype in the checkpoint, by new names."""
+    objects: Mapping[str, str]
+    """Names of other entries in the checkpoint, and their new ones."""
+    skipped: int
+
+    @classmethod
+    def of(
+        cls,
+        checkpoint: OpenCheckpoint,
+        include: str | Iterable[str] | None,
+        rules: Mapping[str, str] | None,
+        dtype: torch.dtype | None,
+        format: Format,
+    ) -> _Selected:
+        url = str(checkpoint.url)
+        names = checkpoint.match(include)
+        tensors = {name for name in names if isinstance(checkpoint.find(name), TensorStorageMetadata)}
+        exported = names if format == "torch" else [name for name in names if name in tensors]
+        if not exported:
+            raise ExportError(f"{url} has no tensor to export among {len(names)} entries", url=url)
+        try:
+            renamed = new_names(exported, rules or {})
+        except ValueError as error:
+            raise ExportError(f"the entries of {url} cannot be renamed: {error}", url=url) from None
+        entries, saved = {}, {}
+        for name in exported:
+            if name in tensors:
+                found = checkpoint.find(name)
+                kept = found.properties.dtype
+                new = dtype if dtype is not None and kept.is_floating_point else kept
+                entries[name] = TensorEntry(renamed[name], new, tuple(found.size))
+                saved[renamed[name]] = name, kept
+        objects = {name: renamed[name] for name in exported if name not in tensors}
+        return cls(url, entries, saved, objects, len(names) - len(exported))
+
+    def plan(self, reading: Reading, format: Format, most: int) -> list[_File]:
+        """The files, in the order in which they are written."""
+        try:
+            if format == "torch":
+                values = reading.fill([], self.objects)
+                found: dict[str, Any] = {entry.name: entry for entry in self.tensors.values()}
+                found |= {new: values[name] for name, new in self.objects.items()}
+                return [_File(TORCH_FILE, make_archive(found).parts)]
+            shards = plan_shards(list(self.tensors.values()), most)
+            files = [_File(shard.name, (make_header(shard.tensors), *shard.tensors)) for shard in shards]
+            return files if len(files) == 1 else [*files, _File(INDEX, (make_index(shards),))]
+        except SafetensorsError as error:
+            raise ExportError(
+                f"{self.url} cannot be exported: {error}. Remedy: leave it out with include, or format='torch'",
+                url=self.url,
+            ) from None
+        except FramingError as error:
+            raise ExportError(f"{self.url} cannot be exported as a torch file: {error}", url=self.url) from None
+
+
+def _batches(files: Sequence[_File], selected: _Selected) -> Iterator[_Batch]:
+    """Cut files into batches whose pieces fit into a buffer; each file has at least one."""
+    for number, file in enumerate(files):
+        steps: list[bytes | _Step] = []
+        size = 0
+        for step in _steps(file, selected):
+            room = _room(step)
+            if steps and (size + room > BATCH or len(steps) == _STEPS):
+                yield _Batch(number, tuple(steps))
+                steps, size = [], 0
+            steps.append(step)
+            size += room
+        yield _Batch(number, tuple(steps))
+
+
+def _steps(file: _File, selected: _Selected) -> Iterator[bytes | _Step]:
+    for part in file.parts:
+        if isinstance(part, bytes):
+            yield part
+            continue
+        fqn, saved = selected.saved[part.name]
+        for box in cut(part.shape, _PIECE // saved.itemsize):
+            yield _Step(fqn, box, saved, part.dtype)
+
+
+def _room(step: bytes | _Step) -> int:
+    """Bytes of a step in a buffer."""
+    if isinstance(step, bytes):
+        return 0
+    size = torch.Size(step.box.lengths).numel() * step.saved.itemsize
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+# --- act -------------------------------------------------------------------------------------------
+
+
+def _write(
+    target: Destination, files: Sequence[_File], selected: _Selected, reading: Reading, moved: Callable[[int], None]
+) -> None:
+    with contextlib.closing(_read_ahead(_batches(files, selected), reading)) as loaded:
+        for number, batches in itertools.groupby(loaded, key=lambda found: found[0].file):
+            with target.open(files[number].name, files[number].size) as file:
+                for batch, tensors in batches:
+                    for step, tensor in zip(batch.steps, tensors, strict=True):
+                        for view in _bytes_of(step, tensor):
+                            file.write(view)
+                            moved(len(view))
+                file.commit()
+
+
+def _read_ahead(
+    batches: Iterator[_Batch], reading: Reading
+) -> Generator[tuple[_Batch, Sequence[torch.Tensor | None]], None, None]:
+    """Read batches, each while the caller is busy with the one before.
+
+    The tensors of a batch are valid until the next is asked for.
+    """
+    buffers = itertools.cycle([torch.empty(BATCH, dtype=torch.uint8) for _ in range(2)])
+    reader = Workers(1, "dcp_s3-export")
+    try:
+        first = next(batches)
+        pending = first, reader.submit(_read, reading, first, next(buffers))
+        for batch in batches:
+            ready, future = pending
+            tensors = future.result()
+            pending = batch, reader.submit(_read, reading, batch, next(buffers))
+            yield ready, tensors
+        yield pending[0], pending[1].result()
+    finally:
+        reader.close()
+
+
+def _read(reading: Reading, batch: _Batch, buffer: torch.Tensor) -> list[torch.Tensor | None]:
+    tensors: list[torch.Tensor | None] = []
+    targets, start = [], 0
+    for step in batch.steps:
+        if isinstance(step, bytes):
+            tensors.append(None)
+            continue
+        lengths = step.box.lengths
+        size = torch.Size(lengths).numel() * step.saved.itemsize
+        tensor = buffer[start : start + size].view(step.saved).view(lengths)
+        start += _room(step)
+        tensors.append(tensor)
+        targets.append(Target(step.fqn, step.box.offsets, tensor))
+    reading.fill(targets)
+    return tensors
+
+
+def _bytes_of(step: bytes | _Step, tensor: torch.Tensor | None) -> Iterator[bytes | memoryview]:
+    if isinstance(step, bytes) or tensor is None:
+        if isinstance(step, bytes):
+            yield step
+    elif step.dtype == step.saved:
+        yield view_bytes(tensor)
+    else:
+        flat = tensor.view(-1)
+        for start in range(0, flat.numel(), _CONVERTED):
+            yield view_bytes(flat[start : start + _CONVERTED].to(step.dtype))
