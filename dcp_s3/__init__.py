@@ -16,7 +16,7 @@ from dcp_s3._version import __version__
 if _TYPE_CHECKING:
     from dcp_s3.checkpoint.info import CheckpointInfo
     from dcp_s3.counters import metrics
-    from dcp_s3.integrations.dcp import register, unregister
+    from dcp_s3.integrations.dcp import redirect, register, unregister
     from dcp_s3.load.planner import S3LoadPlanner
     from dcp_s3.load.reader import S3StorageReader
     from dcp_s3.manager.manager import CheckpointManager
@@ -88,6 +88,7 @@ __all__ = [
     "prune",
     "read_tensor",
     "read_tensors",
+    "redirect",
     "register",
     "remove",
     "unpin",
@@ -97,6 +98,7 @@ __all__ = [
 
 _MODULES = {
     "metrics": "dcp_s3.counters",
+    "redirect": "dcp_s3.integrations.dcp",
     "register": "dcp_s3.integrations.dcp",
     "unregister": "dcp_s3.integrations.dcp",
     "S3LoadPlanner": "dcp_s3.load.planner",

@@ -265,6 +265,18 @@ class ImportSourceError(CheckpointError, ValueError):
     """Weights cannot be imported: there are none, the files are damaged, or names or tensors do not fit."""
 
 
+class AttachmentNotFoundError(CheckpointError, LookupError):
+    """A checkpoint has no attachment of that name. The message says which it has.
+
+    Attributes:
+        name: the name that was asked for.
+    """
+
+    def __init__(self, message: str, *, url: str = "", name: str = "") -> None:
+        super().__init__(message, url=url)
+        self.name = name
+
+
 class TensorIndexError(CheckpointError, IndexError):
     """An index into a saved tensor is out of range, or of a kind that cannot be read.
 

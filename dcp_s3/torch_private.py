@@ -22,7 +22,6 @@ from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint import _async_process_executor as async_process_executor
-from torch.distributed.checkpoint import _storage_utils
 from torch.distributed.checkpoint._async_process_executor import (
     _AsyncCheckpointProcess as AsyncCheckpointProcess,
 )
@@ -30,6 +29,7 @@ from torch.distributed.checkpoint._async_process_executor import (
     _ProcessBasedAsyncCheckpointExecutor as ProcessBasedAsyncCheckpointExecutor,
 )
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
@@ -43,7 +43,6 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 FileReader = torch._C.PyTorchFileReader  # reads the archives that torch.save writes
-storage_utils: Any = _storage_utils  # chooses the writer or reader if dcp.save or dcp.load is given none
 
 __all__ = [
     "CURRENT_DCP_VERSION",
@@ -54,6 +53,8 @@ __all__ = [
     "ExtensionRegistry",
     "FakeTensorMode",
     "FileReader",
+    "FsspecReader",
+    "FsspecWriter",
     "ProcessBasedAsyncCheckpointExecutor",
     "ReaderTransforms",
     "ShardedTensor",
@@ -76,7 +77,6 @@ __all__ = [
     "offset_in_archive",
     "pin_memory",
     "rebuild_sharded_tensor",
-    "storage_utils",
     "unpin_memory",
 ]
 

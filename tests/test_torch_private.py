@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+import dcp_s3
 import dcp_s3.checkpoint
 from dcp_s3 import torch_private
 from dcp_s3.errors import ShapeMismatchError
@@ -66,9 +67,9 @@ _PACKAGE = Path(inspect.getfile(dcp_s3)).parent
         (_DCP + "_async_process_executor", "_AsyncCheckpointProcess"),
         (_DCP + "_extension", "ExtensionRegistry"),
         (_DCP + "_extension", "StreamTransformExtension"),
-        (_DCP + "_storage_utils", "FileSystemReader"),
-        (_DCP + "_storage_utils", "FileSystemWriter"),
         (_DCP + "_storage_utils", "_storage_setup"),
+        (_DCP + "_fsspec_filesystem", "FsspecReader"),
+        (_DCP + "_fsspec_filesystem", "FsspecWriter"),
         (_DCP + "filesystem", "CURRENT_DCP_VERSION"),
         (_DCP + "filesystem", "_StorageInfo"),
         (_DCP + "filesystem", "_StoragePrefix"),
@@ -260,32 +261,21 @@ def test_the_metadata_index_ignores_its_hint() -> None:
 # --- _storage_setup, failures, caches --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "reader"), [("FileSystemWriter", False), ("FileSystemReader", True)])
-def test_storage_setup_asks_the_file_system_classes_of_its_module_first(
-    monkeypatch: pytest.MonkeyPatch, name: str, reader: bool
-) -> None:
+@pytest.mark.parametrize("reader", [False, True])
+def test_storage_setup_asks_the_file_system_classes_and_makes_one(reader: bool) -> None:
     from torch.distributed.checkpoint._storage_utils import _storage_setup
 
-    made: list[Any] = []
-
-    class Stand:
-        def __call__(self, checkpoint_id: str) -> Stand:
-            made.append(checkpoint_id)
-            return self
-
-        def reset(self, checkpoint_id: str) -> None:
-            made.append(checkpoint_id)
-
-        def validate_checkpoint_id(self, checkpoint_id: str) -> bool:
-            return True
-
-    monkeypatch.setattr(torch_private.storage_utils, name, Stand())
-    found = _storage_setup(None, "s3://bucket/run", reader=reader)
-    assert isinstance(found, Stand), moved(
-        f"_storage_setup does not look up {name} in its module at each call, or asks something before it",
-        "dcp_s3.register()",
+    dcp_s3.register()
+    try:
+        found = _storage_setup(None, "s3://bucket/run", reader=reader)
+    except RuntimeError as error:
+        found = error
+    finally:
+        dcp_s3.unregister()
+    assert isinstance(found, dcp_s3.S3StorageReader if reader else dcp_s3.S3StorageWriter), moved(
+        "_storage_setup does not call validate_checkpoint_id and then the class of FileSystemWriter/Reader",
+        "dcp_s3.register() and redirect()",
     )
-    assert made == ["s3://bucket/run", "s3://bucket/run"]
 
 
 def test_checkpoint_exception_is_no_exception_and_has_failures() -> None:

@@ -17,11 +17,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_s3 import errors
 from dcp_s3._version import __version__
+from dcp_s3.checkpoint.attachments import copy_after_commit, copy_before_commit
 from dcp_s3.checkpoint.commit_state import Previous, SaveIdentity, exists_error, is_committed, save_id_in
 from dcp_s3.checkpoint.completeness import find_loss
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.layout import METADATA, METADATA_CRC_KEY, SAVE_ID_KEY, step_of
-from dcp_s3.format.manifest import Manifest, ObjectEntry
+from dcp_s3.format.manifest import Manifest, ObjectEntry, attachments_of
 from dcp_s3.format.metadata import dump_metadata
 from dcp_s3.store import DeleteTarget, Expect, Store, StoredObject
 
@@ -88,6 +89,9 @@ def publish(
 ) -> None:
     """Write the manifest, then ``.metadata``; then remove the objects that it replaced.
 
+    Plain copies of attachments are made before the commit, or after it if a checkpoint is replaced, which keeps its own
+    until then.
+
     Args:
         store: store with the checkpoint.
         commit: the commit to write.
@@ -121,6 +125,9 @@ def publish(
     if is_late():
         _check_whole(store, commit, keep_objects=keep_objects)
         replaced = _find_replaced(store, commit, previous)
+    uncopied = list(attachments_of(commit.objects).values())
+    if previous.etag is None:
+        uncopied = copy_before_commit(store, identity.url, commit.objects)
     try:
         store.put(
             identity.metadata_key,
@@ -153,7 +160,8 @@ def publish(
     # A prune first writes its list, then looks for commits: one of the two sees the other.
     if is_late():
         _check_still_whole(store.within(store.limit.for_cleanup()), commit, replaced, keep_objects=keep_objects)
-    if old := previous.keys - commit.keys:
+    copy_after_commit(store, identity.url, uncopied)
+    if old := previous.keys - commit.keys - {identity.url.key(name) for name in attachments_of(commit.objects)}:
         _delete_replaced(store, identity, previous, old)
     size = sum(entry.size for entry in commit.objects)
     logger.info("committed %s: %d objects, %d bytes", identity.url, len(commit.objects), size)

@@ -154,7 +154,17 @@ def find_previous(store: Store, identity: SaveIdentity) -> Previous:
         save_id = getattr(metadata.storage_meta, "save_id", None)
         if save_id:
             keys.add(url.key(manifest_object(save_id, rank)))
+            keys.update(map(url.key, _attachment_paths(store, url.key(manifest_object(save_id, rank)))))
     return Previous(frozenset(keys), etag)
+
+
+def _attachment_paths(store: Store, manifest_key: str) -> set[str]:
+    """Relative paths of a save's attachments and their plain copies; none if its manifest cannot be read."""
+    try:
+        attachments = Manifest.from_json(store.get(manifest_key).data).attachments
+    except (errors.ObjectNotFoundError, ValueError):
+        return set()
+    return {entry.path for entry in attachments.values()} | set(attachments)
 
 
 def check_newest(store: Store, identity: SaveIdentity, previous: Previous, started_at: float) -> None:

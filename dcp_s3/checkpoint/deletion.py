@@ -26,7 +26,6 @@ from dcp_s3.format.layout import (
     DELETION_PREFIX,
     METADATA,
     deletion_object,
-    manifest_object,
     metadata_object,
     new_nonce,
 )
@@ -72,10 +71,10 @@ class Remover:
         if found is None or not found.info.committed:
             raise LeftAloneError("it is gone, or no longer committed")
         _check_unchanged(planned, found.info)
-        needed = await self._needed(url, found)
+        needed, copies = await self._needed(url, found)
         directory = await self._deleter.list_directory(url)
         self._deleter.check_protection(directory)
-        removal = directory.removal(needed, since=since)
+        removal = directory.removal(needed, since=since, copies=copies)
         if removal.being_saved and not self._deleter.force:
             raise LeftAloneError(f"a save is in progress: {removal.being_saved} was written")
         commit = directory.commits.get(None)
@@ -196,16 +195,19 @@ class Remover:
         old = [each for each in directory.lists_of(deletion) if each.modified_at < directory.now - DELETION_BEGINS]
         await self._deleter.delete_all([DeleteTarget(url.key(each.path)) for each in old])
 
-    async def _needed(self, url: CheckpointURL, found: Inspected) -> set[str]:
-        """Relative paths of the data objects and manifests that a checkpoint's metadata names."""
+    async def _needed(self, url: CheckpointURL, found: Inspected) -> tuple[set[str], set[str]]:
+        """Relative paths of the data objects and manifests that a checkpoint's metadata names, and of the plain copies
+        of its attachments."""
         if found.manifest is not None:
-            return {entry.path for entry in found.manifest.objects} | {manifest_object(found.manifest.save_id)}
+            return found.manifest.paths, set(found.manifest.attachments)
         needed: set[str] = set()
+        copies: set[str] = set()
         for rank in found.directory.committing:
             try:
                 manifest = await find_manifest(self._deleter.store, url, found.directory, rank)
                 if manifest is not None:
-                    needed |= {entry.path for entry in manifest.objects} | {manifest_object(manifest.save_id, rank)}
+                    needed |= manifest.paths
+                    copies |= set(manifest.attachments)
                     continue
                 stored = await self._deleter.store.get(url.key(metadata_object(rank)))
                 metadata = load_metadata(stored.data, url=str(url))
@@ -215,7 +217,7 @@ class Remover:
                 logger.warning("what %s consists of cannot be read, so that only old objects go: %s", url, error)
                 continue
             needed |= set(needed_objects(metadata))
-        return needed
+        return needed, copies
 
     async def _has_save(self, url: CheckpointURL, save_id: str | None, directory: Directory) -> bool:
         """Whether the checkpoint at the URL is of that save. Its ``.metadata`` may have another ETag, if it was brought

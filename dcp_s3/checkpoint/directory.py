@@ -297,7 +297,7 @@ class Directory:
         """The lists of one deletion, one per attempt."""
         return [found for found in self.deletions.values() if found.kind.deletion == deletion]
 
-    def removal(self, needed: Collection[str], *, since: float) -> Removal:
+    def removal(self, needed: Collection[str], *, since: float, copies: Collection[str] = ()) -> Removal:
         """The objects to delete with a checkpoint: those that it needs, and leftovers of failed saves. Nobody else's
         objects, and nothing of a checkpoint in a directory below.
 
@@ -305,6 +305,7 @@ class Directory:
             needed: relative paths of the data objects and manifests that its metadata names.
             since: seconds since the epoch on the clock of S3. Objects that were written later and are not needed
                 belong to a save in progress.
+            copies: relative paths of the plain copies of its attachments. They may be younger than the commit.
         """
         own = self.own_data(needed)
         objects: dict[str, DirectoryEntry] = {}
@@ -313,7 +314,9 @@ class Directory:
             path, what = found.path, found.kind.what
             if what is What.COMMIT:
                 continue
-            if what is What.METRICS or (path in needed and (what is not What.OTHER or is_inside(path))):
+            if what is What.METRICS or (
+                (path in needed or path in copies) and (what is not What.OTHER or is_inside(path))
+            ):
                 objects[path] = found
             elif what is What.LEASE:
                 if self._has_ended(found):
@@ -329,10 +332,10 @@ class Directory:
             being_saved = being_saved or next(late, None)
         return Removal({found.path: found for found in self.commits.values()}, objects, being_saved)
 
-    def removal_of_uncommitted(self, *, since: float) -> Removal:
+    def removal_of_uncommitted(self, *, since: float, copies: Collection[str] = ()) -> Removal:
         """The objects to delete if it was never committed: `removal`, and all of our own directory except pins,
         unexpired leases and lists of deletions."""
-        removal = self.removal((), since=since)
+        removal = self.removal((), since=since, copies=copies)
         young = (path for path, found in removal.commits.items() if found.modified_at > since)
         stay = (What.PIN, What.LEASE, What.DELETION)
         control = {found.path: found for found in self if self._is_control(found) and found.kind.what not in stay}

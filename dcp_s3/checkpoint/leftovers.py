@@ -6,15 +6,18 @@ sees it. It looks at S3 again before each request, for saves that have committed
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.deleter import Deleter, Deletion, LeftAloneError, commit_steps
+from dcp_s3.checkpoint.directory import Directory
 from dcp_s3.checkpoint.info import LeftoverObject
 from dcp_s3.checkpoint.look import inspect, look_deeper
 from dcp_s3.format.deletion_list import DeletionList
 from dcp_s3.format.layout import DELETION_PREFIX, deletion_id, deletion_object, new_nonce
+from dcp_s3.format.manifest import Manifest
 from dcp_s3.store import DeleteTarget
 from dcp_s3.url import CheckpointURL
 
@@ -51,7 +54,7 @@ class LeftoverRemover:
         self._deleter.check_protection(directory)
         if None in directory.commits:
             raise LeftAloneError("it was committed")
-        removal = directory.removal_of_uncommitted(since=since)
+        removal = directory.removal_of_uncommitted(since=since, copies=await self._copies(url, directory))
         if removal.being_saved and not self._deleter.force:
             raise LeftAloneError(f"a save is in progress: {removal.being_saved} was written")
         if self._deleter.dry_run:
@@ -77,6 +80,14 @@ class LeftoverRemover:
             raise
         await self._deleter.delete_rest(url, replace(listed, objects={}), [path])
         return Deletion(url.name, removal.count, removal.size)
+
+    async def _copies(self, url: CheckpointURL, directory: Directory) -> set[str]:
+        """Relative paths of plain copies of attachments that saves without a commit may have left."""
+        copies: set[str] = set()
+        for found in directory.all_manifests:
+            with contextlib.suppress(errors.ObjectNotFoundError, ValueError):
+                copies |= set(Manifest.from_json((await self._deleter.store.get(url.key(found.path))).data).attachments)
+        return copies
 
     async def delete_leftovers(
         self, url: CheckpointURL, planned: Sequence[LeftoverObject], *, since: float

@@ -206,6 +206,20 @@ def is_inside(relative_path: str) -> bool:
     )
 
 
+_MAX_ATTACHMENT_BYTES = 90  # with the slash before it, within what `parse_url` keeps free below a prefix
+
+
+def is_attachment_name(name: str) -> bool:
+    """Whether a small file of this name may lie in a checkpoint's directory: a relative path that means nothing to
+    dcp_s3 or torch."""
+    return (
+        is_inside(name)
+        and classify(name).what is What.OTHER
+        and not any(segment in ("", ".") for segment in name.split("/"))
+        and len(name.encode()) <= _MAX_ATTACHMENT_BYTES
+    )
+
+
 _STEP = re.compile(r"(\d+)(?!.*\d)")
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from dcp_s3.format.layout import is_attachment_name, manifest_object
 
 FORMAT_VERSION = 1
 
@@ -20,6 +23,29 @@ class ObjectEntry:
     """Bytes."""
     crc64nvme: str | None = None
     """CRC-64/NVME of all its bytes as 16 hex digits; None if checksums were off."""
+
+    @staticmethod
+    def of(fields: Mapping[str, Any]) -> ObjectEntry:
+        """The entry with the fields that `dataclasses.asdict` gave; others, of later versions, are ignored.
+
+        Raises:
+            KeyError, TypeError, ValueError: a field is missing or no such value.
+        """
+        path, size, crc = str(fields["path"]), int(fields["size"]), fields.get("crc64nvme")
+        name = fields.get("attachment")
+        if name is not None:
+            if not is_attachment_name(name):
+                raise ValueError(f"{name!r} cannot be the name of an attachment")
+            return AttachmentEntry(path, size, crc, name)
+        return ObjectEntry(path, size, crc)
+
+
+@dataclass(frozen=True)
+class AttachmentEntry(ObjectEntry):
+    """A data object that holds an attachment: a small file that belongs to the checkpoint."""
+
+    attachment: str = ""
+    """Name of the attachment. It is also the path, relative to the checkpoint, of a plain copy for other tools."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +80,16 @@ class Manifest:
         """Bytes of all data objects."""
         return sum(entry.size for entry in self.objects)
 
+    @property
+    def attachments(self) -> dict[str, AttachmentEntry]:
+        """Attachments by name."""
+        return attachments_of(self.objects)
+
+    @property
+    def paths(self) -> set[str]:
+        """Relative paths of the data objects and of the manifest itself."""
+        return {manifest_object(self.save_id, self.rank), *(entry.path for entry in self.objects)}
+
     def to_json(self) -> bytes:
         """UTF-8 JSON, with the totals repeated for people and for shell scripts."""
         fields = asdict(self)
@@ -73,10 +109,7 @@ class Manifest:
             version = fields["format_version"]
             if version != FORMAT_VERSION:
                 raise ValueError(f"manifest has format version {version}, this dcp_s3 reads {FORMAT_VERSION}")
-            objects = tuple(
-                ObjectEntry(str(entry["path"]), int(entry["size"]), entry.get("crc64nvme"))
-                for entry in fields["objects"]
-            )
+            objects = tuple(ObjectEntry.of(entry) for entry in fields["objects"])
             return cls(
                 save_id=str(fields["save_id"]),
                 created_at=float(fields["created_at"]),
@@ -97,6 +130,15 @@ class Manifest:
             json.JSONDecodeError,
         ) as error:
             raise ValueError(f"not a dcp_s3 manifest: {error!r}") from error
+
+
+def attachments_of(objects: Iterable[ObjectEntry]) -> dict[str, AttachmentEntry]:
+    """The attachments among data objects, by name. Ranks may have attached the same bytes: the first one counts."""
+    found: dict[str, AttachmentEntry] = {}
+    for entry in objects:
+        if isinstance(entry, AttachmentEntry):
+            found.setdefault(entry.attachment, entry)
+    return found
 
 
 # JSON has no numbers for these, and a loss may well be NaN.

@@ -16,14 +16,17 @@ from torch.futures import Future
 
 from dcp_s3 import errors
 from dcp_s3.boundary import called_by_dcp
+from dcp_s3.checkpoint.attachments import find_attachments, read_attachment
 from dcp_s3.checkpoint.commit_state import CommitState, SaveIdentity, find_state
 from dcp_s3.checkpoint.lease import ReaderLease
 from dcp_s3.checkpoint.listing import list_directory
 from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
 from dcp_s3.collector import collector_paused
 from dcp_s3.format.layout import SAVE_ID_KEY, deletion_id, metadata_object, new_save_id
+from dcp_s3.format.manifest import Manifest
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.limit import Deadline, Limit
+from dcp_s3.load.attachments import read_waiting
 from dcp_s3.load.engine import Source
 from dcp_s3.load.peers.agree import LoadGroup, join_load
 from dcp_s3.load.peers.assign import MAX_PIECE, plan_sharing
@@ -32,7 +35,7 @@ from dcp_s3.load.peers.shared_read import SharedRead, decline
 from dcp_s3.load.read import LoadExecutor
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
-from dcp_s3.spill.local import LocalObjects, find_commits
+from dcp_s3.spill.local import LocalObjects, WaitingCommit, find_commits
 from dcp_s3.spill.session import open_store
 from dcp_s3.torch_private import Caller, ExtensionRegistry, ReaderTransforms, find_load_group, is_first_look, is_loading
 from dcp_s3.units import format_size
@@ -190,7 +193,7 @@ class S3StorageReader(StorageReader):
         url = self._require_url()
         waiting = self._find_uncommitted(rank) if self.include_uncommitted else None
         if waiting is not None:
-            return load_metadata(waiting, url=str(url))
+            return load_metadata(waiting.metadata, url=str(url))
         store, group = self._store(), self._group if rank is None else None
         lease = ReaderLease(store, url, self.settings.reader_lease)
         failure = None if group is None else group.raised
@@ -216,23 +219,24 @@ class S3StorageReader(StorageReader):
         self._lease = lease
         return metadata
 
-    def _find_uncommitted(self, rank: int | None) -> bytes | None:
-        """The metadata of this checkpoint's newest commit that is spilled on this host; None if S3 has a newer one."""
+    def _find_uncommitted(self, rank: int | None) -> WaitingCommit | None:
+        """This checkpoint's newest commit that is spilled on this host; None if S3 has a newer one."""
         spill = open_store(self.settings)
         found = None
-        for journal, _, metadata in find_commits(spill) if spill else ():
+        for waiting in find_commits(spill) if spill else ():
+            journal = waiting.journal
             if journal.url == self.checkpoint_id and journal.commit is not None and journal.commit.rank == rank:
-                found = journal, metadata
+                found = waiting
         if found is None:
             return None
-        journal, metadata = found
+        journal = found.journal
         identity = SaveIdentity(self._require_url(), journal.save_id, rank)
         try:
             state = find_state(self._store(), identity, path=None, started_at=journal.created_at)
         except errors.TransferError as error:
             logger.warning("S3 does not say whether it has a newer checkpoint than this host: %s", error)
-            return metadata
-        return metadata if state is CommitState.WAITING else None
+            return found
+        return found if state is CommitState.WAITING else None
 
     def _find_ranks(self) -> list[int] | None:
         """The ranks of a save without collectives that have metadata on S3; None if S3 does not answer."""
@@ -334,6 +338,35 @@ class S3StorageReader(StorageReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def attachment(self, name: str) -> bytes:
+        """The bytes of a small file that was attached to the checkpoint (`S3StorageWriter.attach`).
+
+        Of a checkpoint that another library wrote: those of the object ``{checkpoint}/{name}``. Every call asks S3;
+        no rank needs another one for it.
+
+        Raises:
+            AttachmentNotFoundError: there is none of that name.
+            CheckpointNotFoundError: no committed checkpoint is there.
+            CorruptCheckpointError: its bytes are not those that were attached.
+            StorageError
+        """
+        url, waiting = self._require_url(), self._find_uncommitted(None) if self.include_uncommitted else None
+        if waiting is not None:
+            return read_waiting(self._store(), self.settings, url, waiting.manifest, name)
+        return read_attachment(self._store(), url, name)
+
+    def attachments(self) -> list[str]:
+        """Names of the files that are attached to the checkpoint. Those of another library are not known.
+
+        Raises:
+            CheckpointNotFoundError: no committed checkpoint is there.
+            CorruptCheckpointError, StorageError
+        """
+        url, waiting = self._require_url(), self._find_uncommitted(None) if self.include_uncommitted else None
+        if waiting is not None:
+            return sorted(Manifest.from_json(waiting.manifest).attachments)
+        return sorted(find_attachments(self._store(), url))
 
     @property
     def checkpoint_id(self) -> str | None:

@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -31,7 +31,7 @@ from dcp_s3.format.layout import (
     manifest_object,
     metadata_object,
 )
-from dcp_s3.format.manifest import Manifest
+from dcp_s3.format.manifest import AttachmentEntry, Manifest
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.format.saved_entries import needed_objects
 from dcp_s3.s3.files import FileTransfer, OnProgress, download_files, upload_files
@@ -71,6 +71,8 @@ class _CopySource:
     """Loaded metadata, by relative path."""
     files: Mapping[str, int]
     """Bytes of everything else that belongs to it, by relative path."""
+    attachments: Mapping[str, AttachmentEntry] = field(default_factory=dict)
+    """Attachments by name."""
 
     @property
     def size(self) -> int:
@@ -113,31 +115,39 @@ def _make_source(where: str, directory: Directory, read: Callable[[str], bytes])
     for loaded in metadata.values():
         for path, size in needed_objects(loaded).items():
             needed[path] = max(size, needed.get(path, 0))
+    manifests = {_manifest_path(name, loaded) for name, loaded in metadata.items()} & directory.objects.keys()
+    attachments: dict[str, AttachmentEntry] = {}
+    for path in manifests:
+        attachments |= _read_attachments(where, read(path), present=len(names))
+    needed |= {entry.path: entry.size for entry in attachments.values()}
     damage = directory.describe_damage(needed)
     if damage is not None:
         raise errors.CorruptCheckpointError(
             f"{where} cannot be copied: {damage}. Remedy: it is damaged, or being deleted; copy another checkpoint",
             url=where,
         )
-    manifests = {_manifest_path(name, loaded) for name, loaded in metadata.items()} & directory.objects.keys()
-    for path in manifests:
-        _check_ranks(where, read(path), present=len(names))
     belong = needed.keys() | manifests
     files = {found.path: found.size for found in directory if found.path in belong or _is_besides(found)}
-    return _CopySource(commits, metadata, files)
+    return _CopySource(commits, metadata, files, attachments)
 
 
-def _check_ranks(where: str, manifest: bytes, *, present: int) -> None:
+def _read_attachments(where: str, manifest: bytes, *, present: int) -> Mapping[str, AttachmentEntry]:
+    """The attachments that a manifest names.
+
+    Raises:
+        CheckpointNotFoundError: only ``present`` of the ranks have committed.
+    """
     try:
         parsed = Manifest.from_json(manifest)
     except ValueError:
-        return  # written by a later version
+        return {}  # written by a later version
     if parsed.rank is not None and parsed.world_size > present:
         raise errors.CheckpointNotFoundError(
             f"the checkpoint at {where} is incomplete: {present} of {parsed.world_size} ranks have committed. Remedy: "
             "wait until the save is done, or copy another checkpoint",
             url=where,
         )
+    return parsed.attachments
 
 
 def _is_besides(found: DirectoryEntry) -> bool:
@@ -194,6 +204,11 @@ def download(
         on_progress=on_progress,
     )
     _verify(target, parsed, source)
+    for attachment, entry in source.attachments.items():
+        plain, data = target / attachment, (target / entry.path).read_bytes()
+        if not plain.is_file() or plain.read_bytes() != data:  # S3 may lack the plain copy, or have an older one
+            plain.parent.mkdir(parents=True, exist_ok=True)
+            _write_whole(plain, data)
     for name, data in source.commits.items():
         _write_whole(target / name, data)
     (target / _MARKER).unlink()

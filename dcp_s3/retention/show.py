@@ -79,6 +79,8 @@ async def _describe(url: CheckpointURL, settings: SettingsLike) -> CheckpointDet
             for stored in await gather(store.get(url.key(metadata_object(rank))) for rank in ranks)
         ]
     needed: set[str] = set()
+    for manifest in manifests:
+        needed |= {entry.path for entry in manifest.attachments.values()}
     entries: dict[str, SavedEntry] = {}
     for loaded in metadata:
         needed |= needed_objects(loaded).keys()

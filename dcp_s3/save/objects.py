@@ -9,6 +9,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -18,7 +19,7 @@ from dcp_s3.format.layout import data_object
 from dcp_s3.format.manifest import ObjectEntry
 from dcp_s3.limit import Cancelled
 from dcp_s3.s3.connections import connections_of, likely_connections
-from dcp_s3.s3.parts import PUTS_PER_SECOND, choose_part_size, plan_part_size
+from dcp_s3.s3.parts import PUTS_PER_SECOND, Piece, choose_part_size, plan_part_size
 from dcp_s3.s3.store import S3Store
 from dcp_s3.s3.upload import WAITING_PARTS, ObjectUpload, UploadedObject, Uploader
 from dcp_s3.save.items import ItemWriter, WrittenItem
@@ -35,7 +36,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ItemWriteResult(WriteResult):
-    """torch's WriteResult. The first item of each object also carries the object's entry to the coordinator."""
+    """torch's WriteResult. The first item of each object also carries the object's entry to the coordinator.
+
+    An attachment is one, too, without storage data.
+    """
 
     object_entry: ObjectEntry | None = None
     """The object's entry, in the result of its first item; None in the others."""
@@ -226,9 +230,11 @@ class _Targets:
         return self.uploader.start(self._names.key(number), planned.size)
 
     def _upload(self, upload: ObjectUpload, number: int, planned: WriteBucket) -> list[WriteResult]:
+        if planned.attachment is not None:
+            upload.write(Piece.of(memoryview(planned.attachment.data)))
         written = [self._item_writer.write(item, upload) for item in planned.items]
         uploaded = upload.finish()
-        return self._results(number, written, self._entry(number, uploaded), spilled=False)
+        return self._results(number, planned, written, self._entry(number, planned, uploaded), spilled=False)
 
     def _upload_after(
         self, spill: SpillError, upload: ObjectUpload, number: int, planned: WriteBucket
@@ -247,6 +253,8 @@ class _Targets:
         file = session.open(number, self._names.key(number), planned.size)
         try:
             written = []
+            if planned.attachment is not None:
+                file.write(Piece.of(memoryview(planned.attachment.data)))
             for planned_item in planned.items:
                 self._check_cancelled()
                 written.append(self._item_writer.write(planned_item, file))
@@ -258,24 +266,28 @@ class _Targets:
         if self.uploader.store.settings.checksum == "none":
             for item in written:
                 item.forget_checksum()
-        entry = self._entry(number, uploaded)
+        entry = self._entry(number, planned, uploaded)
         session.add(number, entry, uploaded, part_size, reason)
-        return self._results(number, written, entry, spilled=True)
+        return self._results(number, planned, written, entry, spilled=True)
 
     def _check_cancelled(self) -> None:
         if self.uploader.cancel.is_set():
             raise Cancelled
 
-    def _entry(self, number: int, uploaded: UploadedObject) -> ObjectEntry:
+    def _entry(self, number: int, planned: WriteBucket, uploaded: UploadedObject) -> ObjectEntry:
+        if planned.attachment is not None:
+            return planned.attachment.entry(self._names.relative_path(number))
         crc = uploaded.crc64nvme
         if crc is None or self.uploader.store.settings.checksum == "none":
             return ObjectEntry(self._names.relative_path(number), uploaded.size)
         return ObjectEntry(self._names.relative_path(number), uploaded.size, crc_hex(crc))
 
     def _results(
-        self, number: int, written: Sequence[WrittenItem], entry: ObjectEntry, *, spilled: bool
+        self, number: int, planned: WriteBucket, written: Sequence[WrittenItem], entry: ObjectEntry, *, spilled: bool
     ) -> list[WriteResult]:
         path = self._names.relative_path(number)
+        if planned.attachment is not None:
+            return [ItemWriteResult(MetadataIndex(planned.attachment.name), entry.size, None, entry, spilled)]
         return [
             ItemWriteResult(w.item.index, w.length, w.storage_info(path), None if position else entry, spilled)
             for position, w in enumerate(written)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
+from dcp_s3.checkpoint.attachments import Attachment
+
 # Framing of one item by torch.save, and a guess for an item whose size is unknown until it is pickled.
 _FRAMING_BYTES = 2048
 _UNKNOWN_BYTES = 1024
@@ -21,12 +23,13 @@ _UNKNOWN_BYTES = 1024
 
 @dataclass(frozen=True)
 class WriteBucket:
-    """Items that go into one object."""
+    """What goes into one object: items, or one attachment."""
 
     items: tuple[WriteItem, ...]
     """The items, in the order in which they are written."""
     size: int
     """Estimated size in bytes."""
+    attachment: Attachment | None = None
 
 
 def item_size(item: WriteItem) -> int:

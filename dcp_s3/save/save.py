@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
+from dcp_s3.checkpoint.attachments import Attachment, check_distinct
 from dcp_s3.checkpoint.commit import Commit, make_commit, publish
 from dcp_s3.checkpoint.commit_state import (
     CommitState,
@@ -39,7 +40,7 @@ from dcp_s3.limit import Deadline, Limit
 from dcp_s3.ranks import world_size
 from dcp_s3.s3.store import S3Store
 from dcp_s3.save.objects import ItemWriteResult, ObjectNames, refused_by_both, write_buckets
-from dcp_s3.save.plan import plan_buckets
+from dcp_s3.save.plan import WriteBucket, plan_buckets
 from dcp_s3.settings import Settings
 from dcp_s3.spill.background import drain_in_background, wait_until_drained
 from dcp_s3.spill.session import SpillSession, spill_commit
@@ -63,6 +64,8 @@ class SaveOptions:
     metrics: Mapping[str, Any]
     separate: Sequence[Sequence[str]]
     transforms: WriterTransforms
+    attachments: Sequence[Attachment] = ()
+    """Small files that belong to this save."""
 
 
 @dataclass
@@ -177,6 +180,7 @@ class Save:
             min_bucket_size=self._settings.max_part_size,
             separate=self._options.separate,
         )
+        buckets += [WriteBucket((), len(each.data), each) for each in self._options.attachments]
         # Not in the plan: a planner may reuse a cached plan.
         names = ObjectNames(self.url, self._rank, new_nonce())
         with self._spill_session(names, len(buckets)) as session:
@@ -206,13 +210,17 @@ class Save:
             all_results = [result for rank in results for result in rank]
             ours = [result for result in all_results if isinstance(result, ItemWriteResult)]
             metadata.version = CURRENT_DCP_VERSION
-            metadata.storage_data = {result.index: result.storage_data for result in all_results}
+            metadata.storage_data = {
+                result.index: result.storage_data for result in all_results if result.storage_data is not None
+            }
             metadata.storage_meta = self.storage_meta
+            objects = [result.object_entry for result in ours if result.object_entry is not None]
+            check_distinct(objects)
             commit = make_commit(
                 self._identity,
                 # A copy: with plan caching, the next save gets this very object while it is being pickled.
                 dataclasses.replace(metadata),
-                [result.object_entry for result in ours if result.object_entry is not None],
+                objects,
                 world_size=len(results) if self._use_collectives else world_size(),
                 metrics=self._options.metrics,
                 started_at=self._beginning.at,

@@ -15,9 +15,11 @@ from torch.futures import Future
 
 from dcp_s3 import ranks
 from dcp_s3.boundary import called_by_dcp
+from dcp_s3.checkpoint.attachments import make_attachment
 from dcp_s3.checkpoint.commit import check_metrics
 from dcp_s3.errors import MissingURLError, SaveProtocolError
 from dcp_s3.format.layout import new_save_id
+from dcp_s3.save.attached import Attachments
 from dcp_s3.save.save import Save, SaveOptions, wait_committed
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.spill.session import open_store
@@ -91,6 +93,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         self._spill_store = open_store(self.settings)
         self._url: CheckpointURL | None = None if url is None else parse_url(url)
         self._unused = set() if self._url is None else {self._url}
+        self._attached = Attachments()
         self._last: Save | None = None
         self._begin_here()
 
@@ -100,7 +103,8 @@ class S3StorageWriter(StorageWriter, AsyncStager):
     @called_by_dcp
     def __getstate__(self) -> dict[str, Any]:
         # For AsyncCheckpointerType.PROCESS: from here on only DCP knows how the save ends.
-        return {**self.__dict__, "_home": None, "_here": None, "_last": None}
+        attached = self._attached.hand_over()
+        return {**self.__dict__, "_home": None, "_here": None, "_last": None, "_attached": attached}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -143,8 +147,9 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         if group is None:
             take_turn(str(url))
         options = SaveOptions(
-            self.settings, self._spill_store, self.overwrite, dict(self.metrics), self.separate, self._transforms
-        )
+            self.settings, self._spill_store, self.overwrite, dict(self.metrics), self.separate, self._transforms,
+            self._attached.take(url),
+        )  # fmt: skip
         save = Save(
             url, save_id, options, rank=int(rank), is_coordinator=is_coordinator, use_collectives=use_collectives
         )
@@ -204,6 +209,26 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             return here.save.storage_meta
         here.url = self._settle_url(find_save_group())
         return StorageMeta(checkpoint_id=str(here.url), save_id=self._next_save_id())
+
+    def attach(
+        self, name: str, data: bytes | bytearray | memoryview, *, checkpoint_id: str | os.PathLike[str] | None = None
+    ) -> None:
+        """Add a small file to the next save, on this rank: it is there when the checkpoint is, and goes with it.
+
+        `S3StorageReader.attachment` reads it. It also lies at ``{checkpoint}/{name}``, for other tools. Ranks may
+        attach the same bytes under one name; a file of one rank needs a name of its own.
+
+        Args:
+            name: path relative to the checkpoint, at most 90 bytes of UTF-8, for example ``common.pt``.
+            data: bytes of the file, at most 256 MiB. They are copied.
+            checkpoint_id: URL of the save, where several overlap. None: the next one that begins.
+
+        Raises:
+            InvalidURLError: ``checkpoint_id`` is not an S3 URL.
+            SaveProtocolError: the name cannot be one, other bytes are attached under it, or there is too much data.
+        """
+        url = None if checkpoint_id is None else parse_url(checkpoint_id)
+        self._attached.add(url, make_attachment(name, data))
 
     def wait_committed(self, timeout: float | None = None) -> None:
         """Wait until the last save of this writer is committed on S3. Useful with ``DCP_S3_DURABILITY=local``.

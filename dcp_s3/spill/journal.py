@@ -120,14 +120,16 @@ class Journal:
                 state=State(fields["state"]),
                 keys=tuple(fields["keys"]),
                 objects=tuple(
-                    SpilledObject(ObjectEntry(**each["entry"]), each["file"], int(each["part_size"]), each["crc64nvme"])
+                    SpilledObject(
+                        ObjectEntry.of(each["entry"]), each["file"], int(each["part_size"]), each["crc64nvme"]
+                    )
                     for each in fields["objects"]
                 ),
                 commit=commit
                 and SpilledCommit(
                     commit["manifest"],
                     commit["metadata"],
-                    tuple(ObjectEntry(**each) for each in commit["objects"]),
+                    tuple(map(ObjectEntry.of, commit["objects"])),
                     bool(commit["overwrite"]),
                     commit["rank"],
                     dict(commit["checksums"]),

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from dcp_s3.checksum import crc_hex
 from dcp_s3.s3.download import ReadTarget
@@ -95,8 +96,16 @@ def find_waiting(store: SpillStore) -> Iterator[tuple[Path, LocalObject]]:
             yield save.path / spilled.file, LocalObject(save.journal.url, entry.path, entry.size, spilled.crc64nvme)
 
 
-def find_commits(store: SpillStore) -> Iterator[tuple[Journal, bytes, bytes]]:
-    """The commits that wait: journal, bytes of the manifest and of ``.metadata``. Damaged ones are skipped."""
+class WaitingCommit(NamedTuple):
+    """A commit that waits for S3."""
+
+    journal: Journal
+    manifest: bytes
+    metadata: bytes
+
+
+def find_commits(store: SpillStore) -> Iterator[WaitingCommit]:
+    """The commits that wait. Damaged ones are skipped."""
     for save in store.scan():
         commit = save.journal.commit
         if commit is None or save.journal.state is not State.SEALED:
@@ -106,7 +115,7 @@ def find_commits(store: SpillStore) -> Iterator[tuple[Journal, bytes, bytes]]:
         except (OSError, DamagedFileError) as error:
             logger.warning("the commit of %s in %s is skipped: %s", save.journal.url, save.path, error)
             continue
-        yield save.journal, *files
+        yield WaitingCommit(save.journal, *files)
 
 
 class LocalObjects:

@@ -1,0 +1,215 @@
+"""Attachments: small files that belong to a checkpoint, for example a framework's ``common.pt``.
+
+Each is a data object of its save, named like one and listed in the manifest with its name and CRC-64. So it is there
+before the commit, cannot be mixed up with that of another save, and is copied, verified and deleted like all data. A
+plain copy under the attachment's own name is for other tools; nothing here reads it if there is a manifest.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from dcp_s3 import errors
+from dcp_s3.checkpoint.listing import list_directory
+from dcp_s3.checkpoint.stored_metadata import fetch_metadata
+from dcp_s3.checksum import crc64nvme, crc_hex
+from dcp_s3.format.layout import METADATA_CRC_KEY, SAVE_ID_KEY, is_attachment_name, manifest_object
+from dcp_s3.format.manifest import AttachmentEntry, Manifest, ObjectEntry, attachments_of
+from dcp_s3.format.metadata import load_metadata
+from dcp_s3.store import ABSENT, Store, StoredObject
+from dcp_s3.units import format_size
+from dcp_s3.url import CheckpointURL
+
+logger = logging.getLogger(__name__)
+
+MAX_SIZE = 2**28
+"""Bytes of the largest attachment: it is kept in memory, by the writer and by each reader."""
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """A file to be attached to a save."""
+
+    name: str
+    data: bytes
+
+    def entry(self, path: str) -> AttachmentEntry:
+        """Its entry in the manifest, if it lies at ``path``."""
+        return AttachmentEntry(path, len(self.data), crc_hex(crc64nvme(self.data)), self.name)
+
+
+def make_attachment(name: str, data: bytes | bytearray | memoryview) -> Attachment:
+    """Check an attachment, and copy its bytes.
+
+    Raises:
+        SaveProtocolError: the name cannot be one, or there is too much data.
+    """
+    if not isinstance(name, str) or not is_attachment_name(name):
+        raise errors.SaveProtocolError(
+            f"{name!r} cannot be the name of an attachment: it is a short path relative to the checkpoint, such as "
+            "'common.pt', that neither dcp_s3 nor torch uses for its own files"
+        )
+    if not isinstance(data, (bytes, bytearray, memoryview)):
+        raise errors.SaveProtocolError(
+            f"the attachment {name!r} is a {type(data).__name__}. Remedy: pass its bytes, for example those of an "
+            "io.BytesIO that torch.save has written to"
+        )
+    size = memoryview(data).nbytes
+    if size > MAX_SIZE:
+        raise errors.SaveProtocolError(
+            f"the attachment {name!r} has {format_size(size)}, at most {format_size(MAX_SIZE)} are allowed. Remedy: "
+            "save large values as part of the state"
+        )
+    return Attachment(name, bytes(data))
+
+
+def check_distinct(objects: Iterable[ObjectEntry]) -> None:
+    """Refuse two attachments of one name, unless ranks attached the same bytes.
+
+    Raises:
+        SaveProtocolError
+    """
+    seen: dict[str, AttachmentEntry] = {}
+    for entry in objects:
+        if isinstance(entry, AttachmentEntry):
+            first = seen.setdefault(entry.attachment, entry)
+            if (first.size, first.crc64nvme) != (entry.size, entry.crc64nvme):
+                raise errors.SaveProtocolError(
+                    f"ranks attached different files as {entry.attachment!r}, so nothing was committed. Remedy: attach "
+                    "it on one rank, or under a name with the rank in it"
+                )
+
+
+# --- plain copies ---------------------------------------------------------------------------------
+
+
+def copy_before_commit(store: Store, url: CheckpointURL, objects: Iterable[ObjectEntry]) -> list[AttachmentEntry]:
+    """Make the plain copies where nothing is in their place yet. Returns the attachments that still lack one.
+
+    Raises:
+        CorruptCheckpointError: an attachment is not what was uploaded.
+    """
+    left = []
+    for entry in attachments_of(objects).values():
+        try:
+            _put_plain(store, url, entry, _fetch(store, url, entry), replace=False)
+        except errors.StorageError:
+            left.append(entry)
+    return left
+
+
+def copy_after_commit(store: Store, url: CheckpointURL, entries: Iterable[AttachmentEntry]) -> None:
+    """Make plain copies, instead of what lies there. A failure is only logged: dcp_s3 does not need them."""
+    for entry in entries:
+        try:
+            _put_plain(store, url, entry, _fetch(store, url, entry), replace=True)
+        except (errors.StorageError, errors.CheckpointError) as error:
+            logger.warning("%s has no plain copy of its attachment %s: %s", url, entry.attachment, error)
+
+
+def _put_plain(store: Store, url: CheckpointURL, entry: AttachmentEntry, data: bytes, *, replace: bool) -> None:
+    store.put(
+        url.key(entry.attachment),
+        data,
+        expect=None if replace else ABSENT,
+        metadata={METADATA_CRC_KEY: entry.crc64nvme} if entry.crc64nvme else None,
+    )
+
+
+def _fetch(store: Store, url: CheckpointURL, entry: AttachmentEntry) -> bytes:
+    return check_bytes(store.get(url.key(entry.path)).data, url, entry)
+
+
+def check_bytes(data: bytes, url: CheckpointURL, entry: AttachmentEntry) -> bytes:
+    """The bytes of an attachment, if they are those that were attached.
+
+    Raises:
+        CorruptCheckpointError: they are not.
+    """
+    found = crc_hex(crc64nvme(data))
+    if len(data) == entry.size and entry.crc64nvme in (None, found):
+        return data
+    raise errors.CorruptCheckpointError(
+        f"the attachment {entry.attachment} of {url} ({entry.path}) is damaged: it has {len(data)} bytes with "
+        f"CRC-64/NVME {found}, recorded were {entry.size} with {entry.crc64nvme}. Remedy: load an earlier checkpoint, "
+        "or restore the object from a backup",
+        url=str(url),
+    )
+
+
+# --- reading ----------------------------------------------------------------------------------------
+
+
+def find_attachments(store: Store, url: CheckpointURL) -> Mapping[str, AttachmentEntry]:
+    """The attachments of the checkpoint at ``url``, by name. None of another library's are known.
+
+    Raises:
+        CheckpointNotFoundError: no committed checkpoint is there.
+        StorageError, CheckpointError
+    """
+    try:
+        return _attachments_of_save(store, url, None, fetch_metadata(store, url))
+    except errors.CheckpointNotFoundError:
+        ranks = list_directory(store, url, "__").ranks
+        if not ranks:
+            raise
+    found: dict[str, AttachmentEntry] = {}
+    for rank in ranks:
+        found = {**_attachments_of_save(store, url, rank, fetch_metadata(store, url, rank)), **found}
+    return found
+
+
+def read_attachment(store: Store, url: CheckpointURL, name: str) -> bytes:
+    """The bytes of one attachment. Of another library's checkpoint: those of the object with that name.
+
+    Raises:
+        AttachmentNotFoundError: there is none.
+        CorruptCheckpointError: it is damaged.
+        CheckpointNotFoundError: no committed checkpoint is there.
+        StorageError, CheckpointError
+    """
+    known = find_attachments(store, url)
+    try:
+        if name in known:
+            return _fetch(store, url, known[name])
+        if is_attachment_name(name):
+            return store.get(url.key(name)).data
+    except errors.ObjectNotFoundError as error:
+        if name in known:
+            # An overwrite may have come in between. Then its own is meant.
+            now = find_attachments(store, url).get(name)
+            if now is not None and now != known[name]:
+                return _fetch(store, url, now)
+            raise errors.CorruptCheckpointError(
+                f"the attachment {name} of {url} is gone: its object {known[name].path} is not there. Remedy: load "
+                "another checkpoint",
+                url=str(url),
+            ) from error
+    raise missing_error(url, name, known)
+
+
+def missing_error(url: CheckpointURL, name: str, known: Collection[str]) -> errors.AttachmentNotFoundError:
+    """The error for an attachment that is not there, where ``known`` ones are."""
+    has = f"it has {', '.join(sorted(known))}" if known else "it has none"
+    return errors.AttachmentNotFoundError(f"{url} has no attachment {name!r}: {has}", url=str(url), name=name)
+
+
+def _attachments_of_save(
+    store: Store, url: CheckpointURL, rank: int | None, commit: StoredObject
+) -> Mapping[str, AttachmentEntry]:
+    save_id = commit.metadata.get(SAVE_ID_KEY)
+    if save_id is None:  # another library's, or a copy that lost its user metadata
+        save_id = getattr(load_metadata(commit.data, url=str(url)).storage_meta, "save_id", None)
+    path = manifest_object(str(save_id), rank)
+    try:
+        return Manifest.from_json(store.get(url.key(path)).data).attachments
+    except errors.ObjectNotFoundError:
+        return {}
+    except ValueError as error:
+        raise errors.CorruptCheckpointError(
+            f"the attachments of {url} are unknown: its manifest {path} cannot be read ({error}). Remedy: use a newer "
+            "dcp_s3 if a newer one wrote it, else restore the object from a backup",
+            url=str(url),
+        ) from error
