@@ -159,6 +159,7 @@ class _LocalFile(WholeFile):
 
     def commit(self) -> None:
         os.fsync(self._fd)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
         self._temporary.rename(self._path)
         self.committed = True
         directory = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -10,13 +10,14 @@ import itertools
 import logging
 import os
 import re
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
+from dcp_s3.checkpoint.attachments import find_attachments, read_attachment
 from dcp_s3.checkpoint.lease import ReaderLease
 from dcp_s3.errors import ExportError
 from dcp_s3.format.framing import FramingError
@@ -119,8 +120,9 @@ def export(
     ``model.safetensors.index.json``. ``torch``: ``pytorch_model.bin``, a dict by name as torch.save writes it, with
     entries that are no tensors, too.
 
-    Needs no process group. Takes at most 512 MiB of host memory, whatever the size of tensors and files. Each file
-    appears complete, the index last; if the export fails, what it had written is removed.
+    Attachments of the checkpoint become files beside them. Needs no process group. Takes at most 512 MiB of host
+    memory, whatever the size of tensors and files. Each file appears complete, the index last; if the export fails,
+    what it had written is removed.
 
     Args:
         url: URL of the checkpoint.
@@ -157,11 +159,14 @@ def export(
         with checkpoint.reading(weights_only=weights_only) as reading:
             selected = _Selected.of(checkpoint, include, rename, wanted, format)
             files = selected.plan(reading, format, most)
-            present = _check_destination(target, files, overwrite=overwrite)
+            attached = find_attachments(checkpoint.store, checkpoint.url)
+            present = _check_destination(target, files, attached, overwrite=overwrite)
             if on_total is not None:
                 on_total(sum(file.size for file in files))
             with target:
                 target.remove(present)
+                for name in attached:
+                    _write_small(target, name, read_attachment(checkpoint.store, checkpoint.url, name))
                 _write(target, files, selected, reading, on_progress or (lambda _: None))
     if selected.skipped:
         logger.info("%s: %d entries that are no tensors were left out", url, selected.skipped)
@@ -214,13 +219,18 @@ def parse_format(format: str) -> Format:
     raise ExportError(f"format = {format!r}: expected 'safetensors' or 'torch'")
 
 
-def _check_destination(target: Destination, files: Sequence[_File], *, overwrite: bool) -> list[str]:
+def _check_destination(
+    target: Destination, files: Sequence[_File], attached: Collection[str], *, overwrite: bool
+) -> list[str]:
     """The files to remove first.
 
     Raises:
-        ExportError: there are files and ``overwrite`` is off, a checkpoint is there, or a file is too large.
+        ExportError: there are files and ``overwrite`` is off, a checkpoint is there, an attachment has the name of a
+            file, or a file is too large.
     """
     for file in files:
+        if file.name in attached:
+            raise ExportError(f"the checkpoint has an attachment {file.name}, in whose place weights would be written")
         target.check_size(file.size)
     found = target.files()
     if METADATA in found:
@@ -350,6 +360,12 @@ def _write(
                             file.write(view)
                             moved(len(view))
                 file.commit()
+
+
+def _write_small(target: Destination, name: str, data: bytes) -> None:
+    with target.open(name, len(data)) as file:
+        file.write(data)
+        file.commit()
 
 
 def _read_ahead(

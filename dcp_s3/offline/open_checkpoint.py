@@ -50,8 +50,8 @@ class OpenCheckpoint:
         self.settings = resolve_settings(settings)
         seconds = self.settings.load_timeout if bounded else None
         limit = Limit(deadline=Deadline.start("DCP_S3_LOAD_TIMEOUT", seconds), hang=seconds)
-        self._store = S3Store(self.url.bucket, self.settings, limit)
-        self._metadata: Metadata = check_metadata(fetch_metadata(self._store, self.url), self.url)
+        self.store = S3Store(self.url.bucket, self.settings, limit)
+        self._metadata: Metadata = check_metadata(fetch_metadata(self.store, self.url), self.url)
         if not isinstance(self._metadata.storage_data, dict):
             raise errors.CorruptMetadataError(
                 f"the metadata of {self.url} does not say where its items lie", url=str(self.url)
@@ -119,7 +119,7 @@ class OpenCheckpoint:
         """Reads that share an engine."""
         spill = open_store(self.settings)
         with contextlib.closing(LocalObjects(spill, str(self.url))) if spill else contextlib.nullcontext() as local:
-            source = Source(self._store, self.url, local)
+            source = Source(self.store, self.url, local)
             executor = LoadExecutor(source, self._metadata, ReaderTransforms(None), weights_only=weights_only)
             yield Reading(self, executor)
 
