@@ -63,7 +63,7 @@ class Destination(abc.ABC):
 
     @abc.abstractmethod
     def files(self) -> list[str]:
-        """Names of what is there, with ``/`` for what lies in directories below."""
+        """Names of the files and directories that are there."""
 
     @abc.abstractmethod
     def check_size(self, size: int) -> None:
@@ -192,7 +192,9 @@ class _S3Prefix(Destination):
 
     def files(self) -> list[str]:
         below = self._url.key("")
-        return [found.key.removeprefix(below) for found in self._store.list(below).objects if found.key != below]
+        found = self._store.list(below, "/")
+        keys = [*(each.key for each in found.objects if each.key != below), *found.prefixes]
+        return [key.removeprefix(below).rstrip("/") for key in keys]
 
     def check_size(self, size: int) -> None:
         if size > _MAX_PART * MAX_PARTS:

@@ -12,21 +12,16 @@ import os
 import re
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dcp_s3.checkpoint.attachments import find_attachments, read_attachment
 from dcp_s3.checkpoint.lease import ReaderLease
 from dcp_s3.errors import ExportError
-from dcp_s3.format.framing import FramingError
 from dcp_s3.format.layout import METADATA
-from dcp_s3.format.safetensors import INDEX, SafetensorsError, TensorEntry, make_header, make_index, plan_shards
-from dcp_s3.format.tensor_archive import make_archive
 from dcp_s3.offline.destination import Destination, is_temporary, open_destination
+from dcp_s3.offline.export_plan import BATCH, Batch, Format, PlannedFile, Selected, Step, batches_of, room_of
 from dcp_s3.offline.open_checkpoint import OpenCheckpoint, Reading, Target
-from dcp_s3.offline.pieces import Box, cut, new_names
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.tensor_memory import view_bytes
@@ -36,18 +31,8 @@ from dcp_s3.workers import Workers
 
 logger = logging.getLogger(__name__)
 
-Format = Literal["safetensors", "torch"]
-
-TORCH_FILE = "pytorch_model.bin"
-"""Name of a torch file, as Hugging Face calls it."""
-BATCH = 64 * 2**20
-"""Bytes that are read together. There are two such buffers: one is written while the other is filled."""
-
-_PIECE = BATCH // 4
 _CONVERTED = 2**20  # elements converted to another dtype at a time
 _LOAD_BUFFERS = 64 * 2**20
-_ALIGNMENT = 64
-_STEPS = 4096
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 _DTYPES = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "half": torch.float16, "fp32": torch.float32, "fp64": torch.float64,
@@ -67,36 +52,6 @@ class ExportResult:
     """Bytes of all files."""
     skipped: int
     """Number of entries that are no tensors and were left out."""
-
-
-@dataclass(frozen=True)
-class _File:
-    """A file to write: runs of bytes, and tensors between them."""
-
-    name: str
-    parts: Sequence[bytes | TensorEntry]
-
-    @property
-    def size(self) -> int:
-        return sum(len(part) if isinstance(part, bytes) else part.nbytes for part in self.parts)
-
-
-@dataclass(frozen=True)
-class _Step:
-    """A piece of a tensor: what to read, and what is written of it."""
-
-    fqn: str
-    box: Box
-    saved: torch.dtype
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """Bytes of one file that follow one another, and how many bytes they take in the buffer."""
-
-    file: int
-    steps: tuple[bytes | _Step, ...]
 
 
 def export(
@@ -157,7 +112,7 @@ def export(
         checkpoint = OpenCheckpoint(url, reads, bounded=False)
         lease.check_not_deleted(None)
         with checkpoint.reading(weights_only=weights_only) as reading:
-            selected = _Selected.of(checkpoint, include, rename, wanted, format)
+            selected = Selected.of(checkpoint, include, rename, wanted, format)
             files = selected.plan(reading, format, most)
             attached = find_attachments(checkpoint.store, checkpoint.url)
             present = _check_destination(target, files, attached, overwrite=overwrite)
@@ -220,7 +175,7 @@ def parse_format(format: str) -> Format:
 
 
 def _check_destination(
-    target: Destination, files: Sequence[_File], attached: Collection[str], *, overwrite: bool
+    target: Destination, files: Sequence[PlannedFile], attached: Collection[str], *, overwrite: bool
 ) -> list[str]:
     """The files to remove first.
 
@@ -246,112 +201,17 @@ def _check_destination(
     return sorted(weights, key=lambda name: not name.endswith(".json"))
 
 
-# --- plan ------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Selected:
-    """What is exported, with the names that it gets."""
-
-    url: str
-    tensors: Mapping[str, TensorEntry]
-    """Tensors by their names in the checkpoint."""
-    saved: Mapping[str, tuple[str, torch.dtype]]
-    """Name and dtype in the checkpoint, by new names."""
-    objects: Mapping[str, str]
-    """Names of other entries in the checkpoint, and their new ones."""
-    skipped: int
-
-    @classmethod
-    def of(
-        cls,
-        checkpoint: OpenCheckpoint,
-        include: str | Iterable[str] | None,
-        rules: Mapping[str, str] | None,
-        dtype: torch.dtype | None,
-        format: Format,
-    ) -> _Selected:
-        url = str(checkpoint.url)
-        names = checkpoint.match(include)
-        tensors = {name for name in names if isinstance(checkpoint.find(name), TensorStorageMetadata)}
-        exported = names if format == "torch" else [name for name in names if name in tensors]
-        if not exported:
-            raise ExportError(f"{url} has no tensor to export among {len(names)} entries", url=url)
-        try:
-            renamed = new_names(exported, rules or {})
-        except ValueError as error:
-            raise ExportError(f"the entries of {url} cannot be renamed: {error}", url=url) from None
-        entries, saved = {}, {}
-        for name in exported:
-            if name in tensors:
-                found = checkpoint.find(name)
-                kept = found.properties.dtype
-                new = dtype if dtype is not None and kept.is_floating_point else kept
-                entries[name] = TensorEntry(renamed[name], new, tuple(found.size))
-                saved[renamed[name]] = name, kept
-        objects = {name: renamed[name] for name in exported if name not in tensors}
-        return cls(url, entries, saved, objects, len(names) - len(exported))
-
-    def plan(self, reading: Reading, format: Format, most: int) -> list[_File]:
-        """The files, in the order in which they are written."""
-        try:
-            if format == "torch":
-                values = reading.fill([], self.objects)
-                found: dict[str, Any] = {entry.name: entry for entry in self.tensors.values()}
-                found |= {new: values[name] for name, new in self.objects.items()}
-                return [_File(TORCH_FILE, make_archive(found).parts)]
-            shards = plan_shards(list(self.tensors.values()), most)
-            files = [_File(shard.name, (make_header(shard.tensors), *shard.tensors)) for shard in shards]
-            return files if len(files) == 1 else [*files, _File(INDEX, (make_index(shards),))]
-        except SafetensorsError as error:
-            raise ExportError(
-                f"{self.url} cannot be exported: {error}. Remedy: leave it out with include, or format='torch'",
-                url=self.url,
-            ) from None
-        except FramingError as error:
-            raise ExportError(f"{self.url} cannot be exported as a torch file: {error}", url=self.url) from None
-
-
-def _batches(files: Sequence[_File], selected: _Selected) -> Iterator[_Batch]:
-    """Cut files into batches whose pieces fit into a buffer; each file has at least one."""
-    for number, file in enumerate(files):
-        steps: list[bytes | _Step] = []
-        size = 0
-        for step in _steps(file, selected):
-            room = _room(step)
-            if steps and (size + room > BATCH or len(steps) == _STEPS):
-                yield _Batch(number, tuple(steps))
-                steps, size = [], 0
-            steps.append(step)
-            size += room
-        yield _Batch(number, tuple(steps))
-
-
-def _steps(file: _File, selected: _Selected) -> Iterator[bytes | _Step]:
-    for part in file.parts:
-        if isinstance(part, bytes):
-            yield part
-            continue
-        fqn, saved = selected.saved[part.name]
-        for box in cut(part.shape, _PIECE // saved.itemsize):
-            yield _Step(fqn, box, saved, part.dtype)
-
-
-def _room(step: bytes | _Step) -> int:
-    """Bytes of a step in a buffer."""
-    if isinstance(step, bytes):
-        return 0
-    size = torch.Size(step.box.lengths).numel() * step.saved.itemsize
-    return -(-size // _ALIGNMENT) * _ALIGNMENT
-
-
 # --- act -------------------------------------------------------------------------------------------
 
 
 def _write(
-    target: Destination, files: Sequence[_File], selected: _Selected, reading: Reading, moved: Callable[[int], None]
+    target: Destination,
+    files: Sequence[PlannedFile],
+    selected: Selected,
+    reading: Reading,
+    moved: Callable[[int], None],
 ) -> None:
-    with contextlib.closing(_read_ahead(_batches(files, selected), reading)) as loaded:
+    with contextlib.closing(_read_ahead(batches_of(files, selected), reading)) as loaded:
         for number, batches in itertools.groupby(loaded, key=lambda found: found[0].file):
             with target.open(files[number].name, files[number].size) as file:
                 for batch, tensors in batches:
@@ -369,8 +229,8 @@ def _write_small(target: Destination, name: str, data: bytes) -> None:
 
 
 def _read_ahead(
-    batches: Iterator[_Batch], reading: Reading
-) -> Generator[tuple[_Batch, Sequence[torch.Tensor | None]], None, None]:
+    batches: Iterator[Batch], reading: Reading
+) -> Generator[tuple[Batch, Sequence[torch.Tensor | None]], None, None]:
     """Read batches, each while the caller is busy with the one before.
 
     The tensors of a batch are valid until the next is asked for.
@@ -390,7 +250,7 @@ def _read_ahead(
         reader.close()
 
 
-def _read(reading: Reading, batch: _Batch, buffer: torch.Tensor) -> list[torch.Tensor | None]:
+def _read(reading: Reading, batch: Batch, buffer: torch.Tensor) -> list[torch.Tensor | None]:
     tensors: list[torch.Tensor | None] = []
     targets, start = [], 0
     for step in batch.steps:
@@ -400,14 +260,14 @@ def _read(reading: Reading, batch: _Batch, buffer: torch.Tensor) -> list[torch.T
         lengths = step.box.lengths
         size = torch.Size(lengths).numel() * step.saved.itemsize
         tensor = buffer[start : start + size].view(step.saved).view(lengths)
-        start += _room(step)
+        start += room_of(step)
         tensors.append(tensor)
         targets.append(Target(step.fqn, step.box.offsets, tensor))
     reading.fill(targets)
     return tensors
 
 
-def _bytes_of(step: bytes | _Step, tensor: torch.Tensor | None) -> Iterator[bytes | memoryview]:
+def _bytes_of(step: bytes | Step, tensor: torch.Tensor | None) -> Iterator[bytes | memoryview]:
     if isinstance(step, bytes) or tensor is None:
         if isinstance(step, bytes):
             yield step
@@ -415,5 +275,7 @@ def _bytes_of(step: bytes | _Step, tensor: torch.Tensor | None) -> Iterator[byte
         yield view_bytes(tensor)
     else:
         flat = tensor.view(-1)
+        converted = torch.empty(min(_CONVERTED, flat.numel()), dtype=step.dtype)
         for start in range(0, flat.numel(), _CONVERTED):
-            yield view_bytes(flat[start : start + _CONVERTED].to(step.dtype))
+            some = flat[start : start + _CONVERTED]
+            yield view_bytes(converted[: some.numel()].copy_(some))

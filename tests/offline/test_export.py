@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import dcp_s3
 from benchmarks.measure import measure
 from dcp_s3 import errors
-from dcp_s3.offline import destination, export, replicate
+from dcp_s3.offline import destination, export, export_plan, replicate
 from tests.end_to_end.states import assert_same, every_kind, random_tensor
 from tests.killing import new_process, running
 from tests.memory_s3 import Fault
@@ -123,8 +123,8 @@ def _save_sharded(url: str) -> None:
 
 def test_sharded_tensors_in_small_pieces(root: str, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces and parts that end anywhere: within rows, within elements' neighbours, within files."""
-    monkeypatch.setattr(export, "BATCH", 4096)
-    monkeypatch.setattr(export, "_PIECE", 500)
+    monkeypatch.setattr(export_plan, "BATCH", 4096)
+    monkeypatch.setattr(export_plan, "_PIECE", 500)
     run_ranks(4, _save_sharded, f"{root}/x")
     dcp_s3.export(f"{root}/x", place.where, max_shard_size=60_000, dtype="fp32")
     full = torch.arange(130 * 22 * 3).view(130, 22, 3)
@@ -230,6 +230,28 @@ def test_a_file_that_s3_cannot_take_is_refused(root: str, monkeypatch: pytest.Mo
     save({"a": torch.ones(10_000)}, f"{root}/x")
     with pytest.raises(errors.ExportError, match="a smaller max_shard_size"):
         dcp_s3.export(f"{root}/x", f"{root}/out")
+
+
+def test_a_lease_keeps_prune_away(root: str, s3: Any, tmp_path: Path) -> None:
+    save({"a": torch.ones(2)}, f"{root}/x")
+    seen: set[str] = set()
+    dcp_s3.export(
+        f"{root}/x",
+        tmp_path,
+        settings={"reader_lease": 60},
+        on_progress=lambda _: seen.update(keys(s3, f"{root}/x")),
+    )
+    assert [path for path in seen if "lease" in path]
+    assert not [path for path in keys(s3, f"{root}/x") if "lease" in path]
+
+
+def test_a_prefix_that_only_has_directories_is_not_empty(root: str, s3: Any) -> None:
+    save({"a": torch.ones(2)}, f"{root}/x")
+    put(s3, f"{root}/out/below", "file")
+    with pytest.raises(errors.ExportError, match=r"it has below\)"):
+        dcp_s3.export(f"{root}/x", f"{root}/out")
+    dcp_s3.export(f"{root}/x", f"{root}/out", overwrite=True)
+    assert sorted(keys(s3, f"{root}/out")) == ["below/file", "model.safetensors"]
 
 
 # --- failures -------------------------------------------------------------------------------------------
