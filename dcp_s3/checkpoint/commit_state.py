@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from dataclasses import dataclass
 from enum import Enum
@@ -13,6 +14,7 @@ from dcp_s3.format.manifest import Manifest
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.store import ObjectHead, Store
 from dcp_s3.url import CheckpointURL
+from dcp_s3.workers import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +71,11 @@ def check_absent(store: Store, identity: SaveIdentity) -> None:
         StorageError: cannot tell (missing bucket, credentials, ...).
     """
     rank = 0 if identity.rank is None else identity.rank
-    for name in (metadata_object(), metadata_object(rank)):
-        if store.exists(identity.url.key(name)):
-            raise exists_error(identity.url, replaceable=identity.rank is None)
+    with contextlib.closing(Workers(1, "dcp_s3-look")) as other:  # both at once: a save begins with this wait
+        of_rank = other.submit(store.exists, identity.url.key(metadata_object(rank)))
+        found = store.exists(identity.url.key(metadata_object())) or of_rank.result()
+    if found:
+        raise exists_error(identity.url, replaceable=identity.rank is None)
 
 
 def exists_error(url: CheckpointURL, *, replaceable: bool = True) -> errors.CheckpointExistsError:

@@ -149,7 +149,7 @@ def objects(stored: Iterable[ObjectDetails]) -> Table:
     """One line per data object."""
     table = make_table(("object", ">size", "crc64nvme", ""))
     for entry in stored:
-        note = "missing" if entry.size is None else "" if entry.used else "not used"
+        note = "missing" if entry.size is None else entry.attachment or "" if entry.used else "not used"
         style = "red" if entry.size is None else "" if entry.used else "dim"
         add_row(table, (entry.path, _size(entry.size), entry.crc64nvme, note), style=style)
     return table

@@ -31,7 +31,9 @@ class ObjectDetails:
     crc64nvme: str | None
     """CRC-64/NVME as recorded in the manifest, 16 hex digits; None if not recorded."""
     used: bool
-    """Whether the metadata refers to it; otherwise it is a leftover of another save."""
+    """Whether the checkpoint needs it; otherwise it is a leftover of another save."""
+    attachment: str | None = None
+    """Name of the attachment that it holds; None if it holds items."""
 
 
 @dataclass(frozen=True)
@@ -105,4 +107,5 @@ def _merge(before: SavedEntry | None, entry: SavedEntry) -> SavedEntry:
 def _objects(directory: Directory, manifests: list[Manifest], needed: set[str]) -> list[ObjectDetails]:
     sizes: dict[str, int | None] = dict.fromkeys(needed) | {path: each.size for path, each in directory.data.items()}
     crcs = {entry.path: entry.crc64nvme for manifest in manifests for entry in manifest.objects}
-    return [ObjectDetails(path, sizes[path], crcs.get(path), path in needed) for path in sorted(sizes)]
+    names = {entry.path: name for manifest in manifests for name, entry in manifest.attachments.items()}
+    return [ObjectDetails(path, sizes[path], crcs.get(path), path in needed, names.get(path)) for path in sorted(sizes)]

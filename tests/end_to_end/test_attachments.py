@@ -66,6 +66,13 @@ def test_it_is_in_the_manifest_with_its_checksum(faulty: FaultyServer) -> None:
     assert faulty.s3.read(BUCKET, "run/step-1/common.pt") == b"common"
 
 
+def test_show_names_it(faulty: FaultyServer) -> None:
+    _save(URL, {"common.pt": b"common"})
+    result = CliRunner().invoke(app, ["show", URL])
+    assert result.exit_code == 0, result.output
+    assert [line.split()[-1] for line in result.output.splitlines() if " 6 B" in line] == ["common.pt"]
+
+
 def test_nobody_sees_a_checkpoint_without_it(faulty: FaultyServer) -> None:
     seen = faulty.once("PutObject", Fault.error(403, "AccessDenied"), key=".distcp")
     with pytest.raises(CheckpointException):
