@@ -22,10 +22,10 @@ from dcp_s3.settings import Settings
 from dcp_s3.units import format_size
 from dcp_s3.url import is_s3_url, parse_url
 
-PART_MEMORY = 160 * 2**20
+PART_MEMORY = 64 * 2**20
 """Bytes of the parts of files that are on their way to S3."""
 
-_PART, _MAX_PART = 16 * 2**20, 40 * 2**20
+_PART, _MAX_PART = 8 * 2**20, 16 * 2**20
 _TEMPORARY = ".dcp_s3-export-"
 # Bytes after which a file goes to the disk while more is written, so that the last flush is short.
 _FLUSHED = 256 * 2**20

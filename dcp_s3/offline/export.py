@@ -32,7 +32,7 @@ from dcp_s3.workers import Workers
 logger = logging.getLogger(__name__)
 
 _CONVERTED = 2**20  # elements converted to another dtype at a time
-_LOAD_BUFFERS = 64 * 2**20
+_LOAD_BUFFERS = 32 * 2**20
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 _DTYPES = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "half": torch.float16, "fp32": torch.float32, "fp64": torch.float64,

@@ -23,7 +23,7 @@ Format = Literal["safetensors", "torch"]
 
 TORCH_FILE = "pytorch_model.bin"
 """Name of a torch file, as Hugging Face calls it."""
-BATCH = 64 * 2**20
+BATCH = 48 * 2**20
 """Bytes that are read together. There are two such buffers: one is written while the other is filled."""
 
 _PIECE = BATCH // 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import mmap
 import os
 import threading
 import weakref
@@ -25,10 +26,11 @@ from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.tensor_memory import view_bytes
 
-PIECE = 16 * 2**20
+PIECE = 8 * 2**20
 """Most bytes of a chunk: larger tensors become several, as if they had been sharded."""
 
 _PART = 8 * 2**20
+_MAPPED = 2**20  # bytes of a piece that has memory of its own
 _OBJECTS = 6  # each has a thread that reads
 # A thread holds a piece that it reads, one of which the end waits for its part to be full, and that part.
 _MEMORY = _OBJECTS * (2 * PIECE + _PART) + 2 * PIECE
@@ -159,7 +161,9 @@ class _Memory:
             while self._used and self._used + size > self._size:
                 self._changed.wait(0.5)
             self._used += size
-        memory = np.empty(size, dtype=np.uint8)  # a tensor's own memory cannot be watched
+        # Not a tensor's own memory, which cannot be watched; and malloc keeps what its threads free.
+        made = mmap.mmap(-1, size) if size >= _MAPPED else bytearray(size)
+        memory = np.frombuffer(made, dtype=np.uint8)
         weakref.finalize(memory, self._give_back, size)
         return torch.from_numpy(memory)
 

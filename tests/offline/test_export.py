@@ -294,20 +294,22 @@ def _export_slowly(url: str, path: str, reached: Any) -> None:
     dcp_s3.export(url, path, max_shard_size=4000, on_progress=moved)
 
 
-def test_a_killed_export_shows_whole_files_only(root: str, tmp_path: Path) -> None:
+def test_a_killed_export_shows_whole_files_only(root: str, place: Place) -> None:
     state = {name: random_tensor((1000,), torch.float32, n) for n, name in enumerate("abc")}
     save(state, f"{root}/x")
     reached = multiprocessing.get_context("forkserver").Event()
-    with running([new_process(_export_slowly, f"{root}/x", str(tmp_path), reached)]) as (process,):
+    with running([new_process(_export_slowly, f"{root}/x", place.where, reached)]) as (process,):
         assert reached.wait(120)
         process.kill()
         process.join()
-    shown = sorted(path.name for path in tmp_path.glob("model*"))
+    shown = [name for name in place.files() if name.startswith("model")]
     assert shown == ["model-00001-of-00003.safetensors"]
-    assert_same(read(tmp_path / shown[0]), {"a": state["a"]})
-    assert len(list(tmp_path.iterdir())) == 2  # and what was begun
-    dcp_s3.export(f"{root}/x", tmp_path, overwrite=True)
-    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    assert_same(place.tensors(), {"a": state["a"]})
+    with pytest.raises(errors.ExportError, match="is not empty"):
+        dcp_s3.export(f"{root}/x", place.where)
+    dcp_s3.export(f"{root}/x", place.where, overwrite=True)
+    assert place.files() == ["model.safetensors"]  # nor what had begun
+    assert_same(place.tensors(), state)
 
 
 def test_memory_is_bounded_whatever_the_size_of_a_tensor(root: str, tmp_path: Path) -> None:
