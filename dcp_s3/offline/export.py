@@ -31,7 +31,8 @@ from dcp_s3.workers import Workers
 
 logger = logging.getLogger(__name__)
 
-_CONVERTED = 2**20  # elements converted to another dtype at a time
+# Elements converted to another dtype at a time: as many as stay in the CPU's cache, and torch converts in one thread.
+_CONVERTED = 2**15
 _LOAD_BUFFERS = 32 * 2**20
 _WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 _DTYPES = {
