@@ -45,6 +45,8 @@ if _TYPE_CHECKING:
     from dcp_s3.retention.scan import CatalogSnapshot
     from dcp_s3.save.writer import S3StorageWriter
     from dcp_s3.settings import Settings
+    from dcp_s3.sharding.shards import shard
+    from dcp_s3.sharding.state import Fused, shard_state
     from dcp_s3.stage.stager import S3Stager
 
 __all__ = [
@@ -54,6 +56,7 @@ __all__ = [
     "CheckpointManager",
     "Decision",
     "ExportResult",
+    "Fused",
     "ImportResult",
     "KeepBest",
     "KeepDaily",
@@ -91,6 +94,8 @@ __all__ = [
     "redirect",
     "register",
     "remove",
+    "shard",
+    "shard_state",
     "unpin",
     "unregister",
     "verify",
@@ -140,6 +145,9 @@ _MODULES = {
     "CatalogSnapshot": "dcp_s3.retention.scan",
     "S3StorageWriter": "dcp_s3.save.writer",
     "Settings": "dcp_s3.settings",
+    "shard": "dcp_s3.sharding.shards",
+    "Fused": "dcp_s3.sharding.state",
+    "shard_state": "dcp_s3.sharding.state",
     "S3Stager": "dcp_s3.stage.stager",
 }
 """Where each name comes from. Imported when it is first used: ``dcp-s3 --help`` needs no torch."""

@@ -110,6 +110,21 @@ class PreconditionFailedError(StorageError):
     """A conditional request (If-None-Match, If-Match) was refused: the object is not in the expected state."""
 
 
+# --- sharding ------------------------------------------------------------------------------------
+
+
+class ShardingError(DcpS3Error, ValueError):
+    """Shards that a caller describes do not fit their tensor, each other, or those of the other ranks.
+
+    Attributes:
+        fqn: the tensor's fully qualified name; empty where it has none yet.
+    """
+
+    def __init__(self, message: str, *, fqn: str = "") -> None:
+        super().__init__(message)
+        self.fqn = fqn
+
+
 # --- staging -------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,10 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint import _async_process_executor as async_process_executor
 from torch.distributed.checkpoint._async_process_executor import (
-    _AsyncCheckpointProcess as AsyncCheckpointProcess,
-)
-from torch.distributed.checkpoint._async_process_executor import (
     _ProcessBasedAsyncCheckpointExecutor as ProcessBasedAsyncCheckpointExecutor,
+)
+from torch.distributed.checkpoint._async_thread_executor import (
+    _ThreadBasedAsyncCheckpointExecutor as ThreadBasedAsyncCheckpointExecutor,
 )
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
@@ -47,7 +47,6 @@ FileReader = torch._C.PyTorchFileReader  # reads the archives that torch.save wr
 __all__ = [
     "CURRENT_DCP_VERSION",
     "MEMORY_FORMAT_ENCODING",
-    "AsyncCheckpointProcess",
     "AsyncCollectiveTensor",
     "Caller",
     "ExtensionRegistry",
@@ -61,6 +60,7 @@ __all__ = [
     "StorageInfo",
     "StoragePrefix",
     "StreamTransformExtension",
+    "ThreadBasedAsyncCheckpointExecutor",
     "WriterTransforms",
     "create_chunk_list",
     "find_async_save",
@@ -73,6 +73,7 @@ __all__ = [
     "is_loading",
     "is_process_starting",
     "is_traceable_wrapper_subclass",
+    "make_wrapper",
     "narrow_tensor_by_index",
     "offset_in_archive",
     "pin_memory",
@@ -80,6 +81,7 @@ __all__ = [
     "unpin_memory",
 ]
 
+_Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 _LOADER_MODULE = "torch.distributed.checkpoint.state_dict_loader"
 _SAVER_MODULE = "torch.distributed.checkpoint.state_dict_saver"
 _MAX_STEPS = 8
@@ -257,3 +259,11 @@ def rebuild_sharded_tensor(source: ShardedTensor, tensors: Sequence[torch.Tensor
 def _place(shard_metadata: Any, device: torch.device) -> None:
     if shard_metadata.placement is not None:
         shard_metadata.placement._device = device
+
+
+def make_wrapper(cls: type[_Tensor], shape: Sequence[int], like: torch.Tensor) -> _Tensor:
+    """A tensor of the subclass ``cls`` without memory, of the dtype and on the device of ``like``."""
+    made: _Tensor = torch.Tensor._make_wrapper_subclass(
+        cls, torch.Size(shape), dtype=like.dtype, device=like.device, requires_grad=False
+    )
+    return made

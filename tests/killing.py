@@ -68,11 +68,12 @@ class AtRequest:
         operation: S3's name of it.
         count: which one, from 1.
         applied: whether the server does what was asked; whoever asked is dead by then.
+        key: count only requests for keys that contain this.
     """
 
-    def __init__(self, operation: str, count: int, *, applied: bool) -> None:
+    def __init__(self, operation: str, count: int = 1, *, applied: bool, key: str = "") -> None:
         self.reached = threading.Event()
-        self._operation, self._count, self._applied = operation, count, applied
+        self._operation, self._count, self._applied, self._key = operation, count, applied, key
         self._over = threading.Event()
         self._lock = threading.Lock()
 
@@ -86,7 +87,7 @@ class AtRequest:
 
         def look(request: Any) -> Fault | None:
             with self._lock:
-                self._count -= request.operation == self._operation
+                self._count -= request.operation == self._operation and self._key in request.key
                 mine = self._count <= 0 and not self.reached.is_set()
                 if mine:
                     self.reached.set()

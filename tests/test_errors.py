@@ -17,6 +17,7 @@ from dcp_s3 import errors
         errors.EntryNotFoundError("text", url="s3://b/x", fqn="model.w"),
         errors.TensorIndexError("text", url="s3://b/x", fqn="model.w"),
         errors.SettingsError("text"),
+        errors.ShardingError("text", fqn="model.w"),
     ],
     ids=lambda e: type(e).__name__,
 )

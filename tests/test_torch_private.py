@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed._checkpointable import _Checkpointable
 from torch.distributed.checkpoint import (
     FileSystemReader,
     _async_process_executor,
@@ -31,13 +32,13 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import dcp_s3
 import dcp_s3.checkpoint
-from dcp_s3 import torch_private
+from dcp_s3 import shard, torch_private
 from dcp_s3.errors import ShapeMismatchError
 from dcp_s3.format import storage_info
 from tests.relying import moved
@@ -61,10 +62,11 @@ _PACKAGE = Path(inspect.getfile(dcp_s3)).parent
         (_DCP + "planner_helpers", "_create_chunk_list"),
         ("torch.distributed._shard.sharded_tensor.shard", "Shard"),
         ("torch.utils._python_dispatch", "is_traceable_wrapper_subclass"),
+        ("torch.distributed._checkpointable", "_Checkpointable"),
         ("torch._C", "PyTorchFileReader"),
         (_DCP + "metadata", "_MEM_FORMAT_ENCODING"),
         (_DCP + "_async_process_executor", "_ProcessBasedAsyncCheckpointExecutor"),
-        (_DCP + "_async_process_executor", "_AsyncCheckpointProcess"),
+        (_DCP + "_async_thread_executor", "_ThreadBasedAsyncCheckpointExecutor"),
         (_DCP + "_extension", "ExtensionRegistry"),
         (_DCP + "_extension", "StreamTransformExtension"),
         (_DCP + "_storage_utils", "_storage_setup"),
@@ -153,19 +155,6 @@ def test_fake_tensors_are_saved_with_holes_in_the_place_of_their_bytes() -> None
             ["self", "read_item", "transform_descriptors", "raw_stream"],
             "load/prepare.py, stream extensions",
         ),
-        (
-            torch_private.AsyncCheckpointProcess.save,
-            [
-                "self",
-                "staged_state_dict",
-                "checkpoint_id",
-                "storage_writer",
-                "planner",
-                "no_dist",
-                "use_collectives",
-            ],
-            "register(), which passes a writer to AsyncCheckpointerType.PROCESS",
-        ),
     ],
 )
 def test_the_signatures_are_what_they_were(function: Any, parameters: list[str], relied_on: str) -> None:
@@ -173,11 +162,14 @@ def test_the_signatures_are_what_they_were(function: Any, parameters: list[str],
     assert found == parameters, moved(f"{function.__qualname__} takes {found}, was {parameters}", relied_on)
 
 
-def test_the_process_executor_passes_what_register_looks_for_by_keyword() -> None:
-    found = inspect.signature(torch_private.AsyncCheckpointProcess.save).parameters
+@pytest.mark.parametrize(
+    "executor", [torch_private.ThreadBasedAsyncCheckpointExecutor, torch_private.ProcessBasedAsyncCheckpointExecutor]
+)
+def test_the_executors_take_what_register_looks_for_by_keyword(executor: Any) -> None:
+    found = inspect.signature(executor.execute_save).parameters
     for name in ("checkpoint_id", "storage_writer"):
         assert found[name].kind is inspect.Parameter.KEYWORD_ONLY, moved(
-            f"_AsyncCheckpointProcess.save takes {name} by position", "register(): it looks into the keywords"
+            f"{executor.__name__}.execute_save takes {name} by position", "register(): it looks into the keywords"
         )
 
 
@@ -284,6 +276,39 @@ def test_our_metadata_loads_without_dcp_s3(tmp_path: Path) -> None:
     )
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert found.returncode == 0, moved("a stock process cannot read _StorageInfo of ours", found.stderr)
+
+
+# --- tensors that know their shards ----------------------------------------------------------------------
+
+
+def test_dcp_asks_a_tensor_for_its_chunks() -> None:
+    relied_on = "dcp_s3.shard"
+    value = shard(torch.arange(6.0), global_shape=(6,), offsets=(0,))
+    assert isinstance(value, _Checkpointable), moved("_Checkpointable has other methods", relied_on)
+    planner = default_planner.DefaultSavePlanner()
+    planner.set_up_planner({"w": value}, None, True)
+    (item,) = planner.create_local_plan().items
+    assert item.type == WriteItemType.SHARD, moved("the planner does not call __create_write_items__", relied_on)
+    (chunk,) = torch_private.create_chunk_list(value)
+    assert chunk.sizes == (6,), moved("the planner does not call __create_chunk_list__", relied_on)
+    found = planner.resolve_data(item)
+    assert isinstance(found, torch.Tensor)
+    assert found.data_ptr() == value.boxes[0].data_ptr(), moved(  # type: ignore[attr-defined]
+        "find_tensor_shard does not call __get_tensor_shard__", relied_on
+    )
+
+
+def test_a_wrapper_has_a_shape_and_no_memory() -> None:
+    class Wrapper(torch.Tensor):
+        @classmethod
+        def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise NotImplementedError
+
+    relied_on = "dcp_s3.shard: what is saved and loaded are its boxes, and stagers copy its attributes"
+    made = torch_private.make_wrapper(Wrapper, (2**40, 3), torch.empty(1, dtype=torch.bfloat16))
+    assert type(made) is Wrapper
+    assert (made.shape, made.dtype) == ((2**40, 3), torch.bfloat16)
+    assert made.data_ptr() == 0, moved("_make_wrapper_subclass gives memory", relied_on)
 
 
 def test_the_metadata_index_ignores_its_hint() -> None:

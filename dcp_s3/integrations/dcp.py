@@ -5,8 +5,8 @@ a path that is ours gives an `S3StorageWriter` or `S3StorageReader`. So it does 
 a bare ``checkpoint_id``, a framework), nor when the name was imported. Subclasses, other paths and other URLs are left
 alone. A `pathlib.Path` of an S3 URL, which has only one slash left, counts as that URL.
 
-With AsyncCheckpointerType.PROCESS the choice would be made in another process, where nothing is registered. So the
-writer is made before the request is sent there.
+An asynchronous save would choose its writer in another thread, when a redirection may be over, or in another process,
+where nothing is registered. So it is made when the save is asked for.
 """
 
 from __future__ import annotations
@@ -28,7 +28,12 @@ from dcp_s3.errors import InvalidURLError, SaveProtocolError, SettingsError
 from dcp_s3.load.reader import S3StorageReader
 from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.settings import SettingsLike, resolve_settings
-from dcp_s3.torch_private import AsyncCheckpointProcess, FsspecReader, FsspecWriter
+from dcp_s3.torch_private import (
+    FsspecReader,
+    FsspecWriter,
+    ProcessBasedAsyncCheckpointExecutor,
+    ThreadBasedAsyncCheckpointExecutor,
+)
 from dcp_s3.url import is_s3_url, parse_url
 
 logger = logging.getLogger(__name__)
@@ -53,7 +58,7 @@ class _Redirection:
     """The arguments of `redirect`: paths below some directories are ours."""
 
     urls: Mapping[str, str]
-    """URLs without a slash at the end, by absolute directory."""
+    """URLs without a slash at the end, by absolute directory, also by its real path if there are links in it."""
     settings: SettingsLike
     overwrite: bool = True  # as torch's FileSystemWriter
 
@@ -62,17 +67,18 @@ class _Redirection:
         text = os.fspath(path)
         if is_s3_url(text) or "://" in text:
             return None
-        absolute = os.path.abspath(text)
-        for directory in sorted(self.urls, key=len, reverse=True):
-            if absolute == directory or absolute.startswith(directory.rstrip(os.sep) + os.sep):
-                return str(parse_url(self.urls[directory] + absolute[len(directory.rstrip(os.sep)) :]))
+        for path in (os.path.abspath(text), os.path.realpath(text)):
+            for directory in sorted(self.urls, key=len, reverse=True):
+                if path == directory or path.startswith(directory.rstrip(os.sep) + os.sep):
+                    return str(parse_url(self.urls[directory] + path[len(directory.rstrip(os.sep)) :]))
         return None
 
 
 _lock = threading.Lock()
 _registration: _Registration | None = None
 _redirections: list[_Redirection] = []
-_installed: dict[str, Any] = {}
+_replaced: list[tuple[type, str, Any]] = []
+"""What was changed: class, name, and what the class itself had there; None if it had nothing."""
 
 
 def register(*, overwrite: bool = False, settings: SettingsLike = None) -> None:
@@ -161,6 +167,7 @@ def redirect(urls: Mapping[_Path, _Path], *, settings: SettingsLike = None) -> R
         if is_s3_url(text) or "://" in text:
             raise InvalidURLError(f"{text!r} cannot be redirected: it is a URL. Remedy: give a local directory")
         checked[os.path.abspath(text)] = str(parse_url(url))
+    checked = {os.path.realpath(directory): url for directory, url in checked.items()} | checked
     redirection = _Redirection(checked, settings)
     with _lock:
         _redirections.append(redirection)
@@ -250,16 +257,18 @@ def _new(base: type, cls: type, *args: Any, **kwargs: Any) -> Any:
         # __init__ is not called: what is made is of another class.
         bound = inspect.signature(cls.__init__).bind(None, *args, **kwargs).arguments  # type: ignore[misc]
         return _MAKERS[cls](*found, bound)
-    if found is not None and issubclass(cls, _LOCAL_ONLY):
+    if issubclass(cls, _LOCAL_ONLY) and is_s3_url(path):
         raise SettingsError(
-            f"{cls.__name__} has no S3: it would write {found[1]} to a local directory. Remedy: save with dcp_s3, and "
-            f"make safetensors of it with `dcp-s3 export {found[1]} DEST`"
+            f"{cls.__name__} has no S3: it takes {path} for a local directory. Remedy: save with dcp_s3 and make "
+            "safetensors of it with `dcp-s3 export URL DEST`; load safetensors after `dcp-s3 import SRC URL`"
         )
     plain: Any = super(base, cls).__new__  # type: ignore[arg-type]
     return plain(cls) if plain is object.__new__ else plain(cls, *args, **kwargs)
 
 
 # --- on and off ---------------------------------------------------------------------------------------
+
+_EXECUTORS = (ThreadBasedAsyncCheckpointExecutor, ProcessBasedAsyncCheckpointExecutor)
 
 
 def _update() -> None:
@@ -269,24 +278,37 @@ def _update() -> None:
     arguments.
     """
     wanted = _registration is not None or bool(_redirections)
-    if wanted == bool(_installed):
+    if wanted == bool(_replaced):
         return
     if not wanted:
-        AsyncCheckpointProcess.save = _installed.pop("save")  # type: ignore[method-assign]
-        for cls, own in _installed.pop("validate").items():
+        while _replaced:
+            cls, name, own = _replaced.pop()
             if own is None:
-                del cls.validate_checkpoint_id
+                delattr(cls, name)
             else:
-                cls.validate_checkpoint_id = own
+                setattr(cls, name, own)
         return
     for base in (FileSystemWriter, FileSystemReader):
         if "__new__" not in base.__dict__:
-            base.__new__ = staticmethod(functools.partial(_new, base))  # type: ignore[method-assign]
-    _installed["validate"] = {cls: cls.__dict__.get("validate_checkpoint_id") for cls in _MAKERS}
+            base.__new__ = staticmethod(_make_new(base))  # type: ignore[method-assign]
     for cls in _MAKERS:
-        cls.validate_checkpoint_id = classmethod(_with_ours(cls.validate_checkpoint_id.__func__))  # type: ignore[attr-defined]
-    _installed["save"] = AsyncCheckpointProcess.save
-    AsyncCheckpointProcess.save = _with_writer(AsyncCheckpointProcess.save)  # type: ignore[method-assign]
+        _replace(cls, "validate_checkpoint_id", classmethod(_with_ours(cls.validate_checkpoint_id.__func__)))  # type: ignore[attr-defined]
+        _replace(cls, "reset", _without_ours(cls.reset))  # type: ignore[attr-defined]
+    for executor in _EXECUTORS:
+        _replace(executor, "execute_save", _with_writer(executor.execute_save))
+
+
+def _replace(cls: type, name: str, by: Any) -> None:
+    _replaced.append((cls, name, cls.__dict__.get(name)))
+    setattr(cls, name, by)
+
+
+def _make_new(base: type) -> Any:
+    def __new__(cls: type, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        return _new(base, cls, *args, **kwargs)
+
+    __new__.__signature__ = inspect.signature(base.__init__)  # type: ignore[misc, attr-defined]
+    return __new__
 
 
 def _with_ours(validate: Any) -> Any:
@@ -297,14 +319,27 @@ def _with_ours(validate: Any) -> Any:
     return validate_checkpoint_id
 
 
-def _with_writer(process_save: Any) -> Any:
-    @functools.wraps(process_save)
-    def save(self: Any, staged_state_dict: Any, **kwargs: Any) -> Any:
-        found = _find(kwargs.get("checkpoint_id"))
-        writer = kwargs.get("storage_writer")
+def _without_ours(reset: Any) -> Any:
+    @functools.wraps(reset)
+    def refuse_ours(self: Any, checkpoint_id: _Path | None = None) -> None:
+        found = _find(checkpoint_id) if type(self) in _MAKERS else None
+        if found is not None:
+            raise SettingsError(
+                f"this {type(self).__name__} was made for {self.path}, so that it cannot go to {found[1]}, which "
+                f"checkpoint_id={str(checkpoint_id)!r} means. Remedy: make it for that path, or give dcp none"
+            )
+        reset(self, checkpoint_id)
+
+    return refuse_ours
+
+
+def _with_writer(execute_save: Any) -> Any:
+    @functools.wraps(execute_save)
+    def save(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found, writer = _find(kwargs.get("checkpoint_id")), kwargs.get("storage_writer")
         if found is not None and (writer is None or isinstance(writer, S3StorageWriter)):
             kwargs["storage_writer"] = _make_writer(*found, {}) if writer is None else writer
-            kwargs["checkpoint_id"] = found[1]  # nothing is redirected in the other process
-        return process_save(self, staged_state_dict, **kwargs)
+            kwargs["checkpoint_id"] = found[1]
+        return execute_save(self, *args, **kwargs)
 
     return save

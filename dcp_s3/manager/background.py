@@ -10,6 +10,10 @@ import weakref
 from collections.abc import Callable
 
 from dcp_s3.errors import DcpS3Error
+from dcp_s3.retention.policy import PolicyFunction
+from dcp_s3.retention.prune import prune
+from dcp_s3.retention.prune_totals import counting
+from dcp_s3.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +116,16 @@ class BackgroundRetention:
     def _raise_if_stopped(self) -> None:
         if self._stop.is_set():
             raise Stopped
+
+
+def retain(root: str, policy: PolicyFunction, settings: Settings) -> BackgroundRetention:
+    """Retention of the checkpoints under ``root`` (a URL) by a policy."""
+
+    def work(check: Callable[[], None]) -> None:
+        with counting() as count:
+            count(prune(root, policy, settings=settings, progress=lambda *_: check()))
+
+    return BackgroundRetention(work, root)
 
 
 class Stopped(Exception):  # noqa: N818 - not an error

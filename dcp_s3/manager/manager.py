@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 from collections.abc import Callable, Mapping
@@ -20,7 +19,7 @@ from dcp_s3.failures import name_failed
 from dcp_s3.format.layout import step_of
 from dcp_s3.manager import arguments
 from dcp_s3.manager.arguments import check_step, step_name
-from dcp_s3.manager.background import BackgroundRetention
+from dcp_s3.manager.background import BackgroundRetention, retain
 from dcp_s3.manager.choosing import Order, best_of, best_order, latest_order, step_order
 from dcp_s3.manager.ranks import Failures, Ranks
 from dcp_s3.manager.restore import Restoring
@@ -29,19 +28,12 @@ from dcp_s3.manager.waiting import look_at_disk
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.marks import annotate
 from dcp_s3.retention.policy import Mode, PolicyFunction
-from dcp_s3.retention.prune import prune
-from dcp_s3.retention.prune_totals import counting
 from dcp_s3.save.writer import S3StorageWriter, Separate
-from dcp_s3.settings import Settings, SettingsLike
+from dcp_s3.settings import SettingsLike
 from dcp_s3.stage.failure import FailedStaging
 from dcp_s3.stage.stager import S3Stager
 
 logger = logging.getLogger(__name__)
-
-
-def _prune(root: str, policy: PolicyFunction, settings: Settings, check: Callable[[], None]) -> None:
-    with counting() as count:
-        count(prune(root, policy, settings=settings, progress=lambda *_: check()))
 
 
 class CheckpointManager:
@@ -122,8 +114,7 @@ class CheckpointManager:
         self._restoring = Restoring(self._catalog, self._ranks, weights_only=weights_only, drain_timeout=drain_timeout)
         self._retention: BackgroundRetention | None = None
         if self.retention is not None and self._ranks.is_first:
-            work = functools.partial(_prune, self.root_url, self.retention, self.settings)
-            self._retention = BackgroundRetention(work, self.root_url)
+            self._retention = retain(self.root_url, self.retention, self.settings)
 
     @property
     def root_url(self) -> str:

@@ -60,7 +60,7 @@ class Restoring:
         """
         passed_over: list[str] = []
         while True:
-            found = self._choose(order, passed_over)
+            found = self.choose(order, passed_over)
             if found is None:
                 return None
             failures = self._load(found, state, planner)
@@ -84,9 +84,19 @@ class Restoring:
         found = self.find(order, (), (look_at_disk(self._catalog),), True)
         return None if found is None else found.step
 
-    def _choose(self, order: Order, passed_over: Collection[str]) -> ChosenCheckpoint | None:
-        """The checkpoint to load, the same on all ranks. Waits for data that other ranks need from a disk, and that
-        must reach S3 first."""
+    def choose(self, order: Order, passed_over: Collection[str] = ()) -> ChosenCheckpoint | None:
+        """The checkpoint to load, the same on all ranks; None if there is none at all. Every rank calls it.
+
+        Waits for data that other ranks need from a disk, and that must reach S3 first.
+
+        Args:
+            order: selects and sorts the checkpoints.
+            passed_over: URLs of checkpoints that could not be loaded.
+
+        Raises:
+            CheckpointNotFoundError: there are checkpoints, but none that ``order`` selects.
+            CorruptCheckpointError, StorageError
+        """
         patience = Patience(self._drain_timeout)
         while True:
             disks = self._ranks.agree(self._look_and_drain, self._refuse)

@@ -1,4 +1,4 @@
-"""Which item goes into which object. Pure.
+"""Which item goes into which object, and whether the ranks' items fit each other. Pure.
 
 torch's own helper balances by the size of the whole tensor of which an item is a shard. But time and space depend on
 the chunk that this rank writes.
@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 
 from dcp_s3.checkpoint.attachments import Attachment
+from dcp_s3.errors import ShardingError
 
 # Framing of one item by torch.save, and a guess for an item whose size is unknown until it is pickled.
 _FRAMING_BYTES = 2048
@@ -117,3 +118,30 @@ def _balance(items: Sequence[WriteItem], *, max_buckets: int, min_bucket_size: i
         for inside, total in zip(numbers, totals, strict=True)
         if inside
     ]
+
+
+def check_shapes(plans: Sequence[SavePlan]) -> None:
+    """Check that the shards of a tensor are all of one whole.
+
+    torch's planner takes the shape of the first shard for that of the tensor. It finds boxes outside of that, overlaps
+    and holes, but not shards of another shape that fill the first one's.
+
+    Args:
+        plans: the plans of all ranks, in their order.
+
+    Raises:
+        ShardingError: a tensor has another shape on another rank.
+    """
+    known: dict[str, tuple[torch.Size, int]] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            data = item.tensor_data
+            if data is None or item.type != WriteItemType.SHARD:
+                continue
+            size, first = known.setdefault(item.index.fqn, (data.size, rank))
+            if size != data.size:
+                raise ShardingError(
+                    f"{item.index.fqn!r} has shape {tuple(size)} on rank {first}, but {tuple(data.size)} on rank "
+                    f"{rank}. Remedy: pass the same global_shape on all ranks",
+                    fqn=item.index.fqn,
+                )

@@ -20,6 +20,7 @@ from dcp_s3.checkpoint.commit import check_metrics
 from dcp_s3.errors import MissingURLError, SaveProtocolError
 from dcp_s3.format.layout import new_save_id
 from dcp_s3.save.attached import Attachments
+from dcp_s3.save.plan import check_shapes
 from dcp_s3.save.save import Save, SaveOptions, wait_committed
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.spill.session import open_store
@@ -170,12 +171,16 @@ class S3StorageWriter(StorageWriter, AsyncStager):
 
     @called_by_dcp
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Check that the ranks' plans are of one save. Nothing else needs coordination.
+        """Check that the ranks' plans are of one save, and their shards of the same tensors. Nothing else needs
+        coordination.
 
         Raises:
             SaveProtocolError: they are of different saves.
+            ShardingError: a tensor has another shape on another rank.
         """
-        return self._save.prepare_global_plan(plans)
+        plans = self._save.prepare_global_plan(plans)
+        check_shapes(plans)
+        return plans
 
     @called_by_dcp
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:

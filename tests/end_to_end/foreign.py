@@ -216,3 +216,11 @@ def assert_same_shards(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 def _local(state: dict[str, Any]) -> dict[str, Any]:
     return {key: value.to_local() if isinstance(value, DTensor) else value for key, value in state.items()}
+
+
+def read_tensors_from_directory(directory: str, shapes: dict[str, tuple[int, ...]]) -> dict[str, torch.Tensor]:
+    """Read float tensors as torch does."""
+    with without_dcp_s3():
+        state = {name: torch.zeros(shape) for name, shape in shapes.items()}
+        dcp.load(state, storage_reader=dcp.FileSystemReader(directory))
+        return state

@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, _fsspec_filesystem, _storage_utils
-from torch.distributed.checkpoint._async_process_executor import _AsyncCheckpointProcess
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, _fsspec_filesystem
+from torch.distributed.checkpoint._async_process_executor import _ProcessBasedAsyncCheckpointExecutor
+from torch.distributed.checkpoint._async_thread_executor import _ThreadBasedAsyncCheckpointExecutor
 from torch.distributed.checkpoint._storage_utils import _storage_setup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
@@ -31,16 +32,20 @@ pytestmark = [
 
 _TORCHS_WRITER = _fsspec_filesystem.FsspecWriter
 _TORCHS_READER = _fsspec_filesystem.FsspecReader
-_TORCHS_PROCESS_SAVE = _AsyncCheckpointProcess.save
+_TORCHS_SAVES = _ProcessBasedAsyncCheckpointExecutor.execute_save, _ThreadBasedAsyncCheckpointExecutor.execute_save
+_TORCHS_OWN = {each: dict(vars(each)) for each in (FileSystemWriter, FileSystemReader, _TORCHS_WRITER, _TORCHS_READER)}
+
+
+# Python cannot take the first away again; the second is what pickle remembers.
+_NOT_OURS = ("__new__", "__slotnames__")
 
 
 def _torch_is_as_it_was() -> bool:
-    return (
-        _storage_utils.FileSystemWriter is FileSystemWriter
-        and _storage_utils.FileSystemReader is FileSystemReader
-        and _fsspec_filesystem.FsspecWriter is _TORCHS_WRITER
-        and _fsspec_filesystem.FsspecReader is _TORCHS_READER
-        and _AsyncCheckpointProcess.save is _TORCHS_PROCESS_SAVE
+    saves = _ProcessBasedAsyncCheckpointExecutor.execute_save, _ThreadBasedAsyncCheckpointExecutor.execute_save
+    return saves == _TORCHS_SAVES and all(
+        {name: value for name, value in vars(each).items() if name not in _NOT_OURS}
+        == {name: value for name, value in own.items() if name not in _NOT_OURS}
+        for each, own in _TORCHS_OWN.items()
     )
 
 
@@ -331,13 +336,10 @@ def test_subclasses_stay_themselves_for_s3_urls_too(registered: None) -> None:
 
 def test_register_twice_unregister_once() -> None:
     dcp_s3.register()
-    first = _storage_utils.FileSystemWriter, _storage_utils.FileSystemReader, _AsyncCheckpointProcess.save
+    first = FileSystemWriter.validate_checkpoint_id.__func__, _ProcessBasedAsyncCheckpointExecutor.execute_save
     dcp_s3.register(overwrite=True)
-    assert first == (
-        _storage_utils.FileSystemWriter,
-        _storage_utils.FileSystemReader,
-        _AsyncCheckpointProcess.save,
-    )
+    again = FileSystemWriter.validate_checkpoint_id.__func__, _ProcessBasedAsyncCheckpointExecutor.execute_save
+    assert first == again
     assert not _torch_is_as_it_was()
     dcp_s3.unregister()
     assert _torch_is_as_it_was()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import pickle
 from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, Hug
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import SerializationFormat
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import dcp_s3
@@ -113,6 +116,27 @@ def test_validate_says_so(root: str, registered: None) -> None:
         assert each.validate_checkpoint_id(Path(root))
 
 
+def test_signatures_stay_those_of_torch(registered: None) -> None:
+    """jsonargparse and others make objects from them."""
+    for each in (FileSystemWriter, FileSystemReader, FsspecWriter, FsspecReader):
+        assert "path" in inspect.signature(each).parameters
+
+
+@pytest.mark.parametrize("path", ["", "elsewhere"])
+def test_a_writer_of_files_that_gets_an_s3_url_writes_nowhere(
+    root: str, cwd: Path, registered: None, path: str
+) -> None:
+    with pytest.raises(errors.SettingsError, match=r"this FileSystemWriter was made for .*cannot go to s3://"):
+        dcp.save(_state(1.0), storage_writer=FileSystemWriter(path), checkpoint_id=f"{root}/step-1")
+    with pytest.raises(errors.SettingsError, match="this FileSystemReader was made for"):
+        dcp.load(_state(1.0), storage_reader=FileSystemReader(path), checkpoint_id=f"{root}/step-1")
+
+
+def test_a_reader_of_safetensors_is_not_told_that_it_would_write(root: str, registered: None) -> None:
+    with pytest.raises(errors.SettingsError, match=r"HuggingFaceStorageReader has no S3.*dcp-s3 import"):
+        HuggingFaceStorageReader(f"{root}/base-model")
+
+
 def test_afterwards_the_classes_are_torchs(root: str, tmp_path: Path) -> None:
     before = {each: each.__dict__.get("validate_checkpoint_id") for each in (FileSystemWriter, FsspecReader)}
     dcp_s3.register()
@@ -149,6 +173,55 @@ def test_a_relative_path_is_below_it(root: str, cwd: Path) -> None:
         dcp.save(_state(1.0), checkpoint_id="out/../step-1")
         assert _load(checkpoint_id=cwd / "step-1") == 1
     assert _load(storage_reader=S3StorageReader(f"{root}/step-1")) == 1
+
+
+def test_a_writer_for_elsewhere_does_not_write_locally(root: str, tmp_path: Path, cwd: Path) -> None:
+    with dcp_s3.redirect({tmp_path / "ckpt": root}), pytest.raises(errors.SettingsError, match="cannot go to"):
+        dcp.save(_state(1.0), storage_writer=FileSystemWriter(tmp_path / "x"), checkpoint_id=tmp_path / "ckpt" / "1")
+    assert not (tmp_path / "ckpt").exists()
+
+
+def test_a_link_counts_under_its_real_name_too(root: str, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "ckpt").symlink_to(tmp_path / "disk")
+    with dcp_s3.redirect({tmp_path / "ckpt": f"{root}/a", tmp_path / "disk": f"{root}/b"}):
+        dcp.save(_state(1.0), checkpoint_id=(tmp_path / "ckpt" / "1"))
+        dcp.save(_state(2.0), checkpoint_id=(tmp_path / "ckpt" / "1").resolve())
+    with dcp_s3.redirect({tmp_path / "ckpt": f"{root}/c"}):
+        dcp.save(_state(3.0), checkpoint_id=(tmp_path / "ckpt" / "1").resolve())
+    assert list((tmp_path / "disk").iterdir()) == []
+    assert [_load(storage_reader=S3StorageReader(f"{root}/{name}/1")) for name in "abc"] == [1, 2, 3]
+
+
+def test_a_reader_of_safetensors_below_it_reads_the_disk(root: str, tmp_path: Path) -> None:
+    """Only FileSystemWriter and FileSystemReader are redirected: a base model may lie there."""
+    with dcp_s3.redirect({tmp_path: root}):
+        HuggingFaceStorageReader(str(tmp_path / "base-model"))
+
+
+class _SlowStager:
+    """Copies in the background: the save begins when ``go`` is done."""
+
+    should_synchronize_after_execute = False
+
+    def __init__(self) -> None:
+        self.go: Future[Any] = Future()
+
+    def stage(self, state_dict: Any, **kwargs: Any) -> Future[Any]:
+        return self.go
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_save_that_began_in_it_ends_on_s3_after_it(root: str, tmp_path: Path, cwd: Path) -> None:
+    """`with redirect(...): trainer.train()` may be left while the last copy is being made."""
+    stager: Any = _SlowStager()
+    with dcp_s3.redirect({cwd / "ckpt": root}):
+        saving: Any = dcp.async_save(_state(1.0), checkpoint_id=cwd / "ckpt" / "1", async_stager=stager)
+    stager.go.set_result(_state(1.0))
+    saving.upload_completion.result()
+    assert _load(storage_reader=S3StorageReader(f"{root}/1")) == 1
 
 
 def test_s3_urls_are_not_its_business(root: str, tmp_path: Path) -> None:

@@ -1,0 +1,359 @@
+"""torchtitan on S3: `S3CheckpointManager` takes the place of torchtitan's CheckpointManager in ``config.checkpoint``.
+
+torchtitan decides when to save and load which states, this decides how: with our writer, reader and stager, the newest
+checkpoint from our catalog, and our retention, which runs after commits. With a folder that is not on S3 it is
+torchtitan's. See docs/torchtitan.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dcp_s3 import errors
+from dcp_s3.failures import explain, name_failed
+from dcp_s3.format.layout import step_of
+from dcp_s3.integrations.requirement import require
+from dcp_s3.load.planner import S3LoadPlanner
+from dcp_s3.load.reader import S3StorageReader
+from dcp_s3.manager.arguments import check_settings
+from dcp_s3.manager.background import BackgroundRetention, retain
+from dcp_s3.manager.choosing import ChosenCheckpoint, impatient, latest_order, step_order
+from dcp_s3.manager.ranks import Failures, Ranks, for_others
+from dcp_s3.manager.restore import Restoring
+from dcp_s3.manager.saving import Saving
+from dcp_s3.retention.catalog import CheckpointCatalog
+from dcp_s3.retention.marks import annotate
+from dcp_s3.retention.parse import parse_policy, policy_from_settings
+from dcp_s3.retention.policy import KeepLatest, PolicyFunction
+from dcp_s3.save.writer import S3StorageWriter
+from dcp_s3.settings import Settings, resolve_settings
+from dcp_s3.stage.stager import S3Stager
+from dcp_s3.url import is_s3_url
+
+require("torchtitan", "torchtitan", "0.3", "0.4")
+
+from torchtitan.components.checkpointer import (  # noqa: E402
+    MODEL,
+    TRAIN_STATE,
+    AsyncMode,
+    CheckpointManager,
+)
+from torchtitan.components.metrics import BaseLogger, LoggerContainer  # noqa: E402
+from torchtitan.observability import structured_logger  # noqa: E402
+from torchtitan.tools import filesystem  # noqa: E402
+from torchtitan.tools.utils import GarbageCollection  # noqa: E402
+
+# Of CheckpointManager it overrides _load, _find_load_step, _wait_for_saving, _purge_stale_checkpoints and _close, and
+# calls _states_to_load. They are private, so the versions above are those that were looked at, and tests name them.
+
+logger = logging.getLogger(__name__)
+
+_RETENTION_TIMEOUT = 60.0  # seconds for which `close` waits for retention
+_DRAIN_TIMEOUT = 600.0  # seconds without progress for which a load waits for what drains from disks to S3
+
+_METRICS = {"loss_metrics/global_avg_loss": "loss", "validation_metrics/loss": "val_loss"}
+"""Names in torchtitan's log, and in a checkpoint's metrics."""
+
+
+class S3CheckpointManager(CheckpointManager):
+    """torchtitan's CheckpointManager for a folder on S3.
+
+    Checkpoints are called ``{folder}/step-{N}``, as torchtitan calls them. A save replaces what an earlier run left at
+    its step. A save that fails in the background is logged at once and raised by the next `save` or `close`.
+
+    The losses that torchtitan logs become metrics of the checkpoint of their step, ``loss`` and ``val_loss``, for
+    policies like ``best:2:val_loss:min``. ``val_loss`` comes after the save, and is stored with the next save or at
+    `close`.
+
+    Args:
+        config: a `Config`.
+        **components: as for torchtitan's.
+
+    Raises:
+        PolicyError: ``retention`` is not a policy, or the folder is not on S3.
+        InvalidURLError, SettingsError
+        ValueError: ``last_save_in_hf`` with a folder on S3.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):
+        retention: str = ""
+        """Which checkpoints stay, for example "latest:3 best:2:val_loss:min every:10000". Empty: the policy in
+        DCP_S3_RETENTION, or without one the latest keep_latest_k."""
+
+        def __post_init__(self) -> None:
+            CheckpointManager.Config.__post_init__(self)
+            parse_policy(self.retention)
+
+    def __init__(self, config: Config, **components: Any) -> None:
+        self._on_s3 = False  # `close` is called even if something below raises
+        self._chosen: ChosenCheckpoint | None = None
+        super().__init__(config, **components)
+        if not self.enable:
+            return
+        on_s3 = is_s3_url(self.folder)
+        if config.retention and not on_s3:
+            raise errors.PolicyError(
+                f"checkpoint.retention = {config.retention!r} needs a folder on S3, and the folder is {self.folder}. "
+                "Remedy: an s3:// URL, or keep_latest_k"
+            )
+        if self.last_save_in_hf and on_s3:
+            raise ValueError(
+                f"last_save_in_hf is not supported with a folder on S3: {self.folder}. Remedy: last_save_in_hf=False, "
+                "then `dcp-s3 export`"
+            )
+        if on_s3 or is_s3_url(self.initial_load_path):
+            self._ranks = Ranks(self.pg)
+        if on_s3:
+            self._set_up(config)
+        self._on_s3 = on_s3
+
+    def _set_up(self, config: Config) -> None:
+        """Make what saves to S3 need."""
+        self._retention: BackgroundRetention | None = None
+        self._saving = Saving(self._ranks.rank)
+        self._saved_url: str | None = None
+        self._losses = _Losses()
+        trainer = self.states.get(TRAIN_STATE)
+
+        def configure() -> bool:
+            policy = _resolve_policy(config, self._settings)
+            check_settings(self._settings, prunes=policy is not None)
+            if policy is not None and self._ranks.is_first:
+                self._retention = retain(self.folder, policy, self._settings)
+            # torchtitan makes one of its own only where there is none, and closes it.
+            self.stager = S3Stager(self._settings, asynchronous=self.async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM)
+            # With pipeline parallelism only the last stage knows the loss.
+            return bool(getattr(trainer, "pp_has_last_stage", True))
+
+        def refuse(failures: Failures) -> errors.CheckpointError:
+            why = f"no S3CheckpointManager is made: {name_failed(failures)}"
+            return errors.CheckpointError(why, url=self.folder)
+
+        knows_loss = self._ranks.agree(configure, refuse)
+        metrics_processor = getattr(trainer, "metrics_processor", None)
+        if metrics_processor is not None and not self.load_only and knows_loss.index(True) == self._ranks.rank:
+            loggers = LoggerContainer()
+            loggers.add_logger(metrics_processor.logger)
+            loggers.add_logger(self._losses)
+            metrics_processor.logger = loggers
+
+    @functools.cached_property
+    def _settings(self) -> Settings:
+        return resolve_settings(None)
+
+    # --- save ----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: AsyncMode,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> Any:
+        """Save to S3. Returns what torchtitan's does in each mode: None, a Future, or an AsyncSaveResponse.
+
+        Raises:
+            SaveFailedError: a save that is not asynchronous failed.
+            StagingError: the state cannot be copied.
+        """
+        if not self._on_s3:
+            return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
+        self._annotate_saved()
+        step = step_of(checkpoint_id) or 0
+        metrics = self._losses.take(step) if self._ranks.is_first else None
+        writer = S3StorageWriter(checkpoint_id, overwrite=True, metrics=metrics, settings=self._settings)
+        writer.caller_reports = True
+        result: Any = None
+        if async_mode == AsyncMode.DISABLED:
+            try:
+                state_dict_saver.save(state_dict, storage_writer=writer, process_group=self._ranks.group)
+            except CheckpointException as error:
+                raise self._saving.fail(step, checkpoint_id, error) from None
+            self._saving.last_good = step
+            self._saved(writer)
+        else:
+            # In a thread of this process: another process, as torchtitan has for pinned memory, takes 10 s to start,
+            # and gains nothing, because uploads run outside of Python's lock.
+            result = state_dict_saver.async_save(
+                state_dict, storage_writer=writer, process_group=self._ranks.group, async_stager=self.stager
+            )
+            uploaded: Future[None] = getattr(result, "upload_completion", result)
+            self._saving.begin(step, checkpoint_id, uploaded, on_success=lambda: self._saved(writer))
+        self._saved_url = checkpoint_id
+        if enable_garbage_collection:
+            GarbageCollection.collect("GC collection invoked by checkpointer.")
+        return result
+
+    def _saved(self, writer: S3StorageWriter) -> None:
+        if self._retention is not None:
+            # With durability s3, a save that is done is committed.
+            local = self._settings.durability == "local"
+            self._retention.saved(writer.wait_committed if local else lambda _: None)
+
+    def _annotate_saved(self) -> None:
+        """Add to the last checkpoint what was logged for its step after its save, which has ended."""
+        url, self._saved_url = self._saved_url, None
+        if url is None:
+            return
+        step = step_of(url) or 0
+        metrics = self._losses.take(step)
+        if not metrics or step != self._saving.last_good:  # an older checkpoint may be there
+            return
+        try:
+            annotate(url, metrics, settings=self._settings)
+        except errors.DcpS3Error as error:
+            logger.warning("%s stays without the metrics %s: %s", url, metrics, error)
+
+    def _wait_for_saving(self) -> None:
+        if not self._on_s3:
+            super()._wait_for_saving()
+            return
+        self.save_future = None
+        self._saving.settle()
+        self._saving.raise_failure()
+
+    def _purge_stale_checkpoints(self) -> None:
+        # It is called when a save has begun. Ours are pruned when it is committed.
+        if not self._on_s3:
+            super()._purge_stale_checkpoints()
+
+    # --- load ----------------------------------------------------------------------------------------
+
+    @structured_logger.log_trace_span("checkpoint_load")  # type: ignore[untyped-decorator]
+    @torch.no_grad()
+    def _load(self, step: int = -1) -> bool:
+        # torchtitan's looks for the folder and the initial path through fsspec, which needs s3fs for S3.
+        starts_on_s3 = is_s3_url(self.initial_load_path)
+        if not self._on_s3 and (step != -1 or not starts_on_s3 or self._find_load_step() != -1):
+            return bool(super()._load(step))
+        self._chosen = self._choose(self.folder, step) if self._on_s3 else None
+        if self._chosen is not None:
+            # A checkpoint of step 0 is a seed: it has nothing but the model.
+            url, model_only, hf, quantized = self._chosen.url, self._chosen.step == 0, False, False
+        else:
+            hf, quantized = self.initial_load_in_hf, self.initial_load_in_hf_quantized
+            url, model_only = self._initial_path(), self.initial_load_model_only
+            if not url:
+                logger.info("there is no checkpoint under %s: a fresh start", self.folder)
+                return False
+        logger.info("Loading the checkpoint from %s.", url)
+        began = time.monotonic()
+        self.dcp_load(self._states_to_load(model_only), url, from_hf=hf, from_quantized=quantized)
+        GarbageCollection.collect("GC collection for checkpoint loading.")
+        logger.info("Finished loading the checkpoint in %.2f seconds.", time.monotonic() - began)
+        return True
+
+    def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
+        """Load from S3 in place.
+
+        Raises:
+            RestoreFailedError: the load failed; ``failures`` has the causes by rank. The state may be partly loaded.
+        """
+        if from_hf or not is_s3_url(checkpoint_id):
+            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+            return
+        step, chosen = step_of(checkpoint_id), self._chosen
+        local = chosen is not None and chosen.local and chosen.url == checkpoint_id
+        reader = S3StorageReader(
+            checkpoint_id,
+            include_uncommitted=local,
+            process_group=self._ranks.group,
+            settings=impatient(self._settings) if local else self._settings,
+        )
+        try:
+            state_dict_loader.load(
+                state_dict, storage_reader=reader, planner=S3LoadPlanner(), process_group=self._ranks.group
+            )
+        except CheckpointException as error:
+            failures = {rank: for_others(cause) for rank, (cause, _) in error.failures.items()}
+            why = f"{checkpoint_id} could not be loaded {explain(failures)}"
+            raise errors.RestoreFailedError(why, url=checkpoint_id, step=step, failures=failures) from None
+        if MODEL in self.states:
+            self.states[MODEL].load_state_dict(state_dict)
+        if chosen is not None:
+            self._saving.last_good = chosen.step
+
+    def _initial_path(self) -> str:
+        """What a run that has no checkpoint yet starts from; empty if from nothing.
+
+        Raises:
+            ValueError: it is no directory, or it cannot be in Hugging Face's format.
+        """
+        hf = self.initial_load_in_hf
+        path = self.initial_load_path or (hf and getattr(self.sd_adapter, "hf_assets_path", None)) or ""
+        if hf and (not path or self.sd_adapter is None):
+            raise ValueError("initial_load_in_hf needs a model with a state_dict_adapter, and a path to load from")
+        if hf and is_s3_url(path):
+            raise ValueError(f"initial_load_in_hf is not supported on S3: {path}. Remedy: download it")
+        if path and not is_s3_url(path) and not filesystem.isdir(path):
+            raise ValueError(f"there is no directory to load initially: {path}")
+        return str(path)
+
+    def _find_load_step(self, folder: str = "") -> int:
+        folder = folder or self.folder
+        if not is_s3_url(folder):
+            return int(super()._find_load_step(folder))
+        found = self._choose(folder)
+        return -1 if found is None else found.step
+
+    def _choose(self, folder: str, step: int = -1) -> ChosenCheckpoint | None:
+        """The checkpoint to resume from, the same on all ranks; None if there is none."""
+        catalog = CheckpointCatalog(folder, settings=self._settings)
+        restoring = Restoring(catalog, self._ranks, weights_only=True, drain_timeout=_DRAIN_TIMEOUT)
+        found = restoring.choose(latest_order if step == -1 else step_order(step))
+        if found is None and step != -1:
+            raise errors.CheckpointNotFoundError(
+                f"checkpoint.load_step = {step}, and there is no checkpoint under {folder}", url=folder
+            )
+        return found
+
+    # --- end -----------------------------------------------------------------------------------------
+
+    def _close(self) -> None:
+        if not self._on_s3:
+            super()._close()
+            return
+        self._saving.settle()
+        self.save_future = None
+        self._annotate_saved()
+        if self._retention is not None:
+            self._retention.close(_RETENTION_TIMEOUT)
+        super()._close()
+        self._saving.raise_failure()
+
+
+class _Losses(BaseLogger):
+    """Remembers the losses that torchtitan logs, by step."""
+
+    def __init__(self) -> None:
+        self._by_step: dict[int, dict[str, float]] = {}
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        found = {name: float(metrics[logged]) for logged, name in _METRICS.items() if logged in metrics}
+        if found:
+            self._by_step.setdefault(step, {}).update(found)
+
+    def take(self, step: int) -> dict[str, float]:
+        """The losses of a step. They, and those of the steps before, are then forgotten."""
+        found = self._by_step.get(step, {})
+        self._by_step = {later: losses for later, losses in self._by_step.items() if later > step}
+        return found
+
+
+def _resolve_policy(config: S3CheckpointManager.Config, settings: Settings) -> PolicyFunction | None:
+    """What ``retention``, the environment or ``keep_latest_k`` say, in this order; None keeps all."""
+    if config.retention:
+        return parse_policy(config.retention)
+    return policy_from_settings(settings) or (KeepLatest(config.keep_latest_k) if config.keep_latest_k else None)

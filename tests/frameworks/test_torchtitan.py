@@ -1,0 +1,246 @@
+"""S3CheckpointManager: torchtitan's options on S3."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import tyro
+from torchtitan.components.checkpointer import CheckpointManager
+from torchtitan.components.dataloader import DataloaderExhaustedError
+
+from dcp_s3 import errors, list_checkpoints
+from dcp_s3.integrations.torchtitan import S3CheckpointManager
+from examples.torchtitan import Trainer
+from tests import preload
+from tests.faulty import FaultyServer, serve
+from tests.frameworks.titan import MODES, ROOT, Adapter, Run, config, steps_on_s3, train
+from tests.memory_s3 import Fault
+from tests.ranks import run_ranks
+
+preload.MODULES.append("tests.frameworks.titan")  # torchtitan takes seconds to import
+
+Config = S3CheckpointManager.Config
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
+    with serve(monkeypatch) as server:
+        yield server
+
+
+# --- the class ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("__init__", "config dataloader model_parts optimizers lr_schedulers states sd_adapter base_folder"),
+        ("dcp_save", "state_dict checkpoint_id async_mode enable_garbage_collection to_hf"),
+        ("dcp_load", "state_dict checkpoint_id from_hf from_quantized"),
+        ("_load", "step"),
+        ("_find_load_step", "folder"),
+        ("_wait_for_saving", ""),
+        ("_purge_stale_checkpoints", ""),
+        ("_close", ""),
+        ("_save_last_step", "curr_step"),
+        ("_states_to_load", "model_only"),
+    ],
+)
+def test_torchtitan_has_the_hooks_that_are_overridden_or_called(name: str, arguments: str) -> None:
+    assert " ".join([*inspect.signature(getattr(CheckpointManager, name)).parameters][1:]) == arguments
+
+
+def test_the_config_takes_torchtitans_options_from_the_command_line() -> None:
+    given = ["--folder", ROOT, "--retention", "latest:3 best:2:val_loss:min", "--async-mode", "async", "--enable"]
+    found = tyro.cli(Config, args=given)
+    assert found == Config(folder=ROOT, retention="latest:3 best:2:val_loss:min", async_mode="async", enable=True)
+    assert found._owner is S3CheckpointManager
+
+
+def test_a_policy_that_is_none_is_refused_before_anything_runs() -> None:
+    with pytest.raises(errors.PolicyError, match="'newest:3' is not a policy"):
+        config(retention="newest:3")
+
+
+def test_what_cannot_be_done_is_refused(faulty: FaultyServer, tmp_path: Path) -> None:
+    run_ranks(1, refused, tmp_path)
+
+
+def refused(directory: Path) -> None:
+    with pytest.raises(errors.PolicyError, match=r"needs a folder on S3.*keep_latest_k"):
+        Trainer(config(folder="local", retention="latest:3"), steps=1)
+    os.environ["DCP_S3_RETENTION"] = "newest:3"
+    with pytest.raises(errors.SettingsError, match="DCP_S3_RETENTION = 'newest:3' is not allowed"):
+        Trainer(config(), steps=1)
+    del os.environ["DCP_S3_RETENTION"]
+    in_hf = config(folder="local", last_save_in_hf=True, last_save_model_only=True)
+    with pytest.raises(ValueError, match="last_save_in_hf is not supported with a folder on S3"):
+        Trainer(in_hf, steps=1, dump_folder=ROOT, sd_adapter=Adapter())
+    with pytest.raises(ValueError, match="no directory to load initially: /nowhere"):
+        train(directory, 0, initial_load_path="/nowhere")
+    from_hf = config(initial_load_in_hf=True)
+    with pytest.raises(ValueError, match="needs a model with a state_dict_adapter"):
+        Trainer(from_hf, steps=0).train()
+    with pytest.raises(ValueError, match="initial_load_in_hf is not supported on S3"):
+        Trainer(from_hf, steps=0, sd_adapter=Adapter(f"{ROOT}/model")).train()
+
+
+# --- save and retention ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_every_mode_saves_and_prunes(faulty: FaultyServer, tmp_path: Path, mode: str) -> None:
+    first, second = run_ranks(2, save_and_restart, tmp_path, mode)
+    assert first == second
+    assert steps_on_s3() == [4, 8, 9]
+
+
+def save_and_restart(directory: Path, mode: str) -> list[Run]:
+    first = train(directory, 9, async_mode=mode, retention="latest:2 every:4")
+    again = train(directory, 9, async_mode=mode, retention="latest:2 every:4")
+    assert again == replace(first, loaded_step=9)
+    assert first.local_files == ()
+    # Nothing goes on after `close`.
+    assert not [thread.name for thread in threading.enumerate() if thread.name == "dcp_s3-retention"]
+    return [first, again]
+
+
+def keep_what_is_kept(directory: Path) -> list[list[int | None]]:
+    found = []
+    for number, options in enumerate([{"keep_latest_k": 2}, {"keep_latest_k": 0}, {"retention": "latest:1"}]):
+        train(directory, 3 * (number + 1), interval=1, **options)
+        found.append(steps_on_s3())
+    return found
+
+
+def test_without_a_policy_the_latest_k_stay(faulty: FaultyServer, tmp_path: Path) -> None:
+    assert run_ranks(1, keep_what_is_kept, tmp_path) == [[[2, 3], [2, 3, 4, 5, 6], [9]]]
+
+
+def test_the_policy_of_the_environment_counts(
+    faulty: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DCP_S3_RETENTION", "latest:1 steps:2")
+    run_ranks(1, train, tmp_path, 8)
+    assert steps_on_s3() == [2, 8]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_nothing_is_deleted_for_a_save_that_fails(faulty: FaultyServer, tmp_path: Path, mode: str) -> None:
+    faulty.rule = lambda request: (
+        Fault.error(403, "AccessDenied") if request.operation == "PutObject" and "/step-6/" in request.key else None
+    )
+    for message in run_ranks(2, fail, tmp_path, mode):
+        assert message.startswith(f"the save of step 6 to {ROOT}/step-6 failed on ranks 0 to 1: AccessDeniedError")
+        assert message.endswith("Last good checkpoint of this run: step 4")
+    assert steps_on_s3() == [2, 4]
+
+
+def fail(directory: Path, mode: str) -> str:
+    with pytest.raises(errors.SaveFailedError) as raised:
+        train(directory, 20, async_mode=mode, keep_latest_k=2)
+    return str(raised.value)
+
+
+class Exhausted(Trainer):
+    """Runs out of data in step 3, when the save of step 2 has just begun."""
+
+    def train_step(self, data: Any) -> None:
+        if self.step == 3:
+            raise DataloaderExhaustedError
+        super().train_step(data)
+
+
+def run_out_of_data(directory: Path, mode: str, fails: bool) -> list[int | None]:
+    trainer = Exhausted(config(async_mode=mode), steps=8)
+    with pytest.raises(DataloaderExhaustedError):
+        trainer.train()
+    if fails:
+        with pytest.raises(errors.SaveFailedError, match="step-2 failed on rank 0: AccessDeniedError"):
+            trainer.checkpointer.close()
+    trainer.checkpointer.close()
+    return steps_on_s3()
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_end_waits_for_the_save_under_way(faulty: FaultyServer, tmp_path: Path, mode: str, fails: bool) -> None:
+    fault = Fault.error(403, "AccessDenied", seconds=1.0) if fails else Fault.delay(1.0)
+    faulty.rule = lambda request: fault if request.method == "PUT" and request.key.endswith("/.metadata") else None
+    assert run_ranks(1, run_out_of_data, tmp_path, mode, fails) == [[] if fails else [2]]
+
+
+class Scripted(Trainer):
+    """Validates with losses that are given."""
+
+    LOSSES = (0.5, 0.1, 0.4, 0.3, 0.6)
+
+    def validate(self) -> None:
+        loss = self.LOSSES[self.step - 1] if getattr(self, "pp_has_last_stage", True) else -1.0
+        self.metrics_processor.logger.log({"validation_metrics/loss": torch.tensor(loss)}, self.step)
+
+
+class Pipelined(Scripted):
+    """The last stage is on the second rank."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.pp_has_last_stage = dist.get_rank() == 1
+        super().__init__(*arguments, **options)
+
+
+@pytest.mark.parametrize(("ranks", "kind"), [(1, Scripted), (2, Pipelined)])
+def test_the_best_are_kept_by_the_loss_that_torchtitan_logs(
+    faulty: FaultyServer, tmp_path: Path, ranks: int, kind: type[Trainer]
+) -> None:
+    run_ranks(ranks, keep_best, tmp_path, kind)
+    two, five = list_checkpoints(ROOT)
+    assert (two.step, five.step) == (2, 5)
+    assert [info.metrics["val_loss"] for info in (two, five)] == pytest.approx([0.1, 0.6])
+    assert {*two.metrics} == {*five.metrics} == {"loss", "val_loss"}
+    assert 1 < two.metrics["loss"] < 10
+
+
+def keep_best(directory: Path, kind: type[Trainer]) -> None:
+    train(directory, 5, kind, interval=1, async_mode="async", retention="latest:1 best:1:val_loss:min")
+
+
+def test_metrics_that_cannot_be_stored_do_not_stop_the_training(faulty: FaultyServer, tmp_path: Path) -> None:
+    faulty.rule = lambda request: Fault.error(403, "AccessDenied") if request.key.endswith("metrics.json") else None
+    run_ranks(1, train, tmp_path, 4)
+    assert [info.metrics.keys() for info in list_checkpoints(ROOT)] == [{"loss"}, {"loss"}]
+
+
+# --- the example ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(300)
+def test_the_example_runs_as_its_page_says(faulty: FaultyServer, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "examples.torchtitan", "--url", ROOT, "--steps", "4", "--interval", "2"]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "digest " in done.stdout
+    assert list(tmp_path.iterdir()) == []
+    assert [(info.step, {*info.metrics}) for info in list_checkpoints(ROOT)] == [
+        (2, {"loss", "val_loss"}),
+        (4, {"loss", "val_loss"}),
+    ]

@@ -1,0 +1,390 @@
+"""Hand-sharded states on ranks: saved by some, loaded by others, in one pool of four."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from dcp_s3 import (
+    Fused,
+    S3LoadPlanner,
+    S3Stager,
+    S3StorageReader,
+    S3StorageWriter,
+    errors,
+    latest,
+    read_tensor,
+    read_tensors,
+    shard,
+    shard_state,
+    verify,
+)
+from tests.end_to_end.distributed import failures_by_rank, manifests, random_values
+from tests.end_to_end.foreign import read_tensors_from_directory
+from tests.end_to_end.test_interchange import download, run_foreign
+from tests.ranks import RankFailed, run_ranks
+from tests.servers import S3Server
+
+HEAD = 2
+"""Elements of a head of attention."""
+HEADS = (8, 4, 4)
+"""Of q, k and v."""
+WORLDS = (4, 3, 2, 1)
+
+
+def share(total: int, rank: int, world: int) -> tuple[int, int]:
+    """First and length of what a rank has of ``total``: the first ranks have one more."""
+    each, more = divmod(total, world)
+    return rank * each + min(rank, more), each + (rank < more)
+
+
+def full_state() -> dict[str, torch.Tensor]:
+    rows = HEAD * sum(HEADS)
+    shapes = {
+        "embed.weight": (13, 6), "qkv.weight": (rows, 6), "qkv.bias": (rows,), "dense.weight": (6, 16),
+        "norm.weight": (6,), "few": (3, 5), "mlp.gate_up": (2, 5, 14),
+    }  # fmt: skip
+    model = {name: random_values(seed, *shape) for seed, (name, shape) in enumerate(shapes.items())}
+    moments = {f"{name}.exp_avg": random_values(50 + seed, *shape) for seed, (name, shape) in enumerate(shapes.items())}
+    return {**model, **moments, "embed.weight.step": torch.tensor(7.0)}
+
+
+def plan_of(rank: int, world: int) -> dict[str, Any]:
+    qkv = tuple(HEAD * share(heads, rank, world)[1] for heads in HEADS)
+    half = share(7, rank, world)[1]
+    return {
+        "*norm*": None, "*embed.*": 0, "*qkv.*": Fused(0, qkv), "*dense.*": 1, "*few*": 0,
+        "*gate_up*": Fused(-1, (half, half)),
+    }  # fmt: skip
+
+
+def local_part(name: str, full: torch.Tensor, rank: int, world: int) -> torch.Tensor:
+    """What a rank has of a tensor: cut here by other means than the plan's."""
+
+    def piece(tensor: torch.Tensor, dim: int, unit: int = 1) -> torch.Tensor:
+        start, length = share(tensor.shape[dim] // unit, rank, world)
+        return tensor.narrow(dim, start * unit, length * unit)
+
+    if "norm" in name or not full.dim():
+        return full.clone()
+    if "qkv" in name:
+        return torch.cat([piece(part, 0, HEAD) for part in full.split([HEAD * heads for heads in HEADS])])
+    if "gate_up" in name:
+        return torch.cat([piece(part, 2) for part in full.chunk(2, 2)], 2)
+    return piece(full, 1 if "dense" in name else 0).clone()
+
+
+def local_state(rank: int, world: int, blank: bool = False) -> dict[str, torch.Tensor]:
+    state = {name: local_part(name, full, rank, world).contiguous() for name, full in full_state().items()}
+    return {name: torch.full_like(part, -1) for name, part in state.items()} if blank else state
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+def in_dtensors(full: dict[str, torch.Tensor], mesh: DeviceMesh, columns: bool) -> dict[str, Any]:
+    def place(tensor: torch.Tensor) -> Any:
+        return Replicate() if not tensor.dim() else Shard(tensor.dim() - 1 if columns else 0)
+
+    return {name: distribute_tensor(each, mesh, [place(each)], src_data_rank=None) for name, each in full.items()}
+
+
+class _Groups:
+    """The first ranks of the world, as groups."""
+
+    def __init__(self) -> None:
+        self.groups = {world: dist.new_group(list(range(world))) for world in WORLDS}
+        self.rank = dist.get_rank()
+
+    def run(self, world: int, work: Callable[..., None], *args: Any) -> None:
+        """``work(*args, group)`` on the first ``world`` ranks."""
+        if self.rank < world:
+            work(*args, self.groups[world])
+        dist.barrier()
+
+
+def _load_shards(url: str, planner: Any, group: Any) -> None:
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    local = local_state(rank, world, blank=True)
+    state = shard_state({"model": local}, plan_of(rank, world), group=group)
+    dcp.load(state, storage_reader=S3StorageReader(url), process_group=group, planner=planner)
+    assert_equal(local, local_state(rank, world))  # in the model's own memory
+
+
+def _load_plain(url: str, group: Any) -> None:
+    state = {"model": {name: torch.zeros_like(each) for name, each in full_state().items()}}
+    dcp.load(state, storage_reader=S3StorageReader(url), process_group=group)
+    assert_equal(state["model"], full_state())
+
+
+def _load_dtensors(url: str, mesh: DeviceMesh, columns: bool) -> None:
+    blank = {name: torch.zeros_like(each) for name, each in full_state().items()}
+    state = {"model": in_dtensors(blank, mesh, columns)}
+    dcp.load(state, storage_reader=S3StorageReader(url))
+    assert_equal({name: each.full_tensor() for name, each in state["model"].items()}, full_state())
+
+
+def _save_shards(url: str, group: Any) -> None:
+    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    state = shard_state({"model": local_state(rank, world)}, plan_of(rank, world), group=group)
+    dcp.save(state, storage_writer=S3StorageWriter(url), process_group=group)
+
+
+def _reshard(root: str) -> None:
+    groups, mesh = _Groups(), init_device_mesh("cpu", (4,))
+    for saved in (4, 3):
+        url = f"{root}/tp{saved}"
+        groups.run(saved, _save_shards, url)
+        for loaded in WORLDS:
+            planner = S3LoadPlanner() if (saved + loaded) % 2 else DefaultLoadPlanner()
+            groups.run(loaded, _load_shards, url, planner)
+        groups.run(1, _load_plain, url)
+        _load_dtensors(url, mesh, columns=saved == 3)
+    # The reverse.
+    dcp.save({"model": full_state()}, storage_writer=S3StorageWriter(f"{root}/plain"))
+    dtensors = in_dtensors(full_state(), mesh, columns=True)
+    dcp.save({"model": dtensors}, storage_writer=S3StorageWriter(f"{root}/dtensors"))
+    for loaded in (4, 3):
+        groups.run(loaded, _load_shards, f"{root}/plain", DefaultLoadPlanner())
+        groups.run(loaded, _load_shards, f"{root}/dtensors", S3LoadPlanner())
+
+
+def test_any_number_of_ranks_loads_what_any_other_saved(
+    root: str, bucket: str, s3: Any, memory_server: S3Server, tmp_path: Path
+) -> None:
+    run_ranks(4, _reshard, root)
+    for world in (4, 3):
+        url = f"{root}/tp{world}"
+        assert_equal(read_tensors(url), {f"model.{name}": each for name, each in full_state().items()})
+        assert verify(url, full=True).ok
+    assert torch.equal(
+        read_tensor(f"{root}/tp3", "model.qkv.weight", (slice(3, 20), slice(1, 4))),
+        full_state()["qkv.weight"][3:20, 1:4],
+    )
+    shapes = {f"model.{name}": tuple(each.shape) for name, each in full_state().items()}
+    directory = download(s3, bucket, "run/tp4", tmp_path)
+    found = run_foreign(memory_server, read_tensors_from_directory, str(directory), shapes)
+    assert_equal(found, {f"model.{name}": each for name, each in full_state().items()})
+
+
+# --- replicas ---------------------------------------------------------------------------------------------
+
+
+def _data_parallel(url: str) -> None:
+    """Two replicas of two shards."""
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    rank = dist.get_rank() % 2
+    plan, group = plan_of(rank, 2), pairs[dist.get_rank() // 2]
+    state = shard_state({"model": local_state(rank, 2)}, plan, group=group)
+    dcp.save(state, storage_writer=S3StorageWriter(url))
+    local = local_state(rank, 2, blank=True)
+    dcp.load(shard_state({"model": local}, plan, group=group), storage_reader=S3StorageReader(url))
+    assert_equal(local, local_state(rank, 2))
+
+
+def test_replicas_of_shards_are_saved_once(root: str, bucket: str, memory_server: S3Server) -> None:
+    run_ranks(4, _data_parallel, root)
+    assert_equal(read_tensors(root), {f"model.{name}": each for name, each in full_state().items()})
+    (manifest,) = manifests(memory_server, bucket)
+    stored = sum(entry["size"] for entry in manifest["objects"])
+    assert stored < sum(each.nbytes for each in full_state().values()) + 2048 * manifest["items"]
+    boxes = 2 * (2 * (3 + 3 + 1 + 1 + 2 + 1) + 1) + 1  # qkv twice, gate_up; norm and the step are whole
+    assert manifest["items"] == boxes
+
+
+def _few_heads(url: str) -> None:
+    """4 ranks, 2 heads of k and v."""
+    rank = dist.get_rank()
+    full = random_values(1, 12, 3)
+    q, k, v = full.split([8, 2, 2])
+    local = torch.cat([q[2 * rank : 2 * rank + 2], k[rank // 2 : rank // 2 + 1], v[rank // 2 : rank // 2 + 1]])
+    plan = {"qkv": Fused(0, (2, 1, 1), copies=(1, 2, 2))}
+    state = shard_state({"qkv": local}, plan, group=dist.group.WORLD)
+    dcp.save(state, storage_writer=S3StorageWriter(url))
+    found = torch.zeros_like(local)
+    dcp.load(shard_state({"qkv": found}, plan, rank=rank, world_size=4), storage_reader=S3StorageReader(url))
+    assert torch.equal(found, local)
+
+
+def test_heads_that_several_ranks_share(root: str, memory_server: S3Server) -> None:
+    run_ranks(4, _few_heads, root)
+    assert torch.equal(read_tensor(root, "qkv"), random_values(1, 12, 3))
+
+
+# --- a training that is killed ----------------------------------------------------------------------------
+
+
+class _Killed(DefaultSavePlanner):
+    """Ends a rank with SIGKILL in the middle of its data."""
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        if dist.get_rank() == 1 and "exp_avg" in write_item.index.fqn:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().resolve_data(write_item)
+
+
+def _step(local: dict[str, torch.Tensor], step: int, rank: int, world: int) -> None:
+    """One step of a training whose arithmetic is the same on any number of ranks."""
+    for name, full in full_state().items():
+        if full.dim():
+            local[name].mul_(0.5).add_(local_part(name, full * step, rank, world))
+
+
+def _train(directory: str, root: str, steps: int, killed_at: int) -> int:
+    os.chdir(directory)
+    rank, world = dist.get_rank(), dist.get_world_size()
+    group, plan = dist.group.WORLD, plan_of(rank, world)
+    local = local_state(rank, world, blank=True)
+    state = shard_state({"model": local, "step": 0}, plan, group=group)
+    newest = [latest(root) if rank == 0 else None]
+    dist.broadcast_object_list(newest)
+    if newest[0] is not None:
+        dcp.load(state, storage_reader=S3StorageReader(newest[0].url))
+    begun = state["step"]
+    for step in range(begun + 1, steps + 1):
+        _step(local, step, rank, world)
+        planner = _Killed() if step == killed_at else DefaultSavePlanner()
+        state["step"] = step
+        dcp.save(state, storage_writer=S3StorageWriter(f"{root}/step-{step}"), planner=planner)
+    return int(begun)
+
+
+def test_a_job_killed_in_a_save_goes_on_with_other_ranks_to_the_last_bit(
+    root: str, memory_server: S3Server, tmp_path: Path
+) -> None:
+    directory = tmp_path / "work"
+    directory.mkdir()
+    with pytest.raises(RankFailed, match=f"exit code {-signal.SIGKILL}"):
+        run_ranks(4, _train, str(directory), root, 4, 3)
+    assert run_ranks(3, _train, str(directory), root, 4, 0) == [2] * 3
+    uninterrupted = local_state(0, 1, blank=True)
+    for step in range(1, 5):
+        _step(uninterrupted, step, 0, 1)
+    found = read_tensors(f"{root}/step-4")
+    assert found.pop("step") == 4
+    assert_equal(found, {f"model.{name}": each for name, each in uninterrupted.items()})
+    assert not list(directory.iterdir())
+
+
+# --- asynchronous saves -----------------------------------------------------------------------------------
+
+
+def _save_by_process(url: str) -> None:
+    rank = dist.get_rank()
+    local = local_state(rank, 2)
+    with S3Stager(asynchronous=True) as stager:
+        saving: Any = dcp.async_save(
+            shard_state({"model": local}, plan_of(rank, 2), group=dist.group.WORLD),
+            storage_writer=S3StorageWriter(url),
+            async_stager=stager,
+            async_checkpointer_type=AsyncCheckpointerType.PROCESS,
+        )
+        saving.staging_completion.result(60)
+        for tensor in local.values():
+            tensor.zero_()
+        saving.upload_completion.result(120)
+
+
+def test_asynchronous_saves_by_a_process(root: str, memory_server: S3Server) -> None:
+    run_ranks(2, _save_by_process, root)
+    assert_equal(read_tensors(root), {f"model.{name}": each for name, each in full_state().items()})
+
+
+# --- what does not fit ------------------------------------------------------------------------------------
+
+
+def _save_boxes(url: str, boxes: Sequence[tuple[int, int, int]]) -> BaseException | None:
+    """Each rank saves (first, length) of a tensor of some length."""
+    first, length, whole = boxes[dist.get_rank()]
+    state = {"layer": {"w": shard(torch.zeros(length), global_shape=(whole,), offsets=(first,))}}
+    try:
+        dcp.save(state, storage_writer=S3StorageWriter(url))
+    except CheckpointException as error:
+        return error
+    return None
+
+
+@pytest.mark.parametrize(
+    ("boxes", "message"),
+    [
+        ([(0, 3, 8), (4, 4, 8)], "layer.w invalid fill"),
+        ([(0, 5, 8), (4, 4, 8)], "layer.w has overlapping chunks"),
+        ([(0, 0, 8), (0, 0, 8)], "layer.w invalid fill"),
+        ([(0, 4, 4), (4, 4, 8)], "layer.w has out of bounds chunk"),
+        ([(0, 2, 4), (2, 2, 8)], r"'layer.w' has shape \(4,\) on rank 0, but \(8,\) on rank 1"),
+        ([(0, 4, 8), (4, 4, 8)], None),
+        ([(0, 0, 8), (0, 8, 8)], None),
+    ],
+    ids=["hole", "overlap", "nothing", "other whole, larger", "other whole, filled", "fits", "an empty one"],
+)
+def test_boxes_of_ranks_that_do_not_fit_each_other(
+    root: str, bucket: str, memory_server: S3Server, boxes: Any, message: str | None
+) -> None:
+    outcome = run_ranks(2, _save_boxes, root, boxes)
+    if message is None:
+        assert outcome == [None, None]
+        assert read_tensor(root, "layer.w").shape == (8,)
+        return
+    (cause,) = {str(cause): cause for cause in failures_by_rank(outcome).values()}.values()
+    with pytest.raises(type(cause), match=message):
+        raise cause
+    assert not [key for key in memory_server.handle.objects(bucket) if key.endswith(".metadata")]
+
+
+_ROWS, _COLUMNS = (2, 4), (2, 5)
+_UNEQUAL: list[tuple[list[dict[str, Any]], list[dict[str, Any]], str]] = [
+    ([{"w": _ROWS}, {"w": _COLUMNS}], [{"*": 0}] * 2, "w: 'w' differs on ranks 0 and 1 in more than its length"),
+    ([{"w": _ROWS}] * 2, [{"*": 0}, {"*": 1}], "w: 'w' differs on ranks 0 and 1"),
+    ([{"w": _ROWS}, {}], [{"*": 0}] * 2, "w: 'w' is split on rank 0, but not on rank 1"),
+    ([{"w": _ROWS}] * 2, [{"*": None}, {"*": 0}], "w: 'w' is split on rank 1, but not on rank 0"),
+    ([{"w": _ROWS}] * 2, [{"*": 0}, {}], "w: the plan does not say how 'w' is split"),
+    (
+        [{"w": _ROWS}] * 2,
+        [{"*": Fused(0, (1, 1), (1, 2))}, {"*": Fused(0, (2, 0), (1, 2))}],
+        "w: part 1 of 'w' cannot have 2 copies on 2 ranks: 1 on rank 0, 0 on rank 1",
+    ),
+]
+"""Shapes and plans of the ranks, and what is wrong with them."""
+
+
+def _refused(state: dict[str, torch.Tensor], plan: Any, group: Any = None) -> str:
+    with pytest.raises(errors.ShardingError) as caught:
+        shard_state(state, plan, group=group or dist.group.WORLD)
+    return f"{caught.value.fqn}: {caught.value}"
+
+
+def _refused_everywhere() -> list[str]:
+    rank = dist.get_rank()
+    mixed = {"w": torch.zeros(2, dtype=(torch.float32, torch.float16)[rank])}
+    found = [_refused(mixed, {"*": 0})]
+    for shapes, plans, _ in _UNEQUAL:
+        found.append(_refused({name: torch.zeros(shape) for name, shape in shapes[rank].items()}, plans[rank]))
+    alone = dist.new_group([0])
+    if rank == 1:
+        found.append(_refused({"w": torch.zeros(2)}, {"*": 0}, alone))
+    return found
+
+
+def test_all_ranks_are_told_what_does_not_fit_on_one() -> None:
+    first, second = run_ranks(2, _refused_everywhere)
+    assert "Remedy: call it on the ranks of the group only" in second.pop()
+    assert first == second
+    for text, message in zip(first, ["w: 'w' differs on ranks 0 and 1", *(each[2] for each in _UNEQUAL)], strict=True):
+        assert text.startswith(message)

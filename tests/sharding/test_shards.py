@@ -1,0 +1,308 @@
+"""`shard`: a local tensor that knows its place."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+from dcp_s3 import S3LoadPlanner, S3Stager, S3StorageReader, S3StorageWriter, errors, read_tensor, shard, verify
+from dcp_s3.load.overlaps import Box
+from dcp_s3.save.plan import check_shapes
+from tests.load.test_overlaps import grid
+from tests.load.test_planner import details, make_plan, saved_as
+from tests.servers import S3Server
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+SHAPE = (6, 5)
+FULL = torch.arange(30.0).view(SHAPE)
+
+
+def cut(full: torch.Tensor, box: Box) -> torch.Tensor:
+    return full[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))]
+
+
+def in_boxes(full: torch.Tensor, boxes: list[Box]) -> torch.Tensor:
+    parts = [cut(full, box).clone() for box in boxes]
+    return shard(parts, global_shape=full.shape, offsets=[offsets for offsets, _ in boxes])
+
+
+def write_items(value: Any, fqn: str = "w") -> list[WriteItem]:
+    items: list[WriteItem] = value.__create_write_items__(fqn, value)
+    return items
+
+
+# --- saved and loaded -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parts", [(1, 1), (6, 1), (1, 5), (4, 3)])
+def test_boxes_are_saved_as_one_tensor_and_loaded_in_place(
+    root: str, memory_server: S3Server, parts: tuple[int, int]
+) -> None:
+    dcp.save({"w": in_boxes(FULL, grid(SHAPE, parts))}, storage_writer=S3StorageWriter(root))
+    assert torch.equal(read_tensor(root, "w"), FULL)
+    assert verify(root, full=True).ok
+    whole = torch.zeros(SHAPE)
+    columns = [torch.nn.Parameter(torch.zeros(6, n)) for n in (2, 0, 3)]
+    target = shard(columns, global_shape=SHAPE, offsets=[(0, 0), (0, 2), (0, 2)])
+    for planner in (DefaultLoadPlanner(), S3LoadPlanner()):
+        for tensor in (whole, *columns):
+            tensor.detach().zero_()
+        state = {"w": whole}
+        dcp.load(state, storage_reader=S3StorageReader(root), planner=planner)
+        dcp.load({"w": target}, storage_reader=S3StorageReader(root), planner=type(planner)())
+        assert torch.equal(whole, FULL)
+        assert torch.equal(torch.cat([column.detach() for column in columns], 1), FULL)
+
+
+def test_a_part_is_loaded_alone() -> None:
+    """Nothing that other ranks hold is planned."""
+    part = torch.zeros(2, 5)
+    state = {"w": shard(part, global_shape=SHAPE, offsets=(3, 0))}
+    metadata = Metadata({"w": saved_as(SHAPE, grid(SHAPE, (6, 1)))})
+    for planner in (DefaultLoadPlanner(), S3LoadPlanner()):
+        items = make_plan(planner, state, metadata).items
+        assert [tuple(item.storage_index.offset) for item in items] == [(3, 0), (4, 0)]  # type: ignore[arg-type]
+        assert planner.resolve_tensor(items[1]).data_ptr() == part[1:].data_ptr()
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (3, 0)], ids=str)
+def test_tensors_of_no_dimension_and_of_no_element(root: str, memory_server: S3Server, shape: tuple[int, ...]) -> None:
+    value = torch.full(shape, 7.0)
+    dcp.save({"w": shard(value, global_shape=shape, offsets=[0] * len(shape))}, storage_writer=S3StorageWriter(root))
+    assert torch.equal(read_tensor(root, "w"), value)
+    for planner in (DefaultLoadPlanner(), S3LoadPlanner()):
+        found = torch.zeros(shape)
+        state = {"w": shard(found, global_shape=shape, offsets=[0] * len(shape))}
+        dcp.load(state, storage_reader=S3StorageReader(root), planner=planner)
+        assert torch.equal(found, value)
+
+
+def test_torchs_own_storage_takes_it(tmp_path: Any) -> None:
+    dcp.save({"w": in_boxes(FULL, grid(SHAPE, (4, 3)))}, storage_writer=dcp.FileSystemWriter(tmp_path))
+    target = in_boxes(torch.zeros(SHAPE), grid(SHAPE, (1, 2)))
+    dcp.load({"w": target}, storage_reader=dcp.FileSystemReader(tmp_path))
+    assert torch.equal(torch.cat(target.boxes, 1), FULL)  # type: ignore[attr-defined]
+
+
+def test_another_shape_than_was_saved(root: str, memory_server: S3Server) -> None:
+    dcp.save({"w": FULL}, storage_writer=S3StorageWriter(root))
+    state = {"w": shard(torch.zeros(2, 5), global_shape=(7, 5), offsets=(0, 0))}
+    with pytest.raises(CheckpointException, match=r"Size mismatch between saved .*6, 5.* and current.*7, 5"):
+        dcp.load(state, storage_reader=S3StorageReader(root))
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(state, storage_reader=S3StorageReader(root), planner=S3LoadPlanner())
+    assert isinstance(caught.value.failures[0][0], errors.ShapeMismatchError)
+
+
+def test_metadata_that_cannot_be_read_is_an_error(root: str, bucket: str, s3: Any, memory_server: S3Server) -> None:
+    dcp.save({"w": FULL}, storage_writer=S3StorageWriter(root))
+    part = torch.full((2, 5), 3.0)
+    for spoilt in (b"", b"no pickle", memory_server.handle.read(bucket, "run/.metadata")[:-20]):
+        s3.put_object(Bucket=bucket, Key="run/.metadata", Body=spoilt)
+        with pytest.raises(CheckpointException) as caught:
+            dcp.load({"w": shard(part, global_shape=SHAPE, offsets=(3, 0))}, storage_reader=S3StorageReader(root))
+        assert isinstance(caught.value.failures[0][0], errors.CorruptMetadataError)
+        assert torch.equal(part, torch.full((2, 5), 3.0))
+
+
+# --- planners ---------------------------------------------------------------------------------------------
+
+
+@st.composite
+def tilings(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box], list[Box]]:
+    """A shape, and two ways to cut it."""
+    shape = tuple(draw(st.lists(st.integers(0, 7), min_size=1, max_size=3)))
+    one, other = ([draw(st.integers(1, 4)) for _ in shape] for _ in range(2))
+    return shape, draw(st.permutations(grid(shape, tuple(one)))), grid(shape, tuple(other))
+
+
+@settings(max_examples=60)
+@given(cuts=tilings(), ranks=st.integers(1, 3))
+def test_torchs_planner_and_ours_plan_the_same_of_it(
+    cuts: tuple[tuple[int, ...], list[Box], list[Box]], ranks: int
+) -> None:
+    shape, saved, local = cuts
+    values = torch.arange(1.0, 1 + torch.Size(shape).numel()).view(shape)
+    metadata = Metadata({"w": saved_as(shape, saved)})
+    found = torch.zeros(shape)
+    for rank in range(ranks):
+        boxes = local[rank::ranks]
+        if not boxes:
+            continue
+        parts = [torch.zeros(size) for _, size in boxes]
+        state = {"w": shard(parts, global_shape=shape, offsets=[offsets for offsets, _ in boxes])}
+        ours, theirs = S3LoadPlanner(), DefaultLoadPlanner()
+        plan = make_plan(ours, state, metadata)
+        assert details(plan.items) == details(make_plan(theirs, state, metadata).items)
+        for item in plan.items:
+            assert item.storage_index.offset is not None
+            source = cut(values, saved[item.storage_index.index or 0])
+            box = tuple(item.storage_offsets), tuple(item.lengths)
+            ours.resolve_tensor(item).copy_(cut(source, box))
+        for box, part in zip(boxes, parts, strict=True):
+            cut(found, box).copy_(part)
+    assert torch.equal(found, values)
+
+
+def test_boxes_that_overlap_in_some_dimensions_only_do_not_overlap() -> None:
+    """On a diagonal, and side by side in each dimension: nothing of the one is read for the other."""
+    boxes: list[Box] = [((0, 0), (3, 2)), ((3, 2), (3, 3)), ((0, 2), (3, 3)), ((3, 0), (3, 2))]
+    in_boxes(FULL, boxes)  # does not raise
+    metadata = Metadata({"w": saved_as(SHAPE, boxes)})
+    for box in boxes:
+        state = {"w": shard(torch.zeros(box[1]), global_shape=SHAPE, offsets=box[0])}
+        for planner in (DefaultLoadPlanner(), S3LoadPlanner()):
+            (item,) = make_plan(planner, state, metadata).items
+            assert item.storage_index.offset == box[0]
+
+
+def test_an_empty_box_does_not_hide_the_one_that_begins_there() -> None:
+    empty, rows = (shard(torch.zeros(n, 5), global_shape=SHAPE, offsets=(0, 0)) for n in (0, 6))
+    assert write_items(rows)[0].index == MetadataIndex("w", torch.Size((0, 0)))
+    # Alone it has to say that the tensor is not all there.
+    with pytest.raises(errors.ShardingError, match="'w': the shards to save hold 0 of the 30 elements"):
+        write_items(empty)
+    (chunk,) = empty.__create_chunk_list__()  # type: ignore[attr-defined]
+    assert (tuple(chunk.offsets), tuple(chunk.sizes)) == (SHAPE, (0, 0))
+    assert empty.__get_tensor_shard__(MetadataIndex("w", chunk.offsets)).shape == (0, 0)  # type: ignore[attr-defined]
+
+
+# --- what does not fit ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tensors", "shape", "offsets", "message"),
+    [
+        (torch.zeros(2, 5), SHAPE, (5, 0), r"\[5:7, 0:5\] is not inside global_shape \(6, 5\)"),
+        (torch.zeros(2, 6), SHAPE, (0, 0), r"\[0:2, 0:6\] is not inside"),
+        (torch.zeros(0, 5), SHAPE, (7, 0), r"\[7:7, 0:5\] is not inside"),
+        (torch.zeros(2, 5), SHAPE, (-1, 0), r"offsets is \(-1, 0\), expected no negative"),
+        (torch.zeros(2, 5), (-6, 5), (0, 0), r"global_shape is \(-6, 5\)"),
+        (torch.zeros(2, 5), SHAPE, (0,), "as many offsets"),
+        (torch.zeros(2, 5), (6, 5, 1), (0, 0), "as many offsets"),
+        (torch.zeros(10), SHAPE, (0, 0), "as many offsets"),
+        (torch.zeros(2, 5), SHAPE, (0.0, 0), r"offsets is \(0\.0, 0\), expected a whole number"),
+        (torch.zeros(2, 5), 6, (0, 0), "global_shape is 6, expected a whole number for each"),
+        ([], SHAPE, [], "0 tensors with 0 offsets"),
+        ([torch.zeros(2, 5)], SHAPE, [(0, 0), (2, 0)], "1 tensors with 2 offsets"),
+        ([torch.zeros(2, 5)] * 2, SHAPE, [(0, 0), (1, 0)], r"\[0:2, 0:5\] and \[1:3, 0:5\] of this rank overlap"),
+        ([torch.zeros(2, 5)] * 2, SHAPE, [(0, 0), (0, 0)], "of this rank overlap"),
+        ([torch.zeros(2, 5), torch.zeros(2, 5).half()], SHAPE, [(0, 0), (2, 0)], "float32 .* and torch.float16"),
+        ([torch.zeros(2, 5), 3], SHAPE, [(0, 0), (2, 0)], "a int cannot be a shard"),
+        (torch.eye(5).to_sparse(), (5, 5), (0, 0), "expected a dense local tensor"),
+        (shard(FULL, global_shape=SHAPE, offsets=(0, 0)), SHAPE, (0, 0), "a LocalShards cannot be a shard"),
+    ],
+)
+def test_arguments_that_do_not_fit(tensors: Any, shape: Any, offsets: Any, message: str) -> None:
+    with pytest.raises(errors.ShardingError, match=message):
+        shard(tensors, global_shape=shape, offsets=offsets)
+
+
+def test_a_hole_is_an_error_where_there_are_no_other_ranks(root: str, bucket: str, memory_server: S3Server) -> None:
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save({"a": {"w": in_boxes(FULL, grid(SHAPE, (6, 1))[1:])}}, storage_writer=S3StorageWriter(root))
+    error = caught.value.failures[0][0]
+    assert isinstance(error, errors.ShardingError)
+    assert error.fqn == "a.w"
+    assert "hold 25 of the 30 elements" in str(error)
+    assert not memory_server.handle.objects(bucket)
+
+
+def test_shards_of_other_wholes_are_told_apart() -> None:
+    """Rank 0 takes the tensor for (3, 5), and holds all of that."""
+    plans = [
+        SavePlan(write_items(shard(torch.zeros(shape), global_shape=shape, offsets=(0, 0))))
+        for shape in ((3, 5), (3, 5), (6, 5))
+    ]
+    check_shapes(plans[:2])
+    with pytest.raises(
+        errors.ShardingError, match=r"'w' has shape \(3, 5\) on rank 0, but \(6, 5\) on rank 2"
+    ) as caught:
+        check_shapes(plans)
+    assert caught.value.fqn == "w"
+
+
+def test_a_box_that_is_not_there_is_named() -> None:
+    with pytest.raises(errors.ShardingError, match="'w' has no box at"):
+        shard(FULL, global_shape=SHAPE, offsets=(0, 0)).__get_tensor_shard__(MetadataIndex("w", [1, 0]))  # type: ignore[attr-defined]
+
+
+def test_nothing_is_computed_with_it() -> None:
+    value = shard(FULL, global_shape=SHAPE, offsets=(0, 0))
+    for compute in (lambda: value + 1, lambda: value.copy_(FULL), lambda: value[0], lambda: FULL @ value.t()):
+        with pytest.raises(errors.ShardingError, match="compute with the tensor that it was made of"):
+            compute()
+
+
+# --- copies -----------------------------------------------------------------------------------------------
+
+
+def _by_torch(state: Any) -> Any:
+    stager = DefaultStager(StagingOptions(False, True, False, False))
+    return stager.stage(state)
+
+
+def _by_us(state: Any) -> Any:
+    with S3Stager(asynchronous=True) as stager:
+        return stager.stage(state).result(60)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    "make_copy",
+    [copy.deepcopy, _by_torch, _by_us, lambda state: pickle.loads(pickle.dumps(state)),
+     lambda state: {"w": state["w"].clone()}],
+    ids=["deepcopy", "DefaultStager", "S3Stager", "pickle", "clone"],
+)  # fmt: skip
+def test_a_copy_is_the_same_and_apart(make_copy: Callable[[Any], Any]) -> None:
+    local = torch.nn.Parameter(FULL[1:5, ::2].clone())  # columns 0, 2, 4 next to each other
+    rows = torch.split(local, [1, 3])
+    found = make_copy({"w": shard(rows, global_shape=(9, 3), offsets=[(8, 0), (2, 0)])})["w"]
+    expected = local.detach().clone()
+    local.detach().zero_()
+    assert (found.shape, found.dtype, found.offsets) == ((9, 3), torch.float32, ((8, 0), (2, 0)))
+    assert torch.equal(torch.cat(found.boxes), expected)
+
+
+@pytest.mark.parametrize("stager", ["writer", "ours", "torch"])
+def test_asynchronous_saves(root: str, memory_server: S3Server, stager: str) -> None:
+    local = FULL.clone()
+    with S3Stager(asynchronous=True) as ours:
+        stagers = {"writer": None, "ours": ours, "torch": DefaultStager(StagingOptions(False, True, False, False))}
+        saving: Any = dcp.async_save(
+            {"w": shard(local.split(3), global_shape=SHAPE, offsets=[(0, 0), (3, 0)])},
+            storage_writer=S3StorageWriter(root),
+            async_stager=stagers[stager],
+        )
+        if stager == "ours":
+            saving.staging_completion.result(60)
+            saving = saving.upload_completion
+        local.zero_()
+        saving.result(120)
+    assert torch.equal(read_tensor(root, "w"), FULL)
+
+
+def test_a_stager_that_makes_whole_tensors_is_refused(tmp_path: Any) -> None:
+    """torch's FileSystemWriter is one."""
+    value = shard(FULL, global_shape=SHAPE, offsets=(0, 0))
+    with pytest.raises(errors.ShardingError, match="compute with the tensor that it was made of"):
+        dcp.async_save({"w": value}, storage_writer=dcp.FileSystemWriter(tmp_path))
+    with S3Stager() as stager:
+        saving: Any = dcp.async_save({"w": value}, storage_writer=dcp.FileSystemWriter(tmp_path), async_stager=stager)
+        getattr(saving, "upload_completion", saving).result(120)
+    found = {"w": torch.zeros(SHAPE)}
+    dcp.load(found, storage_reader=dcp.FileSystemReader(tmp_path))
+    assert torch.equal(found["w"], FULL)
