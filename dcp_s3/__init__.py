@@ -20,6 +20,8 @@ if _TYPE_CHECKING:
     from dcp_s3.load.planner import S3LoadPlanner
     from dcp_s3.load.reader import S3StorageReader
     from dcp_s3.manager.manager import CheckpointManager
+    from dcp_s3.offline.export import ExportResult, export
+    from dcp_s3.offline.import_weights import ImportResult, import_weights
     from dcp_s3.offline.read_tensors import read_tensor, read_tensors
     from dcp_s3.offline.verify import verify
     from dcp_s3.offline.verify_report import Problem, VerifyReport
@@ -53,7 +55,9 @@ __all__ = [
     "CheckpointInfo",
     "CheckpointManager",
     "Decision",
+    "ExportResult",
     "Fused",
+    "ImportResult",
     "KeepBest",
     "KeepDaily",
     "KeepEvery",
@@ -76,6 +80,8 @@ __all__ = [
     "annotate",
     "apply_plan",
     "errors",
+    "export",
+    "import_weights",
     "latest",
     "list_checkpoints",
     "make_plan",
@@ -103,6 +109,10 @@ _MODULES = {
     "S3LoadPlanner": "dcp_s3.load.planner",
     "S3StorageReader": "dcp_s3.load.reader",
     "CheckpointManager": "dcp_s3.manager.manager",
+    "ExportResult": "dcp_s3.offline.export",
+    "export": "dcp_s3.offline.export",
+    "ImportResult": "dcp_s3.offline.import_weights",
+    "import_weights": "dcp_s3.offline.import_weights",
     "read_tensor": "dcp_s3.offline.read_tensors",
     "read_tensors": "dcp_s3.offline.read_tensors",
     "verify": "dcp_s3.offline.verify",

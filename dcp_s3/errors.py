@@ -272,6 +272,14 @@ class EntryNotFoundError(CheckpointError, LookupError):
         self.fqn = fqn
 
 
+class ExportError(CheckpointError, ValueError):
+    """Weights cannot be exported: a dtype, names, an argument, or what is at the destination."""
+
+
+class ImportSourceError(CheckpointError, ValueError):
+    """Weights cannot be imported: there are none, the files are damaged, or names or tensors do not fit."""
+
+
 class AttachmentNotFoundError(CheckpointError, LookupError):
     """A checkpoint has no attachment of that name. The message says which it has.
 

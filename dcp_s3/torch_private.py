@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed._shard._utils import narrow_tensor_by_index
@@ -29,6 +30,7 @@ from torch.distributed.checkpoint._async_thread_executor import (
 )
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
@@ -48,6 +50,7 @@ __all__ = [
     "AsyncCollectiveTensor",
     "Caller",
     "ExtensionRegistry",
+    "FakeTensorMode",
     "FileReader",
     "FsspecReader",
     "FsspecWriter",
@@ -64,6 +67,7 @@ __all__ = [
     "find_load_group",
     "find_save_group",
     "find_upload_future",
+    "flatten_state_dict",
     "has_checkpoint_process",
     "is_first_look",
     "is_loading",
@@ -71,6 +75,7 @@ __all__ = [
     "is_traceable_wrapper_subclass",
     "make_wrapper",
     "narrow_tensor_by_index",
+    "offset_in_archive",
     "pin_memory",
     "rebuild_sharded_tensor",
     "unpin_memory",
@@ -222,6 +227,14 @@ def is_process_starting() -> bool:
                 return True
             each = each.f_back
     return False
+
+
+def offset_in_archive(tensor: torch.Tensor) -> int | None:
+    """Byte at which the storage of a tensor begins in the archive from which torch.load made it on the meta device.
+
+    None if torch does not say, as for a tensor that was made otherwise.
+    """
+    return getattr(tensor.untyped_storage(), "_checkpoint_offset", None)
 
 
 def rebuild_sharded_tensor(source: ShardedTensor, tensors: Sequence[torch.Tensor]) -> ShardedTensor:

@@ -70,6 +70,8 @@ _PACKAGE = Path(inspect.getfile(dcp_s3)).parent
         (_DCP + "_extension", "ExtensionRegistry"),
         (_DCP + "_extension", "StreamTransformExtension"),
         (_DCP + "_storage_utils", "_storage_setup"),
+        ("torch._subclasses.fake_tensor", "FakeTensorMode"),
+        (_DCP + "_nested_dict", "flatten_state_dict"),
         (_DCP + "_fsspec_filesystem", "FsspecReader"),
         (_DCP + "_fsspec_filesystem", "FsspecWriter"),
         (_DCP + "filesystem", "CURRENT_DCP_VERSION"),
@@ -96,6 +98,39 @@ def test_private_torch_is_imported_in_three_modules_only() -> None:
             parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
             elsewhere += [f"{path.name}:{node.lineno}: {part}" for part in parts if part.startswith("_")]
     assert not elsewhere, "import it in torch_private.py, and add a test here"
+
+
+def test_a_load_on_the_meta_device_says_where_the_bytes_are() -> None:
+    """dcp_s3.import_weights reads torch files in pieces."""
+    stream, tensor = io.BytesIO(), torch.arange(100, dtype=torch.int32)
+    torch.save({"a": torch.zeros(3), "b": tensor[10:]}, stream)
+    stream.seek(0)
+    loaded = torch.load(stream, map_location="meta", weights_only=True)["b"]
+    start = torch_private.offset_in_archive(loaded)
+    message = moved("UntypedStorage._checkpoint_offset is not set by torch.load", "offset_in_archive")
+    assert start is not None, message
+    assert stream.getvalue()[start : start + tensor.nbytes] == tensor.numpy().tobytes(), message
+    assert torch_private.offset_in_archive(torch.empty(3, device="meta")) is None
+
+
+def test_nested_states_are_flattened_to_names_and_paths() -> None:
+    flat, paths = torch_private.flatten_state_dict({"a": {"b": 1, "c": [torch.zeros(1), 2]}, "d": 3})
+    assert paths == {"a.b": ("a", "b"), "a.c.0": ("a", "c", 0), "a.c.1": ("a", "c", 1), "d": ("d",)}
+    assert flat["a.c.1"] == 2
+
+
+def test_fake_tensors_are_saved_with_holes_in_the_place_of_their_bytes() -> None:
+    """format/tensor_archive.py: the archive of a model that is larger than memory."""
+    with torch_private.FakeTensorMode():
+        fake = torch.empty(2**20, dtype=torch.bfloat16, device="cpu")
+    stream = io.BytesIO()
+    with torch.serialization.skip_data(materialize_fake_tensors=True):
+        torch.save({"a": fake}, stream)
+    stream.seek(0)
+    loaded = torch.load(stream, weights_only=True)["a"]
+    assert (type(loaded), loaded.dtype, loaded.shape) == (torch.Tensor, torch.bfloat16, fake.shape), moved(
+        "skip_data does not save FakeTensors as tensors", "make_archive"
+    )
 
 
 @pytest.mark.parametrize(

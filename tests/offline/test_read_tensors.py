@@ -245,14 +245,14 @@ def test_chunks_that_do_not_cover_the_tensor(
 ) -> None:
     """Nothing of uninitialised memory comes out."""
     save({"x": torch.ones(4)}, root)
-    check = dcp_s3.offline.read_tensors.check_metadata
+    check = dcp_s3.offline.open_checkpoint.check_metadata
 
     def cut(*arguments: Any) -> Any:
         metadata = check(*arguments)
         metadata.state_dict_metadata["x"].size = torch.Size([5])
         return metadata
 
-    monkeypatch.setattr(dcp_s3.offline.read_tensors, "check_metadata", cut)
+    monkeypatch.setattr(dcp_s3.offline.open_checkpoint, "check_metadata", cut)
     with pytest.raises(errors.CorruptMetadataError, match="'x': its chunks do not cover it"):
         dcp_s3.read_tensor(root, "x")
     assert dcp_s3.read_tensor(root, "x", slice(0, 4)).tolist() == [1, 1, 1, 1]

@@ -1,0 +1,252 @@
+"""Safetensors files, and how Hugging Face lays a model out in several of them. Pure.
+
+A file is eight bytes (the length of the header, little-endian), the header (JSON: dtype, shape and place of each
+tensor), and the tensors' bytes in row-major order, end to end. https://huggingface.co/docs/safetensors. A model in
+several files has an index, which says in which file each tensor is.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+INDEX = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+PREFIX = 8
+"""Bytes of the length before a header."""
+MAX_HEADER = 100_000_000
+"""Most bytes of a header that the safetensors library reads."""
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "C64": torch.complex64,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+}  # fmt: skip
+"""The dtypes that safetensors and its torch reader know, by their names in a header."""
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_METADATA = "__metadata__"
+_ALIGNMENT = 8
+
+
+class SafetensorsError(ValueError):
+    """The bytes are no safetensors header or index, or tensors cannot be put into one. ``args[0]`` says why."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor: its name, dtype and shape."""
+
+    name: str
+    """Name in the file."""
+    dtype: torch.dtype
+    """Dtype of the elements in the file."""
+    shape: tuple[int, ...]
+    """Shape of the tensor."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class PlacedTensor:
+    """A tensor in a file that was read."""
+
+    entry: TensorEntry
+    """The tensor."""
+    start: int
+    """Byte of the file at which its elements begin."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One file of a model."""
+
+    name: str
+    """Name of the file."""
+    tensors: tuple[TensorEntry, ...]
+    """Its tensors, in the order of their bytes."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors, without the header."""
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+
+# --- writing ---------------------------------------------------------------------------------------
+
+
+def plan_shards(tensors: Sequence[TensorEntry], max_size: int) -> list[Shard]:
+    """Distribute tensors over files as Hugging Face names them.
+
+    Files are filled in the order of ``tensors``. One that does not fit into ``max_size`` has a file of its own. Within
+    a file wide dtypes come first, as safetensors does, so that every tensor is aligned.
+
+    Args:
+        tensors: tensors with different names.
+        max_size: bytes of the tensors of a file.
+
+    Returns:
+        At least one file: a model without tensors is an empty one.
+
+    Raises:
+        SafetensorsError: safetensors has no name for a dtype, or a tensor has the name that the format keeps to itself.
+    """
+    files: list[list[TensorEntry]] = [[]]
+    size = 0
+    for tensor in tensors:
+        _check(tensor)
+        if files[-1] and size + tensor.nbytes > max_size:
+            files.append([])
+            size = 0
+        files[-1].append(tensor)
+        size += tensor.nbytes
+    count = len(files)
+    return [
+        Shard(
+            SINGLE_FILE if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors",
+            tuple(sorted(inside, key=lambda tensor: -tensor.dtype.itemsize)),
+        )
+        for number, inside in enumerate(files, start=1)
+    ]
+
+
+def _check(tensor: TensorEntry) -> None:
+    if tensor.dtype not in NAMES:
+        raise SafetensorsError(
+            f"safetensors has no dtype for {tensor.name!r}, which is {tensor.dtype}; it knows "
+            f"{', '.join(str(dtype).removeprefix('torch.') for dtype in NAMES)}"
+        )
+    if tensor.name == _METADATA:
+        raise SafetensorsError(f"no tensor may be called {_METADATA!r}: safetensors keeps its metadata there")
+
+
+def make_header(tensors: Iterable[TensorEntry]) -> bytes:
+    """The bytes of a file before those of its tensors; their length is a multiple of 8.
+
+    Raises:
+        SafetensorsError: it is longer than the library reads: there are too many tensors.
+    """
+    header: dict[str, Any] = {_METADATA: {"format": "pt"}}
+    offset = 0
+    for tensor in tensors:
+        stop = offset + tensor.nbytes
+        header[tensor.name] = {
+            "dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, stop],
+        }  # fmt: skip
+        offset = stop
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    if len(text) > MAX_HEADER:
+        raise SafetensorsError(
+            f"the header of {len(header) - 1} tensors would have {len(text)} bytes, safetensors reads {MAX_HEADER}: "
+            "a smaller size of the files puts fewer tensors into each"
+        )
+    return struct.pack("<Q", len(text)) + text
+
+
+def make_index(shards: Sequence[Shard]) -> bytes:
+    """The index of a model in several files."""
+    places = {tensor.name: shard.name for shard in shards for tensor in shard.tensors}
+    index = {"metadata": {"total_size": sum(shard.nbytes for shard in shards)}, "weight_map": places}
+    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+
+
+# --- reading ---------------------------------------------------------------------------------------
+
+
+def header_length(prefix: bytes, file_size: int) -> int:
+    """Bytes of the header, from the first `PREFIX` bytes of a file.
+
+    Raises:
+        SafetensorsError: no header of this length can be there.
+    """
+    if len(prefix) < PREFIX:
+        raise SafetensorsError(f"it has {len(prefix)} bytes: it is no safetensors file")
+    (length,) = struct.unpack("<Q", prefix[:PREFIX])
+    if length > min(MAX_HEADER, file_size - PREFIX):
+        raise SafetensorsError(f"its header would have {length} bytes: it is damaged, or no safetensors file")
+    return int(length)
+
+
+def parse_header(header: bytes, file_size: int) -> list[PlacedTensor]:
+    """The tensors of a file, in the order of their bytes.
+
+    Args:
+        header: the header, without the length before it.
+        file_size: bytes of the whole file.
+
+    Raises:
+        SafetensorsError: the header is damaged, names a dtype that torch does not have, or the tensors do not fill the
+            rest of the file exactly.
+    """
+    try:
+        found = json.loads(header, object_pairs_hook=_unique)
+    except ValueError as error:
+        raise SafetensorsError(f"its header is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise SafetensorsError("its header is no JSON object")
+    found.pop(_METADATA, None)
+    begin = PREFIX + len(header)
+    places = sorted((_parse_entry(name, entry) for name, entry in found.items()), key=lambda place: place[1:])
+    tensors, end = [], 0
+    for entry, start, stop in places:
+        if start != end or stop - start != entry.nbytes:
+            raise SafetensorsError(
+                f"{entry.name!r} of {entry.nbytes} bytes lies at {start} to {stop}, expected from {end}"
+            )
+        tensors.append(PlacedTensor(entry, begin + start))
+        end = stop
+    if begin + end != file_size:
+        raise SafetensorsError(
+            f"it has {file_size} bytes, its header describes {begin + end}: it is cut short or damaged"
+        )
+    return tensors
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a name is there twice")
+    return found
+
+
+def _parse_entry(name: str, entry: Any) -> tuple[TensorEntry, int, int]:
+    try:
+        dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    except (KeyError, TypeError, ValueError):
+        raise SafetensorsError(f"its header does not describe {name!r}") from None
+    numbers = [start, stop, *shape] if isinstance(shape, list) else [None]
+    if not all(type(number) is int and 0 <= number < 2**63 for number in numbers):
+        raise SafetensorsError(f"its header gives {name!r} no proper shape or place")
+    if dtype not in DTYPES:
+        raise SafetensorsError(f"{name!r} has the dtype {dtype!r}, which torch does not have")
+    return TensorEntry(name, DTYPES[dtype], tuple(shape)), start, stop
+
+
+def parse_index(data: bytes) -> Mapping[str, str]:
+    """The file of each tensor, from the index of a model (of safetensors or of torch files).
+
+    Raises:
+        SafetensorsError: it is no index, or names a file outside of its directory.
+    """
+    try:
+        places = json.loads(data, object_pairs_hook=_unique)["weight_map"]
+    except (ValueError, KeyError, TypeError):
+        raise SafetensorsError("it is no index: it has no weight_map") from None
+    if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
+        raise SafetensorsError("its weight_map does not name a file for each tensor")
+    for file in places.values():
+        if not file or "/" in file or "\\" in file or file in (".", ".."):
+            raise SafetensorsError(f"it names {file!r}, which is no file beside it")
+    return places

@@ -1,0 +1,258 @@
+"""Files with weights, in a directory or on S3: which there are, and where in them each tensor lies."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dcp_s3.errors import ImportSourceError, ObjectNotFoundError
+from dcp_s3.format import safetensors
+from dcp_s3.format.safetensors import SafetensorsError
+from dcp_s3.s3.store import S3Store
+from dcp_s3.settings import Settings
+from dcp_s3.store import Store
+from dcp_s3.stores.directory import DirectoryStore
+from dcp_s3.torch_private import flatten_state_dict, offset_in_archive
+from dcp_s3.url import is_s3_url, parse_url
+
+_TORCH = (".bin", ".pt", ".pth", ".ckpt")
+_SUFFIXES = (".safetensors", *_TORCH)
+_INDEXES = (safetensors.INDEX, "pytorch_model.bin.index.json")
+_WHOLE = (safetensors.SINGLE_FILE, "pytorch_model.bin")
+_READ_AT_ONCE = 64 * 2**10
+
+
+@dataclass(frozen=True)
+class WeightFile:
+    """One version of a file with weights."""
+
+    store: Store
+    """Where it is."""
+    key: str
+    """Its key there."""
+    size: int
+    """Its bytes."""
+    etag: str
+    """ETag of the version."""
+
+    @property
+    def name(self) -> str:
+        """Name for messages."""
+        return f"{self.store.name}/{self.key}"
+
+    def read(self, start: int, into: memoryview) -> None:
+        """Fill memory with the bytes from ``start`` on.
+
+        Raises:
+            StorageError: it cannot be read, or was replaced.
+        """
+        self.store.read(self.key, start, into, self.etag)
+
+    def read_bytes(self, start: int, count: int) -> bytes:
+        """Some of its bytes, fewer at its end."""
+        data = bytearray(max(0, min(count, self.size - start)))
+        self.read(start, memoryview(data))
+        return bytes(data)
+
+
+@dataclass(frozen=True)
+class FoundTensor:
+    """A tensor in a file."""
+
+    file: WeightFile
+    start: int
+    """Byte of the file at which its first element lies."""
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    """Strides in elements."""
+
+
+@dataclass(frozen=True)
+class FoundWeights:
+    """What the files hold."""
+
+    tensors: Mapping[str, FoundTensor]
+    """Tensors by name."""
+    objects: Mapping[str, Any]
+    """Other values of torch files, by name."""
+    paths: Mapping[str, tuple[Any, ...]]
+    """Keys of the nested dicts and lists in which an entry was, the outermost first, by name."""
+
+
+def find_weights(source: str | os.PathLike[str], settings: Settings) -> FoundWeights:
+    """Look at what is at ``source``: a directory, an S3 prefix, or one file.
+
+    Of a directory: a model with an index, or ``model.safetensors``, ``pytorch_model.bin``, or all ``*.safetensors``, or
+    the only other torch file.
+
+    Raises:
+        ImportSourceError: there are no weights, or they are damaged or cannot be read in pieces.
+        StorageError: a file cannot be read.
+    """
+    store, prefix, name = _locate(source, settings)
+    places: Mapping[str, str] | None = None
+    names = [name]
+    if not name:
+        names, places = _choose(store, prefix, str(source))
+    tensors: dict[str, FoundTensor] = {}
+    objects: dict[str, Any] = {}
+    paths: dict[str, tuple[Any, ...]] = {}
+    for each in names:
+        found = _open(store, prefix + each, str(source))
+        for fqn in found.paths:
+            if places is not None and places.get(fqn) != each:
+                raise ImportSourceError(f"{fqn!r} is in {prefix + each}, but the index says {places.get(fqn)!r}")
+            if fqn in paths:
+                raise ImportSourceError(f"{fqn!r} is in two of the files of {source}")
+        tensors |= found.tensors
+        objects |= found.objects
+        paths |= found.paths
+    missing = [fqn for fqn in places or () if fqn not in paths]
+    if missing:
+        raise ImportSourceError(f"{missing[0]!r} is in no file of {source}, but in its index ({len(missing)} in all)")
+    return FoundWeights(tensors, objects, paths)
+
+
+def _locate(source: str | os.PathLike[str], settings: Settings) -> tuple[Store, str, str]:
+    """Store, prefix of the keys, and name of the one file, empty for a directory."""
+    if is_s3_url(source):
+        url = parse_url(source)
+        store = S3Store(url.bucket, settings)
+        if url.name.endswith(_SUFFIXES) and store.exists(url.prefix):
+            return store, url.prefix.removesuffix(url.name), url.name
+        return store, url.key("") if url.prefix else "", ""
+    path = Path(source)
+    if path.is_dir():
+        return DirectoryStore(path), "", ""
+    if not path.is_file():
+        raise ImportSourceError(f"there is no file or directory {str(path)!r}")
+    return DirectoryStore(path.parent), "", path.name
+
+
+def _choose(store: Store, prefix: str, source: str) -> tuple[list[str], Mapping[str, str] | None]:
+    for index in _INDEXES:
+        try:
+            data = store.get(prefix + index).data
+        except ObjectNotFoundError:
+            continue
+        try:
+            places = safetensors.parse_index(data)
+        except SafetensorsError as error:
+            raise ImportSourceError(f"{index} of {source} cannot be used: {error}") from None
+        return list(dict.fromkeys(places.values())), places
+    for name in _WHOLE:
+        if store.exists(prefix + name):
+            return [name], None
+    there = [found.key.removeprefix(prefix) for found in store.list(prefix, "/").objects]
+    chosen = [name for name in there if name.endswith(".safetensors")]
+    if not chosen:
+        chosen = [name for name in there if name.endswith(_TORCH)]
+        if len(chosen) > 1:
+            raise ImportSourceError(f"{source} has several torch files ({', '.join(chosen[:3])}). Remedy: name one")
+    if not chosen:
+        raise ImportSourceError(
+            f"{source} has no weights: neither *.safetensors nor *.bin, *.pt, *.pth or *.ckpt. Remedy: check the path"
+        )
+    return chosen, None
+
+
+def _open(store: Store, key: str, source: str) -> FoundWeights:
+    try:
+        head = store.head(key)
+    except ObjectNotFoundError:
+        raise ImportSourceError(f"{source} has no file {key}, which its index names") from None
+    file = WeightFile(store, key, head.size, head.etag)
+    parse: Callable[[WeightFile], FoundWeights] = _parse_safetensors if key.endswith(".safetensors") else _parse_torch
+    return parse(file)
+
+
+def _parse_safetensors(file: WeightFile) -> FoundWeights:
+    try:
+        length = safetensors.header_length(file.read_bytes(0, safetensors.PREFIX), file.size)
+        placed = safetensors.parse_header(file.read_bytes(safetensors.PREFIX, length), file.size)
+    except SafetensorsError as error:
+        raise ImportSourceError(f"{file.name} cannot be imported: {error}") from None
+    tensors = {
+        each.entry.name: FoundTensor(file, each.start, each.entry.dtype, each.entry.shape, row_major(each.entry.shape))
+        for each in placed
+    }
+    return FoundWeights(tensors, {}, {name: (name,) for name in tensors})
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor, in elements."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def _parse_torch(file: WeightFile) -> FoundWeights:
+    """Only the pickle and the archive's directory are read: tensors are made on the meta device."""
+    stream = io.BufferedReader(_Stream(file), _READ_AT_ONCE)
+    try:
+        if stream.peek(4)[:4] != b"PK\x03\x04":
+            raise ImportSourceError(
+                f"{file.name} cannot be imported: it is in torch's format before 1.6, or no torch file. Remedy: load "
+                "it with torch.load and save it again with torch.save"
+            )
+        value = torch.load(stream, map_location="meta", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ImportSourceError(
+            f"{file.name} cannot be imported: {reason}. It is damaged, or needs what torch's weights-only load refuses"
+        ) from error
+    if not isinstance(value, Mapping):
+        raise ImportSourceError(f"{file.name} cannot be imported: it holds a {type(value).__name__}, not a dict")
+    try:
+        flat, mappings = flatten_state_dict(dict(value))
+    except ValueError as error:
+        raise ImportSourceError(f"{file.name} cannot be imported: {error}") from None
+    tensors = {name: _find(file, name, each) for name, each in flat.items() if isinstance(each, torch.Tensor)}
+    objects = {name: each for name, each in flat.items() if name not in tensors}
+    return FoundWeights(tensors, objects, dict(mappings))
+
+
+def _find(file: WeightFile, name: str, tensor: torch.Tensor) -> FoundTensor:
+    lazy = tensor.is_conj() or tensor.is_neg()
+    start = None if lazy or tensor.is_quantized or tensor.layout != torch.strided else offset_in_archive(tensor)
+    if start is None:
+        raise ImportSourceError(
+            f"{name!r} in {file.name} cannot be imported: it is no ordinary tensor ({tensor.layout})"
+        )
+    place = start + int(tensor.storage_offset()) * tensor.element_size()
+    return FoundTensor(file, place, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
+
+
+class _Stream(io.RawIOBase):
+    """A file, for torch.load."""
+
+    def __init__(self, file: WeightFile) -> None:
+        self._file, self._position = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._position
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._file.size}[whence]
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        into = memoryview(buffer).cast("B")
+        count = max(0, min(into.nbytes, self._file.size - self._position))
+        self._file.read(self._position, into[:count])
+        self._position += count
+        return count

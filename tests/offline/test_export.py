@@ -1,0 +1,330 @@
+"""export: the files it writes, to a directory and to S3, and what is there when it fails."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+import dcp_s3
+from benchmarks.measure import measure
+from dcp_s3 import errors
+from dcp_s3.offline import destination, export, export_plan, replicate
+from tests.end_to_end.states import assert_same, every_kind, random_tensor
+from tests.killing import new_process, running
+from tests.memory_s3 import Fault
+from tests.offline.weights import model, read, save
+from tests.ranks import run_ranks
+from tests.retention.making import get, keys, put
+from tests.servers import S3Server
+
+pytestmark = pytest.mark.servers("memory")
+
+MIB = 2**20
+INDEX = "model.safetensors.index.json"
+
+
+class Place:
+    """A destination, and what is in it."""
+
+    def __init__(self, url: str | None, directory: Path, s3: Any = None) -> None:
+        self.where = url or str(directory / "out")
+        self._directory, self._s3 = directory, s3
+
+    def files(self) -> list[str]:
+        return sorted(str(path.relative_to(self.fetch())) for path in self.fetch().rglob("*") if path.is_file())
+
+    def fetch(self) -> Path:
+        """Its files as they are, in a directory."""
+        if not self.where.startswith("s3://"):
+            return Path(self.where)
+        copy = self._directory / "copy"
+        shutil.rmtree(copy, ignore_errors=True)
+        for name in keys(self._s3, self.where):
+            path = copy / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(get(self._s3, self.where, name))
+        return copy
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {name: tensor for path in self.fetch().glob("*.safetensors") for name, tensor in read(path).items()}
+
+
+@pytest.fixture(params=["directory", "s3"])
+def place(request: pytest.FixtureRequest, root: str, s3: Any, tmp_path: Path) -> Place:
+    return Place(f"{root}/out" if request.param == "s3" else None, tmp_path, s3)
+
+
+def test_every_dtype_and_shape(root: str, place: Place) -> None:
+    save({"model": model(), "step": 7}, f"{root}/x")
+    result = dcp_s3.export(f"{root}/x", place.where, rename={"^model[.]": ""})
+    assert result == dcp_s3.ExportResult(("model.safetensors",), len(model()), result.size, 1)
+    assert place.files() == ["model.safetensors"]
+    assert_same(place.tensors(), model())
+
+
+def test_shards_and_their_index(root: str, place: Place) -> None:
+    save({"model": model()}, f"{root}/x")
+    moved: list[int] = []
+    totals: list[int] = []
+    result = dcp_s3.export(
+        f"{root}/x", place.where, max_shard_size="100KB", on_total=totals.append, on_progress=moved.append
+    )
+    assert [result.size] == totals == [sum(moved)]
+    shards = [f"model-{n:05d}-of-00004.safetensors" for n in range(1, 5)]
+    assert result.files == (*shards, INDEX)
+    assert place.files() == sorted(result.files)
+    index = json.loads((place.fetch() / INDEX).read_bytes())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in model().values())
+    for shard in shards:
+        inside = read(place.fetch() / shard)
+        assert {name for name, file in index["weight_map"].items() if file == shard} == inside.keys()
+        assert sum(tensor.nbytes for tensor in inside.values()) <= 100_000
+    assert_same(place.tensors(), {f"model.{name}": tensor for name, tensor in model().items()})
+
+
+def test_a_torch_file_keeps_everything(root: str, place: Place) -> None:
+    state = every_kind()
+    save(state, f"{root}/x")
+    assert dcp_s3.export(f"{root}/x", place.where, format="torch").skipped == 0
+    assert place.files() == ["pytorch_model.bin"]
+    found = torch.load(place.fetch() / "pytorch_model.bin", weights_only=True)
+    assert_same(found, dcp_s3.read_tensors(f"{root}/x"))
+    assert found["objects.list.1.1.x"] == 3 or found["objects.list"] == [1, [2, {"x": 3}]]
+
+
+def test_floating_point_tensors_are_converted(root: str, place: Place) -> None:
+    whole = {"i": torch.arange(5), "b": torch.tensor([True]), "c": torch.zeros(3, dtype=torch.complex64)}
+    wide = {"w": torch.randn(export._CONVERTED + 77), "h": torch.randn(3).half(), "scalar": torch.tensor(2.5)}
+    save(whole | wide, f"{root}/x")
+    dcp_s3.export(f"{root}/x", place.where, dtype="bf16")
+    assert_same(place.tensors(), whole | {name: tensor.bfloat16() for name, tensor in wide.items()})
+    dcp_s3.export(f"{root}/x", place.where, dtype=torch.float64, overwrite=True)
+    assert_same(place.tensors(), whole | {name: tensor.double() for name, tensor in wide.items()})
+
+
+def _save_sharded(url: str) -> None:
+    line, square = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    placements = {"rows": (line, [Shard(0)]), "columns": (line, [Shard(1)]), "grid": (square, [Shard(0), Shard(1)]),
+                  "hybrid": (square, [Replicate(), Shard(0)])}  # fmt: skip
+    full = torch.arange(130 * 22 * 3).view(130, 22, 3)
+    state = {name: distribute_tensor(full, *how, src_data_rank=None) for name, how in placements.items()}
+    torch.distributed.checkpoint.save(state, storage_writer=dcp_s3.S3StorageWriter(url))
+
+
+def test_sharded_tensors_in_small_pieces(root: str, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces and parts that end anywhere: within rows, within elements' neighbours, within files."""
+    monkeypatch.setattr(export_plan, "BATCH", 4096)
+    monkeypatch.setattr(export_plan, "_PIECE", 500)
+    run_ranks(4, _save_sharded, f"{root}/x")
+    dcp_s3.export(f"{root}/x", place.where, max_shard_size=60_000, dtype="fp32")
+    full = torch.arange(130 * 22 * 3).view(130, 22, 3)
+    assert_same(place.tensors(), dict.fromkeys(["rows", "columns", "grid", "hybrid"], full))
+
+
+def test_files_of_several_parts(root: str, s3: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(destination, "_PART", 5 * MIB)
+    monkeypatch.setattr(destination, "PART_MEMORY", 20 * MIB)
+    state = {"a": random_tensor((7 * MIB,), torch.uint8, 1), "b": random_tensor((9 * MIB,), torch.uint8, 2)}
+    save(state, f"{root}/x")
+    place = Place(f"{root}/out", tmp_path, s3)
+    dcp_s3.export(f"{root}/x", place.where, max_shard_size=20 * MIB)
+    assert_same(place.tensors(), state)
+
+
+def test_checkpoints_of_torch(root: str, tmp_path: Path) -> None:
+    state = {"model": model()}
+    torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    replicate.upload(tmp_path / "theirs", f"{root}/x")
+    place = Place(None, tmp_path)
+    dcp_s3.export(f"{root}/x", place.where, include="model.*", rename={"^model[.]": ""})
+    assert_same(place.tensors(), model())
+
+
+def test_attachments_become_files(root: str, place: Place) -> None:
+    writer = dcp_s3.S3StorageWriter(f"{root}/x")
+    writer.attach("config.json", b"{}")
+    writer.attach("tokenizer/vocab.txt", b"a")
+    torch.distributed.checkpoint.save({"w": torch.ones(1)}, storage_writer=writer, no_dist=True)
+    dcp_s3.export(f"{root}/x", place.where)
+    assert place.files() == ["config.json", "model.safetensors", "tokenizer/vocab.txt"]
+    assert (place.fetch() / "config.json").read_bytes() == b"{}"
+    writer = dcp_s3.S3StorageWriter(f"{root}/y")
+    writer.attach("model.safetensors", b"x")
+    torch.distributed.checkpoint.save({"w": torch.ones(1)}, storage_writer=writer, no_dist=True)
+    with pytest.raises(errors.ExportError, match=r"attachment model\.safetensors"):
+        dcp_s3.export(f"{root}/y", place.where, overwrite=True)
+
+
+# --- what is refused ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"include": "modle.*"}, errors.EntryNotFoundError, r"no entry that matches 'modle\.\*'.*'model\.a'"),
+        ({"include": ["step"]}, errors.ExportError, "no tensor to export among 1 entries"),
+        ({"rename": {"modle": ""}}, errors.ExportError, r"'modle' matches no name.*'model\.[ab]'"),
+        ({"rename": {"[ab]$": "x"}}, errors.ExportError, r"'model\.a' and 'model\.b' would both be called 'model\.x'"),
+        ({"rename": {r"model\.a": "__metadata__"}}, errors.ExportError, "__metadata__"),
+        ({}, errors.ExportError, r"no dtype for 'odd', which is torch\.complex128"),
+        ({"dtype": "int8"}, errors.ExportError, "no floating-point type"),
+        ({"dtype": "bf61"}, errors.ExportError, "'bf61' is no floating-point type: expected bf16"),
+        ({"max_shard_size": "5 apples"}, errors.ExportError, "max_shard_size = '5 apples'"),
+        ({"max_shard_size": 0}, errors.ExportError, "at least 1 byte"),
+        ({"format": "onnx"}, errors.ExportError, "expected 'safetensors' or 'torch'"),
+    ],
+)  # fmt: skip
+def test_nothing_is_written_if_it_cannot_be(
+    root: str, place: Place, arguments: Any, error: type[Exception], message: str
+) -> None:
+    state = {"model": {"a": torch.ones(1), "b": torch.ones(1)}, "odd": torch.ones(1, dtype=torch.complex128), "step": 7}
+    save(state, f"{root}/x")
+    with pytest.raises(error, match=message):
+        dcp_s3.export(f"{root}/x", place.where, **arguments)
+    assert place.files() == []
+
+
+def test_what_is_there_is_replaced_only_if_told(root: str, place: Place) -> None:
+    save({"a": torch.ones(100), "b": torch.ones(100)}, f"{root}/x")
+    save({"c": torch.zeros(1)}, f"{root}/y")
+    dcp_s3.export(f"{root}/x", place.where, max_shard_size=400)
+    before = place.files()
+    assert len(before) == 3
+    with pytest.raises(errors.ExportError, match="is not empty"):
+        dcp_s3.export(f"{root}/y", place.where)
+    assert place.files() == before
+    dcp_s3.export(f"{root}/y", place.where, overwrite=True)
+    assert place.files() == ["model.safetensors"]
+    assert_same(place.tensors(), {"c": torch.zeros(1)})
+
+
+def test_other_files_stay(root: str, tmp_path: Path) -> None:
+    save({"a": torch.ones(2)}, f"{root}/x")
+    for name in ("config.json", "pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json", "model.txt"):
+        (tmp_path / name).write_text(name)
+    (tmp_path / "sub").mkdir()
+    dcp_s3.export(f"{root}/x", tmp_path, overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.json", "model.safetensors", "model.txt", "sub"]
+
+
+def test_a_checkpoint_is_no_destination(root: str) -> None:
+    save({"a": torch.ones(2)}, f"{root}/x")
+    with pytest.raises(errors.ExportError, match="is a checkpoint"):
+        dcp_s3.export(f"{root}/x", f"{root}/x", overwrite=True)
+    with pytest.raises(errors.CheckpointNotFoundError):
+        dcp_s3.export(f"{root}/y", f"{root}/z")
+
+
+def test_a_file_that_s3_cannot_take_is_refused(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(destination, "_MAX_PART", 1)
+    save({"a": torch.ones(10_000)}, f"{root}/x")
+    with pytest.raises(errors.ExportError, match="a smaller max_shard_size"):
+        dcp_s3.export(f"{root}/x", f"{root}/out")
+
+
+def test_a_lease_keeps_prune_away(root: str, s3: Any, tmp_path: Path) -> None:
+    save({"a": torch.ones(2)}, f"{root}/x")
+    seen: set[str] = set()
+    dcp_s3.export(
+        f"{root}/x",
+        tmp_path,
+        settings={"reader_lease": 60},
+        on_progress=lambda _: seen.update(keys(s3, f"{root}/x")),
+    )
+    assert [path for path in seen if "lease" in path]
+    assert not [path for path in keys(s3, f"{root}/x") if "lease" in path]
+
+
+def test_a_prefix_that_only_has_directories_is_not_empty(root: str, s3: Any) -> None:
+    save({"a": torch.ones(2)}, f"{root}/x")
+    put(s3, f"{root}/out/below", "file")
+    with pytest.raises(errors.ExportError, match=r"it has below\)"):
+        dcp_s3.export(f"{root}/x", f"{root}/out")
+    dcp_s3.export(f"{root}/x", f"{root}/out", overwrite=True)
+    assert sorted(keys(s3, f"{root}/out")) == ["below/file", "model.safetensors"]
+
+
+# --- failures -------------------------------------------------------------------------------------------
+
+
+def test_a_failed_export_leaves_nothing(root: str, place: Place, s3: Any) -> None:
+    """Damage in the last tensor: the files before it were committed."""
+    save({name: random_tensor((1000,), torch.float32, n) for n, name in enumerate("abc")}, f"{root}/x")
+    (path,) = [path for path in keys(s3, f"{root}/x") if path.endswith(".distcp")]
+    data = bytearray(get(s3, f"{root}/x", path))
+    data[-2000] ^= 1
+    put(s3, f"{root}/x", path, bytes(data))
+    with pytest.raises(errors.CorruptCheckpointError, match="'c'"):
+        dcp_s3.export(f"{root}/x", place.where, max_shard_size=4000)
+    assert place.files() == []
+
+
+def test_s3_fails_in_the_middle(root: str, s3: Any, memory_server: S3Server) -> None:
+    save({name: random_tensor((1000,), torch.float32, n) for n, name in enumerate("abc")}, f"{root}/x")
+    denied = Fault.error(403, "AccessDenied")
+    memory_server.handle.fault = lambda request: (
+        denied if request.operation == "PutObject" and "00003-of" in request.key else None
+    )
+    with pytest.raises(errors.AccessDeniedError):
+        dcp_s3.export(f"{root}/x", f"{root}/out", max_shard_size=4000)
+    memory_server.handle.fault = None
+    assert not keys(s3, f"{root}/out")
+
+
+def _export_slowly(url: str, path: str, reached: Any) -> None:
+    """Stop in the middle of the second file."""
+    calls: list[int] = []
+
+    def moved(count: int) -> None:
+        calls.append(count)
+        if sum(calls) > 6000:
+            reached.set()
+            threading.Event().wait()
+
+    dcp_s3.export(url, path, max_shard_size=4000, on_progress=moved)
+
+
+def test_a_killed_export_shows_whole_files_only(root: str, place: Place) -> None:
+    state = {name: random_tensor((1000,), torch.float32, n) for n, name in enumerate("abc")}
+    save(state, f"{root}/x")
+    reached = multiprocessing.get_context("forkserver").Event()
+    with running([new_process(_export_slowly, f"{root}/x", place.where, reached)]) as (process,):
+        assert reached.wait(120)
+        process.kill()
+        process.join()
+    shown = [name for name in place.files() if name.startswith("model")]
+    assert shown == ["model-00001-of-00003.safetensors"]
+    assert_same(place.tensors(), {"a": state["a"]})
+    with pytest.raises(errors.ExportError, match="is not empty"):
+        dcp_s3.export(f"{root}/x", place.where)
+    dcp_s3.export(f"{root}/x", place.where, overwrite=True)
+    assert place.files() == ["model.safetensors"]  # nor what had begun
+    assert_same(place.tensors(), state)
+
+
+def test_memory_is_bounded_whatever_the_size_of_a_tensor(root: str, tmp_path: Path) -> None:
+    size = 5 * export.BATCH
+    tensor = torch.empty(size, dtype=torch.uint8).fill_(7)
+    save({"a": tensor}, f"{root}/x")
+    sample = measure(lambda: dcp_s3.export(f"{root}/x", tmp_path))
+    assert (tmp_path / "model.safetensors").stat().st_size > size
+    assert sample.peak_bytes < 4 * export.BATCH  # two of them are the buffers
+
+
+def test_the_log_says_what_was_left_out(root: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save({"a": torch.ones(1), "step": 3, "name": "x"}, f"{root}/x")
+    with caplog.at_level(logging.INFO, "dcp_s3"):
+        assert dcp_s3.export(f"{root}/x", tmp_path).skipped == 2
+    assert [record.getMessage() for record in caplog.records if "left out" in record.message] == [
+        f"{root}/x: 2 entries that are no tensors were left out"
+    ]
