@@ -68,6 +68,7 @@ _PACKAGE = Path(inspect.getfile(dcp_s3)).parent
         (_DCP + "_extension", "ExtensionRegistry"),
         (_DCP + "_extension", "StreamTransformExtension"),
         (_DCP + "_storage_utils", "_storage_setup"),
+        (_DCP + "api", "_wrap_exception"),
         (_DCP + "_fsspec_filesystem", "FsspecReader"),
         (_DCP + "_fsspec_filesystem", "FsspecWriter"),
         (_DCP + "filesystem", "CURRENT_DCP_VERSION"),
@@ -101,6 +102,7 @@ def test_private_torch_is_imported_in_three_modules_only() -> None:
     [
         (torch_private.narrow_tensor_by_index, ["tensor", "offsets", "sizes"], "load/prepare.py, items without offset"),
         (torch_private.create_chunk_list, ["tensor"], "load/planner.py"),
+        (torch_private.wrap_exception, ["exc"], "integrations/megatron/writer.py"),
         (
             torch_private.StorageInfo,
             ["relative_path", "offset", "length", "transform_descriptors"],
