@@ -31,6 +31,7 @@ from torch.distributed.checkpoint._async_thread_executor import (
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.api import _wrap_exception as wrap_exception
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
@@ -79,6 +80,7 @@ __all__ = [
     "pin_memory",
     "rebuild_sharded_tensor",
     "unpin_memory",
+    "wrap_exception",
 ]
 
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)

@@ -72,6 +72,7 @@ _PACKAGE = Path(inspect.getfile(dcp_s3)).parent
         (_DCP + "_storage_utils", "_storage_setup"),
         ("torch._subclasses.fake_tensor", "FakeTensorMode"),
         (_DCP + "_nested_dict", "flatten_state_dict"),
+        (_DCP + "api", "_wrap_exception"),
         (_DCP + "_fsspec_filesystem", "FsspecReader"),
         (_DCP + "_fsspec_filesystem", "FsspecWriter"),
         (_DCP + "filesystem", "CURRENT_DCP_VERSION"),
@@ -138,6 +139,7 @@ def test_fake_tensors_are_saved_with_holes_in_the_place_of_their_bytes() -> None
     [
         (torch_private.narrow_tensor_by_index, ["tensor", "offsets", "sizes"], "load/prepare.py, items without offset"),
         (torch_private.create_chunk_list, ["tensor"], "load/planner.py"),
+        (torch_private.wrap_exception, ["exc"], "integrations/megatron/writer.py"),
         (
             torch_private.StorageInfo,
             ["relative_path", "offset", "length", "transform_descriptors"],

@@ -15,10 +15,10 @@ from dcp_s3 import errors
 from dcp_s3.checkpoint.listing import list_directory
 from dcp_s3.checkpoint.stored_metadata import fetch_metadata
 from dcp_s3.checksum import crc64nvme, crc_hex
-from dcp_s3.format.layout import METADATA_CRC_KEY, SAVE_ID_KEY, is_attachment_name, manifest_object
+from dcp_s3.format.layout import METADATA_CRC_KEY, SAVE_ID_KEY, is_attachment_name, manifest_object, metadata_object
 from dcp_s3.format.manifest import AttachmentEntry, Manifest, ObjectEntry, attachments_of
 from dcp_s3.format.metadata import load_metadata
-from dcp_s3.store import ABSENT, Store, StoredObject
+from dcp_s3.store import ABSENT, Store
 from dcp_s3.units import format_size
 from dcp_s3.url import CheckpointURL
 
@@ -150,14 +150,14 @@ def find_attachments(store: Store, url: CheckpointURL) -> Mapping[str, Attachmen
         StorageError, CheckpointError
     """
     try:
-        return _attachments_of_save(store, url, None, fetch_metadata(store, url))
+        return _attachments_of_save(store, url, None)
     except errors.CheckpointNotFoundError:
         ranks = list_directory(store, url, "__").ranks
         if not ranks:
             raise
     found: dict[str, AttachmentEntry] = {}
     for rank in ranks:
-        found = {**_attachments_of_save(store, url, rank, fetch_metadata(store, url, rank)), **found}
+        found = {**_attachments_of_save(store, url, rank), **found}
     return found
 
 
@@ -196,13 +196,8 @@ def missing_error(url: CheckpointURL, name: str, known: Collection[str]) -> erro
     return errors.AttachmentNotFoundError(f"{url} has no attachment {name!r}: {has}", url=str(url), name=name)
 
 
-def _attachments_of_save(
-    store: Store, url: CheckpointURL, rank: int | None, commit: StoredObject
-) -> Mapping[str, AttachmentEntry]:
-    save_id = commit.metadata.get(SAVE_ID_KEY)
-    if save_id is None:  # another library's, or a copy that lost its user metadata
-        save_id = getattr(load_metadata(commit.data, url=str(url)).storage_meta, "save_id", None)
-    path = manifest_object(str(save_id), rank)
+def _attachments_of_save(store: Store, url: CheckpointURL, rank: int | None) -> Mapping[str, AttachmentEntry]:
+    path = manifest_object(str(_find_save_id(store, url, rank)), rank)
     try:
         return Manifest.from_json(store.get(url.key(path)).data).attachments
     except errors.ObjectNotFoundError:
@@ -213,3 +208,20 @@ def _attachments_of_save(
             "dcp_s3 if a newer one wrote it, else restore the object from a backup",
             url=str(url),
         ) from error
+
+
+def _find_save_id(store: Store, url: CheckpointURL, rank: int | None) -> str | None:
+    """Save id of the checkpoint; None if another library wrote it. A HEAD is mostly enough: ``.metadata`` may be large.
+
+    Raises:
+        CheckpointNotFoundError: there is none.
+        StorageError, CheckpointError
+    """
+    try:
+        save_id = store.head(url.key(metadata_object(rank))).metadata.get(SAVE_ID_KEY)
+    except errors.ObjectNotFoundError:
+        save_id = None  # the answer to a GET says whether the bucket is missing
+    if save_id is None:  # or a copy has lost its user metadata
+        stored = fetch_metadata(store, url, rank)
+        save_id = getattr(load_metadata(stored.data, url=str(url)).storage_meta, "save_id", None)
+    return save_id

@@ -43,7 +43,12 @@ def item_size(item: WriteItem) -> int:
 
 
 def matches_prefix(fqn: str, prefix: str) -> bool:
-    """Whether ``fqn`` is ``prefix`` or lies below it (``model`` matches ``model.layers.0``, not ``model2``)."""
+    """Whether ``fqn`` is ``prefix`` or lies below it (``model`` matches ``model.layers.0``, not ``model2``).
+
+    With a star at its end it is plain text: ``model*`` matches ``model2``, too.
+    """
+    if prefix.endswith("*"):
+        return fqn.startswith(prefix[:-1])
     return fqn == prefix or fqn.startswith(prefix.rstrip(".") + ".")
 
 

@@ -114,6 +114,7 @@ class Save:
         """Whether all of this rank's data is written."""
         self._options, self._settings, self._spill_store = options, options.settings, options.spill_store
         self._rank, self._is_coordinator, self._use_collectives = rank, is_coordinator, use_collectives
+        self._world_size = world_size()  # now: data may be written in a process that has no process group
         self._identity = SaveIdentity(url, save_id, None if use_collectives else rank)
         self._overwrite = options.overwrite and use_collectives
         self._previous = Previous()
@@ -185,7 +186,7 @@ class Save:
         names = ObjectNames(self.url, self._rank, new_nonce())
         with self._spill_session(names, len(buckets)) as session:
             results = write_buckets(
-                self._store(), buckets, planner, self._options.transforms, names, session, ranks=world_size()
+                self._store(), buckets, planner, self._options.transforms, names, session, ranks=self._world_size
             )
         if session is not None and session.sealed:
             self._drain()
@@ -221,7 +222,7 @@ class Save:
                 # A copy: with plan caching, the next save gets this very object while it is being pickled.
                 dataclasses.replace(metadata),
                 objects,
-                world_size=len(results) if self._use_collectives else world_size(),
+                world_size=len(results) if self._use_collectives else self._world_size,
                 metrics=self._options.metrics,
                 started_at=self._beginning.at,
             )

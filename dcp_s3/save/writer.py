@@ -60,7 +60,8 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             always an error, because the replacement could not be atomic.
         metrics: user metrics (numbers, text, bools), stored beside the checkpoint.
         separate: FQN prefixes that get their own objects, for example ``["model", "optimizer"]``. An entry may be a
-            list of prefixes that share objects. Everything else shares the remaining objects.
+            list of prefixes that share objects. Everything else shares the remaining objects. A prefix ends where a
+            name in the FQN does; with a star at its end, ``"optim*"``, anywhere.
         settings: a `Settings`, or a mapping of settings that override the environment.
         _extensions: torch's stream transforms (experimental), as for FileSystemWriter.
 

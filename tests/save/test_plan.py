@@ -76,6 +76,13 @@ def test_prefixes_end_at_dots() -> None:
     assert not matches_prefix("mode", "model")
 
 
+def test_prefixes_with_a_star_end_anywhere() -> None:
+    assert matches_prefix("model2.w", "model*")
+    assert matches_prefix("model", "model*")
+    assert not matches_prefix("a.model", "model*")
+    assert matches_prefix("anything", "*")
+
+
 def test_groups_take_the_first_match_and_leave_the_rest() -> None:
     items = [bytes_item(name) for name in ("a.x", "b.x", "a.y.z", "c", "d.a")]
     groups = group_items(items, [["a.y"], ["a", "b"]])

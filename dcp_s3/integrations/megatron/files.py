@@ -1,0 +1,269 @@
+"""The files that Megatron-Core reads and writes beside the tensors, on S3.
+
+With `MultiStorageClientFeature` enabled, Megatron reaches all of them through the package multistorageclient. `Files`
+takes that package's place. It carries s3:// paths, and passes others on: to the package if it is there and enabled,
+else to the local file system.
+
+``common.pt`` and ``metadata.json`` belong to a checkpoint: they are its attachments. The former is written before the
+save begins, so it is held until then.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import io
+import os
+import pathlib
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import IO, Any
+
+import torch
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME
+from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import CachedMetadataFileSystemReader
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from torch.distributed.checkpoint.metadata import Metadata
+
+from dcp_s3.errors import AttachmentNotFoundError, CheckpointNotFoundError, ObjectNotFoundError
+from dcp_s3.load.reader import S3StorageReader
+from dcp_s3.s3.store import S3Store
+from dcp_s3.settings import SettingsLike, resolve_settings
+from dcp_s3.url import CheckpointURL, URLLike, is_s3_url, parse_url
+
+_ATTACHED = frozenset({COMMON_STATE_FNAME, CONFIG_FNAME})
+
+
+class SmallFiles:
+    """Files on S3, each read and written whole. Thread-safe."""
+
+    def __init__(self, settings: SettingsLike) -> None:
+        self.settings = settings
+        self._lock = threading.Lock()
+        self._held: dict[CheckpointURL, dict[str, bytes]] = {}
+        self._sent: dict[CheckpointURL, bytes] = {}
+
+    def hold(self, url: CheckpointURL, name: str, data: bytes) -> None:
+        """Keep a file for the next save to ``url``."""
+        with self._lock:
+            self._held.setdefault(url, {})[name] = data
+
+    def take(self, url: CheckpointURL) -> dict[str, bytes]:
+        """The files, by name, of the save to ``url`` that begins now. They are not held any more."""
+        with self._lock:
+            found = self._held.pop(url, {})
+            if CONFIG_FNAME in found:
+                self._sent[url] = found[CONFIG_FNAME]
+        return found
+
+    def write(self, path: URLLike, data: bytes) -> None:
+        """Write a file; one that belongs to a checkpoint waits for its save."""
+        directory, name = _split(path)
+        if name == COMMON_STATE_FNAME:
+            self.hold(directory, name, data)
+            return
+        if name == CONFIG_FNAME:
+            with self._lock:
+                sent = self._sent.pop(directory, None)
+            if sent == data:
+                return  # Megatron writes it after the save, with which it was committed already
+        self._store(directory).put(directory.key(name), data)
+
+    def read(self, path: URLLike) -> bytes:
+        """The bytes of a file.
+
+        Raises:
+            FileNotFoundError: there is none.
+            StorageError, CheckpointError
+        """
+        directory, name = _split(path)
+        try:
+            if name in _ATTACHED:
+                return S3StorageReader(str(directory), settings=self.settings).attachment(name)
+            return self._store(directory).get(directory.key(name)).data
+        except (ObjectNotFoundError, CheckpointNotFoundError, AttachmentNotFoundError) as error:
+            raise FileNotFoundError(f"{parse_url(path)} is not there: {error}") from error
+
+    def is_file(self, path: URLLike) -> bool:
+        """Whether there is a file; whether a checkpoint has it, for those that belong to one."""
+        directory, name = _split(path)
+        if name not in _ATTACHED:
+            return bool(name) and self._store(directory).exists(directory.key(name))
+        try:
+            self.read(path)
+        except FileNotFoundError:
+            return False
+        return True
+
+    def is_dir(self, path: URLLike) -> bool:
+        """Whether anything lies below ``path``."""
+        return next(self.names(path), None) is not None
+
+    def names(self, path: URLLike) -> Iterator[str]:
+        """Names of the files and directories right below ``path``."""
+        url = parse_url(path)
+        prefix, store, token = url.key(""), self._store(url), None
+        while True:
+            page = store.page(prefix, "/", token=token)
+            yield from (each.key[len(prefix) :] for each in page.objects)
+            yield from (each[len(prefix) :].rstrip("/") for each in page.prefixes)
+            token = page.next_token
+            if token is None:
+                return
+
+    def _store(self, url: CheckpointURL) -> S3Store:
+        return S3Store(url.bucket, resolve_settings(self.settings))
+
+
+class Files:
+    """What Megatron takes for the package multistorageclient.
+
+    Args:
+        small: the files on S3.
+        find_package: gives the real package, which carries all other paths; None if it is missing or disabled.
+    """
+
+    def __init__(self, small: SmallFiles, find_package: Callable[[], Any]) -> None:
+        def package() -> Any:
+            return find_package() or _LOCAL
+
+        self._small, self._find_package = small, find_package
+        self.open = _either(self._open, lambda: package().open)
+        self.Path = _either(type("S3Path", (_S3Path,), {"small": small}), lambda: package().Path)
+        self.os = SimpleNamespace(
+            makedirs=_either(lambda _, **__: None, lambda: package().os.makedirs),  # S3 has no directories
+            path=SimpleNamespace(
+                exists=_either(self._exists, lambda: package().os.path.exists),
+                isdir=_either(lambda path, **_: small.is_dir(path), lambda: package().os.path.isdir),
+                isfile=_either(small.is_file, lambda: package().os.path.isfile),
+            ),
+        )
+        save = _either(self._save, lambda: lambda path, obj, **options: package().torch.save(obj, path, **options))
+        self.torch = SimpleNamespace(
+            save=lambda obj, path, **options: save(path, obj, **options),
+            load=_either(self._load, lambda: package().torch.load),
+            MultiStorageFileSystemReader=_either(
+                self._reader, lambda: package().torch.MultiStorageFileSystemReader
+            ),
+        )  # fmt: skip
+
+    def __getattr__(self, name: str) -> Any:
+        package = self._find_package()
+        if package is None:
+            raise RuntimeError(
+                f"Megatron needs multistorageclient.{name}, and multistorageclient is not installed, or disabled with "
+                "--disable-msc. Remedy: pip install multi-storage-client; s3:// checkpoints and local paths work "
+                "without it"
+            )
+        return getattr(package, name)
+
+    def _open(self, path: URLLike, mode: str = "rb", **_: Any) -> IO[Any]:
+        kind = mode.replace("b", "").replace("t", "")
+        if kind not in ("r", "w", "a"):
+            raise ValueError(f"{parse_url(path)} cannot be opened with mode {mode!r}: files on S3 are written whole")
+        data = self._small.read(path) if kind == "r" or (kind == "a" and self._small.is_file(path)) else b""
+        if kind == "r":
+            return io.BytesIO(data) if "b" in mode else io.StringIO(data.decode())
+        send = functools.partial(self._small.write, path)
+        return _Outgoing(send, data) if "b" in mode else _OutgoingText(send, data)
+
+    def _exists(self, path: URLLike) -> bool:
+        return self._small.is_file(path) or self._small.is_dir(path)
+
+    def _save(self, path: URLLike, obj: object, **options: Any) -> None:
+        with self._open(path, "wb") as stream:
+            torch.save(obj, stream, **options)
+
+    def _load(self, path: URLLike, **options: Any) -> Any:
+        return torch.load(io.BytesIO(self._small.read(path)), **options)
+
+    def _reader(self, path: URLLike, **_: Any) -> S3StorageReader:
+        return _Reader(path, settings=self._small.settings)
+
+
+def _either(on_s3: Callable[..., Any], elsewhere: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    def call(path: Any, *args: Any, **options: Any) -> Any:
+        return (on_s3 if is_s3_url(path) else elsewhere())(path, *args, **options)
+
+    return call
+
+
+class _Outgoing(io.BytesIO):
+    """A file that is written to S3 when it is closed, unless the block that writes it fails."""
+
+    def __init__(self, send: Callable[[bytes], None], data: bytes) -> None:
+        super().__init__()
+        self._send: Callable[[bytes], None] | None = send
+        self.write(data)
+
+    def close(self) -> None:
+        send, self._send = self._send, None
+        try:
+            if send is not None:
+                send(self.getvalue())
+        finally:
+            super().close()
+
+    def __exit__(self, kind: Any, *_: Any) -> None:
+        if kind is not None:
+            self._send = None
+        self.close()
+
+
+class _OutgoingText(io.TextIOWrapper):
+    def __init__(self, send: Callable[[bytes], None], data: bytes) -> None:
+        self._outgoing = _Outgoing(send, data)
+        super().__init__(self._outgoing, encoding="utf-8", write_through=True)
+
+    def __exit__(self, *error: Any) -> None:
+        self._outgoing.__exit__(*error)
+
+
+class _S3Path(pathlib.PurePosixPath):
+    """An s3:// path as far as Megatron walks it. As text it has one slash after the scheme, as pathlib makes it."""
+
+    small: SmallFiles
+
+    def iterdir(self) -> Iterator[_S3Path]:
+        return (self / name for name in self.small.names(self))
+
+    def exists(self) -> bool:
+        return self.is_file() or self.is_dir()
+
+    def is_dir(self) -> bool:
+        return self.small.is_dir(self)
+
+    def is_file(self) -> bool:
+        return self.small.is_file(self)
+
+
+class _Reader(S3StorageReader):
+    """Has the metadata once for each load: Megatron asks for it again afterwards."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata or super().read_metadata(*args, **kwargs)
+
+
+_LOCAL = SimpleNamespace(
+    open=builtins.open,
+    Path=pathlib.Path,
+    os=SimpleNamespace(
+        makedirs=os.makedirs,
+        path=SimpleNamespace(
+            exists=os.path.exists, isfile=os.path.isfile, isdir=lambda path, strict=True: os.path.isdir(path)
+        ),
+    ),
+    torch=SimpleNamespace(
+        save=torch.save,
+        load=torch.load,
+        MultiStorageFileSystemReader=lambda path, **_: CachedMetadataFileSystemReader(path),
+    ),
+)
+"""The local file system, as the package multistorageclient would present it."""
+
+
+def _split(path: URLLike) -> tuple[CheckpointURL, str]:
+    """Directory and name of a file."""
+    url = parse_url(path)
+    return CheckpointURL(url.bucket, url.prefix.rpartition("/")[0]), url.name

@@ -1,0 +1,292 @@
+"""What the ranks of these tests run."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.core import CheckpointingException, check_is_distributed_checkpoint
+from megatron.core.dist_checkpointing.serialization import (
+    get_default_load_sharded_strategy,
+    load_content_metadata,
+    load_sharded_metadata,
+)
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue
+from megatron.core.dist_checkpointing.strategies.fully_parallel import (
+    FullyParallelLoadStrategyWrapper,
+    FullyParallelSaveStrategyWrapper,
+)
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from megatron.core.msc_utils import MultiStorageClientFeature
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dcp_s3 import S3StorageReader, latest
+from dcp_s3.integrations import megatron
+from dcp_s3.save.save import Save
+from tests.frameworks.megatron import cpu, states
+from tests.killing import begin
+
+MODES = ("sync", "forked", "persistent")
+
+
+@contextmanager
+def trainer(mode: str = "sync", **options: Any) -> Iterator[Trainer]:
+    """One rank of Megatron, with the adapter."""
+    cpu.pretend()
+    megatron.install()
+    rank = Trainer(mode, options)
+    try:
+        yield rank
+    finally:
+        rank.queue.close()
+        megatron.uninstall()
+
+
+class Trainer:
+    """One rank that saves and loads as Megatron's training loop does."""
+
+    def __init__(self, mode: str, options: dict[str, Any]) -> None:
+        self.mode = mode
+        self.queue = AsyncCallsQueue(persistent=mode == "persistent")
+        self.strategy: Any = TorchDistSaveShardedStrategy("torch_dist", 1, **options)
+
+    def save(self, url: str, step: int, layout: str = "rows", **options: Any) -> None:
+        self.save_state(url, states.sharded(step, layout), **options)
+
+    def save_state(self, url: str, state: dict[str, Any], *, wait: bool = True, **options: Any) -> None:
+        request = dist_checkpointing.save(
+            state, url, self.strategy, async_sharded_save=self.mode != "sync", **options
+        )  # fmt: skip
+        if request is not None:
+            self.queue.schedule_async_request(request)
+        if wait:
+            self.queue.maybe_finalize_async_calls(blocking=True)
+
+    def load(self, url: str, step: int, layout: str = "rows", **options: Any) -> None:
+        loaded = dist_checkpointing.load(states.sharded(step, layout, blank=True), url, **options)
+        states.check(loaded, step, layout)
+
+
+def save(url: str, step: int, layout: str, mode: str = "sync", **options: Any) -> list[str]:
+    """Save, and go on changing the state; returns the files that this left in the working directory."""
+    with trainer(mode, **options) as rank:
+        state = states.sharded(step, layout)
+        tensors = [state[name].data for name in states.SHAPES]
+        rank.save_state(url, state, wait=False)
+        if mode != "sync":
+            for tensor in tensors:
+                tensor.zero_()
+        rank.queue.maybe_finalize_async_calls(blocking=True)
+    return os.listdir()
+
+
+def load(url: str, step: int, layout: str) -> None:
+    with trainer() as rank:
+        rank.load(url, step, layout)
+
+
+def save_twice_at_once(root: str) -> None:
+    """Two saves under way: Megatron lets the later one end first."""
+    with trainer("forked") as rank:
+        for step in (1, 2):
+            rank.save(f"{root}/iter_{step}", step, wait=False)
+        rank.queue.maybe_finalize_async_calls(blocking=True)
+        for step in (1, 2):
+            rank.load(f"{root}/iter_{step}", step)
+
+
+def save_with_cached_structure(root: str, mode: str) -> list[bool]:
+    """Several saves of one structure; returns whether each found the plans of the one before it reusable."""
+    validated = []
+    with trainer(mode, cached_metadata=True) as rank:
+        for step in range(1, 5):
+            rank.save(f"{root}/iter_{step}", step, "columns")
+            validated.append(bool(rank.strategy.validated_cache_reuse))
+        for step in range(1, 5):
+            rank.load(f"{root}/iter_{step}", step, "rows")
+    return validated
+
+
+def save_and_load_fully_parallel(url: str, mode: str) -> int:
+    """Every tensor is replicated on all ranks; returns how many of them this rank wrote."""
+    with trainer(mode) as rank:
+        written = []
+        rank.strategy = FullyParallelSaveStrategyWrapper(rank.strategy, do_cache_distribution=True)
+        for step in (1, 2):
+            state = _replicated(step)
+            rank.save_state(f"{url}-{step}", state)
+            written = [name for name in states.SHAPES if state[name].replica_id == 0]
+        blank = _replicated(2)
+        for name in states.SHAPES:
+            blank[name].data.zero_()
+        strategy = FullyParallelLoadStrategyWrapper(
+            get_default_load_sharded_strategy(f"{url}-2"), exchange_algo="gather_object"
+        )
+        loaded = dist_checkpointing.load(blank, f"{url}-2", strategy)
+        for name in states.SHAPES:
+            assert torch.equal(loaded[name], states.whole(name, 2)), name
+        return len(written)
+
+
+def _replicated(step: int) -> dict[str, Any]:
+    return {
+        name: ShardedTensor.from_rank_offsets(name, states.whole(name, step), replica_id=dist.get_rank())
+        for name in states.SHAPES
+    }
+
+
+def fail_to_save(url: str, mode: str) -> dict[int, str]:
+    """A save that fails; returns what each rank is said to have failed with."""
+    with trainer(mode) as rank:
+        try:
+            rank.save(url, 1)
+        except CheckpointException as error:
+            return {number: f"{type(cause).__name__}: {cause}" for number, (cause, _) in error.failures.items()}
+    raise AssertionError("it was saved")
+
+
+def lose_the_process(url: str) -> dict[int, str]:
+    """The process that saves is killed on rank 1."""
+    if int(os.environ["RANK"]) == 1:
+        Save.write_data = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+    return fail_to_save(url, "forked")
+
+
+def look(url: str) -> None:
+    """All other entry points of dist_checkpointing, with what step 5 saved."""
+    with trainer():
+        known = dist_checkpointing.load_tensors_metadata(url)
+        assert {name: (tuple(t.global_shape), t.dtype) for name, t in known.items()} == states.SHAPES
+        everything = load_sharded_metadata(url)
+        assert everything.keys() - known.keys() == {"rng/shard_0_1"}
+        plain = dist_checkpointing.load_plain_tensors(url)
+        assert plain.keys() - {"iteration", "args", "content_metadata"} == states.SHAPES.keys()
+        for name in states.SHAPES:
+            assert torch.equal(plain[name], states.whole(name, 5)), name
+        common = dist_checkpointing.load_common_state_dict(url)
+        assert common["iteration"] == 5
+        assert load_content_metadata(url) == {"layout": "new"}
+        assert check_is_distributed_checkpoint(url)
+        assert not check_is_distributed_checkpoint(f"{url}-missing")
+        for missing in (f"{url}-missing", f"{url}/.dcp_s3"):
+            with pytest.raises(CheckpointingException, match=missing):
+                dist_checkpointing.load({}, missing)
+
+
+def save_with_options(url: str, step: int, options: dict[str, Any]) -> None:
+    content = options.pop("content_metadata")
+    with trainer(**options) as rank:
+        rank.save(url, step, content_metadata=content)
+
+
+def names_by_object(url: str) -> dict[str, set[str]]:
+    """The names of the entries in each data object."""
+    found: dict[str, set[str]] = {}
+    for index, info in (S3StorageReader(url).read_metadata().storage_data or {}).items():
+        found.setdefault(info.relative_path, set()).add(index.fqn)
+    return found
+
+
+def remove(url: str, prefix: str) -> None:
+    """In a process without ranks."""
+    megatron.install()
+    try:
+        dist_checkpointing.remove_sharded_tensors(url, prefix)
+    finally:
+        megatron.uninstall()
+
+
+def remove_optimizer(url: str, step: int = 5) -> None:
+    with trainer():
+        dist_checkpointing.remove_sharded_tensors(url, "optim")
+        assert {n for n in states.SHAPES if not n.startswith("optim")} == set(
+            dist_checkpointing.load_tensors_metadata(url)
+        )
+        state = states.sharded(step, blank=True)
+        for name in states.SHAPES:
+            if name.startswith("optim"):
+                del state[name]
+        loaded = dist_checkpointing.load(state, url)
+        assert torch.equal(loaded["norm.weight"], states.whole("norm.weight", step))
+
+
+def save_stock(directory: str, step: int, layout: str) -> None:
+    """Megatron as it is, without the adapter."""
+    cpu.pretend()
+    MultiStorageClientFeature.disable()
+    strategy = TorchDistSaveShardedStrategy("torch_dist", 1, separation_hint="optim")
+    dist_checkpointing.save(states.sharded(step, layout), directory, strategy)
+
+
+def load_stock(directory: str, step: int, layout: str) -> None:
+    cpu.pretend()
+    MultiStorageClientFeature.disable()
+    states.check(dist_checkpointing.load(states.sharded(step, layout, blank=True), directory), step, layout)
+
+
+def save_beside(url: str, directories: list[str], multistorageclient: bool) -> None:
+    """With the adapter: to S3, and to paths that are not its business."""
+    if not multistorageclient:
+        MultiStorageClientFeature.disable()
+    with trainer() as rank:
+        for path in (url, *directories):
+            rank.save(path, 7)
+            rank.load(path, 7, "columns")
+
+
+def train(root: str, until: int, mode: str = "sync") -> None:
+    """Train from the newest checkpoint on, with a checkpoint every two steps; at the end all values must be right."""
+    layout = "grid" if dist.get_world_size() > 2 else "rows"
+    with trainer(mode) as rank:
+        newest = latest(root)
+        if newest is None:
+            state, step = states.sharded(0, layout), 0
+        else:
+            state = states.sharded(0, layout, blank=True)
+            loaded = dist_checkpointing.load(state, newest.url)
+            state, step = states.sharded(0, layout), loaded["iteration"]
+            for name in states.SHAPES:
+                state[name].data.copy_(loaded[name])
+        while step < until:
+            step += 1
+            for name in states.SHAPES:
+                train_step(state[name].data, step)
+            if step % 2 == 0:
+                rank.queue.maybe_finalize_async_calls(blocking=True)
+                saved = {**state, "iteration": step}
+                rank.save_state(f"{root}/iter_{step:07d}", saved, wait=mode == "sync")
+        rank.queue.maybe_finalize_async_calls(blocking=True)
+        for name, sharded in states.sharded(0, layout).items():
+            if name in states.SHAPES:
+                for each in range(1, until + 1):
+                    train_step(sharded.data, each)
+                assert torch.equal(sharded.data, state[name].data), name
+
+
+def train_step(tensor: torch.Tensor, step: int) -> None:
+    """Each value depends on all steps before."""
+    tensor.mul_(0.75).add_(step)
+
+
+def train_until_killed(
+    environment: dict[str, str], directory: Path, rank: int, world: int, root: str, mode: str
+) -> None:
+    """In a process that leads a process group of its own."""
+    begin(environment, directory / f"output-{rank}.log")
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{directory / 'rendezvous'}", rank=rank, world_size=world,
+        timeout=timedelta(seconds=120),
+    )  # fmt: skip
+    train(root, 1000, mode)

@@ -1,0 +1,203 @@
+"""The adapter beside Megatron as it is: each reads what the other wrote, and other paths are left alone."""
+
+from __future__ import annotations
+
+import inspect
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.msc_utils import MultiStorageClientFeature, open_file
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.utils import _DistWrapper
+
+from dcp_s3 import latest
+from dcp_s3.integrations import megatron
+from dcp_s3.integrations.megatron import writer
+from dcp_s3.integrations.megatron.install import REPLACED
+from tests.frameworks.megatron import jobs
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.servers("memory")
+
+
+@pytest.fixture
+def installed() -> Any:
+    megatron.install()
+    yield MultiStorageClientFeature.import_package()
+    megatron.uninstall()
+
+
+def keys(s3: Any, bucket: str) -> list[str]:
+    return [found["Key"] for found in s3.list_objects_v2(Bucket=bucket)["Contents"]]
+
+
+def test_a_checkpoint_of_stock_megatron_loads_once_it_is_uploaded(
+    root: str, bucket: str, s3: Any, tmp_path: Path
+) -> None:
+    directory = tmp_path / "iter_0000004"
+    directory.mkdir()
+    run_ranks(2, jobs.save_stock, str(directory), 4, "columns")
+    for path in directory.iterdir():
+        s3.upload_file(str(path), bucket, f"run/iter_0000004/{path.name}")
+    url = f"{root}/iter_0000004"
+    run_ranks(2, jobs.load, url, 4, "rows")
+
+    run_ranks(1, jobs.remove_optimizer, url, 4)
+    left = {path.rpartition("/")[2] for path in keys(s3, bucket)}
+    assert not any(name.startswith("optim") for name in left)
+    assert {"__0_0.distcp", "__1_0.distcp", "common.pt", "metadata.json"} <= left
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["new", "overwritten"])
+def test_a_checkpoint_of_ours_loads_with_stock_megatron_once_it_is_downloaded(
+    root: str, bucket: str, s3: Any, tmp_path: Path, again: bool
+) -> None:
+    if again:
+        run_ranks(1, jobs.save, f"{root}/iter_4", 3, "rows")
+    run_ranks(2, jobs.save, f"{root}/iter_4", 4, "rows")
+    for key in keys(s3, bucket):
+        path = tmp_path / key.removeprefix("run/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        s3.download_file(bucket, key, str(path))
+    run_ranks(2, jobs.load_stock, str(tmp_path / "iter_4"), 4, "columns")
+
+
+@pytest.mark.parametrize("enabled", [True, False], ids=["multistorageclient", "without"])
+def test_other_paths_go_where_they_went(root: str, tmp_path: Path, enabled: bool) -> None:
+    local = tmp_path / "local"
+    local.mkdir()
+    paths = [str(local)]
+    if enabled:
+        (tmp_path / "msc").mkdir()
+        paths.append(f"msc://__filesystem__{tmp_path}/msc")
+    run_ranks(2, jobs.save_beside, f"{root}/iter_7", paths, enabled)
+    for directory in (tmp_path / path.rpartition("/")[2] for path in paths):
+        assert {"common.pt", "metadata.json", ".metadata"} <= {path.name for path in directory.iterdir()}
+    assert latest(root).name == "iter_7"
+
+
+def test_everything_that_install_replaces_is_there_and_comes_back() -> None:
+    before = [inspect.getattr_static(owner, name) for owner, name in REPLACED]
+    was_enabled = MultiStorageClientFeature.is_enabled()
+    megatron.install()
+    megatron.install(settings={"buckets_per_rank": 2})
+    during = [inspect.getattr_static(owner, name) for owner, name in REPLACED]
+    megatron.uninstall()
+    megatron.uninstall()
+    assert [inspect.getattr_static(owner, name) for owner, name in REPLACED] == before
+    assert not any(one is other for one, other in zip(before, during, strict=True))
+    assert MultiStorageClientFeature.is_enabled() == was_enabled
+    assert not vars(MultiStorageClientFeature).keys() & {"is_enabled", "import_package"}
+
+
+def test_the_signatures_that_the_adapter_relies_on() -> None:
+    parameters = [list(inspect.signature(getattr(owner, name)).parameters) for owner, name in REPLACED]
+    assert parameters == [
+        ["path", "args", "separation_hint", "use_msc", "kwargs"],
+        ["storage_writer", "global_metadata", "dist_wrapper"],
+        ["self", "sharded_state_dict", "checkpoint_dir"],
+        ["self", "checkpoint_dir", "key_prefix"],
+        [],
+        [],
+    ]
+    contract = {name for name in vars(filesystem_async.FileSystemWriterAsync) if not name.startswith("_")}
+    # How the stock writer writes is its own business.
+    internal = {"preload_tensors", "write_preloaded_data", "write_preloaded_data_multiproc"}
+    assert {name for name in contract - internal if not hasattr(megatron.MegatronS3Writer, name)} == set()
+    assert callable(filesystem_async._get_write_results_queue)
+    ends = list(inspect.signature(_DistWrapper.all_reduce).parameters)  # what `finalize` gives a save's ranks to do
+    assert ends == ["self", "step", "map_fun", "reduce_fun"]
+
+
+def test_the_files_of_a_training_loop(root: str, bucket: str, s3: Any, installed: Any) -> None:
+    tracker = f"{root}/latest_checkpointed_iteration.txt"
+    assert not installed.os.path.isfile(tracker)
+    assert not installed.os.path.isdir(root)
+    installed.os.makedirs(f"{root}/iter_1", exist_ok=True)
+    with open_file(tracker, "w") as stream:
+        stream.write("100\n")
+    with open_file(tracker, "a") as stream:
+        stream.write("200")
+    with open_file(Path(tracker), "r") as stream:
+        assert stream.read() == "100\n200"
+    assert s3.get_object(Bucket=bucket, Key="run/latest_checkpointed_iteration.txt")["Body"].read() == b"100\n200"
+    assert installed.os.path.isfile(tracker)
+    assert installed.os.path.exists(root)
+    assert installed.os.path.isdir(root, strict=False)
+    installed.torch.save({"a": torch.arange(3)}, f"{root}/sub/extra.pt")
+    assert torch.equal(installed.torch.load(f"{root}/sub/extra.pt", map_location="cpu")["a"], torch.arange(3))
+    names = {path.name: path for path in installed.Path(root).iterdir()}
+    assert names.keys() == {"latest_checkpointed_iteration.txt", "sub"}
+    assert names["sub"].is_dir()
+    assert names["latest_checkpointed_iteration.txt"].is_file()
+    assert (installed.Path(root) / "sub").exists()
+    for mode in ("r", "rb"):
+        with pytest.raises(FileNotFoundError, match="missing"):
+            open_file(f"{root}/missing.txt", mode)
+    with pytest.raises(ValueError, match="written whole"):
+        open_file(tracker, "r+")
+
+
+def test_a_file_that_is_not_finished_is_not_written(root: str, installed: Any) -> None:
+    def write_half(mode: str, data: Any) -> None:
+        with open_file(f"{root}/half", mode) as stream:
+            stream.write(data)
+            raise ZeroDivisionError
+
+    for mode, data in (("w", "half"), ("wb", b"half")):
+        with pytest.raises(ZeroDivisionError):
+            write_half(mode, data)
+    assert not installed.os.path.exists(f"{root}/half")
+
+
+def test_local_files_and_the_rest_of_the_package_are_as_before(tmp_path: Path, installed: Any) -> None:
+    import multistorageclient
+
+    assert installed.resolve_storage_client is multistorageclient.resolve_storage_client
+    MultiStorageClientFeature.disable()
+    try:
+        for mode in ("wb", "rb"):
+            with open_file(str(tmp_path / "a.bin"), mode) as stream:
+                assert isinstance(stream, io.BufferedIOBase)
+        assert installed.os.path.isfile(str(tmp_path / "a.bin"))
+        assert [path.name for path in installed.Path(str(tmp_path)).iterdir()] == ["a.bin"]
+        with pytest.raises(RuntimeError, match="not installed, or disabled"):
+            installed.resolve_storage_client("msc://__filesystem__/a")
+    finally:
+        MultiStorageClientFeature.enable()
+
+
+def test_the_common_part_waits_for_its_save(root: str, installed: Any) -> None:
+    installed.torch.save({"iteration": 1}, f"{root}/iter_1/common.pt")
+    assert not installed.os.path.exists(f"{root}/iter_1")
+    with pytest.raises(FileNotFoundError):
+        installed.torch.load(f"{root}/iter_1/common.pt")
+
+
+def test_what_goes_to_the_process_that_saves_is_its_own() -> None:
+    shared, view, alone = torch.ones(4).share_memory_(), torch.ones(8)[:4], torch.ones(4)
+    tensors = {MetadataIndex(str(number)): tensor for number, tensor in enumerate((shared, view, alone))}
+    prepared = writer.Prepared(None, None, {index: writer._own_memory(tensor) for index, tensor in tensors.items()})
+    for tensor in writer.preload(prepared).data.values():
+        assert torch.equal(tensor, torch.ones(4))
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+        assert not tensor.is_shared()
+        assert tensor.data_ptr() not in (shared.data_ptr(), view.data_ptr())
+
+
+class _Unpicklable(Exception):
+    def __reduce__(self) -> Any:
+        raise TypeError("cannot be pickled")
+
+
+def test_an_error_that_cannot_be_sent_is_told() -> None:
+    error = writer._portable(_Unpicklable("the reason"), 3)
+    assert type(error) is RuntimeError
+    assert "rank 3" in str(error)
+    assert "the reason" in str(error)
+    kept = ValueError("plain")
+    assert writer._portable(kept, 3) is kept

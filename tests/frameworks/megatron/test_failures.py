@@ -1,0 +1,98 @@
+"""Saves that fail, on every rank alike, and saves that are killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dcp_s3 import latest, list_checkpoints, verify
+from tests.faulty import BUCKET, FaultyServer, serve
+from tests.frameworks.megatron import jobs
+from tests.killing import AtRequest, kill_all, new_process, running, wait_until_quiet
+from tests.memory_s3 import Fault
+from tests.ranks import run_ranks
+
+ROOT = f"s3://{BUCKET}/run"
+URL = f"{ROOT}/iter_0000001"
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
+    with serve(monkeypatch) as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("mode", "key", "operation", "failed"),
+    [
+        ("sync", "/__1_", "PutObject", 1),
+        ("forked", "/__1_", "PutObject", 1),
+        ("persistent", "/__1_", "PutObject", 1),
+        ("forked", "/.metadata", "PutObject", 0),  # the commit
+        ("forked", "/.metadata", "GetObject", 0),  # the look at what is there, while planning
+    ],
+)
+def test_every_rank_raises_the_cause(faulty: FaultyServer, mode: str, key: str, operation: str, failed: int) -> None:
+    faulty.rule = lambda request: (
+        Fault.error(403, "AccessDenied") if request.operation == operation and key in request.key else None
+    )
+    for failures in run_ranks(2, jobs.fail_to_save, URL, mode):
+        assert failures.keys() == {failed}
+        assert "AccessDenied" in failures[failed]
+    faulty.rule = lambda _: None
+    assert latest(ROOT) is None
+
+
+def test_a_process_that_is_killed_while_it_saves(faulty: FaultyServer) -> None:
+    for failures in run_ranks(2, jobs.lose_the_process, URL):
+        assert failures.keys() == {1}
+        assert "ended without a result on rank 1" in failures[1]
+    assert latest(ROOT) is None
+
+
+@pytest.mark.parametrize(
+    ("mode", "moment"),
+    [
+        ("forked", AtRequest("PutObject", 10, applied=True)),  # of the second checkpoint's data
+        ("sync", AtRequest("PutObject", 16, applied=False)),  # around its commit
+    ],
+    ids=str,
+)
+def test_training_that_is_killed_goes_on_with_other_ranks(
+    faulty: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, moment: AtRequest
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    environment = dict(os.environ)
+    directory = tmp_path / "killed"
+    directory.mkdir()
+    ranks = [
+        new_process(jobs.train_until_killed, environment, directory, rank, 2, ROOT, mode) for rank in range(2)
+    ]  # fmt: skip
+    with running(ranks), moment.on(faulty):
+        assert moment.reached.wait(180), [each.read_text() for each in directory.glob("output*")]
+        groups = [process.pid for process in ranks]
+        kill_all(ranks)
+        for group in groups:
+            try:
+                os.killpg(group, signal.SIGKILL)  # the processes that save
+            except ProcessLookupError:
+                pass
+    wait_until_quiet(faulty)
+    newest = latest(ROOT)
+    assert newest is not None
+    assert newest.step in (2, 4)
+
+    run_ranks(1, jobs.train, ROOT, 6, mode)
+    run_ranks(4, jobs.train, ROOT, 8, mode)
+    assert [info.step for info in list_checkpoints(ROOT) if info.committed] == [2, 4, 6, 8]
+    assert all(verify(info.url).ok for info in list_checkpoints(ROOT))
+    assert os.listdir() == ["killed"]

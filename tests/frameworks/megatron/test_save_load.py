@@ -1,0 +1,80 @@
+"""Megatron-Core saves to S3 and loads from there, in every mode and across shardings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dcp_s3 import S3StorageReader, annotate, latest, list_checkpoints, verify
+from dcp_s3.integrations.megatron import MegatronS3Writer
+from tests.frameworks.megatron import jobs, states
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.servers("memory")
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("mode", jobs.MODES)
+def test_a_save_loads_in_other_shardings_and_leaves_no_file_on_disk(root: str, mode: str) -> None:
+    url = f"{root}/iter_0000003"
+    assert run_ranks(2, jobs.save, url, 3, "rows", mode) == [[], []]
+    assert latest(root).url == url
+    assert verify(url).ok
+    assert S3StorageReader(url).attachments() == ["common.pt", "metadata.json"]
+    for world, layout in ((1, "rows"), (4, "grid"), (2, "columns")):
+        run_ranks(world, jobs.load, url, 3, layout)
+
+
+def test_two_saves_under_way_do_not_mix(root: str) -> None:
+    run_ranks(2, jobs.save_twice_at_once, root)
+    assert [info.name for info in list_checkpoints(root) if info.committed] == ["iter_1", "iter_2"]
+
+
+@pytest.mark.parametrize("mode", ["sync", "persistent"])
+def test_plans_are_reused_from_save_to_save(root: str, mode: str) -> None:
+    assert run_ranks(2, jobs.save_with_cached_structure, root, mode) == [[False, True, True, True]] * 2
+
+
+def test_fully_parallel_strategies_share_the_work(root: str) -> None:
+    written = run_ranks(2, jobs.save_and_load_fully_parallel, f"{root}/iter", "forked")
+    assert sum(written) == len(states.SHAPES)
+    assert all(written)
+
+
+def test_a_separation_hint_is_plain_text_and_what_it_separates_can_be_removed(
+    root: str, bucket: str, memory_server: Any
+) -> None:
+    url = f"{root}/iter_5"
+    options = {"separation_hint": "optim", "thread_count": 4, "content_metadata": {"layout": "new"}}
+    run_ranks(2, jobs.save_with_options, url, 5, options)
+    objects = jobs.names_by_object(url)
+    optimizer = {path for path, names in objects.items() if any(name.startswith("optim") for name in names)}
+    assert all(name.startswith("optim") for path in optimizer for name in objects[path])
+    assert 0 < len(optimizer) < len(objects)
+    run_ranks(1, jobs.look, url)
+
+    annotate(url, {"loss": 1.5})
+    before = latest(root)
+    run_ranks(1, jobs.remove_optimizer, url)
+    left = {key.rpartition("/")[2] for key in memory_server.handle.objects(bucket)}
+    assert not left & optimizer
+    assert objects.keys() - optimizer <= left
+    assert verify(url).ok
+    after = latest(root)
+    assert (after.created_at, after.step) == (before.created_at, before.step)
+    assert after.metrics == before.metrics == {"loss": 1.5}
+    assert S3StorageReader(url).attachments() == ["common.pt", "metadata.json"]
+    with pytest.warns(UserWarning, match="nothing is removed"):
+        jobs.remove(url, "optim")
+
+
+@pytest.mark.parametrize(("hint", "most"), [(None, 6), ("optim", 3)])
+def test_the_thread_count_is_the_most_objects_of_a_rank(root: str, hint: str | None, most: int) -> None:
+    writer = MegatronS3Writer(f"{root}/a", separation_hint=hint, thread_count=6)
+    assert writer.settings.buckets_per_rank == most

@@ -1,0 +1,12 @@
+"""The adapter to Megatron-Core where that is not installed."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+
+def test_without_megatron_it_says_what_to_install() -> None:
+    with pytest.raises(ImportError, match=r"needs megatron-core>=0\.16,<0\.17.*pip install 'dcp-s3\[megatron\]'"):
+        importlib.import_module("dcp_s3.integrations.megatron")
