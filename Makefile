@@ -69,6 +69,7 @@ bench: $(DEV) ## save and load (also over a slow link, TLS, by several ranks), t
 	@$(PY) -m benchmarks.planning
 	@$(PY) -m benchmarks.coordinator
 	@$(PY) -m benchmarks.hedging
+	@$(PY) -m benchmarks.export --rounds 3
 
 clean: ## remove the environments, caches and build output
 	rm -rf $(VENV) $(INT) $(CACHE) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
