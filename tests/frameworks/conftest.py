@@ -7,4 +7,4 @@ from __future__ import annotations
 
 import os
 
-collect_ignore_glob = [] if os.environ.get("DCP_S3_TEST_INTEGRATIONS") else ["test_*.py"]
+collect_ignore_glob = [] if os.environ.get("DCP_S3_TEST_INTEGRATIONS") else ["test_*.py", "*/test_*.py"]

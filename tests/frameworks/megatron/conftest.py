@@ -5,8 +5,5 @@ import os
 import tests.preload
 
 if os.environ.get("DCP_S3_TEST_INTEGRATIONS"):
-    collect_ignore_glob: list[str] = []
     # Its import takes seconds: once for all ranks, if the fork server does not run yet.
     tests.preload.MODULES.append("megatron.core.dist_checkpointing")
-else:
-    collect_ignore_glob = ["test_*.py"]
