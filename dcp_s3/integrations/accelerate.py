@@ -132,11 +132,7 @@ def training_state(accelerator: Accelerator) -> dict[str, Stateful]:
     Raises:
         CheckpointError: the accelerator uses DeepSpeed, Megatron-LM, XLA, or hooks that write files.
     """
-    if accelerator.distributed_type in _UNSUPPORTED:
-        raise CheckpointError(
-            f"dcp_s3.integrations.accelerate does not know {accelerator.distributed_type}, which keeps the state "
-            "itself. Supported are one process, DDP and FSDP2"
-        )
+    check_supported(accelerator)
     if accelerator._save_model_state_pre_hook:
         raise CheckpointError(
             "register_save_state_pre_hook was called: such hooks write files into a local directory, and here is none. "
@@ -152,6 +148,19 @@ def training_state(accelerator: Accelerator) -> dict[str, Stateful]:
         accelerator, accelerator._schedulers, accelerator._dataloaders, accelerator._custom_objects
     )
     return state
+
+
+def check_supported(accelerator: Accelerator) -> None:
+    """Check that the state is torch's own.
+
+    Raises:
+        CheckpointError: the accelerator uses DeepSpeed, Megatron-LM or XLA.
+    """
+    if accelerator.distributed_type in _UNSUPPORTED:
+        raise CheckpointError(
+            f"dcp_s3.integrations.accelerate does not know {accelerator.distributed_type}, which keeps the state "
+            "itself. Supported are one process, DDP and FSDP2"
+        )
 
 
 def optimizer_part(prepared: Any, models: Sequence[nn.Module]) -> OptimizerPart:

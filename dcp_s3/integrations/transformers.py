@@ -31,7 +31,7 @@ require("transformers", "accelerate", "1.15", "2")
 from transformers import Trainer, TrainerState  # noqa: E402
 from transformers.trainer_callback import ExportableState  # noqa: E402
 
-from dcp_s3.integrations.accelerate import TrainingPart, optimizer_part  # noqa: E402
+from dcp_s3.integrations.accelerate import TrainingPart, check_supported, optimizer_part  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
@@ -98,8 +98,9 @@ class S3Checkpoints(_AnyTrainer):
         Raises:
             SaveFailedError: a checkpoint could not be saved.
             RestoreFailedError, CheckpointNotFoundError, CorruptCheckpointError
-            CheckpointError: this is a hyperparameter search, whose trials would share the root.
+            CheckpointError: this is a hyperparameter search, whose trials would share the root, or DeepSpeed.
         """
+        check_supported(self.accelerator)
         if kwargs.get("trial") is not None:
             raise CheckpointError(
                 f"the trials of a hyperparameter search would all save to {self.checkpoint_root}. Remedy: use Trainer"

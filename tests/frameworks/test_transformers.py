@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from transformers import Trainer
 
 from dcp_s3 import KeepLatest, list_checkpoints, read_tensor
-from dcp_s3.errors import CheckpointNotFoundError
+from dcp_s3.errors import CheckpointError, CheckpointNotFoundError
 from dcp_s3.integrations.transformers import PRIVATE
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.frameworks.accelerate_ranks import files_in, kill_in_save
@@ -133,6 +134,18 @@ def test_a_checkpoint_of_the_trainer_itself_is_taken_over(alone: Path) -> None:
     made.train(resume_from_checkpoint="output/checkpoint-4")
     assert made.state.log_history[0]["step"] == 1
     assert [info.step for info in list_checkpoints(ROOT)] == [6]
+
+
+def test_a_hyperparameter_search_is_refused(alone: Path) -> None:
+    with pytest.raises(CheckpointError, match="hyperparameter search"):
+        trainer(Run(ROOT)).train(trial=object())
+
+
+def test_deepspeed_is_refused(alone: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = trainer(Run(ROOT))
+    monkeypatch.setattr(Accelerator, "distributed_type", "DEEPSPEED")
+    with pytest.raises(CheckpointError, match="DEEPSPEED"):
+        made.train()
 
 
 @pytest.mark.parametrize("name", PRIVATE)
