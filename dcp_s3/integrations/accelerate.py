@@ -1,0 +1,355 @@
+"""Accelerate: everything that `Accelerator.save_state` saves, as one checkpoint that commits once.
+
+>>> from dcp_s3.integrations.accelerate import load_state, save_state
+>>> save_state(accelerator, "s3://bucket/run/step-1000")
+>>> load_state(accelerator, "s3://bucket/run/step-1000")
+
+Accelerate itself makes two DCP checkpoints, of the model and of the optimizer, and files on each rank's disk.
+
+Saved are models, optimizers, schedulers, the gradient scaler, registered objects, dataloaders, the random number
+generators of every rank and the count of micro-batches. All of it loads on another number of ranks, and into a plain,
+DDP or FSDP2 model, whichever it was saved from.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+from torch.distributed.checkpoint.stateful import Stateful
+
+from dcp_s3 import ranks
+from dcp_s3.errors import CheckpointError
+from dcp_s3.integrations.requirement import require
+from dcp_s3.integrations.training_parts import (
+    ModelPart,
+    OptimizerPart,
+    as_item,
+    from_item,
+    gather,
+    of_first_rank,
+    owner,
+    rng_state,
+    set_rng_state_of,
+)
+from dcp_s3.load.reader import S3StorageReader
+from dcp_s3.save.writer import S3StorageWriter
+from dcp_s3.settings import SettingsLike
+from dcp_s3.stage.stager import S3Stager
+from dcp_s3.url import URLLike
+
+require("accelerate", "accelerate", "1.15", "2")
+
+from accelerate import Accelerator, DistributedType  # noqa: E402
+from accelerate.data_loader import SeedableRandomSampler  # noqa: E402
+
+logger = logging.getLogger(__name__)
+
+PRIVATE = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects", "_save_model_state_pre_hook")
+"""The private attributes of Accelerator (1.15) that are read here: it has no public list of what it has prepared."""
+
+_UNSUPPORTED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
+
+
+def save_state(accelerator: Accelerator, url: URLLike, **options: Any) -> None:
+    """Save the state of a training as one checkpoint. Every rank calls it. Returns when it is committed.
+
+    Args:
+        accelerator: has prepared all that is to be saved.
+        url: URL of the checkpoint, ``s3://bucket/run/step-1000``.
+        options: further arguments of `S3StorageWriter`: overwrite, metrics, separate, settings.
+
+    Raises:
+        CheckpointError: the accelerator uses what cannot be saved here.
+        CheckpointException: of torch; its ``failures`` has the causes by rank.
+    """
+    state_dict_saver.save(training_state(accelerator), storage_writer=S3StorageWriter(url, **options))
+
+
+def async_save_state(
+    accelerator: Accelerator, url: URLLike, *, stager: S3Stager | None = None, **options: Any
+) -> Future[None] | AsyncSaveResponse:
+    """Copy the state of a training, and save the copy in the background. Every rank calls it.
+
+    Args:
+        accelerator: has prepared all that is to be saved.
+        url: URL of the checkpoint.
+        stager: an `S3Stager` of your own. With an ``asynchronous`` one the state must not be changed before the
+            ``staging_completion`` of the result.
+        options: further arguments of `S3StorageWriter`.
+
+    Returns:
+        What `dcp.async_save` returns: a future that is done when the checkpoint is committed, and raises if the save
+        failed; with an ``asynchronous`` stager its two futures.
+
+    Raises:
+        CheckpointError: the accelerator uses what cannot be saved here.
+        StagingError: the state cannot be copied.
+    """
+    return state_dict_saver.async_save(
+        training_state(accelerator),
+        storage_writer=S3StorageWriter(url, **options),
+        process_group=_save_group(),
+        async_stager=stager,
+    )
+
+
+def load_state(
+    accelerator: Accelerator, url: URLLike, *, weights_only: bool = True, settings: SettingsLike = None
+) -> None:
+    """Load a checkpoint of `save_state` into all that the accelerator has prepared. Every rank calls it.
+
+    Args:
+        accelerator: has prepared models, optimizers and so on, as many as were saved and in the same order.
+        url: URL of the checkpoint.
+        weights_only: see `S3StorageReader`; it is about objects that were registered.
+        settings: a `Settings`, or a mapping of settings that override the environment.
+
+    Raises:
+        CheckpointError: the accelerator uses what cannot be loaded here, or the checkpoint has another number of
+            something.
+        CheckpointException: of torch; its ``failures`` has the causes by rank.
+    """
+    reader = S3StorageReader(url, weights_only=weights_only, settings=settings)
+    state_dict_loader.load(training_state(accelerator), storage_reader=reader)
+
+
+def training_state(accelerator: Accelerator) -> dict[str, Stateful]:
+    """All that an accelerator has prepared, as a state for `CheckpointManager`, `dcp.save` and `dcp.load`.
+
+    Entries are ``model``, ``optimizer`` (``model_1``, ``optimizer_1`` and so on for further ones) and ``training`` for
+    everything else. Make it when everything is prepared and registered; it can be used for any number of saves.
+
+    Raises:
+        CheckpointError: the accelerator uses DeepSpeed, Megatron-LM, XLA, or hooks that write files.
+    """
+    check_supported(accelerator)
+    if accelerator._save_model_state_pre_hook:
+        raise CheckpointError(
+            "register_save_state_pre_hook was called: such hooks write files into a local directory, and here is none. "
+            "Remedy: accelerator.register_for_checkpointing an object with state_dict and load_state_dict"
+        )
+    models, state = accelerator._models, dict[str, Stateful]()
+    for number, model in enumerate(models):
+        state[_numbered("model", number)] = ModelPart(model)
+    for number, prepared in enumerate(accelerator._optimizers):
+        state[_numbered("optimizer", number)] = optimizer_part(prepared, models)
+    # Last also by name, in which order DCP loads: the random number generators come after all else.
+    state["training"] = TrainingPart(
+        accelerator, accelerator._schedulers, accelerator._dataloaders, accelerator._custom_objects
+    )
+    return state
+
+
+def check_supported(accelerator: Accelerator) -> None:
+    """Check that the state is torch's own.
+
+    Raises:
+        CheckpointError: the accelerator uses DeepSpeed, Megatron-LM or XLA.
+    """
+    if accelerator.distributed_type in _UNSUPPORTED:
+        raise CheckpointError(
+            f"dcp_s3.integrations.accelerate does not know {accelerator.distributed_type}, which keeps the state "
+            "itself. Supported are one process, DDP and FSDP2"
+        )
+
+
+def optimizer_part(prepared: Any, models: Sequence[nn.Module]) -> OptimizerPart:
+    """The part of an optimizer that Accelerate has prepared."""
+    # Accelerate's wrapper skips steps; DCP makes one, of zero length, where there is no state yet.
+    optimizer = getattr(prepared, "optimizer", prepared)
+    return OptimizerPart(optimizer, owner(optimizer, models))
+
+
+def _numbered(name: str, number: int) -> str:
+    return f"{name}_{number}" if number else name
+
+
+@dataclass
+class TrainingPart(Stateful):
+    """What is neither model nor optimizer."""
+
+    accelerator: Accelerator
+    schedulers: list[Any]
+    dataloaders: list[Any]
+    registered: list[Any]
+    """Objects with ``state_dict`` and ``load_state_dict``. The first rank's are saved, as by Accelerate; if they hold
+    tensors, those of any rank: they must be alike."""
+    loaded_rng: list[dict[str, Any]] = field(default_factory=list)
+    """The states of the random number generators that were loaded, by rank."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in DCP. Gathers from all ranks what differs between them."""
+        accelerator = self.accelerator
+        mine = {
+            "rng": rng_state(accelerator.device),
+            "dataloaders": [_dataloader_state(loader, accelerator) for loader in self.dataloaders],
+        }
+        registered = of_first_rank([each.state_dict() for each in self.registered])
+        return {
+            "step": accelerator.step,
+            "ranks": as_item(gather(mine)),
+            "schedulers": as_item([scheduler.state_dict() for scheduler in self.schedulers]),
+            "scaler": as_item(None if accelerator.scaler is None else accelerator.scaler.state_dict()),
+            "registered": {str(number): as_item(state) for number, state in enumerate(registered)},
+            "number_of_registered": len(registered),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in DCP.
+
+        Raises:
+            CheckpointError: the checkpoint has another number of schedulers, dataloaders or registered objects.
+        """
+        accelerator = self.accelerator
+        saved = from_item(state_dict["ranks"])
+        accelerator.step = state_dict["step"]
+        for scheduler, state in _pair("schedulers", self.schedulers, from_item(state_dict["schedulers"])):
+            scheduler.load_state_dict(state)
+        if accelerator.scaler is not None and (state := from_item(state_dict["scaler"])) is not None:
+            accelerator.scaler.load_state_dict(state)
+        _check_count("registered objects", len(self.registered), state_dict["number_of_registered"])
+        for number, each in enumerate(self.registered):
+            each.load_state_dict(from_item(state_dict["registered"][str(number)]))
+        rank = ranks.rank()
+        mine = saved[rank if rank < len(saved) else 0]
+        for loader, state in _pair("dataloaders", self.dataloaders, mine["dataloaders"]):
+            _load_dataloader(loader, state, accelerator)
+        self.loaded_rng = [each["rng"] for each in saved]
+        self.set_rng()
+
+    def set_rng(self) -> None:
+        """Set this rank's random number generators to what was loaded."""
+        set_rng_state_of(ranks.rank(), self.loaded_rng, self.accelerator.device)
+
+
+def _pair(what: str, prepared: list[Any], saved: list[Any]) -> list[tuple[Any, Any]]:
+    _check_count(what, len(prepared), len(saved))
+    return list(zip(prepared, saved, strict=True))
+
+
+def _check_count(what: str, prepared: int, saved: int) -> None:
+    if prepared != saved:
+        raise CheckpointError(
+            f"the checkpoint has {saved} {what}, and the accelerator has {prepared}. Remedy: prepare and register the "
+            "same ones, in the same order"
+        )
+
+
+# --- dataloaders ----------------------------------------------------------------------------------------
+
+_YIELDED = ("_sampler_iter_yielded", "_num_yielded")
+_INNER = ("_index_sampler_state", "_sampler_iter_state", "fetcher_state", "dataset_state")
+"""Keys in the state of torchdata's StatefulDataLoader (0.11): counts of batches, and states of what is in it."""
+
+
+def _dataloader_state(loader: Any, accelerator: Accelerator) -> dict[str, Any]:
+    """The position of a dataloader on this rank. A plain one knows its epoch only."""
+    inside = any(each is loader for each in accelerator.gradient_state.dataloader_references)
+    ended = inside and loader.end_of_dataloader  # Accelerate counts the epoch after the loop's last round
+    state: dict[str, Any] = {"iteration": loader.iteration + ended, "shards": _shards(loader)}
+    sampler = _sampler(loader)
+    if isinstance(sampler, SeedableRandomSampler):
+        state["seed"] = sampler.initial_seed
+    if getattr(loader, "synchronized_generator", None) is not None:
+        state["generator"] = loader.synchronized_generator.get_state()
+    if loader.use_stateful_dataloader:
+        state["position"] = loader.state_dict()
+    return state
+
+
+def _load_dataloader(loader: Any, state: dict[str, Any], accelerator: Accelerator) -> None:
+    loader.iteration = state["iteration"]
+    sampler = _sampler(loader)
+    if isinstance(sampler, SeedableRandomSampler) and "seed" in state:
+        sampler.initial_seed = state["seed"]
+    if getattr(loader, "synchronized_generator", None) is not None and "generator" in state:
+        loader.synchronized_generator.set_state(state["generator"])
+    if not loader.use_stateful_dataloader or "position" not in state:
+        return
+    position = state["position"]
+    if state["shards"] != _shards(loader):
+        position = _spread(position, loader, accelerator, state["shards"])
+    if position is not None:
+        loader.load_state_dict(position)
+        _draw_as_before(loader.base_dataloader, finished=bool(position["_iterator_finished"]))
+
+
+def _draw_as_before(dataloader: Any, *, finished: bool) -> None:
+    """Let the next iterator draw as many random numbers as without a restart: one for an epoch that begins, none for
+    one that goes on. StatefulDataLoader draws one more, for the iterator that it restores."""
+    vars(dataloader).pop("__iter__", None)  # of a load before
+    iterate = dataloader.__iter__
+
+    def once() -> Any:
+        vars(dataloader).pop("__iter__", None)
+        generator = torch.default_generator if dataloader.generator is None else dataloader.generator
+        before = generator.get_state()
+        iterator = iterate()
+        generator.set_state(before)
+        if finished:
+            torch.empty((), dtype=torch.int64).random_(generator=generator)
+        return iterator
+
+    dataloader.__iter__ = once
+
+
+def _sampler(loader: Any) -> Any:
+    get: Callable[[], Any] | None = getattr(loader, "get_sampler", None)
+    return None if get is None else get()
+
+
+def _shards(loader: Any) -> int:
+    """Number of shards of the data, of which each rank takes one: the ranks, without those that share their data."""
+    sharded = loader.dataset if loader.batch_sampler is None else loader.batch_sampler
+    return int(getattr(sharded, "num_processes", 1))
+
+
+def _spread(position: dict[str, Any], loader: Any, accelerator: Accelerator, saved: int) -> dict[str, Any] | None:
+    """The position for another number of shards than was ``saved``; None if it cannot be known."""
+    now = _shards(loader)
+    if not all(key in position and position[key] is None for key in _INNER):
+        logger.warning(
+            "the position of a dataloader was saved by %d ranks, each with workers or a dataset of its own, and cannot "
+            "be divided among %d: it begins its epoch again. Remedy: accelerator.skip_first_batches",
+            saved,
+            now,
+        )
+        return None
+    if accelerator.split_batches:
+        return position
+    batches = position[_YIELDED[0]] * saved  # rank r of n takes every n-th batch
+    if batches % now:
+        logger.warning(
+            "%d ranks had taken %d batches of a dataloader, which %d ranks cannot have: the last %d come again",
+            saved,
+            batches,
+            now,
+            batches % now,
+        )
+    return {**position, **dict.fromkeys(_YIELDED, batches // now)}
+
+
+# --- the group of asynchronous saves --------------------------------------------------------------------
+
+_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+
+def _save_group() -> Any:
+    """A gloo group for saves beside the training, whose collectives theirs must not meet. Made once for each default
+    group."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    world = dist.group.WORLD
+    if world not in _groups:
+        _groups[world] = dist.new_group(backend="gloo")
+    return _groups[world]

@@ -1,0 +1,171 @@
+"""The parts of a training run as DCP's Stateful objects, such that they load on any number of ranks.
+
+Nothing here needs a framework but torch. Adapters put these parts together.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+
+from dcp_s3 import ranks
+from dcp_s3.errors import SaveProtocolError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelPart(Stateful):
+    """The parameters and buffers of a model: plain, DDP, FSDP2 or other DTensors. Names are the module's own, without
+    what wrappers put before them, so that each of these loads what another one has saved."""
+
+    model: nn.Module
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in DCP. The tensors share memory with the model."""
+        return dict(get_model_state_dict(self.model))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in DCP."""
+        set_model_state_dict(self.model, state_dict)
+
+
+@dataclass(frozen=True)
+class OptimizerPart(Stateful):
+    """The state of an optimizer, by the names of the parameters."""
+
+    optimizer: torch.optim.Optimizer
+    """torch's own, not a wrapper around it."""
+    model: nn.Module
+    """Has the parameters that the optimizer steps, see `owner`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in DCP. An optimizer that has not stepped gets its state from a step of zero length."""
+        return dict(get_optimizer_state_dict(self.model, self.optimizer))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in DCP."""
+        set_optimizer_state_dict(self.model, self.optimizer, state_dict)
+
+
+def owner(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> nn.Module:
+    """The module with the parameters of an optimizer: one of ``models``, or a list of several.
+
+    Raises:
+        SaveProtocolError: they belong to none.
+    """
+    stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    owners = [model for model in models if any(id(parameter) in stepped for parameter in model.parameters())]
+    if not owners:
+        raise SaveProtocolError(
+            f"the parameters of a {type(optimizer).__name__} belong to none of the {len(models)} models. Remedy: "
+            "prepare the model and its optimizer together"
+        )
+    return owners[0] if len(owners) == 1 else nn.ModuleList(owners)
+
+
+# --- what is small --------------------------------------------------------------------------------------
+
+
+def as_item(state: Any) -> Any:
+    """A state in a form that DCP saves as one item, whatever its structure is when it is loaded. One with DTensors
+    stays as it is, because each of them must be an item of its own to load on another number of ranks."""
+    return state if _has(DTensor, state) else (state,)
+
+
+def from_item(item: Any) -> Any:
+    """What was given to `as_item`."""
+    return item[0] if isinstance(item, tuple) else item
+
+
+def _has(kind: type[torch.Tensor], state: Any) -> bool:
+    if isinstance(state, Mapping):
+        return any(_has(kind, value) for value in state.values())
+    if isinstance(state, (list, tuple)):
+        return any(_has(kind, value) for value in state)
+    return isinstance(state, kind)
+
+
+def of_first_rank(states: list[Any]) -> list[Any]:
+    """The states of the first rank, on every rank; a collective of the default process group. Those with tensors, which
+    are large, are not sent: each rank keeps its own."""
+    if ranks.world_size() == 1:
+        return states
+    # A list in a list: torch cannot send an empty one.
+    sent = [[None if _has(torch.Tensor, state) else (state,) for state in states]]
+    dist.broadcast_object_list(sent, src=0)
+    return [mine if first is None else first[0] for mine, first in zip(states, sent[0], strict=True)]
+
+
+def gather(value: Any) -> list[Any]:
+    """The values of all ranks in rank order, on every rank; a collective of the default process group."""
+    if ranks.world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * ranks.world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+# --- random numbers -------------------------------------------------------------------------------------
+
+
+def rng_state(device: torch.device) -> dict[str, Any]:
+    """The states of this rank's random number generators: of Python, of numpy if it is there, and of torch on the CPU
+    and on ``device``."""
+    states = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    try:
+        import numpy
+    except ImportError:
+        pass
+    else:
+        states["numpy"] = numpy.random.get_state()
+    if device.type != "cpu":
+        states[device.type] = torch.get_device_module(device).get_rng_state()
+    return states
+
+
+def set_rng_state(states: Mapping[str, Any], device: torch.device) -> None:
+    """Restore what `rng_state` has returned. Generators that were not saved are left alone."""
+    random.setstate(states["python"])
+    torch.set_rng_state(states["torch"])
+    if "numpy" in states:
+        import numpy
+
+        numpy.random.set_state(states["numpy"])
+    if device.type in states:
+        torch.get_device_module(device).set_rng_state(states[device.type])
+
+
+def set_rng_state_of(rank: int, saved: Sequence[Mapping[str, Any]], device: torch.device) -> None:
+    """Restore the generators of a rank. A rank that did not exist gets the state that all ranks had; if they had
+    different ones, it keeps its own, for no rank may draw another's numbers.
+
+    Args:
+        rank: this rank.
+        saved: the states by rank.
+        device: this rank's device.
+    """
+    alike = all(torch.equal(states["torch"], saved[0]["torch"]) for states in saved)
+    if rank < len(saved) or alike:
+        set_rng_state(saved[rank if rank < len(saved) else 0], device)
+        return
+    logger.warning(
+        "the checkpoint has the random number generators of %d ranks: rank %d keeps its own as it was seeded",
+        len(saved),
+        rank,
+    )
