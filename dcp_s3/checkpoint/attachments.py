@@ -18,7 +18,7 @@ from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.layout import METADATA_CRC_KEY, SAVE_ID_KEY, is_attachment_name, manifest_object, metadata_object
 from dcp_s3.format.manifest import AttachmentEntry, Manifest, ObjectEntry, attachments_of
 from dcp_s3.format.metadata import load_metadata
-from dcp_s3.store import ABSENT, Store
+from dcp_s3.store import ABSENT, DeleteTarget, Store
 from dcp_s3.units import format_size
 from dcp_s3.url import CheckpointURL
 
@@ -80,6 +80,12 @@ def check_distinct(objects: Iterable[ObjectEntry]) -> None:
                     f"ranks attached different files as {entry.attachment!r}, so nothing was committed. Remedy: attach "
                     "it on one rank, or under a name with the rank in it"
                 )
+    for name in seen:
+        if above := next((other for other in seen if name.startswith(f"{other}/")), None):
+            raise errors.SaveProtocolError(
+                f"{above!r} and {name!r} cannot both be attached: in a directory the first would be a file and a "
+                "directory. Nothing was committed"
+            )
 
 
 # --- plain copies ---------------------------------------------------------------------------------
@@ -98,6 +104,29 @@ def copy_before_commit(store: Store, url: CheckpointURL, objects: Iterable[Objec
         except errors.StorageError:
             left.append(entry)
     return left
+
+
+def remove_copies(store: Store, url: CheckpointURL, objects: Iterable[ObjectEntry]) -> None:
+    """Remove the plain copies of a save that was given up, if they are not those of the checkpoint that is there."""
+    made = attachments_of(objects)
+    if not made:
+        return
+    try:
+        try:
+            known = find_attachments(store, url) or {}
+        except errors.CheckpointNotFoundError:
+            known = {}
+        targets = []
+        for name in made.keys() - known.keys():
+            try:
+                found = store.get(url.key(name))
+            except errors.ObjectNotFoundError:
+                continue
+            if crc_hex(crc64nvme(found.data)) == made[name].crc64nvme:
+                targets.append(DeleteTarget(url.key(name), found.etag))
+        store.delete(targets)
+    except (errors.StorageError, errors.CheckpointError) as error:
+        logger.warning("plain copies of attachments of a save to %s that was given up may be left: %s", url, error)
 
 
 def copy_after_commit(store: Store, url: CheckpointURL, entries: Iterable[AttachmentEntry]) -> None:
@@ -142,8 +171,8 @@ def check_bytes(data: bytes, url: CheckpointURL, entry: AttachmentEntry) -> byte
 # --- reading ----------------------------------------------------------------------------------------
 
 
-def find_attachments(store: Store, url: CheckpointURL) -> Mapping[str, AttachmentEntry]:
-    """The attachments of the checkpoint at ``url``, by name. None of another library's are known.
+def find_attachments(store: Store, url: CheckpointURL) -> Mapping[str, AttachmentEntry] | None:
+    """The attachments of the checkpoint at ``url``, by name; None if it has no manifest, as another library's.
 
     Raises:
         CheckpointNotFoundError: no committed checkpoint is there.
@@ -155,10 +184,10 @@ def find_attachments(store: Store, url: CheckpointURL) -> Mapping[str, Attachmen
         ranks = list_directory(store, url, "__").ranks
         if not ranks:
             raise
-    found: dict[str, AttachmentEntry] = {}
-    for rank in ranks:
-        found = {**_attachments_of_save(store, url, rank), **found}
-    return found
+    of_ranks = [_attachments_of_save(store, url, rank) for rank in ranks]
+    if all(each is None for each in of_ranks):
+        return None
+    return {name: entry for each in reversed(of_ranks) if each is not None for name, entry in each.items()}
 
 
 def read_attachment(store: Store, url: CheckpointURL, name: str) -> bytes:
@@ -171,23 +200,27 @@ def read_attachment(store: Store, url: CheckpointURL, name: str) -> bytes:
         StorageError, CheckpointError
     """
     known = find_attachments(store, url)
+    if known is None:
+        try:
+            if is_attachment_name(name):
+                return store.get(url.key(name)).data
+        except errors.ObjectNotFoundError:
+            pass
+        raise missing_error(url, name, ())
+    if name not in known:
+        raise missing_error(url, name, known)
     try:
-        if name in known:
-            return _fetch(store, url, known[name])
-        if is_attachment_name(name):
-            return store.get(url.key(name)).data
+        return _fetch(store, url, known[name])
     except errors.ObjectNotFoundError as error:
-        if name in known:
-            # An overwrite may have come in between. Then its own is meant.
-            now = find_attachments(store, url).get(name)
-            if now is not None and now != known[name]:
-                return _fetch(store, url, now)
-            raise errors.CorruptCheckpointError(
-                f"the attachment {name} of {url} is gone: its object {known[name].path} is not there. Remedy: load "
-                "another checkpoint",
-                url=str(url),
-            ) from error
-    raise missing_error(url, name, known)
+        # An overwrite may have come in between. Then its own is meant.
+        now = (find_attachments(store, url) or {}).get(name)
+        if now is not None and now != known[name]:
+            return _fetch(store, url, now)
+        raise errors.CorruptCheckpointError(
+            f"the attachment {name} of {url} is gone: its object {known[name].path} is not there. Remedy: load "
+            "another checkpoint",
+            url=str(url),
+        ) from error
 
 
 def missing_error(url: CheckpointURL, name: str, known: Collection[str]) -> errors.AttachmentNotFoundError:
@@ -196,12 +229,12 @@ def missing_error(url: CheckpointURL, name: str, known: Collection[str]) -> erro
     return errors.AttachmentNotFoundError(f"{url} has no attachment {name!r}: {has}", url=str(url), name=name)
 
 
-def _attachments_of_save(store: Store, url: CheckpointURL, rank: int | None) -> Mapping[str, AttachmentEntry]:
+def _attachments_of_save(store: Store, url: CheckpointURL, rank: int | None) -> Mapping[str, AttachmentEntry] | None:
     path = manifest_object(str(_find_save_id(store, url, rank)), rank)
     try:
         return Manifest.from_json(store.get(url.key(path)).data).attachments
     except errors.ObjectNotFoundError:
-        return {}
+        return None
     except ValueError as error:
         raise errors.CorruptCheckpointError(
             f"the attachments of {url} are unknown: its manifest {path} cannot be read ({error}). Remedy: use a newer "

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_s3 import errors
 from dcp_s3._version import __version__
-from dcp_s3.checkpoint.attachments import copy_after_commit, copy_before_commit
+from dcp_s3.checkpoint.attachments import copy_after_commit, copy_before_commit, remove_copies
 from dcp_s3.checkpoint.commit_state import Previous, SaveIdentity, exists_error, is_committed, save_id_in
 from dcp_s3.checkpoint.completeness import find_loss
 from dcp_s3.checksum import crc64nvme, crc_hex
@@ -147,12 +147,12 @@ def publish(
             try:
                 now = look_again()
             except errors.CheckpointExistsError:
-                delete_quietly(store, commit.keys, "of the save that lost")
+                _remove_own(store, commit, "of the save that lost")
                 raise
             publish(store, commit, now, keep_objects=keep_objects, is_late=is_late)
             return
         if not keep_objects:
-            delete_quietly(store, commit.keys, "of the save that lost")
+            _remove_own(store, commit, "of the save that lost")
         raise exists_error(identity.url, replaceable=identity.rank is None) from None
     except errors.DeadlineExceededError:
         if not _is_committed_after_all(store.within(store.limit.for_cleanup()), identity):
@@ -160,9 +160,9 @@ def publish(
     # A prune first writes its list, then looks for commits: one of the two sees the other.
     if is_late():
         _check_still_whole(store.within(store.limit.for_cleanup()), commit, replaced, keep_objects=keep_objects)
-    copy_after_commit(store, identity.url, uncopied)
     if old := previous.keys - commit.keys - {identity.url.key(name) for name in attachments_of(commit.objects)}:
         _delete_replaced(store, identity, previous, old)
+    copy_after_commit(store, identity.url, uncopied)
     size = sum(entry.size for entry in commit.objects)
     logger.info("committed %s: %d objects, %d bytes", identity.url, len(commit.objects), size)
 
@@ -204,7 +204,7 @@ def _check_still_whole(store: Store, commit: Commit, replaced: StoredObject | No
     except (errors.ObjectNotFoundError, errors.PreconditionFailedError):
         pass  # somebody else deleted or replaced it
     if not keep_objects:
-        delete_quietly(store, commit.keys, "of a save that was given up")
+        _remove_own(store, commit, "of a save that was given up")
     raise _lost_error(commit, loss)
 
 
@@ -262,6 +262,12 @@ def check_metrics(metrics: Mapping[str, Any]) -> None:
                 f"metric {name!r} = {value!r} cannot be stored: names are text, values numbers, text, bools or None "
                 "(a tensor: pass tensor.item())"
             )
+
+
+def _remove_own(store: Store, commit: Commit, whose: str) -> None:
+    """Remove what a save has written, once another one, or none, is the checkpoint."""
+    delete_quietly(store, commit.keys, whose)
+    remove_copies(store, commit.identity.url, commit.objects)
 
 
 def delete_quietly(store: Store, keys: set[str] | frozenset[str], whose: str) -> None:

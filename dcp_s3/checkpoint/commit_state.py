@@ -10,7 +10,7 @@ from enum import Enum
 from dcp_s3 import errors
 from dcp_s3.checkpoint.listing import list_directory
 from dcp_s3.format.layout import SAVE_ID_KEY, manifest_object, metadata_object
-from dcp_s3.format.manifest import Manifest
+from dcp_s3.format.manifest import AttachmentEntry, Manifest
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.store import ObjectHead, Store
 from dcp_s3.url import CheckpointURL
@@ -165,10 +165,11 @@ def find_previous(store: Store, identity: SaveIdentity) -> Previous:
 def _attachment_paths(store: Store, manifest_key: str) -> set[str]:
     """Relative paths of a save's attachments and their plain copies; none if its manifest cannot be read."""
     try:
-        attachments = Manifest.from_json(store.get(manifest_key).data).attachments
+        objects = Manifest.from_json(store.get(manifest_key).data).objects
     except (errors.ObjectNotFoundError, ValueError):
         return set()
-    return {entry.path for entry in attachments.values()} | set(attachments)
+    attached = [entry for entry in objects if isinstance(entry, AttachmentEntry)]
+    return {entry.path for entry in attached} | {entry.attachment for entry in attached}
 
 
 def check_newest(store: Store, identity: SaveIdentity, previous: Previous, started_at: float) -> None:

@@ -211,11 +211,13 @@ _MAX_ATTACHMENT_BYTES = 90  # with the slash before it, within what `parse_url` 
 
 def is_attachment_name(name: str) -> bool:
     """Whether a small file of this name may lie in a checkpoint's directory: a relative path that means nothing to
-    dcp_s3 or torch."""
+    dcp_s3 or torch, there and in a directory below."""
+    segments = name.split("/")
     return (
         is_inside(name)
-        and classify(name).what is What.OTHER
-        and not any(segment in ("", ".") for segment in name.split("/"))
+        and not any(
+            each in ("", ".", CONTROL_PREFIX.rstrip("/")) or each.endswith((METADATA, DATA_SUFFIX)) for each in segments
+        )
         and len(name.encode()) <= _MAX_ATTACHMENT_BYTES
     )
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from dcp_s3.format.layout import is_attachment_name, manifest_object
+from dcp_s3.format.layout import classify, is_attachment_name, manifest_object
 
 FORMAT_VERSION = 1
 
@@ -34,8 +34,8 @@ class ObjectEntry:
         path, size, crc = str(fields["path"]), int(fields["size"]), fields.get("crc64nvme")
         name = fields.get("attachment")
         if name is not None:
-            if not is_attachment_name(name):
-                raise ValueError(f"{name!r} cannot be the name of an attachment")
+            if not isinstance(name, str) or not is_attachment_name(name) or not classify(path).nonce:
+                raise ValueError(f"{path!r} cannot hold an attachment {name!r}")
             return AttachmentEntry(path, size, crc, name)
         return ObjectEntry(path, size, crc)
 

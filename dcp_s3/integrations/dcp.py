@@ -53,7 +53,7 @@ class _Registration:
         return str(parse_url(path)) if is_s3_url(path) else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # two calls with the same arguments are two
 class _Redirection:
     """The arguments of `redirect`: paths below some directories are ours."""
 
@@ -257,7 +257,7 @@ def _new(base: type, cls: type, *args: Any, **kwargs: Any) -> Any:
         # __init__ is not called: what is made is of another class.
         bound = inspect.signature(cls.__init__).bind(None, *args, **kwargs).arguments  # type: ignore[misc]
         return _MAKERS[cls](*found, bound)
-    if issubclass(cls, _LOCAL_ONLY) and is_s3_url(path):
+    if _replaced and issubclass(cls, _LOCAL_ONLY) and is_s3_url(path):
         raise SettingsError(
             f"{cls.__name__} has no S3: it takes {path} for a local directory. Remedy: save with dcp_s3 and make "
             "safetensors of it with `dcp-s3 export URL DEST`; load safetensors after `dcp-s3 import SRC URL`"

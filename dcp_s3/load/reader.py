@@ -366,7 +366,7 @@ class S3StorageReader(StorageReader):
         url, waiting = self._require_url(), self._find_uncommitted(None) if self.include_uncommitted else None
         if waiting is not None:
             return sorted(Manifest.from_json(waiting.manifest).attachments)
-        return sorted(find_attachments(self._store(), url))
+        return sorted(find_attachments(self._store(), url) or ())
 
     @property
     def checkpoint_id(self) -> str | None:

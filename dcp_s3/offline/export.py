@@ -115,7 +115,7 @@ def export(
         with checkpoint.reading(weights_only=weights_only) as reading:
             selected = Selected.of(checkpoint, include, rename, wanted, format)
             files = selected.plan(reading, format, most)
-            attached = find_attachments(checkpoint.store, checkpoint.url)
+            attached = find_attachments(checkpoint.store, checkpoint.url) or {}
             present = _check_destination(target, files, attached, overwrite=overwrite)
             if on_total is not None:
                 on_total(sum(file.size for file in files))

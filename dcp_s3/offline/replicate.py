@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -31,7 +32,7 @@ from dcp_s3.format.layout import (
     manifest_object,
     metadata_object,
 )
-from dcp_s3.format.manifest import AttachmentEntry, Manifest
+from dcp_s3.format.manifest import AttachmentEntry, Manifest, attachments_of
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.format.saved_entries import needed_objects
 from dcp_s3.s3.files import FileTransfer, OnProgress, download_files, upload_files
@@ -39,6 +40,8 @@ from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.store import ABSENT
 from dcp_s3.url import CheckpointURL, parse_url
+
+logger = logging.getLogger(__name__)
 
 _MARKER = CONTROL_PREFIX + "download.json"
 """Marks a directory into which a download has begun, and says of which checkpoint."""
@@ -71,8 +74,8 @@ class _CopySource:
     """Loaded metadata, by relative path."""
     files: Mapping[str, int]
     """Bytes of everything else that belongs to it, by relative path."""
-    attachments: Mapping[str, AttachmentEntry] = field(default_factory=dict)
-    """Attachments by name."""
+    attachments: Sequence[AttachmentEntry] = ()
+    """Attachments of all ranks. Of several with one name, the first counts."""
 
     @property
     def size(self) -> int:
@@ -116,10 +119,10 @@ def _make_source(where: str, directory: Directory, read: Callable[[str], bytes])
         for path, size in needed_objects(loaded).items():
             needed[path] = max(size, needed.get(path, 0))
     manifests = {_manifest_path(name, loaded) for name, loaded in metadata.items()} & directory.objects.keys()
-    attachments: dict[str, AttachmentEntry] = {}
-    for path in manifests:
-        attachments |= _read_attachments(where, read(path), present=len(names))
-    needed |= {entry.path: entry.size for entry in attachments.values()}
+    attachments: list[AttachmentEntry] = []
+    for path in sorted(manifests, key=lambda path: classify(path).rank or 0):
+        attachments += _read_attachments(where, read(path), present=len(names))
+    needed |= {entry.path: entry.size for entry in attachments}
     damage = directory.describe_damage(needed)
     if damage is not None:
         raise errors.CorruptCheckpointError(
@@ -131,7 +134,7 @@ def _make_source(where: str, directory: Directory, read: Callable[[str], bytes])
     return _CopySource(commits, metadata, files, attachments)
 
 
-def _read_attachments(where: str, manifest: bytes, *, present: int) -> Mapping[str, AttachmentEntry]:
+def _read_attachments(where: str, manifest: bytes, *, present: int) -> list[AttachmentEntry]:
     """The attachments that a manifest names.
 
     Raises:
@@ -139,15 +142,16 @@ def _read_attachments(where: str, manifest: bytes, *, present: int) -> Mapping[s
     """
     try:
         parsed = Manifest.from_json(manifest)
-    except ValueError:
-        return {}  # written by a later version
+    except ValueError as error:
+        logger.warning("attachments of %s are not copied: its manifest cannot be read: %s", where, error)
+        return []
     if parsed.rank is not None and parsed.world_size > present:
         raise errors.CheckpointNotFoundError(
             f"the checkpoint at {where} is incomplete: {present} of {parsed.world_size} ranks have committed. Remedy: "
             "wait until the save is done, or copy another checkpoint",
             url=where,
         )
-    return parsed.attachments
+    return [entry for entry in parsed.objects if isinstance(entry, AttachmentEntry)]
 
 
 def _is_besides(found: DirectoryEntry) -> bool:
@@ -204,7 +208,7 @@ def download(
         on_progress=on_progress,
     )
     _verify(target, parsed, source)
-    for attachment, entry in source.attachments.items():
+    for attachment, entry in attachments_of(source.attachments).items():
         plain, data = target / attachment, (target / entry.path).read_bytes()
         if not plain.is_file() or plain.read_bytes() != data:  # S3 may lack the plain copy, or have an older one
             plain.parent.mkdir(parents=True, exist_ok=True)
@@ -345,8 +349,9 @@ def upload(
     total = sum(source.files.values())
     if on_total is not None:
         on_total(total)
-    files = [FileTransfer(parsed.key(path), origin / path) for path in source.files]
-    upload_files(store, files, on_progress=on_progress)
+    late = {path for path in _plain_copies(source) if parsed.key(path) in replaced}
+    files = {path: FileTransfer(parsed.key(path), origin / path) for path in source.files}
+    upload_files(store, [file for path, file in files.items() if path not in late], on_progress=on_progress)
     for name, data in source.commits.items():
         save_id = str(getattr(source.metadata[name].storage_meta, "save_id", ""))
         fields = {METADATA_CRC_KEY: crc_hex(crc64nvme(data))}
@@ -356,9 +361,15 @@ def upload(
             store.put(parsed.key(name), data, expect=None if overwrite else ABSENT, metadata=fields)
         except errors.PreconditionFailedError:
             raise exists_error(parsed) from None
+    upload_files(store, [files[path] for path in sorted(late)], on_progress=on_progress)
     kept = {parsed.key(path) for path in (*source.files, *source.commits)}
     store.delete(sorted(replaced - kept))
     return CopyResult(source.count, source.size, source.size)
+
+
+def _plain_copies(source: _CopySource) -> set[str]:
+    """Relative paths of the plain copies of attachments. Until the commit, those of a replaced checkpoint stay."""
+    return attachments_of(source.attachments).keys() & source.files.keys()
 
 
 def _clear_the_way(store: S3Store, url: CheckpointURL, source: _CopySource, *, overwrite: bool) -> frozenset[str]:
@@ -370,7 +381,7 @@ def _clear_the_way(store: S3Store, url: CheckpointURL, source: _CopySource, *, o
     # This takes few requests, and only for an overwrite.
     old = [found.path for found in list_directory(store, url, METADATA, "__").commits.values()]
     replaced = find_previous(store, SaveIdentity(url, "")).keys
-    planned = {url.key(path) for path in source.files}
+    planned = {url.key(path) for path in source.files.keys() - _plain_copies(source)}
     if old and (replaced & planned or old != [METADATA] or METADATA not in source.commits):
         store.delete([url.key(path) for path in old])
     return replaced

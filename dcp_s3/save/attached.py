@@ -16,6 +16,7 @@ class Attachments:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._of: dict[CheckpointURL | None, dict[str, Attachment]] = {}
+        self._copied: set[CheckpointURL | None] = set()
 
     def add(self, url: CheckpointURL | None, attachment: Attachment) -> None:
         """Keep an attachment.
@@ -24,6 +25,9 @@ class Attachments:
             SaveProtocolError: there is another one of that name, with other bytes.
         """
         with self._lock:
+            if url in self._copied:
+                self._copied.discard(url)
+                self._of.pop(url, None)  # of a save that has gone
             kept = self._of.setdefault(url, {}).setdefault(attachment.name, attachment)
         if kept.data != attachment.data:
             raise SaveProtocolError(
@@ -45,14 +49,17 @@ class Attachments:
         return list(found._of.get(None, {}).values())
 
     def hand_over(self) -> Attachments:
-        """Move all to a new object: for a copy of the writer that saves in another process."""
+        """A new object for a copy of the writer, which saves in another process. What is for the next save, whatever
+        its URL, goes there. What is for a URL stays here, too, until more is attached to it."""
         other = Attachments()
         with self._lock:
-            other._of, self._of = self._of, {}
+            other._of = {url: dict(attached) for url, attached in self._of.items()}
+            self._of.pop(None, None)
+            self._copied = set(self._of)
         return other
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"_of": self._of}
+        return {"_of": self._of, "_copied": set()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

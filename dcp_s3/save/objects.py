@@ -89,7 +89,7 @@ def write_buckets(
         ranks: number of ranks that write at the same time.
 
     Returns:
-        One result per item.
+        One result per item, and one per attachment, without storage data.
 
     Raises:
         DeadlineExceededError: the deadline of ``store`` has passed.

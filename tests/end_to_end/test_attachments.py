@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import pickle
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -123,6 +125,67 @@ def test_a_copy_has_it(faulty: FaultyServer, tmp_path: Path) -> None:
         upload(tmp_path / "there", f"s3://{BUCKET}/other")
 
 
+def test_an_upload_over_another_keeps_the_old_until_its_commit(faulty: FaultyServer, tmp_path: Path) -> None:
+    _save(URL, {"common.pt": b"old"})
+    _save(f"s3://{BUCKET}/new", {"common.pt": b"new"})
+    download(f"s3://{BUCKET}/new", tmp_path / "new")
+    seen = faulty.once("PutObject", Fault.error(403, "AccessDenied"), key="step-1/")
+    with pytest.raises(errors.AccessDeniedError):
+        upload(tmp_path / "new", URL, overwrite=True)
+    assert seen
+    assert S3StorageReader(URL).attachment("common.pt") == b"old"
+    assert faulty.s3.read(BUCKET, "run/step-1/common.pt") == b"old"
+    upload(tmp_path / "new", URL, overwrite=True)
+    assert S3StorageReader(URL).attachment("common.pt") == b"new"
+    assert faulty.s3.read(BUCKET, "run/step-1/common.pt") == b"new"
+    assert verify(URL, full=True).ok
+
+
+def test_who_loses_the_race_leaves_nothing_that_is_read(faulty: FaultyServer) -> None:
+    """Another save commits just before this one would."""
+
+    def rule(request: Any) -> None:
+        if request.operation == "PutObject" and request.key.endswith("step-1/.metadata") and not raced:
+            raced.append(True)
+            _save(URL, {"common.pt": b"winner"})
+
+    raced: list[bool] = []
+    faulty.rule = rule
+    with pytest.raises(CheckpointException, match="already exists"):
+        _save(URL, {"common.pt": b"loser", "loser.pt": b"loser"})
+    reader = S3StorageReader(URL)
+    assert (reader.attachments(), reader.attachment("common.pt")) == (["common.pt"], b"winner")
+    with pytest.raises(errors.AttachmentNotFoundError):
+        reader.attachment("loser.pt")
+    assert faulty.s3.read(BUCKET, "run/step-1/common.pt") == b"winner"
+    assert "run/step-1/loser.pt" not in _keys(faulty)
+    assert len([key for key in _keys(faulty) if key.endswith(".distcp")]) == 2
+
+
+def test_only_what_is_attached_is_read(faulty: FaultyServer) -> None:
+    _save(URL, {"common.pt": b"1"})
+    S3Store(BUCKET, Settings()).put("run/step-1/notes.txt", b"the user's own")
+    with pytest.raises(errors.AttachmentNotFoundError, match=r"it has common\.pt"):
+        S3StorageReader(URL).attachment("notes.txt")
+
+
+@pytest.mark.parametrize("path", ["../x", "/etc/x", ".metadata", "x", "a/__0_0-ab.distcp"])
+def test_a_manifest_that_leads_elsewhere_is_not_read(faulty: FaultyServer, tmp_path: Path, path: str) -> None:
+    _save(URL, {"common.pt": b"1"})
+    [key] = [key for key in _keys(faulty) if "manifest" in key]
+    fields = json.loads(faulty.s3.read(BUCKET, key))
+    [entry] = [each for each in fields["objects"] if "attachment" in each]
+    entry["path"] = path
+    S3Store(BUCKET, Settings()).put(key, json.dumps(fields).encode())
+    with pytest.raises(errors.CorruptCheckpointError, match="cannot be read"):
+        S3StorageReader(URL).attachment("common.pt")
+    S3Store(BUCKET, Settings()).put(f"run/step-1/{path}x", b"1")
+    download(URL, tmp_path / "there")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["there"]
+    _save(URL, {}, overwrite=True)
+    assert verify(URL, full=True).ok
+
+
 def test_damage_is_found(faulty: FaultyServer) -> None:
     _save(URL, {"common.pt": b"common"})
     assert verify(URL, full=True).ok
@@ -176,8 +239,10 @@ def test_what_a_save_that_was_cut_off_leaves_is_pruned(faulty: FaultyServer) -> 
 
 @pytest.mark.parametrize(
     "name",
-    ["", ".metadata", "__0.metadata", "x/.metadata", "a.distcp", ".dcp_s3/pin", "../x", "/x", "x//y", "./x", "x/.", "s3://x",
-     "a\nb", "x" * 91, b"x"],
+    [
+        "", ".dcp_s3", "a/b/.metadata", "a/.dcp_s3/pin", ".metadata", "__0.metadata", "x/.metadata", "a.distcp",
+        ".dcp_s3/pin", "../x", "/x", "x//y", "./x", "x/.", "s3://x", "a\nb", "x" * 91, b"x",
+    ],
 )  # fmt: skip
 def test_names_that_cannot_be(name: Any) -> None:
     with pytest.raises(errors.SaveProtocolError, match="cannot be the name of an attachment"):
@@ -191,6 +256,12 @@ def test_data_that_cannot_be() -> None:
     writer.attach("common.pt", b"1")
     with pytest.raises(errors.SaveProtocolError, match="already attached to this save"):
         writer.attach("common.pt", b"2")
+
+
+def test_a_file_and_a_directory_of_one_name(faulty: FaultyServer) -> None:
+    with pytest.raises(CheckpointException, match="'a' and 'a/b' cannot both be attached"):
+        _save(URL, {"a": b"", "a/b": b""})
+    assert not any(key.endswith(".metadata") for key in _keys(faulty))
 
 
 def test_one_that_is_not_there(faulty: FaultyServer) -> None:
@@ -222,6 +293,22 @@ def test_each_belongs_to_one_save(faulty: FaultyServer) -> None:
     assert [found[0].attachment("a"), found[1].attachment("a"), found[2].attachments()] == [b"1", b"2", []]
 
 
+def test_a_copy_of_the_writer_has_them(faulty: FaultyServer) -> None:
+    writer = S3StorageWriter()
+    writer.attach("a", b"2", checkpoint_id=f"s3://{BUCKET}/2")
+    writer.attach("a", b"1")
+    other = pickle.loads(pickle.dumps(writer))
+    dcp.save(STATE, storage_writer=other, checkpoint_id=f"s3://{BUCKET}/1")
+    dcp.save(STATE, storage_writer=writer, checkpoint_id=f"s3://{BUCKET}/2")
+    found = [S3StorageReader(f"s3://{BUCKET}/{n}") for n in (1, 2)]
+    assert [found[0].attachment("a"), found[1].attachment("a")] == [b"1", b"2"]
+    other.attach("a", b"3", checkpoint_id=f"s3://{BUCKET}/3")
+    pickle.dumps(other)  # to the process that saves
+    other.attach("a", b"4", checkpoint_id=f"s3://{BUCKET}/3")
+    dcp.save(STATE, storage_writer=other, checkpoint_id=f"s3://{BUCKET}/3")
+    assert S3StorageReader(f"s3://{BUCKET}/3").attachment("a") == b"4"
+
+
 def test_it_spills(faulty: FaultyServer, tmp_path: Path) -> None:
     faulty.rule = lambda request: Fault.error(503, "SlowDown") if request.operation == "PutObject" else None
     settings = {"spill_dir": str(tmp_path), "durability": "local", "spill_after": 0.5}
@@ -248,6 +335,13 @@ def _ranks(root: str) -> None:
     reader = S3StorageReader(f"{root}/ranks")
     assert reader.attachments() == ["rng-0", "rng-1", "same"]
     assert reader.attachment(f"rng-{1 - rank}") == bytes([1 - rank])
+    dist.barrier()
+    if rank == 0:
+        with tempfile.TemporaryDirectory() as directory:
+            download(f"{root}/ranks", directory)
+            upload(directory, f"{root}/copy")
+        assert verify(f"{root}/copy", full=True).ok
+        assert S3StorageReader(f"{root}/copy").attachment("same") == b"same"
     writer = S3StorageWriter(f"{root}/differ")
     writer.attach("same", bytes([rank]))
     with pytest.raises(CheckpointException, match="ranks attached different files as 'same'"):

@@ -252,6 +252,19 @@ def test_which_one_counts(root: str) -> None:
     assert type(FileSystemWriter("/ckpt/a/b/c")) is FileSystemWriter
 
 
+def test_equal_ones_are_two(root: str) -> None:
+    first, other, again = (dcp_s3.redirect({"/ckpt": f"{root}/{name}"}) for name in ("1", "2", "1"))
+    try:
+        again.undo()
+        again.undo()
+        assert FileSystemWriter("/ckpt").checkpoint_id == f"{root}/2"  # type: ignore[attr-defined]
+        other.undo()
+        assert FileSystemWriter("/ckpt").checkpoint_id == f"{root}/1"  # type: ignore[attr-defined]
+    finally:
+        first.undo()
+    assert isinstance(HuggingFaceStorageReader(root), HuggingFaceStorageReader)  # as torch has it
+
+
 def test_bad_arguments_change_nothing() -> None:
     with pytest.raises(errors.InvalidURLError, match="not an S3 URL"):
         dcp_s3.redirect({"/ckpt": "/other"})

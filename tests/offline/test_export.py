@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import multiprocessing
+import os
 import shutil
 import threading
 from pathlib import Path
@@ -281,8 +282,9 @@ def test_s3_fails_in_the_middle(root: str, s3: Any, memory_server: S3Server) -> 
     assert not keys(s3, f"{root}/out")
 
 
-def _export_slowly(url: str, path: str, reached: Any) -> None:
+def _export_slowly(environment: dict[str, str], url: str, path: str, reached: Any) -> None:
     """Stop in the middle of the second file."""
+    os.environ.update(environment)  # the fork server has that of when it began
     calls: list[int] = []
 
     def moved(count: int) -> None:
@@ -298,7 +300,7 @@ def test_a_killed_export_shows_whole_files_only(root: str, place: Place) -> None
     state = {name: random_tensor((1000,), torch.float32, n) for n, name in enumerate("abc")}
     save(state, f"{root}/x")
     reached = multiprocessing.get_context("forkserver").Event()
-    with running([new_process(_export_slowly, f"{root}/x", place.where, reached)]) as (process,):
+    with running([new_process(_export_slowly, dict(os.environ), f"{root}/x", place.where, reached)]) as (process,):
         assert reached.wait(120)
         process.kill()
         process.join()

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import multiprocessing
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -182,8 +183,9 @@ def test_progress(root: str, tmp_path: Path) -> None:
     assert totals == [sum(moved)] == [result.size]
 
 
-def _import_slowly(path: str, url: str, reached: Any) -> None:
+def _import_slowly(environment: dict[str, str], path: str, url: str, reached: Any) -> None:
     """Stop when half of the tensors are read."""
+    os.environ.update(environment)  # the fork server has that of when it began
 
     def moved(_: int) -> None:
         if next(calls) == 10:
@@ -197,7 +199,7 @@ def _import_slowly(path: str, url: str, reached: Any) -> None:
 def test_a_killed_import_is_no_checkpoint(root: str, tmp_path: Path) -> None:
     write(tmp_path / "model.safetensors", model())
     reached = multiprocessing.get_context("forkserver").Event()
-    with running([new_process(_import_slowly, str(tmp_path), f"{root}/x", reached)]) as (process,):
+    with running([new_process(_import_slowly, dict(os.environ), str(tmp_path), f"{root}/x", reached)]) as (process,):
         assert reached.wait(120)
         process.kill()
         process.join()
