@@ -160,8 +160,7 @@ def set_rng_state_of(rank: int, saved: Sequence[Mapping[str, Any]], device: torc
         saved: the states by rank.
         device: this rank's device.
     """
-    alike = all(torch.equal(states["torch"], saved[0]["torch"]) for states in saved)
-    if rank < len(saved) or alike:
+    if rank < len(saved) or all(_plain(states) == _plain(saved[0]) for states in saved):
         set_rng_state(saved[rank if rank < len(saved) else 0], device)
         return
     logger.warning(
@@ -169,3 +168,12 @@ def set_rng_state_of(rank: int, saved: Sequence[Mapping[str, Any]], device: torc
         len(saved),
         rank,
     )
+
+
+def _plain(state: Any) -> Any:
+    """The state of generators without arrays and tensors, which ``==`` does not compare as a whole."""
+    if isinstance(state, Mapping):
+        return {key: _plain(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return [_plain(value) for value in state]
+    return state.tolist() if hasattr(state, "tolist") else state

@@ -73,6 +73,21 @@ def test_ranks_get_their_own_random_numbers(
     assert bool(caplog.records) == warns
 
 
+@pytest.mark.parametrize("kind", ["python", "numpy", "torch", "cuda"])
+def test_a_new_rank_draws_no_other_ranks_numbers_if_any_generator_differs(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    cuda = {"cuda": torch.zeros(16, dtype=torch.uint8)}
+    first, other = ({**each, **cuda} for each in states(1, 2))
+    other["cuda"] = torch.ones(16, dtype=torch.uint8)
+    states(9)
+    expected = draw()
+    states(9)
+    set_rng_state_of(2, [first, {**first, kind: other[kind]}], CPU)
+    assert draw() == expected
+    assert "rank 2 keeps its own" in caplog.text
+
+
 def test_the_owner_of_an_optimizer() -> None:
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     optimizer = torch.optim.SGD(second.parameters())
