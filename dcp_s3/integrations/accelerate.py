@@ -33,13 +33,14 @@ from dcp_s3.integrations.requirement import require
 from dcp_s3.integrations.training_parts import (
     ModelPart,
     OptimizerPart,
+    agree,
     as_item,
     from_item,
-    gather,
     of_first_rank,
     owner,
     rng_state,
     set_rng_state_of,
+    without_tensors,
 )
 from dcp_s3.load.reader import S3StorageReader
 from dcp_s3.save.writer import S3StorageWriter
@@ -116,11 +117,16 @@ def load_state(
 
     Raises:
         CheckpointError: the accelerator uses what cannot be loaded here, or the checkpoint has another number of
-            something.
+            something, or a registered object raised on another rank.
         CheckpointException: of torch; its ``failures`` has the causes by rank.
     """
-    reader = S3StorageReader(url, weights_only=weights_only, settings=settings)
-    state_dict_loader.load(training_state(accelerator), storage_reader=reader)
+
+    def load() -> None:
+        reader = S3StorageReader(url, weights_only=weights_only, settings=settings)
+        state_dict_loader.load(training_state(accelerator), storage_reader=reader)
+
+    # DCP does not tell the other ranks if a load_state_dict raises on one.
+    agree(load, f"{url} is not loaded")
 
 
 def training_state(accelerator: Accelerator) -> dict[str, Stateful]:
@@ -188,19 +194,40 @@ class TrainingPart(Stateful):
     """The states of the random number generators that were loaded, by rank."""
 
     def state_dict(self) -> dict[str, Any]:
-        """As in DCP. Gathers from all ranks what differs between them."""
+        """As in DCP. Gathers from all ranks what differs between them.
+
+        Raises:
+            CheckpointError: a state raised on another rank, or the ranks have registered different numbers of objects.
+        """
         accelerator = self.accelerator
-        mine = {
-            "rng": rng_state(accelerator.device),
-            "dataloaders": [_dataloader_state(loader, accelerator) for loader in self.dataloaders],
-        }
-        registered = of_first_rank([each.state_dict() for each in self.registered])
+        state: dict[str, Any] = {}
+        registered: list[Any] = []
+
+        def collect() -> tuple[dict[str, Any], int, list[tuple[Any] | None]]:
+            scaler = accelerator.scaler
+            state["step"] = accelerator.step
+            state["schedulers"] = as_item([scheduler.state_dict() for scheduler in self.schedulers])
+            state["scaler"] = as_item(None if scaler is None else scaler.state_dict())
+            registered.extend(each.state_dict() for each in self.registered)
+            mine = {
+                "rng": rng_state(accelerator.device),
+                "dataloaders": [_dataloader_state(loader, accelerator) for loader in self.dataloaders],
+            }
+            return mine, len(registered), without_tensors(registered) if ranks.rank() == 0 else []
+
+        # Everything that may raise on one rank alone, so that the others do not wait for it.
+        told = agree(collect, "the state of the training cannot be collected")
+        counts = {rank: count for rank, (_, count, _) in enumerate(told)}
+        if len(set(counts.values())) > 1:
+            raise CheckpointError(
+                f"the ranks have registered different numbers of objects: {counts} (by rank). Remedy: "
+                "register_for_checkpointing the same ones on all"
+            )
+        registered = of_first_rank(registered, told[0][2])
         return {
-            "step": accelerator.step,
-            "ranks": as_item(gather(mine)),
-            "schedulers": as_item([scheduler.state_dict() for scheduler in self.schedulers]),
-            "scaler": as_item(None if accelerator.scaler is None else accelerator.scaler.state_dict()),
-            "registered": {str(number): as_item(state) for number, state in enumerate(registered)},
+            **state,
+            "ranks": as_item([mine for mine, _, _ in told]),
+            "registered": {str(number): as_item(each) for number, each in enumerate(registered)},
             "number_of_registered": len(registered),
         }
 

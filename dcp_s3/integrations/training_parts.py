@@ -6,10 +6,11 @@ Nothing here needs a framework but torch. Adapters put these parts together.
 from __future__ import annotations
 
 import logging
+import pickle
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,9 +25,13 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from dcp_s3 import ranks
-from dcp_s3.errors import SaveProtocolError
+from dcp_s3.errors import CheckpointError, SaveProtocolError
+from dcp_s3.failures import name_failed
+from dcp_s3.manager.ranks import Ranks
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -101,24 +106,34 @@ def _has(kind: type[torch.Tensor], state: Any) -> bool:
     return isinstance(state, kind)
 
 
-def of_first_rank(states: list[Any]) -> list[Any]:
-    """The states of the first rank, on every rank; a collective of the default process group. Those with tensors, which
-    are large, are not sent: each rank keeps its own."""
-    if ranks.world_size() == 1:
-        return states
-    # A list in a list: torch cannot send an empty one.
-    sent = [[None if _has(torch.Tensor, state) else (state,) for state in states]]
-    dist.broadcast_object_list(sent, src=0)
-    return [mine if first is None else first[0] for mine, first in zip(states, sent[0], strict=True)]
+def without_tensors(states: Sequence[Any]) -> list[tuple[Any] | None]:
+    """States as they are sent to other ranks: None for those with tensors, which are large."""
+    return [None if _has(torch.Tensor, state) else (state,) for state in states]
 
 
-def gather(value: Any) -> list[Any]:
-    """The values of all ranks in rank order, on every rank; a collective of the default process group."""
+def of_first_rank(mine: Sequence[Any], sent: Sequence[tuple[Any] | None]) -> list[Any]:
+    """The states of the first rank, as it has ``sent`` them; this rank's own where it has sent none."""
+    return [own if first is None else first[0] for own, first in zip(mine, sent, strict=True)]
+
+
+def agree(work: Callable[[], T], failed: str) -> list[T]:
+    """Run ``work`` on each rank. Returns the results in rank order; if it raises on one rank, all raise. A collective
+    of the default process group.
+
+    Args:
+        work: the work. Its result can be pickled.
+        failed: what has failed if it raises, for the message.
+
+    Raises:
+        CheckpointError: it raised on another rank; the message has the cause. Where it raised, that error is raised.
+    """
     if ranks.world_size() == 1:
-        return [value]
-    values: list[Any] = [None] * ranks.world_size()
-    dist.all_gather_object(values, value)
-    return values
+        return [work()]
+    # Pickled within the work: what cannot be pickled must not leave the others waiting either.
+    told = Ranks(dist.group.WORLD).agree(
+        lambda: pickle.dumps(work()), lambda failures: CheckpointError(f"{failed}: {name_failed(failures)}")
+    )
+    return [pickle.loads(each) for each in told]  # noqa: S301 - from this job's ranks, like any of its collectives
 
 
 # --- random numbers -------------------------------------------------------------------------------------
@@ -160,8 +175,7 @@ def set_rng_state_of(rank: int, saved: Sequence[Mapping[str, Any]], device: torc
         saved: the states by rank.
         device: this rank's device.
     """
-    alike = all(torch.equal(states["torch"], saved[0]["torch"]) for states in saved)
-    if rank < len(saved) or alike:
+    if rank < len(saved) or all(_plain(states) == _plain(saved[0]) for states in saved):
         set_rng_state(saved[rank if rank < len(saved) else 0], device)
         return
     logger.warning(
@@ -169,3 +183,12 @@ def set_rng_state_of(rank: int, saved: Sequence[Mapping[str, Any]], device: torc
         len(saved),
         rank,
     )
+
+
+def _plain(state: Any) -> Any:
+    """The state of generators without arrays and tensors, which ``==`` does not compare as a whole."""
+    if isinstance(state, Mapping):
+        return {key: _plain(value) for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        return [_plain(value) for value in state]
+    return state.tolist() if hasattr(state, "tolist") else state

@@ -14,15 +14,20 @@ import dataclasses
 import json
 import logging
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dcp_s3.errors import CheckpointError
+from dcp_s3 import ranks
+from dcp_s3.checkpoint.info import CheckpointInfo
+from dcp_s3.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
+from dcp_s3.format.layout import step_of
 from dcp_s3.integrations.requirement import require
-from dcp_s3.integrations.training_parts import ModelPart
+from dcp_s3.integrations.training_parts import ModelPart, agree
+from dcp_s3.manager.arguments import resolve_policy
 from dcp_s3.manager.manager import CheckpointManager
-from dcp_s3.retention.policy import KeepBest, KeepLatest, PolicyFunction
-from dcp_s3.settings import SettingsLike
+from dcp_s3.retention.policy import AnyOf, KeepLatest, PolicyFunction, Reasons
+from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.url import URLLike, is_s3_url, parse_url
 
 require("transformers", "transformers", "5.23", "6")
@@ -30,6 +35,7 @@ require("transformers", "accelerate", "1.15", "2")
 
 from transformers import Trainer, TrainerState  # noqa: E402
 from transformers.trainer_callback import ExportableState  # noqa: E402
+from transformers.trainer_utils import HubStrategy  # noqa: E402
 
 from dcp_s3.integrations.accelerate import TrainingPart, check_supported, optimizer_part  # noqa: E402
 
@@ -60,12 +66,13 @@ class S3Checkpoints(_AnyTrainer):
     evaluation's metrics of that step are stored with it, for retention and ``dcp-s3 ls``.
 
     ``train(resume_from_checkpoint=True)`` goes on from the latest, on any number of ranks, and begins anew if there is
-    none yet; a number is a step. A path is one of the Trainer's own checkpoints.
+    none yet; a number is a step. A path is one of the Trainer's own checkpoints. No checkpoint under the root may be
+    later than the step at which the training begins.
 
     Args:
         checkpoint_root: ``s3://bucket/run``. Checkpoints are ``{root}/step-00001000`` and so on.
-        retention: see `CheckpointManager`. None: ``save_total_limit`` and ``metric_for_best_model`` of the
-            TrainingArguments.
+        retention: see `CheckpointManager`. None: ``save_total_limit`` of the TrainingArguments. The Trainer's
+            ``best_model_checkpoint`` is kept besides.
         checkpoint_settings: a `Settings`, or a mapping of settings that override the environment.
         args, kwargs: as for the Trainer. Its ``output_dir`` remains, for what is no checkpoint.
 
@@ -87,6 +94,7 @@ class S3Checkpoints(_AnyTrainer):
         self.checkpoint_settings = checkpoint_settings
         self._manager: Any = None
         self._resumed: _Resumed | None = None
+        self._best = _KeepBestModel()
 
     def train(self, resume_from_checkpoint: str | int | bool | None = None, **kwargs: Any) -> Any:
         """Train, as the Trainer does. Returns when the last checkpoint is committed.
@@ -98,26 +106,64 @@ class S3Checkpoints(_AnyTrainer):
         Raises:
             SaveFailedError: a checkpoint could not be saved.
             RestoreFailedError, CheckpointNotFoundError, CorruptCheckpointError
-            CheckpointError: this is a hyperparameter search, whose trials would share the root, or DeepSpeed.
+            CheckpointError: there are later checkpoints under the root than the step at which this training begins.
+                Or it is a hyperparameter search, whose trials would share the root, or uses DeepSpeed, or pushes each
+                checkpoint to the Hub.
         """
         check_supported(self.accelerator)
+        if self.args.push_to_hub and self.args.hub_strategy != HubStrategy.END:
+            raise CheckpointError(
+                f"hub_strategy={self.args.hub_strategy.value!r} pushes the files of each checkpoint to the Hub, and "
+                'here are none. Remedy: hub_strategy="end", and trainer.push_to_hub() after training'
+            )
         if kwargs.get("trial") is not None:
             raise CheckpointError(
                 f"the trials of a hyperparameter search would all save to {self.checkpoint_root}. Remedy: use Trainer"
             )
-        retention = _retention(self.args) if self.retention is None else self.retention
+        self._best = _KeepBestModel()
+        policies: list[PolicyFunction | None] = []
+        agree(lambda: policies.append(self._policy()), f"the training under {self.checkpoint_root} does not begin")
         with (
             CheckpointManager(
-                self.checkpoint_root, retention=retention, settings=self.checkpoint_settings, overwrite=True
+                self.checkpoint_root, retention=policies[0], settings=self.checkpoint_settings, overwrite=True
             ) as self._manager,
             tempfile.TemporaryDirectory() as folder,
         ):
             try:
-                if resume_from_checkpoint is not None and not isinstance(resume_from_checkpoint, str):
-                    resume_from_checkpoint = self._find(resume_from_checkpoint, Path(folder))
-                return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+                wanted = resume_from_checkpoint
+                found = wanted if wanted is None or isinstance(wanted, str) else self._find(wanted, Path(folder))
+                if wanted is not True:  # that is the latest
+                    self._refuse_later(found)
+                return super().train(resume_from_checkpoint=found, **kwargs)
             finally:
                 self._manager = self._resumed = None
+
+    def _policy(self) -> PolicyFunction | None:
+        """What to keep. None: everything."""
+        limit = self.args.save_total_limit
+        ours = KeepLatest(limit) if self.retention is None and limit is not None and limit > 0 else self.retention
+        policy = resolve_policy(ours, resolve_settings(self.checkpoint_settings))
+        return None if policy is None else AnyOf((policy, self._best))
+
+    def _refuse_later(self, folder: str | None) -> None:
+        """Check that no checkpoint is later than that of the Trainer in a folder, or than the start if it is None."""
+
+        def look() -> tuple[int, int | None]:
+            if ranks.rank() > 0:
+                return 0, None
+            file = None if folder is None else Path(folder, _STATE_FILE)
+            start = 0 if file is None or not file.is_file() else json.loads(file.read_text())["global_step"]
+            return start, self._manager.latest_step()
+
+        [(start, latest), *_] = agree(look, f"the training under {self.checkpoint_root} does not begin")
+        if latest is not None and latest > start:
+            raise CheckpointError(
+                f"{self.checkpoint_root} has checkpoints up to step {latest}, and this training would begin after step "
+                f"{start}: the new checkpoints would be the first that retention deletes, and a restart would take "
+                f"step {latest}. Remedy: resume_from_checkpoint=True to go on from there, another checkpoint_root, or "
+                f"delete the later ones (`dcp-s3 rm {self._manager.url(latest)}` and so on)",
+                url=self.checkpoint_root,
+            )
 
     def _find(self, wanted: int | bool, folder: Path) -> str | None:
         """The folder with the state of the Trainer, from which it learns where to go on. None: begin anew."""
@@ -129,9 +175,25 @@ class S3Checkpoints(_AnyTrainer):
             logger.warning("nothing was saved under %s yet: training begins anew", self.checkpoint_root)
             return None
         trainer = json.loads(state["trainer"])
-        self._resumed = _Resumed(str(folder), step, trainer.pop("best_model_checkpoint"))
+        best = trainer["best_model_checkpoint"]
+        if is_s3_url(best):  # otherwise the Trainer looks for it
+            trainer["best_model_checkpoint"], best = None, self._find_best(best, step)
+            if best is not None:
+                self._best.add(best)
+        self._resumed = _Resumed(str(folder), step, best)
         (folder / _STATE_FILE).write_text(json.dumps(trainer))
         return str(folder)
+
+    def _find_best(self, url: str, latest: int) -> str | None:
+        """The best checkpoint under this root, to which the run may have been copied. None: it is gone."""
+        step = step_of(url)
+        try:
+            if step != latest:
+                self._manager.restore({"trainer": ""}, step)
+        except (CheckpointNotFoundError, CorruptCheckpointError) as error:
+            logger.warning("the best checkpoint until now, %s, is not considered any more: %s", url, error)
+            return None
+        return str(self._manager.url(step))
 
     def _everything(self) -> dict[str, Any]:
         model = self.model_wrapped
@@ -148,6 +210,7 @@ class S3Checkpoints(_AnyTrainer):
         state, step = self.state, self.state.global_step
         if state.best_global_step == step:
             state.best_model_checkpoint = self._manager.url(step)
+            self._best.add(state.best_model_checkpoint)
         callbacks = [
             each for each in [*self.callback_handler.callbacks, self.control] if isinstance(each, ExportableState)
         ]
@@ -166,7 +229,8 @@ class S3Checkpoints(_AnyTrainer):
         state = self._everything()
         self._manager.restore(state, self._resumed.step)
         self._resumed.training = state["training"]
-        self.state.best_model_checkpoint = self._resumed.best
+        if self._resumed.best is not None:
+            self.state.best_model_checkpoint = self._resumed.best
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if self._resumed is None:
@@ -175,15 +239,36 @@ class S3Checkpoints(_AnyTrainer):
             self._resumed.training.set_rng()
 
     def _load_best_model(self) -> None:
-        if not is_s3_url(self.state.best_model_checkpoint):
+        best = self.state.best_model_checkpoint
+        if not is_s3_url(best):
             super()._load_best_model()
             return
         self._manager.wait()
-        self._manager.restore({"model": ModelPart(self.model_wrapped)}, self.state.best_global_step)
+        # Not best_global_step: that one may not have been saved.
+        self._manager.restore({"model": ModelPart(self.model_wrapped)}, step_of(best))
 
 
 class S3Trainer(S3Checkpoints, Trainer):
     """`transformers.Trainer` with its checkpoints on S3, see `S3Checkpoints`."""
+
+
+class _KeepBestModel:
+    """The policy that keeps the Trainer's ``best_model_checkpoint``. A metric would not do: which of equal values is
+    best, and whether a value counts that was not saved, is for the Trainer to say."""
+
+    __name__ = "best_model_checkpoint"
+
+    def __init__(self) -> None:
+        self._urls: tuple[str, ...] = ()
+
+    def add(self, url: str) -> None:
+        """Keep this one, and the one before until it is committed. Threads may meanwhile call the policy."""
+        self._urls = (*self._urls, url)
+
+    def __call__(self, checkpoints: Sequence[CheckpointInfo], now: float) -> Reasons:
+        names = {info.url: info.name for info in checkpoints}
+        committed = [names[url] for url in self._urls if url in names]
+        return {name: [self.__name__] for name in committed[-1:]}
 
 
 @dataclasses.dataclass
@@ -207,14 +292,3 @@ def _metrics(state: TrainerState) -> dict[str, float]:
         for name, value in entry.items()
         if name != "step" and isinstance(value, (int, float))
     }
-
-
-def _retention(args: Any) -> PolicyFunction | None:
-    if args.save_total_limit is None:
-        return None
-    latest = KeepLatest(args.save_total_limit)
-    metric = args.metric_for_best_model
-    if metric is None:
-        return latest
-    name = metric if metric.startswith("eval_") else f"eval_{metric}"
-    return latest | KeepBest(1, name, "max" if args.greater_is_better else "min")

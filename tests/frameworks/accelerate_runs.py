@@ -239,3 +239,35 @@ def run_example(arguments: list[str], directory: Path) -> str:
 def train_for_ever(run: Run) -> None:
     """Train until killed."""
     ManagedTraining(run).train(10**6)
+
+
+class Failing:
+    """A registered object that fails on the second rank."""
+
+    def __init__(self, when: str) -> None:
+        self.when = when
+
+    def _fail(self, when: str) -> None:
+        if self.when == when and dist.get_rank() == 1:
+            raise ZeroDivisionError(f"in the {when} of rank 1")
+
+    def state_dict(self) -> dict[str, Any]:
+        self._fail("save")
+        return {"value": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._fail("load")
+
+
+def failing(url: str, when: str) -> tuple[str, str]:
+    """Save and load with an object that fails on the second rank, or that only the first one has."""
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(torch.nn.Linear(2, 2))
+    if when != "count" or dist.get_rank() == 0:
+        accelerator.register_for_checkpointing(Failing(when))
+    try:
+        save_state(accelerator, url)
+        load_state(accelerator, url)
+    except Exception as error:  # noqa: BLE001 - which one is the question
+        return type(error).__name__, str(error)
+    raise AssertionError("it did not fail")

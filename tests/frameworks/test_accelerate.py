@@ -12,6 +12,7 @@ from tests.faulty import BUCKET, FaultyServer, serve
 from tests.frameworks.accelerate_ranks import files_in, kill_in_save
 from tests.frameworks.accelerate_runs import (
     Run,
+    failing,
     interrupted,
     resumed,
     run_example,
@@ -74,6 +75,22 @@ def test_ranks_with_their_own_data_and_random_numbers_go_on_to_the_same_bits(roo
     # A registered object is the first rank's, as with Accelerate itself.
     first, second = expected[0][1], expected[1][1]
     assert found[1][1] == {step: (first if int(step[5:]) <= at else second)[step] for step in second}
+
+
+@pytest.mark.servers("memory")
+@pytest.mark.parametrize("when", ["save", "load"])
+def test_an_error_in_a_state_of_one_rank_is_an_error_of_all(root: str, when: str) -> None:
+    first, second = run_ranks(2, failing, f"{root}/step-1", when, timeout=60)
+    assert second == ("ZeroDivisionError", f"in the {when} of rank 1")
+    assert first[0] == "CheckpointError"
+    assert f"rank 1 cannot go on: ZeroDivisionError: in the {when} of rank 1" in first[1]
+
+
+@pytest.mark.servers("memory")
+def test_other_registered_objects_on_one_rank_are_an_error_of_all(root: str) -> None:
+    for error, message in run_ranks(2, failing, f"{root}/step-1", "count", timeout=60):
+        assert error == "CheckpointError"
+        assert "{0: 1, 1: 0} (by rank)" in message
 
 
 @pytest.mark.servers("memory")

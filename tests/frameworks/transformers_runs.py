@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
+from dcp_s3.errors import CheckpointError
 from dcp_s3.integrations.accelerate import optimizer_part
 from dcp_s3.integrations.training_parts import ModelPart
 from dcp_s3.integrations.transformers import S3Trainer
@@ -96,6 +98,17 @@ def trainer(run: Run, **options: Any) -> Trainer:
     return made
 
 
+def evaluate_to(made: Trainer, metric: str, values: Mapping[int, float]) -> None:
+    """Let the evaluation after each step have this value."""
+
+    def evaluate(*args: Any, **kwargs: Any) -> dict[str, float]:
+        found = {f"eval_{metric}": values[made.state.global_step]}
+        made.log(dict(found))
+        return found
+
+    made.evaluate = evaluate
+
+
 class _StopAt(TrainerCallback):
     def __init__(self, step: int) -> None:
         self.step = step
@@ -132,6 +145,16 @@ def train(run: Run, directory: Path | None, resume: Any = True) -> tuple[int, st
     }
     losses = [entry["loss"] for entry in made.state.log_history if "loss" in entry]
     return began.step, state_digest(state), losses
+
+
+def refused(run: Run, directory: Path, resume: Any) -> str:
+    """The error with which a training does not begin."""
+    os.chdir(directory)
+    try:
+        trainer(run).train(resume_from_checkpoint=resume)
+    except CheckpointError as error:
+        return str(error)
+    raise AssertionError("it was not refused")
 
 
 def run_example(arguments: list[str], directory: Path) -> None:

@@ -14,9 +14,10 @@ from torch.distributed.checkpoint import load, save
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
 from dcp_s3 import S3StorageReader, S3StorageWriter
-from dcp_s3.errors import SaveProtocolError
+from dcp_s3.errors import CheckpointError, SaveProtocolError
 from dcp_s3.integrations import training_parts
 from dcp_s3.integrations.training_parts import (
+    agree,
     as_item,
     from_item,
     of_first_rank,
@@ -24,6 +25,7 @@ from dcp_s3.integrations.training_parts import (
     rng_state,
     set_rng_state,
     set_rng_state_of,
+    without_tensors,
 )
 from tests.ranks import run_ranks
 
@@ -73,6 +75,21 @@ def test_ranks_get_their_own_random_numbers(
     assert bool(caplog.records) == warns
 
 
+@pytest.mark.parametrize("kind", ["python", "numpy", "torch", "cuda"])
+def test_a_new_rank_draws_no_other_ranks_numbers_if_any_generator_differs(
+    kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    cuda = {"cuda": torch.zeros(16, dtype=torch.uint8)}
+    first, other = ({**each, **cuda} for each in states(1, 2))
+    other["cuda"] = torch.ones(16, dtype=torch.uint8)
+    states(9)
+    expected = draw()
+    states(9)
+    set_rng_state_of(2, [first, {**first, kind: other[kind]}], CPU)
+    assert draw() == expected
+    assert "rank 2 keeps its own" in caplog.text
+
+
 def test_the_owner_of_an_optimizer() -> None:
     first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     optimizer = torch.optim.SGD(second.parameters())
@@ -89,9 +106,8 @@ def _items() -> tuple[Any, Any, list[Any]]:
     sharded = {"deep": [distribute_tensor(torch.arange(4), mesh, [Shard(0)])]}
     whole = {"rank": rank}
     assert isinstance(sharded["deep"][0], DTensor)
-    first = of_first_rank([whole, {"tensor": torch.tensor(rank)}, None])
-    assert of_first_rank([]) == []
-    return as_item(sharded) is sharded, as_item(whole), first
+    mine = [whole, {"tensor": torch.tensor(rank)}, None]
+    return as_item(sharded) is sharded, as_item(whole), of_first_rank(mine, agree(lambda: without_tensors(mine), "")[0])
 
 
 def test_only_states_with_sharded_tensors_are_several_items() -> None:
@@ -99,3 +115,31 @@ def test_only_states_with_sharded_tensors_are_several_items() -> None:
         assert sharded
         assert whole == ({"rank": rank},)
         assert first == [{"rank": 0}, {"tensor": torch.tensor(rank)}, None]
+
+
+def _agree(failing: str) -> tuple[str, str]:
+    def work() -> Any:
+        if torch.distributed.get_rank() == 1:
+            if failing == "raises":
+                raise ZeroDivisionError("of rank 1")
+            return lambda: None  # cannot be pickled
+        return 1
+
+    try:
+        agree(work, "it is not saved")
+    except Exception as error:  # noqa: BLE001 - which one is the question
+        return type(error).__name__, str(error)
+    raise AssertionError("it did not fail")
+
+
+def test_an_error_of_one_rank_is_an_error_of_all() -> None:
+    first, second = run_ranks(2, _agree, "raises", timeout=30)
+    message = "it is not saved: rank 1 cannot go on: ZeroDivisionError: of rank 1"
+    assert first == (CheckpointError.__name__, message)
+    assert second == ("ZeroDivisionError", "of rank 1")
+
+
+def test_what_cannot_be_pickled_on_one_rank_is_an_error_of_all() -> None:
+    first, second = run_ranks(2, _agree, "pickle", timeout=30)
+    assert first[0] == CheckpointError.__name__
+    assert second[1] in first[1]
