@@ -17,7 +17,7 @@ from dcp_s3 import errors
 from dcp_s3.failures import name_failed
 from dcp_s3.manager.background import BackgroundRetention
 from dcp_s3.manager.ranks import Failures, Ranks
-from dcp_s3.manager.saving import Saving, save_in_background
+from dcp_s3.manager.saving import Saving, save_in_background, upload_of
 from dcp_s3.retention.remove import remove
 from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.settings import Settings
@@ -124,7 +124,7 @@ class BackgroundSaves:
             saved()
             return
         try:
-            future = save_in_background(state, made[0], self._background, self._stager)
+            future = upload_of(save_in_background(state, made[0], self._background, self._stager))
         except CheckpointException as error:
             raise saving.fail(step, url, error) from error.__cause__
         saving.begin(step, url, future, on_success=saved)

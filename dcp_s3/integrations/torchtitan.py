@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +28,7 @@ from dcp_s3.manager.background import BackgroundRetention, retain
 from dcp_s3.manager.choosing import ChosenCheckpoint, impatient, latest_order, step_order
 from dcp_s3.manager.ranks import Failures, Ranks, for_others
 from dcp_s3.manager.restore import Restoring
-from dcp_s3.manager.saving import Saving
+from dcp_s3.manager.saving import Saving, save_in_background, upload_of
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.marks import annotate
 from dcp_s3.retention.parse import parse_policy, policy_from_settings
@@ -165,17 +164,26 @@ class S3CheckpointManager(CheckpointManager):
         """Save to S3. Returns what torchtitan's does in each mode: None, a Future, or an AsyncSaveResponse.
 
         Raises:
-            SaveFailedError: a save that is not asynchronous failed.
+            SaveFailedError: a save that is not asynchronous failed, or this one cannot begin on a rank.
             StagingError: the state cannot be copied.
         """
         if not self._on_s3:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
-        self._annotate_saved()
         step = step_of(checkpoint_id) or 0
-        metrics = self._losses.take(step) if self._ranks.is_first else None
-        writer = S3StorageWriter(checkpoint_id, overwrite=True, metrics=metrics, settings=self._settings)
-        writer.caller_reports = True
-        result: Any = None
+        made: list[S3StorageWriter] = []
+
+        def begin() -> None:
+            self._annotate_saved()
+            metrics = self._losses.take(step) if self._ranks.is_first else None
+            made.append(S3StorageWriter(checkpoint_id, overwrite=True, metrics=metrics, settings=self._settings))
+            made[0].caller_reports = True
+
+        def refuse(failures: Failures) -> errors.SaveFailedError:
+            text = f"step {step} is not saved: {name_failed(failures)}"
+            return errors.SaveFailedError(text, url=checkpoint_id, step=step, failures=failures)
+
+        self._ranks.agree(begin, refuse)
+        writer, result = made[0], None
         if async_mode == AsyncMode.DISABLED:
             try:
                 state_dict_saver.save(state_dict, storage_writer=writer, process_group=self._ranks.group)
@@ -186,11 +194,11 @@ class S3CheckpointManager(CheckpointManager):
         else:
             # In a thread of this process: another process, as torchtitan has for pinned memory, takes 10 s to start,
             # and gains nothing, because uploads run outside of Python's lock.
-            result = state_dict_saver.async_save(
-                state_dict, storage_writer=writer, process_group=self._ranks.group, async_stager=self.stager
-            )
-            uploaded: Future[None] = getattr(result, "upload_completion", result)
-            self._saving.begin(step, checkpoint_id, uploaded, on_success=lambda: self._saved(writer))
+            try:
+                result = save_in_background(state_dict, writer, self._ranks, self.stager)
+            except CheckpointException as error:
+                raise self._saving.fail(step, checkpoint_id, error) from error.__cause__
+            self._saving.begin(step, checkpoint_id, upload_of(result), on_success=lambda: self._saved(writer))
         self._saved_url = checkpoint_id
         if enable_garbage_collection:
             GarbageCollection.collect("GC collection invoked by checkpointer.")

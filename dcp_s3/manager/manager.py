@@ -22,7 +22,7 @@ from dcp_s3.manager.background import BackgroundRetention, retain
 from dcp_s3.manager.choosing import Order, best_of, best_order, latest_order, step_order
 from dcp_s3.manager.ranks import Failures, Ranks
 from dcp_s3.manager.restore import Restoring
-from dcp_s3.manager.saving import Saving, save_in_background
+from dcp_s3.manager.saving import Saving, save_in_background, upload_of
 from dcp_s3.manager.waiting import look_at_disk
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.marks import annotate
@@ -202,7 +202,7 @@ class CheckpointManager:
             self._saved(writer)
             return
         try:
-            future = save_in_background(collected, writer, self._ranks, self._stager, planner)
+            future = upload_of(save_in_background(collected, writer, self._ranks, self._stager, planner))
         except CheckpointException as error:
             raise self._saving.fail(step, url, error) from error.__cause__
         self._saving.begin(step, url, future, on_success=lambda: self._saved(writer))
