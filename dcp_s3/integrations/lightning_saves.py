@@ -61,7 +61,7 @@ class BackgroundSaves:
         self._begun = self._committed = 0  # numbers of the last save begun and of the last one known to be committed
         self._numbers: dict[str, int] = {}  # of the last save to each URL
         self._good = {0}  # numbers of the saves that ended well
-        self._last_writer: S3StorageWriter | None = None  # of the last one that did
+        self._writers: dict[int, S3StorageWriter] = {}  # of those that did and are not known to be committed
         self._removals: dict[str, int] = {}  # URL -> number of the save that must end well before
         self._lock, self._removing = threading.Lock(), threading.Lock()
         self._retention: BackgroundRetention | None = None
@@ -178,7 +178,9 @@ class BackgroundSaves:
 
     def _saved(self, number: int, url: str, writer: S3StorageWriter, step: int) -> None:
         """In the thread of a save: it has ended well."""
-        self._last_good, self._last_writer = step, writer
+        self._last_good = step
+        if self._ranks.is_first and self._settings.durability == "local":
+            self._writers[number] = writer
         self._good.add(number)
         self._remove_later(url)
 
@@ -190,10 +192,14 @@ class BackgroundSaves:
             self._retention.saved(self._wait_committed)
 
     def _wait_committed(self, timeout: float) -> None:
-        writer, number = self._last_writer, max(self._good)
-        if writer is not None and self._settings.durability == "local":
+        number = max(self._good)  # they need not end in the order in which they began
+        writer = self._writers.get(number)
+        if writer is not None:
             writer.wait_committed(timeout)
         self._committed = number
+        for each in list(self._writers):
+            if each <= number:
+                self._writers.pop(each, None)
 
     def _remove_due(self, check: Callable[[], None]) -> None:
         """Remove what may go now. ``check`` raises if this must end."""
