@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_s3 import errors
 from dcp_s3.failures import name_failed
-from dcp_s3.manager.background import BackgroundRetention
+from dcp_s3.manager.background import BackgroundRetention, WaitCommitted, commit_of
 from dcp_s3.manager.ranks import Failures, Ranks
 from dcp_s3.manager.saving import Saving, save_in_background, upload_of
 from dcp_s3.retention.remove import remove
@@ -61,7 +61,7 @@ class BackgroundSaves:
         self._begun = self._committed = 0  # numbers of the last save begun and of the last one known to be committed
         self._numbers: dict[str, int] = {}  # of the last save to each URL
         self._good = {0}  # numbers of the saves that ended well
-        self._writers: dict[int, S3StorageWriter] = {}  # of those that did and are not known to be committed
+        self._commits: dict[int, WaitCommitted] = {}  # of those that did and are not known to be committed
         self._removals: dict[str, int] = {}  # URL -> number of the save that must end well before
         self._lock, self._removing = threading.Lock(), threading.Lock()
         self._retention: BackgroundRetention | None = None
@@ -179,8 +179,8 @@ class BackgroundSaves:
     def _saved(self, number: int, url: str, writer: S3StorageWriter, step: int) -> None:
         """In the thread of a save: it has ended well."""
         self._last_good = step
-        if self._ranks.is_first and self._settings.durability == "local":
-            self._writers[number] = writer
+        if self._ranks.is_first:
+            self._commits[number] = commit_of(writer, self._settings)
         self._good.add(number)
         self._remove_later(url)
 
@@ -193,13 +193,12 @@ class BackgroundSaves:
 
     def _wait_committed(self, timeout: float) -> None:
         number = max(self._good)  # they need not end in the order in which they began
-        writer = self._writers.get(number)
-        if writer is not None:
-            writer.wait_committed(timeout)
+        if number in self._commits:
+            self._commits[number](timeout)
         self._committed = number
-        for each in list(self._writers):
+        for each in list(self._commits):
             if each <= number:
-                self._writers.pop(each, None)
+                del self._commits[each]
 
     def _remove_due(self, check: Callable[[], None]) -> None:
         """Remove what may go now. ``check`` raises if this must end."""

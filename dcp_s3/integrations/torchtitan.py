@@ -18,16 +18,16 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_s3 import errors
-from dcp_s3.failures import explain, name_failed
+from dcp_s3.failures import name_failed
 from dcp_s3.format.layout import step_of
 from dcp_s3.integrations.requirement import require
 from dcp_s3.load.planner import S3LoadPlanner
 from dcp_s3.load.reader import S3StorageReader
 from dcp_s3.manager.arguments import check_settings
-from dcp_s3.manager.background import BackgroundRetention, retain
+from dcp_s3.manager.background import BackgroundRetention, commit_of, retain
 from dcp_s3.manager.choosing import ChosenCheckpoint, impatient, latest_order, step_order
-from dcp_s3.manager.ranks import Failures, Ranks, for_others
-from dcp_s3.manager.restore import Restoring
+from dcp_s3.manager.ranks import Failures, Ranks
+from dcp_s3.manager.restore import Restoring, load_error
 from dcp_s3.manager.saving import Saving, save_in_background, upload_of
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.marks import annotate
@@ -206,9 +206,7 @@ class S3CheckpointManager(CheckpointManager):
 
     def _saved(self, writer: S3StorageWriter) -> None:
         if self._retention is not None:
-            # With durability s3, a save that is done is committed.
-            local = self._settings.durability == "local"
-            self._retention.saved(writer.wait_committed if local else lambda _: None)
+            self._retention.saved(commit_of(writer, self._settings))
 
     def _annotate_saved(self) -> None:
         """Add to the last checkpoint what was logged for its step after its save, which has ended."""
@@ -272,7 +270,7 @@ class S3CheckpointManager(CheckpointManager):
         if from_hf or not is_s3_url(checkpoint_id):
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
-        step, chosen = step_of(checkpoint_id), self._chosen
+        chosen = self._chosen
         local = chosen is not None and chosen.local and chosen.url == checkpoint_id
         reader = S3StorageReader(
             checkpoint_id,
@@ -285,9 +283,7 @@ class S3CheckpointManager(CheckpointManager):
                 state_dict, storage_reader=reader, planner=S3LoadPlanner(), process_group=self._ranks.group
             )
         except CheckpointException as error:
-            failures = {rank: for_others(cause) for rank, (cause, _) in error.failures.items()}
-            why = f"{checkpoint_id} could not be loaded {explain(failures)}"
-            raise errors.RestoreFailedError(why, url=checkpoint_id, step=step, failures=failures) from None
+            raise load_error(error, checkpoint_id, step_of(checkpoint_id)) from None
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(state_dict)
         if chosen is not None:
