@@ -49,12 +49,12 @@ from torch.distributed.fsdp import (
 )
 
 from dcp_s3 import errors
-from dcp_s3.failures import explain
 from dcp_s3.integrations.lightning_files import CheckpointFiles, find_url, newest
 from dcp_s3.integrations.lightning_saves import BackgroundSaves
 from dcp_s3.load.planner import S3LoadPlanner
 from dcp_s3.load.reader import S3StorageReader
-from dcp_s3.manager.ranks import Ranks, for_others
+from dcp_s3.manager.ranks import Ranks
+from dcp_s3.manager.restore import load_error
 from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.settings import SettingsLike, resolve_settings
 
@@ -167,10 +167,7 @@ class _S3Checkpoints(Strategy):
         try:
             self._load(reader(), ranks)
         except CheckpointException as error:
-            failures = {rank: for_others(cause) for rank, (cause, _) in error.failures.items()}
-            raise errors.RestoreFailedError(
-                f"{url} is not loaded: {explain(failures)}", url=url, failures=failures
-            ) from error
+            raise load_error(error, url) from error
         checkpoint: dict[str, Any] = torch.load(io.BytesIO(meta), weights_only=safe)
         return checkpoint
 

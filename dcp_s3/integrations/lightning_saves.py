@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_s3 import errors
 from dcp_s3.failures import name_failed
-from dcp_s3.manager.background import BackgroundRetention
+from dcp_s3.manager.background import BackgroundRetention, WaitCommitted, commit_of
 from dcp_s3.manager.ranks import Failures, Ranks
-from dcp_s3.manager.saving import Saving, save_in_background
+from dcp_s3.manager.saving import Saving, save_in_background, upload_of
 from dcp_s3.retention.remove import remove
 from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.settings import Settings
@@ -61,7 +61,7 @@ class BackgroundSaves:
         self._begun = self._committed = 0  # numbers of the last save begun and of the last one known to be committed
         self._numbers: dict[str, int] = {}  # of the last save to each URL
         self._good = {0}  # numbers of the saves that ended well
-        self._last_writer: S3StorageWriter | None = None  # of the last one that did
+        self._commits: dict[int, WaitCommitted] = {}  # of those that did and are not known to be committed
         self._removals: dict[str, int] = {}  # URL -> number of the save that must end well before
         self._lock, self._removing = threading.Lock(), threading.Lock()
         self._retention: BackgroundRetention | None = None
@@ -124,7 +124,7 @@ class BackgroundSaves:
             saved()
             return
         try:
-            future = save_in_background(state, made[0], self._background, self._stager)
+            future = upload_of(save_in_background(state, made[0], self._background, self._stager))
         except CheckpointException as error:
             raise saving.fail(step, url, error) from error.__cause__
         saving.begin(step, url, future, on_success=saved)
@@ -178,7 +178,9 @@ class BackgroundSaves:
 
     def _saved(self, number: int, url: str, writer: S3StorageWriter, step: int) -> None:
         """In the thread of a save: it has ended well."""
-        self._last_good, self._last_writer = step, writer
+        self._last_good = step
+        if self._ranks.is_first:
+            self._commits[number] = commit_of(writer, self._settings)
         self._good.add(number)
         self._remove_later(url)
 
@@ -190,10 +192,13 @@ class BackgroundSaves:
             self._retention.saved(self._wait_committed)
 
     def _wait_committed(self, timeout: float) -> None:
-        writer, number = self._last_writer, max(self._good)
-        if writer is not None and self._settings.durability == "local":
-            writer.wait_committed(timeout)
+        number = max(self._good)  # they need not end in the order in which they began
+        if number in self._commits:
+            self._commits[number](timeout)
         self._committed = number
+        for each in list(self._commits):
+            if each <= number:
+                del self._commits[each]
 
     def _remove_due(self, check: Callable[[], None]) -> None:
         """Remove what may go now. ``check`` raises if this must end."""

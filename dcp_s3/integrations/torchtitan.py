@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,17 +18,17 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_s3 import errors
-from dcp_s3.failures import explain, name_failed
+from dcp_s3.failures import name_failed
 from dcp_s3.format.layout import step_of
 from dcp_s3.integrations.requirement import require
 from dcp_s3.load.planner import S3LoadPlanner
 from dcp_s3.load.reader import S3StorageReader
 from dcp_s3.manager.arguments import check_settings
-from dcp_s3.manager.background import BackgroundRetention, retain
+from dcp_s3.manager.background import BackgroundRetention, commit_of, retain
 from dcp_s3.manager.choosing import ChosenCheckpoint, impatient, latest_order, step_order
-from dcp_s3.manager.ranks import Failures, Ranks, for_others
-from dcp_s3.manager.restore import Restoring
-from dcp_s3.manager.saving import Saving
+from dcp_s3.manager.ranks import Failures, Ranks
+from dcp_s3.manager.restore import Restoring, load_error
+from dcp_s3.manager.saving import Saving, save_in_background, upload_of
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.marks import annotate
 from dcp_s3.retention.parse import parse_policy, policy_from_settings
@@ -165,17 +164,26 @@ class S3CheckpointManager(CheckpointManager):
         """Save to S3. Returns what torchtitan's does in each mode: None, a Future, or an AsyncSaveResponse.
 
         Raises:
-            SaveFailedError: a save that is not asynchronous failed.
+            SaveFailedError: a save that is not asynchronous failed, or this one cannot begin on a rank.
             StagingError: the state cannot be copied.
         """
         if not self._on_s3:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
-        self._annotate_saved()
         step = step_of(checkpoint_id) or 0
-        metrics = self._losses.take(step) if self._ranks.is_first else None
-        writer = S3StorageWriter(checkpoint_id, overwrite=True, metrics=metrics, settings=self._settings)
-        writer.caller_reports = True
-        result: Any = None
+        made: list[S3StorageWriter] = []
+
+        def begin() -> None:
+            self._annotate_saved()
+            metrics = self._losses.take(step) if self._ranks.is_first else None
+            made.append(S3StorageWriter(checkpoint_id, overwrite=True, metrics=metrics, settings=self._settings))
+            made[0].caller_reports = True
+
+        def refuse(failures: Failures) -> errors.SaveFailedError:
+            text = f"step {step} is not saved: {name_failed(failures)}"
+            return errors.SaveFailedError(text, url=checkpoint_id, step=step, failures=failures)
+
+        self._ranks.agree(begin, refuse)
+        writer, result = made[0], None
         if async_mode == AsyncMode.DISABLED:
             try:
                 state_dict_saver.save(state_dict, storage_writer=writer, process_group=self._ranks.group)
@@ -186,11 +194,11 @@ class S3CheckpointManager(CheckpointManager):
         else:
             # In a thread of this process: another process, as torchtitan has for pinned memory, takes 10 s to start,
             # and gains nothing, because uploads run outside of Python's lock.
-            result = state_dict_saver.async_save(
-                state_dict, storage_writer=writer, process_group=self._ranks.group, async_stager=self.stager
-            )
-            uploaded: Future[None] = getattr(result, "upload_completion", result)
-            self._saving.begin(step, checkpoint_id, uploaded, on_success=lambda: self._saved(writer))
+            try:
+                result = save_in_background(state_dict, writer, self._ranks, self.stager)
+            except CheckpointException as error:
+                raise self._saving.fail(step, checkpoint_id, error) from error.__cause__
+            self._saving.begin(step, checkpoint_id, upload_of(result), on_success=lambda: self._saved(writer))
         self._saved_url = checkpoint_id
         if enable_garbage_collection:
             GarbageCollection.collect("GC collection invoked by checkpointer.")
@@ -198,9 +206,7 @@ class S3CheckpointManager(CheckpointManager):
 
     def _saved(self, writer: S3StorageWriter) -> None:
         if self._retention is not None:
-            # With durability s3, a save that is done is committed.
-            local = self._settings.durability == "local"
-            self._retention.saved(writer.wait_committed if local else lambda _: None)
+            self._retention.saved(commit_of(writer, self._settings))
 
     def _annotate_saved(self) -> None:
         """Add to the last checkpoint what was logged for its step after its save, which has ended."""
@@ -264,7 +270,7 @@ class S3CheckpointManager(CheckpointManager):
         if from_hf or not is_s3_url(checkpoint_id):
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
-        step, chosen = step_of(checkpoint_id), self._chosen
+        chosen = self._chosen
         local = chosen is not None and chosen.local and chosen.url == checkpoint_id
         reader = S3StorageReader(
             checkpoint_id,
@@ -277,9 +283,7 @@ class S3CheckpointManager(CheckpointManager):
                 state_dict, storage_reader=reader, planner=S3LoadPlanner(), process_group=self._ranks.group
             )
         except CheckpointException as error:
-            failures = {rank: for_others(cause) for rank, (cause, _) in error.failures.items()}
-            why = f"{checkpoint_id} could not be loaded {explain(failures)}"
-            raise errors.RestoreFailedError(why, url=checkpoint_id, step=step, failures=failures) from None
+            raise load_error(error, checkpoint_id, step_of(checkpoint_id)) from None
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(state_dict)
         if chosen is not None:

@@ -13,6 +13,7 @@ from dcp_s3.errors import DcpS3Error
 from dcp_s3.retention.policy import PolicyFunction
 from dcp_s3.retention.prune import prune
 from dcp_s3.retention.prune_totals import counting
+from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -126,6 +127,11 @@ def retain(root: str, policy: PolicyFunction, settings: Settings) -> BackgroundR
             count(prune(root, policy, settings=settings, progress=lambda *_: check()))
 
     return BackgroundRetention(work, root)
+
+
+def commit_of(writer: S3StorageWriter, settings: Settings) -> WaitCommitted:
+    """Waits for the commit of a save that has ended well. With durability s3 it is committed then."""
+    return writer.wait_committed if settings.durability == "local" else lambda _: None
 
 
 class Stopped(Exception):  # noqa: N818 - not an error

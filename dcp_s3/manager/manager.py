@@ -18,11 +18,11 @@ from dcp_s3.failures import name_failed
 from dcp_s3.format.layout import step_of
 from dcp_s3.manager import arguments
 from dcp_s3.manager.arguments import check_step, step_name
-from dcp_s3.manager.background import BackgroundRetention, retain
+from dcp_s3.manager.background import BackgroundRetention, commit_of, retain
 from dcp_s3.manager.choosing import Order, best_of, best_order, latest_order, step_order
 from dcp_s3.manager.ranks import Failures, Ranks
 from dcp_s3.manager.restore import Restoring
-from dcp_s3.manager.saving import Saving, save_in_background
+from dcp_s3.manager.saving import Saving, save_in_background, upload_of
 from dcp_s3.manager.waiting import look_at_disk
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.marks import annotate
@@ -202,7 +202,7 @@ class CheckpointManager:
             self._saved(writer)
             return
         try:
-            future = save_in_background(collected, writer, self._ranks, self._stager, planner)
+            future = upload_of(save_in_background(collected, writer, self._ranks, self._stager, planner))
         except CheckpointException as error:
             raise self._saving.fail(step, url, error) from error.__cause__
         self._saving.begin(step, url, future, on_success=lambda: self._saved(writer))
@@ -235,9 +235,7 @@ class CheckpointManager:
 
     def _saved(self, writer: S3StorageWriter) -> None:
         if self._retention is not None:
-            # With durability s3, a save that is done is committed.
-            local = self.settings.durability == "local"
-            self._retention.saved(writer.wait_committed if local else lambda _: None)
+            self._retention.saved(commit_of(writer, self.settings))
 
     def _refuse_save(self, step: int) -> Callable[[Failures], errors.SaveFailedError]:
         """Make the error of a save that did not begin because some ranks cannot go on."""

@@ -155,10 +155,21 @@ def _load(
     try:
         state_dict_loader.load(state, storage_reader=reader, process_group=group, planner=planner)
     except CheckpointException as error:
-        return {failed: for_others(cause) for failed, (cause, _) in error.failures.items()}
+        return _failures_of(error)
     except Exception as error:  # noqa: BLE001 - all ranks are told
         return {rank: for_others(error)}
     return {}
+
+
+def load_error(error: CheckpointException, url: str, step: int | None = None) -> errors.RestoreFailedError:
+    """The error of a `dcp.load` that failed, with the causes by rank."""
+    failures = _failures_of(error)
+    why = f"{url} could not be loaded {explain(failures)}"
+    return errors.RestoreFailedError(why, url=url, step=step, failures=failures)
+
+
+def _failures_of(error: CheckpointException) -> Failures:
+    return {rank: for_others(cause) for rank, (cause, _) in error.failures.items()}
 
 
 def _is_unusable(failures: Failures) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from dcp_s3.errors import SaveFailedError
 from dcp_s3.failures import explain
@@ -30,14 +31,14 @@ def save_in_background(
     ranks: Ranks,
     stager: S3Stager,
     planner: SavePlanner | None = None,
-) -> Future[None]:
-    """Copy the state and save it in the background; the future of `dcp.async_save`.
+) -> Future[None] | AsyncSaveResponse:
+    """Copy the state and save it in the background; what `dcp.async_save` returns.
 
     Args:
         state: as for `dcp.save`.
         writer: writer of this save.
         ranks: ranks that save together; all of them call this.
-        stager: a blocking one.
+        stager: with a blocking one the result is a future, with an asynchronous one a response.
         planner: see `dcp.save`.
 
     Raises:
@@ -45,7 +46,7 @@ def save_in_background(
         StagingError: the state cannot be copied, and there are no other ranks.
     """
     try:
-        future = state_dict_saver.async_save(
+        return state_dict_saver.async_save(
             state, storage_writer=writer, process_group=ranks.group, async_stager=stager, planner=planner
         )
     except Exception as error:
@@ -58,8 +59,11 @@ def save_in_background(
         except CheckpointException as failed:
             raise failed from error
         raise
-    assert isinstance(future, Future)  # noqa: S101 - the stager is a blocking one
-    return future
+
+
+def upload_of(begun: Future[None] | AsyncSaveResponse) -> Future[None]:
+    """The future of the whole save, of what `save_in_background` returned."""
+    return begun.upload_completion if isinstance(begun, AsyncSaveResponse) else begun
 
 
 @dataclass

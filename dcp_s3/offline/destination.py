@@ -10,10 +10,11 @@ import uuid
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
-from dcp_s3 import errors
+from dcp_s3 import checksum, errors
 from dcp_s3.limit import Cancelled
 from dcp_s3.s3.parts import MAX_PARTS, Piece
 from dcp_s3.s3.store import S3Store
@@ -29,6 +30,10 @@ _PART, _MAX_PART = 8 * 2**20, 16 * 2**20
 _TEMPORARY = ".dcp_s3-export-"
 # Bytes after which a file goes to the disk while more is written, so that the last flush is short.
 _FLUSHED = 256 * 2**20
+
+
+Found = Literal["nothing", "same", "other"]
+"""What is at a file's name: the file with the same bytes, or something else."""
 
 
 class WholeFile(abc.ABC):
@@ -66,6 +71,10 @@ class Destination(abc.ABC):
         """Names of the files and directories that are there."""
 
     @abc.abstractmethod
+    def compare(self, name: str, size: int, crc64nvme: str | None) -> Found:
+        """Compare what is at ``name`` with a file of ``size`` bytes and this CRC (see `crc_hex`)."""
+
+    @abc.abstractmethod
     def check_size(self, size: int) -> None:
         """Refuse a file that cannot be written.
 
@@ -96,6 +105,10 @@ def is_temporary(name: str) -> bool:
     return name.startswith(_TEMPORARY)
 
 
+def _compare_bytes(data: bytes, crc64nvme: str | None) -> Found:
+    return "same" if checksum.crc_hex(checksum.crc64nvme(data)) == crc64nvme else "other"
+
+
 # --- a directory -----------------------------------------------------------------------------------
 
 
@@ -119,6 +132,18 @@ class _LocalDirectory(Destination):
         except FileNotFoundError:
             return []
 
+    def compare(self, name: str, size: int, crc64nvme: str | None) -> Found:
+        path = self._path / name
+        try:
+            path.lstat()
+        except FileNotFoundError:
+            return "nothing"
+        except NotADirectoryError:  # a file is where its directory would be
+            return "other"
+        if not path.is_file() or path.stat().st_size != size:
+            return "other"
+        return _compare_bytes(path.read_bytes(), crc64nvme)
+
     def check_size(self, size: int) -> None:
         """Whatever the disk takes."""
 
@@ -130,11 +155,11 @@ class _LocalDirectory(Destination):
         file = _LocalFile(fd, temporary, self._path / name)
         try:
             yield file
-            if file.committed:
-                self._committed.append(name)
         finally:
             os.close(fd)
-            if not file.committed:
+            if file.committed:  # even if `commit` then raised
+                self._committed.append(name)
+            else:
                 temporary.unlink(missing_ok=True)
 
     def remove(self, names: list[str]) -> None:
@@ -195,6 +220,15 @@ class _S3Prefix(Destination):
         found = self._store.list(below, "/")
         keys = [*(each.key for each in found.objects if each.key != below), *found.prefixes]
         return [key.removeprefix(below).rstrip("/") for key in keys]
+
+    def compare(self, name: str, size: int, crc64nvme: str | None) -> Found:
+        key = self._url.key(name)
+        try:
+            if self._store.head(key).size != size:
+                return "other"
+            return _compare_bytes(self._store.get(key).data, crc64nvme)
+        except errors.ObjectNotFoundError:
+            return "nothing"
 
     def check_size(self, size: int) -> None:
         if size > _MAX_PART * MAX_PARTS:

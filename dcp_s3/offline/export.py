@@ -10,7 +10,7 @@ import itertools
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +19,7 @@ from dcp_s3.checkpoint.attachments import find_attachments, read_attachment
 from dcp_s3.checkpoint.lease import ReaderLease
 from dcp_s3.errors import ExportError
 from dcp_s3.format.layout import METADATA
+from dcp_s3.format.manifest import AttachmentEntry
 from dcp_s3.offline.destination import Destination, is_temporary, open_destination
 from dcp_s3.offline.export_plan import BATCH, Batch, Format, PlannedFile, Selected, Step, batches_of, room_of
 from dcp_s3.offline.open_checkpoint import OpenCheckpoint, Reading, Target
@@ -77,7 +78,8 @@ def export(
     entries that are no tensors, too.
 
     Attachments of the checkpoint become files beside them. Needs no process group. Takes at most 512 MiB of host
-    memory, whatever the size of tensors and files. Each file appears complete, the index last; if the export fails,
+    memory, whatever the size of tensors and weights files, and besides an attachment (256 MiB at most), or with
+    ``torch`` all entries that are no tensors. Each file appears complete, the index last; if the export fails,
     what it had written is removed.
 
     Args:
@@ -90,7 +92,8 @@ def export(
             of its own.
         format: ``safetensors`` or ``torch``.
         overwrite: write into a destination that is not empty. Weights in it, of either format, are removed before the
-            first byte is written; other files stay.
+            first byte is written; other files stay. An attachment never replaces one of them: if it has the same bytes
+            it is left alone, otherwise the export is refused.
         weights_only: for ``torch``: whether to unpickle only objects that cannot run code, as for `read_tensors`.
         settings: a `Settings`, or a mapping of those that differ from the environment.
         on_total: called once with the number of bytes to write.
@@ -98,8 +101,9 @@ def export(
 
     Raises:
         EntryNotFoundError: ``include`` matches nothing.
-        ExportError: the destination is not empty; there is no tensor; a dtype that the format does not know; names that
-            match nothing or become equal; a wrong argument. Nothing was written.
+        ExportError: the destination is not empty, or has another file where an attachment goes; there is no tensor; a
+            dtype that the format does not know; names that match nothing or become equal; a wrong argument. Nothing was
+            written.
         CheckpointNotFoundError, CorruptMetadataError, CorruptCheckpointError, UnsafeItemError
         InvalidURLError, SettingsError, StorageError, OSError
     """
@@ -116,12 +120,12 @@ def export(
             selected = Selected.of(checkpoint, include, rename, wanted, format)
             files = selected.plan(reading, format, most)
             attached = find_attachments(checkpoint.store, checkpoint.url) or {}
-            present = _check_destination(target, files, attached, overwrite=overwrite)
+            present, small = _check_destination(target, files, attached, overwrite=overwrite)
             if on_total is not None:
                 on_total(sum(file.size for file in files))
             with target:
                 target.remove(present)
-                for name in attached:
+                for name in small:
                     _write_small(target, name, read_attachment(checkpoint.store, checkpoint.url, name))
                 _write(target, files, selected, reading, on_progress or (lambda _: None))
     if selected.skipped:
@@ -176,13 +180,13 @@ def parse_format(format: str) -> Format:
 
 
 def _check_destination(
-    target: Destination, files: Sequence[PlannedFile], attached: Collection[str], *, overwrite: bool
-) -> list[str]:
-    """The files to remove first.
+    target: Destination, files: Sequence[PlannedFile], attached: Mapping[str, AttachmentEntry], *, overwrite: bool
+) -> tuple[list[str], list[str]]:
+    """The files to remove first, and the attachments to write.
 
     Raises:
         ExportError: there are files and ``overwrite`` is off, a checkpoint is there, an attachment has the name of a
-            file, or a file is too large.
+            file or would replace one, or a file is too large.
     """
     for file in files:
         if file.name in attached:
@@ -199,7 +203,18 @@ def _check_destination(
         )
     # The index first: without it nothing looks whole.
     weights = [name for name in found if _WEIGHTS.fullmatch(name) or is_temporary(name)]
-    return sorted(weights, key=lambda name: not name.endswith(".json"))
+    weights.sort(key=lambda name: not name.endswith(".json"))
+    missing = []
+    for name, entry in attached.items():
+        state = "nothing" if name in weights or not found else target.compare(name, entry.size, entry.crc64nvme)
+        if state == "other":
+            raise ExportError(
+                f"{target.name} has a file where the attachment {name} of the checkpoint goes, and it is another one. "
+                "Remedy: move it away, or export to another place"
+            )
+        if state == "nothing":  # the same one stays: if the export fails, it is not removed
+            missing.append(name)
+    return weights, missing
 
 
 # --- act -------------------------------------------------------------------------------------------

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.dataloader import DataloaderExhaustedError
 
 from dcp_s3 import errors, list_checkpoints
+from dcp_s3.integrations import torchtitan
 from dcp_s3.integrations.torchtitan import S3CheckpointManager
 from examples.torchtitan import Trainer
 from tests import preload
@@ -66,6 +69,13 @@ def test_the_config_takes_torchtitans_options_from_the_command_line() -> None:
     found = tyro.cli(Config, args=given)
     assert found == Config(folder=ROOT, retention="latest:3 best:2:val_loss:min", async_mode="async", enable=True)
     assert found._owner is S3CheckpointManager
+
+
+@pytest.mark.parametrize("page", ["frameworks.md", "torchtitan.md"])
+def test_what_the_pages_say_to_paste_saves(page: str) -> None:
+    text = (Path(__file__).parents[2] / "docs" / page).read_text()
+    [pasted] = re.findall(r"config\.checkpoint = (S3CheckpointManager\.Config\([^)]*\))", text)
+    assert eval(pasted, {"S3CheckpointManager": S3CheckpointManager, "URL": ROOT}).enable
 
 
 def test_a_policy_that_is_none_is_refused_before_anything_runs() -> None:
@@ -151,6 +161,39 @@ def fail(directory: Path, mode: str) -> str:
     with pytest.raises(errors.SaveFailedError) as raised:
         train(directory, 20, async_mode=mode, keep_latest_k=2)
     return str(raised.value)
+
+
+def fail_to_begin(mode: str, what: str) -> tuple[str, int]:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("can't start new thread")
+
+    trainer = Trainer(config(async_mode=mode), steps=4)
+    saves, owner, name = trainer.checkpointer, *BEGINNINGS[what]
+    original = getattr(owner, name)
+    if dist.get_rank() == 1:
+        setattr(owner, name, refuse)
+    told = dist.get_rank() == 0 or what == "thread"
+    with pytest.raises(errors.SaveFailedError if told else RuntimeError) as raised:  # noqa: PT012 - the one or the other
+        saves.save(2)
+        saves.maybe_wait_for_saving()
+    setattr(owner, name, original)
+    committed = len(steps_on_s3())
+    saves.save(4)
+    saves.maybe_wait_for_saving()
+    saves.close()
+    return str(raised.value), committed
+
+
+BEGINNINGS = {"thread": (ThreadPoolExecutor, "submit"), "writer": (torchtitan, "S3StorageWriter")}
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+@pytest.mark.parametrize("what", BEGINNINGS)
+def test_a_save_that_can_not_be_begun_on_one_rank_fails_on_all(faulty: FaultyServer, mode: str, what: str) -> None:
+    for text, committed in run_ranks(2, fail_to_begin, mode, what):
+        assert "can't start new thread" in text
+        assert committed == 0
+    assert steps_on_s3() == [4]
 
 
 class Exhausted(Trainer):

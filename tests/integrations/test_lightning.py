@@ -23,6 +23,7 @@ from dcp_s3.manager.ranks import Ranks
 from dcp_s3.settings import resolve_settings
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.memory_s3 import Fault, MemoryS3
+from tests.s3.waiting import until
 
 ROOT = f"s3://{BUCKET}/run"
 A, B, LAST = f"{ROOT}/epoch=0-step=4.ckpt", f"{ROOT}/epoch=1-step=8.ckpt", f"{ROOT}/last.ckpt"
@@ -211,6 +212,44 @@ def test_with_local_durability_a_checkpoint_stays_until_the_next_one_is_on_s3(
         assert B not in committed()
     saves.close()
     assert committed() == {B}
+
+
+def test_with_local_durability_the_save_that_began_last_counts_whatever_ends_last(
+    faulty: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = resolve_settings({"durability": "local", "spill_dir": str(tmp_path / "spill")})
+    saves = BackgroundSaves(Ranks(None), Ranks(None), settings)
+    save(saves, A, 4)
+    saves.wait()
+    until(lambda: A in committed())
+    saved, last_ended = saves._saved, threading.Event()
+
+    def in_reverse(number: int, url: str, *rest: Any) -> None:
+        if url == B:
+            assert last_ended.wait(60)
+        saved(number, url, *rest)
+        if url == LAST:
+            last_ended.set()
+
+    original, on_s3 = S3StorageWriter.wait_committed, threading.Event()
+
+    def wait_committed(writer: S3StorageWriter, timeout: float) -> None:
+        if str(writer._url) == LAST and not on_s3.wait(0.1):
+            raise TimeoutError
+        original(writer, timeout)
+
+    monkeypatch.setattr(saves, "_saved", in_reverse)
+    monkeypatch.setattr(S3StorageWriter, "wait_committed", wait_committed)
+    save(saves, B, 8)
+    save(saves, LAST, 8)
+    saves.remove(A)
+    saves.wait()  # on disk
+    with pytest.raises(TimeoutError):
+        saves._wait_committed(60)
+    assert A in committed()
+    on_s3.set()
+    saves.close()
+    assert committed() == {B, LAST}
 
 
 def test_what_lightning_sees(faulty: FaultyServer, saves: BackgroundSaves) -> None:

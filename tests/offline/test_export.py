@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import multiprocessing
 import os
 import shutil
+import stat
 import threading
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,15 @@ class Place:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(get(self._s3, self.where, name))
         return copy
+
+    def put(self, name: str, data: bytes) -> None:
+        """Put a file there."""
+        if self.where.startswith("s3://"):
+            put(self._s3, self.where, name, data)
+            return
+        path = Path(self.where, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         return {name: tensor for path in self.fetch().glob("*.safetensors") for name, tensor in read(path).items()}
@@ -166,6 +177,40 @@ def test_attachments_become_files(root: str, place: Place) -> None:
         dcp_s3.export(f"{root}/y", place.where, overwrite=True)
 
 
+def _attach(url: str, **state: torch.Tensor) -> None:
+    """Save with attachments."""
+    writer = dcp_s3.S3StorageWriter(url)
+    writer.attach("config.json", b"{}")
+    writer.attach("tokenizer/vocab.txt", b"a")
+    torch.distributed.checkpoint.save(state, storage_writer=writer, no_dist=True)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer/vocab.txt", "tokenizer"])
+def test_an_attachment_does_not_replace_a_file(root: str, place: Place, name: str) -> None:
+    _attach(f"{root}/x", w=torch.ones(1))
+    place.put("pytorch_model.bin", b"old")
+    place.put(name, b"mine")
+    if name == "tokenizer" and place.where.startswith("s3://"):  # there it is no file in the way
+        dcp_s3.export(f"{root}/x", place.where, overwrite=True)
+        return
+    with pytest.raises(errors.ExportError, match="has a file where the attachment"):
+        dcp_s3.export(f"{root}/x", place.where, overwrite=True)
+    assert place.files() == sorted(["pytorch_model.bin", name])
+    assert (place.fetch() / name).read_bytes() == b"mine"
+
+
+def test_an_attachment_that_is_there_already_stays_if_the_export_fails(root: str, place: Place, s3: Any) -> None:
+    tensors = {name: random_tensor((1000,), torch.float32, n) for n, name in enumerate("abc")}
+    _attach(f"{root}/x", **tensors)
+    place.put("config.json", b"{}")
+    _damage(s3, f"{root}/x")
+    with pytest.raises(errors.CorruptCheckpointError, match="'c'"):
+        dcp_s3.export(f"{root}/x", place.where, max_shard_size=4000, overwrite=True)
+    assert place.files() == ["config.json"]
+    dcp_s3.export(f"{root}/x", place.where, include=["a", "b"], overwrite=True)
+    assert place.files() == ["config.json", "model.safetensors", "tokenizer/vocab.txt"]
+
+
 # --- what is refused ------------------------------------------------------------------------------------
 
 
@@ -258,16 +303,37 @@ def test_a_prefix_that_only_has_directories_is_not_empty(root: str, s3: Any) -> 
 # --- failures -------------------------------------------------------------------------------------------
 
 
+def _damage(s3: Any, url: str) -> None:
+    """Flip a bit near the end of the largest data object, that of tensors a, b, c."""
+    found = {path: get(s3, url, path) for path in keys(s3, url) if path.endswith(".distcp")}
+    path = max(found, key=lambda path: len(found[path]))
+    data = bytearray(found[path])
+    data[-2000] ^= 1
+    put(s3, url, path, bytes(data))
+
+
 def test_a_failed_export_leaves_nothing(root: str, place: Place, s3: Any) -> None:
     """Damage in the last tensor: the files before it were committed."""
     save({name: random_tensor((1000,), torch.float32, n) for n, name in enumerate("abc")}, f"{root}/x")
-    (path,) = [path for path in keys(s3, f"{root}/x") if path.endswith(".distcp")]
-    data = bytearray(get(s3, f"{root}/x", path))
-    data[-2000] ^= 1
-    put(s3, f"{root}/x", path, bytes(data))
+    _damage(s3, f"{root}/x")
     with pytest.raises(errors.CorruptCheckpointError, match="'c'"):
         dcp_s3.export(f"{root}/x", place.where, max_shard_size=4000)
     assert place.files() == []
+
+
+def test_a_file_whose_directory_does_not_reach_the_disk_is_removed(
+    root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save({"a": torch.ones(2)}, f"{root}/x")
+
+    def fsync(fd: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(errno.EIO, "the disk is gone")
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    with pytest.raises(OSError, match="the disk is gone"):
+        dcp_s3.export(f"{root}/x", tmp_path / "out")
+    assert list((tmp_path / "out").iterdir()) == []
 
 
 def test_s3_fails_in_the_middle(root: str, s3: Any, memory_server: S3Server) -> None:

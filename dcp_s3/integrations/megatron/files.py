@@ -13,6 +13,7 @@ from __future__ import annotations
 import builtins
 import functools
 import io
+import logging
 import os
 import pathlib
 import threading
@@ -31,6 +32,8 @@ from dcp_s3.load.reader import S3StorageReader
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.url import CheckpointURL, URLLike, is_s3_url, parse_url
+
+logger = logging.getLogger(__name__)
 
 _ATTACHED = frozenset({COMMON_STATE_FNAME, CONFIG_FNAME})
 
@@ -166,7 +169,7 @@ class Files:
         if kind == "r":
             return io.BytesIO(data) if "b" in mode else io.StringIO(data.decode())
         send = functools.partial(self._small.write, path)
-        return _Outgoing(send, data) if "b" in mode else _OutgoingText(send, data)
+        return (_Outgoing if "b" in mode else _OutgoingText)(str(path), send, data)
 
     def _exists(self, path: URLLike) -> bool:
         return self._small.is_file(path) or self._small.is_dir(path)
@@ -192,10 +195,17 @@ def _either(on_s3: Callable[..., Any], elsewhere: Callable[[], Callable[..., Any
 class _Outgoing(io.BytesIO):
     """A file that is written to S3 when it is closed, unless the block that writes it fails."""
 
-    def __init__(self, send: Callable[[bytes], None], data: bytes) -> None:
+    def __init__(self, path: str, send: Callable[[bytes], None], data: bytes) -> None:
         super().__init__()
+        self._path = path
         self._send: Callable[[bytes], None] | None = send
         self.write(data)
+
+    def __del__(self) -> None:
+        # The base's would call `close`: but what nobody closed may be half a file, because its writer raised.
+        if self._send is not None:
+            self._send = None
+            logger.warning("%s was not closed, so it is not written. Remedy: open it in a with statement", self._path)
 
     def close(self) -> None:
         send, self._send = self._send, None
@@ -212,9 +222,12 @@ class _Outgoing(io.BytesIO):
 
 
 class _OutgoingText(io.TextIOWrapper):
-    def __init__(self, send: Callable[[bytes], None], data: bytes) -> None:
-        self._outgoing = _Outgoing(send, data)
+    def __init__(self, path: str, send: Callable[[bytes], None], data: bytes) -> None:
+        self._outgoing = _Outgoing(path, send, data)
         super().__init__(self._outgoing, encoding="utf-8", write_through=True)
+
+    def __del__(self) -> None:
+        self._outgoing.__del__()  # the base's would close it
 
     def __exit__(self, *error: Any) -> None:
         self._outgoing.__exit__(*error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import io
 from pathlib import Path
@@ -152,6 +153,25 @@ def test_a_file_that_is_not_finished_is_not_written(root: str, installed: Any) -
         with pytest.raises(ZeroDivisionError):
             write_half(mode, data)
     assert not installed.os.path.exists(f"{root}/half")
+
+
+@pytest.mark.parametrize(("mode", "data"), [("w", "half"), ("wb", b"half")])
+def test_a_file_that_nobody_closes_is_not_written(
+    root: str, installed: Any, caplog: pytest.LogCaptureFixture, mode: str, data: Any
+) -> None:
+    stream = open_file(f"{root}/half", mode)
+    stream.write(data)
+    del stream
+    gc.collect()
+    assert not installed.os.path.exists(f"{root}/half")
+    assert f"{root}/half was not closed" in caplog.text
+    stream = open_file(f"{root}/whole", mode)
+    stream.write(data)
+    stream.close()
+    assert installed.os.path.exists(f"{root}/whole")
+    del stream
+    gc.collect()
+    assert "whole" not in caplog.text
 
 
 def test_local_files_and_the_rest_of_the_package_are_as_before(tmp_path: Path, installed: Any) -> None:
