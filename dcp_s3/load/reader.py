@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import logging
 import os
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -33,6 +33,7 @@ from dcp_s3.load.peers.assign import MAX_PIECE, plan_sharing
 from dcp_s3.load.peers.assignment import Assignment, Offer, all_offered
 from dcp_s3.load.peers.shared_read import SharedRead, decline
 from dcp_s3.load.read import LoadExecutor
+from dcp_s3.load.unreadable import UnreadableMetadata
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.spill.local import LocalObjects, WaitingCommit, find_commits
@@ -137,7 +138,7 @@ class S3StorageReader(StorageReader):
             try:
                 caller = self._find_caller()
             except errors.SettingsError as error:
-                return _UnreadableMetadata(error)
+                return UnreadableMetadata(error)
             self._group = None if caller is None else join_load(
                 caller, self.checkpoint_id, self.settings, willing=not self.include_uncommitted
             )  # fmt: skip
@@ -146,20 +147,20 @@ class S3StorageReader(StorageReader):
             except errors.DcpS3Error as error:
                 self._error = error
                 if is_first_look() and not self._may_be_of_ranks(error):
-                    return _UnreadableMetadata(error)
+                    return UnreadableMetadata(error)
                 raise
         else:
             self._group = None
             if self._error is not None and not isinstance(self._error, errors.CheckpointNotFoundError):
-                return _UnreadableMetadata(self._error)
+                return UnreadableMetadata(self._error)
             try:
                 metadata = self._fetch_metadata(rank)
             except errors.CheckpointDeletedError as error:
-                return _UnreadableMetadata(error)
+                return UnreadableMetadata(error)
             except errors.CheckpointNotFoundError as error:
-                return _UnreadableMetadata(self._explain_missing(rank) or self._error or error)
+                return UnreadableMetadata(self._explain_missing(rank) or self._error or error)
             except errors.DcpS3Error as error:
-                return _UnreadableMetadata(error)
+                return UnreadableMetadata(error)
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
@@ -264,7 +265,7 @@ class S3StorageReader(StorageReader):
     @called_by_dcp
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Called by DCP on every rank before planning."""
-        if isinstance(metadata, _UnreadableMetadata):
+        if isinstance(metadata, UnreadableMetadata):
             metadata.fail()
         if not isinstance(metadata.storage_data, dict):
             raise errors.CorruptMetadataError(
@@ -389,24 +390,3 @@ class S3StorageReader(StorageReader):
     def _store(self) -> S3Store:
         limit = Limit(deadline=self._deadline, hang=self.settings.load_timeout)
         return S3Store(self._require_url().bucket, self.settings, limit)
-
-
-class _UnreadableMetadata(Metadata):
-    """Stands in for metadata that could not be read; raises the reason as soon as it is used."""
-
-    def __init__(self, error: errors.DcpS3Error) -> None:
-        object.__setattr__(self, "_reason", error)
-
-    def fail(self) -> NoReturn:
-        raise object.__getattribute__(self, "_reason")
-
-    def __getattribute__(self, name: str) -> Any:
-        if name in (
-            "state_dict_metadata",
-            "planner_data",
-            "storage_data",
-            "storage_meta",
-            "version",
-        ):
-            _UnreadableMetadata.fail(self)
-        return object.__getattribute__(self, name)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from dcp_s3 import list_checkpoints
-from tests.faulty import BUCKET, FaultyServer, serve
+from tests.faulty import BUCKET, FaultyServer
 from tests.frameworks.accelerate_ranks import files_in, kill_in_save
 from tests.frameworks.accelerate_runs import (
     Run,
@@ -34,12 +33,6 @@ ROOT = f"s3://{BUCKET}/run"
 def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise Accelerate makes it several on each rank, and OpenMP does not survive a fork."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
-@pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
-    with serve(monkeypatch) as server:
-        yield server
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])

@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from dcp_s3.integrations import torchtitan
 from dcp_s3.integrations.torchtitan import S3CheckpointManager
 from examples.torchtitan import Trainer
 from tests import preload
-from tests.faulty import FaultyServer, serve
+from tests.faulty import FaultyServer
 from tests.frameworks.titan import MODES, ROOT, Adapter, Run, config, steps_on_s3, train
 from tests.memory_s3 import Fault
 from tests.ranks import run_ranks
@@ -34,12 +33,6 @@ from tests.ranks import run_ranks
 preload.MODULES.append("tests.frameworks.titan")  # torchtitan takes seconds to import
 
 Config = S3CheckpointManager.Config
-
-
-@pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
-    with serve(monkeypatch) as server:
-        yield server
 
 
 # --- the class ------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,18 +21,12 @@ from dcp_s3.settings import Settings
 from dcp_s3.store import DeleteTarget
 from examples.torchtitan import Trainer
 from tests import preload
-from tests.faulty import BUCKET, FaultyServer, serve
+from tests.faulty import BUCKET, FaultyServer
 from tests.frameworks.titan import ROOT, Adapter, Run, config, steps_on_s3, train
 from tests.memory_s3 import Fault
 from tests.ranks import RankFailed, run_ranks
 
 preload.MODULES.append("tests.frameworks.titan")  # torchtitan takes seconds to import
-
-
-@pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
-    with serve(monkeypatch) as server:
-        yield server
 
 
 def go_back(directory: Path) -> tuple[Run, Run, Run]:

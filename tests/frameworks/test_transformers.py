@@ -15,7 +15,7 @@ from dcp_s3 import KeepLatest, list_checkpoints, read_tensor, remove
 from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.errors import CheckpointError, CheckpointNotFoundError
 from dcp_s3.integrations.transformers import PRIVATE, S3Trainer, _KeepBestModel
-from tests.faulty import BUCKET, FaultyServer, serve
+from tests.faulty import BUCKET, FaultyServer
 from tests.frameworks.accelerate_ranks import files_in, kill_in_save
 from tests.frameworks.transformers_runs import (
     Run,
@@ -39,12 +39,6 @@ ROOT = f"s3://{BUCKET}/run"
 def _one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise Accelerate makes it several on each rank, and OpenMP does not survive a fork."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-
-
-@pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
-    with serve(monkeypatch) as server:
-        yield server
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])

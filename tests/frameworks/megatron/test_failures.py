@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from dcp_s3 import latest, list_checkpoints, verify
-from tests.faulty import BUCKET, FaultyServer, serve
+from tests.faulty import BUCKET, FaultyServer
 from tests.frameworks.megatron import jobs
 from tests.killing import AtRequest, kill_all, new_process, running, wait_until_quiet
 from tests.memory_s3 import Fault
@@ -23,12 +22,6 @@ URL = f"{ROOT}/iter_0000001"
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-
-
-@pytest.fixture
-def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
-    with serve(monkeypatch) as server:
-        yield server
 
 
 @pytest.mark.parametrize(
