@@ -10,16 +10,16 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-from dcp_s3 import errors
+from dcp_s3 import errors, events
 from dcp_s3._version import __version__
 
 if _TYPE_CHECKING:
     from dcp_s3.checkpoint.info import CheckpointInfo
-    from dcp_s3.counters import metrics
     from dcp_s3.integrations.dcp import redirect, register, unregister
     from dcp_s3.load.planner import S3LoadPlanner
     from dcp_s3.load.reader import S3StorageReader
     from dcp_s3.manager.manager import CheckpointManager
+    from dcp_s3.monitoring import Stats, stats
     from dcp_s3.offline.export import ExportResult, export
     from dcp_s3.offline.import_weights import ImportResult, import_weights
     from dcp_s3.offline.read_tensors import read_tensor, read_tensors
@@ -75,17 +75,18 @@ __all__ = [
     "S3StorageReader",
     "S3StorageWriter",
     "Settings",
+    "Stats",
     "VerifyReport",
     "__version__",
     "annotate",
     "apply_plan",
     "errors",
+    "events",
     "export",
     "import_weights",
     "latest",
     "list_checkpoints",
     "make_plan",
-    "metrics",
     "parse_policy",
     "pin",
     "prune",
@@ -96,13 +97,13 @@ __all__ = [
     "remove",
     "shard",
     "shard_state",
+    "stats",
     "unpin",
     "unregister",
     "verify",
 ]
 
 _MODULES = {
-    "metrics": "dcp_s3.counters",
     "redirect": "dcp_s3.integrations.dcp",
     "register": "dcp_s3.integrations.dcp",
     "unregister": "dcp_s3.integrations.dcp",
@@ -149,6 +150,8 @@ _MODULES = {
     "Fused": "dcp_s3.sharding.state",
     "shard_state": "dcp_s3.sharding.state",
     "S3Stager": "dcp_s3.stage.stager",
+    "Stats": "dcp_s3.monitoring",
+    "stats": "dcp_s3.monitoring",
 }
 """Where each name comes from. Imported when it is first used: ``dcp-s3 --help`` needs no torch."""
 

@@ -79,6 +79,17 @@ def parse_duration(value: object) -> float:
     return float(seconds)
 
 
+def format_seconds(seconds: float) -> str:
+    """``0.14 s``, ``2.3 s``, ``47 s``, ``12.5 min``, ``2.1 h``."""
+    if seconds < 1:
+        return f"{seconds:.2f} s"
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 2 * 3600 else f"{seconds / 3600:.1f} h"
+
+
 def format_size(size: float) -> str:
     """``1536`` -> ``1.5 KiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):

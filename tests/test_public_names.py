@@ -15,7 +15,7 @@ def test_dir_is_what_is_public() -> None:
     assert not [name for name in dir(dcp_s3) if name.startswith("_") and name != "__version__"]
 
 
-@pytest.mark.parametrize("name", [name for name in dcp_s3.__all__ if name not in ("errors", "__version__")])
+@pytest.mark.parametrize("name", [name for name in dcp_s3.__all__ if name not in ("errors", "events", "__version__")])
 def test_every_public_name_is_there_and_says_what_it_is(name: str) -> None:
     found = getattr(dcp_s3, name)
     assert found.__module__.startswith("dcp_s3.")

@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from dcp_s3.bench.figures import NOT_SPILLING, Direction, RankFigures
-from dcp_s3.counters import metrics
 from dcp_s3.errors import CorruptCheckpointError, DcpS3Error
 from dcp_s3.failures import real_causes
 from dcp_s3.load.reader import S3StorageReader
+from dcp_s3.monitoring import stats
 from dcp_s3.ranks import rank
 from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.settings import resolve_settings
@@ -100,7 +100,7 @@ def _measure(direction: Direction, action: Callable[[], None]) -> RankFigures:
     began, cpu = time.perf_counter(), time.process_time()
     action()
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu
-    links = [link for name, link in metrics()["connections"].items() if name.endswith(_LINKS[direction])]
+    links = [link for name, link in stats().connections.items() if name.endswith(_LINKS[direction])]
     connections = max((int(link["connections"]) for link in links), default=0)
     throttled_now, hedged_now = _counts()
     return RankFigures(
@@ -114,9 +114,9 @@ def _measure(direction: Direction, action: Callable[[], None]) -> RankFigures:
 
 def _counts() -> tuple[int, int]:
     """Throttled and hedged requests of this process so far."""
-    found = metrics()
-    throttled = sum(each["throttled"] for each in found["throttle"].values())
-    return throttled, sum(each["started"] for each in found["hedges"].values())
+    found = stats()
+    throttled = sum(each.throttled for each in found.throttle.values())
+    return throttled, sum(each.started for each in found.hedges.values())
 
 
 class Rank:

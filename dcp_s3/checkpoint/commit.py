@@ -164,7 +164,7 @@ def publish(
         _delete_replaced(store, identity, previous, old)
     copy_after_commit(store, identity.url, uncopied)
     size = sum(entry.size for entry in commit.objects)
-    logger.info("committed %s: %d objects, %d bytes", identity.url, len(commit.objects), size)
+    logger.debug("committed %s: %d objects, %d bytes", identity.url, len(commit.objects), size)
 
 
 def _check_whole(store: Store, commit: Commit, *, keep_objects: bool) -> None:

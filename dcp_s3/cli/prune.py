@@ -15,10 +15,10 @@ from typing import Any
 from dcp_s3.cli import tables
 from dcp_s3.cli.app import ask, note, print_json, print_line, progress_of_steps, to_json
 from dcp_s3.errors import DcpS3Error
+from dcp_s3.retention.counting import counting
 from dcp_s3.retention.plan import Plan
 from dcp_s3.retention.policy import Policy
 from dcp_s3.retention.prune import PruneReport, apply_plan, prune, prune_async
-from dcp_s3.retention.prune_totals import counting
 from dcp_s3.settings import Settings
 from dcp_s3.units import format_size
 
@@ -74,7 +74,7 @@ def run_once(job: Job, *, yes: bool, as_json: bool) -> PruneReport:
     if not job.dry_run and not report.plan.empty:
         if not yes:
             ask(f"{tables.plan_summary(report.plan)}. Delete?" if as_json else "Delete?")
-        with progress_of_steps("prune") as progress, counting() as count:
+        with progress_of_steps("prune") as progress, counting(job.root) as count:
             report = apply_plan(
                 job.root, report.plan, all_versions=job.all_versions, settings=job.settings, progress=progress
             )
@@ -99,7 +99,7 @@ def run_every(job: Job, interval: float, *, as_json: bool) -> None:
 
     async def once() -> None:
         try:
-            with counting() as count:
+            with counting(job.root) as count:
                 report = await prune_async(
                     job.root, dry_run=job.dry_run, all_versions=job.all_versions, **job.arguments
                 )

@@ -169,8 +169,14 @@ class Engine:
         self._receiver = receiver
         self._buffers = threading.local()
         self._requests = itertools.count(1)
+        self._fetched: list[int] = []
         self.pin = False
         """Whether buffers are page-locked, for copies to a device."""
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes that were fetched so far."""
+        return sum(self._fetched)
 
     @property
     def max_buffered(self) -> int:
@@ -305,6 +311,7 @@ class Engine:
         receiver = self._receiver(request, buffer)
         try:
             self._source.read(request.path, request.start, receiver.targets, moved=moved)
+            self._fetched.append(request.length)  # one operation: no lock
         except errors.CorruptCheckpointError as error:
             lost = list(dict.fromkeys(segment.item for segment in request.segments))
             for transfer in lost:

@@ -22,6 +22,7 @@ from dcp_s3.checkpoint.lease import ReaderLease
 from dcp_s3.checkpoint.listing import list_directory
 from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
 from dcp_s3.collector import collector_paused
+from dcp_s3.events import Listener
 from dcp_s3.format.layout import SAVE_ID_KEY, deletion_id, metadata_object, new_save_id
 from dcp_s3.format.manifest import Manifest
 from dcp_s3.format.metadata import load_metadata
@@ -32,6 +33,7 @@ from dcp_s3.load.peers.agree import LoadGroup, join_load
 from dcp_s3.load.peers.assign import MAX_PIECE, plan_sharing
 from dcp_s3.load.peers.assignment import Assignment, Offer, all_offered
 from dcp_s3.load.peers.shared_read import SharedRead, decline
+from dcp_s3.load.progress import LoadProgress
 from dcp_s3.load.read import LoadExecutor
 from dcp_s3.load.unreadable import UnreadableMetadata
 from dcp_s3.s3.store import S3Store
@@ -39,7 +41,6 @@ from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.spill.local import LocalObjects, WaitingCommit, find_commits
 from dcp_s3.spill.session import open_store
 from dcp_s3.torch_private import Caller, ExtensionRegistry, ReaderTransforms, find_load_group, is_first_look, is_loading
-from dcp_s3.units import format_size
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
 
 logger = logging.getLogger(__name__)
@@ -65,6 +66,7 @@ class S3StorageReader(StorageReader):
             the same ranks in the same order, for example gloo where DCP's is only NCCL. What several ranks need is then
             read once. None: the group that ``dcp.load`` uses.
         settings: a `Settings`, or a mapping of those that differ from the environment.
+        on_event: called with each event of its loads on this rank, see `dcp_s3.events`.
         _extension_registry: torch's registry of stream extensions (experimental there).
 
     Attributes:
@@ -83,10 +85,12 @@ class S3StorageReader(StorageReader):
         weights_only: bool = True,
         process_group: dist.ProcessGroup | None = None,
         settings: SettingsLike = None,
+        on_event: Listener | None = None,
         _extension_registry: ExtensionRegistry | None = None,
     ) -> None:
         super().__init__()
         self.settings: Settings = resolve_settings(settings)
+        self.on_event = on_event
         self.include_uncommitted = include_uncommitted
         self.weights_only = weights_only
         self._process_group = process_group
@@ -102,6 +106,7 @@ class S3StorageReader(StorageReader):
         self._deadline: Deadline | None = None
         self._lease: ReaderLease | None = None
         self._group: LoadGroup | None = None
+        self._progress: LoadProgress | None = None
 
     @called_by_dcp
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -134,6 +139,8 @@ class S3StorageReader(StorageReader):
             StorageError: missing bucket, credentials, network.
         """
         rank: int | None = kwargs.get("rank")
+        if self._progress is None and self._url is not None:
+            self._progress = LoadProgress(self._store(), self._url, self.on_event)
         if rank is None:
             try:
                 caller = self._find_caller()
@@ -334,8 +341,9 @@ class S3StorageReader(StorageReader):
                 shared.run(plan, planner)
             else:
                 executor.run(plan, planner)
-            if local is not None and local.read_bytes:
-                logger.info("%s of %s came from %s", format_size(local.read_bytes), url, self.settings.spill_dir)
+            if self._progress is not None:
+                on_disk = 0 if local is None else local.read_bytes
+                self._progress.loaded(executor.engine.fetched_bytes, on_disk)
         future: Future[None] = Future()
         future.set_result(None)
         return future

@@ -10,9 +10,9 @@ import weakref
 from collections.abc import Callable
 
 from dcp_s3.errors import DcpS3Error
+from dcp_s3.retention.counting import counting
 from dcp_s3.retention.policy import PolicyFunction
 from dcp_s3.retention.prune import prune
-from dcp_s3.retention.prune_totals import counting
 from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.settings import Settings
 
@@ -123,7 +123,7 @@ def retain(root: str, policy: PolicyFunction, settings: Settings) -> BackgroundR
     """Retention of the checkpoints under ``root`` (a URL) by a policy."""
 
     def work(check: Callable[[], None]) -> None:
-        with counting() as count:
+        with counting(root) as count:
             count(prune(root, policy, settings=settings, progress=lambda *_: check()))
 
     return BackgroundRetention(work, root)

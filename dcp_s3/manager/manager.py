@@ -41,7 +41,7 @@ class CheckpointManager:
     ranks agree on what is saved and restored. The other methods are local to each rank.
 
     Saves run in the background, one at a time. After each commit, retention runs on the first rank, in another thread.
-    It never delays or fails the training: its failures are logged and counted (``dcp_s3.metrics()``).
+    It never delays or fails the training: its failures are logged and counted (``dcp_s3.stats()``).
 
     A failed save is logged at once, in one line. Each rank's next `save`, `wait` or `close` raises it once, as
     `SaveFailedError`.

@@ -197,7 +197,7 @@ class Tuning:
                     width.interrupted()
                 connections, rate = min(width.connections, self._ceiling), width.rate
             if connections != self.connections:
-                logger.info(
+                logger.debug(
                     "%s: %d connections carried %s/s; %d from now on",
                     self._name, self.connections, format_size(int(rate)), connections,
                 )  # fmt: skip

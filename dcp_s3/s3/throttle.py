@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from dcp_s3.events import Throttled, emit
 from dcp_s3.forking import reset_in_child
 from dcp_s3.s3.diagnosis import is_throttling
 
@@ -189,18 +190,23 @@ class Gate:
 
     def leave(self, began: float, *, succeeded: bool, throttled: bool) -> None:
         """Note the end of a data request that began at ``began`` (of time.monotonic)."""
+        fell = False
         with self._lock:
             self._in_flight -= 1
             if succeeded:
                 self._aimd.succeeded(began)
             elif throttled:
-                self._decrease(began)
+                fell = self._decrease(began)
             self._admit()
+        if fell:
+            self._tell()
 
     def signal(self, began: float) -> None:
         """Note that a small request, which does not wait here, was throttled."""
         with self._lock:
-            self._decrease(began)
+            fell = self._decrease(began)
+        if fell:
+            self._tell()
 
     def is_calm(self, seconds: float) -> bool:
         """Whether there is no limit, and S3 has not throttled for ``seconds``."""
@@ -228,12 +234,18 @@ class Gate:
             self._in_flight += 1
             self._waiting.popleft().set()
 
-    def _decrease(self, began: float) -> None:
+    def _tell(self) -> None:
+        """Not under the lock: a subscriber may ask for the state."""
+        state = self.state
+        emit(Throttled(bucket=self._name, limit=state.limit, decreases=state.decreases))
+
+    def _decrease(self, began: float) -> bool:
+        """Note that S3 throttled; returns whether the limit fell."""
         now = time.monotonic()
         self._throttled += 1
         self._throttled_at = now
         if not self._aimd.throttled(began, now):
-            return
+            return False
         self._decreases += 1
         if now - self._logged_at >= _LOG_SECONDS:
             self._logged_at = now
@@ -241,6 +253,7 @@ class Gate:
                 "S3 throttles (%s): at most %d data requests in flight now, %d decreases so far",
                 self._name, self._aimd.limit, self._decreases,
             )  # fmt: skip
+        return True
 
 
 class _Waiter(Protocol):

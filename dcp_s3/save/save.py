@@ -35,12 +35,14 @@ from dcp_s3.errors import (
     SpillError,
     TransferError,
 )
-from dcp_s3.format.layout import metadata_object, new_nonce
+from dcp_s3.events import Listener
+from dcp_s3.format.layout import new_nonce
 from dcp_s3.limit import Deadline, Limit
 from dcp_s3.ranks import world_size
 from dcp_s3.s3.store import S3Store
 from dcp_s3.save.objects import ItemWriteResult, ObjectNames, refused_by_both, write_buckets
 from dcp_s3.save.plan import WriteBucket, plan_buckets
+from dcp_s3.save.progress import Progress, StallSince, spilled_bytes, unknown_stall
 from dcp_s3.settings import Settings
 from dcp_s3.spill.background import drain_in_background, wait_until_drained
 from dcp_s3.spill.session import SpillSession, spill_commit
@@ -50,8 +52,6 @@ from dcp_s3.tracebacks import without_tracebacks
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
-
-_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0  # seconds between looks at S3
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,8 @@ class SaveOptions:
     transforms: WriterTransforms
     attachments: Sequence[Attachment] = ()
     """Small files that belong to this save."""
+    on_event: Listener | None = None
+    stall_since: StallSince = unknown_stall
 
 
 @dataclass
@@ -79,12 +81,14 @@ class _PlanOrigin:
 class _RankResults(list[WriteResult]):
     """What one rank wrote, and for which checkpoint. DCP passes it to the coordinator unchanged."""
 
-    def __init__(self, url: str, results: Iterable[WriteResult]) -> None:
+    def __init__(self, url: str, results: Iterable[WriteResult], throttled: int = 0) -> None:
         super().__init__(results)
         self.url = url
+        self.throttled = throttled
+        """Requests of the rank that S3 throttled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.url, list(self))
+        return type(self), (self.url, list(self), self.throttled)
 
 
 class Save:
@@ -131,7 +135,10 @@ class Save:
     # --- in the order of DCP's calls ----------------------------------------------------------------
 
     def begin(self) -> None:
-        """Start to drain what an earlier process left on the local disk."""
+        """Say so, and start to drain what an earlier process left on the local disk."""
+        self._progress = Progress(
+            self.url, self._rank, self._store(), self._options.on_event, self._options.stall_since
+        )
         self._drain()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -174,7 +181,7 @@ class Save:
             DeadlineExceededError: `save_timeout` has passed.
             StorageError, SaveProtocolError
         """
-        self._deadline = self._start_deadline()
+        self._deadline, began = self._start_deadline(), time.monotonic()
         buckets = plan_buckets(
             plan.items,
             max_buckets=self._settings.buckets_per_rank,
@@ -192,7 +199,8 @@ class Save:
             self._drain()
         self._an_object = names.relative_path(0) if buckets else None
         self.written = True
-        return _RankResults(str(self.url), results)
+        self._progress.written(results, time.monotonic() - began)
+        return _RankResults(str(self.url), results, self._progress.throttled)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit what all ranks have written; without collectives, what this rank has written.
@@ -226,7 +234,13 @@ class Save:
                 metrics=self._options.metrics,
                 started_at=self._beginning.at,
             )
-        self._commit(commit, spilled=any(result.spilled for result in ours))
+        if self._commit(commit, spilled=any(result.spilled for result in ours)):
+            self._progress.committed(
+                commit,
+                ranks=len(results) if self._use_collectives else 1,
+                spilled=spilled_bytes(ours),
+                throttled=sum(rank.throttled for rank in results if isinstance(rank, _RankResults)),
+            )
 
     # --- after the save -----------------------------------------------------------------------------
 
@@ -278,6 +292,7 @@ class Save:
             rank=self._rank,
             settings=self._settings,
             keys=[names.key(number) for number in range(count)],
+            on_event=self._options.on_event,
         )
         try:
             session.__enter__()
@@ -308,8 +323,8 @@ class Save:
         if self._spill_store is not None:
             drain_in_background(self._spill_store, patience=self._settings.spill_after)
 
-    def _commit(self, commit: Commit, *, spilled: bool) -> None:
-        """Commit on S3 at once if all objects are there; otherwise leave the commit to the drain."""
+    def _commit(self, commit: Commit, *, spilled: bool) -> bool:
+        """Commit on S3 at once if all objects are there, and return True; otherwise leave the commit to the drain."""
         if self._spill_store is None:
             if spilled:
                 raise SpillError(
@@ -318,7 +333,7 @@ class Save:
                     "Remedy: set DCP_S3_SPILL_DIR on every rank"
                 )
             self._publish(commit)
-            return
+            return True
         refusal = None
         if not spilled and not self._unseen:
             try:
@@ -328,7 +343,7 @@ class Save:
                 without_tracebacks(error)
                 refusal = error
             else:
-                return
+                return True
         try:
             save = spill_commit(
                 self._spill_store, commit, self._settings, created_at=self._beginning.at, overwrite=self._overwrite
@@ -349,6 +364,7 @@ class Save:
                     f"the save to {commit.identity.url}",
                     f"it is complete on local disks ({self._settings.spill_dir}), from where it still goes to S3",
                 ) from error
+        return False
 
     def _publish(self, commit: Commit) -> None:
         look_again = self._look_again if self._overwrite and self._spill_store is not None else None
@@ -368,41 +384,3 @@ class Save:
         previous = find_previous(store, identity)
         check_newest(store, identity, previous, self._beginning.at)
         return previous
-
-
-def wait_committed(
-    url: CheckpointURL, save: Save | None, spill_store: SpillStore | None, settings: Settings, timeout: float | None
-) -> None:
-    """Wait until ``save`` is committed on S3; if it is None, until any checkpoint is there.
-
-    Args:
-        url: URL of the checkpoint.
-        save: the save to wait for, if this process made it.
-        spill_store: the spill directory.
-        settings: settings of the writer.
-        timeout: seconds; None: no limit.
-
-    Raises:
-        TimeoutError: the save is not committed yet; the drain goes on.
-        CheckpointError: the save cannot be committed, or another save has replaced it.
-        StorageError: S3 refuses the request.
-    """
-    deadline = None if timeout is None else time.monotonic() + timeout
-    if spill_store is not None:
-        drain_in_background(spill_store, patience=settings.spill_after)
-        for spilled in spill_store.scan():
-            if spilled.journal.url == str(url):
-                left = None if deadline is None else max(0.0, deadline - time.monotonic())
-                wait_until_drained(spill_store, spilled, timeout=left)
-    store, pause = S3Store(url.bucket, settings), _SHORTEST_PAUSE
-    while True:
-        try:
-            if save.is_committed() if save is not None else store.exists(url.key(metadata_object())):
-                return
-            reason = "other hosts may still drain"
-        except TransferError as error:
-            reason = str(error)
-        if deadline is not None and time.monotonic() > deadline:
-            raise TimeoutError(f"{url} is not committed after {timeout:g} s: {reason}")
-        time.sleep(pause)
-        pause = min(2 * pause, _LONGEST_PAUSE)

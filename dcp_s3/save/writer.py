@@ -18,15 +18,18 @@ from dcp_s3.boundary import called_by_dcp
 from dcp_s3.checkpoint.attachments import make_attachment
 from dcp_s3.checkpoint.commit import check_metrics
 from dcp_s3.errors import MissingURLError, SaveProtocolError
+from dcp_s3.events import Listener
 from dcp_s3.format.layout import new_save_id
 from dcp_s3.save.attached import Attachments
 from dcp_s3.save.plan import check_shapes
-from dcp_s3.save.save import Save, SaveOptions, wait_committed
+from dcp_s3.save.progress import stall_of, unknown_stall
+from dcp_s3.save.save import Save, SaveOptions
+from dcp_s3.save.waiting import wait_committed
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.spill.session import open_store
 from dcp_s3.stage.failure import raise_if_failed
 from dcp_s3.stage.stager import shared_stager
-from dcp_s3.stage.turns import take_turn
+from dcp_s3.stage.turns import current_turn, take_turn
 from dcp_s3.torch_private import StreamTransformExtension, WriterTransforms, find_save_group
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
 
@@ -63,6 +66,8 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             list of prefixes that share objects. Everything else shares the remaining objects. A prefix ends where a
             name in the FQN does; with a star at its end, ``"optim*"``, anywhere.
         settings: a `Settings`, or a mapping of settings that override the environment.
+        on_event: called with each event of its saves on this rank, see `dcp_s3.events`. Not called in the process of an
+            `AsyncCheckpointerType.PROCESS`.
         _extensions: torch's stream transforms (experimental), as for FileSystemWriter.
 
     Raises:
@@ -74,6 +79,8 @@ class S3StorageWriter(StorageWriter, AsyncStager):
     caller_reports = False
     """Whether the caller logs asynchronous saves that fail. Otherwise they are logged here, because nobody may look at
     the future."""
+    _stages_here = True
+    """Whether the states that it saves are staged in this process."""
 
     def __init__(
         self,
@@ -83,10 +90,12 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         metrics: Mapping[str, Any] | None = None,
         separate: Separate | None = None,
         settings: SettingsLike = None,
+        on_event: Listener | None = None,
         _extensions: Sequence[StreamTransformExtension] | None = None,
     ) -> None:
         super().__init__()
         self.settings: Settings = resolve_settings(settings)
+        self.on_event = on_event
         self.overwrite = overwrite
         self.metrics = dict(metrics or {})
         check_metrics(self.metrics)  # fail now, not at the end of a save
@@ -106,7 +115,8 @@ class S3StorageWriter(StorageWriter, AsyncStager):
     def __getstate__(self) -> dict[str, Any]:
         # For AsyncCheckpointerType.PROCESS: from here on only DCP knows how the save ends.
         attached = self._attached.hand_over()
-        return {**self.__dict__, "_home": None, "_here": None, "_last": None, "_attached": attached}
+        left = {"_home": None, "_here": None, "_last": None, "_attached": attached, "on_event": None}
+        return {**self.__dict__, **left, "_stages_here": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -150,7 +160,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             take_turn(str(url))
         options = SaveOptions(
             self.settings, self._spill_store, self.overwrite, dict(self.metrics), self.separate, self._transforms,
-            self._attached.take(url),
+            self._attached.take(url), self.on_event, stall_of(current_turn()) if self._stages_here else unknown_stall,
         )  # fmt: skip
         save = Save(
             url, save_id, options, rank=int(rank), is_coordinator=is_coordinator, use_collectives=use_collectives

@@ -24,6 +24,8 @@ from dcp_s3.checkpoint.commit_state import (
 )
 from dcp_s3.checkpoint.completeness import Beginning
 from dcp_s3.checkpoint.listing import list_directory
+from dcp_s3.events import Committed, Drained, emit
+from dcp_s3.format.manifest import Manifest
 from dcp_s3.limit import Limit
 from dcp_s3.s3 import multipart
 from dcp_s3.s3.store import S3Store
@@ -34,7 +36,7 @@ from dcp_s3.spill.local import ReadCache
 from dcp_s3.spill.store import DamagedFileError, SpilledSave, SpillStore
 from dcp_s3.store import Upload
 from dcp_s3.tracebacks import without_tracebacks
-from dcp_s3.units import format_size
+from dcp_s3.units import format_seconds, format_size
 from dcp_s3.url import CheckpointURL, parse_url
 
 logger = logging.getLogger(__name__)
@@ -158,7 +160,9 @@ class Drainer:
             report.uploaded += spilled.entry.size
         _abort_uploads(save, store)  # uploads whose ids were lost, or whose abort failed
         save.remove()
-        logger.info("drained %s of %s in %.1f s", format_size(size), save.journal.url, time.monotonic() - started)
+        seconds = time.monotonic() - started
+        logger.info("drained %s of %s in %s", format_size(size), save.journal.url, format_seconds(seconds))
+        emit(Drained(url=save.journal.url, bytes=size, seconds=seconds))
 
     def _commit(
         self, save: SpilledSave, spilled: SpilledCommit, url: CheckpointURL, store: S3Store, report: DrainReport
@@ -189,6 +193,20 @@ class Drainer:
                 raise
         save.remove()
         report.committed.append(str(url))
+        committed = Manifest.from_json(commit.manifest)
+        event = Committed(
+            url=str(url),
+            step=committed.step,
+            bytes=committed.total_size,
+            objects=len(committed.objects),
+            ranks=committed.world_size,
+            seconds=max(0.0, time.time() - save.journal.created_at),
+            stall_seconds=None,
+            throttled=0,
+            spilled_bytes=None,
+        )
+        logger.info("%s", event)
+        emit(event)
 
     def _why_incomplete(self, store: S3Store, url: CheckpointURL, spilled: SpilledCommit) -> str | None:
         """What the checkpoint lacks on S3. None if every object is there with the right size.

@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
 
 from dcp_s3.checkpoint.commit import Commit
 from dcp_s3.checksum import crc64nvme, crc_hex
+from dcp_s3.events import Listener, Spilled, emit
 from dcp_s3.format.manifest import ObjectEntry
 from dcp_s3.s3.upload import UploadedObject
 from dcp_s3.settings import Settings
@@ -19,9 +19,6 @@ from dcp_s3.spill.store import SpilledSave, SpillStore
 from dcp_s3.units import format_size
 
 logger = logging.getLogger(__name__)
-
-spilled_bytes: Counter[str] = Counter()
-"""Bytes that this process spilled, by reason: ``local durability`` or ``s3``."""
 
 _MANIFEST, _METADATA = "manifest.json", "metadata"
 
@@ -42,16 +39,26 @@ class SpillSession:
         settings: settings of the writer.
         keys: keys of all objects that the rank may begin to write to S3, so that a drain can clean up if this process
             dies.
+        on_event: gets `Spilled` for each object.
 
     Raises:
         SpillError: on entering: the directory cannot be used.
     """
 
     def __init__(
-        self, store: SpillStore, *, url: str, save_id: str, rank: int, settings: Settings, keys: Sequence[str]
+        self,
+        store: SpillStore,
+        *,
+        url: str,
+        save_id: str,
+        rank: int,
+        settings: Settings,
+        keys: Sequence[str],
+        on_event: Listener | None = None,
     ) -> None:
         journal = Journal(url, save_id, time.time(), settings.model_dump(), keys=tuple(keys))
         self._writer = store.begin(journal, str(rank))
+        self._url, self._on_event = url, on_event
         self._lock = threading.Lock()
         self._objects: list[SpilledObject] = []
         self.unclean: set[str] = set()
@@ -84,7 +91,7 @@ class SpillSession:
         spilled = SpilledObject(entry, f"object-{number}", part_size, crc_hex(uploaded.crc64nvme or 0))
         with self._lock:
             self._objects.append(spilled)
-            spilled_bytes["local durability" if self.local else "s3"] += entry.size
+        emit(Spilled(url=self._url, path=entry.path, bytes=entry.size, local=self.local, reason=reason), self._on_event)
         log = logger.info if self.local else logger.warning
         log("spilled %s (%s) to %s: %s", entry.path, format_size(entry.size), self._writer.directory, reason)
 

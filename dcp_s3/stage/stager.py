@@ -16,6 +16,7 @@ import torch
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from dcp_s3.errors import StagingError
+from dcp_s3.events import Listener, Staged, emit
 from dcp_s3.ranks import world_size
 from dcp_s3.settings import Settings, SettingsLike, local_world_size, resolve_settings
 from dcp_s3.stage.budget import measure_available, resolve_limit
@@ -49,11 +50,16 @@ class S3Stager(AsyncStager):
             increment the versions of tensors are detected and fail the save. Not detected: changes through ``.data``,
             by torch's fused optimizers, and by its foreach optimizers to DTensors.
 
+        on_event: called with `dcp_s3.events.Staged` for each copy, in the thread that made it.
+
     Raises:
         SettingsError: a setting is not allowed.
     """
 
-    def __init__(self, settings: SettingsLike = None, *, asynchronous: bool = False) -> None:
+    def __init__(
+        self, settings: SettingsLike = None, *, asynchronous: bool = False, on_event: Listener | None = None
+    ) -> None:
+        self._on_event = on_event
         self.settings: Settings = resolve_settings(settings)
         self.asynchronous = asynchronous
         limit = self.settings.staging_limit
@@ -82,18 +88,23 @@ class S3Stager(AsyncStager):
             raise StagingError("this S3Stager was closed. Remedy: close it after the last save, or make a new one")
         if not self.asynchronous:
             return self.stage_now(state_dict)
-        future = self._begin(state_dict, draw_turn())
+        stall, turn = _Stall(), draw_turn()
+        future = self._begin(state_dict, turn, stall)
+        stall.end(turn)
         self._latest = weakref.ref(future)  # a strong one would keep the copy
         return future
 
     def stage_now(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A training-safe copy, made before returning, whether or not the stager is ``asynchronous``."""
 
+        stall, turn = _Stall(), draw_turn()
+
         def stage() -> dict[str, Any]:
             snapshot, copier = Snapshot(state_dict), Copier()
-            return self._copy(snapshot, copier, copier.mark(snapshot.tensors))
+            return self._copy(snapshot, copier, copier.mark(snapshot.tensors), stall)
 
-        staged: dict[str, Any] = self._guard(stage, draw_turn())
+        staged: dict[str, Any] = self._guard(stage, turn)
+        stall.end(turn)
         return staged
 
     def synchronize_staging(self) -> None:
@@ -119,14 +130,16 @@ class S3Stager(AsyncStager):
     ) -> None:
         self.close()
 
-    def _begin(self, state_dict: dict[str, Any], turn: Turn | None) -> Future[dict[str, Any]]:
+    def _begin(self, state_dict: dict[str, Any], turn: Turn | None, stall: _Stall) -> Future[dict[str, Any]]:
         """Take the snapshot now, copy its tensors in the background."""
 
         def begin() -> Future[dict[str, Any]]:
             snapshot = Snapshot(state_dict)
             versions, copier = Versions(snapshot.watched), Copier()
             events = copier.mark(snapshot.tensors)
-            copying = self._background.submit(self._guard, lambda: self._copy(snapshot, copier, events, versions), turn)
+            copying = self._background.submit(
+                self._guard, lambda: self._copy(snapshot, copier, events, stall, versions), turn
+            )
             copying.add_done_callback(_log_failure)
             return copying
 
@@ -142,6 +155,7 @@ class S3Stager(AsyncStager):
         snapshot: Snapshot,
         copier: Copier,
         events: list[torch.Event],
+        stall: _Stall,
         versions: Versions | None = None,
     ) -> dict[str, Any]:
         started = time.monotonic()
@@ -153,7 +167,10 @@ class S3Stager(AsyncStager):
         seconds = time.monotonic() - started
         on_disk = sum(buffer.size for buffer in buffers if buffer.kind == "file")
         logger.debug("staged %s (%s on disk) in %.3f s", format_size(staged.nbytes), format_size(on_disk), seconds)
-        return StagedState(snapshot.fill(staged.tensors), buffers, self._pool)
+        state = StagedState(snapshot.fill(staged.tensors), buffers, self._pool)
+        event = Staged(bytes=staged.nbytes, disk_bytes=on_disk, seconds=seconds, stall_seconds=stall.seconds)
+        emit(event, self._on_event)
+        return state
 
     def _guard(self, work: Callable[[], Any], turn: Turn | None) -> Any:
         """The result of ``work``. A state goes with ``turn``, which is over if ``work`` fails."""
@@ -166,6 +183,24 @@ class S3Stager(AsyncStager):
         if turn is not None and isinstance(result, StagedDict):
             turn.go_with(result)
         return result
+
+
+class _Stall:
+    """How long a call of `stage` holds the training up."""
+
+    def __init__(self) -> None:
+        self._began, self._ended = time.monotonic(), 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Until now, if the call has not returned."""
+        return (self._ended or time.monotonic()) - self._began
+
+    def end(self, turn: Turn | None) -> None:
+        """The call returns."""
+        self._ended = time.monotonic()
+        if turn is not None:
+            turn.stall_seconds = self.seconds
 
 
 def _carry_failure(work: Callable[[], Any]) -> Any:

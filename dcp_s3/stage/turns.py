@@ -42,6 +42,8 @@ class Turn:
         self.ended: Future[None] = Future()
         self.upload: Future[Any] | None = None
         """The future of the save, from when its thread begins."""
+        self.stall_seconds: float | None = None
+        """Seconds for which the training waited in `stage`; None if something other than dcp_s3 staged."""
         _turns.append(self)
 
     def go_with(self, state: StagedDict) -> None:
@@ -108,6 +110,12 @@ def take_turn(key: str) -> None:
         ours.share(key)
         turns = turns[: turns.index(ours)]
     wait_for(turns, key)
+
+
+def current_turn() -> Turn | None:
+    """The turn of the asynchronous save that calls this; None in a blocking one."""
+    future = find_upload_future()
+    return None if future is None else next((each for each in list(_turns) if each.upload is future), None)
 
 
 def find_turns(key: str) -> list[Turn]:

@@ -152,7 +152,7 @@ def test_an_error_in_the_with_block_is_not_masked_by_a_failed_save(
 def test_retention_that_fails_is_counted_and_saves_go_on(
     faulty: FaultyServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    before = dcp_s3.metrics()["retention"]
+    before = dcp_s3.stats().prunes
 
     def broken(*_: Any) -> Any:
         raise ZeroDivisionError("in the policy")
@@ -161,9 +161,9 @@ def test_retention_that_fails_is_counted_and_saves_go_on(
         manager.save(1, state(1))
         manager.save(2, state(2))
     assert names(ROOT) == ["step-00000001", "step-00000002"]
-    after = dcp_s3.metrics()["retention"]
-    assert after["failed"] > before["failed"]
-    assert after["failed"] - before["failed"] == after["runs"] - before["runs"]
+    after = dcp_s3.stats().prunes
+    assert after.failed > before.failed
+    assert after.failed - before.failed == after.runs - before.runs
     assert "in the policy" in caplog.text
 
 
@@ -265,7 +265,7 @@ def test_retention_waits_for_a_save_that_is_only_on_local_disk(
 ) -> None:
     monkeypatch.setenv("DCP_S3_SPILL_AFTER", "2s")
     settings = {"spill_dir": str(tmp_path / "spill"), "durability": "local"}
-    before = dcp_s3.metrics()["retention"]["runs"]
+    before = dcp_s3.stats().prunes.runs
     manager = CheckpointManager(ROOT, retention="latest:1", settings=settings, retention_timeout=30)
     manager.save(1, state(1))
     manager.wait()
@@ -274,11 +274,11 @@ def test_retention_waits_for_a_save_that_is_only_on_local_disk(
     manager.save(2, state(2))
     manager.wait()
     with caplog.at_level(logging.ERROR):
-        during = dcp_s3.metrics()["retention"]["runs"]
+        during = dcp_s3.stats().prunes.runs
     faulty.rule = lambda _: None
     manager.close()
     assert during <= before + 1  # that of the first save at most
-    assert dcp_s3.metrics()["retention"]["runs"] > during
+    assert dcp_s3.stats().prunes.runs > during
     assert names(ROOT) == ["step-00000002"]
     assert parse_url(manager.url(2)).name == "step-00000002"
 

@@ -49,7 +49,7 @@ def _save_and_restore(root: str) -> tuple[list[str], int]:
         manager.save(4, _state(4), blocking=True)
         manager.annotate(4, {"loss": 0.0})
     dist.barrier()
-    return [info.name for info in dcp_s3.list_checkpoints(root)], dcp_s3.metrics()["retention"]["runs"]
+    return [info.name for info in dcp_s3.list_checkpoints(root)], dcp_s3.stats().prunes.runs
 
 
 def test_ranks_save_and_restore_and_one_of_them_prunes(memory_server: Any, root: str) -> None:
@@ -159,7 +159,7 @@ def _retention_fails(root: str) -> dict[str, Any]:
     with CheckpointManager(root, retention=broken) as manager:
         for step in (1, 2):
             manager.save(step, _state(step))
-    counts: dict[str, Any] = dcp_s3.metrics()["retention"]
+    counts: dict[str, Any] = dcp_s3.stats().to_dict()["prunes"]
     return counts
 
 

@@ -150,7 +150,7 @@ def test_what_was_found_is_kept_and_told(faulty: FaultyServer, monkeypatch: pyte
     store = S3Store(BUCKET, Settings())
     assert (connections_of(store, "upload"), connections_of(store, "download")) == (5, 2)
     assert connections_of(S3Store(BUCKET, Settings(concurrency=3)), "upload") == 3
-    found = {name.rpartition(" ")[2]: each["connections"] for name, each in dcp_s3.metrics()["connections"].items()}
+    found = {name.rpartition(" ")[2]: each["connections"] for name, each in dcp_s3.stats().connections.items()}
     assert found == {"upload": 5, "download": 2}
 
 

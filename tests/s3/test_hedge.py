@@ -106,7 +106,7 @@ def test_a_late_head_is_overtaken(faulty: FaultyServer) -> None:
     fetch(bucket)
     assert script.ranges == [f"bytes=0-{len(DATA) - 1}"] * 2
     assert state_of(bucket) == HedgeState(started=1, won=1, bytes=len(DATA), wasted=0)
-    assert list(dcp_s3.metrics()["hedges"].values()) == [{"started": 1, "won": 1, "bytes": len(DATA), "wasted": 0}]
+    assert list(dcp_s3.stats().hedges.values()) == [HedgeState(started=1, won=1, bytes=len(DATA), wasted=0)]
 
 
 @pytest.mark.parametrize(

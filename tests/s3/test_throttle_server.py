@@ -24,7 +24,6 @@ from dcp_s3.s3.throttle import Aimd, Gate, gate_of
 from dcp_s3.s3.upload import Uploader
 from dcp_s3.settings import Settings
 from dcp_s3.spill.background import stop_draining
-from dcp_s3.spill.session import spilled_bytes
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
 from tests.s3.waiting import LONG, until
@@ -217,13 +216,13 @@ def test_a_save_that_waits_too_long_at_the_gate_is_spilled(
     gate = gate_of_bucket(bucket)
     gate.signal(time.monotonic())
     assert gate.enter()
-    before = spilled_bytes["s3"]
+    before = dcp_s3.stats().spill.refused_bytes
     settings = {"concurrency": 2, "spill_dir": str(tmp_path), "spill_after": 0.2}
     future = dcp.async_save(
         {"w": torch.ones(10)}, storage_writer=S3StorageWriter(f"s3://{BUCKET}/run", settings=settings)
     )
     try:
-        until(lambda: spilled_bytes["s3"] > before)
+        until(lambda: dcp_s3.stats().spill.refused_bytes > before)
         assert not future.done()
     finally:
         gate.leave(0, succeeded=False, throttled=False)
@@ -235,15 +234,15 @@ def test_a_save_that_waits_too_long_at_the_gate_is_spilled(
 
 
 @pytest.mark.usefixtures("eight_connections")
-def test_metrics_are_plain_numbers(faulty: FaultyServer) -> None:
+def test_stats_are_plain_numbers(faulty: FaultyServer) -> None:
     bucket = make_bucket(concurrency=8, endpoint_url=faulty.s3.endpoint_url)
     faulty.once("PutObject", Fault.error(503, "SlowDown"))
     put(bucket, "k")
-    found = dcp_s3.metrics()
+    found = dcp_s3.stats().to_dict()
     assert found["throttle"] == {
         f"{faulty.s3.endpoint_url}/{BUCKET}": {
             "limit": 4, "in_flight": 0, "waiting": 0, "throttled": 1, "decreases": 1, "waited": 0.0,
         }
     }  # fmt: skip
-    assert found["spilled_bytes"] == dict(spilled_bytes)
+    assert found["saves"]["failed"] == dcp_s3.stats().saves.failed
     assert json.loads(json.dumps(found)) == found

@@ -1,0 +1,340 @@
+"""What happens in this process, as it happens: `subscribe` to it, for logs, monitoring and alerts.
+
+    >>> from dcp_s3 import events
+    >>> subscription = events.subscribe(lambda event: print(event))
+    >>> subscription.close()
+
+``on_event=`` of a writer, reader, stager or `CheckpointManager` gets only their own events. A subscriber is called in
+the thread in which the thing happens, so it should return soon: hand longer work to a thread of its own. What it raises
+is logged, once for each subscriber, and never fails a save or load. `dcp_s3.stats` has the sums.
+
+In an asynchronous save by ``AsyncCheckpointerType.PROCESS`` the other process does the work: subscribe there.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from dcp_s3 import totals
+from dcp_s3.units import format_seconds, format_size
+
+logger = logging.getLogger(__name__)
+
+__all__ = [
+    "Committed", "Drained", "Event", "Listener", "LoadFailed", "LoadStarted", "Loaded", "PruneFailed", "Pruned",
+    "SaveFailed", "SaveStarted", "Spilled", "Staged", "Subscription", "Throttled", "Written", "subscribe",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Event:
+    """Base of all events."""
+
+    time: float = field(default_factory=time.time)
+    """Seconds since the epoch."""
+
+    def count(self) -> None:
+        """Add it to the process's totals."""
+
+
+# --- saves ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveStarted(Event):
+    """A save began on this rank. Its staging, if any, is over."""
+
+    url: str
+    """URL of the checkpoint."""
+    step: int | None
+    """Number in its name; None if there is none."""
+    rank: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Staged(Event):
+    """A stager made a copy of the state."""
+
+    bytes: int
+    disk_bytes: int
+    """Bytes of it that went to files, because of ``DCP_S3_STAGING_LIMIT``."""
+    seconds: float
+    """Seconds that the copy took."""
+    stall_seconds: float
+    """Seconds for which the training waited in `stage`."""
+
+    def count(self) -> None:
+        totals.add("saves", staged_bytes=self.bytes, staging_seconds=self.seconds, stall_seconds=self.stall_seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Written(Event):
+    """This rank's part of a save is complete: on S3, or in its spill directory."""
+
+    url: str
+    step: int | None
+    rank: int
+    bytes: int
+    """Bytes of this rank's objects."""
+    objects: int
+    spilled_bytes: int
+    """Bytes of them that went to the spill directory."""
+    seconds: float
+    """Seconds since it began to write."""
+
+    def count(self) -> None:
+        totals.add("saves", done=1, bytes=self.bytes, seconds=self.seconds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Committed(Event):
+    """A checkpoint was committed by this process: it is whole, and `latest` from now on. One in each job and save."""
+
+    url: str
+    step: int | None
+    bytes: int
+    """Bytes of all ranks' objects."""
+    objects: int
+    ranks: int
+    seconds: float
+    """Seconds from the beginning of the save (after staging) to the commit."""
+    stall_seconds: float | None
+    """Seconds for which this rank's training waited: all of it for `dcp.save`, the staging for `dcp.async_save`.
+    None if something other than dcp_s3 staged, or if this was a spilled save."""
+    throttled: int
+    """Requests of this process that S3 throttled meanwhile."""
+    spilled_bytes: int | None
+    """Bytes of all ranks that took the way over a spill directory. None if the commit took it: then it is not known."""
+
+    def count(self) -> None:
+        totals.add("saves", committed=1)
+        totals.note("saves", last_step=self.step, last_commit=self.time)
+
+    def __str__(self) -> str:
+        """One line: ``step 1000 committed: 840.0 GiB, 512 ranks, stall 0.14 s, upload 47 s (17.9 GiB/s), ...``."""
+        stall = "" if self.stall_seconds is None else f"stall {format_seconds(self.stall_seconds)}, "
+        ranks = f"{self.ranks} rank{'s' if self.ranks != 1 else ''}"
+        if self.spilled_bytes is None:
+            how = f"{format_seconds(self.seconds)} after it began, from the spill directory"
+        else:
+            how = (
+                f"{stall}upload {format_seconds(self.seconds)} ({_rate(self.bytes, self.seconds)}), "
+                f"{self.throttled} throttled, {format_size(self.spilled_bytes)} spilled"
+            )
+        return f"{_name(self)} committed: {format_size(self.bytes)}, {ranks}, {how} ({self.url})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SaveFailed(Event):
+    """A save failed: on this rank, or on another one as far as this rank was told."""
+
+    url: str | None
+    """URL of the checkpoint, if it is known."""
+    step: int | None
+    error: BaseException
+    """What was, or will be, raised: an error of `dcp_s3.errors`, or torch's CheckpointException."""
+
+    def count(self) -> None:
+        totals.add("saves", failed=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spilled(Event):
+    """An object of a save went to the spill directory."""
+
+    url: str
+    path: str
+    """Path of the object, relative to the checkpoint."""
+    bytes: int
+    local: bool
+    """Whether that was asked for (``DCP_S3_DURABILITY=local``). Otherwise S3 did not take it."""
+    reason: str
+
+    def count(self) -> None:
+        totals.add("spill", objects=1, bytes=self.bytes, refused_bytes=0 if self.local else self.bytes)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drained(Event):
+    """What one save had spilled on one rank was uploaded."""
+
+    url: str
+    bytes: int
+    seconds: float
+
+    def count(self) -> None:
+        totals.add("spill", drained_bytes=self.bytes)
+
+
+# --- loads ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadStarted(Event):
+    """A load began on this rank."""
+
+    url: str
+    step: int | None
+    rank: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded(Event):
+    """A load ended well on this rank."""
+
+    url: str
+    step: int | None
+    rank: int
+    ranks: int
+    """Ranks that load together."""
+    bytes: int
+    """Bytes that this rank fetched; what other ranks sent it is not among them."""
+    disk_bytes: int
+    """Bytes of them that came from this host's spill directory instead of S3."""
+    seconds: float
+    """Seconds since it began to read the metadata."""
+    hedged: int
+    """GETs that straggled and were raced by a second one."""
+    throttled: int
+    """Requests that S3 throttled meanwhile."""
+
+    def count(self) -> None:
+        totals.add("loads", done=1, bytes=self.bytes, seconds=self.seconds)
+
+    def __str__(self) -> str:
+        """One line: ``step 1000 loaded: 1.6 GiB on rank 0 of 512 in 2.1 s (780 MiB/s), 3 hedged, 0 throttled``."""
+        where = f" on rank {self.rank} of {self.ranks}" if self.ranks > 1 else ""
+        disk = f", {format_size(self.disk_bytes)} of it from this host's spill directory" if self.disk_bytes else ""
+        return (
+            f"{_name(self)} loaded: {format_size(self.bytes)}{where} in {format_seconds(self.seconds)} "
+            f"({_rate(self.bytes, self.seconds)}){disk}, {self.hedged} hedged, {self.throttled} throttled ({self.url})"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadFailed(Event):
+    """A load failed on this rank."""
+
+    url: str | None
+    step: int | None
+    rank: int
+    error: BaseException
+    """What was, or will be, raised."""
+
+    def count(self) -> None:
+        totals.add("loads", failed=1)
+
+
+# --- the rest ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Throttled(Event):
+    """S3 throttled, and fewer data requests go to the bucket from now on."""
+
+    bucket: str
+    """``{endpoint}/{bucket}``."""
+    limit: int
+    """Data requests that may be in flight now."""
+    decreases: int
+    """Times that the limit fell, since the process began."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pruned(Event):
+    """A prune ended."""
+
+    root: str
+    deleted: int
+    """Checkpoints that were deleted."""
+    freed_bytes: int
+    seconds: float
+    ok: bool
+    """Whether everything was deleted that should have been."""
+
+    def count(self) -> None:
+        totals.add("prunes", failed=not self.ok, deleted=self.deleted, freed_bytes=self.freed_bytes)
+        if self.ok:
+            totals.note("prunes", last_success=self.time)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PruneFailed(Event):
+    """A prune raised, or was stopped. The next one finishes what it had begun."""
+
+    root: str
+    error: BaseException
+
+    def count(self) -> None:
+        totals.add("prunes", failed=1)
+
+
+# --- subscribers ---------------------------------------------------------------------------------------------
+
+Listener = Callable[[Event], object]
+"""What is called with each event."""
+
+
+class Subscription:
+    """Ends with `close`, or at the end of a ``with`` block."""
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+
+    def close(self) -> None:
+        """No more events. May be called again."""
+        global _subscriptions
+        _subscriptions = tuple(each for each in _subscriptions if each is not self)
+
+    def __enter__(self) -> Subscription:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+_subscriptions: tuple[Subscription, ...] = ()  # replaced as a whole: no lock, and none that a fork could leave locked
+_complained: set[int] = set()
+"""Ids of the listeners that have raised."""
+
+
+def subscribe(listener: Listener) -> Subscription:
+    """Call ``listener`` with every event of this process, from now on.
+
+    Args:
+        listener: takes an `Event`.
+
+    Returns:
+        Its subscription, which a ``with`` block or `Subscription.close` ends.
+    """
+    global _subscriptions
+    subscription = Subscription(listener)
+    _subscriptions = (*_subscriptions, subscription)
+    return subscription
+
+
+def emit(event: Event, listener: Listener | None = None) -> None:
+    """Count an event, and tell ``listener`` and all subscribers. Raises nothing."""
+    event.count()
+    listeners = [each._listener for each in _subscriptions]
+    for each in listeners if listener is None else [listener, *listeners]:
+        try:
+            each(event)
+        except Exception:
+            if id(each) not in _complained:
+                _complained.add(id(each))
+                logger.exception("a subscriber to events failed; it is called again for later ones: %r", each)
+
+
+def _name(event: Committed | Loaded) -> str:
+    return event.url if event.step is None else f"step {event.step}"
+
+
+def _rate(size: int, seconds: float) -> str:
+    return f"{format_size(size / seconds)}/s" if seconds > 0 else "at once"

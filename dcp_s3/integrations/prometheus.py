@@ -1,0 +1,98 @@
+"""`dcp_s3.stats` for Prometheus (``pip install 'dcp-s3[prometheus]'``).
+
+``dcp-s3 drain --watch --metrics-port 9464`` and ``dcp-s3 prune --every 10m --metrics-port 9464`` serve them; a training
+process does with `serve`, or by registering `Collector` in the registry that it serves already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import fields
+from typing import Any
+
+from dcp_s3.errors import SettingsError
+from dcp_s3.integrations.requirement import require
+from dcp_s3.monitoring import Stats, stats
+
+require("prometheus", "prometheus-client", "0.20", "1")
+
+from prometheus_client import CollectorRegistry, start_http_server  # noqa: E402 - what is missing was named
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric  # noqa: E402
+from prometheus_client.registry import Collector as BaseCollector  # noqa: E402
+
+_GAUGES = {"last_step", "last_commit", "last_success"}
+_UNITS = {"last_commit": "timestamp_seconds", "last_success": "timestamp_seconds"}
+_HELP = {
+    "saves": "Saves of this process",
+    "loads": "Loads of this process",
+    "spill": "Objects that went to the spill directory",
+    "prunes": "Prunes of this process",
+}
+
+
+class Collector(BaseCollector):
+    """Makes metrics of `dcp_s3.stats` whenever Prometheus asks: ``dcp_s3_saves_done_total``,
+    ``dcp_s3_throttled_requests_total{bucket=...}`` and so on.
+    """
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics now."""
+        return _metrics(stats())
+
+
+def serve(port: int, address: str = "127.0.0.1") -> Any:
+    """Serve the metrics of this process over HTTP, in a thread, until the process ends.
+
+    Args:
+        port: TCP port; 0: any that is free.
+        address: address to listen at. Whoever reaches it can read them.
+
+    Returns:
+        The server; ``server_port`` is its port, ``shutdown()`` ends it.
+
+    Raises:
+        SettingsError: the port is taken, or must not be used.
+    """
+    registry = CollectorRegistry()
+    registry.register(Collector())
+    try:
+        server, _ = start_http_server(port, address, registry)
+    except (OSError, OverflowError) as error:
+        raise SettingsError(
+            f"metrics cannot be served at {address}:{port}: {error}. Remedy: choose another port"
+        ) from None
+    return server
+
+
+def _metrics(found: Stats) -> Iterator[Metric]:
+    for group, help_text in _HELP.items():
+        counts = getattr(found, group)
+        for each in fields(counts):
+            value, name = getattr(counts, each.name), f"dcp_s3_{group}_{each.name}"
+            if each.name not in _GAUGES:
+                yield CounterMetricFamily(name, f"{help_text}: {each.name}", value=value)
+            elif value is not None:
+                yield GaugeMetricFamily(name, f"{help_text}: {each.name}", value=value, unit=_UNITS.get(each.name, ""))
+    yield _by_bucket(
+        CounterMetricFamily, "dcp_s3_throttled_requests", "Requests that S3 throttled",
+        ((name, state.throttled) for name, state in found.throttle.items()),
+    )  # fmt: skip
+    yield _by_bucket(
+        GaugeMetricFamily, "dcp_s3_request_limit", "Data requests that may be in flight",
+        ((name, state.limit) for name, state in found.throttle.items()),
+    )  # fmt: skip
+    yield _by_bucket(
+        GaugeMetricFamily, "dcp_s3_requests_in_flight", "Data requests that are in flight",
+        ((name, state.in_flight) for name, state in found.throttle.items()),
+    )  # fmt: skip
+    yield _by_bucket(
+        CounterMetricFamily, "dcp_s3_hedged_requests", "Second GETs of ranges whose first GET straggled",
+        ((name, state.started) for name, state in found.hedges.items()),
+    )  # fmt: skip
+
+
+def _by_bucket(kind: Any, name: str, help_text: str, values: Iterable[tuple[str, float]]) -> Metric:
+    family: Metric = kind(name, help_text, labels=["bucket"])
+    for bucket, value in values:
+        family.add_metric([bucket], value)  # type: ignore[attr-defined]
+    return family

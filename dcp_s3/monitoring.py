@@ -1,0 +1,66 @@
+"""`stats`: what this process has done, for monitoring."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from dcp_s3.s3 import connections, hedge, throttle
+from dcp_s3.s3.hedge import HedgeState
+from dcp_s3.s3.throttle import GateState
+from dcp_s3.totals import LoadTotals, PruneTotals, SaveTotals, SpillTotals, totals
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What this process has done since it began.
+
+    Keys of the mappings are ``{endpoint}/{bucket}``.
+    """
+
+    saves: SaveTotals
+    """``done``, ``failed``, ``committed``, ``bytes``, ``seconds``, ``stall_seconds``, ``last_step`` and so on."""
+    loads: LoadTotals
+    """``done``, ``failed``, ``bytes`` and ``seconds``."""
+    spill: SpillTotals
+    """``objects``, ``bytes``, ``refused_bytes`` and ``drained_bytes``."""
+    prunes: PruneTotals
+    """``runs``, ``failed``, ``deleted``, ``freed_bytes`` and ``last_success``."""
+    throttle: dict[str, GateState]
+    """``throttled`` requests, the ``limit`` of those in flight that follows, and so on."""
+    hedges: dict[str, HedgeState]
+    """Second GETs of ranges whose first GET straggled: ``started``, ``won``, ``bytes`` and ``wasted``."""
+    connections: dict[str, dict[str, float]]
+    """By ``{endpoint}/{bucket} {direction}`` (``upload``, ``download``): ``connections`` that a transfer begins with,
+    as found by earlier ones, and ``bytes_per_second`` when that was last measured."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts of numbers, for JSON."""
+        return asdict(self)
+
+    def __repr__(self) -> str:
+        saves, loads = self.saves, self.loads
+        return (
+            f"Stats(saves={saves.done}, failed_saves={saves.failed}, last_step={saves.last_step}, loads={loads.done}, "
+            f"failed_loads={loads.failed})"
+        )
+
+
+def stats() -> Stats:
+    """What this process has done since it began.
+
+    Example:
+        >>> import dcp_s3
+        >>> dcp_s3.stats().saves.failed
+        0
+    """
+    counted = totals()
+    return Stats(
+        saves=counted.saves,
+        loads=counted.loads,
+        spill=counted.spill,
+        prunes=counted.prunes,
+        throttle=throttle.snapshot(),
+        hedges=hedge.snapshot(),
+        connections=connections.snapshot(),
+    )

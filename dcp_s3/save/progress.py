@@ -1,0 +1,104 @@
+"""What a save tells of itself: its events and its line in the log."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from torch.distributed.checkpoint.storage import WriteResult
+
+from dcp_s3.checkpoint.commit import Commit
+from dcp_s3.events import Committed, Listener, SaveStarted, Written, emit
+from dcp_s3.format.layout import step_of
+from dcp_s3.s3.store import S3Store
+from dcp_s3.save.objects import ItemWriteResult
+from dcp_s3.stage.turns import Turn
+from dcp_s3.url import CheckpointURL
+
+logger = logging.getLogger(__name__)
+
+StallSince = Callable[[float], "float | None"]
+"""Seconds for which a save that began at a time (of time.monotonic) has held the training up; None: not known."""
+
+
+def stall_of(turn: Turn | None) -> StallSince:
+    """The stall of the save with this turn, or of a blocking one, which holds the training up until it ends."""
+    if turn is None:
+        return lambda began: time.monotonic() - began
+    return lambda _: turn.stall_seconds
+
+
+def unknown_stall(_: float) -> float | None:
+    """The stall of a save whose staging was in another process."""
+    return None
+
+
+class Progress:
+    """Events of one rank's part in one save.
+
+    Args:
+        url: URL of the checkpoint.
+        rank: rank of this process.
+        store: the bucket.
+        on_event: gets the events.
+        stall_since: stall of the save.
+    """
+
+    def __init__(
+        self, url: CheckpointURL, rank: int, store: S3Store, on_event: Listener | None, stall_since: StallSince
+    ) -> None:
+        self.on_event = on_event
+        self._url, self._step, self._rank = str(url), step_of(url.name), rank
+        self._gate, self._stall_since = store.gate, stall_since
+        self._began = time.monotonic()
+        self._throttled = self._gate.state.throttled
+        emit(SaveStarted(url=self._url, step=self._step, rank=rank), on_event)
+
+    @property
+    def throttled(self) -> int:
+        """Requests of this process to the bucket that S3 has throttled since the save began."""
+        return self._gate.state.throttled - self._throttled
+
+    def written(self, results: Sequence[WriteResult], seconds: float) -> None:
+        """This rank's objects are complete."""
+        ours = [result for result in results if isinstance(result, ItemWriteResult)]
+        objects = [result.object_entry for result in ours if result.object_entry is not None]
+        event = Written(
+            url=self._url,
+            step=self._step,
+            rank=self._rank,
+            bytes=sum(entry.size for entry in objects),
+            objects=len(objects),
+            spilled_bytes=spilled_bytes(ours),
+            seconds=seconds,
+        )
+        emit(event, self.on_event)
+
+    def committed(self, commit: Commit, *, ranks: int, spilled: int, throttled: int) -> None:
+        """The checkpoint is committed.
+
+        Args:
+            commit: the commit.
+            ranks: ranks that wrote it.
+            spilled: bytes of all ranks that were spilled.
+            throttled: requests of all ranks that S3 throttled.
+        """
+        event = Committed(
+            url=self._url,
+            step=self._step,
+            bytes=sum(entry.size for entry in commit.objects),
+            objects=len(commit.objects),
+            ranks=ranks,
+            seconds=time.monotonic() - self._began,
+            stall_seconds=self._stall_since(self._began),
+            throttled=throttled,
+            spilled_bytes=spilled,
+        )
+        logger.info("%s", event)
+        emit(event, self.on_event)
+
+
+def spilled_bytes(results: Sequence[ItemWriteResult]) -> int:
+    """Bytes of the objects that went to a spill directory."""
+    return sum(result.object_entry.size for result in results if result.spilled and result.object_entry is not None)
