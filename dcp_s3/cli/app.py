@@ -9,31 +9,35 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 from typer.core import TyperGroup
 
 from dcp_s3._version import __version__
-from dcp_s3.cli import exits, tables
+from dcp_s3.cli import exits
 from dcp_s3.errors import DcpS3Error
 from dcp_s3.format.manifest import number_to_json
 from dcp_s3.url import is_s3_url
 
+if TYPE_CHECKING:
+    from rich.progress import Progress, ProgressColumn
+
+
+ORDER = (
+    "ls", "latest", "show", "inspect", "diff", "verify", "report", "top",
+    "cp", "download", "upload", "export", "import", "drain",
+    "prune", "pin", "unpin", "annotate", "rm",
+    "config", "doctor", "bench",
+)  # fmt: skip
+"""The order in which ``--help`` shows the commands; others come after these."""
+
 
 class _Group(TyperGroup):
     """Turns errors into a message and an exit status."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return sorted(self.commands, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -73,6 +77,22 @@ URL = Annotated[str, typer.Argument(metavar="URL", help="s3://bucket/prefix of t
 ROOT = Annotated[str, typer.Argument(metavar="ROOT", help="s3://bucket/prefix above the checkpoints.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be done, and why.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Delete without asking; required without a terminal.")]
+AllVersions = Annotated[
+    bool,
+    typer.Option(
+        "--all-versions", help="In a versioned bucket, delete all versions permanently. Otherwise: delete markers."
+    ),
+]
+Rename = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--rename",
+        metavar="REGEX=NEW",
+        help="Replace what REGEX matches in the names by NEW, which may have \\1 for a group; the last = divides. "
+        "May be repeated: the rules apply one after the other.",
+    ),
+]
 
 
 def _print_version(value: bool) -> None:
@@ -115,12 +135,16 @@ def print_line(text: str) -> None:
 
 def note(text: str) -> None:
     """Print for people on stderr, beside the output for programs."""
+    from dcp_s3.cli import tables
+
     tables.make_console(stderr=True).print(text, soft_wrap=True)
 
 
 @contextlib.contextmanager
 def progress(label: str) -> Iterator[dict[str, Any]]:
     """A progress bar for bytes, on a terminal only. Yields the callbacks ``on_total`` and ``on_progress``."""
+    from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
+
     with _bar(BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as bar:
         task = bar.add_task(label, total=None)
         yield {
@@ -132,12 +156,18 @@ def progress(label: str) -> Iterator[dict[str, Any]]:
 @contextlib.contextmanager
 def progress_of_steps(label: str) -> Iterator[Callable[[int, int], None]]:
     """A progress bar for steps, on a terminal only. Yields a function that takes the steps done and their total."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+
     with _bar(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()) as bar:
         task = bar.add_task(label, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _bar(*columns: ProgressColumn) -> Progress:
+    from rich.progress import Progress
+
+    from dcp_s3.cli import tables
+
     console = tables.make_console(stderr=True)
     return Progress(
         *columns,
