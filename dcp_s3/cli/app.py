@@ -7,16 +7,15 @@ import json
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from dcp_s3._version import __version__
-from dcp_s3.cli import exits
-from dcp_s3.errors import DcpS3Error
+from dcp_s3.cli import exits, logs
+from dcp_s3.cli.group import GIVEN, Group
 from dcp_s3.format.manifest import number_to_json
 from dcp_s3.url import is_s3_url
 
@@ -24,50 +23,13 @@ if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
 
 
-ORDER = (
-    "ls", "latest", "show", "inspect", "diff", "verify", "report", "top",
-    "cp", "download", "upload", "export", "import", "drain",
-    "prune", "pin", "unpin", "annotate", "rm",
-    "config", "doctor", "bench",
-)  # fmt: skip
-"""The order in which ``--help`` shows the commands; others come after these."""
-
-
-class _Group(TyperGroup):
-    """Turns errors into a message and an exit status."""
-
-    def list_commands(self, ctx: Any) -> list[str]:
-        return sorted(self.commands, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except BrokenPipeError:
-            raise  # click handles it: the reader of the output has gone
-        except typer.BadParameter as error:
-            error.message = in_options(error.message, error.ctx.command.params if error.ctx is not None else ())
-            raise
-        except (DcpS3Error, OSError) as error:
-            command: Any = self.get_command(ctx, ctx.invoked_subcommand or "")
-            parameters = () if command is None else command.params
-            note(f"dcp-s3: {in_options(str(error), parameters)}")
-            raise typer.Exit(exits.status_of(error)) from None
-
-
-def in_options(message: str, parameters: Iterable[Any]) -> str:
-    """A message of the library, with the names of Python arguments replaced by those of the command's options."""
-    for parameter in parameters:
-        message = message.replace(f"{parameter.name}=True", parameter.opts[0])
-    return message
-
-
 app = typer.Typer(
     name="dcp-s3",
-    cls=_Group,
+    cls=Group,
     help="PyTorch distributed checkpoints on S3: list, copy, verify and prune them.",
-    epilog="Exit status: " + ". ".join(f"{status} {meaning}" for status, meaning in exits.MEANINGS.items()) + ".",
+    epilog="\b\n" + exits.table(),
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -103,11 +65,34 @@ def _print_version(value: bool) -> None:
 
 @app.callback()
 def _main(
-    _: Annotated[
+    ctx: typer.Context,
+    version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
+    verbose: Annotated[
+        int,
+        typer.Option(
+            "-v", "--verbose", count=True, show_default=False, help="Log to stderr what is done; -vv: every request."
+        ),
+    ] = 0,
+    endpoint_url: Annotated[
+        str | None, typer.Option(metavar="URL", help="S3 endpoint, instead of DCP_S3_ENDPOINT_URL.")
+    ] = None,
+    profile: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Profile of AWS's configuration, instead of DCP_S3_PROFILE.")
+    ] = None,
+    region: Annotated[str | None, typer.Option(metavar="NAME", help="Region, instead of DCP_S3_REGION.")] = None,
 ) -> None:
     """PyTorch distributed checkpoints on S3: list, copy, verify and prune them."""
+    given = {"endpoint_url": endpoint_url, "profile": profile, "region": region}
+    stack = contextlib.ExitStack()
+    ctx.call_on_close(stack.close)
+    ctx.meta[GIVEN] = {name: f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None}
+    if ctx.meta[GIVEN]:
+        from dcp_s3.settings import environment
+
+        stack.enter_context(environment(**given))
+    stack.enter_context(logs.shown(verbose))
 
 
 def print_json(value: Any) -> None:
@@ -135,9 +120,7 @@ def print_line(text: str) -> None:
 
 def note(text: str) -> None:
     """Print for people on stderr, beside the output for programs."""
-    from dcp_s3.cli import tables
-
-    tables.make_console(stderr=True).print(text, soft_wrap=True)
+    sys.stderr.write(text + "\n")
 
 
 @contextlib.contextmanager

@@ -90,7 +90,16 @@ def _print_report(report: BenchReport) -> None:
 def _table(report: BenchReport) -> Table:
     from dcp_s3.cli import tables
 
-    columns = (">round", "", ">seconds", ">GiB/s", ">CPU s/GiB", ">connections per rank", ">throttled", ">hedged")
+    columns = (
+        ">round",
+        "direction",
+        ">seconds",
+        ">GiB/s",
+        ">CPU s/GiB",
+        ">connections per rank",
+        ">throttled",
+        ">hedged",
+    )
     table = tables.make_table(columns)
     for each in report.transfers:
         cells = (each.round, each.direction, f"{each.seconds:.2f}", f"{each.bytes_per_second / 2**30:.2f}",

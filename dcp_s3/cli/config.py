@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import typer
+
 from dcp_s3.cli.app import AsJSON, app, print_json
+from dcp_s3.cli.group import GIVEN
 
 
 @app.command()
-def config(as_json: AsJSON = False) -> None:
+def config(ctx: typer.Context, as_json: AsJSON = False) -> None:
     """Show the settings in effect, and the environment variable or AWS profile that each comes from."""
     from dcp_s3.cli import tables
     from dcp_s3.retention.parse import policy_from_settings
@@ -16,6 +19,8 @@ def config(as_json: AsJSON = False) -> None:
     settings = resolve_settings(None)
     policy_from_settings(settings)  # raises if it is not a valid policy
     rows = tables.settings_rows(settings, find_chain(settings))
+    given = ctx.meta.get(GIVEN, {})
+    rows = [row | {"source": given.get(row["name"], row["source"])} for row in rows]
     if as_json:
         print_json(rows)
     else:
