@@ -7,10 +7,11 @@ up in a repr, a log or a pickle of dcp_s3.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -92,6 +93,9 @@ class Settings(BaseSettings):
     """S3 endpoint, for stores other than AWS. Unset: AWS's own chain."""
     region: str | None = None
     """Region name. Unset: AWS's own chain."""
+    profile: str | None = Field(default=None, min_length=1)
+    """Profile in AWS's configuration files, with its credentials, endpoint and region, rather than ``AWS_PROFILE`` and
+    the credentials in the environment. Unset: AWS's own chain."""
     addressing_style: Literal["auto", "path", "virtual"] = "auto"
     """Where the bucket goes in the request's URL. Most stores other than AWS need ``path``. ``auto`` lets botocore
     choose (path style for IP addresses and bucket names with dots)."""
@@ -312,6 +316,26 @@ def _explain(error: ValidationError, given: Mapping[str, Any]) -> str:
         value = "<hidden>" if "credentials" in detail["msg"] else repr(found)
         lines.append(f"{source} = {value} is not allowed: {detail['msg'].removeprefix('Value error, ')}")
     return "; ".join(lines)
+
+
+@contextlib.contextmanager
+def environment(**values: str | None) -> Iterator[None]:
+    """Let settings have other values in the environment, here and in processes that are started meanwhile.
+
+    Args:
+        values: values by name of the setting, as text; None leaves the environment as it is.
+    """
+    names = {name: ENV_PREFIX + name.upper() for name, value in values.items() if value is not None}
+    before = {variable: os.environ.get(variable) for variable in names.values()}
+    os.environ.update({variable: str(values[name]) for name, variable in names.items()})
+    try:
+        yield
+    finally:
+        for variable, value in before.items():
+            if value is None:
+                os.environ.pop(variable, None)
+            else:
+                os.environ[variable] = value
 
 
 def child_environment(**changes: str) -> dict[str, str]:

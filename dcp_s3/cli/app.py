@@ -7,63 +7,29 @@ import json
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
-from typer.core import TyperGroup
 
 from dcp_s3._version import __version__
-from dcp_s3.cli import exits, tables
-from dcp_s3.errors import DcpS3Error
+from dcp_s3.cli import exits, logs
+from dcp_s3.cli.group import GIVEN, Group
 from dcp_s3.format.manifest import number_to_json
 from dcp_s3.url import is_s3_url
 
-
-class _Group(TyperGroup):
-    """Turns errors into a message and an exit status."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except BrokenPipeError:
-            raise  # click handles it: the reader of the output has gone
-        except typer.BadParameter as error:
-            error.message = in_options(error.message, error.ctx.command.params if error.ctx is not None else ())
-            raise
-        except (DcpS3Error, OSError) as error:
-            command: Any = self.get_command(ctx, ctx.invoked_subcommand or "")
-            parameters = () if command is None else command.params
-            note(f"dcp-s3: {in_options(str(error), parameters)}")
-            raise typer.Exit(exits.status_of(error)) from None
-
-
-def in_options(message: str, parameters: Iterable[Any]) -> str:
-    """A message of the library, with the names of Python arguments replaced by those of the command's options."""
-    for parameter in parameters:
-        message = message.replace(f"{parameter.name}=True", parameter.opts[0])
-    return message
+if TYPE_CHECKING:
+    from rich.progress import Progress, ProgressColumn
 
 
 app = typer.Typer(
     name="dcp-s3",
-    cls=_Group,
+    cls=Group,
     help="PyTorch distributed checkpoints on S3: list, copy, verify and prune them.",
-    epilog="Exit status: " + ". ".join(f"{status} {meaning}" for status, meaning in exits.MEANINGS.items()) + ".",
+    epilog="\b\n" + exits.table(),
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -73,6 +39,22 @@ URL = Annotated[str, typer.Argument(metavar="URL", help="s3://bucket/prefix of t
 ROOT = Annotated[str, typer.Argument(metavar="ROOT", help="s3://bucket/prefix above the checkpoints.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be done, and why.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Delete without asking; required without a terminal.")]
+AllVersions = Annotated[
+    bool,
+    typer.Option(
+        "--all-versions", help="In a versioned bucket, delete all versions permanently. Otherwise: delete markers."
+    ),
+]
+Rename = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--rename",
+        metavar="REGEX=NEW",
+        help="Replace what REGEX matches in the names by NEW, which may have \\1 for a group; the last = divides. "
+        "May be repeated: the rules apply one after the other.",
+    ),
+]
 
 
 def _print_version(value: bool) -> None:
@@ -83,11 +65,34 @@ def _print_version(value: bool) -> None:
 
 @app.callback()
 def _main(
-    _: Annotated[
+    ctx: typer.Context,
+    version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
+    verbose: Annotated[
+        int,
+        typer.Option(
+            "-v", "--verbose", count=True, show_default=False, help="Log to stderr what is done; -vv: every request."
+        ),
+    ] = 0,
+    endpoint_url: Annotated[
+        str | None, typer.Option(metavar="URL", help="S3 endpoint, instead of DCP_S3_ENDPOINT_URL.")
+    ] = None,
+    profile: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Profile of AWS's configuration, instead of DCP_S3_PROFILE.")
+    ] = None,
+    region: Annotated[str | None, typer.Option(metavar="NAME", help="Region, instead of DCP_S3_REGION.")] = None,
 ) -> None:
     """PyTorch distributed checkpoints on S3: list, copy, verify and prune them."""
+    given = {"endpoint_url": endpoint_url, "profile": profile, "region": region}
+    stack = contextlib.ExitStack()
+    ctx.call_on_close(stack.close)
+    ctx.meta[GIVEN] = {name: f"--{name.replace('_', '-')}" for name, value in given.items() if value is not None}
+    if ctx.meta[GIVEN]:
+        from dcp_s3.settings import environment
+
+        stack.enter_context(environment(**given))
+    stack.enter_context(logs.shown(verbose))
 
 
 def print_json(value: Any) -> None:
@@ -115,12 +120,14 @@ def print_line(text: str) -> None:
 
 def note(text: str) -> None:
     """Print for people on stderr, beside the output for programs."""
-    tables.make_console(stderr=True).print(text, soft_wrap=True)
+    sys.stderr.write(text + "\n")
 
 
 @contextlib.contextmanager
 def progress(label: str) -> Iterator[dict[str, Any]]:
     """A progress bar for bytes, on a terminal only. Yields the callbacks ``on_total`` and ``on_progress``."""
+    from rich.progress import BarColumn, DownloadColumn, TimeRemainingColumn, TransferSpeedColumn
+
     with _bar(BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()) as bar:
         task = bar.add_task(label, total=None)
         yield {
@@ -132,12 +139,18 @@ def progress(label: str) -> Iterator[dict[str, Any]]:
 @contextlib.contextmanager
 def progress_of_steps(label: str) -> Iterator[Callable[[int, int], None]]:
     """A progress bar for steps, on a terminal only. Yields a function that takes the steps done and their total."""
+    from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+
     with _bar(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()) as bar:
         task = bar.add_task(label, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _bar(*columns: ProgressColumn) -> Progress:
+    from rich.progress import Progress
+
+    from dcp_s3.cli import tables
+
     console = tables.make_console(stderr=True)
     return Progress(
         *columns,

@@ -6,21 +6,23 @@ import contextlib
 import signal
 import threading
 from collections.abc import Iterator
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
-from rich.table import Table
 
-from dcp_s3.bench.limits import suggestions
-from dcp_s3.bench.run import BenchReport
-from dcp_s3.bench.run import bench as run_bench
-from dcp_s3.cli import exits, tables
-from dcp_s3.cli.app import AsJSON, note, print_json, print_line, progress_of_steps, wrong_usage
+from dcp_s3.cli import exits
+from dcp_s3.cli.app import AsJSON, app, note, print_json, print_line, progress_of_steps, wrong_usage
 from dcp_s3.units import format_size, parse_size
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from dcp_s3.bench.run import BenchReport
 
 _ENDING = ("SIGTERM", "SIGHUP")
 
 
+@app.command()
 def bench(
     url: Annotated[
         str, typer.Argument(metavar="URL", help="s3://bucket/prefix to write below; what is there is not touched.")
@@ -35,6 +37,8 @@ def bench(
     as_json: AsJSON = False,
 ) -> None:
     """Measure saves and loads below URL with these settings, say what limits them, and remove everything again."""
+    from dcp_s3.bench.run import bench as run_bench
+
     with wrong_usage(ValueError, hint="--size"):
         count = parse_size(size)
         if not count:
@@ -68,6 +72,9 @@ def _ended_like_ctrl_c() -> Iterator[None]:
 
 
 def _print_report(report: BenchReport) -> None:
+    from dcp_s3.bench.limits import suggestions
+    from dcp_s3.cli import tables
+
     host = report.host
     ranks = "1 rank" if host.ranks == 1 else f"{host.ranks} ranks"
     print_line(f"{ranks} with {format_size(report.size)} each; what was loaded is what was saved, bit by bit")
@@ -81,7 +88,18 @@ def _print_report(report: BenchReport) -> None:
 
 
 def _table(report: BenchReport) -> Table:
-    columns = (">round", "", ">seconds", ">GiB/s", ">CPU s/GiB", ">connections per rank", ">throttled", ">hedged")
+    from dcp_s3.cli import tables
+
+    columns = (
+        ">round",
+        "direction",
+        ">seconds",
+        ">GiB/s",
+        ">CPU s/GiB",
+        ">connections per rank",
+        ">throttled",
+        ">hedged",
+    )
     table = tables.make_table(columns)
     for each in report.transfers:
         cells = (each.round, each.direction, f"{each.seconds:.2f}", f"{each.bytes_per_second / 2**30:.2f}",

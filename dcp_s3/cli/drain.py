@@ -7,22 +7,71 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.table import Table
 
-from dcp_s3.cli import tables
-from dcp_s3.spill.drain import Drainer, DrainReport
-from dcp_s3.spill.journal import State
-from dcp_s3.spill.store import SpillStore
+from dcp_s3.cli import exits
+from dcp_s3.cli.app import AsJSON, app, local_directory, note, print_json, progress, stop_on_signals
+from dcp_s3.cli.metrics import MetricsAddress, MetricsPort, serving
 from dcp_s3.units import format_size
+
+if TYPE_CHECKING:
+    from dcp_s3.spill.drain import DrainReport
+    from dcp_s3.spill.store import SpillStore
 
 _PAUSE = 5.0  # seconds between passes of --watch
 
 
-def status(store: SpillStore) -> dict[str, Any]:
+@app.command()
+def drain(
+    directory: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[DIR]", help="Spill directory; the default is DCP_S3_SPILL_DIR.", callback=local_directory
+        ),
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Keep draining until SIGTERM or Ctrl-C.")] = False,
+    status: Annotated[bool, typer.Option("--status", help="Only show what is there.")] = False,
+    as_json: AsJSON = False,
+    metrics_port: MetricsPort = None,
+    metrics_address: MetricsAddress = "127.0.0.1",
+) -> None:
+    """Upload what a crash or an outage of S3 left in a spill directory, and commit what is then complete.
+
+    Exit status 1: something still waits or was set aside; the reason is shown.
+    """
+    from dcp_s3.settings import resolve_settings
+
+    settings = resolve_settings(None)
+    store = _open_directory(directory, settings.spill_dir)
+    found = _find_saves(store)
+    if status:
+        if as_json:
+            print_json(found)
+        else:
+            _print_saves(found)
+        return
+    stop = stop_on_signals()
+    with serving(metrics_port, metrics_address, needs="" if watch else "--watch"), progress("drain") as callbacks:
+        callbacks["on_total"](None if watch else sum(save["size"] for save in found["saves"]))
+        report = _drain(
+            store,
+            stop=stop,
+            watch=watch,
+            patience=settings.spill_after,
+            on_progress=callbacks["on_progress"],
+        )
+    if as_json:
+        print_json(asdict(report))
+    if not _say_done(store, report):
+        raise typer.Exit(exits.FAILED)
+
+
+def _find_saves(store: SpillStore) -> dict[str, Any]:
     """The state of a spill directory, for ``--status``."""
+    from dcp_s3.spill.journal import State
+
     saves = [
         {
             "name": save.name,
@@ -39,12 +88,14 @@ def status(store: SpillStore) -> dict[str, Any]:
     return {"directory": str(store.path), "saves": saves, "damaged": damaged, "refused": refused}
 
 
-def print_status(found: dict[str, Any]) -> None:
+def _print_saves(found: dict[str, Any]) -> None:
     """Print the state of a spill directory, for people."""
-    table = Table("checkpoint", "what", "state", "size", "age", box=None, header_style="bold")
+    from dcp_s3.cli import tables
+
+    table = tables.make_table(("checkpoint", "what", "state", ">size", ">age"))
     for save in found["saves"]:
         age = tables.format_age(max(0.0, time.time() - save["created_at"]))
-        table.add_row(save["url"], save["what"], save["state"], format_size(save["size"]), age)
+        tables.add_row(table, (save["url"], save["what"], save["state"], format_size(save["size"]), age))
     console = tables.make_console()
     if found["saves"]:
         console.print(table)
@@ -54,16 +105,17 @@ def print_status(found: dict[str, Any]) -> None:
         console.print(f"set aside: {refused['path']}: {refused['reason']}", soft_wrap=True)
 
 
-def drain(
+def _drain(
     store: SpillStore,
     *,
     stop: threading.Event,
     watch: bool,
     patience: float,
     on_progress: Callable[[int], None],
-    note: Callable[[str], None],
 ) -> DrainReport:
     """One pass, or with ``watch`` pass after pass until ``stop`` is set. Returns the sum of all passes."""
+    from dcp_s3.spill.drain import Drainer, DrainReport
+
     total = DrainReport()
     while True:
         report = Drainer(store, stop=stop, on_progress=on_progress, patience=patience).run()
@@ -78,7 +130,7 @@ def drain(
             return total
 
 
-def report_done(store: SpillStore, report: DrainReport, note: Callable[[str], None]) -> bool:
+def _say_done(store: SpillStore, report: DrainReport) -> bool:
     """Report what was done, for people. Returns whether nothing is left."""
     if report.busy:
         note(f"another process drains {store.path}: nothing was done here")
@@ -94,12 +146,14 @@ def report_done(store: SpillStore, report: DrainReport, note: Callable[[str], No
     return not report.waiting and not store.list_refused()
 
 
-def open_directory(directory: Path | None, configured: str | None) -> SpillStore:
+def _open_directory(directory: Path | None, configured: str | None) -> SpillStore:
     """The given directory, or else the configured one.
 
     Raises:
         typer.BadParameter: there is none, or it does not exist.
     """
+    from dcp_s3.spill.store import SpillStore
+
     if directory is None and configured is None:
         raise typer.BadParameter("name a directory, or set DCP_S3_SPILL_DIR", param_hint="DIR")
     store = SpillStore(directory or str(configured))

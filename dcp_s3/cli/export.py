@@ -1,4 +1,4 @@
-"""``dcp-s3 export`` and ``import``."""
+"""``dcp-s3 export``: tensors as safetensors or torch files."""
 
 from __future__ import annotations
 
@@ -6,21 +6,8 @@ from typing import Annotated
 
 import typer
 
-from dcp_s3.cli.app import URL, Overwrite, app, note, progress, wrong_usage
-from dcp_s3.offline import export as exporting
-from dcp_s3.offline import import_weights as importing
-from dcp_s3.offline.pieces import parse_rules
+from dcp_s3.cli.app import URL, Overwrite, Rename, app, note, progress, wrong_usage
 from dcp_s3.units import format_size
-
-Rename = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--rename",
-        metavar="REGEX=NEW",
-        help="Replace what REGEX matches in the names by NEW, which may have \\1 for a group; the last = divides. "
-        "May be repeated: the rules apply one after the other.",
-    ),
-]
 
 
 @app.command()
@@ -44,6 +31,9 @@ def export(
     overwrite: Overwrite = False,
 ) -> None:
     """Write the tensors of a checkpoint as safetensors (or torch) files, as Hugging Face lays them out."""
+    from dcp_s3.offline import export as exporting
+    from dcp_s3.offline.pieces import parse_rules
+
     with wrong_usage(ValueError, hint="--rename"):
         rules = parse_rules(rename or [])
     with wrong_usage(ValueError, hint="--max-shard-size"):
@@ -67,23 +57,3 @@ def export(
     note(f"{destination}: {result.tensors} tensors, {len(result.files)} files, {format_size(result.size)}")
     if result.skipped:
         note(f"{result.skipped} entries that are no tensors were left out (--format torch keeps them)")
-
-
-@app.command("import")
-def import_(
-    source: Annotated[
-        str,
-        typer.Argument(metavar="SRC", help="Directory or s3://bucket/prefix with safetensors or torch files, or one."),
-    ],
-    url: URL,
-    prefix: Annotated[str, typer.Option("--prefix", metavar="TEXT", help="Put before every name, as model.")] = "",
-    rename: Rename = None,
-    overwrite: Overwrite = False,
-) -> None:
-    """Make a checkpoint of safetensors or torch files."""
-    with wrong_usage(ValueError, hint="--rename"):
-        rules = parse_rules(rename or [])
-    with progress("import") as callbacks:
-        result = importing.import_weights(source, url, prefix=prefix, rename=rules, overwrite=overwrite, **callbacks)
-    others = f", {result.objects} other entries" if result.objects else ""
-    note(f"{url}: {result.tensors} tensors{others}, {format_size(result.size)}")

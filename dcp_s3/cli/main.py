@@ -1,13 +1,24 @@
-"""The commands of ``dcp-s3``, in the order in which ``--help`` shows them."""
+"""The commands of ``dcp-s3``: each module registers its own, and imports what is slow to import only when it runs."""
 
 from __future__ import annotations
 
-from dcp_s3.cli import bench, checkpoints, export, retention
+import dcp_s3.cli.annotate
+import dcp_s3.cli.bench
+import dcp_s3.cli.config
+import dcp_s3.cli.download
+import dcp_s3.cli.drain
+import dcp_s3.cli.export
+import dcp_s3.cli.import_
+import dcp_s3.cli.ls
+import dcp_s3.cli.pin
+import dcp_s3.cli.prune
+import dcp_s3.cli.rm
+import dcp_s3.cli.show
+import dcp_s3.cli.upload
+import dcp_s3.cli.verify  # noqa: F401
 from dcp_s3.cli.app import app
 
-__all__ = ["app", "bench", "checkpoints", "export", "retention"]
-
-app.command()(bench.bench)  # not where it is defined: imported first, it would be shown first
+__all__ = ["app"]
 
 if __name__ == "__main__":
     app()

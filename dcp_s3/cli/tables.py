@@ -25,11 +25,38 @@ _PIPED_WIDTH = 100_000
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """A console that neither wraps nor truncates output to a pipe or file."""
+    """A console for people on a terminal; into a pipe or file it writes plain text, whole lines, and no colours."""
     console = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
-    if not console.is_terminal:
-        console = Console(stderr=stderr, highlight=False, markup=False, emoji=False, width=_PIPED_WIDTH)
-    return console
+    return console if console.is_terminal else _PlainConsole(stderr=stderr)
+
+
+class _PlainConsole(Console):
+    """Writes tables as lines of columns that tabs divide, for awk, cut and sort."""
+
+    def __init__(self, *, stderr: bool) -> None:
+        super().__init__(
+            stderr=stderr, highlight=False, markup=False, emoji=False, width=_PIPED_WIDTH, force_terminal=False,
+            color_system=None,
+        )  # fmt: skip
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        if len(objects) == 1 and isinstance(objects[0], Table):
+            self.file.write("".join(f"{line}\n" for line in plain_lines(objects[0])))
+        else:
+            super().print(*objects, **options)
+
+
+def plain_lines(table: Table) -> list[str]:
+    """A table as text: a line with the titles, then one for each row. Tabs divide; an empty cell is ``-``."""
+    rows = list(zip(*(column.cells for column in table.columns), strict=True))
+    if table.show_header:
+        rows.insert(0, tuple(column.header for column in table.columns))
+    return ["\t".join(_plain_cell(cell) for cell in row) for row in rows]
+
+
+def _plain_cell(cell: Any) -> str:
+    text = str(cell) or "-"
+    return text if text.isprintable() else "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 def format_age(seconds: float) -> str:
@@ -147,7 +174,7 @@ def _count(count: int, noun: str) -> str:
 
 def objects(stored: Iterable[ObjectDetails]) -> Table:
     """One line per data object."""
-    table = make_table(("object", ">size", "crc64nvme", ""))
+    table = make_table(("object", ">size", "crc64nvme", "note"))
     for entry in stored:
         note = "missing" if entry.size is None else entry.attachment or "" if entry.used else "not used"
         style = "red" if entry.size is None else "" if entry.used else "dim"

@@ -4,14 +4,51 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
 
 from dcp_s3.cli import exits
+from dcp_s3.cli.app import URL, AsJSON, app, note, print_json, print_line, progress
 from dcp_s3.errors import CheckpointNotFoundError, DcpS3Error
-from dcp_s3.offline.verify import verify
-from dcp_s3.offline.verify_report import VerifyReport
-from dcp_s3.retention.catalog import list_checkpoints
 from dcp_s3.units import format_size
+
+if TYPE_CHECKING:
+    from dcp_s3.offline.verify_report import VerifyReport
+
+
+@app.command()
+def verify(
+    url: URL,
+    full: Annotated[bool, typer.Option("--full", help="Read all data and compare checksums.")] = False,
+    root: Annotated[bool, typer.Option("--root", help="Verify every committed checkpoint under URL.")] = False,
+    as_json: AsJSON = False,
+) -> None:
+    """Check whether a checkpoint is still what was saved.
+
+    Without --full: metadata, manifest, and that every object is there with its size. With --full also every byte.
+    """
+    results: list[VerifyResult] = []
+    with progress("verify") as callbacks:
+        if root:
+            for found in verify_all(url, full=full, callbacks=callbacks):
+                results.append(found)
+                if not as_json:
+                    print_line(line(found))
+        else:
+            results.append(verify_one(url, full=full, callbacks=callbacks))
+    if root:
+        if as_json:
+            print_json([found.to_dict() for found in results])
+        if not results:
+            note(f"no committed checkpoints under {url}")
+    elif as_json:
+        print_json(results[0].to_dict())
+    else:
+        print_report(results[0], print_line)
+    status = worst([found.status for found in results])
+    if status:
+        raise typer.Exit(status)
 
 
 @dataclass(frozen=True)
@@ -45,7 +82,9 @@ def verify_one(url: str, *, full: bool, callbacks: dict[str, Any]) -> VerifyResu
     Raises:
         DcpS3Error, OSError: it could not be verified.
     """
-    return VerifyResult(url, verify(url, full=full, **callbacks))
+    from dcp_s3.offline import verify as verifying
+
+    return VerifyResult(url, verifying.verify(url, full=full, **callbacks))
 
 
 def verify_all(root: str, *, full: bool, callbacks: dict[str, Any]) -> Iterator[VerifyResult]:
@@ -54,6 +93,9 @@ def verify_all(root: str, *, full: bool, callbacks: dict[str, Any]) -> Iterator[
     Raises:
         DcpS3Error: the checkpoints cannot be listed.
     """
+    from dcp_s3.offline import verify as verifying
+    from dcp_s3.retention.catalog import list_checkpoints
+
     totals: list[int] = []
 
     def add(total: int) -> None:
@@ -65,7 +107,7 @@ def verify_all(root: str, *, full: bool, callbacks: dict[str, Any]) -> Iterator[
             continue
         try:
             yield VerifyResult(
-                info.url, verify(info.url, full=full, on_total=add, on_progress=callbacks["on_progress"])
+                info.url, verifying.verify(info.url, full=full, on_total=add, on_progress=callbacks["on_progress"])
             )
         except CheckpointNotFoundError:
             continue

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import aiohttp
 import botocore.exceptions as boto
 from aiobotocore.config import AioConfig
-from aiobotocore.session import get_session
+from aiobotocore.session import AioSession
 from botocore import xform_name
 
 from dcp_s3 import errors
@@ -226,7 +226,7 @@ async def open_async_store(
     async with contextlib.AsyncExitStack() as stack:
 
         async def connect() -> Any:
-            session = get_session()
+            session = AioSession(profile=settings.profile)
             prepare_session(session)
             client = session.create_client("s3", config=AioConfig(**options), **client_options(settings, session))
             return await stack.enter_async_context(client)

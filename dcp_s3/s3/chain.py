@@ -58,7 +58,7 @@ def find_chain(settings: Settings) -> dict[str, ChainValue]:
     Raises:
         SettingsError: the endpoint is invalid, or the profile is missing or cannot be read.
     """
-    session = botocore.session.get_session()
+    session = botocore.session.Session(profile=settings.profile)
     try:
         session.get_scoped_config()  # raises if the profile is missing, even if nothing of it is needed
         if settings.endpoint_url is None:

@@ -44,6 +44,7 @@ class _Endpoint(NamedTuple):
     process: int
     url: str | None
     region: str | None
+    profile: str | None
     addressing_style: str
 
 
@@ -114,11 +115,11 @@ def get_client(settings: Settings) -> Any:
 
 
 def _endpoint_of(settings: Settings) -> _Endpoint:
-    return _Endpoint(os.getpid(), settings.endpoint_url, settings.region, settings.addressing_style)
+    return _Endpoint(os.getpid(), settings.endpoint_url, settings.region, settings.profile, settings.addressing_style)
 
 
 def _make_client(settings: Settings) -> Any:
-    core = _session()
+    core = new_session(settings)
     client = boto3.session.Session(botocore_session=core).client(
         "s3", config=Config(**config_options(settings)), **client_options(settings, core)
     )
@@ -130,9 +131,9 @@ def _make_client(settings: Settings) -> Any:
     return client
 
 
-def _session() -> Any:
+def new_session(settings: Settings) -> Any:
     """A new botocore session: creating clients from the default one is not thread safe."""
-    core = botocore.session.get_session()
+    core = botocore.session.Session(profile=settings.profile)
     prepare_session(core)
     return core
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import boto3
 import botocore.exceptions as boto
-import botocore.session
 from botocore.config import Config
 from s3transfer.exceptions import RetriesExceededError
 from s3transfer.manager import TransferConfig, TransferManager
@@ -19,8 +18,9 @@ from s3transfer.subscribers import BaseSubscriber
 
 from dcp_s3.s3.answers import check_answers
 from dcp_s3.s3.botocore_private import look_once
-from dcp_s3.s3.client import client_options, config_options, prepare_session
+from dcp_s3.s3.client import client_options, config_options, new_session
 from dcp_s3.s3.diagnosis import error_code, is_passing, to_storage_error
+from dcp_s3.s3.notices import watch
 from dcp_s3.s3.operations import creation_arguments
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
@@ -113,13 +113,13 @@ def _client(settings: Settings) -> Iterator[Any]:
     # Not the process's client: that one leaves retries to its callers, and s3transfer has few of its own.
     options = config_options(settings)
     options["retries"] = {"total_max_attempts": settings.retry_attempts, "mode": "standard"}
-    core = botocore.session.get_session()
-    prepare_session(core)
+    core = new_session(settings)
     session = boto3.session.Session(botocore_session=core)
     client = session.client("s3", config=Config(**options), **client_options(settings, core))
     check_answers(client)
     client.meta.events.register("before-parse.s3.*", _let_pass)
     look_once(client)
+    watch(client, settings.retry_attempts)
     if owner := _owner(settings):
         # s3transfer leaves it out when it gives up an upload.
         client.meta.events.register(

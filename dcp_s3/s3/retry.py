@@ -17,6 +17,7 @@ from typing import TypeVar
 from dcp_s3 import errors
 from dcp_s3.limit import Cancelled, Deadline, Limit
 from dcp_s3.s3.diagnosis import REQUEST_ERRORS, describe, is_retryable, to_storage_error
+from dcp_s3.s3.notices import tell_retry
 from dcp_s3.s3.throttle import Gate
 from dcp_s3.tracebacks import without_tracebacks
 
@@ -102,6 +103,7 @@ class Tries:
             raise self._too_late(self.limit.deadline) from error
         if self.limit.patience is not None and self._elapsed() + wait > self.limit.patience:
             raise self._failed(error) from error
+        tell_retry(error, self.bucket, made=self.made, attempts=self.attempts, wait=wait)
         logger.debug("%s s3://%s/%s failed (%s); attempt %d of %d, next in %.2f s",
                      self.operation, self.bucket, self.key, error, self.made, self.attempts, wait)  # fmt: skip
         return wait

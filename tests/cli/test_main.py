@@ -105,7 +105,7 @@ def test_output_into_a_pipe_is_not_cut_off(root: str) -> None:
     name = "long-" * 60 + "[bold]:smile:1"
     save(f"{root}/{name}", metrics={f"metric-number-{i}": i for i in range(20)})
     line = next(line for line in run("ls", root).stdout.splitlines() if "committed" in line)
-    assert line.startswith(f" {name} ")
+    assert line.startswith(f"{name}\t")
     assert {f"metric-number-{i}={i}" for i in range(20)} <= set(line.split())
     assert f"{root}/{name}" in run("show", f"{root}/{name}").stdout
 

@@ -1,0 +1,123 @@
+"""What happens around every command: options that may stand anywhere, errors, Ctrl-C, readers that leave."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from dcp_s3.cli import exits
+from dcp_s3.errors import DcpS3Error
+
+ORDER = (
+    "ls", "latest", "show", "inspect", "diff", "verify", "report", "top",
+    "cp", "download", "upload", "export", "import", "drain",
+    "prune", "pin", "unpin", "annotate", "rm",
+    "config", "doctor", "bench",
+)  # fmt: skip
+"""The order in which ``--help`` shows the commands; others come after these."""
+
+GIVEN = "given"
+"""Key in a context's ``meta``: options that stand for settings, by the name of the setting."""
+
+_ANYWHERE = {"--endpoint-url": True, "--profile": True, "--region": True, "--verbose": False, "-v": False}
+"""Options of all commands, and whether a value follows."""
+
+
+class Group(TyperGroup):
+    """The commands. Turns errors into a message and an exit status."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return sorted(self.commands, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        command: Any = super().get_command(ctx, cmd_name)
+        if command is not None and not command.epilog:
+            command.epilog = "Options of all commands: -v, --endpoint-url, --profile, --region (see dcp-s3 --help)."
+        return command
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, self._general_first(list(args)))
+
+    def _general_first(self, words: list[str]) -> list[str]:
+        """Move options of all commands before the command."""
+        first: list[str] = []
+        rest: list[str] = []
+        command: Any = None
+        while words:
+            word = words.pop(0)
+            if word == "--":
+                rest += [word, *words]
+                break
+            name = word.partition("=")[0]
+            if name in _ANYWHERE or (word[:2] == "-v" and not word.strip("-v")):
+                first.append(word)
+                if _ANYWHERE.get(name) and "=" not in word:
+                    first += words[:1]
+                    del words[:1]
+                continue
+            rest.append(word)
+            if command is None:
+                command = self.commands.get(word)
+            elif word in _with_values(command):  # the next word is its value, whatever it looks like
+                rest += words[:1]
+                del words[:1]
+        return first + rest
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            try:
+                return super().invoke(ctx)
+            finally:
+                sys.stdout.flush()  # rather than at exit, where a reader that has gone would be a traceback
+        except BrokenPipeError:
+            _write_no_more()
+            raise typer.Exit(exits.NOBODY_READS) from None
+        except KeyboardInterrupt:
+            sys.stderr.write("dcp-s3: interrupted\n")
+            raise typer.Exit(exits.INTERRUPTED) from None
+        except typer.BadParameter as error:
+            error.message = self._in_options(ctx, error.message, error.ctx.command if error.ctx is not None else None)
+            raise
+        except (DcpS3Error, OSError) as error:
+            message = self._in_options(ctx, str(error), self.get_command(ctx, ctx.invoked_subcommand or ""))
+            sys.stderr.write(f"dcp-s3: {message}\n")
+            raise typer.Exit(exits.status_of(error)) from None
+
+    def _in_options(self, ctx: Any, message: str, command: Any) -> str:
+        return in_options(message, () if command is None else command.params, ctx.meta.get(GIVEN, {}))
+
+
+def in_options(message: str, parameters: Iterable[Any], given: Mapping[str, str] | None = None) -> str:
+    """A message of the library in the words of the command line.
+
+    Args:
+        message: message, with names of Python arguments and of environment variables.
+        parameters: parameters of the command.
+        given: options that stand for settings, by the name of the setting.
+    """
+    for parameter in parameters:
+        message = message.replace(f"{parameter.name}=True", parameter.opts[0])
+    for name, option in (given or {}).items():
+        message = message.replace(f"DCP_S3_{name.upper()} =", f"{option} =")
+    return message
+
+
+def _with_values(command: Any) -> set[str]:
+    options = (each for each in command.params if each.param_type_name == "option")
+    return {name for each in options if not each.is_flag and not each.count for name in each.opts}
+
+
+def _write_no_more() -> None:
+    """Leave what could not be written: Python would try again at exit, and complain."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)

@@ -1,0 +1,28 @@
+"""``dcp-s3 upload``: a local directory to S3."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dcp_s3.cli.app import URL, Overwrite, app, local_directory, note, progress
+from dcp_s3.units import format_size
+
+
+@app.command()
+def upload(
+    directory: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="Contains .metadata and its data files.", callback=local_directory),
+    ],
+    url: URL,
+    overwrite: Overwrite = False,
+) -> None:
+    """Copy the checkpoint in DIR to S3."""
+    from dcp_s3.offline import replicate
+
+    with progress("upload") as callbacks:
+        result = replicate.upload(directory, url, overwrite=overwrite, **callbacks)
+    note(f"{url}: {result.files} objects, {format_size(result.size)}")

@@ -1,0 +1,231 @@
+"""Options of all commands, what a command says while S3 does not answer, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dcp_s3.cli import exits
+from dcp_s3.cli.main import app
+from dcp_s3.s3 import notices
+from tests.faulty import BUCKET, FaultyServer, serve
+from tests.memory_s3 import Fault
+from tests.retention.making import save
+
+_COMMAND = [sys.executable, "-m", "dcp_s3.cli.main"]
+pytestmark = pytest.mark.servers("memory")
+
+ROOT = f"s3://{BUCKET}/run"
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
+    with serve(monkeypatch) as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def _nothing_told() -> Iterator[None]:
+    notices._told.clear()
+    yield
+    notices._told.clear()
+
+
+def run(*arguments: object, status: int = 0) -> Any:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == status, result.output
+    return result
+
+
+def rows(*arguments: str) -> dict[str, dict[str, Any]]:
+    return {row["name"]: row for row in json.loads(run(*arguments).stdout)}
+
+
+# --- options -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_options_stand_before_or_after_the_command_and_last_as_long_as_it(
+    after: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "config"
+    config.write_text("[profile lab]\nregion = eu-north-1\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(config))
+    monkeypatch.setenv("DCP_S3_ENDPOINT_URL", "http://env:9000")
+    monkeypatch.delenv("DCP_S3_REGION", raising=False)
+    monkeypatch.delenv("AWS_DEFAULT_REGION", raising=False)
+    before = dict(os.environ)
+    options = ["--endpoint-url", "http://typed:9000", "--profile=lab"]
+    found = rows(*(["config", "--json", *options] if after else [*options, "config", "--json"]))
+    assert (found["endpoint_url"]["value"], found["endpoint_url"]["source"]) == ("http://typed:9000", "--endpoint-url")
+    assert (found["profile"]["value"], found["profile"]["source"]) == ("lab", "--profile")
+    assert found["region"]["value"] == "eu-north-1"
+    assert rows("config", "--json", "--region", "us-west-2")["region"]["value"] == "us-west-2"
+    assert dict(os.environ) == before
+
+
+def test_a_value_that_looks_like_an_option_stays_where_it_is(root: str) -> None:
+    url = save(f"{root}/step-1")
+    run("pin", url, "--reason", "-v")
+    [listed] = json.loads(run("ls", root, "--json").stdout)
+    assert listed["pin_reason"] == "-v"
+    assert "nothing of a checkpoint" in run("show", "--", f"{root}/none", status=3).stderr
+
+
+def test_a_wrong_option_is_named_as_it_was_typed() -> None:
+    text = run("ls", ROOT, "--endpoint-url", "minio:9000", status=exits.USAGE).stderr
+    assert "--endpoint-url = 'minio:9000'" in text
+    assert "DCP_S3" not in text
+    assert "no-such" in run("ls", ROOT, "--profile", "no-such", status=exits.FAILED).stderr
+
+
+def test_a_profile_goes_before_the_credentials_in_the_environment(
+    faulty: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tmp_path / "credentials"
+    config.write_text("[lab]\naws_access_key_id = of-the-profile\naws_secret_access_key = b\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(config))
+    seen: set[str] = set()
+
+    def note(request: Any) -> None:
+        seen.add(request.headers.get("authorization", "").partition("Credential=")[2].partition("/")[0])
+
+    faulty.rule = note  # type: ignore[assignment]
+    run("ls", ROOT, status=3)
+    run("verify", f"{ROOT}/step-1", status=3)
+    assert seen == {"a"}
+    seen.clear()
+    run("ls", ROOT, "--profile", "lab", status=3)
+    run("verify", f"{ROOT}/step-1", "--profile", "lab", status=3)
+    assert seen == {"of-the-profile"}
+
+
+def test_verbose_logs_to_stderr(faulty: FaultyServer) -> None:
+    save(f"{ROOT}/step-1")
+    quiet = run("ls", ROOT, "--json")
+    assert quiet.stderr == ""
+    for option, is_there in (("-v", False), ("-vv", True)):
+        faulty.once("ListObjectsV2", Fault.error(500, "InternalError"))
+        loud = run("ls", ROOT, "--json", option)
+        assert ("DEBUG dcp_s3.s3.retry: ListObjectsV2 s3://" in loud.stderr) == is_there
+        assert json.loads(loud.stdout) == json.loads(quiet.stdout)
+    assert run("ls", ROOT, "--json").stderr == ""
+
+
+def test_h_is_help_everywhere() -> None:
+    assert run("-h").stdout == run("--help").stdout
+    assert run("ls", "-h").stdout == run("ls", "--help").stdout
+    assert "--endpoint-url" in run("ls", "-h").stdout
+
+
+def test_completion() -> None:
+    words = {"_DCP_S3_COMPLETE": "complete_bash", "COMP_WORDS": "dcp-s3 ver", "COMP_CWORD": "1"}
+    program = "import sys; sys.argv = ['dcp-s3']; from dcp_s3.cli.main import app; app()"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env={**os.environ, **words}, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split() == ["verify"]
+    assert "--show-completion" in run("--help").stdout
+
+
+# --- retries -----------------------------------------------------------------------------------------------
+
+
+def test_a_dead_endpoint_is_named_at_the_first_retry_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "a")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setenv("DCP_S3_RETRY_ATTEMPTS", "3")
+    for command in (["ls", ROOT], ["unpin", f"{ROOT}/a"]):  # with aiobotocore, with boto3
+        notices._told.clear()
+        first, *rest = run(*command, "--endpoint-url", "http://127.0.0.1:9", status=1).stderr.splitlines()
+        assert first.startswith("127.0.0.1:9 does not answer (connection refused): attempt 2 of 3, waiting ")
+        assert len(rest) == 1
+        assert "after 3 attempts" in rest[0]
+
+
+def test_what_s3_answers_is_said_once_while_it_recovers(faulty: FaultyServer) -> None:
+    refused: list[str] = []
+
+    def rule(request: Any) -> Fault | None:
+        refused.append(request.operation)
+        return Fault.error(503, "SlowDown") if len(refused) <= 3 else None
+
+    faulty.rule = rule
+    lines = run("ls", ROOT, status=3).stderr.splitlines()
+    assert lines[0].startswith(f"S3 answers 503 SlowDown (bucket '{BUCKET}'): attempt 2 of 8, waiting ")
+    assert len([line for line in lines if "SlowDown" in line]) == 1
+
+
+def test_retries_of_whole_files_are_told_too(faulty: FaultyServer, tmp_path: Path) -> None:
+    url = save(f"{ROOT}/step-1")
+    faulty.once("GetObject", Fault.error(500, "InternalError"), key=".distcp")
+    assert "S3 answers 500 InternalError" in run("download", url, tmp_path / "copy").stderr
+
+
+# --- pipes and Ctrl-C --------------------------------------------------------------------------------------
+
+
+def test_tables_are_columns_for_awk(root: str) -> None:
+    save(f"{root}/step-1", metrics={"loss": 0.25})
+    save(f"{root}/step 2\n")
+    titles, *lines = (line.split("\t") for line in run("ls", root).stdout.splitlines())
+    assert titles == ["name", "state", "step", "ranks", "objects", "size", "age", "metrics"]
+    assert [line[:5] for line in lines] == [
+        ["step-1", "committed", "1", "1", "1"],
+        ["step 2\\n", "committed", "2", "1", "1"],
+    ]
+    assert [line[-1] for line in lines] == ["loss=0.25", "-"]
+    for command in (["show", f"{root}/step-1"], ["config"], ["prune", root, "latest:1", "--dry-run"]):
+        text = run(*command).stdout
+        assert text.isascii(), text
+        assert "\x1b" not in text
+
+
+@pytest.mark.parametrize("arguments", [["ls", ROOT], ["show", f"{ROOT}/step-0"], ["ls", ROOT, "--json"], ["config"]])
+def test_a_reader_that_leaves_is_no_traceback(arguments: list[str], faulty: FaultyServer) -> None:
+    for step in range(2):
+        save(f"{ROOT}/step-{step}")
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run([*_COMMAND, *arguments], stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert (done.stderr, done.returncode) == ("", exits.NOBODY_READS)
+
+
+def test_ctrl_c_ends_a_command_at_once(faulty: FaultyServer) -> None:
+    asked = threading.Event()
+
+    def rule(request: Any) -> Fault:
+        asked.set()
+        return Fault.error(503, "SlowDown")
+
+    faulty.rule = rule
+    process = subprocess.Popen(
+        [*_COMMAND, "show", f"{ROOT}/step-1"],
+        stderr=subprocess.PIPE,
+        env={**os.environ, "DCP_S3_RETRY_ATTEMPTS": "100"},
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    try:
+        assert asked.wait(60)
+        process.send_signal(signal.SIGINT)
+        _, messages = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == exits.INTERRUPTED
+    assert messages.splitlines()[-1] == "dcp-s3: interrupted"
+    assert "Traceback" not in messages
