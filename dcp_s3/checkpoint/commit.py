@@ -7,6 +7,7 @@ A checkpoint exists when its ``.metadata`` does. Everything else is written unde
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from dcp_s3.checkpoint.attachments import copy_after_commit, copy_before_commit,
 from dcp_s3.checkpoint.commit_state import Previous, SaveIdentity, exists_error, is_committed, save_id_in
 from dcp_s3.checkpoint.completeness import find_loss
 from dcp_s3.checksum import crc64nvme, crc_hex
-from dcp_s3.format.layout import METADATA, METADATA_CRC_KEY, SAVE_ID_KEY, step_of
+from dcp_s3.format.layout import METADATA, METADATA_CRC_KEY, SAVE_ID_KEY, step_by_patterns, step_of
 from dcp_s3.format.manifest import Manifest, ObjectEntry, attachments_of
 from dcp_s3.format.metadata import dump_metadata
 from dcp_s3.store import DeleteTarget, Expect, Store, StoredObject
@@ -56,22 +57,27 @@ def make_commit(
     *,
     world_size: int,
     metrics: Mapping[str, Any],
+    extra: Mapping[str, Any] | None = None,
+    step_pattern: re.Pattern[str] | None = None,
     started_at: float | None = None,
 ) -> Commit:
     """The commit of a save whose ranks have all written.
 
-    The metrics are part of the manifest, so they exist exactly when the checkpoint does. Later ones lie in
+    Metrics and ``extra`` are part of the manifest, so they exist exactly when the checkpoint does. Later ones lie in
     ``metrics.json``, which names the save that they belong to.
     """
     manifest = Manifest(
         save_id=identity.save_id,
         created_at=time.time(),
-        step=step_of(identity.url.name),
+        step=step_of(identity.url.name)
+        if step_pattern is None
+        else step_by_patterns(identity.url.name, [step_pattern]),
         world_size=world_size,
         objects=tuple(objects),
         items=len(metadata.storage_data or {}),
         rank=identity.rank,
         metrics=dict(metrics),
+        extra=dict(extra or {}),
         writer=_versions(),
         started_at=started_at,
     )

@@ -41,6 +41,8 @@ class CheckpointInfo:
     """Bytes of its data objects."""
     metrics: dict[str, Any] = field(default_factory=dict, hash=False)
     """The user's metrics as saved, overridden by those of `annotate`."""
+    extra: dict[str, Any] = field(default_factory=dict, hash=False)
+    """What else the user stored with the save (``extra=``)."""
     foreign: bool = False
     """Whether something other than dcp_s3 wrote it: it has no manifest."""
     save_id: str | None = None
@@ -160,6 +162,7 @@ def from_manifest(url: CheckpointURL, manifest: Manifest) -> CheckpointInfo:
         objects=len(manifest.objects),
         size=manifest.total_size,
         metrics=manifest.metrics,
+        extra=manifest.extra,
         save_id=manifest.save_id,
     )
 
@@ -215,6 +218,7 @@ def from_rank_manifests(url: CheckpointURL, directory: Directory, manifests: Map
         objects=sum(len(manifest.objects) for manifest in written) if committed else len(directory.data),
         size=sum(manifest.total_size for manifest in written) if committed else directory.data_size,
         metrics={name: value for manifest in reversed(written) for name, value in manifest.metrics.items()},
+        extra=written[0].extra if written else {},
         save_id=written[0].save_id if committed else None,
         damage=None if committed else _untold(present, manifests),
     )

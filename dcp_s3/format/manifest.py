@@ -66,6 +66,8 @@ class Manifest:
     """Number of saved items (tensor chunks and others)."""
     metrics: dict[str, Any] = field(default_factory=dict)
     """The user's metrics, as given with the save."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """What else the user stored with the save (`extra.check_extra`)."""
     rank: int | None = None
     """Rank, in a save without collectives; otherwise None."""
     format_version: int = FORMAT_VERSION
@@ -118,6 +120,7 @@ class Manifest:
                 objects=objects,
                 items=int(fields["items"]),
                 metrics={name: number_from_json(value) for name, value in (fields.get("metrics") or {}).items()},
+                extra=dict(fields.get("extra") or {}),
                 rank=fields.get("rank"),
                 writer=dict(fields.get("writer") or {}),
                 started_at=None if fields.get("started_at") is None else float(fields["started_at"]),

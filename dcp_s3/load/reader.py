@@ -16,17 +16,15 @@ from torch.futures import Future
 
 from dcp_s3 import errors
 from dcp_s3.boundary import called_by_dcp
-from dcp_s3.checkpoint.attachments import find_attachments, read_attachment
 from dcp_s3.checkpoint.commit_state import CommitState, SaveIdentity, find_state
 from dcp_s3.checkpoint.lease import ReaderLease
 from dcp_s3.checkpoint.listing import list_directory
 from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
 from dcp_s3.collector import collector_paused
 from dcp_s3.format.layout import SAVE_ID_KEY, deletion_id, metadata_object, new_save_id
-from dcp_s3.format.manifest import Manifest
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.limit import Deadline, Limit
-from dcp_s3.load.attachments import read_waiting
+from dcp_s3.load.attachments import AttachmentReader
 from dcp_s3.load.engine import Source
 from dcp_s3.load.peers.agree import LoadGroup, join_load
 from dcp_s3.load.peers.assign import MAX_PIECE, plan_sharing
@@ -45,7 +43,7 @@ from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
 logger = logging.getLogger(__name__)
 
 
-class S3StorageReader(StorageReader):
+class S3StorageReader(AttachmentReader, StorageReader):
     """Reads checkpoints from S3; pass it to `dcp.load` as ``storage_reader``.
 
     Reads what `S3StorageWriter` wrote, and what torch's FileSystemWriter (uploaded), FsspecWriter and
@@ -339,35 +337,6 @@ class S3StorageReader(StorageReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
-
-    def attachment(self, name: str) -> bytes:
-        """The bytes of a small file that was attached to the checkpoint (`S3StorageWriter.attach`).
-
-        Of a checkpoint that another library wrote: those of the object ``{checkpoint}/{name}``. Every call asks S3;
-        no rank needs another one for it.
-
-        Raises:
-            AttachmentNotFoundError: there is none of that name.
-            CheckpointNotFoundError: no committed checkpoint is there.
-            CorruptCheckpointError: its bytes are not those that were attached.
-            StorageError
-        """
-        url, waiting = self._require_url(), self._find_uncommitted(None) if self.include_uncommitted else None
-        if waiting is not None:
-            return read_waiting(self._store(), self.settings, url, waiting.manifest, name)
-        return read_attachment(self._store(), url, name)
-
-    def attachments(self) -> list[str]:
-        """Names of the files that are attached to the checkpoint. Those of another library are not known.
-
-        Raises:
-            CheckpointNotFoundError: no committed checkpoint is there.
-            CorruptCheckpointError, StorageError
-        """
-        url, waiting = self._require_url(), self._find_uncommitted(None) if self.include_uncommitted else None
-        if waiting is not None:
-            return sorted(Manifest.from_json(waiting.manifest).attachments)
-        return sorted(find_attachments(self._store(), url) or ())
 
     @property
     def checkpoint_id(self) -> str | None:

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -41,7 +41,7 @@ from dcp_s3.ranks import world_size
 from dcp_s3.s3.store import S3Store
 from dcp_s3.save.objects import ItemWriteResult, ObjectNames, refused_by_both, write_buckets
 from dcp_s3.save.plan import WriteBucket, plan_buckets
-from dcp_s3.settings import Settings
+from dcp_s3.settings import Settings, compile_step_pattern
 from dcp_s3.spill.background import drain_in_background, wait_until_drained
 from dcp_s3.spill.session import SpillSession, spill_commit
 from dcp_s3.spill.store import SpillStore
@@ -66,6 +66,7 @@ class SaveOptions:
     transforms: WriterTransforms
     attachments: Sequence[Attachment] = ()
     """Small files that belong to this save."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -217,6 +218,7 @@ class Save:
             metadata.storage_meta = self.storage_meta
             objects = [result.object_entry for result in ours if result.object_entry is not None]
             check_distinct(objects)
+            pattern = self._settings.step_pattern
             commit = make_commit(
                 self._identity,
                 # A copy: with plan caching, the next save gets this very object while it is being pickled.
@@ -224,6 +226,8 @@ class Save:
                 objects,
                 world_size=len(results) if self._use_collectives else self._world_size,
                 metrics=self._options.metrics,
+                extra=self._options.extra,
+                step_pattern=None if pattern is None else compile_step_pattern(pattern),
                 started_at=self._beginning.at,
             )
         self._commit(commit, spilled=any(result.spilled for result in ours))

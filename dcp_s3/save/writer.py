@@ -18,6 +18,7 @@ from dcp_s3.boundary import called_by_dcp
 from dcp_s3.checkpoint.attachments import make_attachment
 from dcp_s3.checkpoint.commit import check_metrics
 from dcp_s3.errors import MissingURLError, SaveProtocolError
+from dcp_s3.format.extra import check_extra
 from dcp_s3.format.layout import new_save_id
 from dcp_s3.save.attached import Attachments
 from dcp_s3.save.plan import check_shapes
@@ -59,6 +60,8 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         overwrite: replace a committed checkpoint at the URL. Otherwise CheckpointExistsError. Without collectives it is
             always an error, because the replacement could not be atomic.
         metrics: user metrics (numbers, text, bools), stored beside the checkpoint.
+        extra: whatever else belongs to the checkpoint: text, numbers, bools, None, lists and dicts of these, at most
+            64 KiB as JSON. That of the first rank is stored. Read by `S3StorageReader.extra`.
         separate: FQN prefixes that get their own objects, for example ``["model", "optimizer"]``. An entry may be a
             list of prefixes that share objects. Everything else shares the remaining objects. A prefix ends where a
             name in the FQN does; with a star at its end, ``"optim*"``, anywhere.
@@ -69,6 +72,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         InvalidURLError: ``url`` is not an S3 URL.
         SettingsError: a setting, in the environment or given here, is not allowed.
         SaveProtocolError: a metric cannot be stored.
+        MetricsError: something in ``extra`` cannot be stored.
     """
 
     caller_reports = False
@@ -81,6 +85,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         *,
         overwrite: bool = False,
         metrics: Mapping[str, Any] | None = None,
+        extra: Mapping[str, Any] | None = None,
         separate: Separate | None = None,
         settings: SettingsLike = None,
         _extensions: Sequence[StreamTransformExtension] | None = None,
@@ -90,6 +95,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         self.overwrite = overwrite
         self.metrics = dict(metrics or {})
         check_metrics(self.metrics)  # fail now, not at the end of a save
+        self.extra = check_extra(extra)
         self.separate = [[entry] if isinstance(entry, str) else list(entry) for entry in separate or ()]
         self._transforms = WriterTransforms(_extensions)
         self._spill_store = open_store(self.settings)
@@ -150,7 +156,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             take_turn(str(url))
         options = SaveOptions(
             self.settings, self._spill_store, self.overwrite, dict(self.metrics), self.separate, self._transforms,
-            self._attached.take(url),
+            self._attached.take(url), self.extra,
         )  # fmt: skip
         save = Save(
             url, save_id, options, rank=int(rank), is_coordinator=is_coordinator, use_collectives=use_collectives
