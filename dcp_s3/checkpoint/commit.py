@@ -66,12 +66,11 @@ def make_commit(
     Metrics and ``extra`` are part of the manifest, so they exist exactly when the checkpoint does. Later ones lie in
     ``metrics.json``, which names the save that they belong to.
     """
+    name = identity.url.name
     manifest = Manifest(
         save_id=identity.save_id,
         created_at=time.time(),
-        step=step_of(identity.url.name)
-        if step_pattern is None
-        else step_by_patterns(identity.url.name, [step_pattern]),
+        step=step_of(name) if step_pattern is None else step_by_patterns(name, [step_pattern]),
         world_size=world_size,
         objects=tuple(objects),
         items=len(metadata.storage_data or {}),

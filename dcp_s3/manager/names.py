@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from string import Formatter
+from typing import Any
 
 from dcp_s3.errors import SettingsError
 from dcp_s3.format.layout import is_attachment_name, step_by_patterns, step_of
@@ -23,7 +24,7 @@ def step_name(step: int, step_format: StepFormat = DEFAULT_FORMAT) -> str:
     return step_format.format(step=step) if isinstance(step_format, str) else step_format(step)
 
 
-def check_step_format(step_format: StepFormat, settings: Settings) -> Settings:
+def check_step_format(step_format: Any, settings: Settings) -> Settings:
     """The settings by which everything finds the steps in the names that ``step_format`` gives.
 
     They are those given, unless the step is not the last number in the names: then their ``step_pattern`` is that of
@@ -32,6 +33,11 @@ def check_step_format(step_format: StepFormat, settings: Settings) -> Settings:
     Raises:
         SettingsError: a name is none, or the step cannot be found in it.
     """
+    if not isinstance(step_format, str) and not callable(step_format):
+        kind = type(step_format).__name__
+        raise SettingsError(
+            f"step_format is a {kind}, expected text like 'step-{{step:08d}}', or a function of the step"
+        )
     names = {step: _checked_name(step, step_format) for step in _SAMPLES}
     if settings.step_pattern is not None:
         if (lost := _lost(names, settings.step_pattern)) is not None:
@@ -72,11 +78,6 @@ def _lost(names: dict[int, str], pattern: str | None) -> int | None:
 
 
 def _checked_name(step: int, step_format: StepFormat) -> str:
-    if not isinstance(step_format, str) and not callable(step_format):
-        kind = type(step_format).__name__
-        raise SettingsError(
-            f"step_format is a {kind}, expected text like 'step-{{step:08d}}', or a function of the step"
-        )
     try:
         name = step_name(step, step_format)
     except Exception as error:
