@@ -20,6 +20,7 @@ if _TYPE_CHECKING:
     from dcp_s3.load.planner import S3LoadPlanner
     from dcp_s3.load.reader import S3StorageReader
     from dcp_s3.manager.manager import CheckpointManager
+    from dcp_s3.manager.save_policy import SaveEvery, SaveFirst, SaveMoment, SaveOnPreemption, SavePolicy
     from dcp_s3.offline.export import ExportResult, export
     from dcp_s3.offline.import_weights import ImportResult, import_weights
     from dcp_s3.offline.read_tensors import read_tensor, read_tensors
@@ -74,6 +75,11 @@ __all__ = [
     "S3Stager",
     "S3StorageReader",
     "S3StorageWriter",
+    "SaveEvery",
+    "SaveFirst",
+    "SaveMoment",
+    "SaveOnPreemption",
+    "SavePolicy",
     "Settings",
     "VerifyReport",
     "__version__",
@@ -109,6 +115,11 @@ _MODULES = {
     "S3LoadPlanner": "dcp_s3.load.planner",
     "S3StorageReader": "dcp_s3.load.reader",
     "CheckpointManager": "dcp_s3.manager.manager",
+    "SaveEvery": "dcp_s3.manager.save_policy",
+    "SaveFirst": "dcp_s3.manager.save_policy",
+    "SaveMoment": "dcp_s3.manager.save_policy",
+    "SaveOnPreemption": "dcp_s3.manager.save_policy",
+    "SavePolicy": "dcp_s3.manager.save_policy",
     "ExportResult": "dcp_s3.offline.export",
     "export": "dcp_s3.offline.export",
     "ImportResult": "dcp_s3.offline.import_weights",

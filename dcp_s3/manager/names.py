@@ -94,8 +94,8 @@ def _checked_name(step: int, step_format: StepFormat) -> str:
     return name
 
 
-def _pattern_of(step_format: str) -> str:
-    """A regular expression for exactly the names of a format, with the step as its group."""
+def _pattern_of(step_format: str) -> str | None:
+    """A regular expression for exactly the names of a format, with the step as its group; None if it has no step."""
     pieces = ["^"]
     fields = 0
     for literal, field, _, _ in Formatter().parse(step_format):
@@ -103,4 +103,4 @@ def _pattern_of(step_format: str) -> str:
         if field is not None:
             pieces.append(r"\d+" if fields else r"(\d+)")
             fields += 1
-    return "".join([*pieces, "$"])
+    return "".join([*pieces, "$"]) if fields else None
