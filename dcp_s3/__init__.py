@@ -29,15 +29,13 @@ if _TYPE_CHECKING:
     from dcp_s3.retention.catalog import CheckpointCatalog, latest, list_checkpoints
     from dcp_s3.retention.marks import annotate, pin, unpin
     from dcp_s3.retention.parse import parse_policy
+    from dcp_s3.retention.period_policy import KeepDaily, KeepHourly, KeepWeekly
     from dcp_s3.retention.plan import Decision, Plan, make_plan
     from dcp_s3.retention.policy import (
         KeepBest,
-        KeepDaily,
         KeepEvery,
-        KeepHourly,
         KeepLatest,
         KeepSteps,
-        KeepWeekly,
         KeepWithin,
         Policy,
     )
@@ -141,12 +139,12 @@ _MODULES = {
     "Plan": "dcp_s3.retention.plan",
     "make_plan": "dcp_s3.retention.plan",
     "KeepBest": "dcp_s3.retention.policy",
-    "KeepDaily": "dcp_s3.retention.policy",
+    "KeepDaily": "dcp_s3.retention.period_policy",
     "KeepEvery": "dcp_s3.retention.policy",
-    "KeepHourly": "dcp_s3.retention.policy",
+    "KeepHourly": "dcp_s3.retention.period_policy",
     "KeepLatest": "dcp_s3.retention.policy",
     "KeepSteps": "dcp_s3.retention.policy",
-    "KeepWeekly": "dcp_s3.retention.policy",
+    "KeepWeekly": "dcp_s3.retention.period_policy",
     "KeepWithin": "dcp_s3.retention.policy",
     "Policy": "dcp_s3.retention.policy",
     "PruneReport": "dcp_s3.retention.prune",

@@ -19,12 +19,12 @@ def one_line(name: str, *values: str, **fields: Any) -> str:
     """
     shown = [_cut(value) for value in values]
     shown += [f"{field}={_cut(repr(value))}" for field, value in fields.items() if value is not None]
-    for count in range(len(shown), 0, -1):
+    for count in range(len(shown), -1, -1):
         left = len(shown) - count
         text = f"{name}({', '.join([*shown[:count], *([f'... {left} more'] if left else [])])})"
         if len(text) <= _LONGEST:
-            return text
-    return f"{name}(...)"
+            break
+    return text
 
 
 def _cut(text: str) -> str:

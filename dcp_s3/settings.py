@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -18,6 +18,7 @@ from pydantic import BeforeValidator, Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from dcp_s3.errors import SettingsError
+from dcp_s3.reprs import one_line
 from dcp_s3.units import parse_duration, parse_size, parse_size_or_fraction
 
 logger = logging.getLogger(__name__)
@@ -206,6 +207,18 @@ class Settings(BaseSettings):
                 "DCP_S3_PREFIX_SPREAD = %d has no effect any more: it did not relieve S3. Remedy: unset it; for very "
                 "large jobs set a larger DCP_S3_PART_SIZE, so that a save makes fewer requests", self.prefix_spread,
             )  # fmt: skip
+
+    def __repr_args__(self) -> Iterator[tuple[str, Any]]:
+        """Only what differs from the defaults."""
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if value != field.default:
+                yield name, value
+
+    def __repr__(self) -> str:
+        return one_line("Settings", **dict(self.__repr_args__()))
+
+    __str__ = __repr__
 
     @property
     def max_connections(self) -> int:

@@ -12,6 +12,8 @@ from dcp_s3.checkpoint.directory import Directory
 from dcp_s3.format.added_metrics import AddedMetrics
 from dcp_s3.format.layout import deletion_id, step_by_patterns, step_of
 from dcp_s3.format.manifest import Manifest
+from dcp_s3.reprs import one_line
+from dcp_s3.units import format_size
 from dcp_s3.url import CheckpointURL
 
 State = Literal["committed", "incomplete", "in_progress", "leftover", "local"]
@@ -68,6 +70,13 @@ class CheckpointInfo:
     so that it may be a checkpoint."""
     pin_reason: str | None = None
     """Why it is pinned, if `pin` was told."""
+
+    def __repr__(self) -> str:
+        facts = [] if self.size is None else [format_size(self.size)]
+        return one_line(
+            "CheckpointInfo", repr(self.url), self.state, *facts, step=self.step, damage=self.damage,
+            pinned=self.pinned or None, metrics=self.metrics or None, extra=self.extra or None,
+        )  # fmt: skip
 
     @property
     def committed(self) -> bool:

@@ -38,6 +38,9 @@ class S3LoadPlanner(DefaultLoadPlanner):
 
     _found: tuple[MetadataIndex, object, torch.Tensor] | None = None
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(allow_partial_load={self.allow_partial_load})"
+
     @called_by_dcp
     def create_local_plan(self) -> LoadPlan:
         """Make the plan for this rank.

@@ -32,6 +32,7 @@ from dcp_s3.load.peers.assignment import Assignment, Offer, all_offered
 from dcp_s3.load.peers.shared_read import SharedRead, decline
 from dcp_s3.load.read import LoadExecutor
 from dcp_s3.load.unreadable import UnreadableMetadata
+from dcp_s3.reprs import one_line
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.spill.local import LocalObjects, WaitingCommit, find_commits
@@ -91,6 +92,9 @@ class S3StorageReader(AttachmentReader, StorageReader):
         self._transforms = ReaderTransforms(_extension_registry)
         self._url: CheckpointURL | None = None if url is None else parse_url(url)
         self._begin_load()
+
+    def __repr__(self) -> str:
+        return one_line("S3StorageReader", *([] if self._url is None else [repr(str(self._url))]))
 
     def _begin_load(self) -> None:
         self.load_id: str = new_save_id()

@@ -23,10 +23,11 @@ from dcp_s3.format.manifest import AttachmentEntry
 from dcp_s3.offline.destination import Destination, is_temporary, open_destination
 from dcp_s3.offline.export_plan import BATCH, Batch, Format, PlannedFile, Selected, Step, batches_of, room_of
 from dcp_s3.offline.open_checkpoint import OpenCheckpoint, Reading, Target
+from dcp_s3.reprs import one_line
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.tensor_memory import view_bytes
-from dcp_s3.units import parse_size
+from dcp_s3.units import format_size, parse_size
 from dcp_s3.url import parse_url
 from dcp_s3.workers import Workers
 
@@ -54,6 +55,10 @@ class ExportResult:
     """Bytes of all files."""
     skipped: int
     """Number of entries that are no tensors and were left out."""
+
+    def __repr__(self) -> str:
+        what = [f"{len(self.files)} files", f"{self.tensors} tensors", format_size(self.size)]
+        return one_line("ExportResult", *what, skipped=self.skipped or None)
 
 
 def export(

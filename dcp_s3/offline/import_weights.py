@@ -22,9 +22,11 @@ from dcp_s3.errors import ImportSourceError
 from dcp_s3.format.archive import find_order
 from dcp_s3.offline.pieces import Box, cut, new_names
 from dcp_s3.offline.weight_files import FoundTensor, FoundWeights, find_weights
+from dcp_s3.reprs import one_line
 from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.tensor_memory import view_bytes
+from dcp_s3.units import format_size
 
 PIECE = 8 * 2**20
 """Most bytes of a chunk: larger tensors become several, as if they had been sharded."""
@@ -48,6 +50,9 @@ class ImportResult:
     """Number of other entries, from torch files."""
     size: int
     """Bytes of the tensors."""
+
+    def __repr__(self) -> str:
+        return one_line("ImportResult", f"{self.tensors} tensors", format_size(self.size), objects=self.objects or None)
 
 
 def import_weights(

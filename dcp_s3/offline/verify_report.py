@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from dcp_s3.reprs import one_line
+
 Mode = Literal["fast", "full"]
 
 
@@ -18,6 +20,9 @@ class Problem:
     """Fully qualified name of the affected entry; None for the object as a whole."""
     what: str
     """What is wrong."""
+
+    def __repr__(self) -> str:
+        return one_line("Problem", repr(self.path), self.what, fqn=self.fqn)
 
     def __str__(self) -> str:
         return f"{self.path}: {self.what}" if self.fqn is None else f"{self.path}: {self.fqn!r} {self.what}"
@@ -45,6 +50,13 @@ class VerifyReport:
     """Number of these items that went through a stream extension unknown here: nothing is known of their bytes."""
     problems: tuple[Problem, ...]
     """Problems found, by object."""
+
+    def __repr__(self) -> str:
+        found = "ok" if self.ok else f"{len(self.problems)} problems"
+        first = str(self.problems[0]) if self.problems else None
+        return one_line(
+            "VerifyReport", repr(self.url), found, self.mode, objects=self.objects, items=self.items, first=first
+        )
 
     @property
     def ok(self) -> bool:

@@ -23,6 +23,7 @@ from dcp_s3.checkpoint.info import (
 from dcp_s3.checkpoint.look import find_damage, inspect_checkpoint
 from dcp_s3.coroutines import run
 from dcp_s3.format.manifest import Manifest
+from dcp_s3.reprs import one_line
 from dcp_s3.retention.policy import Mode, best_first
 from dcp_s3.retention.scan import CatalogSnapshot, list_root, merge_local, scan_root
 from dcp_s3.s3.async_store import AsyncS3Store, open_async_store
@@ -54,6 +55,9 @@ class CheckpointCatalog:
         self.root = parse_url(root)
         self.settings = resolve_settings(settings)
         self._patterns = _compile(patterns, self.settings)
+
+    def __repr__(self) -> str:
+        return one_line("CheckpointCatalog", repr(str(self.root)))
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """The checkpoints, oldest first. An uncommitted one is ``in_progress``, or ``leftover`` if it is older than the

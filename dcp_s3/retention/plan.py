@@ -23,7 +23,9 @@ from typing import Any, Literal
 
 from dcp_s3.checkpoint.directory import LEASE_MARGIN
 from dcp_s3.checkpoint.info import CheckpointInfo, LeftoverObject, age_order
+from dcp_s3.reprs import one_line
 from dcp_s3.retention.policy import PolicyFunction, run_policy
+from dcp_s3.units import format_size
 
 Action = Literal["keep", "delete"]
 
@@ -52,6 +54,9 @@ class Decision:
     """``keep`` or ``delete``."""
     reasons: tuple[str, ...]
     """All reasons to keep it, floors first, then policies; or why it is deleted."""
+
+    def __repr__(self) -> str:
+        return one_line("Decision", self.action, repr(self.checkpoint.name), *self.reasons)
 
 
 @dataclass(frozen=True)
@@ -104,6 +109,14 @@ class Plan:
     """One decision per leftover object, by key, also in checkpoints that are deleted."""
     unfinished: tuple[UnfinishedDeletion, ...] = ()
     """Deletions to finish."""
+
+    def __repr__(self) -> str:
+        size = sum(info.size or 0 for info in self.deleted)
+        counts = {"uploads": self.uploads, "leftovers": self.leftovers, "unfinished": self.unfinished}
+        return one_line(
+            "Plan", f"{len(self.kept)} kept", f"{len(self.deleted)} to delete ({format_size(size)})",
+            **{name: len(found) or None for name, found in counts.items()},
+        )  # fmt: skip
 
     @property
     def kept(self) -> tuple[CheckpointInfo, ...]:

@@ -15,13 +15,14 @@ from dcp_s3.checkpoint.deletion import Remover
 from dcp_s3.checkpoint.info import CheckpointInfo, LeftoverObject, age_order
 from dcp_s3.checkpoint.leftovers import LeftoverRemover
 from dcp_s3.coroutines import map_bounded, run
+from dcp_s3.reprs import one_line
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.parse import parse_policy, policy_from_settings
 from dcp_s3.retention.plan import OpenUpload, Plan
 from dcp_s3.retention.policy import PolicyFunction
 from dcp_s3.s3.async_store import open_async_store
 from dcp_s3.settings import SettingsLike, resolve_settings
-from dcp_s3.units import parse_duration
+from dcp_s3.units import format_size, parse_duration
 from dcp_s3.url import CheckpointURL, URLLike, parse_url
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,14 @@ class PruneReport:
     """Things that changed since the plan, or are protected now."""
     failures: tuple[PruneFailure, ...] = ()
     """Failures, none of which stopped the rest of the prune."""
+
+    def __repr__(self) -> str:
+        done = f"{len(self.deleted)} deleted ({format_size(self.size)} in {self.objects} objects)"
+        if self.dry_run:
+            done = f"dry run: {len(self.plan.deleted)} to delete"
+        failures = [str(failure) for failure in self.failures[:1]]
+        more = {"left_alone": len(self.left_alone) or None, "failures": len(self.failures) or None}
+        return one_line("PruneReport", repr(self.root), done, **more, **{"first": failures[0]} if failures else {})
 
     @property
     def ok(self) -> bool:

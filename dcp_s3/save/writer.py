@@ -20,6 +20,7 @@ from dcp_s3.checkpoint.commit import check_metrics
 from dcp_s3.errors import MissingURLError, SaveProtocolError
 from dcp_s3.format.extra import check_extra
 from dcp_s3.format.layout import new_save_id
+from dcp_s3.reprs import one_line
 from dcp_s3.save.attached import Attachments
 from dcp_s3.save.plan import check_shapes
 from dcp_s3.save.save import Save, SaveOptions, wait_committed
@@ -104,6 +105,10 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         self._attached = Attachments()
         self._last: Save | None = None
         self._begin_here()
+
+    def __repr__(self) -> str:
+        url = [] if self.checkpoint_id is None else [repr(self.checkpoint_id)]
+        return one_line("S3StorageWriter", *url, overwrite=self.overwrite or None)
 
     def _begin_here(self) -> None:
         self._home, self._here = threading.get_ident(), _ThreadState()

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 
 from dcp_s3.errors import StagingError
 from dcp_s3.ranks import world_size
+from dcp_s3.reprs import one_line
 from dcp_s3.settings import Settings, SettingsLike, local_world_size, resolve_settings
 from dcp_s3.stage.budget import measure_available, resolve_limit
 from dcp_s3.stage.copier import Copier, Versions, check_unchanged
@@ -65,6 +66,9 @@ class S3Stager(AsyncStager):
         self._background = InTurn("dcp_s3-staging")
         self._latest: Callable[[], Future[dict[str, Any]] | None] = lambda: None
         self._closed = False
+
+    def __repr__(self) -> str:
+        return one_line("S3Stager", asynchronous=self.asynchronous or None)
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | Future[dict[str, Any]]:
         """A training-safe copy of ``state_dict`` in CPU memory, or with ``asynchronous`` a future of it.
