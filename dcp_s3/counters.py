@@ -28,6 +28,9 @@ def metrics() -> dict[str, Any]:
     ``retention``
         prunes by a `CheckpointManager` or ``dcp-s3 prune``: ``runs``, ``failed`` (runs), ``deleted`` (checkpoints),
         ``freed_bytes`` and ``last_success`` (seconds since the epoch; 0 before the first).
+
+    >>> metrics()["retention"]["failed"]
+    0
     """
     return {
         "throttle": {name: asdict(state) for name, state in throttle.snapshot().items()},

@@ -77,6 +77,13 @@ _LARGE_PART = 64 * 2**20
 class Settings(BaseSettings):
     """The configuration of one writer or reader. Immutable, hashable, and safe to pickle and to print.
 
+    >>> settings = Settings(spill_dir="/nvme/spill", staging_limit="64GiB")
+    >>> S3StorageWriter("s3://bucket/run/step-3000", settings=settings)
+    S3StorageWriter('s3://bucket/run/step-3000')
+    >>> Settings(part_size="1MiB")
+    Traceback (most recent call last):
+    dcp_s3.errors.SettingsError: setting 'part_size' = '1MiB' is not allowed: expected auto, or a size ...
+
     Raises:
         SettingsError: names the variable, the value found and what is allowed.
     """

@@ -21,7 +21,14 @@ State = Literal["committed", "incomplete", "in_progress", "leftover", "local"]
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A checkpoint under a root."""
+    """A checkpoint under a root.
+
+    >>> info = latest("s3://bucket/run")
+    >>> info
+    CheckpointInfo('s3://bucket/run/step-00002000', committed, ... KiB, step=2000, metrics={'val_loss': 1.5})
+    >>> info.committed, info.world_size
+    (True, 1)
+    """
 
     url: str
     """``s3://...`` of the checkpoint."""

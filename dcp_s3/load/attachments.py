@@ -29,6 +29,12 @@ class AttachmentReader(ABC):
         Of a checkpoint that another library wrote: those of the object ``{checkpoint}/{name}``. Every call asks S3;
         no rank needs another one for it.
 
+        >>> writer = S3StorageWriter("s3://bucket/run/step-3000")
+        >>> writer.attach("config.json", b'{"layers": 32}')
+        >>> saved = dcp.save(state, storage_writer=writer)
+        >>> S3StorageReader("s3://bucket/run/step-3000").attachment("config.json")
+        b'{"layers": 32}'
+
         Raises:
             AttachmentNotFoundError: there is none of that name.
             CheckpointNotFoundError: no committed checkpoint is there.
@@ -43,6 +49,9 @@ class AttachmentReader(ABC):
     def attachments(self) -> list[str]:
         """Names of the files that are attached to the checkpoint. Those of another library are not known.
 
+        >>> S3StorageReader("s3://bucket/run/step-00002000").attachments()
+        []
+
         Raises:
             CheckpointNotFoundError: no committed checkpoint is there.
             CorruptCheckpointError, StorageError
@@ -55,6 +64,11 @@ class AttachmentReader(ABC):
     def extra(self) -> dict[str, Any]:
         """What was stored with the checkpoint as ``extra``, of `S3StorageWriter` or `CheckpointManager.save`. Empty if
         nothing was, or if another library wrote the checkpoint.
+
+        >>> writer = S3StorageWriter("s3://bucket/run/step-3000", extra={"commit": "a1b2c3"})
+        >>> saved = dcp.save(state, storage_writer=writer)
+        >>> S3StorageReader("s3://bucket/run/step-3000").extra()
+        {'commit': 'a1b2c3'}
 
         Raises:
             CheckpointNotFoundError: no committed checkpoint is there.

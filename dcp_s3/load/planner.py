@@ -32,6 +32,9 @@ class S3LoadPlanner(DefaultLoadPlanner):
 
     Python's garbage collector is off while the items are made.
 
+    >>> reader = S3StorageReader("s3://bucket/run/step-00002000")
+    >>> dcp.load(state, storage_reader=reader, planner=S3LoadPlanner())
+
     Raises:
         ShapeMismatchError: when it plans: a saved tensor has another shape. Other errors are as in torch's.
     """

@@ -50,6 +50,10 @@ class S3StorageReader(AttachmentReader, StorageReader):
     Reads what `S3StorageWriter` wrote, and what torch's FileSystemWriter (uploaded), FsspecWriter and
     s3torchconnector wrote.
 
+    >>> dcp.load(state, storage_reader=S3StorageReader("s3://bucket/run/step-00002000"))
+    >>> state["step"]
+    2000
+
     Args:
         url: ``s3://bucket/prefix`` of the checkpoint. May be left out if each load passes ``checkpoint_id``.
         include_uncommitted: also read a checkpoint whose commit still waits in this host's spill directory. With
@@ -344,7 +348,11 @@ class S3StorageReader(AttachmentReader, StorageReader):
 
     @property
     def checkpoint_id(self) -> str | None:
-        """URL of the checkpoint being read, None before there is one."""
+        """URL of the checkpoint being read, None before there is one.
+
+        >>> S3StorageReader("s3://bucket/run/step-00002000").checkpoint_id
+        's3://bucket/run/step-00002000'
+        """
         return None if self._url is None else str(self._url)
 
     @classmethod

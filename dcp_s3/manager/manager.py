@@ -5,12 +5,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from dcp_s3 import errors
@@ -25,7 +22,7 @@ from dcp_s3.manager.ranks import Failures, Ranks
 from dcp_s3.manager.reading import RunReader
 from dcp_s3.manager.restore import Restoring
 from dcp_s3.manager.save_policy import SavePolicyFunction
-from dcp_s3.manager.saving import Saving, save_in_background, upload_of
+from dcp_s3.manager.saving import Saving
 from dcp_s3.manager.waiting import look_at_disk
 from dcp_s3.reprs import one_line
 from dcp_s3.retention.catalog import CheckpointCatalog
@@ -51,6 +48,15 @@ class CheckpointManager(RunReader):
     `SaveFailedError`.
 
     An error on one rank is an error on all. The other ranks raise a CheckpointError that names it.
+
+    >>> with CheckpointManager("s3://bucket/run", retention="latest:3 best:1:val_loss:min") as manager:
+    ...     first = manager.restore(state) or 0
+    ...     for step in range(first + 1, first + 101):
+    ...         train(state)
+    ...         if step % 50 == 0:
+    ...             saved = manager.save(step, state, {"val_loss": validate(state)})
+    >>> [info.step for info in list_checkpoints("s3://bucket/run")]
+    [2000, 2050, 2100]
 
     Args:
         root: ``s3://bucket/run``.
@@ -153,6 +159,10 @@ class CheckpointManager(RunReader):
 
         Waits for the previous save, copies the state, and returns. The upload goes on in the background.
 
+        >>> with CheckpointManager("s3://bucket/run") as manager:
+        ...     manager.save(3000, state, {"val_loss": 1.75}, extra={"tokens": 12_000_000})
+        True
+
         Args:
             step: training step, 0 or more.
             state: as for `dcp.save`: a dict of tensors, DTensors, Stateful objects and so on.
@@ -221,21 +231,10 @@ class CheckpointManager(RunReader):
             del self._left[url]
             if self._ranks.is_first:
                 logger.warning("%s waited on disk from an earlier run: it is saved again and replaced", url)
-        if blocking:
-            try:
-                state_dict_saver.save(
-                    collected, storage_writer=writer, process_group=self._ranks.group, planner=planner
-                )
-            except CheckpointException as error:
-                raise self._saving.fail(step, url, error) from None
-            self._saving.last_good = step
-            self._saved(writer)
-            return True
-        try:
-            future = upload_of(save_in_background(collected, writer, self._ranks, stager, planner))
-        except CheckpointException as error:
-            raise self._saving.fail(step, url, error) from error.__cause__
-        self._saving.begin(step, url, future, on_success=lambda: self._saved(writer))
+        self._saving.run(
+            step, url, collected, writer, self._ranks, None if blocking else stager, planner,
+            on_success=lambda: self._saved(writer),
+        )  # fmt: skip
         return True
 
     def should_save(self, step: int) -> bool:
@@ -247,6 +246,13 @@ class CheckpointManager(RunReader):
         a save is due, at least every 100, and with `SaveOnPreemption` about once a second. So a save may be late by a
         step or two. Functions of your own are asked at each step.
 
+        >>> with CheckpointManager("s3://bucket/run", should_save=SaveEvery(steps=1000)) as manager:
+        ...     for step in range(2001, 4001):
+        ...         if manager.should_save(step):
+        ...             saved = manager.save(step, state, {"val_loss": validate(state)})
+        >>> [info.step for info in list_checkpoints("s3://bucket/run")]
+        [1000, 2000, 3000, 4000]
+
         Raises:
             SaveProtocolError: the ranks ask about different steps.
             CheckpointError: the policy has failed on the first rank, or ``step`` is not a step.
@@ -256,12 +262,25 @@ class CheckpointManager(RunReader):
     @property
     def preempted(self) -> bool:
         """Whether SIGTERM has come to a rank, as `should_save` or `save` found last: the same on all ranks. Then leave
-        the training loop: the state is saved. Always False without `SaveOnPreemption`."""
+        the training loop: the state is saved. Always False without `SaveOnPreemption`.
+
+        >>> with CheckpointManager("s3://bucket/run", should_save=SaveOnPreemption()) as manager:
+        ...     for step in range(2001, 2011):
+        ...         saved = manager.save(step, state)
+        ...         if manager.preempted:
+        ...             break
+        """
         return self._decisions.preempted
 
     def wait(self) -> None:
         """Wait for the current save: until it is committed, or with ``DCP_S3_DURABILITY=local`` until it is on local
         disks.
+
+        >>> with CheckpointManager("s3://bucket/run") as manager:
+        ...     saved = manager.save(3000, state)
+        ...     manager.wait()
+        ...     latest("s3://bucket/run").step
+        3000
 
         Raises:
             SaveFailedError: a save has failed.
@@ -273,6 +292,11 @@ class CheckpointManager(RunReader):
         """Add metrics to a saved checkpoint, see `dcp_s3.annotate`. Every rank may call it; only the first one writes.
 
         Waits for the save of this step if it is still going on.
+
+        >>> with CheckpointManager("s3://bucket/run") as manager:
+        ...     manager.annotate(2000, {"val_loss": 1.0})
+        ...     manager.best_step("val_loss")
+        2000
 
         Raises:
             MetricsError, StorageError
@@ -301,6 +325,11 @@ class CheckpointManager(RunReader):
     def close(self) -> None:
         """Wait for the current save, then for retention (at most ``retention_timeout`` seconds). Then free the buffers.
 
+        >>> manager = CheckpointManager("s3://bucket/run")
+        >>> manager.save(3000, state)
+        True
+        >>> manager.close()
+
         Raises:
             SaveFailedError: a save has failed.
         """
@@ -323,22 +352,6 @@ class CheckpointManager(RunReader):
             "read_only": self.read_only or None,
         }
         return one_line("CheckpointManager", repr(self.root_url), **shown)
-
-    def __enter__(self) -> CheckpointManager:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            self.close()
-        except Exception as failure:
-            if error is None:
-                raise
-            logger.error("while %s went through the manager: %s", type(error).__name__, failure)  # noqa: TRY400
 
     # --- for RunReader -------------------------------------------------------------------------------
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Literal
+from types import TracebackType
+from typing import Any, Literal, TypeVar
 
 from torch.distributed.checkpoint.planner import LoadPlanner
 
@@ -21,6 +23,10 @@ from dcp_s3.retention.policy import Mode, PolicyFunction
 from dcp_s3.settings import Settings
 from dcp_s3.url import CheckpointURL
 
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T", bound="RunReader")
+
 
 class RunReader(ABC):
     """The checkpoints of a run, as `CheckpointManager` reads them."""
@@ -35,11 +41,19 @@ class RunReader(ABC):
 
     @property
     def root_url(self) -> str:
-        """``s3://bucket/run``."""
+        """``s3://bucket/run``.
+
+        >>> CheckpointManager("s3://bucket/run/", read_only=True).root_url
+        's3://bucket/run'
+        """
         return str(self.root)
 
     def url(self, step: int) -> str:
-        """URL to which `save` saves a step."""
+        """URL to which `save` saves a step.
+
+        >>> CheckpointManager("s3://bucket/run", read_only=True).url(2000)
+        's3://bucket/run/step-00002000'
+        """
         return str(self.root.child(step_name(check_step(step), self._step_format)))
 
     def restore(
@@ -59,6 +73,10 @@ class RunReader(ABC):
 
         If the latest or best one turns out to be gone or damaged, the next one is loaded and a warning logged; what had
         been loaded is overwritten. Other failures are raised.
+
+        >>> with CheckpointManager("s3://bucket/run", read_only=True) as manager:
+        ...     manager.restore(state), manager.restore(state, 1000), manager.restore(state, best="val_loss")
+        (2000, 1000, 1000)
 
         Args:
             state: as for `dcp.load`.
@@ -103,6 +121,9 @@ class RunReader(ABC):
     def latest_step(self) -> int | None:
         """The step that `restore` would load, as this rank sees it; None if there is none.
 
+        >>> CheckpointManager("s3://bucket/run", read_only=True).latest_step()
+        2000
+
         Raises:
             CorruptCheckpointError, StorageError
         """
@@ -110,6 +131,9 @@ class RunReader(ABC):
 
     def best_step(self, metric: str | None = None, mode: Mode | None = None) -> int | None:
         """The step with the best value of a metric, as this rank sees it; None if there is none.
+
+        >>> CheckpointManager("s3://bucket/run", read_only=True).best_step("val_loss")
+        1000
 
         Raises:
             CheckpointNotFoundError: there are checkpoints, but none with the metric.
@@ -121,6 +145,11 @@ class RunReader(ABC):
     def extra(self, step: int) -> dict[str, Any]:
         """What was saved with a step as ``extra``; empty if nothing was. Waits for the save of this step if it is still
         going on.
+
+        >>> with CheckpointManager("s3://bucket/run") as manager:
+        ...     saved = manager.save(3000, state, extra={"tokens": 12_000_000})
+        ...     manager.extra(3000)
+        {'tokens': 12000000}
 
         Raises:
             CheckpointNotFoundError: there is no checkpoint of this step.
@@ -139,6 +168,26 @@ class RunReader(ABC):
 
     def _refuse(self, what: str) -> Callable[[Failures], errors.CheckpointError]:
         return lambda failures: errors.CheckpointError(f"{what}: {name_failed(failures)}")
+
+    def __enter__(self: T) -> T:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except Exception as failure:
+            if error is None:
+                raise
+            logger.error("while %s went through the manager: %s", type(error).__name__, failure)  # noqa: TRY400
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the work of the manager."""
 
     @abstractmethod
     def _settle(self) -> None:

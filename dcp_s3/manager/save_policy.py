@@ -15,7 +15,13 @@ from dcp_s3.units import parse_duration
 
 @dataclass(frozen=True)
 class SaveMoment:
-    """What a policy knows about the step that may be saved."""
+    """What a policy knows about the step that may be saved.
+
+    >>> warmup = lambda moment: moment.step < 100 and moment.step % 10 == 0
+    >>> with CheckpointManager("s3://bucket/new", should_save=warmup | SaveEvery(steps=1000)) as manager:
+    ...     [step for step in range(1, 2001) if manager.should_save(step)]
+    [10, 20, 30, 40, 50, 60, 70, 80, 90, 1000, 2000]
+    """
 
     step: int
     """The step."""
@@ -32,7 +38,11 @@ SavePolicyFunction = Callable[[SaveMoment], bool]
 
 
 class SavePolicy(ABC):
-    """Base of the policies here. ``|`` makes one that saves when either does."""
+    """Base of the policies here. ``|`` makes one that saves when either does.
+
+    >>> SaveFirst() | SaveEvery(steps=1000) | SaveEvery(seconds="15m") | SaveOnPreemption()
+    SaveFirst() | SaveEvery(steps=1000) | SaveEvery(seconds=900) | SaveOnPreemption()
+    """
 
     @abstractmethod
     def __call__(self, moment: SaveMoment, /) -> bool:

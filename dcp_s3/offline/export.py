@@ -45,7 +45,11 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What an export wrote."""
+    """What an export wrote.
+
+    >>> export("s3://bucket/run/step-00002000", "weights").files
+    ('model.safetensors',)
+    """
 
     files: tuple[str, ...]
     """Names of the files, the index last."""
@@ -86,6 +90,9 @@ def export(
     memory, whatever the size of tensors and weights files, and besides an attachment (256 MiB at most), or with
     ``torch`` all entries that are no tensors. Each file appears complete, the index last; if the export fails,
     what it had written is removed.
+
+    >>> export("s3://bucket/run/step-00002000", "weights", include="weight")
+    ExportResult(1 files, 1 tensors, ... B)
 
     Args:
         url: URL of the checkpoint.

@@ -42,7 +42,12 @@ _WRITTEN_TOGETHER = _OBJECTS * 8_000 * _PART
 
 @dataclass(frozen=True)
 class ImportResult:
-    """What an import wrote."""
+    """What an import wrote.
+
+    >>> torch.save(state, "model.pt")
+    >>> import_weights("model.pt", "s3://bucket/imported/step-0").tensors
+    1
+    """
 
     tensors: int
     """Number of tensors."""
@@ -70,6 +75,10 @@ def import_weights(
 
     Needs no process group. Takes at most 512 MiB of host memory, whatever the size of tensors and files. Pickles are
     read with ``weights_only``. Nested dicts of a torch file become names with dots, as in DCP.
+
+    >>> torch.save(state, "model.pt")
+    >>> import_weights("model.pt", "s3://bucket/imported/step-0")
+    ImportResult(1 tensors, 32 B, objects=1)
 
     Args:
         source: directory or ``s3://bucket/prefix`` with ``*.safetensors`` or torch files, with an index or without; or

@@ -12,7 +12,11 @@ Mode = Literal["fast", "full"]
 
 @dataclass(frozen=True)
 class Problem:
-    """Something about a checkpoint that is not as it was saved."""
+    """Something about a checkpoint that is not as it was saved.
+
+    >>> for problem in verify("s3://bucket/run/step-00002000").problems:
+    ...     print(problem)
+    """
 
     path: str
     """Path of the object, relative to the checkpoint."""
@@ -30,7 +34,11 @@ class Problem:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """The things that `verify` checked, and the problems that it found."""
+    """The things that `verify` checked, and the problems that it found.
+
+    >>> verify("s3://bucket/run/step-00002000")
+    VerifyReport('s3://bucket/run/step-00002000', ok, fast, objects=1, items=2)
+    """
 
     url: str
     """URL of the checkpoint."""

@@ -24,6 +24,9 @@ def parse_policy(text: str) -> Policy | None:
     Words, in any order: ``latest:K``, ``best:K:METRIC:min|max[:keep|drop]``, ``every:STEPS``, ``steps:S[,S...]``,
     ``within:DURATION``, ``hourly:N``, ``daily:N``, ``weekly:N``.
 
+    >>> parse_policy("latest:3 best:2:val_loss:min every:10000")
+    KeepLatest(k=3) | KeepBest(k=2, metric='val_loss', mode='min', missing='keep') | KeepEvery(steps=10000)
+
     Raises:
         PolicyError: a word is not a policy. The error names it and what is allowed.
     """

@@ -15,14 +15,7 @@ from dcp_s3.retention.policy import Policy, Reasons, check_count
 
 @dataclass(frozen=True)
 class _KeepPerPeriod(Policy):
-    """Keeps the newest checkpoint, by time of commit, of each of the last ``n`` periods (UTC) that have any.
-
-    A run that pauses keeps what it has: periods without checkpoints do not count. A time in the future counts as now.
-    Checkpoints whose time is not known are kept.
-
-    Raises:
-        PolicyError: ``n`` is not a whole number above 0.
-    """
+    """Keeps the newest checkpoint of each of the last ``n`` periods."""
 
     n: int
 
@@ -48,7 +41,17 @@ class _KeepPerPeriod(Policy):
 
 
 class KeepHourly(_KeepPerPeriod):
-    __doc__ = _KeepPerPeriod.__doc__
+    """Keeps the newest checkpoint, by time of commit, of each of the last ``n`` hours (UTC) that have any.
+
+    A run that pauses keeps what it has: hours without checkpoints do not count. A time in the future counts as now.
+    Checkpoints whose time is not known are kept.
+
+    >>> KeepLatest(3) | KeepHourly(24)
+    KeepLatest(k=3) | KeepHourly(n=24)
+
+    Raises:
+        PolicyError: ``n`` is not a whole number above 0.
+    """
 
     def _period(self, time: float) -> str:
         return _utc(time).strftime("%Y-%m-%d %Hh")
@@ -58,7 +61,17 @@ class KeepHourly(_KeepPerPeriod):
 
 
 class KeepDaily(_KeepPerPeriod):
-    __doc__ = _KeepPerPeriod.__doc__
+    """Keeps the newest checkpoint, by time of commit, of each of the last ``n`` days (UTC) that have any.
+
+    A run that pauses keeps what it has: days without checkpoints do not count. A time in the future counts as now.
+    Checkpoints whose time is not known are kept.
+
+    >>> prune("s3://bucket/run", KeepLatest(3) | KeepDaily(7)).deleted
+    ()
+
+    Raises:
+        PolicyError: ``n`` is not a whole number above 0.
+    """
 
     def _period(self, time: float) -> str:
         return _utc(time).strftime("%Y-%m-%d")
@@ -68,7 +81,17 @@ class KeepDaily(_KeepPerPeriod):
 
 
 class KeepWeekly(_KeepPerPeriod):
-    __doc__ = _KeepPerPeriod.__doc__
+    """Keeps the newest checkpoint, by time of commit, of each of the last ``n`` weeks (UTC) that have any.
+
+    A run that pauses keeps what it has: weeks without checkpoints do not count. A time in the future counts as now.
+    Checkpoints whose time is not known are kept.
+
+    >>> str(KeepDaily(7) | KeepWeekly(8))
+    'daily:7 weekly:8'
+
+    Raises:
+        PolicyError: ``n`` is not a whole number above 0.
+    """
 
     def _period(self, time: float) -> str:
         year, week, _ = _utc(time).isocalendar()

@@ -46,7 +46,12 @@ class OpenUpload:
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether a checkpoint is kept or deleted, and why."""
+    """Whether a checkpoint is kept or deleted, and why.
+
+    >>> plan = CheckpointCatalog("s3://bucket/run").scan().plan(KeepLatest(1), grace=86400)
+    >>> plan.decisions[1].reasons
+    ('the newest committed checkpoint', 'the last one that was committed', 'latest:1, number 1')
+    """
 
     checkpoint: CheckpointInfo
     """The checkpoint, as the catalog saw it."""
@@ -95,7 +100,12 @@ class UnfinishedDeletion:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that a prune would do."""
+    """Everything that a prune would do.
+
+    >>> plan = CheckpointCatalog("s3://bucket/run").scan().plan(KeepLatest(1), grace=86400)
+    >>> [info.step for info in plan.kept], [info.step for info in plan.deleted]
+    ([2000], [1000])
+    """
 
     now: float
     """Time of the plan, in seconds since the epoch, on the clock of S3."""
@@ -157,6 +167,9 @@ def make_plan(
     leftovers: Sequence[LeftoverObject] = (),
 ) -> Plan:
     """Decide what is kept and what is deleted.
+
+    >>> make_plan(list_checkpoints("s3://bucket/run"), KeepLatest(1), now=time.time(), grace=86400)
+    Plan(1 kept, 1 to delete (... KiB))
 
     Args:
         checkpoints: all under one root, in any order.

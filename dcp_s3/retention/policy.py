@@ -40,7 +40,14 @@ class PolicyFunction(Protocol):
 
 
 class Policy(ABC):
-    """Base of the policies here. `|` makes one that keeps what either keeps; `parse_policy` reads its ``str()``."""
+    """Base of the policies here. `|` makes one that keeps what either keeps; `parse_policy` reads its ``str()``.
+
+    >>> policy = KeepLatest(3) | KeepBest(2, "val_loss", "min")
+    >>> str(policy)
+    'latest:3 best:2:val_loss:min'
+    >>> prune("s3://bucket/run", policy).deleted
+    ()
+    """
 
     @abstractmethod
     def __call__(self, checkpoints: Sequence[CheckpointInfo], now: float, /) -> Reasons:
@@ -81,6 +88,9 @@ class AnyOf(Policy):
 class KeepLatest(Policy):
     """Keeps the ``k`` newest: by highest step, then latest time, then last name.
 
+    >>> [info.step for info in CheckpointCatalog("s3://bucket/run").scan().plan(KeepLatest(1), grace=86400).kept]
+    [2000]
+
     Raises:
         PolicyError: ``k`` is not a whole number above 0.
     """
@@ -104,6 +114,9 @@ class KeepBest(Policy):
 
     A value that is not a finite number (NaN, infinity, text) counts as missing. By default those without a value are
     kept in addition to the k: the metric may come later (`annotate`).
+
+    >>> sorted(KeepBest(1, "val_loss", "min")(list_checkpoints("s3://bucket/run"), time.time()))
+    ['step-00001000']
 
     Args:
         k: number to keep.
@@ -146,6 +159,9 @@ class KeepEvery(Policy):
 
     That is the multiple itself if it was saved. Checkpoints of the same step are kept together.
 
+    >>> sorted(KeepEvery(2000)(list_checkpoints("s3://bucket/run"), time.time()))
+    ['step-00002000']
+
     Raises:
         PolicyError: ``steps`` is not a whole number above 0.
     """
@@ -175,6 +191,9 @@ class KeepEvery(Policy):
 @dataclass(frozen=True)
 class KeepSteps(Policy):
     """Keeps the checkpoints with one of these steps.
+
+    >>> sorted(KeepSteps([1000, 5000])(list_checkpoints("s3://bucket/run"), time.time()))
+    ['step-00001000']
 
     Raises:
         PolicyError: a step is not a whole number, or there are none.
@@ -206,6 +225,9 @@ class KeepWithin(Policy):
 
     The age is the smaller of two: since the commit by the saving job's clock, and since ``.metadata`` was written by
     the clock of S3. Future and unknown times do not count as old.
+
+    >>> sorted(KeepWithin("48h")(list_checkpoints("s3://bucket/run"), time.time()))
+    ['step-00001000', 'step-00002000']
 
     Args:
         duration: seconds, a timedelta, or text like ``48h``.

@@ -61,7 +61,12 @@ class PruneFailure:
 
 @dataclass(frozen=True)
 class PruneReport:
-    """The results of a prune."""
+    """The results of a prune.
+
+    >>> report = prune("s3://bucket/run", "latest:1")
+    >>> [each.name for each in report.deleted], report.ok
+    (['step-00001000'], True)
+    """
 
     root: str
     """URL of the root."""
@@ -126,6 +131,11 @@ def prune(
 
     The floors of `make_plan` are kept whatever the policy says. If it is interrupted anywhere, the next prune finishes
     it. Several at a time are harmless. A checkpoint that cannot be deleted does not stop the others.
+
+    >>> prune("s3://bucket/run", "latest:1", dry_run=True)
+    PruneReport('s3://bucket/run', dry run: 1 to delete)
+    >>> prune("s3://bucket/run", KeepLatest(1))
+    PruneReport('s3://bucket/run', 1 deleted (... KiB in 3 objects))
 
     Args:
         root: the URL above the checkpoints.
@@ -206,6 +216,12 @@ def apply_plan(
     progress: Progress | None = None,
 ) -> PruneReport:
     """Carry out a plan as far as it still holds (see `prune`). Looks at each thing again before it deletes it.
+
+    >>> plan = CheckpointCatalog("s3://bucket/run").scan(deep=True).plan(KeepLatest(1), grace=86400)
+    >>> [(decision.checkpoint.step, decision.action) for decision in plan.decisions]
+    [(1000, 'delete'), (2000, 'keep')]
+    >>> apply_plan("s3://bucket/run", plan).ok
+    True
 
     Raises:
         InvalidURLError, SettingsError

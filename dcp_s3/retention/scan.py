@@ -33,7 +33,14 @@ _LOOKS = 4
 
 @dataclass(frozen=True)
 class CatalogSnapshot:
-    """The contents of a root at one time."""
+    """The contents of a root at one time.
+
+    >>> snapshot = CheckpointCatalog("s3://bucket/run").scan()
+    >>> snapshot
+    CatalogSnapshot('s3://bucket/run', 2 checkpoints)
+    >>> snapshot.plan(KeepLatest(2), grace=86400)
+    Plan(2 kept, 0 to delete (0 B))
+    """
 
     root: str
     """URL of the root."""

@@ -56,6 +56,10 @@ class S3StorageWriter(StorageWriter, AsyncStager):
     each is given its ``checkpoint_id``. A save keeps its URL, arguments and id from beginning to end. Saves that share
     a process group take turns.
 
+    >>> saved = dcp.save(state, storage_writer=S3StorageWriter("s3://bucket/run/step-3000", metrics={"val_loss": 1.75}))
+    >>> latest("s3://bucket/run").metrics
+    {'val_loss': 1.75}
+
     Args:
         url: ``s3://bucket/prefix`` of the checkpoint. Optional if each save passes ``checkpoint_id``.
         overwrite: replace a committed checkpoint at the URL. Otherwise CheckpointExistsError. Without collectives it is
@@ -235,6 +239,12 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         `S3StorageReader.attachment` reads it. It also lies at ``{checkpoint}/{name}``, for other tools. Ranks may
         attach the same bytes under one name; a file of one rank needs a name of its own.
 
+        >>> writer = S3StorageWriter("s3://bucket/run/step-3000")
+        >>> writer.attach("config.json", b'{"layers": 32}')
+        >>> saved = dcp.save(state, storage_writer=writer)
+        >>> S3StorageReader("s3://bucket/run/step-3000").attachments()
+        ['config.json']
+
         Args:
             name: path relative to the checkpoint, at most 90 bytes of UTF-8, for example ``common.pt``.
             data: bytes of the file, at most 256 MiB. They are copied.
@@ -254,6 +264,10 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         itself (after a restart, on a rank with nothing to write, or if another process does its saves) waits for any
         checkpoint at its URL.
 
+        >>> writer = S3StorageWriter("s3://bucket/run/step-3000")
+        >>> saved = dcp.save(state, storage_writer=writer)
+        >>> writer.wait_committed(timeout=600)
+
         Args:
             timeout: seconds; None: no limit.
 
@@ -268,13 +282,23 @@ class S3StorageWriter(StorageWriter, AsyncStager):
 
     @property
     def checkpoint_id(self) -> str | None:
-        """URL of this thread's save, or of the next one. None if there is none yet."""
+        """URL of this thread's save, or of the next one. None if there is none yet.
+
+        >>> S3StorageWriter("s3://bucket/run/step-3000").checkpoint_id
+        's3://bucket/run/step-3000'
+        """
         url = self._here.url or self._url or (self._last.url if self._last is not None else None)
         return None if url is None else str(url)
 
     @property
     def save_id(self) -> str:
-        """Random id of the last save. Before the first save and after `reset`: id of the next one."""
+        """Random id of the last save. Before the first save and after `reset`: id of the next one.
+
+        >>> writer = S3StorageWriter("s3://bucket/run/step-3000")
+        >>> saved = dcp.save(state, storage_writer=writer)
+        >>> latest("s3://bucket/run").save_id == writer.save_id
+        True
+        """
         save = self._here.save or self._last
         return self._next_save_id() if save is None or self._here.save_id is not None else save.save_id
 

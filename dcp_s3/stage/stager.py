@@ -43,6 +43,12 @@ class S3Stager(AsyncStager):
     One stager may be used for any number of saves, with any writer, by one thread at a time. Overlapping saves of one
     process group, or by `AsyncCheckpointerType.PROCESS`, take turns in the order of the calls.
 
+    >>> stager = S3Stager(asynchronous=True)
+    >>> writer = S3StorageWriter("s3://bucket/run/step-3000")
+    >>> saving = dcp.async_save(state, storage_writer=writer, async_stager=stager)
+    >>> copied = saving.staging_completion.result()  # from here on the state may change
+    >>> committed = saving.upload_completion.result()
+
     Args:
         settings: a `Settings`, or a mapping of settings that override the environment.
         asynchronous: `stage` returns at once and copies in the background; `dcp.async_save` then returns an
@@ -91,7 +97,12 @@ class S3Stager(AsyncStager):
         return future
 
     def stage_now(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A training-safe copy, made before returning, whether or not the stager is ``asynchronous``."""
+        """A training-safe copy, made before returning, whether or not the stager is ``asynchronous``.
+
+        >>> copied = S3Stager().stage_now(state)
+        >>> copied["weight"].data_ptr() != state["weight"].data_ptr()
+        True
+        """
 
         def stage() -> dict[str, Any]:
             snapshot, copier = Snapshot(state_dict), Copier()
