@@ -23,10 +23,10 @@ def test_dir_is_what_is_public() -> None:
     assert not [name for name in dir(dcp_s3) if name.startswith("_") and name != "__version__"]
 
 
-@pytest.mark.parametrize("name", [name for name in dcp_s3.__all__ if name not in ("errors", "__version__")])
+@pytest.mark.parametrize("name", [name for name in dcp_s3.__all__ if name != "__version__"])
 def test_every_public_name_is_there_and_says_what_it_is(name: str) -> None:
     found = getattr(dcp_s3, name)
-    assert found.__module__.startswith("dcp_s3.")
+    assert (found.__name__ if inspect.ismodule(found) else found.__module__).startswith("dcp_s3.")
     assert found.__doc__
 
 
@@ -65,9 +65,12 @@ def test_help_begins_with_the_page_and_ends() -> None:
 def test_names_are_the_same_to_type_checkers_and_at_run_time() -> None:
     tree = ast.parse(Path(dcp_s3.__file__).read_text())
     [block] = [node for node in tree.body if isinstance(node, ast.If)]
-    checked = {name.name: node.module for node in block.body if isinstance(node, ast.ImportFrom) for name in node.names}
-    assert {**checked, "errors": "dcp_s3", "__version__": "dcp_s3"}.keys() == set(dcp_s3.__all__)
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    checked = {name.name: node.module for node in imports for name in node.names}
+    checked = {name: f"dcp_s3.{name}" if module == "dcp_s3" else module for name, module in checked.items()}
     assert checked == dcp_s3._MODULES
+    at_once = {name.name for node in tree.body if isinstance(node, ast.ImportFrom) for name in node.names}
+    assert set(dcp_s3.__all__) - checked.keys() <= at_once
     assert list(dcp_s3.__all__) == sorted(dcp_s3.__all__)
     assert (Path(dcp_s3.__file__).parent / "py.typed").exists()
 

@@ -163,6 +163,8 @@ class SaveDecisions:
             self.preempted = True
         self._look, self._gap = (step, self._now()), gap
         for_preemption = self._watch is not None and seen and not self._saved_preempted
+        if for_preemption:
+            self._gap = 1  # until it is saved
         if for_preemption and self._ranks.is_first:
             logger.warning("SIGTERM has come: step %d is saved", step)
         return answer == _YES or for_preemption

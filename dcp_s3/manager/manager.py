@@ -187,7 +187,7 @@ class CheckpointManager(RunReader):
         stager = self._stager
         if stager is None:
             raise self._read_only_error(f"step {step} is not saved" if isinstance(step, int) else "nothing is saved")
-        if not force and not self._decisions.should_save(step):
+        if not force and self._should_save is not None and not self.should_save(step):
             return False
         made: list[S3StorageWriter] = []
         collected: dict[str, Any] = {}
@@ -255,9 +255,13 @@ class CheckpointManager(RunReader):
 
         Raises:
             SaveProtocolError: the ranks ask about different steps.
-            CheckpointError: the policy has failed on the first rank, or ``step`` is not a step.
+            CheckpointError: the policy has failed on the first rank, the manager is closed, or ``step`` is not a step.
         """
-        return not self.read_only and self._decisions.should_save(check_step(step))
+        check_step(step)
+        if self.read_only:
+            return False
+        self._check_open()
+        return self._decisions.should_save(step)
 
     @property
     def preempted(self) -> bool:

@@ -18,6 +18,7 @@ from dcp_s3.offline import replicate
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.manager.making import blank, is_of, state
 from tests.memory_s3 import Fault
+from tests.retention.making import keys
 
 ROOT = f"s3://{BUCKET}/run"
 EXTRA = {"tokens": 10**12, "data": {"shard": 3, "seen": [1, 2.5, None, True]}, "commit": "a1b2"}
@@ -79,6 +80,17 @@ def test_it_spills_and_drains_with_its_checkpoint(
     writer = S3StorageWriter(f"{root}/step-00000001")
     writer.wait_committed(60)
     assert S3StorageReader(f"{root}/step-00000001", settings={"durability": "s3"}).extra() == EXTRA
+
+
+@pytest.mark.servers("memory")
+def test_it_is_there_without_collectives_and_goes_with_what_is_overwritten(root: str) -> None:
+    url = f"{root}/step-1"
+    dcp.save(state(1), storage_writer=S3StorageWriter(url, extra=EXTRA), use_collectives=False)
+    assert S3StorageReader(url).extra() == EXTRA
+    assert dcp_s3.list_checkpoints(root)[0].extra == EXTRA
+    for extra in ({"first": 1}, {"second": 2}, None):
+        dcp.save(state(1), storage_writer=S3StorageWriter(f"{root}/step-2", overwrite=True, extra=extra))
+        assert S3StorageReader(f"{root}/step-2").extra() == (extra or {})
 
 
 @pytest.mark.servers("memory")
@@ -150,7 +162,7 @@ def test_steps_are_found_by_their_names(root: str, step_format: Any) -> None:
 
 
 @pytest.mark.servers("memory")
-def test_the_manifest_has_the_step_that_the_format_says(root: str) -> None:
+def test_the_manifest_has_the_step_that_the_format_says(root: str, s3: Any, bucket: str) -> None:
     with CheckpointManager(root, step_format="{step}-of-7") as manager:
         manager.save(3, state(3), blocking=True)
         url = manager.url(3)
@@ -159,6 +171,8 @@ def test_the_manifest_has_the_step_that_the_format_says(root: str) -> None:
     )
     assert shown[0]["step"] == 3
     assert url == f"{root}/3-of-7"
+    [manifest] = [path for path in keys(s3, url) if "manifest-" in path]
+    assert json.loads(s3.get_object(Bucket=bucket, Key=f"run/3-of-7/{manifest}")["Body"].read())["step"] == 3
 
 
 def test_formats_without_a_step_are_refused(faulty: FaultyServer) -> None:
@@ -266,6 +280,12 @@ def test_save_asks_the_policy_and_can_be_forced(root: str) -> None:
         assert manager.should_save(20)
         assert manager.save(20, state(20)) is True
         assert not manager.preempted
+    manager = CheckpointManager(root, should_save=SaveEvery(steps=5))
+    with pytest.raises(errors.CheckpointError, match="step = a dict, expected a whole number"):
+        manager.save(state(1), 1)  # type: ignore[arg-type]
+    manager.close()
+    with pytest.raises(errors.CheckpointError, match="was closed"):
+        manager.save(3, state(3))
 
 
 def test_what_is_no_policy_is_refused(faulty: FaultyServer) -> None:
