@@ -90,6 +90,7 @@ Settings and errors
 """
 
 from importlib import import_module as _import_module
+from sys import modules as _modules
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
@@ -247,7 +248,8 @@ _MODULES = {
 
 def __getattr__(name: str) -> _Any:
     if name not in _MODULES:
-        raise AttributeError(f"module 'dcp_s3' has no attribute {name!r}")
+        # With name and obj a traceback asks: did you mean ...?
+        raise AttributeError(f"module 'dcp_s3' has no attribute {name!r}", name=name, obj=_modules[__name__])
     module = _import_module(_MODULES[name])
     value = globals()[name] = module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)
     return value

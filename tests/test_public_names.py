@@ -33,6 +33,9 @@ def test_every_public_name_is_there_and_says_what_it_is(name: str) -> None:
 def test_a_name_that_is_not_there_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="'dcp_s3' has no attribute 'S3Storagewriter'"):
         dcp_s3.S3Storagewriter  # type: ignore[attr-defined] # noqa: B018
+    program = "import dcp_s3; dcp_s3.S3StorageWritr"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stderr.rstrip().endswith("Did you mean: 'S3StorageWriter'?")
 
 
 def test_torch_is_imported_only_with_what_needs_it() -> None:

@@ -50,8 +50,6 @@ class CheckpointInfo:
     """Bytes of its data objects."""
     metrics: dict[str, Any] = field(default_factory=dict, hash=False)
     """The user's metrics as saved, overridden by those of `annotate`."""
-    extra: dict[str, Any] = field(default_factory=dict, hash=False)
-    """What else the user stored with the save (``extra=``)."""
     foreign: bool = False
     """Whether something other than dcp_s3 wrote it: it has no manifest."""
     save_id: str | None = None
@@ -77,6 +75,8 @@ class CheckpointInfo:
     so that it may be a checkpoint."""
     pin_reason: str | None = None
     """Why it is pinned, if `pin` was told."""
+    extra: dict[str, Any] = field(default_factory=dict, hash=False)
+    """What else the user stored with the save (``extra=``)."""
 
     def __repr__(self) -> str:
         facts = [] if self.size is None else [format_size(self.size)]

@@ -66,8 +66,6 @@ class Manifest:
     """Number of saved items (tensor chunks and others)."""
     metrics: dict[str, Any] = field(default_factory=dict)
     """The user's metrics, as given with the save."""
-    extra: dict[str, Any] = field(default_factory=dict)
-    """What else the user stored with the save (`extra.check_extra`)."""
     rank: int | None = None
     """Rank, in a save without collectives; otherwise None."""
     format_version: int = FORMAT_VERSION
@@ -76,6 +74,8 @@ class Manifest:
     """Libraries that wrote it, and their versions."""
     started_at: float | None = None
     """Seconds since the epoch when the save began; None if not recorded."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """What else the user stored with the save (`extra.check_extra`)."""
 
     @property
     def total_size(self) -> int:
@@ -130,6 +130,7 @@ class Manifest:
             TypeError,
             AttributeError,
             UnicodeDecodeError,
+            RecursionError,
             json.JSONDecodeError,
         ) as error:
             raise ValueError(f"not a dcp_s3 manifest: {error!r}") from error

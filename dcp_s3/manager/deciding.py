@@ -30,31 +30,31 @@ _NO, _YES, _FAILED = 0, 1, 2
 
 
 def check_save_policy(policy: object) -> None:
-    """Check that this is a policy, or None.
+    """Check that this is a policy that works here, or None.
 
     Raises:
-        PolicyError: it is not.
+        PolicyError: it is none, or needs SIGTERM in another thread than the main one.
     """
     if policy is not None and not callable(policy):
         raise PolicyError(
             f"should_save is a {type(policy).__name__}, expected a policy, for example SaveEvery(steps=1000)"
         )
+    if callable(policy) and _needs_signals(policy) and threading.current_thread() is not threading.main_thread():
+        raise PolicyError(
+            "SaveOnPreemption needs SIGTERM, which only the main thread can handle. Remedy: make the CheckpointManager "
+            "there"
+        )
+
+
+def _needs_signals(policy: SavePolicyFunction) -> bool:
+    return any(isinstance(each, SaveOnPreemption) for each in parts(policy))
 
 
 class SigtermWatch:
-    """Notes that SIGTERM has come, and calls the handler that was there before.
-
-    Raises:
-        PolicyError: this is not the main thread, the only one that may handle signals.
-    """
+    """Notes that SIGTERM has come, and calls the handler that was there before. For the main thread."""
 
     def __init__(self) -> None:
         self.seen = False
-        if threading.current_thread() is not threading.main_thread():
-            raise PolicyError(
-                "SaveOnPreemption needs SIGTERM, which only the main thread can handle. Remedy: make the "
-                "CheckpointManager there"
-            )
         self._before = signal.signal(signal.SIGTERM, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
@@ -99,7 +99,7 @@ class SaveDecisions:
         self._saved_preempted = False
         self.preempted = False
         """Whether SIGTERM has come, as far as the ranks have told each other."""
-        self._watch = SigtermWatch() if any(isinstance(each, SaveOnPreemption) for each in given) else None
+        self._watch = SigtermWatch() if policy is not None and _needs_signals(policy) else None
 
     def should_save(self, step: int) -> bool:
         """Whether to save a step. The answer stays the same until something is saved or restored.

@@ -101,7 +101,7 @@ class CheckpointManager(RunReader):
         drain_timeout: float = 600.0,
     ) -> None:
         self.read_only = read_only
-        self._should_save = should_save
+        self._should_save = None if read_only else should_save
         self.overwrite = overwrite
         self.separate = separate
         self.weights_only = weights_only
@@ -113,12 +113,11 @@ class CheckpointManager(RunReader):
 
         def configure() -> tuple[tuple[str, str, bool], dict[str, int | None]]:
             timeouts = {"retention_timeout": retention_timeout, "drain_timeout": drain_timeout}
-            found = arguments.configure(root, retention, settings, separate, timeouts, step_format, should_save)
+            found = arguments.configure(root, retention, settings, separate, timeouts, step_format, self._should_save)
             self.root, self.settings, self.retention = found.root, found.settings, found.retention
             self._step_format = found.step_format
             self._catalog = CheckpointCatalog(str(found.root), settings=found.settings)
             self._stager = None if read_only else S3Stager(found.settings)
-            self._decisions = SaveDecisions(None if read_only else should_save, self._ranks)
             waiting = () if read_only else look_at_disk(self._catalog).commits
             example = step_name(12, found.step_format)
             return (self.root_url, example, read_only), {each.info.url: each.info.step for each in waiting}
@@ -126,7 +125,6 @@ class CheckpointManager(RunReader):
         told = self._ranks.agree(configure, self._refuse("no CheckpointManager is made"))
         runs = {rank: run for rank, (run, _) in enumerate(told)}
         if len(set(runs.values())) > 1:
-            self._decisions.close()
             raise errors.CheckpointError(
                 f"the ranks have different roots, step formats (here of step 12) or read_only: {runs} (by rank). "
                 "Remedy: pass the same on all"
@@ -135,6 +133,7 @@ class CheckpointManager(RunReader):
         """Steps by URL that an earlier run left on disk and this run has not reached yet. If this run saves one of
         them, it has diverged from that run, and replaces the old checkpoint."""
         self._saving = Saving(self._ranks.rank)
+        self._decisions = SaveDecisions(self._should_save, self._ranks)
         self._restoring = Restoring(
             self._catalog, self._ranks, weights_only=weights_only, drain_timeout=drain_timeout, disks=not read_only
         )

@@ -165,7 +165,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             take_turn(str(url))
         options = SaveOptions(
             self.settings, self._spill_store, self.overwrite, dict(self.metrics), self.separate, self._transforms,
-            self._attached.take(url), self.extra,
+            self._attached.take(url), check_extra(self.extra),
         )  # fmt: skip
         save = Save(
             url, save_id, options, rank=int(rank), is_coordinator=is_coordinator, use_collectives=use_collectives

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dcp_s3.errors import PolicyError
-from dcp_s3.manager.deciding import SaveDecisions, SigtermWatch
+from dcp_s3.manager.deciding import SaveDecisions, SigtermWatch, check_save_policy
 from dcp_s3.manager.ranks import Ranks
 from dcp_s3.manager.save_policy import (
     SaveEvery,
@@ -168,7 +168,7 @@ def test_other_threads_are_told_that_they_cannot_watch() -> None:
 
     def work() -> None:
         try:
-            SigtermWatch()
+            check_save_policy(SaveEvery(steps=5) | SaveOnPreemption())
         except PolicyError as error:
             caught.append(error)
 
@@ -176,3 +176,4 @@ def test_other_threads_are_told_that_they_cannot_watch() -> None:
     thread.start()
     thread.join()
     assert "main thread" in str(caught[0])
+    check_save_policy(SaveOnPreemption())  # here
