@@ -1,12 +1,98 @@
 """The S3 storage backend for PyTorch Distributed Checkpoint (DCP).
 
->>> import torch.distributed.checkpoint as dcp
->>> from dcp_s3 import S3StorageReader, S3StorageWriter
->>> dcp.save(state, storage_writer=S3StorageWriter("s3://bucket/run/step-1000"))
->>> dcp.load(state, storage_reader=S3StorageReader("s3://bucket/run/step-1000"))
+It saves the state of a training to S3 while the training goes on, loads it on any number of ranks, and deletes old
+checkpoints by policies. What it writes, torch's own readers read, and the other way round.
+
+A training loop needs five lines:
+
+>>> with CheckpointManager("s3://bucket/run", retention="latest:3 best:1:val_loss:min") as manager:
+...     for step in range((manager.restore(state) or 0) + 1, 2101):
+...         train(state)
+...         if step % 50 == 0:
+...             saved = manager.save(step, state, {"val_loss": validate(state)})
+
+With DCP's own calls:
+
+>>> saved = dcp.save(state, storage_writer=S3StorageWriter("s3://bucket/run/step-3000"))
+>>> dcp.load(state, storage_reader=S3StorageReader("s3://bucket/run/step-3000"))
+
+Before all examples come ``from dcp_s3 import *``, ``import time, torch`` and ``import torch.distributed.checkpoint as
+dcp``; ``state`` is ``{"weight": torch.arange(8.0).view(4, 2), "step": 0}``; ``train`` and ``validate`` are the user's;
+and a `CheckpointManager` has saved steps 1000 and 2000 to ``s3://bucket/run``.
+
+Saving
+    S3StorageWriter    DCP's StorageWriter: commits a checkpoint whole, or nothing
+    S3Stager           DCP's AsyncStager: copies the state, so that training goes on while it is saved
+    shard              says which part of a larger tensor a rank holds
+    shard_state        the same for all tensors of a tensor-parallel state
+    Fused              how a tensor is split that holds several, such as q, k and v
+
+Loading
+    S3StorageReader    DCP's StorageReader: reads these checkpoints, and those of other writers of DCP
+    S3LoadPlanner      DCP's LoadPlanner, faster for states of many chunks
+    read_tensor        reads one tensor, or a slice of it, without a process group
+    read_tensors       reads several entries, or all
+
+A run of checkpoints
+    CheckpointManager  saves, restores and prunes the checkpoints of a run
+    SaveEvery          saves every N steps, or every T seconds
+    SaveFirst          saves the first step of a new run
+    SaveOnPreemption   saves when SIGTERM comes
+    SavePolicy         what these are; ``|`` joins them
+    SaveMoment         what a policy of your own decides on
+
+Retention
+    prune              deletes what no policy keeps, and what failed saves have left
+    KeepLatest         keeps the newest k
+    KeepBest           keeps the k with the best values of a metric
+    KeepEvery          keeps every N steps
+    KeepSteps          keeps the steps of a list
+    KeepWithin         keeps the last so many hours
+    KeepHourly         keeps one of each of the last n hours
+    KeepDaily          keeps one of each of the last n days
+    KeepWeekly         keeps one of each of the last n weeks
+    Policy             what these are; ``|`` joins them
+    parse_policy       makes a policy of text such as ``latest:3 daily:7``
+    pin                protects a checkpoint from all policies
+    unpin              ends that
+    remove             deletes one checkpoint
+    make_plan          decides what is kept and deleted
+    apply_plan         carries out a plan
+    Plan               what would be kept and deleted
+    Decision           whether one checkpoint would, and why
+    PruneReport        what a prune has done
+
+Looking into checkpoints
+    latest             the checkpoint to resume from
+    list_checkpoints   the checkpoints under a URL
+    annotate           adds metrics after the save
+    verify             checks that a checkpoint is what was saved
+    export             writes its weights as safetensors
+    import_weights     makes a checkpoint of such files
+    CheckpointCatalog  the checkpoints under a URL, with everything that retention decides on
+    CatalogSnapshot    what lay there at one time
+    CheckpointInfo     one checkpoint
+    VerifyReport       what `verify` has found
+    Problem            one thing that is wrong
+    ExportResult       what `export` has written
+    ImportResult       what `import_weights` has written
+
+Frameworks
+    register           lets DCP save to and load from ``s3://`` URLs wherever it is called
+    unregister         ends that
+    redirect           lets what is saved below a local directory go to S3
+
+Settings and errors
+    Settings           everything that can be set; the environment variables ``DCP_S3_...`` are the defaults
+    stats              counters of this process, for monitoring
+    Stats              what `stats` returns
+    events             what happens, as it happens: `events.subscribe`
+    errors             every error that is raised
+    __version__        the version of dcp_s3
 """
 
 from importlib import import_module as _import_module
+from sys import modules as _modules
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
@@ -19,6 +105,7 @@ if _TYPE_CHECKING:
     from dcp_s3.load.planner import S3LoadPlanner
     from dcp_s3.load.reader import S3StorageReader
     from dcp_s3.manager.manager import CheckpointManager
+    from dcp_s3.manager.save_policy import SaveEvery, SaveFirst, SaveMoment, SaveOnPreemption, SavePolicy
     from dcp_s3.monitoring import Stats, stats
     from dcp_s3.offline.export import ExportResult, export
     from dcp_s3.offline.import_weights import ImportResult, import_weights
@@ -28,15 +115,13 @@ if _TYPE_CHECKING:
     from dcp_s3.retention.catalog import CheckpointCatalog, latest, list_checkpoints
     from dcp_s3.retention.marks import annotate, pin, unpin
     from dcp_s3.retention.parse import parse_policy
+    from dcp_s3.retention.period_policy import KeepDaily, KeepHourly, KeepWeekly
     from dcp_s3.retention.plan import Decision, Plan, make_plan
     from dcp_s3.retention.policy import (
         KeepBest,
-        KeepDaily,
         KeepEvery,
-        KeepHourly,
         KeepLatest,
         KeepSteps,
-        KeepWeekly,
         KeepWithin,
         Policy,
     )
@@ -74,6 +159,11 @@ __all__ = [
     "S3Stager",
     "S3StorageReader",
     "S3StorageWriter",
+    "SaveEvery",
+    "SaveFirst",
+    "SaveMoment",
+    "SaveOnPreemption",
+    "SavePolicy",
     "Settings",
     "Stats",
     "VerifyReport",
@@ -110,6 +200,11 @@ _MODULES = {
     "S3LoadPlanner": "dcp_s3.load.planner",
     "S3StorageReader": "dcp_s3.load.reader",
     "CheckpointManager": "dcp_s3.manager.manager",
+    "SaveEvery": "dcp_s3.manager.save_policy",
+    "SaveFirst": "dcp_s3.manager.save_policy",
+    "SaveMoment": "dcp_s3.manager.save_policy",
+    "SaveOnPreemption": "dcp_s3.manager.save_policy",
+    "SavePolicy": "dcp_s3.manager.save_policy",
     "ExportResult": "dcp_s3.offline.export",
     "export": "dcp_s3.offline.export",
     "ImportResult": "dcp_s3.offline.import_weights",
@@ -131,12 +226,12 @@ _MODULES = {
     "Plan": "dcp_s3.retention.plan",
     "make_plan": "dcp_s3.retention.plan",
     "KeepBest": "dcp_s3.retention.policy",
-    "KeepDaily": "dcp_s3.retention.policy",
+    "KeepDaily": "dcp_s3.retention.period_policy",
     "KeepEvery": "dcp_s3.retention.policy",
-    "KeepHourly": "dcp_s3.retention.policy",
+    "KeepHourly": "dcp_s3.retention.period_policy",
     "KeepLatest": "dcp_s3.retention.policy",
     "KeepSteps": "dcp_s3.retention.policy",
-    "KeepWeekly": "dcp_s3.retention.policy",
+    "KeepWeekly": "dcp_s3.retention.period_policy",
     "KeepWithin": "dcp_s3.retention.policy",
     "Policy": "dcp_s3.retention.policy",
     "PruneReport": "dcp_s3.retention.prune",
@@ -158,8 +253,10 @@ _MODULES = {
 
 def __getattr__(name: str) -> _Any:
     if name not in _MODULES:
-        raise AttributeError(f"module 'dcp_s3' has no attribute {name!r}")
-    value = globals()[name] = getattr(_import_module(_MODULES[name]), name)
+        # With name and obj a traceback asks: did you mean ...?
+        raise AttributeError(f"module 'dcp_s3' has no attribute {name!r}", name=name, obj=_modules[__name__])
+    module = _import_module(_MODULES[name])
+    value = globals()[name] = module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)
     return value
 
 

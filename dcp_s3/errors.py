@@ -5,6 +5,12 @@ Each message names the thing (bucket, key, setting, FQN), what was expected, wha
 All of them pickle, because torch.distributed carries them from the failing rank to the others. `dcp.save` and
 `dcp.load` raise torch's ``CheckpointException`` (a BaseException), whose ``failures`` maps each failing rank to one of
 these. Tracebacks end where DCP calls dcp_s3; the full ones are in the log at level DEBUG.
+
+>>> try:
+...     read_tensor("s3://bucket/run/step-00009000", "weight")
+... except errors.CheckpointNotFoundError as error:
+...     print(error.url)
+s3://bucket/run/step-00009000
 """
 
 from __future__ import annotations

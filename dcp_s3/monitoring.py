@@ -16,6 +16,9 @@ class Stats:
     """What this process has done since it began.
 
     Keys of the mappings are ``{endpoint}/{bucket}``.
+
+    >>> sorted(stats().to_dict())
+    ['connections', 'hedges', 'loads', 'prunes', 'saves', 'spill', 'throttle']
     """
 
     saves: SaveTotals
@@ -49,10 +52,8 @@ class Stats:
 def stats() -> Stats:
     """What this process has done since it began.
 
-    Example:
-        >>> import dcp_s3
-        >>> dcp_s3.stats().saves.failed
-        0
+    >>> stats().saves.failed
+    0
     """
     counted = totals()
     return Stats(

@@ -19,6 +19,7 @@ from pydantic import BeforeValidator, Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from dcp_s3.errors import SettingsError
+from dcp_s3.reprs import one_line
 from dcp_s3.units import parse_duration, parse_size, parse_size_or_fraction
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,13 @@ _LARGE_PART = 64 * 2**20
 
 class Settings(BaseSettings):
     """The configuration of one writer or reader. Immutable, hashable, and safe to pickle and to print.
+
+    >>> settings = Settings(spill_dir="/nvme/spill", staging_limit="64GiB")
+    >>> S3StorageWriter("s3://bucket/run/step-3000", settings=settings)
+    S3StorageWriter('s3://bucket/run/step-3000')
+    >>> Settings(part_size="1MiB")
+    Traceback (most recent call last):
+    dcp_s3.errors.SettingsError: setting 'part_size' = '1MiB' is not allowed: expected auto, or a size ...
 
     Raises:
         SettingsError: names the variable, the value found and what is allowed.
@@ -210,6 +218,18 @@ class Settings(BaseSettings):
                 "DCP_S3_PREFIX_SPREAD = %d has no effect any more: it did not relieve S3. Remedy: unset it; for very "
                 "large jobs set a larger DCP_S3_PART_SIZE, so that a save makes fewer requests", self.prefix_spread,
             )  # fmt: skip
+
+    def __repr_args__(self) -> Iterator[tuple[str, Any]]:
+        """Only what differs from the defaults."""
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if value != field.default:
+                yield name, value
+
+    def __repr__(self) -> str:
+        return one_line("Settings", **dict(self.__repr_args__()))
+
+    __str__ = __repr__
 
     @property
     def max_connections(self) -> int:

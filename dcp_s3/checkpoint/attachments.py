@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.listing import list_directory
@@ -178,16 +179,21 @@ def find_attachments(store: Store, url: CheckpointURL) -> Mapping[str, Attachmen
         CheckpointNotFoundError: no committed checkpoint is there.
         StorageError, CheckpointError
     """
-    try:
-        return _attachments_of_save(store, url, None)
-    except errors.CheckpointNotFoundError:
-        ranks = list_directory(store, url, "__").ranks
-        if not ranks:
-            raise
-    of_ranks = [_attachments_of_save(store, url, rank) for rank in ranks]
-    if all(each is None for each in of_ranks):
+    manifests = _find_manifests(store, url)
+    if not manifests:
         return None
-    return {name: entry for each in reversed(of_ranks) if each is not None for name, entry in each.items()}
+    return {name: entry for each in reversed(manifests) for name, entry in each.attachments.items()}
+
+
+def read_extra(store: Store, url: CheckpointURL) -> dict[str, Any]:
+    """What the user stored with the checkpoint at ``url`` (``extra=``). Without collectives: that of the lowest rank.
+
+    Raises:
+        CheckpointNotFoundError: no committed checkpoint is there.
+        StorageError, CheckpointError
+    """
+    manifests = _find_manifests(store, url)
+    return manifests[0].extra if manifests else {}
 
 
 def read_attachment(store: Store, url: CheckpointURL, name: str) -> bytes:
@@ -229,15 +235,27 @@ def missing_error(url: CheckpointURL, name: str, known: Collection[str]) -> erro
     return errors.AttachmentNotFoundError(f"{url} has no attachment {name!r}: {has}", url=str(url), name=name)
 
 
-def _attachments_of_save(store: Store, url: CheckpointURL, rank: int | None) -> Mapping[str, AttachmentEntry] | None:
+def _find_manifests(store: Store, url: CheckpointURL) -> list[Manifest]:
+    """The manifest of the checkpoint at ``url``, or those of its ranks; empty if another library wrote it."""
+    try:
+        found = [_manifest_of_save(store, url, None)]
+    except errors.CheckpointNotFoundError:
+        ranks = list_directory(store, url, "__").ranks
+        if not ranks:
+            raise
+        found = [_manifest_of_save(store, url, rank) for rank in ranks]
+    return [manifest for manifest in found if manifest is not None]
+
+
+def _manifest_of_save(store: Store, url: CheckpointURL, rank: int | None) -> Manifest | None:
     path = manifest_object(str(_find_save_id(store, url, rank)), rank)
     try:
-        return Manifest.from_json(store.get(url.key(path)).data).attachments
+        return Manifest.from_json(store.get(url.key(path)).data)
     except errors.ObjectNotFoundError:
         return None
     except ValueError as error:
         raise errors.CorruptCheckpointError(
-            f"the attachments of {url} are unknown: its manifest {path} cannot be read ({error}). Remedy: use a newer "
+            f"what is attached to {url} is unknown: its manifest {path} cannot be read ({error}). Remedy: use a newer "
             "dcp_s3 if a newer one wrote it, else restore the object from a backup",
             url=str(url),
         ) from error

@@ -21,7 +21,7 @@ from dcp_s3.checkpoint.attachments import copy_after_commit, copy_before_commit,
 from dcp_s3.checkpoint.commit_state import Previous, SaveIdentity, exists_error, is_committed, save_id_in
 from dcp_s3.checkpoint.completeness import find_loss
 from dcp_s3.checksum import crc64nvme, crc_hex
-from dcp_s3.format.layout import METADATA, METADATA_CRC_KEY, SAVE_ID_KEY, step_of
+from dcp_s3.format.layout import METADATA, METADATA_CRC_KEY, SAVE_ID_KEY
 from dcp_s3.format.manifest import Manifest, ObjectEntry, attachments_of
 from dcp_s3.format.metadata import dump_metadata
 from dcp_s3.store import DeleteTarget, Expect, Store, StoredObject
@@ -54,24 +54,27 @@ def make_commit(
     metadata: Metadata,
     objects: Sequence[ObjectEntry],
     *,
+    step: int | None,
     world_size: int,
     metrics: Mapping[str, Any],
+    extra: Mapping[str, Any] | None = None,
     started_at: float | None = None,
 ) -> Commit:
     """The commit of a save whose ranks have all written.
 
-    The metrics are part of the manifest, so they exist exactly when the checkpoint does. Later ones lie in
+    Metrics and ``extra`` are part of the manifest, so they exist exactly when the checkpoint does. Later ones lie in
     ``metrics.json``, which names the save that they belong to.
     """
     manifest = Manifest(
         save_id=identity.save_id,
         created_at=time.time(),
-        step=step_of(identity.url.name),
+        step=step,
         world_size=world_size,
         objects=tuple(objects),
         items=len(metadata.storage_data or {}),
         rank=identity.rank,
         metrics=dict(metrics),
+        extra=dict(extra or {}),
         writer=_versions(),
         started_at=started_at,
     )

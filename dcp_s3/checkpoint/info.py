@@ -12,6 +12,8 @@ from dcp_s3.checkpoint.directory import Directory
 from dcp_s3.format.added_metrics import AddedMetrics
 from dcp_s3.format.layout import deletion_id, step_by_patterns, step_of
 from dcp_s3.format.manifest import Manifest
+from dcp_s3.reprs import one_line
+from dcp_s3.units import format_size
 from dcp_s3.url import CheckpointURL
 
 State = Literal["committed", "incomplete", "in_progress", "leftover", "local"]
@@ -19,7 +21,14 @@ State = Literal["committed", "incomplete", "in_progress", "leftover", "local"]
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A checkpoint under a root."""
+    """A checkpoint under a root.
+
+    >>> info = latest("s3://bucket/run")
+    >>> info
+    CheckpointInfo('s3://bucket/run/step-00002000', committed, ... KiB, step=2000, metrics={'val_loss': 1.5})
+    >>> info.committed, info.world_size
+    (True, 1)
+    """
 
     url: str
     """``s3://...`` of the checkpoint."""
@@ -66,6 +75,15 @@ class CheckpointInfo:
     so that it may be a checkpoint."""
     pin_reason: str | None = None
     """Why it is pinned, if `pin` was told."""
+    extra: dict[str, Any] = field(default_factory=dict, hash=False)
+    """What else the user stored with the save (``extra=``)."""
+
+    def __repr__(self) -> str:
+        facts = [] if self.size is None else [format_size(self.size)]
+        return one_line(
+            "CheckpointInfo", repr(self.url), self.state, *facts, step=self.step, damage=self.damage,
+            pinned=self.pinned or None, metrics=self.metrics or None, extra=self.extra or None,
+        )  # fmt: skip
 
     @property
     def committed(self) -> bool:
@@ -160,6 +178,7 @@ def from_manifest(url: CheckpointURL, manifest: Manifest) -> CheckpointInfo:
         objects=len(manifest.objects),
         size=manifest.total_size,
         metrics=manifest.metrics,
+        extra=manifest.extra,
         save_id=manifest.save_id,
     )
 
@@ -215,6 +234,7 @@ def from_rank_manifests(url: CheckpointURL, directory: Directory, manifests: Map
         objects=sum(len(manifest.objects) for manifest in written) if committed else len(directory.data),
         size=sum(manifest.total_size for manifest in written) if committed else directory.data_size,
         metrics={name: value for manifest in reversed(written) for name, value in manifest.metrics.items()},
+        extra=written[0].extra if written else {},
         save_id=written[0].save_id if committed else None,
         damage=None if committed else _untold(present, manifests),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -110,6 +111,7 @@ def facts(details: CheckpointDetails) -> Table:
         "items": details.items or None,
         "created": created,
         "metrics": format_metrics(info.metrics),
+        "extra": json.dumps(info.extra, ensure_ascii=False) if info.extra else None,
         "pinned": info.pin_reason,
         "written by": ", ".join(f"{name} {version}" for name, version in details.writer.items()) or writer,
     }

@@ -74,6 +74,8 @@ class Manifest:
     """Libraries that wrote it, and their versions."""
     started_at: float | None = None
     """Seconds since the epoch when the save began; None if not recorded."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """What else the user stored with the save (`extra.check_extra`)."""
 
     @property
     def total_size(self) -> int:
@@ -118,6 +120,7 @@ class Manifest:
                 objects=objects,
                 items=int(fields["items"]),
                 metrics={name: number_from_json(value) for name, value in (fields.get("metrics") or {}).items()},
+                extra=dict(fields.get("extra") or {}),
                 rank=fields.get("rank"),
                 writer=dict(fields.get("writer") or {}),
                 started_at=None if fields.get("started_at") is None else float(fields["started_at"]),
@@ -127,6 +130,7 @@ class Manifest:
             TypeError,
             AttributeError,
             UnicodeDecodeError,
+            RecursionError,
             json.JSONDecodeError,
         ) as error:
             raise ValueError(f"not a dcp_s3 manifest: {error!r}") from error

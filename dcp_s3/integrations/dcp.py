@@ -89,6 +89,11 @@ def register(*, overwrite: bool = False, settings: SettingsLike = None) -> None:
     nothing else. Of a writer's own arguments, ``overwrite`` and ``_extensions`` count; how many files and threads it is
     to use does not.
 
+    >>> register()
+    >>> dcp.save(state, checkpoint_id="s3://bucket/other/step-1")
+    Metadata(...)
+    >>> unregister()
+
     Args:
         overwrite: replace a checkpoint at the URL, as torch's writers do. Otherwise a save there fails with
             CheckpointExistsError, even in a run that went back to an earlier step.
@@ -106,7 +111,11 @@ def register(*, overwrite: bool = False, settings: SettingsLike = None) -> None:
 
 
 def unregister() -> None:
-    """Undo `register`. Further calls change nothing."""
+    """Undo `register`. Further calls change nothing.
+
+    >>> register()
+    >>> unregister()
+    """
     global _registration
     with _lock:
         _registration = None
@@ -146,8 +155,10 @@ def redirect(urls: Mapping[_Path, _Path], *, settings: SettingsLike = None) -> R
     local disk. A checkpoint that is there is replaced, as FileSystemWriter does, unless it was given
     ``overwrite=False``; here it stays whole until the new one is committed.
 
-    >>> with redirect({"/ckpt": "s3://bucket/run"}):
-    ...     trainer.train()  # saves to /ckpt/step-100, which is s3://bucket/run/step-100
+    >>> with redirect({"/ckpt": "s3://bucket/other"}):
+    ...     saved = dcp.save(state, checkpoint_id="/ckpt/step-100")
+    >>> latest("s3://bucket/other").url
+    's3://bucket/other/step-100'
 
     It holds from the call on; leaving the ``with``, or `Redirect.undo`, ends it. Of several that fit, the latest call
     counts; within a call, the longest directory.

@@ -32,11 +32,17 @@ class S3LoadPlanner(DefaultLoadPlanner):
 
     Python's garbage collector is off while the items are made.
 
+    >>> reader = S3StorageReader("s3://bucket/run/step-00002000")
+    >>> dcp.load(state, storage_reader=reader, planner=S3LoadPlanner())
+
     Raises:
         ShapeMismatchError: when it plans: a saved tensor has another shape. Other errors are as in torch's.
     """
 
     _found: tuple[MetadataIndex, object, torch.Tensor] | None = None
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(allow_partial_load={self.allow_partial_load})"
 
     @called_by_dcp
     def create_local_plan(self) -> LoadPlan:

@@ -6,8 +6,8 @@ import logging
 import time
 
 from dcp_s3 import ranks
+from dcp_s3.checkpoint.steps import find_step
 from dcp_s3.events import Listener, Loaded, LoadStarted, emit
-from dcp_s3.format.layout import step_of
 from dcp_s3.s3.hedge import hedges_of
 from dcp_s3.s3.store import S3Store
 from dcp_s3.url import CheckpointURL
@@ -25,7 +25,7 @@ class LoadProgress:
     """
 
     def __init__(self, store: S3Store, url: CheckpointURL, on_event: Listener | None) -> None:
-        self._url, self._step, self._on_event = str(url), step_of(url.name), on_event
+        self._url, self._step, self._on_event = str(url), find_step(url.name, store.settings), on_event
         self._gate, self._hedges = store.gate, hedges_of(store)
         self._began = time.monotonic()
         self._throttled, self._hedged = self._gate.state.throttled, self._hedges.state.started

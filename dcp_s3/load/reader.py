@@ -16,7 +16,6 @@ from torch.futures import Future
 
 from dcp_s3 import errors
 from dcp_s3.boundary import called_by_dcp
-from dcp_s3.checkpoint.attachments import find_attachments, read_attachment
 from dcp_s3.checkpoint.commit_state import CommitState, SaveIdentity, find_state
 from dcp_s3.checkpoint.lease import ReaderLease
 from dcp_s3.checkpoint.listing import list_directory
@@ -24,10 +23,9 @@ from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
 from dcp_s3.collector import collector_paused
 from dcp_s3.events import Listener
 from dcp_s3.format.layout import SAVE_ID_KEY, deletion_id, metadata_object, new_save_id
-from dcp_s3.format.manifest import Manifest
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.limit import Deadline, Limit
-from dcp_s3.load.attachments import read_waiting
+from dcp_s3.load.attachments import AttachmentReader
 from dcp_s3.load.engine import Source
 from dcp_s3.load.peers.agree import LoadGroup, join_load
 from dcp_s3.load.peers.assign import MAX_PIECE, plan_sharing
@@ -36,6 +34,7 @@ from dcp_s3.load.peers.shared_read import SharedRead, decline
 from dcp_s3.load.progress import LoadProgress
 from dcp_s3.load.read import LoadExecutor
 from dcp_s3.load.unreadable import UnreadableMetadata
+from dcp_s3.reprs import one_line
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.spill.local import LocalObjects, WaitingCommit, find_commits
@@ -46,11 +45,15 @@ from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
 logger = logging.getLogger(__name__)
 
 
-class S3StorageReader(StorageReader):
+class S3StorageReader(AttachmentReader, StorageReader):
     """Reads checkpoints from S3; pass it to `dcp.load` as ``storage_reader``.
 
     Reads what `S3StorageWriter` wrote, and what torch's FileSystemWriter (uploaded), FsspecWriter and
     s3torchconnector wrote.
+
+    >>> dcp.load(state, storage_reader=S3StorageReader("s3://bucket/run/step-00002000"))
+    >>> state["step"]
+    2000
 
     Args:
         url: ``s3://bucket/prefix`` of the checkpoint. May be left out if each load passes ``checkpoint_id``.
@@ -97,6 +100,9 @@ class S3StorageReader(StorageReader):
         self._transforms = ReaderTransforms(_extension_registry)
         self._url: CheckpointURL | None = None if url is None else parse_url(url)
         self._begin_load()
+
+    def __repr__(self) -> str:
+        return one_line("S3StorageReader", *([] if self._url is None else [repr(str(self._url))]))
 
     def _begin_load(self) -> None:
         self.load_id: str = new_save_id()
@@ -348,38 +354,13 @@ class S3StorageReader(StorageReader):
         future.set_result(None)
         return future
 
-    def attachment(self, name: str) -> bytes:
-        """The bytes of a small file that was attached to the checkpoint (`S3StorageWriter.attach`).
-
-        Of a checkpoint that another library wrote: those of the object ``{checkpoint}/{name}``. Every call asks S3;
-        no rank needs another one for it.
-
-        Raises:
-            AttachmentNotFoundError: there is none of that name.
-            CheckpointNotFoundError: no committed checkpoint is there.
-            CorruptCheckpointError: its bytes are not those that were attached.
-            StorageError
-        """
-        url, waiting = self._require_url(), self._find_uncommitted(None) if self.include_uncommitted else None
-        if waiting is not None:
-            return read_waiting(self._store(), self.settings, url, waiting.manifest, name)
-        return read_attachment(self._store(), url, name)
-
-    def attachments(self) -> list[str]:
-        """Names of the files that are attached to the checkpoint. Those of another library are not known.
-
-        Raises:
-            CheckpointNotFoundError: no committed checkpoint is there.
-            CorruptCheckpointError, StorageError
-        """
-        url, waiting = self._require_url(), self._find_uncommitted(None) if self.include_uncommitted else None
-        if waiting is not None:
-            return sorted(Manifest.from_json(waiting.manifest).attachments)
-        return sorted(find_attachments(self._store(), url) or ())
-
     @property
     def checkpoint_id(self) -> str | None:
-        """URL of the checkpoint being read, None before there is one."""
+        """URL of the checkpoint being read, None before there is one.
+
+        >>> S3StorageReader("s3://bucket/run/step-00002000").checkpoint_id
+        's3://bucket/run/step-00002000'
+        """
         return None if self._url is None else str(self._url)
 
     @classmethod

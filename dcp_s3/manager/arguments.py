@@ -15,21 +15,14 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.commit import check_metrics
-from dcp_s3.format.layout import step_by_patterns
+from dcp_s3.format.extra import check_extra
+from dcp_s3.manager.deciding import check_save_policy
+from dcp_s3.manager.names import DEFAULT_FORMAT, StepFormat, check_step_format
 from dcp_s3.retention.parse import parse_policy, policy_from_settings
 from dcp_s3.retention.policy import PolicyFunction
 from dcp_s3.retention.prune import check_grace
-from dcp_s3.settings import Settings, SettingsLike, compile_step_pattern, resolve_settings
+from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.url import CheckpointURL, parse_url
-
-
-def step_name(step: int) -> str:
-    """The name of a step's checkpoint, for example ``step-00001000``.
-
-    Raises:
-        CheckpointError: ``step`` is not a step.
-    """
-    return f"step-{check_step(step):08d}"
 
 
 def check_step(step: object) -> int:
@@ -43,12 +36,13 @@ def check_step(step: object) -> int:
     return step
 
 
-def check_save(step: object, state: object, metrics: object, planner: object) -> None:
+def check_save(step: object, state: object, metrics: object, planner: object, extra: object = None) -> None:
     """Check the arguments of `CheckpointManager.save`.
 
     Raises:
         CheckpointError: an argument is wrong.
         SaveProtocolError: a metric cannot be stored.
+        MetricsError: something in ``extra`` cannot be stored.
     """
     if isinstance(step, Mapping) and not isinstance(state, Mapping):
         raise errors.CheckpointError(
@@ -58,6 +52,7 @@ def check_save(step: object, state: object, metrics: object, planner: object) ->
     check_step(step)
     check_state(state)
     _check_metrics(metrics)
+    check_extra(extra)  # type: ignore[arg-type]
     _check_planner(planner, SavePlanner)
 
 
@@ -91,8 +86,8 @@ def _check_metrics(metrics: object) -> None:
     check_metrics(metrics)
 
 
-def check_restore(state: object, step: object, planner: object) -> None:
-    """Check the arguments of `CheckpointManager.restore`, except those that say what is best.
+def check_restore(state: object, step: object, planner: object, best: object = None, metric: object = None) -> None:
+    """Check the arguments of `CheckpointManager.restore`, except ``mode``.
 
     Raises:
         CheckpointError: an argument is wrong.
@@ -105,6 +100,14 @@ def check_restore(state: object, step: object, planner: object) -> None:
     check_state(state)
     if step is not None and not (isinstance(step, str) and step in ("best", "latest")):
         check_step(step)
+    if best is not None:
+        if not isinstance(best, str) or not best:
+            raise errors.CheckpointError(f"best = {_show(best)}, expected the name of a metric, like 'val_loss'")
+        if step not in (None, "best") or metric not in (None, best):
+            raise errors.CheckpointError(
+                f"best = {best!r} says which checkpoint to restore, and so do step = {_show(step)} and metric = "
+                f"{_show(metric)}. Remedy: manager.restore(state, best={best!r})"
+            )
     _check_planner(planner, LoadPlanner)
 
 
@@ -154,6 +157,8 @@ class Configuration:
     """Settings of everything that the manager does."""
     retention: PolicyFunction | None
     """The retention policy. None: nothing is deleted."""
+    step_format: StepFormat
+    """How steps are named."""
 
 
 def configure(
@@ -162,11 +167,14 @@ def configure(
     settings: SettingsLike,
     separate: object,
     timeouts: Mapping[str, object],
+    step_format: StepFormat = DEFAULT_FORMAT,
+    should_save: object = None,
 ) -> Configuration:
     """Check the arguments of a manager.
 
     Raises:
-        InvalidURLError, SettingsError
+        InvalidURLError
+        SettingsError: a setting or a timeout is not allowed, or ``step_format`` gives names without their steps.
         PolicyError: ``retention`` is not a policy, or the grace period is too short.
     """
     if not isinstance(root, (str, os.PathLike)):
@@ -178,8 +186,9 @@ def configure(
             raise errors.SettingsError(f"{name} = {_show(seconds)}, expected seconds, 0 or more")
     resolved = resolve_settings(settings)
     policy = resolve_policy(retention, resolved)
-    check_settings(resolved, prunes=policy is not None)
-    return Configuration(parse_url(root), resolved, policy)
+    check_save_policy(should_save)
+    resolved = check_settings(resolved, prunes=policy is not None, step_format=step_format)
+    return Configuration(parse_url(root), resolved, policy, step_format)
 
 
 def resolve_policy(retention: PolicyFunction | str | None, settings: Settings) -> PolicyFunction | None:
@@ -200,21 +209,17 @@ def resolve_policy(retention: PolicyFunction | str | None, settings: Settings) -
     return retention
 
 
-def check_settings(settings: Settings, *, prunes: bool) -> None:
-    """Refuse settings that would make every retention run fail, or hide every checkpoint of the manager.
+def check_settings(settings: Settings, *, prunes: bool, step_format: StepFormat = DEFAULT_FORMAT) -> Settings:
+    """Refuse settings that would make every retention run fail, or hide every checkpoint of the manager. Returns those
+    that find the steps (`check_step_format`).
 
     Raises:
         PolicyError: the grace period is too short.
-        SettingsError: ``step_pattern`` does not find the step in the manager's names.
+        SettingsError: the step is not found in the manager's names.
     """
     if prunes:
         check_grace(settings.retention_grace, force=False)
-    pattern = settings.step_pattern
-    if pattern is not None and step_by_patterns(step_name(12), [compile_step_pattern(pattern)]) != 12:
-        raise errors.SettingsError(
-            f"DCP_S3_STEP_PATTERN = {pattern!r} does not find the step in the names that CheckpointManager gives, like "
-            f"{step_name(12)}. Remedy: unset it, or make it match these too"
-        )
+    return check_step_format(step_format, settings)
 
 
 def _show(value: object) -> str:

@@ -101,15 +101,17 @@ def best_order(metric: str, mode: Mode) -> Order:
 
 
 def best_of(policy: PolicyFunction | None, metric: str | None, mode: Mode | None) -> tuple[str, Mode]:
-    """What "best" means: the arguments, or else the `KeepBest` of the retention policy.
+    """What "best" means: the arguments, or else the `KeepBest` of the retention policy. Of a metric without a mode:
+    that of its `KeepBest`, else ``min``.
 
     Raises:
         PolicyError: there is no `KeepBest`, or several that differ.
     """
-    if metric is not None:
-        return metric, mode or "min"
     parts = policy.policies if isinstance(policy, AnyOf) else (policy,)
     found = {(part.metric, part.mode) for part in parts if isinstance(part, KeepBest)}
+    if metric is not None:
+        modes = {kept for name, kept in found if name == metric}
+        return metric, mode or (modes.pop() if len(modes) == 1 else "min")
     if len(found) != 1:
         why = f"there are several KeepBest in the retention policy: {sorted(found)}" if found else (
             "there is no KeepBest in the retention policy"

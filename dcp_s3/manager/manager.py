@@ -5,28 +5,29 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch.distributed as dist
-from torch.distributed.checkpoint import state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlanner
 
 from dcp_s3 import errors
 from dcp_s3.failures import name_failed
-from dcp_s3.format.layout import step_of
 from dcp_s3.manager import arguments
-from dcp_s3.manager.arguments import check_step, step_name
+from dcp_s3.manager.arguments import check_step
 from dcp_s3.manager.background import BackgroundRetention, commit_of, retain
-from dcp_s3.manager.choosing import Order, best_of, best_order, latest_order, step_order
+from dcp_s3.manager.choosing import ChosenCheckpoint
+from dcp_s3.manager.deciding import SaveDecisions
+from dcp_s3.manager.names import DEFAULT_FORMAT, StepFormat, step_name
 from dcp_s3.manager.ranks import Failures, Ranks
+from dcp_s3.manager.reading import RunReader
 from dcp_s3.manager.restore import Restoring
-from dcp_s3.manager.saving import Saving, save_in_background, upload_of
+from dcp_s3.manager.save_policy import SavePolicyFunction
+from dcp_s3.manager.saving import Saving
 from dcp_s3.manager.waiting import look_at_disk
+from dcp_s3.reprs import one_line
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.marks import annotate
-from dcp_s3.retention.policy import Mode, PolicyFunction
+from dcp_s3.retention.policy import PolicyFunction, policy_name
 from dcp_s3.save.writer import S3StorageWriter, Separate
 from dcp_s3.settings import SettingsLike
 from dcp_s3.stage.stager import S3Stager
@@ -34,7 +35,7 @@ from dcp_s3.stage.stager import S3Stager
 logger = logging.getLogger(__name__)
 
 
-class CheckpointManager:
+class CheckpointManager(RunReader):
     """Saves and restores the checkpoints of a run, ``{root}/step-00001000`` and so on, and applies a retention policy.
 
     Works with and without torch.distributed. With it, every rank makes a manager and calls `save` and `restore`; the
@@ -48,11 +49,26 @@ class CheckpointManager:
 
     An error on one rank is an error on all. The other ranks raise a CheckpointError that names it.
 
+    >>> with CheckpointManager("s3://bucket/run", retention="latest:3 best:1:val_loss:min") as manager:
+    ...     first = manager.restore(state) or 0
+    ...     for step in range(first + 1, first + 101):
+    ...         train(state)
+    ...         if step % 50 == 0:
+    ...             saved = manager.save(step, state, {"val_loss": validate(state)})
+    >>> [info.step for info in list_checkpoints("s3://bucket/run")]
+    [2000, 2050, 2100]
+
     Args:
         root: ``s3://bucket/run``.
         retention: a policy (``KeepLatest(3) | KeepBest(2, "val_loss", "min")``), or text in the form of
             ``DCP_S3_RETENTION``. None: the policy in ``DCP_S3_RETENTION``. If that is unset, or the text is empty,
             nothing is deleted.
+        should_save: a policy of which steps to save (``SaveEvery(steps=1000) | SaveOnPreemption()``), or a function of
+            a `SaveMoment`: `save` does nothing for the others. None: `save` always saves. See `should_save`.
+        step_format: how a step is named below the root: text with ``{step}`` in it, or a function of the step. Other
+            tools find the step if it is the last number in the name, else by ``DCP_S3_STEP_PATTERN``.
+        read_only: only read: nothing is saved, annotated, pruned or drained, and what waits on disks does not count.
+            Needs permission to read only, and may be of another run's root.
         settings: a `Settings`, or a mapping of settings that override the environment.
         process_group: a group with a CPU backend, used only for these saves and loads. None: a new gloo group of all
             ranks.
@@ -65,7 +81,7 @@ class CheckpointManager:
 
     Raises:
         InvalidURLError, SettingsError
-        PolicyError: ``retention`` is not a policy.
+        PolicyError: ``retention`` or ``should_save`` is not a policy.
     """
 
     def __init__(
@@ -73,6 +89,9 @@ class CheckpointManager:
         root: str | os.PathLike[str],
         *,
         retention: PolicyFunction | str | None = None,
+        should_save: SavePolicyFunction | None = None,
+        step_format: StepFormat = DEFAULT_FORMAT,
+        read_only: bool = False,
         settings: SettingsLike = None,
         process_group: dist.ProcessGroup | None = None,
         overwrite: bool = False,
@@ -81,6 +100,8 @@ class CheckpointManager:
         retention_timeout: float = 60.0,
         drain_timeout: float = 600.0,
     ) -> None:
+        self.read_only = read_only
+        self._should_save = None if read_only else should_save
         self.overwrite = overwrite
         self.separate = separate
         self.weights_only = weights_only
@@ -90,38 +111,35 @@ class CheckpointManager:
         # First: through the group the other ranks learn if the arguments of one rank are wrong.
         self._ranks = Ranks(process_group)
 
-        def configure() -> tuple[str, frozenset[str]]:
+        def configure() -> tuple[tuple[str, str, bool], dict[str, int | None]]:
             timeouts = {"retention_timeout": retention_timeout, "drain_timeout": drain_timeout}
-            found = arguments.configure(root, retention, settings, separate, timeouts)
+            found = arguments.configure(root, retention, settings, separate, timeouts, step_format, self._should_save)
             self.root, self.settings, self.retention = found.root, found.settings, found.retention
+            self._step_format = found.step_format
             self._catalog = CheckpointCatalog(str(found.root), settings=found.settings)
-            self._stager = S3Stager(found.settings)
-            waiting = look_at_disk(self._catalog).commits
-            return self.root_url, frozenset(each.info.url for each in waiting)
+            self._stager = None if read_only else S3Stager(found.settings)
+            waiting = () if read_only else look_at_disk(self._catalog).commits
+            example = step_name(12, found.step_format)
+            return (self.root_url, example, read_only), {each.info.url: each.info.step for each in waiting}
 
         told = self._ranks.agree(configure, self._refuse("no CheckpointManager is made"))
-        roots = {rank: url for rank, (url, _) in enumerate(told)}
-        if len(set(roots.values())) > 1:
+        runs = {rank: run for rank, (run, _) in enumerate(told)}
+        if len(set(runs.values())) > 1:
             raise errors.CheckpointError(
-                f"the ranks have different roots: {roots} (by rank). Remedy: pass the same root"
+                f"the ranks have different roots, step formats (here of step 12) or read_only: {runs} (by rank). "
+                "Remedy: pass the same on all"
             )
-        self._left = frozenset[str]().union(*(urls for _, urls in told))
-        """URLs of steps that an earlier run left on disk and this run has not reached yet. If this run saves one of
+        self._left = {url: step for _, urls in told for url, step in urls.items()}
+        """Steps by URL that an earlier run left on disk and this run has not reached yet. If this run saves one of
         them, it has diverged from that run, and replaces the old checkpoint."""
         self._saving = Saving(self._ranks.rank)
-        self._restoring = Restoring(self._catalog, self._ranks, weights_only=weights_only, drain_timeout=drain_timeout)
+        self._decisions = SaveDecisions(self._should_save, self._ranks)
+        self._restoring = Restoring(
+            self._catalog, self._ranks, weights_only=weights_only, drain_timeout=drain_timeout, disks=not read_only
+        )
         self._retention: BackgroundRetention | None = None
-        if self.retention is not None and self._ranks.is_first:
+        if self.retention is not None and self._ranks.is_first and not read_only:
             self._retention = retain(self.root_url, self.retention, self.settings)
-
-    @property
-    def root_url(self) -> str:
-        """``s3://bucket/run``."""
-        return str(self.root)
-
-    def url(self, step: int) -> str:
-        """URL to which `save` saves a step."""
-        return str(self.root.child(step_name(step)))
 
     # --- save ----------------------------------------------------------------------------------------
 
@@ -131,26 +149,45 @@ class CheckpointManager:
         state: dict[str, Any],
         metrics: Mapping[str, Any] | None = None,
         *,
+        extra: Mapping[str, Any] | None = None,
+        force: bool = False,
         blocking: bool = False,
         planner: SavePlanner | None = None,
-    ) -> None:
-        """Save the state of a step. Every rank calls it.
+    ) -> bool:
+        """Save the state of a step, if `should_save` says so. Every rank calls it.
 
         Waits for the previous save, copies the state, and returns. The upload goes on in the background.
+
+        >>> with CheckpointManager("s3://bucket/run") as manager:
+        ...     manager.save(3000, state, {"val_loss": 1.75}, extra={"tokens": 12_000_000})
+        True
 
         Args:
             step: training step, 0 or more.
             state: as for `dcp.save`: a dict of tensors, DTensors, Stateful objects and so on.
             metrics: numbers, text and bools to store with it. The first rank's metrics are used. See also `annotate`.
+            extra: what else belongs to the checkpoint: text, numbers, bools, None, lists and dicts of these, at most 64
+                KiB as JSON. The first rank's is stored. `extra` reads it, ``dcp-s3 show`` and ``ls --json`` show it.
+            force: save whatever ``should_save`` says.
             blocking: return only when the save is committed; the state is not copied.
             planner: see `dcp.save`.
+
+        Returns:
+            Whether the step is saved: False if the policy ``should_save`` says no.
 
         Raises:
             SaveFailedError: with ``blocking``: this save failed. Otherwise: an earlier save failed, and this state was
                 not saved. Or a rank cannot go on, or a ``state_dict`` in the state raised on a rank.
             SaveProtocolError: the ranks save different steps, or a metric cannot be stored.
+            MetricsError: something in ``extra`` cannot be stored.
             StagingError: the state cannot be copied.
+            CheckpointError: the manager is read_only or closed, or an argument is wrong.
         """
+        stager = self._stager
+        if stager is None:
+            raise self._read_only_error(f"step {step} is not saved" if isinstance(step, int) else "nothing is saved")
+        if not force and self._should_save is not None and not self.should_save(step):
+            return False
         made: list[S3StorageWriter] = []
         collected: dict[str, Any] = {}
 
@@ -158,12 +195,13 @@ class CheckpointManager:
             self._saving.settle()
             self._saving.raise_failure()
             self._check_open()
-            arguments.check_save(step, state, metrics, planner)
+            arguments.check_save(step, state, metrics, planner, extra)
             url = self.url(step)
             writer = S3StorageWriter(
                 url,
                 overwrite=self.overwrite or url in self._left,
                 metrics=metrics,
+                extra=extra,
                 separate=self.separate,
                 settings=self.settings,
             )
@@ -187,29 +225,65 @@ class CheckpointManager:
         else:
             collected.update(state)
         url, writer = self.url(step), made[0]
+        self._decisions.saved(step)
         if url in self._left:
-            self._left -= {url}
+            del self._left[url]
             if self._ranks.is_first:
                 logger.warning("%s waited on disk from an earlier run: it is saved again and replaced", url)
-        if blocking:
-            try:
-                state_dict_saver.save(
-                    collected, storage_writer=writer, process_group=self._ranks.group, planner=planner
-                )
-            except CheckpointException as error:
-                raise self._saving.fail(step, url, error) from None
-            self._saving.last_good = step
-            self._saved(writer)
-            return
-        try:
-            future = upload_of(save_in_background(collected, writer, self._ranks, self._stager, planner))
-        except CheckpointException as error:
-            raise self._saving.fail(step, url, error) from error.__cause__
-        self._saving.begin(step, url, future, on_success=lambda: self._saved(writer))
+        self._saving.run(
+            step, url, collected, writer, self._ranks, None if blocking else stager, planner,
+            on_success=lambda: self._saved(writer),
+        )  # fmt: skip
+        return True
+
+    def should_save(self, step: int) -> bool:
+        """Whether `save` saves a step, by the policy ``should_save``; True without one. The same on all ranks, all of
+        which call it, with the same steps. The step that was saved or restored last is not saved again.
+
+        What depends on steps alone costs nothing. For the clock and for SIGTERM the ranks meet in one all-reduce of 40
+        bytes over gloo, in which all wait for the slowest. They do so rarely: at half of the steps that are left until
+        a save is due, at least every 100, and with `SaveOnPreemption` about once a second. So a save may be late by a
+        step or two. Functions of your own are asked at each step.
+
+        >>> with CheckpointManager("s3://bucket/run", should_save=SaveEvery(steps=1000)) as manager:
+        ...     for step in range(2001, 4001):
+        ...         if manager.should_save(step):
+        ...             saved = manager.save(step, state, {"val_loss": validate(state)})
+        >>> [info.step for info in list_checkpoints("s3://bucket/run")]
+        [1000, 2000, 3000, 4000]
+
+        Raises:
+            SaveProtocolError: the ranks ask about different steps.
+            CheckpointError: the policy has failed on the first rank, the manager is closed, or ``step`` is not a step.
+        """
+        check_step(step)
+        if self.read_only:
+            return False
+        self._check_open()
+        return self._decisions.should_save(step)
+
+    @property
+    def preempted(self) -> bool:
+        """Whether SIGTERM has come to a rank, as `should_save` or `save` found last: the same on all ranks. Then leave
+        the training loop: the state is saved. Always False without `SaveOnPreemption`.
+
+        >>> with CheckpointManager("s3://bucket/run", should_save=SaveOnPreemption()) as manager:
+        ...     for step in range(2001, 2011):
+        ...         saved = manager.save(step, state)
+        ...         if manager.preempted:
+        ...             break
+        """
+        return self._decisions.preempted
 
     def wait(self) -> None:
         """Wait for the current save: until it is committed, or with ``DCP_S3_DURABILITY=local`` until it is on local
         disks.
+
+        >>> with CheckpointManager("s3://bucket/run") as manager:
+        ...     saved = manager.save(3000, state)
+        ...     manager.wait()
+        ...     latest("s3://bucket/run").step
+        3000
 
         Raises:
             SaveFailedError: a save has failed.
@@ -222,15 +296,21 @@ class CheckpointManager:
 
         Waits for the save of this step if it is still going on.
 
+        >>> with CheckpointManager("s3://bucket/run") as manager:
+        ...     manager.annotate(2000, {"val_loss": 1.0})
+        ...     manager.best_step("val_loss")
+        2000
+
         Raises:
             MetricsError, StorageError
             CheckpointNotFoundError: there is no committed checkpoint of this step.
         """
+        if self.read_only:
+            raise self._read_only_error("nothing is annotated")
         arguments.check_annotate(step, metrics)
         if not self._ranks.is_first:
             return
-        if self._saving.step == step:
-            self._saving.settle()
+        self._settle_step(step)
         annotate(self.url(step), metrics, settings=self.settings)
 
     def _saved(self, writer: S3StorageWriter) -> None:
@@ -243,98 +323,15 @@ class CheckpointManager:
             f"step {step} is not saved: {name_failed(failures)}", url=self.url(step), step=step, failures=failures
         )
 
-    def _refuse(self, what: str) -> Callable[[Failures], errors.CheckpointError]:
-        return lambda failures: errors.CheckpointError(f"{what}: {name_failed(failures)}")
-
-    # --- restore -------------------------------------------------------------------------------------
-
-    def restore(
-        self,
-        state: dict[str, Any],
-        step: int | Literal["best", "latest"] | None = None,
-        *,
-        metric: str | None = None,
-        mode: Mode | None = None,
-        planner: LoadPlanner | None = None,
-    ) -> int | None:
-        """Load a checkpoint into ``state``, in place. Every rank calls it; the first rank chooses for all.
-
-        Checkpoints that wait on disk for S3 count too (``DCP_S3_DURABILITY=local``, or S3 was away when they were
-        saved). One that every rank has whole on its own disk is loaded from there; otherwise it must reach S3 first.
-
-        If the latest or best one turns out to be gone or damaged, the next one is loaded and a warning logged; what had
-        been loaded is overwritten. Other failures are raised.
-
-        Args:
-            state: as for `dcp.load`.
-            step: a step, or ``best``. None or ``latest``: the highest step.
-            metric: the metric that decides which is best. None: that of the retention policy's `KeepBest`.
-            mode: ``min`` (the default) if low values are better, or ``max``.
-            planner: see `dcp.load`.
-
-        Returns:
-            The step that was loaded. None if nothing was committed under the root yet.
-
-        Raises:
-            CheckpointNotFoundError: there are checkpoints, but none of this step, or with this metric.
-            CorruptCheckpointError: the requested checkpoints cannot be loaded.
-            RestoreFailedError: the load failed; ``failures`` has the causes by rank. The state may be partly loaded.
-            PolicyError: it is undefined or ambiguous what is best.
-            StorageError
-        """
-        orders: list[Order] = []
-
-        def begin() -> tuple[int | str | None, str | None, Mode | None]:
-            self._saving.settle()
-            self._check_open()
-            arguments.check_restore(state, step, planner)
-            orders.append(self._order(step, metric, mode))
-            return step, metric, mode
-
-        requests = self._ranks.agree(begin, self._refuse("nothing is restored"))
-        if len(set(requests)) > 1:
-            raise errors.CheckpointError(
-                f"the ranks restore different checkpoints of {self.root}: {dict(enumerate(requests))} (by rank). "
-                "Remedy: call restore with the same arguments on all",
-                url=self.root_url,
-            )
-        found = self._restoring.restore(state, orders[0], planner)
-        if found is None:
-            return None
-        # Up to this step, what an earlier run left is this run's own past.
-        self._left = frozenset(url for url in self._left if (step_of(url) or 0) > found.step)
-        self._saving.last_good = found.step
-        return found.step
-
-    def latest_step(self) -> int | None:
-        """The step that `restore` would load, as this rank sees it; None if there is none.
-
-        Raises:
-            CorruptCheckpointError, StorageError
-        """
-        return self._restoring.step(latest_order)
-
-    def best_step(self, metric: str | None = None, mode: Mode | None = None) -> int | None:
-        """The step with the best value of a metric, as this rank sees it; None if there is none.
-
-        Raises:
-            CheckpointNotFoundError: there are checkpoints, but none with the metric.
-            PolicyError: it is undefined or ambiguous what is best.
-            CorruptCheckpointError, StorageError
-        """
-        return self._restoring.step(self._order("best", metric, mode))
-
-    def _order(self, step: int | str | None, metric: str | None, mode: Mode | None) -> Order:
-        if step == "best":
-            return best_order(*best_of(self.retention, metric, mode))
-        if step is None or step == "latest":
-            return latest_order
-        return step_order(check_step(step))
-
     # --- end -----------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Wait for the current save, then for retention (at most ``retention_timeout`` seconds). Then free the buffers.
+
+        >>> manager = CheckpointManager("s3://bucket/run")
+        >>> manager.save(3000, state)
+        True
+        >>> manager.close()
 
         Raises:
             SaveFailedError: a save has failed.
@@ -343,26 +340,44 @@ class CheckpointManager:
             return
         self._saving.settle()
         self._closed = True
+        self._decisions.close()
         if self._retention is not None:
             self._retention.close(self.retention_timeout)
-        self._stager.close()
+        if self._stager is not None:
+            self._stager.close()
         self._saving.raise_failure()
 
-    def __enter__(self) -> CheckpointManager:
-        return self
+    def __repr__(self) -> str:
+        shown = {
+            "retention": None if self.retention is None else policy_name(self.retention),
+            "should_save": self._should_save,
+            "step_format": None if self._step_format == DEFAULT_FORMAT else self._step_format,
+            "read_only": self.read_only or None,
+        }
+        return one_line("CheckpointManager", repr(self.root_url), **shown)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        try:
-            self.close()
-        except Exception as failure:
-            if error is None:
-                raise
-            logger.error("while %s went through the manager: %s", type(error).__name__, failure)  # noqa: TRY400
+    # --- for RunReader -------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        self._saving.settle()
+        self._check_open()
+
+    def _settle_step(self, step: int) -> None:
+        if self._saving.step == step:
+            self._saving.settle()
+
+    def _restored(self, found: ChosenCheckpoint) -> None:
+        # Up to this step, what an earlier run left is this run's own past.
+        self._left = {url: step for url, step in self._left.items() if (step or 0) > found.step}
+        self._saving.last_good = found.step
+        self._decisions.restored(found.step)
+
+    def _read_only_error(self, what: str) -> errors.CheckpointError:
+        return errors.CheckpointError(
+            f"{what}: the CheckpointManager of {self.root} was made with read_only=True. Remedy: make one without, for "
+            "the root of this run",
+            url=self.root_url,
+        )
 
     def _check_open(self) -> None:
         if self._closed:

@@ -43,14 +43,24 @@ class Restoring:
         ranks: the ranks that restore together.
         weights_only: see `S3StorageReader`.
         drain_timeout: seconds to wait for data to drain from the disks to S3, see `Patience`.
+        disks: whether what waits on the disks for S3 counts, and is drained.
     """
 
-    def __init__(self, catalog: CheckpointCatalog, ranks: Ranks, *, weights_only: bool, drain_timeout: float) -> None:
+    def __init__(
+        self,
+        catalog: CheckpointCatalog,
+        ranks: Ranks,
+        *,
+        weights_only: bool,
+        drain_timeout: float,
+        disks: bool = True,
+    ) -> None:
         self._catalog = catalog
         self._settings = catalog.settings
         self._ranks = ranks
         self._weights_only = weights_only
         self._drain_timeout = drain_timeout
+        self._disks = disks
 
     def restore(self, state: dict[str, Any], order: Order, planner: LoadPlanner | None) -> ChosenCheckpoint | None:
         """Load the first checkpoint in ``order`` that can be loaded. None if there is none at all. Every rank calls it.
@@ -81,7 +91,7 @@ class Restoring:
 
     def step(self, order: Order) -> int | None:
         """The first step in ``order``, for this rank alone."""
-        found = self.find(order, (), (look_at_disk(self._catalog),), True)
+        found = self.find(order, (), (self._look(),), True)
         return None if found is None else found.step
 
     def choose(self, order: Order, passed_over: Collection[str] = ()) -> ChosenCheckpoint | None:
@@ -106,8 +116,11 @@ class Restoring:
                 return found
             patience.pause(found, quiet=not self._ranks.is_first)
 
+    def _look(self) -> Disk:
+        return look_at_disk(self._catalog) if self._disks else Disk()
+
     def _look_and_drain(self) -> Disk:
-        disk = look_at_disk(self._catalog)
+        disk = self._look()
         store = open_store(self._settings)
         if store is not None and (disk.size or disk.commits):
             drain_in_background(store, patience=self._settings.spill_after)

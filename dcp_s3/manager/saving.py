@@ -95,6 +95,49 @@ class Saving:
         """The step being saved; None if none is."""
         return None if self._save is None else self._save.step
 
+    def run(
+        self,
+        step: int,
+        url: str,
+        state: dict[str, Any],
+        writer: S3StorageWriter,
+        ranks: Ranks,
+        stager: S3Stager | None,
+        planner: SavePlanner | None,
+        *,
+        on_success: Callable[[], None],
+    ) -> None:
+        """Save on all ranks: in the background, or without a ``stager`` until it is committed. The previous save must
+        have ended.
+
+        Args:
+            step: training step.
+            url: URL of the checkpoint.
+            state: the state, collected.
+            writer: writer of this save.
+            ranks: ranks that save together.
+            stager: copies the state; None: it is not copied.
+            planner: see `dcp.save`.
+            on_success: called when the save is done, perhaps in another thread.
+
+        Raises:
+            SaveFailedError: the save has failed, or could not begin.
+            StagingError: the state cannot be copied, and there are no other ranks.
+        """
+        if stager is None:
+            try:
+                state_dict_saver.save(state, storage_writer=writer, process_group=ranks.group, planner=planner)
+            except CheckpointException as error:
+                raise self.fail(step, url, error) from None
+            self.last_good = step
+            on_success()
+            return
+        try:
+            future = upload_of(save_in_background(state, writer, ranks, stager, planner))
+        except CheckpointException as error:
+            raise self.fail(step, url, error) from error.__cause__
+        self.begin(step, url, future, on_success=on_success)
+
     def begin(self, step: int, url: str, future: Future[None], *, on_success: Callable[[], None]) -> None:
         """Track a save that has begun. The previous one must have ended.
 

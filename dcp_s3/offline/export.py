@@ -23,10 +23,11 @@ from dcp_s3.format.manifest import AttachmentEntry
 from dcp_s3.offline.destination import Destination, is_temporary, open_destination
 from dcp_s3.offline.export_plan import BATCH, Batch, Format, PlannedFile, Selected, Step, batches_of, room_of
 from dcp_s3.offline.open_checkpoint import OpenCheckpoint, Reading, Target
+from dcp_s3.reprs import one_line
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.tensor_memory import view_bytes
-from dcp_s3.units import parse_size
+from dcp_s3.units import format_size, parse_size
 from dcp_s3.url import parse_url
 from dcp_s3.workers import Workers
 
@@ -44,7 +45,11 @@ _DTYPES = {
 
 @dataclass(frozen=True)
 class ExportResult:
-    """What an export wrote."""
+    """What an export wrote.
+
+    >>> export("s3://bucket/run/step-00002000", "weights").files
+    ('model.safetensors',)
+    """
 
     files: tuple[str, ...]
     """Names of the files, the index last."""
@@ -54,6 +59,10 @@ class ExportResult:
     """Bytes of all files."""
     skipped: int
     """Number of entries that are no tensors and were left out."""
+
+    def __repr__(self) -> str:
+        what = [f"{len(self.files)} files", f"{self.tensors} tensors", format_size(self.size)]
+        return one_line("ExportResult", *what, skipped=self.skipped or None)
 
 
 def export(
@@ -81,6 +90,9 @@ def export(
     memory, whatever the size of tensors and weights files, and besides an attachment (256 MiB at most), or with
     ``torch`` all entries that are no tensors. Each file appears complete, the index last; if the export fails,
     what it had written is removed.
+
+    >>> export("s3://bucket/run/step-00002000", "weights", include="weight")
+    ExportResult(1 files, 1 tensors, ... B)
 
     Args:
         url: URL of the checkpoint.

@@ -22,9 +22,11 @@ from dcp_s3.errors import ImportSourceError
 from dcp_s3.format.archive import find_order
 from dcp_s3.offline.pieces import Box, cut, new_names
 from dcp_s3.offline.weight_files import FoundTensor, FoundWeights, find_weights
+from dcp_s3.reprs import one_line
 from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.tensor_memory import view_bytes
+from dcp_s3.units import format_size
 
 PIECE = 8 * 2**20
 """Most bytes of a chunk: larger tensors become several, as if they had been sharded."""
@@ -40,7 +42,12 @@ _WRITTEN_TOGETHER = _OBJECTS * 8_000 * _PART
 
 @dataclass(frozen=True)
 class ImportResult:
-    """What an import wrote."""
+    """What an import wrote.
+
+    >>> torch.save(state, "model.pt")
+    >>> import_weights("model.pt", "s3://bucket/imported/step-0").tensors
+    1
+    """
 
     tensors: int
     """Number of tensors."""
@@ -48,6 +55,9 @@ class ImportResult:
     """Number of other entries, from torch files."""
     size: int
     """Bytes of the tensors."""
+
+    def __repr__(self) -> str:
+        return one_line("ImportResult", f"{self.tensors} tensors", format_size(self.size), objects=self.objects or None)
 
 
 def import_weights(
@@ -65,6 +75,10 @@ def import_weights(
 
     Needs no process group. Takes at most 512 MiB of host memory, whatever the size of tensors and files. Pickles are
     read with ``weights_only``. Nested dicts of a torch file become names with dots, as in DCP.
+
+    >>> torch.save(state, "model.pt")
+    >>> import_weights("model.pt", "s3://bucket/imported/step-0")
+    ImportResult(1 tensors, 32 B, objects=1)
 
     Args:
         source: directory or ``s3://bucket/prefix`` with ``*.safetensors`` or torch files, with an index or without; or

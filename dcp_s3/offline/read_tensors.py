@@ -27,6 +27,10 @@ def read_tensor(
     Needs no process group, and calls no collective if there is one. Fetches the metadata, and the same bytes of the
     saved chunks that a load of this part would.
 
+    >>> read_tensor("s3://bucket/run/step-00002000", "weight", (slice(0, 2),))
+    tensor([[0., 1.],
+            [2., 3.]])
+
     Args:
         url: URL of the checkpoint.
         fqn: name of the tensor, as ``dcp-s3 show`` lists it.
@@ -71,6 +75,9 @@ def read_tensors(
     """Read entries of a committed checkpoint: tensors into host memory, and objects.
 
     Works like `read_tensor`, but fetches all entries together and the metadata once.
+
+    >>> read_tensors("s3://bucket/run/step-00002000")["step"]
+    2000
 
     Args:
         url: URL of the checkpoint.

@@ -48,6 +48,9 @@ def verify(
     Memory: a block of 1 MiB per connection (``DCP_S3_CONCURRENCY``); for items without a checksum, one item and its
     decoded form.
 
+    >>> verify("s3://bucket/run/step-00002000", full=True).ok
+    True
+
     Args:
         url: URL of the checkpoint.
         full: whether to read the data, too.

@@ -5,12 +5,18 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
+from dcp_s3.reprs import one_line
+
 Mode = Literal["fast", "full"]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Something about a checkpoint that is not as it was saved."""
+    """Something about a checkpoint that is not as it was saved.
+
+    >>> for problem in verify("s3://bucket/run/step-00002000").problems:
+    ...     print(problem)
+    """
 
     path: str
     """Path of the object, relative to the checkpoint."""
@@ -19,13 +25,20 @@ class Problem:
     what: str
     """What is wrong."""
 
+    def __repr__(self) -> str:
+        return one_line("Problem", repr(self.path), self.what, fqn=self.fqn)
+
     def __str__(self) -> str:
         return f"{self.path}: {self.what}" if self.fqn is None else f"{self.path}: {self.fqn!r} {self.what}"
 
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """The things that `verify` checked, and the problems that it found."""
+    """The things that `verify` checked, and the problems that it found.
+
+    >>> verify("s3://bucket/run/step-00002000")
+    VerifyReport('s3://bucket/run/step-00002000', ok, fast, objects=1, items=2)
+    """
 
     url: str
     """URL of the checkpoint."""
@@ -45,6 +58,13 @@ class VerifyReport:
     """Number of these items that went through a stream extension unknown here: nothing is known of their bytes."""
     problems: tuple[Problem, ...]
     """Problems found, by object."""
+
+    def __repr__(self) -> str:
+        found = "ok" if self.ok else f"{len(self.problems)} problems"
+        first = str(self.problems[0]) if self.problems else None
+        return one_line(
+            "VerifyReport", repr(self.url), found, self.mode, objects=self.objects, items=self.items, first=first
+        )
 
     @property
     def ok(self) -> bool:

@@ -23,6 +23,7 @@ from dcp_s3.checkpoint.info import (
 from dcp_s3.checkpoint.look import find_damage, inspect_checkpoint
 from dcp_s3.coroutines import run
 from dcp_s3.format.manifest import Manifest
+from dcp_s3.reprs import one_line
 from dcp_s3.retention.policy import Mode, best_first
 from dcp_s3.retention.scan import CatalogSnapshot, list_root, merge_local, scan_root
 from dcp_s3.s3.async_store import AsyncS3Store, open_async_store
@@ -36,6 +37,9 @@ logger = logging.getLogger(__name__)
 
 class CheckpointCatalog:
     """The checkpoints directly under a root, with everything that retention decides on. Holds no connection.
+
+    >>> CheckpointCatalog("s3://bucket/run").latest().step
+    2000
 
     Args:
         root: ``s3://bucket/run`` for checkpoints at ``s3://bucket/run/step-1000`` and so on.
@@ -55,9 +59,15 @@ class CheckpointCatalog:
         self.settings = resolve_settings(settings)
         self._patterns = _compile(patterns, self.settings)
 
+    def __repr__(self) -> str:
+        return one_line("CheckpointCatalog", repr(str(self.root)))
+
     def checkpoints(self) -> list[CheckpointInfo]:
         """The checkpoints, oldest first. An uncommitted one is ``in_progress``, or ``leftover`` if it is older than the
         grace period (setting ``retention_grace``). One that waits in this host's spill directory is ``local``.
+
+        >>> [(info.step, info.state) for info in CheckpointCatalog("s3://bucket/run").checkpoints()]
+        [(1000, 'committed'), (2000, 'committed')]
 
         Raises:
             StorageError: missing bucket, credentials, permissions, network.
@@ -66,6 +76,9 @@ class CheckpointCatalog:
 
     def scan(self, *, deep: bool = False) -> CatalogSnapshot:
         """Everything that a plan needs, including open multipart uploads.
+
+        >>> CheckpointCatalog("s3://bucket/run").scan(deep=True).leftovers
+        ()
 
         Args:
             deep: also look for leftovers in the directories of committed checkpoints, and for damage: two more
@@ -79,6 +92,9 @@ class CheckpointCatalog:
     def latest(self) -> CheckpointInfo | None:
         """The checkpoint to resume from, as in `dcp_s3.latest`: it can be loaded. None if there is none.
 
+        >>> CheckpointCatalog("s3://bucket/run").latest().url
+        's3://bucket/run/step-00002000'
+
         Raises:
             StorageError: missing bucket, credentials, permissions, network.
         """
@@ -88,6 +104,9 @@ class CheckpointCatalog:
         """The loadable committed checkpoint with the best value of a metric; None if there is none.
 
         Values that are not finite numbers count as missing. Among equal values, the newest checkpoint wins.
+
+        >>> CheckpointCatalog("s3://bucket/run").best("val_loss").step
+        1000
 
         Args:
             metric: name of the metric.
@@ -114,7 +133,11 @@ class CheckpointCatalog:
             return await scan_root(store, self.root, self._patterns, deep=deep, local=local)
 
     def local(self) -> list[CheckpointInfo]:
-        """The checkpoints whose commits wait in this host's spill directory, oldest first. Makes no request."""
+        """The checkpoints whose commits wait in this host's spill directory, oldest first. Makes no request.
+
+        >>> CheckpointCatalog("s3://bucket/run", settings={"spill_dir": "/nvme/spill"}).local()
+        []
+        """
         return [with_step(info, self._patterns) for info in find_local(str(self.root), settings=self.settings)]
 
     async def _first(self, order: Callable[[Iterable[CheckpointInfo]], list[CheckpointInfo]]) -> CheckpointInfo | None:
@@ -163,6 +186,9 @@ def list_checkpoints(root: URLLike, *, settings: SettingsLike = None) -> list[Ch
     Sorted by step, time and name. Directories that hold nothing of a checkpoint are left out. ``committed`` says
     that the commit is there; it does not look at every data object, as `latest` does.
 
+    >>> [(info.step, info.metrics) for info in list_checkpoints("s3://bucket/run")]
+    [(1000, {'val_loss': 1.25}), (2000, {'val_loss': 1.5})]
+
     Args:
         root: ``s3://bucket/run`` for checkpoints at ``s3://bucket/run/step-1000`` and so on.
         settings: a `Settings`, or a mapping of those that differ from the environment.
@@ -187,6 +213,11 @@ def latest(root: URLLike, *, include_uncommitted: bool = False, settings: Settin
 
     It can be loaded: its metadata is readable, and every data object that it names is there and long enough. Others
     (a copy that was cut off, objects that somebody deleted) are skipped with a warning in the log.
+
+    >>> latest("s3://bucket/run").step
+    2000
+    >>> latest("s3://bucket/nothing") is None
+    True
 
     Args:
         root: the URL above the checkpoints.

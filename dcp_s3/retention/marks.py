@@ -36,6 +36,9 @@ def annotate(url: URLLike, metrics: Mapping[str, Any], *, settings: SettingsLike
 
     They lie in ``.dcp_s3/metrics.json`` with the id of their save: one that overwrites the checkpoint starts without.
 
+    >>> annotate("s3://bucket/run/step-00002000", {"accuracy": 0.75})
+    {'accuracy': 0.75}
+
     Args:
         url: URL of the checkpoint.
         metrics: finite numbers, NaN, text and bools by name. NaN is stored; `KeepBest` takes it for missing.
@@ -88,6 +91,10 @@ def pin(url: URLLike, reason: str | None = None, *, settings: SettingsLike = Non
 
     The pin belongs to the URL: a save that overwrites the checkpoint leaves it there.
 
+    >>> pin("s3://bucket/run/step-00001000", "the paper's baseline")
+    >>> [info.name for info in list_checkpoints("s3://bucket/run") if info.pinned]
+    ['step-00001000']
+
     Raises:
         CheckpointNotFoundError: no committed checkpoint is there.
         CheckpointDeletedError: a prune is deleting it; it is not pinned.
@@ -107,6 +114,10 @@ def pin(url: URLLike, reason: str | None = None, *, settings: SettingsLike = Non
 
 def unpin(url: URLLike, *, settings: SettingsLike = None) -> bool:
     """Remove the pin. Returns whether there was one.
+
+    >>> pin("s3://bucket/run/step-00001000")
+    >>> unpin("s3://bucket/run/step-00001000")
+    True
 
     Raises:
         InvalidURLError, SettingsError, StorageError

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dcp_s3.errors import PolicyError, SettingsError
+from dcp_s3.retention.period_policy import KeepDaily, KeepHourly, KeepWeekly
 from dcp_s3.retention.policy import (
     AnyOf,
     KeepBest,
-    KeepDaily,
     KeepEvery,
-    KeepHourly,
     KeepLatest,
     KeepSteps,
-    KeepWeekly,
     KeepWithin,
     Policy,
 )
@@ -25,6 +23,9 @@ def parse_policy(text: str) -> Policy | None:
 
     Words, in any order: ``latest:K``, ``best:K:METRIC:min|max[:keep|drop]``, ``every:STEPS``, ``steps:S[,S...]``,
     ``within:DURATION``, ``hourly:N``, ``daily:N``, ``weekly:N``.
+
+    >>> parse_policy("latest:3 best:2:val_loss:min every:10000")
+    KeepLatest(k=3) | KeepBest(k=2, metric='val_loss', mode='min', missing='keep') | KeepEvery(steps=10000)
 
     Raises:
         PolicyError: a word is not a policy. The error names it and what is allowed.

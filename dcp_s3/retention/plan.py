@@ -23,7 +23,9 @@ from typing import Any, Literal
 
 from dcp_s3.checkpoint.directory import LEASE_MARGIN
 from dcp_s3.checkpoint.info import CheckpointInfo, LeftoverObject, age_order
+from dcp_s3.reprs import one_line
 from dcp_s3.retention.policy import PolicyFunction, run_policy
+from dcp_s3.units import format_size
 
 Action = Literal["keep", "delete"]
 
@@ -44,7 +46,12 @@ class OpenUpload:
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether a checkpoint is kept or deleted, and why."""
+    """Whether a checkpoint is kept or deleted, and why.
+
+    >>> plan = CheckpointCatalog("s3://bucket/run").scan().plan(KeepLatest(1), grace=86400)
+    >>> plan.decisions[1].reasons
+    ('the newest committed checkpoint', 'the last one that was committed', 'latest:1, number 1')
+    """
 
     checkpoint: CheckpointInfo
     """The checkpoint, as the catalog saw it."""
@@ -52,6 +59,9 @@ class Decision:
     """``keep`` or ``delete``."""
     reasons: tuple[str, ...]
     """All reasons to keep it, floors first, then policies; or why it is deleted."""
+
+    def __repr__(self) -> str:
+        return one_line("Decision", self.action, repr(self.checkpoint.name), *self.reasons)
 
 
 @dataclass(frozen=True)
@@ -90,7 +100,12 @@ class UnfinishedDeletion:
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything that a prune would do."""
+    """Everything that a prune would do.
+
+    >>> plan = CheckpointCatalog("s3://bucket/run").scan().plan(KeepLatest(1), grace=86400)
+    >>> [info.step for info in plan.kept], [info.step for info in plan.deleted]
+    ([2000], [1000])
+    """
 
     now: float
     """Time of the plan, in seconds since the epoch, on the clock of S3."""
@@ -104,6 +119,14 @@ class Plan:
     """One decision per leftover object, by key, also in checkpoints that are deleted."""
     unfinished: tuple[UnfinishedDeletion, ...] = ()
     """Deletions to finish."""
+
+    def __repr__(self) -> str:
+        size = sum(info.size or 0 for info in self.deleted)
+        counts = {"uploads": self.uploads, "leftovers": self.leftovers, "unfinished": self.unfinished}
+        return one_line(
+            "Plan", f"{len(self.kept)} kept", f"{len(self.deleted)} to delete ({format_size(size)})",
+            **{name: len(found) or None for name, found in counts.items()},
+        )  # fmt: skip
 
     @property
     def kept(self) -> tuple[CheckpointInfo, ...]:
@@ -144,6 +167,9 @@ def make_plan(
     leftovers: Sequence[LeftoverObject] = (),
 ) -> Plan:
     """Decide what is kept and what is deleted.
+
+    >>> make_plan(list_checkpoints("s3://bucket/run"), KeepLatest(1), now=time.time(), grace=86400)
+    Plan(1 kept, 1 to delete (... KiB))
 
     Args:
         checkpoints: all under one root, in any order.

@@ -13,11 +13,12 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime, timedelta, timezone
+from datetime import timedelta
 from typing import Any, Literal, Protocol
 
 from dcp_s3.checkpoint.info import CheckpointInfo, age_order
 from dcp_s3.errors import PolicyError
+from dcp_s3.reprs import one_line
 from dcp_s3.units import parse_duration
 
 Reasons = Mapping[str, Sequence[str]]
@@ -39,7 +40,14 @@ class PolicyFunction(Protocol):
 
 
 class Policy(ABC):
-    """Base of the policies here. `|` makes one that keeps what either keeps; `parse_policy` reads its ``str()``."""
+    """Base of the policies here. `|` makes one that keeps what either keeps; `parse_policy` reads its ``str()``.
+
+    >>> policy = KeepLatest(3) | KeepBest(2, "val_loss", "min")
+    >>> str(policy)
+    'latest:3 best:2:val_loss:min'
+    >>> prune("s3://bucket/run", policy).deleted
+    ()
+    """
 
     @abstractmethod
     def __call__(self, checkpoints: Sequence[CheckpointInfo], now: float, /) -> Reasons:
@@ -62,6 +70,9 @@ class AnyOf(Policy):
 
     policies: tuple[PolicyFunction, ...]
 
+    def __repr__(self) -> str:
+        return " | ".join(map(repr, self.policies))
+
     def __call__(self, checkpoints: Sequence[CheckpointInfo], now: float, /) -> Reasons:
         reasons: dict[str, list[str]] = {}
         for policy in self.policies:
@@ -77,6 +88,9 @@ class AnyOf(Policy):
 class KeepLatest(Policy):
     """Keeps the ``k`` newest: by highest step, then latest time, then last name.
 
+    >>> [info.step for info in CheckpointCatalog("s3://bucket/run").scan().plan(KeepLatest(1), grace=86400).kept]
+    [2000]
+
     Raises:
         PolicyError: ``k`` is not a whole number above 0.
     """
@@ -84,7 +98,7 @@ class KeepLatest(Policy):
     k: int
 
     def __post_init__(self) -> None:
-        _check_count(self, "k", self.k)
+        check_count(self, "k", self.k)
 
     def __call__(self, checkpoints: Sequence[CheckpointInfo], now: float, /) -> Reasons:
         newest = sorted(checkpoints, key=age_order, reverse=True)[: self.k]
@@ -100,6 +114,9 @@ class KeepBest(Policy):
 
     A value that is not a finite number (NaN, infinity, text) counts as missing. By default those without a value are
     kept in addition to the k: the metric may come later (`annotate`).
+
+    >>> sorted(KeepBest(1, "val_loss", "min")(list_checkpoints("s3://bucket/run"), time.time()))
+    ['step-00001000']
 
     Args:
         k: number to keep.
@@ -117,7 +134,7 @@ class KeepBest(Policy):
     missing: Literal["keep", "drop"] = "keep"
 
     def __post_init__(self) -> None:
-        _check_count(self, "k", self.k)
+        check_count(self, "k", self.k)
         if not isinstance(self.metric, str) or not self.metric or any(letter.isspace() for letter in self.metric):
             raise PolicyError(f"KeepBest: metric = {self.metric!r}, expected the name of a metric, without spaces")
         _check_mode(self.mode)
@@ -142,6 +159,9 @@ class KeepEvery(Policy):
 
     That is the multiple itself if it was saved. Checkpoints of the same step are kept together.
 
+    >>> sorted(KeepEvery(2000)(list_checkpoints("s3://bucket/run"), time.time()))
+    ['step-00002000']
+
     Raises:
         PolicyError: ``steps`` is not a whole number above 0.
     """
@@ -149,7 +169,7 @@ class KeepEvery(Policy):
     steps: int
 
     def __post_init__(self) -> None:
-        _check_count(self, "steps", self.steps)
+        check_count(self, "steps", self.steps)
 
     def __call__(self, checkpoints: Sequence[CheckpointInfo], now: float, /) -> Reasons:
         first: dict[int, int] = {}
@@ -172,6 +192,9 @@ class KeepEvery(Policy):
 class KeepSteps(Policy):
     """Keeps the checkpoints with one of these steps.
 
+    >>> sorted(KeepSteps([1000, 5000])(list_checkpoints("s3://bucket/run"), time.time()))
+    ['step-00001000']
+
     Raises:
         PolicyError: a step is not a whole number, or there are none.
     """
@@ -184,6 +207,9 @@ class KeepSteps(Policy):
         if not self.steps or not all(_is_whole(step) and step >= 0 for step in self.steps):
             raise PolicyError(f"KeepSteps: steps = {self.steps!r}, expected one or more whole numbers of 0 or more")
         object.__setattr__(self, "steps", tuple(sorted(set(self.steps))))
+
+    def __repr__(self) -> str:
+        return one_line("KeepSteps", repr([*self.steps]))
 
     def __call__(self, checkpoints: Sequence[CheckpointInfo], now: float, /) -> Reasons:
         wanted = set(self.steps)
@@ -199,6 +225,9 @@ class KeepWithin(Policy):
 
     The age is the smaller of two: since the commit by the saving job's clock, and since ``.metadata`` was written by
     the clock of S3. Future and unknown times do not count as old.
+
+    >>> sorted(KeepWithin("48h")(list_checkpoints("s3://bucket/run"), time.time()))
+    ['step-00001000', 'step-00002000']
 
     Args:
         duration: seconds, a timedelta, or text like ``48h``.
@@ -218,71 +247,6 @@ class KeepWithin(Policy):
 
     def __str__(self) -> str:
         return f"within:{format_duration(float(self.duration))}"  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True)
-class _KeepPerPeriod(Policy):
-    """Keeps the newest checkpoint, by time of commit, of each of the last ``n`` periods (UTC) that have any.
-
-    A run that pauses keeps what it has: periods without checkpoints do not count. A time in the future counts as now.
-    Checkpoints whose time is not known are kept.
-
-    Raises:
-        PolicyError: ``n`` is not a whole number above 0.
-    """
-
-    n: int
-
-    def __post_init__(self) -> None:
-        _check_count(self, "n", self.n)
-
-    def __call__(self, checkpoints: Sequence[CheckpointInfo], now: float, /) -> Reasons:
-        newest: dict[str, CheckpointInfo] = {}
-        reasons: dict[str, list[str]] = {}
-        for info in sorted(checkpoints, key=_time_order):
-            time = _commit_time(info)
-            if time is None:
-                reasons[info.name] = [f"{self}, its time is not known"]
-            else:
-                newest[self._period(min(time, now))] = info
-        for period in sorted(newest, reverse=True)[: self.n]:
-            reasons[newest[period].name] = [f"{self}, last of {period}"]
-        return reasons
-
-    @abstractmethod
-    def _period(self, time: float) -> str:
-        """Name of the period in which ``time`` (seconds since the epoch) lies; names sort as the periods do."""
-
-
-class KeepHourly(_KeepPerPeriod):
-    __doc__ = _KeepPerPeriod.__doc__
-
-    def _period(self, time: float) -> str:
-        return _utc(time).strftime("%Y-%m-%d %Hh")
-
-    def __str__(self) -> str:
-        return f"hourly:{self.n}"
-
-
-class KeepDaily(_KeepPerPeriod):
-    __doc__ = _KeepPerPeriod.__doc__
-
-    def _period(self, time: float) -> str:
-        return _utc(time).strftime("%Y-%m-%d")
-
-    def __str__(self) -> str:
-        return f"daily:{self.n}"
-
-
-class KeepWeekly(_KeepPerPeriod):
-    __doc__ = _KeepPerPeriod.__doc__
-
-    def _period(self, time: float) -> str:
-        year, week, _ = _utc(time).isocalendar()
-        return f"{year:04}-W{week:02}"
-
-    def __str__(self) -> str:
-        return f"weekly:{self.n}"
 
 
 # --- running -------------------------------------------------------------------------------------
@@ -352,22 +316,6 @@ def _newest_time(info: CheckpointInfo, unknown: float) -> float:
     return max(times, default=unknown)
 
 
-def _commit_time(info: CheckpointInfo) -> float | None:
-    time = info.modified_at if info.created_at is None else info.created_at
-    return time if time is not None and math.isfinite(time) else None
-
-
-def _time_order(info: CheckpointInfo) -> tuple[Any, ...]:
-    return (_commit_time(info) or 0.0, *age_order(info))
-
-
-def _utc(time: float) -> datetime:
-    try:
-        return datetime.fromtimestamp(max(time, 0.0), timezone.utc)
-    except (OverflowError, ValueError, OSError):
-        return datetime.max.replace(tzinfo=timezone.utc)
-
-
 def format_duration(seconds: float) -> str:
     """Format seconds for `parse_duration`: ``172800`` -> ``48h``. Uses the largest exact unit, up to hours."""
     for unit, length in (("h", 3600), ("m", 60)):
@@ -380,7 +328,7 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _check_count(policy: Policy, name: str, value: object) -> None:
+def check_count(policy: Policy, name: str, value: object) -> None:
     if not _is_whole(value) or value < 1:  # type: ignore[operator]
         raise PolicyError(f"{type(policy).__name__}: {name} = {value!r}, expected a whole number of 1 or more")
 

@@ -15,13 +15,14 @@ from dcp_s3.checkpoint.deletion import Remover
 from dcp_s3.checkpoint.info import CheckpointInfo, LeftoverObject, age_order
 from dcp_s3.checkpoint.leftovers import LeftoverRemover
 from dcp_s3.coroutines import map_bounded, run
+from dcp_s3.reprs import one_line
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.parse import parse_policy, policy_from_settings
 from dcp_s3.retention.plan import OpenUpload, Plan
 from dcp_s3.retention.policy import PolicyFunction
 from dcp_s3.s3.async_store import open_async_store
 from dcp_s3.settings import SettingsLike, resolve_settings
-from dcp_s3.units import parse_duration
+from dcp_s3.units import format_size, parse_duration
 from dcp_s3.url import CheckpointURL, URLLike, parse_url
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,12 @@ class PruneFailure:
 
 @dataclass(frozen=True)
 class PruneReport:
-    """The results of a prune."""
+    """The results of a prune.
+
+    >>> report = prune("s3://bucket/run", "latest:1")
+    >>> [each.name for each in report.deleted], report.ok
+    (['step-00001000'], True)
+    """
 
     root: str
     """URL of the root."""
@@ -80,6 +86,14 @@ class PruneReport:
     """Things that changed since the plan, or are protected now."""
     failures: tuple[PruneFailure, ...] = ()
     """Failures, none of which stopped the rest of the prune."""
+
+    def __repr__(self) -> str:
+        done = f"{len(self.deleted)} deleted ({format_size(self.size)} in {self.objects} objects)"
+        if self.dry_run:
+            done = f"dry run: {len(self.plan.deleted)} to delete"
+        failures = [str(failure) for failure in self.failures[:1]]
+        more = {"left_alone": len(self.left_alone) or None, "failures": len(self.failures) or None}
+        return one_line("PruneReport", repr(self.root), done, **more, **{"first": failures[0]} if failures else {})
 
     @property
     def ok(self) -> bool:
@@ -117,6 +131,11 @@ def prune(
 
     The floors of `make_plan` are kept whatever the policy says. If it is interrupted anywhere, the next prune finishes
     it. Several at a time are harmless. A checkpoint that cannot be deleted does not stop the others.
+
+    >>> prune("s3://bucket/run", "latest:1", dry_run=True)
+    PruneReport('s3://bucket/run', dry run: 1 to delete)
+    >>> prune("s3://bucket/run", KeepLatest(1))
+    PruneReport('s3://bucket/run', 1 deleted (... KiB in 3 objects))
 
     Args:
         root: the URL above the checkpoints.
@@ -197,6 +216,12 @@ def apply_plan(
     progress: Progress | None = None,
 ) -> PruneReport:
     """Carry out a plan as far as it still holds (see `prune`). Looks at each thing again before it deletes it.
+
+    >>> plan = CheckpointCatalog("s3://bucket/run").scan(deep=True).plan(KeepLatest(1), grace=86400)
+    >>> [(decision.checkpoint.step, decision.action) for decision in plan.decisions]
+    [(1000, 'delete'), (2000, 'keep')]
+    >>> apply_plan("s3://bucket/run", plan).ok
+    True
 
     Raises:
         InvalidURLError, SettingsError

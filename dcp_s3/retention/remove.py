@@ -37,6 +37,9 @@ def remove(
 ) -> Deletion:
     """Delete one checkpoint whatever the policies say, even the newest or one that was never committed.
 
+    >>> remove("s3://bucket/run/step-00001000").name
+    'step-00001000'
+
     Args:
         url: URL of the checkpoint.
         force: delete it even if it is pinned, being read, or being saved; the reader or the save then fails.

@@ -15,6 +15,7 @@ from dcp_s3.checkpoint.info import CheckpointInfo, LeftoverObject, age_order, ne
 from dcp_s3.checkpoint.look import find_damage, inspect, look_deeper
 from dcp_s3.coroutines import map_bounded
 from dcp_s3.format.layout import CONTROL_PREFIX, What, classify
+from dcp_s3.reprs import one_line
 from dcp_s3.retention.plan import OpenUpload, Plan, make_plan
 from dcp_s3.retention.policy import PolicyFunction
 from dcp_s3.s3.async_store import AsyncS3Store
@@ -32,7 +33,14 @@ _LOOKS = 4
 
 @dataclass(frozen=True)
 class CatalogSnapshot:
-    """The contents of a root at one time."""
+    """The contents of a root at one time.
+
+    >>> snapshot = CheckpointCatalog("s3://bucket/run").scan()
+    >>> snapshot
+    CatalogSnapshot('s3://bucket/run', 2 checkpoints)
+    >>> snapshot.plan(KeepLatest(2), grace=86400)
+    Plan(2 kept, 0 to delete (0 B))
+    """
 
     root: str
     """URL of the root."""
@@ -48,6 +56,10 @@ class CatalogSnapshot:
     """Whether each committed checkpoint's objects were listed."""
     requests: int = 0
     """Number of requests that the scan took."""
+
+    def __repr__(self) -> str:
+        counts = {"uploads": len(self.uploads) or None, "leftovers": len(self.leftovers) or None}
+        return one_line("CatalogSnapshot", repr(self.root), f"{len(self.checkpoints)} checkpoints", **counts)
 
     def plan(self, policy: PolicyFunction | None, *, grace: float) -> Plan:
         """`make_plan` for this snapshot.

@@ -10,7 +10,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_s3.checkpoint.commit import Commit
 from dcp_s3.events import Committed, Listener, SaveStarted, Written, emit
-from dcp_s3.format.layout import step_of
 from dcp_s3.s3.store import S3Store
 from dcp_s3.save.objects import ItemWriteResult
 from dcp_s3.stage.turns import Turn
@@ -39,6 +38,7 @@ class Progress:
 
     Args:
         url: URL of the checkpoint.
+        step: step in its name.
         rank: rank of this process.
         store: the bucket.
         on_event: gets the events.
@@ -46,14 +46,20 @@ class Progress:
     """
 
     def __init__(
-        self, url: CheckpointURL, rank: int, store: S3Store, on_event: Listener | None, stall_since: StallSince
+        self,
+        url: CheckpointURL,
+        step: int | None,
+        rank: int,
+        store: S3Store,
+        on_event: Listener | None,
+        stall_since: StallSince,
     ) -> None:
-        self.on_event = on_event
-        self._url, self._step, self._rank = str(url), step_of(url.name), rank
+        self.step, self.on_event = step, on_event
+        self._url, self._rank = str(url), rank
         self._gate, self._stall_since = store.gate, stall_since
         self._began = time.monotonic()
         self._throttled = self._gate.state.throttled
-        emit(SaveStarted(url=self._url, step=self._step, rank=rank), on_event)
+        emit(SaveStarted(url=self._url, step=self.step, rank=rank), on_event)
 
     @property
     def throttled(self) -> int:
@@ -66,7 +72,7 @@ class Progress:
         objects = [result.object_entry for result in ours if result.object_entry is not None]
         event = Written(
             url=self._url,
-            step=self._step,
+            step=self.step,
             rank=self._rank,
             bytes=sum(entry.size for entry in objects),
             objects=len(objects),
@@ -86,7 +92,7 @@ class Progress:
         """
         event = Committed(
             url=self._url,
-            step=self._step,
+            step=self.step,
             bytes=sum(entry.size for entry in commit.objects),
             objects=len(commit.objects),
             ranks=ranks,

@@ -7,7 +7,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -26,6 +26,7 @@ from dcp_s3.checkpoint.commit_state import (
     find_state,
 )
 from dcp_s3.checkpoint.completeness import Beginning
+from dcp_s3.checkpoint.steps import find_step
 from dcp_s3.collector import collector_paused
 from dcp_s3.errors import (
     CheckpointError,
@@ -68,6 +69,7 @@ class SaveOptions:
     """Small files that belong to this save."""
     on_event: Listener | None = None
     stall_since: StallSince = unknown_stall
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -136,8 +138,9 @@ class Save:
 
     def begin(self) -> None:
         """Say so, and start to drain what an earlier process left on the local disk."""
+        step = find_step(self.url.name, self._settings)
         self._progress = Progress(
-            self.url, self._rank, self._store(), self._options.on_event, self._options.stall_since
+            self.url, step, self._rank, self._store(), self._options.on_event, self._options.stall_since
         )
         self._drain()
 
@@ -230,8 +233,10 @@ class Save:
                 # A copy: with plan caching, the next save gets this very object while it is being pickled.
                 dataclasses.replace(metadata),
                 objects,
+                step=self._progress.step,
                 world_size=len(results) if self._use_collectives else self._world_size,
                 metrics=self._options.metrics,
+                extra=self._options.extra,
                 started_at=self._beginning.at,
             )
         if self._commit(commit, spilled=any(result.spilled for result in ours)):

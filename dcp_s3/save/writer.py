@@ -19,7 +19,9 @@ from dcp_s3.checkpoint.attachments import make_attachment
 from dcp_s3.checkpoint.commit import check_metrics
 from dcp_s3.errors import MissingURLError, SaveProtocolError
 from dcp_s3.events import Listener
+from dcp_s3.format.extra import check_extra
 from dcp_s3.format.layout import new_save_id
+from dcp_s3.reprs import one_line
 from dcp_s3.save.attached import Attachments
 from dcp_s3.save.plan import check_shapes
 from dcp_s3.save.progress import stall_of, unknown_stall
@@ -57,11 +59,17 @@ class S3StorageWriter(StorageWriter, AsyncStager):
     each is given its ``checkpoint_id``. A save keeps its URL, arguments and id from beginning to end. Saves that share
     a process group take turns.
 
+    >>> saved = dcp.save(state, storage_writer=S3StorageWriter("s3://bucket/run/step-3000", metrics={"val_loss": 1.75}))
+    >>> latest("s3://bucket/run").metrics
+    {'val_loss': 1.75}
+
     Args:
         url: ``s3://bucket/prefix`` of the checkpoint. Optional if each save passes ``checkpoint_id``.
         overwrite: replace a committed checkpoint at the URL. Otherwise CheckpointExistsError. Without collectives it is
             always an error, because the replacement could not be atomic.
         metrics: user metrics (numbers, text, bools), stored beside the checkpoint.
+        extra: whatever else belongs to the checkpoint: text, numbers, bools, None, lists and dicts of these, at most
+            64 KiB as JSON. That of the first rank is stored. Read by `S3StorageReader.extra`.
         separate: FQN prefixes that get their own objects, for example ``["model", "optimizer"]``. An entry may be a
             list of prefixes that share objects. Everything else shares the remaining objects. A prefix ends where a
             name in the FQN does; with a star at its end, ``"optim*"``, anywhere.
@@ -74,6 +82,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         InvalidURLError: ``url`` is not an S3 URL.
         SettingsError: a setting, in the environment or given here, is not allowed.
         SaveProtocolError: a metric cannot be stored.
+        MetricsError: something in ``extra`` cannot be stored.
     """
 
     caller_reports = False
@@ -88,6 +97,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         *,
         overwrite: bool = False,
         metrics: Mapping[str, Any] | None = None,
+        extra: Mapping[str, Any] | None = None,
         separate: Separate | None = None,
         settings: SettingsLike = None,
         on_event: Listener | None = None,
@@ -99,6 +109,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         self.overwrite = overwrite
         self.metrics = dict(metrics or {})
         check_metrics(self.metrics)  # fail now, not at the end of a save
+        self.extra = check_extra(extra)
         self.separate = [[entry] if isinstance(entry, str) else list(entry) for entry in separate or ()]
         self._transforms = WriterTransforms(_extensions)
         self._spill_store = open_store(self.settings)
@@ -107,6 +118,10 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         self._attached = Attachments()
         self._last: Save | None = None
         self._begin_here()
+
+    def __repr__(self) -> str:
+        url = [] if self.checkpoint_id is None else [repr(self.checkpoint_id)]
+        return one_line("S3StorageWriter", *url, overwrite=self.overwrite or None)
 
     def _begin_here(self) -> None:
         self._home, self._here = threading.get_ident(), _ThreadState()
@@ -161,6 +176,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         options = SaveOptions(
             self.settings, self._spill_store, self.overwrite, dict(self.metrics), self.separate, self._transforms,
             self._attached.take(url), self.on_event, stall_of(current_turn()) if self._stages_here else unknown_stall,
+            check_extra(self.extra),
         )  # fmt: skip
         save = Save(
             url, save_id, options, rank=int(rank), is_coordinator=is_coordinator, use_collectives=use_collectives
@@ -234,6 +250,12 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         `S3StorageReader.attachment` reads it. It also lies at ``{checkpoint}/{name}``, for other tools. Ranks may
         attach the same bytes under one name; a file of one rank needs a name of its own.
 
+        >>> writer = S3StorageWriter("s3://bucket/run/step-3000")
+        >>> writer.attach("config.json", b'{"layers": 32}')
+        >>> saved = dcp.save(state, storage_writer=writer)
+        >>> S3StorageReader("s3://bucket/run/step-3000").attachments()
+        ['config.json']
+
         Args:
             name: path relative to the checkpoint, at most 90 bytes of UTF-8, for example ``common.pt``.
             data: bytes of the file, at most 256 MiB. They are copied.
@@ -253,6 +275,10 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         itself (after a restart, on a rank with nothing to write, or if another process does its saves) waits for any
         checkpoint at its URL.
 
+        >>> writer = S3StorageWriter("s3://bucket/run/step-3000")
+        >>> saved = dcp.save(state, storage_writer=writer)
+        >>> writer.wait_committed(timeout=600)
+
         Args:
             timeout: seconds; None: no limit.
 
@@ -267,13 +293,23 @@ class S3StorageWriter(StorageWriter, AsyncStager):
 
     @property
     def checkpoint_id(self) -> str | None:
-        """URL of this thread's save, or of the next one. None if there is none yet."""
+        """URL of this thread's save, or of the next one. None if there is none yet.
+
+        >>> S3StorageWriter("s3://bucket/run/step-3000").checkpoint_id
+        's3://bucket/run/step-3000'
+        """
         url = self._here.url or self._url or (self._last.url if self._last is not None else None)
         return None if url is None else str(url)
 
     @property
     def save_id(self) -> str:
-        """Random id of the last save. Before the first save and after `reset`: id of the next one."""
+        """Random id of the last save. Before the first save and after `reset`: id of the next one.
+
+        >>> writer = S3StorageWriter("s3://bucket/run/step-3000")
+        >>> saved = dcp.save(state, storage_writer=writer)
+        >>> latest("s3://bucket/run").save_id == writer.save_id
+        True
+        """
         save = self._here.save or self._last
         return self._next_save_id() if save is None or self._here.save_id is not None else save.save_id
 

@@ -146,6 +146,10 @@ def shard(
 
     All ranks together hold each element once; ranks with equal boxes are replicas, of which one is saved.
 
+    >>> rows = torch.ones(2, 8)  # rows 2 and 3 of 4, on this rank
+    >>> shard(rows, global_shape=(4, 8), offsets=(2, 0)).size()
+    torch.Size([4, 8])
+
     Args:
         tensor: what this rank holds, any shape and dtype; may be empty. A sequence of tensors of one dtype: several
             boxes, for example the rows of q, k and v in a fused parameter (views of one tensor are fine).

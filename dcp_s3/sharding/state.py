@@ -19,6 +19,10 @@ class Fused:
     """How a tensor is split that holds several, one after the other, each of them split: q, k and v, or gate and up.
 
     In the checkpoint the parts follow one another too, each of them whole: all of q, then all of k, then all of v.
+
+    >>> qkv = Fused(dim=0, lengths=(8, 2, 2))  # 8 rows of q, 2 of k and 2 of v on each rank
+    >>> shard_state({"qkv": torch.ones(12, 4)}, {"qkv": qkv}, rank=1, world_size=2)["qkv"].size()
+    torch.Size([24, 4])
     """
 
     dim: int
@@ -65,6 +69,11 @@ def shard_state(
 
     Returns a state to pass to `dcp.save`, `dcp.async_save` and `dcp.load`. Its tensors share memory with those of
     ``state``, so a load writes into the model; what is no tensor is loaded into the returned dict.
+
+    >>> mine = {"mlp": torch.ones(2, 8), "norm": torch.ones(8)}
+    >>> split = shard_state(mine, {"mlp": 0, "norm": None}, rank=0, world_size=2)
+    >>> split["mlp"].size()
+    torch.Size([4, 8])
 
     Args:
         state: nested dicts and lists, with this rank's tensors.

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from dcp_s3.errors import StagingError
 from dcp_s3.events import Listener, Staged, emit
 from dcp_s3.ranks import world_size
+from dcp_s3.reprs import one_line
 from dcp_s3.settings import Settings, SettingsLike, local_world_size, resolve_settings
 from dcp_s3.stage.budget import measure_available, resolve_limit
 from dcp_s3.stage.copier import Copier, Versions, check_unchanged
@@ -42,6 +43,12 @@ class S3Stager(AsyncStager):
 
     One stager may be used for any number of saves, with any writer, by one thread at a time. Overlapping saves of one
     process group, or by `AsyncCheckpointerType.PROCESS`, take turns in the order of the calls.
+
+    >>> stager = S3Stager(asynchronous=True)
+    >>> writer = S3StorageWriter("s3://bucket/run/step-3000")
+    >>> saving = dcp.async_save(state, storage_writer=writer, async_stager=stager)
+    >>> copied = saving.staging_completion.result()  # from here on the state may change
+    >>> committed = saving.upload_completion.result()
 
     Args:
         settings: a `Settings`, or a mapping of settings that override the environment.
@@ -72,6 +79,9 @@ class S3Stager(AsyncStager):
         self._latest: Callable[[], Future[dict[str, Any]] | None] = lambda: None
         self._closed = False
 
+    def __repr__(self) -> str:
+        return one_line("S3Stager", asynchronous=self.asynchronous or None)
+
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any] | Future[dict[str, Any]]:
         """A training-safe copy of ``state_dict`` in CPU memory, or with ``asynchronous`` a future of it.
 
@@ -95,7 +105,12 @@ class S3Stager(AsyncStager):
         return future
 
     def stage_now(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A training-safe copy, made before returning, whether or not the stager is ``asynchronous``."""
+        """A training-safe copy, made before returning, whether or not the stager is ``asynchronous``.
+
+        >>> copied = S3Stager().stage_now(state)
+        >>> copied["weight"].data_ptr() != state["weight"].data_ptr()
+        True
+        """
 
         stall, turn = _Stall(), draw_turn()
 

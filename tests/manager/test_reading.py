@@ -1,0 +1,292 @@
+"""What a manager reads: extra, the best, names of steps; and one that only reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed.checkpoint as dcp
+from typer.testing import CliRunner
+
+import dcp_s3
+from dcp_s3 import CheckpointManager, KeepBest, KeepLatest, S3StorageReader, S3StorageWriter, SaveEvery, errors
+from dcp_s3.cli.main import app
+from dcp_s3.offline import replicate
+from tests.faulty import BUCKET, FaultyServer, serve
+from tests.manager.making import blank, is_of, state
+from tests.memory_s3 import Fault
+from tests.retention.making import keys
+
+ROOT = f"s3://{BUCKET}/run"
+EXTRA = {"tokens": 10**12, "data": {"shard": 3, "seen": [1, 2.5, None, True]}, "commit": "a1b2"}
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
+    monkeypatch.setenv("DCP_S3_RETRY_ATTEMPTS", "1")
+    with serve(monkeypatch) as server:
+        yield server
+
+
+def names(root: str) -> list[str]:
+    return [info.name for info in dcp_s3.list_checkpoints(root) if info.committed]
+
+
+# --- extra -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.servers("memory")
+def test_what_is_saved_with_a_step_is_read_back(root: str) -> None:
+    with CheckpointManager(root) as manager:
+        manager.save(1, state(1), {"loss": 1.0}, extra=EXTRA)
+        assert manager.extra(1) == EXTRA  # waits for the save
+        manager.save(2, state(2), blocking=True)
+        assert manager.extra(2) == {}
+        with pytest.raises(errors.CheckpointNotFoundError, match="step-00000009"):
+            manager.extra(9)
+        manager.annotate(1, {"loss": 0.5})
+    [first, _] = dcp_s3.list_checkpoints(root)
+    assert (first.extra, first.metrics) == (EXTRA, {"loss": 0.5})
+    assert S3StorageReader(first.url).extra() == EXTRA
+
+
+@pytest.mark.servers("memory")
+def test_it_goes_with_copies_and_is_shown(root: str, tmp_path: Path) -> None:
+    url, copy = f"{root}/step-1", f"{root}-copy/step-1"
+    dcp.save(state(1), storage_writer=S3StorageWriter(url, extra=EXTRA))
+    replicate.download(url, tmp_path / "here")
+    replicate.upload(tmp_path / "here", copy)
+    assert S3StorageReader(copy).extra() == EXTRA
+    listed = CliRunner().invoke(app, ["ls", f"{root}-copy", "--json"])
+    assert json.loads(listed.stdout)[0]["extra"] == EXTRA
+    shown = CliRunner().invoke(app, ["show", copy, "--json"])
+    assert json.loads(shown.stdout)["info"]["extra"] == EXTRA
+    assert '"commit": "a1b2"' in CliRunner().invoke(app, ["show", copy]).stdout
+
+
+@pytest.mark.servers("memory")
+def test_it_spills_and_drains_with_its_checkpoint(
+    memory_server: Any, root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DCP_S3_SPILL_DIR", str(tmp_path))
+    monkeypatch.setenv("DCP_S3_DURABILITY", "local")
+    with CheckpointManager(root) as manager:
+        manager.save(1, state(1), extra=EXTRA)
+        manager.wait()
+        assert manager.extra(1) == EXTRA  # on S3 or not yet
+    writer = S3StorageWriter(f"{root}/step-00000001")
+    writer.wait_committed(60)
+    assert S3StorageReader(f"{root}/step-00000001", settings={"durability": "s3"}).extra() == EXTRA
+
+
+@pytest.mark.servers("memory")
+def test_it_is_there_without_collectives_and_goes_with_what_is_overwritten(root: str) -> None:
+    url = f"{root}/step-1"
+    dcp.save(state(1), storage_writer=S3StorageWriter(url, extra=EXTRA), use_collectives=False)
+    assert S3StorageReader(url).extra() == EXTRA
+    assert dcp_s3.list_checkpoints(root)[0].extra == EXTRA
+    for extra in ({"first": 1}, {"second": 2}, None):
+        dcp.save(state(1), storage_writer=S3StorageWriter(f"{root}/step-2", overwrite=True, extra=extra))
+        assert S3StorageReader(f"{root}/step-2").extra() == (extra or {})
+
+
+@pytest.mark.servers("memory")
+def test_what_cannot_be_stored_is_refused_before_anything_is_saved(root: str) -> None:
+    with CheckpointManager(root) as manager:
+        with pytest.raises(errors.MetricsError, match=r"extra\['optimizer'\]\['state'\] is a object"):
+            manager.save(1, state(1), extra={"optimizer": {"state": object()}})
+        manager.save(2, state(2), blocking=True)
+    with pytest.raises(errors.MetricsError, match=r"extra\['loss'\] is nan"):
+        S3StorageWriter(f"{root}/x", extra={"loss": float("nan")})
+    assert names(root) == ["step-00000002"]
+
+
+# --- best ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.servers("memory")
+def test_best_names_a_metric_and_takes_its_direction_from_retention(root: str) -> None:
+    with CheckpointManager(root) as manager:
+        for step, loss, accuracy in ((1, 0.5, 0.9), (2, 0.25, 0.5), (3, 0.75, 0.1)):
+            manager.save(step, state(step), {"loss": loss, "accuracy": accuracy})
+        loaded = blank()
+        assert manager.restore(loaded, best="loss") == 2
+        assert is_of(loaded, 2)
+        assert manager.restore(loaded, best="accuracy") == 3  # nobody said otherwise
+        assert manager.restore(loaded, best="accuracy", mode="max") == 1
+        assert manager.restore(loaded, "best", best="loss") == 2
+        for arguments in ({"step": 1}, {"step": "latest"}, {"metric": "accuracy"}):
+            with pytest.raises(errors.CheckpointError, match=r"manager\.restore\(state, best='loss'\)"):
+                manager.restore(loaded, best="loss", **arguments)  # type: ignore[arg-type]
+        with pytest.raises(errors.CheckpointError, match="best = True, expected the name of a metric"):
+            manager.restore(loaded, best=True)  # type: ignore[arg-type]
+        with pytest.raises(errors.CheckpointNotFoundError, match="none of the 3"):
+            manager.restore(loaded, best="perplexity")
+    retention = KeepLatest(9) | KeepBest(1, "accuracy", "max")
+    with CheckpointManager(root, retention=retention, read_only=True) as manager:
+        assert manager.restore(loaded, best="accuracy") == 1
+        assert manager.best_step("accuracy") == 1
+        assert manager.best_step("accuracy", "min") == 3
+        assert manager.best_step("loss") == 2
+
+
+# --- names -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.servers("memory")
+@pytest.mark.parametrize("step_format", ["{step}", "step_{step:06d}", "{step}-of-run7", "e2"])
+def test_steps_are_found_by_their_names(root: str, step_format: Any) -> None:
+    given = (lambda step: f"epoch{step // 2}.step{step}") if step_format == "e2" else step_format
+    with CheckpointManager(root, step_format=given) as manager:
+        assert manager.restore(blank()) is None
+        for step in (1, 9, 10):
+            manager.save(step, state(step), {"loss": float(step)})
+        manager.wait()
+        assert manager.latest_step() == 10
+        loaded = blank()
+        assert manager.restore(loaded) == 10
+        assert is_of(loaded, 10)
+        assert manager.restore(loaded, 9) == 9
+        assert manager.best_step("loss") == 1
+        manager.annotate(10, {"loss": 0.0})
+        assert manager.restore(loaded, best="loss") == 10
+    with CheckpointManager(root, retention="steps:1,9", step_format=given) as manager:
+        manager.save(100, state(100))  # after which 10 goes
+        kept = {url.rpartition("/")[2] for url in map(manager.url, (1, 9, 100))}
+    assert set(names(root)) == kept
+    with CheckpointManager(root, step_format=given, read_only=True) as manager:
+        assert manager.latest_step() == 100
+
+
+@pytest.mark.servers("memory")
+def test_the_manifest_has_the_step_that_the_format_says(root: str, s3: Any, bucket: str) -> None:
+    with CheckpointManager(root, step_format="{step}-of-7") as manager:
+        manager.save(3, state(3), blocking=True)
+        url = manager.url(3)
+    shown = json.loads(
+        CliRunner().invoke(app, ["ls", root, "--json"], env={"DCP_S3_STEP_PATTERN": r"^(\d+)-of"}).stdout
+    )
+    assert shown[0]["step"] == 3
+    assert url == f"{root}/3-of-7"
+    [manifest] = [path for path in keys(s3, url) if "manifest-" in path]
+    assert json.loads(s3.get_object(Bucket=bucket, Key=f"run/3-of-7/{manifest}")["Body"].read())["step"] == 3
+
+
+def test_formats_without_a_step_are_refused(faulty: FaultyServer) -> None:
+    with pytest.raises(errors.SettingsError, match="in which no step is found"):
+        CheckpointManager(ROOT, step_format="final")
+
+
+# --- read_only ---------------------------------------------------------------------------------------
+
+
+def _only_reads(request: Any) -> Fault | None:
+    reads = request.operation.startswith(("Get", "Head", "List"))
+    return None if reads else Fault.error(403, "AccessDenied")
+
+
+def test_read_only_needs_permission_to_read_only(faulty: FaultyServer, caplog: pytest.LogCaptureFixture) -> None:
+    with CheckpointManager(ROOT) as manager:
+        for step, loss in ((1, 0.1), (2, 0.2), (3, 0.3)):
+            manager.save(step, state(step), {"loss": loss}, extra={"step": step})
+    denied: list[str] = []
+
+    def rule(request: Any) -> Fault | None:
+        fault = _only_reads(request)
+        if fault is not None:
+            denied.append(request.operation)
+        return fault
+
+    faulty.rule = rule
+    with CheckpointManager(ROOT, read_only=True, retention="latest:1", should_save=SaveEvery(steps=1)) as manager:
+        assert manager.latest_step() == 3
+        assert manager.best_step("loss") == 1
+        loaded = blank()
+        assert manager.restore(loaded) == 3
+        assert is_of(loaded, 3)
+        assert manager.restore(loaded, best="loss") == 1
+        assert manager.extra(2) == {"step": 2}
+        assert not manager.should_save(4)
+        with pytest.raises(errors.CheckpointError, match=r"step 4 is not saved: .*read_only=True.*make one without"):
+            manager.save(4, state(4), force=True)
+        with pytest.raises(errors.CheckpointError, match=r"nothing is annotated: .*read_only=True"):
+            manager.annotate(3, {"loss": 0.0})
+        manager.wait()
+    assert denied == []
+    assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+    assert len(names(ROOT)) == 3
+
+
+def test_read_only_takes_no_lease_unless_the_settings_ask_for_one(faulty: FaultyServer) -> None:
+    with CheckpointManager(ROOT) as manager:
+        manager.save(1, state(1))
+    puts: list[str] = []
+
+    def rule(request: Any) -> Fault | None:
+        if request.operation == "PutObject":
+            puts.append(request.key)
+        return None
+
+    faulty.rule = rule
+    with CheckpointManager(ROOT, read_only=True) as manager:
+        manager.restore(blank())
+    assert puts == []
+    with CheckpointManager(ROOT, read_only=True, settings={"reader_lease": 60}) as manager:
+        manager.restore(blank())
+    assert all("/lease-" in key for key in puts)
+    assert puts
+
+
+def test_read_only_drains_nothing(faulty: FaultyServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DCP_S3_SPILL_DIR", str(tmp_path))
+    with CheckpointManager(ROOT) as manager:
+        manager.save(1, state(1))
+    faulty.rule = _only_reads
+    with CheckpointManager(ROOT, settings={"durability": "local", "spill_after": 0.2}) as manager:
+        manager.save(2, state(2))
+        manager.wait()
+        waiting = sorted(path for path in tmp_path.rglob("*") if path.is_file())
+        with CheckpointManager(ROOT, read_only=True) as reader:
+            assert reader.latest_step() == 1
+            assert reader.restore(blank()) == 1
+        assert manager.latest_step() == 2
+        assert waiting
+        assert sorted(path for path in tmp_path.rglob("*") if path.is_file()) == waiting
+        faulty.rule = lambda _: None
+        assert manager.restore(blank()) == 2
+
+
+# --- should_save -------------------------------------------------------------------------------------
+
+
+@pytest.mark.servers("memory")
+def test_save_asks_the_policy_and_can_be_forced(root: str) -> None:
+    with CheckpointManager(root, should_save=dcp_s3.SaveFirst() | SaveEvery(steps=4)) as manager:
+        saved = [step for step in range(1, 10) if manager.save(step, state(step))]
+        assert saved == [1, 4, 8]
+        assert not manager.should_save(10)
+        assert manager.save(10, state(10), force=True, blocking=True)
+        assert manager.should_save(12)
+        assert manager.should_save(12)  # asking changes nothing
+    with CheckpointManager(root, should_save=dcp_s3.SaveFirst() | SaveEvery(steps=5)) as manager:
+        assert manager.restore(blank()) == 10
+        assert [step for step in range(10, 21) if manager.save(step, state(step))] == [15, 20]
+    assert len(names(root)) == 6
+    with CheckpointManager(root, overwrite=True) as manager:  # as before
+        assert manager.should_save(20)
+        assert manager.save(20, state(20)) is True
+        assert not manager.preempted
+    manager = CheckpointManager(root, should_save=SaveEvery(steps=5))
+    with pytest.raises(errors.CheckpointError, match="step = a dict, expected a whole number"):
+        manager.save(state(1), 1)  # type: ignore[arg-type]
+    manager.close()
+    with pytest.raises(errors.CheckpointError, match="was closed"):
+        manager.save(3, state(3))
+
+
+def test_what_is_no_policy_is_refused(faulty: FaultyServer) -> None:
+    with pytest.raises(errors.PolicyError, match=r"should_save is a int, .*SaveEvery\(steps=1000\)"):
+        CheckpointManager(ROOT, should_save=100)  # type: ignore[arg-type]

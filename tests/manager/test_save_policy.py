@@ -1,0 +1,179 @@
+"""Policies of which steps to save, without a server."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from typing import Any
+
+import pytest
+
+from dcp_s3.errors import PolicyError
+from dcp_s3.manager.deciding import SaveDecisions, SigtermWatch, check_save_policy
+from dcp_s3.manager.ranks import Ranks
+from dcp_s3.manager.save_policy import (
+    SaveEvery,
+    SaveFirst,
+    SaveMoment,
+    SaveOnPreemption,
+    steps_until_next_look,
+)
+
+
+def moment(step: int, *, last: int | None = None, seconds: float = 0.0, preempted: bool = False) -> SaveMoment:
+    return SaveMoment(step, last, seconds, preempted)
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    def __call__(self) -> float:
+        return self.seconds
+
+
+def saved(decisions: SaveDecisions, steps: range, clock: Clock | None = None, pace: float = 1.0) -> list[int]:
+    """The steps that a loop saves."""
+    found = []
+    for step in steps:
+        if clock is not None:
+            clock.seconds += pace
+        if decisions.should_save(step):
+            decisions.saved(step)
+            found.append(step)
+    return found
+
+
+def decisions(policy: Any, clock: Clock | None = None) -> SaveDecisions:
+    return SaveDecisions(policy, Ranks(None), now=clock or Clock())
+
+
+# --- policies ------------------------------------------------------------------------------------
+
+
+def test_every_so_many_steps_wherever_the_run_began() -> None:
+    policy = SaveEvery(steps=100)
+    assert [step for step in range(301) if policy(moment(step))] == [100, 200, 300]
+    assert saved(decisions(policy), range(250, 501)) == [300, 400, 500]
+
+
+def test_every_so_many_seconds_since_the_last_save_of_whatever_reason() -> None:
+    clock = Clock()
+    assert saved(decisions(SaveEvery(seconds=10), clock), range(1, 35), clock) == [10, 20, 30]
+    clock = Clock()
+    both = SaveEvery(seconds="10s") | SaveEvery(steps=15)
+    assert saved(decisions(both, clock), range(1, 50), clock) == [10, 15, 25, 30, 40, 45]
+
+
+def test_the_first_step_unless_the_run_goes_on() -> None:
+    assert saved(decisions(SaveFirst() | SaveEvery(steps=100)), range(7, 201)) == [7, 100, 200]
+    resumed = decisions(SaveFirst() | SaveEvery(steps=100))
+    resumed.restored(100)
+    assert saved(resumed, range(100, 201)) == [200]  # 100 is there
+
+
+def test_functions_are_policies_and_are_joined() -> None:
+    mixed = (lambda moment: moment.step == 3) | SaveEvery(steps=5)
+    assert saved(decisions(mixed), range(1, 11)) == [3, 5, 10]
+    assert repr(SaveFirst() | SaveEvery(steps=5) | SaveOnPreemption()) == (
+        "SaveFirst() | SaveEvery(steps=5) | SaveOnPreemption()"
+    )
+    assert SaveEvery(seconds=60) == SaveEvery(seconds="1m") != SaveEvery(steps=60)
+    with pytest.raises(TypeError):
+        SaveEvery(steps=5) | 5  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({}, "either steps or seconds"),
+        ({"steps": 5, "seconds": 5}, "either steps or seconds"),
+        ({"steps": 0}, "steps = 0, expected a whole number above 0"),
+        ({"steps": 1.5}, r"steps = 1\.5"),
+        ({"steps": True}, "steps = True"),
+        ({"seconds": 0}, r"seconds = 0, .*steps=1"),
+        ({"seconds": -1}, "seconds = -1: expected a duration"),
+        ({"seconds": "often"}, "seconds = 'often': expected a number and a unit"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
+        SaveEvery(**arguments)
+
+
+# --- when the ranks look --------------------------------------------------------------------------
+
+
+def test_looks_are_rare_far_from_the_next_save_and_closer_near_it() -> None:
+    policies = (SaveEvery(seconds=600),)
+    assert steps_until_next_look(policies, moment(1), step_seconds=None, last=0) == 1
+    assert steps_until_next_look(policies, moment(9), step_seconds=1.0, last=8) == 16  # at most twice as many
+    assert steps_until_next_look(policies, moment(9), step_seconds=1.0, last=90) == 100
+    assert steps_until_next_look(policies, moment(9, seconds=560), step_seconds=1.0, last=90) == 20
+    assert steps_until_next_look(policies, moment(9, seconds=599), step_seconds=1.0, last=90) == 1
+
+
+def test_a_signal_is_noticed_within_seconds_and_functions_are_asked_each_time() -> None:
+    both = (SaveEvery(seconds=600), SaveOnPreemption())
+    assert steps_until_next_look(both, moment(9), step_seconds=0.1, last=90) == 10
+    assert steps_until_next_look((*both, lambda _: False), moment(9), step_seconds=0.1, last=90) == 1
+
+
+# --- signals -------------------------------------------------------------------------------------
+
+
+def test_preemption_saves_once_and_is_known_afterwards() -> None:
+    found = decisions(SaveOnPreemption() | SaveEvery(steps=10))
+    try:
+        assert saved(found, range(1, 6)) == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert saved(found, range(6, 21)) == [6, 10, 20]
+        assert found.preempted
+    finally:
+        found.close()
+
+
+def test_the_handler_that_was_there_is_called_and_comes_back() -> None:
+    seen: list[int] = []
+
+    def mine(number: int, frame: Any) -> None:
+        seen.append(number)
+
+    before = signal.signal(signal.SIGTERM, mine)
+    try:
+        watch = SigtermWatch()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert watch.seen
+        assert seen == [signal.SIGTERM]
+        watch.close()
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_handler_that_was_set_later_stays() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    watch = SigtermWatch()
+    try:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        watch.close()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_other_threads_are_told_that_they_cannot_watch() -> None:
+    caught: list[Exception] = []
+
+    def work() -> None:
+        try:
+            check_save_policy(SaveEvery(steps=5) | SaveOnPreemption())
+        except PolicyError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert "main thread" in str(caught[0])
+    check_save_policy(SaveOnPreemption())  # here
