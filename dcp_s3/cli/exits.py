@@ -9,6 +9,7 @@ FAILED = 1
 USAGE = 2
 NOTHING_THERE = 3
 DAMAGED = 4
+DIFFERENT = 5
 
 MEANINGS = {
     DONE: "done; of verify: good",
@@ -16,6 +17,7 @@ MEANINGS = {
     USAGE: "wrong usage: an argument, an option, a URL or a setting",
     NOTHING_THERE: "nothing is there",
     DAMAGED: "damaged: a checkpoint is not what was saved",
+    DIFFERENT: "different: of diff, or not known to be the same",
 }
 
 _STATUSES: dict[int, tuple[type[Exception], ...]] = {

@@ -267,7 +267,9 @@ class _Side:
 
     def chunks(self, *, blocks: bool = False) -> tuple[Chunk, ...]:
         """The chunks, each as one block or with the blocks that are recorded."""
-        sizes: list[int | None] = [None if crc is None else size for crc, size in zip(self.crcs, self.nbytes, strict=True)]
+        sizes: list[int | None] = [
+            None if crc is None else size for crc, size in zip(self.crcs, self.nbytes, strict=True)
+        ]
         if blocks:
             sizes = [None if found is None else found.size for found in self._blocks]
         return tuple(Chunk(*box, size) for box, size in zip(self.boxes, sizes, strict=True))

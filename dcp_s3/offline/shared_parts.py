@@ -1,9 +1,9 @@
 """Finds what two cuts of a tensor into chunks have in common, so that checksums of the chunks can be compared. Pure.
 
-A CRC is linear. Let each chunk have one, over its elements in row-major order; shift each by a number of bytes, and XOR
-them. This says something about the bytes on both sides if each byte of the tensor is shifted by the same total there:
-by the shift of its chunk and by what follows it in the chunk. Rows that were cut into other rows are the plain case: the
-chunks follow one another, and their CRCs combine to that of the whole.
+A CRC is linear. Let each chunk have one, over its elements in row-major order. Shift each by a number of bytes, and XOR
+them. The results of both sides can be compared if each byte of the tensor is shifted alike on both: by the shift of its
+chunk plus what follows it in the chunk. Rows that were cut into other rows are the plain case: the chunks follow one
+another, and their CRCs combine to that of the whole.
 
 The overlaps of chunks are the edges of a graph. Within a connected part of it one shift implies all others. Either they
 agree, and the part has one CRC on both sides, or no combination of its CRCs exists. In the latter case its chunks are
@@ -219,7 +219,8 @@ class _Graph:
 
     def solve(self) -> list[_Shifts]:
         """The connected parts."""
-        solved, seen = [], set()
+        solved: list[_Shifts] = []
+        seen: set[_Node] = set()
         for first in self._edges:
             if first in seen:
                 continue

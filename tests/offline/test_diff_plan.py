@@ -188,7 +188,7 @@ def test_columns_against_rows_are_unknown() -> None:
 
 
 def test_blocks_that_end_where_chunks_do_help() -> None:
-    """Experts in one tensor: whole, or each cut over ranks. One rank's part of an expert is some blocks of the whole."""
+    """Experts in one tensor: whole, or each cut over ranks. A rank's part of an expert is a block of the whole."""
     tensor, changed = _random(8, 16, 32), _with_one_change(_random(8, 16, 32))
     whole, cut = split(tensor.shape, 0, 1), split(tensor.shape, 1, 4)
     without_blocks = Cut(whole)
