@@ -66,15 +66,15 @@ def _head(tree: CheckpointTree) -> list[str]:
     info = tree.info
     facts = [
         None if info.step is None else f"step {info.step}",
-        None if info.world_size is None else f"{info.world_size} rank{'' if info.world_size == 1 else 's'}",
+        None if info.world_size is None else _count(info.world_size, "rank"),
         None if info.created_at is None else f"{format_age(time.time() - info.created_at)} old",
-        None if info.size is None else f"{format_size(info.size)} in {info.objects} objects",
+        None if info.size is None else f"{format_size(info.size)} in {_count(info.objects or 0, 'object')}",
         "written by something other than dcp_s3" if info.foreign else None,
     ]
     others = len(tree.entries) - tree.tensors
     holds = [
-        f"{tree.tensors} tensors with {format_count(tree.parameters)} parameters",
-        f"{others} other entries" if others else None,
+        f"{_count(tree.tensors, 'tensor')} with {format_count(tree.parameters)} parameters",
+        f"{others} other entr{'y' if others == 1 else 'ies'}" if others else None,
         f"attachments {', '.join(tree.attachments)}" if tree.attachments else None,
         f"metrics {format_metrics(info.metrics)}" if info.metrics else None,
     ]
@@ -82,6 +82,10 @@ def _head(tree: CheckpointTree) -> list[str]:
         f"{info.url}: {', '.join(fact for fact in facts if fact)}",
         "; ".join(part for part in holds if part),
     ]
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def _add_nodes(table: Table, node: TreeNode, depth: int | None, indent: str) -> None:

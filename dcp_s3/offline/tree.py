@@ -99,8 +99,8 @@ def _node(name: str, branch: _Branch, *, collapse: bool) -> TreeNode:
 
 
 def _join(node: TreeNode) -> TreeNode:
-    """A node without those that have only one child, if that has children."""
-    while node.name and len(node.children) == 1 and node.children[0].children:
+    """A node with the name of its only child after its own, wherever there is only one."""
+    while node.name and len(node.children) == 1:
         [child] = node.children
         node = replace(child, name=f"{node.name}.{child.name}", repeats=node.repeats * child.repeats)
     return replace(node, children=tuple(_join(child) for child in node.children))

@@ -45,7 +45,9 @@ def test_a_checkpoint_of_layers(root: str, memory_server: S3Server) -> None:
 
     filtered = inspect(f"{root}/step-7", ["model.layers.*.w", "epoch"])
     assert (len(filtered.entries), filtered.parameters) == (9, 128)
-    with pytest.raises(errors.EntryNotFoundError, match=r"no entry that matches 'model.heads'. The closest of 18: 'mod"):
+    with pytest.raises(
+        errors.EntryNotFoundError, match=r"no entry that matches 'model.heads'. The closest of 18: 'mod"
+    ):
         inspect(f"{root}/step-7", "model.heads")
 
 

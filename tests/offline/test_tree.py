@@ -39,8 +39,7 @@ def test_alike_layers_are_one_node_with_their_sums() -> None:
         "  model 3104 4900 97",
         "    embed 800 100 1",
         "    layers.0..31 x32 2304 4800 96",
-        "      attention 2048 3200 64",
-        "        wq 2048 3200 64",
+        "      attention.wq 2048 3200 64",
         "      norm 256 1600 32",
         "  step 0 10 1",
     ]
@@ -62,13 +61,12 @@ def test_experts_within_layers() -> None:
     entries = [_tensor(f"layers.{i}.experts.{j}.w", 4, 4) for i in range(3) for j in range(8)]
     assert _lines(build_tree(entries)) == [
         " 384 2400 24",
-        "  layers.0..2.experts.0..7 x24 384 2400 24",
-        "    w 384 2400 24",
+        "  layers.0..2.experts.0..7.w x24 384 2400 24",
     ]
     entries += [_tensor(f"layers.{i}.norm", 4, size=0) for i in range(3)]
     assert _lines(build_tree(entries))[1:3] == [
         "  layers.0..2 x3 396 2400 27",
-        "    experts.0..7 x8 384 2400 24",
+        "    experts.0..7.w x8 384 2400 24",
     ]
 
 
@@ -76,7 +74,7 @@ def test_a_name_may_also_begin_others() -> None:
     tree = build_tree([_tensor("a", 2), _tensor("a.b", 3), _tensor("", 4), _tensor("..", 5)])
     assert [(node.name, node.shape, len(node.children)) for node in tree.children][:2] == [
         ("a", (2,), 0),
-        ("a", None, 1),
+        ("a.b", (3,), 0),
     ]
     assert tree.parameters == 14
     assert tree.entries == 4
