@@ -125,7 +125,7 @@ def test_the_table_is_in_the_help_and_in_the_documentation() -> None:
     for status, meaning in exits.MEANINGS.items():
         assert f"{status} {meaning}" in shown
         assert f"| {status} | {meaning} |" in page
-    assert set(exits.MEANINGS) == set(range(5))
+    assert set(exits.MEANINGS) == set(range(6))
 
 
 # --- words -----------------------------------------------------------------------------------------------
