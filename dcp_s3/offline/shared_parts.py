@@ -7,12 +7,14 @@ another, and their CRCs combine to that of the whole.
 
 The overlaps of chunks are the edges of a graph. Within a connected part of it one shift implies all others. Either they
 agree, and the part has one CRC on both sides, or no combination of its CRCs exists. In the latter case its chunks are
-replaced by their blocks (see format/blocks.py), whose CRCs are known, too.
+replaced by their blocks (see format/blocks.py), whose CRCs are known, too. So they are where two bytes of a part are
+shifted alike: different CRCs would still show a change, but a change of both bytes might cancel out.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -64,9 +66,9 @@ class SharedParts(NamedTuple):
     """What two cuts have in common."""
 
     parts: tuple[SharedPart, ...]
-    """Parts that can be compared. No two share a byte."""
+    """Parts that can be compared: different CRCs show that bytes differ. No two share a byte."""
     complete: bool
-    """Whether they are all of the tensor."""
+    """Whether equal CRCs of all parts show that all bytes of the tensor are equal."""
 
 
 # Layers of a model are cut alike.
@@ -92,24 +94,33 @@ def find_shared_parts(a: tuple[Chunk, ...], b: tuple[Chunk, ...], itemsize: int)
     parts: list[SharedPart] = []
     complete = True
     for shifts in graph.solve():
-        if shifts.agree:
-            parts.append(_make_part(shifts, a, b, itemsize, blocks=False))
-            continue
-        chunks = {(side, number) for side, number, _ in shifts.of}
-        inside = [n for n, i in enumerate(found.saved) if ("a", i) in chunks]
-        finer = _find_in_blocks(a, b, found, inside, itemsize)
-        parts += finer.parts
-        complete = complete and finer.complete
+        part = _make_part(shifts, a, b, itemsize, blocks=False) if shifts.agree else None
+        if part is None or not _is_proof(part):
+            chunks = {(side, number) for side, number, _ in shifts.of}
+            inside = [n for n, i in enumerate(found.saved) if ("a", i) in chunks]
+            finer = _find_in_blocks(a, b, found, inside, itemsize)
+            complete = complete and finer is not None and finer.complete
+            if finer is not None:
+                parts += finer.parts
+                continue
+        if part is not None:
+            parts.append(part)
     return SharedParts(tuple(parts), complete)
+
+
+def _is_proof(part: SharedPart) -> bool:
+    """Whether no two bytes are shifted alike."""
+    spans = sorted((each.shift, each.shift + each.stop - each.start) for each in part.a)
+    return all(before[1] <= after[0] for before, after in itertools.pairwise(spans))
 
 
 def _find_in_blocks(
     a: Sequence[Chunk], b: Sequence[Chunk], found: Overlaps, inside: Sequence[int], itemsize: int
-) -> SharedParts:
-    """What can be compared of some overlaps by the blocks of their chunks."""
+) -> SharedParts | None:
+    """What can be compared of some overlaps by the blocks of their chunks; None if those are not looked at."""
     chunks = [a[found.saved[n]] for n in inside] + [b[found.local[n]] for n in inside]
     if all(each.block is None or each.block >= _nbytes(each, itemsize) for each in chunks):
-        return SharedParts((), False)
+        return None
     graph = _Graph()
     runs = 0
     for n in inside:
@@ -117,7 +128,7 @@ def _find_in_blocks(
         starts_a, starts_b, length = _runs(a[i], b[j], found, n)
         runs += len(starts_a)
         if runs > _MAX_RUNS:
-            return SharedParts((), False)
+            return None
         block_a, block_b = (each.block or _nbytes(each, itemsize) for each in (a[i], b[j]))
         known = a[i].block is not None and b[j].block is not None
         lengths = np.full(len(starts_a), length * itemsize)
@@ -130,8 +141,8 @@ def _find_in_blocks(
         for p, q, shift in set(zip(number_a.tolist(), number_b.tolist(), shifts.tolist(), strict=True)):
             graph.add(("a", i, p), ("b", j, q), shift if known else None)
     solved = graph.solve()
-    agreeing = [_make_part(shifts, a, b, itemsize, blocks=True) for shifts in solved if shifts.agree]
-    return SharedParts(tuple(agreeing), len(agreeing) == len(solved))
+    parts = [_make_part(each, a, b, itemsize, blocks=True) for each in solved if each.agree]
+    return SharedParts(tuple(parts), len(parts) == len(solved) and all(map(_is_proof, parts)))
 
 
 def _cut(own: Any, other: Any, lengths: Any, block: int) -> tuple[Any, Any, Any]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections import defaultdict
+from operator import xor
 
 import pytest
 import torch
@@ -42,7 +44,8 @@ def _pieces(tensor: torch.Tensor, cut: Cut) -> list[tuple[list[int], bytes]]:
 
 
 def _expected(tensor: torch.Tensor, cut: Cut, other: torch.Tensor, other_cut: Cut) -> str:
-    """What is knowable, byte by byte: in a connected part, every byte has to be shifted alike on both sides."""
+    """What is knowable, byte by byte: in a connected part, every byte has to be shifted alike on both sides, and no two
+    of them alike, lest changes of both cancel out."""
     sides = _pieces(tensor, cut), _pieces(other, other_cut)
     where: list[dict[int, tuple[tuple[int, int], int]]] = [
         {byte: ((side, n), len(of) - 1 - i) for n, (of, _) in enumerate(pieces) for i, byte in enumerate(of)}
@@ -74,12 +77,13 @@ def _expected(tensor: torch.Tensor, cut: Cut, other: torch.Tensor, other_cut: Cu
         if not agree:
             knows_all = False
             continue
-        found = [
-            {byte: value for s, n in shifts if s == side for byte, value in zip(*sides[side][n], strict=True)}
-            for side in (0, 1)
-        ]
-        if found[0] != found[1]:
+        found: list[dict[int, list[int]]] = [defaultdict(list), defaultdict(list)]
+        for (side, n), shift in shifts.items():
+            for after, value in enumerate(reversed(sides[side][n][1])):
+                found[side][shift + after].append(value)
+        if any(functools.reduce(xor, found[0][at]) != functools.reduce(xor, found[1][at]) for at in found[0]):
             return "changed"
+        knows_all = knows_all and all(len(values) == 1 for values in found[0].values())
     return "same" if knows_all else "unknown"
 
 
@@ -122,8 +126,15 @@ def _pairs(draw: st.DrawFn) -> tuple[torch.Tensor, Cut, torch.Tensor, Cut]:
         0, 256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
     )
     changed = tensor.clone()
-    for number in draw(st.lists(st.integers(0, tensor.numel() - 1), max_size=2)):
-        changed.view(-1)[number] ^= draw(st.integers(1, 255))
+    how = draw(st.sampled_from(["nothing", "some", "some", "all alike", "rolled"]))
+    if how == "some":
+        value = draw(st.integers(1, 255))
+        for number in draw(st.lists(st.integers(0, tensor.numel() - 1), min_size=1, max_size=4)):
+            changed.view(-1)[number] ^= value
+    elif how == "all alike":
+        changed ^= draw(st.integers(1, 255))
+    elif how == "rolled" and shape:
+        changed = changed.roll(draw(st.integers(0, max(shape))), dims=draw(st.integers(0, len(shape) - 1)))
     views = [each.view(dtype).view(shape) for each in (tensor, changed)]
     return views[0], draw(_cuts(shape, dtype.itemsize)), views[1], draw(_cuts(shape, dtype.itemsize))
 
@@ -196,8 +207,18 @@ def test_blocks_that_end_where_chunks_do_help() -> None:
     assert _compare(tensor, without_blocks, tensor, Cut(cut)).status == "unknown"
     assert _compare(tensor, with_blocks, tensor, Cut(cut)).status == "same"
     assert _compare(tensor, with_blocks, changed, Cut(cut)).status == "changed"
-    too_large = Cut(whole, [2 * 16 * 32 * 4])  # two experts
-    assert _compare(tensor, too_large, tensor, Cut(cut)).status == "unknown"
+    two_experts = Cut(whole, [2 * 16 * 32 * 4])
+    assert _compare(tensor, two_experts, tensor, Cut(cut)).status == "unknown"
+
+
+def test_a_change_everywhere_does_not_cancel_out() -> None:
+    """With blocks that belong to two ranks there is a combination, but it shifts different experts alike."""
+    tensor, cut = torch.zeros(8, 16, 32), Cut(split((8, 16, 32), 1, 4))
+    whole = Cut(split(tensor.shape, 0, 1), [2 * 4 * 32 * 4])
+    assert _compare(tensor, whole, tensor, cut).status == "unknown"
+    for changed in (torch.ones_like(tensor), _with_one_change(tensor)):
+        assert _compare(tensor, whole, changed, cut).status != "same"
+    assert _compare(tensor, whole, _with_one_change(tensor), cut).status == "changed"
 
 
 def test_what_has_no_checksum_is_unknown_and_says_where() -> None:
