@@ -97,3 +97,14 @@ def format_size(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+def format_count(count: float) -> str:
+    """``8030261248`` -> ``8.03B``: thousands, millions, billions, trillions (10^12), as parameters are counted."""
+    if abs(count) < 1000:
+        return f"{count:.0f}"
+    for unit in ("K", "M", "B"):
+        count /= 1000
+        if abs(count) < 999.5:
+            return f"{count:.3g}{unit}"
+    return f"{count / 1000:.3g}T"

@@ -60,6 +60,8 @@ class Inspected:
     """The objects that begin with a dot, or all of them if they had to be listed."""
     manifest: Manifest | None = None
     """Manifest of a committed save with collectives; None without."""
+    manifests_of_ranks: tuple[Manifest, ...] = ()
+    """Manifests of a save without collectives, in the order of ranks."""
 
 
 async def inspect_checkpoint(
@@ -149,7 +151,8 @@ async def _inspect_without_metadata(store: AsyncS3Store, url: CheckpointURL) -> 
 
     manifests = await map_bounded(manifest_of, ranks)
     by_rank = {rank: manifest for rank, manifest in zip(ranks, manifests, strict=True) if manifest is not None}
-    return Inspected(from_rank_manifests(url, directory, by_rank), directory)
+    info = from_rank_manifests(url, directory, by_rank)
+    return Inspected(info, directory, manifests_of_ranks=tuple(by_rank.values()))
 
 
 async def find_manifest(

@@ -20,7 +20,7 @@ MEANINGS = {
     USAGE: "wrong usage: an argument, an option, a URL or a setting",
     NOTHING_THERE: "nothing is there",
     DAMAGED: "damaged: a checkpoint is not what was saved",
-    DIFFERENT: "different: of diff only",
+    DIFFERENT: "different: of diff, or not known to be the same",
     INTERRUPTED: "ended by Ctrl-C",
 }
 

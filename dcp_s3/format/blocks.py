@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from dcp_s3.checksum import combine_crc64nvme
+from dcp_s3.checksum import combine_crc64nvme, crc64nvme_between
 
 MIN_BLOCK = 8 * 2**10
 """Minimum bytes of a block. Each block costs 8 bytes of metadata."""
@@ -61,6 +61,11 @@ class Blocks(NamedTuple):
             self.size > 0 and self.size % _ALIGNMENT == 0 and len(self.crcs) == 8 * max(0, -(-nbytes // self.size) - 1)
         )
 
+    def crc_between(self, start: int, stop: int, nbytes: int) -> int:
+        """CRC-64/NVME of whole blocks of a chunk of ``nbytes``, from the first byte of one to the end of another."""
+        through = self.crc if stop == nbytes else _crc_at(self, stop // self.size)
+        return crc64nvme_between(_crc_at(self, start // self.size), through, stop - start)
+
 
 class Range(NamedTuple):
     """A run of bytes, of a chunk or anything else with bytes."""
@@ -76,12 +81,8 @@ class Range(NamedTuple):
 def widen(start: int, stop: int, nbytes: int, blocks: Blocks) -> Range:
     """The smallest range around ``start`` to ``stop`` (not empty) of a chunk of ``nbytes`` that can be checked."""
     first, last = start // blocks.size, -(-stop // blocks.size)
-    end = min(last * blocks.size, nbytes)
-    before = _crc_at(blocks, first)
-    after = blocks.crc if end == nbytes else _crc_at(blocks, last)
-    # The CRC of two runs together is the first's, shifted over the second, XOR the second's.
-    crc = combine_crc64nvme([(before, first * blocks.size), (after, end - first * blocks.size)])
-    return Range(first * blocks.size, end, crc)
+    start, end = first * blocks.size, min(last * blocks.size, nbytes)
+    return Range(start, end, blocks.crc_between(start, end, nbytes))
 
 
 def _crc_at(blocks: Blocks, count: int) -> int:

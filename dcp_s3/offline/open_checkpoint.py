@@ -40,18 +40,26 @@ class OpenCheckpoint:
         url: URL of the checkpoint.
         settings: a `Settings`, or a mapping of those that differ from the environment.
         bounded: whether ``load_timeout`` bounds all that is read, from now on.
+        metadata: its metadata, if it was read before.
 
     Raises:
         CheckpointNotFoundError, CorruptMetadataError, StorageError
     """
 
-    def __init__(self, url: str | os.PathLike[str], settings: SettingsLike, *, bounded: bool = True) -> None:
+    def __init__(
+        self,
+        url: str | os.PathLike[str],
+        settings: SettingsLike,
+        *,
+        bounded: bool = True,
+        metadata: Metadata | None = None,
+    ) -> None:
         self.url: CheckpointURL = parse_url(url)
         self.settings = resolve_settings(settings)
         seconds = self.settings.load_timeout if bounded else None
         limit = Limit(deadline=Deadline.start("DCP_S3_LOAD_TIMEOUT", seconds), hang=seconds)
         self.store = S3Store(self.url.bucket, self.settings, limit)
-        self._metadata: Metadata = check_metadata(fetch_metadata(self.store, self.url), self.url)
+        self._metadata: Metadata = metadata or check_metadata(fetch_metadata(self.store, self.url), self.url)
         if not isinstance(self._metadata.storage_data, dict):
             raise errors.CorruptMetadataError(
                 f"the metadata of {self.url} does not say where its items lie", url=str(self.url)

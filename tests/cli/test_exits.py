@@ -26,6 +26,8 @@ Command = Callable[[str], list[str]]
 
 _OF_ONE: dict[str, Command] = {
     "show": lambda url: ["show", url],
+    "inspect": lambda url: ["inspect", url],
+    "diff": lambda url: ["diff", url, url],
     "verify": lambda url: ["verify", url],
     "verify --full": lambda url: ["verify", url, "--full", "--json"],
     "download": lambda url: ["download", url, "copy"],

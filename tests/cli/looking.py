@@ -1,0 +1,31 @@
+"""Runs commands that look at checkpoints, and saves some to look at."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from typer.testing import CliRunner
+
+from dcp_s3 import S3StorageWriter
+from dcp_s3.cli.main import app
+
+
+def run(*arguments: object, status: int = 0) -> Any:
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == status, result.output
+    return result
+
+
+def words(output: str) -> list[list[str]]:
+    return [line.split() for line in output.splitlines() if line.strip()]
+
+
+def save_layers(url: str, count: int, *, value: float = 1.0, **arguments: Any) -> str:
+    state = {f"model.layers.{number}.w": torch.full((8, 8), value) for number in range(count)}
+    state |= {"model.norm": torch.ones(3, dtype=torch.bfloat16), "step": 7}  # type: ignore[dict-item]
+    dcp.save(state, storage_writer=S3StorageWriter(url, **arguments), no_dist=True)
+    return url

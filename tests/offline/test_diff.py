@@ -1,0 +1,267 @@
+"""`diff` of real checkpoints: what it says, and what it reads for that."""
+
+from __future__ import annotations
+
+import datetime
+import io
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from dcp_s3 import S3StorageWriter, annotate, errors
+from dcp_s3.offline import diff_full
+from dcp_s3.offline.diff import AttachmentDiff, CheckpointDiff, MetricDiff, diff
+from dcp_s3.offline.diff_full import equal_values
+from dcp_s3.offline.diff_plan import Renaming
+from tests.ranks import run_ranks
+from tests.retention.making import save_foreign, save_on_ranks
+from tests.servers import S3Server
+
+
+def _save(url: str, state: Any, **arguments: Any) -> str:
+    dcp.save(state, storage_writer=S3StorageWriter(url, **arguments), no_dist=True)
+    return url
+
+
+def _statuses(found: CheckpointDiff) -> dict[str, tuple[str, str]]:
+    return {each.fqn: (each.status, each.what) for each in found.entries}
+
+
+class _Requests:
+    """The requests to the in-memory server while it was entered."""
+
+    def __init__(self, server: S3Server) -> None:
+        self._server = server.handle
+
+    def __enter__(self) -> _Requests:
+        self._server.reset_counters()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        log = self._server.request_log
+        self.operations = Counter(each.operation for each in log)
+        self.data = {each.key.split("/", 1)[1] for each in log if each.key.endswith(".distcp")}
+        self.bytes_out = self._server.counters.bytes_out
+
+
+# --- without data -------------------------------------------------------------------------------------
+
+
+def test_ten_thousand_tensors_in_six_requests(root: str, memory_server: S3Server) -> None:
+    state: dict[str, Any] = {f"layers.{number}.weight": torch.full((4,), float(number)) for number in range(10_000)}
+    state["step"] = 1
+    _save(f"{root}/a", state)
+    state["layers.77.weight"][3] = 0
+    state["layers.123.weight"][0] = 0
+    _save(f"{root}/b", state | {"step": 2})
+    with _Requests(memory_server) as requests:
+        found = diff(f"{root}/a", f"{root}/b")
+    assert not requests.data
+    assert requests.operations == {"ListObjectsV2": 2, "GetObject": 4}
+    assert {name: how for name, how in _statuses(found).items() if how[0] != "same"} == {
+        "layers.77.weight": ("changed", "values"),
+        "layers.123.weight": ("changed", "values"),
+        "step": ("changed", "bytes"),
+    }
+    assert found.counts == {"same": 9_998, "changed": 3}
+    assert found.summary == "3 of 10001 entries differ (3 changed), 9998 same"
+    assert (found.status, found.same) == ("changed", False)
+    assert repr(found) == f"<CheckpointDiff {root}/a {root}/b: {found.summary}>"
+    with _Requests(memory_server) as requests:
+        assert diff(f"{root}/a", f"{root}/a", full=True).same
+    assert not requests.data
+
+
+def _save_fsdp(url: str, changed: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(37, 50), nn.Linear(50, 3, bias=False), nn.LayerNorm(300))
+    if changed:
+        with torch.no_grad():
+            model[0].weight[49, 36] += 1
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    state = {"model": get_model_state_dict(model), "step": 7}
+    dcp.save(state, storage_writer=S3StorageWriter(url))
+
+
+def test_other_numbers_of_ranks_are_the_same_without_data(root: str, memory_server: S3Server) -> None:
+    for ranks in (1, 2, 4):
+        run_ranks(ranks, _save_fsdp, f"{root}/{ranks}", False)
+    run_ranks(3, _save_fsdp, f"{root}/changed", True)
+    with _Requests(memory_server) as requests:
+        for one, two in ((1, 2), (2, 4), (4, 1)):
+            found = diff(f"{root}/{one}", f"{root}/{two}")
+            assert found.same, found
+            assert len(found.entries) == 6
+        found = diff(f"{root}/2", f"{root}/changed")
+    assert _statuses(found).pop("model.0.weight") == ("changed", "values")
+    assert found.counts == {"same": 5, "changed": 1}
+    assert not requests.data
+
+
+def _save_sharded(url: str, dim: int) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    full = torch.arange(64 * 64, dtype=torch.float32).view(64, 64)
+    state = {
+        name: distribute_tensor(full + n, mesh, [Shard(d)]) for n, (name, d) in enumerate({"x": dim, "y": 0}.items())
+    }
+    dcp.save(state, storage_writer=S3StorageWriter(url))
+
+
+def test_rows_against_columns_are_read_only_with_full(root: str, memory_server: S3Server) -> None:
+    run_ranks(2, _save_sharded, f"{root}/rows", 0)
+    run_ranks(2, _save_sharded, f"{root}/columns", 1)
+    with _Requests(memory_server) as requests:
+        found = diff(f"{root}/rows", f"{root}/columns")
+    assert not requests.data
+    assert _statuses(found) == {
+        "x": ("unknown", "its chunks are cut such that their checksums do not combine"),
+        "y": ("same", ""),
+    }
+    assert (found.status, found.same) == ("unknown", False)
+    assert found.summary == "0 of 2 entries differ, 1 unknown, 1 same"
+    seen: list[int] = []
+    with _Requests(memory_server) as requests:
+        full = diff(f"{root}/rows", f"{root}/columns", full=True, on_total=seen.append, on_progress=seen.append)
+    assert full.same
+    assert requests.data
+    assert full.bytes_read == seen[0] == sum(seen[1:]) == 2 * 64 * 64 * 4  # not y
+
+
+# --- with data ----------------------------------------------------------------------------------------
+
+
+def test_what_has_no_checksum_is_read_piece_by_piece(
+    root: str, memory_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(diff_full, "BATCH", 4096)
+    monkeypatch.setattr(diff_full, "_PIECE", 1024)
+    monkeypatch.setenv("DCP_S3_CHECKSUM", "none")
+    kinds = [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.int64]
+    state: dict[str, Any] = {str(kind): torch.ones(33, 7).to(kind) for kind in kinds}
+    state |= {
+        "large": torch.zeros(50_000),
+        "scalar": torch.tensor(1.5),
+        "empty": torch.zeros(0, 3),
+        "zero": torch.zeros(9),
+    }
+    _save(f"{root}/a", state)
+    state["large"][20_000] = math.nan
+    state["zero"][0] = -0.0
+    _save(f"{root}/b", state)
+    found = diff(f"{root}/a", f"{root}/b")
+    assert {status for status, _ in _statuses(found).values()} == {"unknown", "same"}
+    assert _statuses(found)["empty"] == ("same", "")
+    full = diff(f"{root}/a", f"{root}/b", full=True)
+    assert {name for name, how in _statuses(full).items() if how == ("changed", "values")} == {"large", "zero"}
+    assert full.counts == {"changed": 2, "same": 8}
+    assert full.bytes_read < 2 * 100_000  # the rest of `large` was not read
+    assert diff(f"{root}/b", f"{root}/b", full=True).same
+
+
+@pytest.mark.servers("memory")
+def test_foreign_checkpoints_and_those_without_collectives(root: str, s3: Any, tmp_path: Path) -> None:
+    ours = save_on_ranks(f"{root}/ranks", 2)
+    foreign = save_foreign(s3, f"{root}/foreign", tmp_path)
+    found = diff(foreign, ours)
+    assert _statuses(found) == dict.fromkeys(("weight", "half", "step"), ("unknown", "no checksum in A"))
+    assert diff(foreign, ours, full=True).same
+    assert diff(ours, save_on_ranks(f"{root}/again", 3)).same
+    metric = diff(foreign, ours).metrics
+    assert metric == (MetricDiff("loss", None, 0.5),)
+
+
+class _Secret:
+    pass
+
+
+@pytest.mark.servers("memory")
+def test_objects_are_compared_by_value_where_that_is_safe(root: str) -> None:
+    text = "the same text"
+    twice = "".join(["the same ", "text"])  # another object
+    when = datetime.date(2020, 1, 1)
+    for name, value in (
+        ("a", {"same": [1], "pickled": [text, text], "changed": when, "unsafe": [_Secret()]}),
+        ("b", {"same": [1], "pickled": [text, twice], "changed": when.replace(day=2), "unsafe": [_Secret(), 1]}),
+    ):
+        _save(f"{root}/{name}", value)
+    changed = ("changed", "bytes")
+    found = _statuses(diff(f"{root}/a", f"{root}/b"))
+    assert found == {"same": ("same", ""), "pickled": changed, "changed": changed, "unsafe": changed}
+    found = _statuses(diff(f"{root}/a", f"{root}/b", full=True))
+    unsafe, why = found.pop("unsafe")
+    assert found == {"same": ("same", ""), "pickled": ("same", ""), "changed": ("changed", "values")}
+    assert unsafe == "changed"
+    assert why.startswith("bytes; not compared: ")
+    assert "_Secret" in why
+
+
+def test_equal_values() -> None:
+    nan, loop = math.nan, [1]
+    loop.append(loop)  # type: ignore[arg-type]
+    for value in (1, "a", nan, [1, (2, nan)], {"x": torch.ones(2), 1: None}, torch.tensor([nan]), {1, 2}, loop):
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        buffer.seek(0)
+        assert equal_values(value, torch.load(buffer, weights_only=False)), value
+    assert equal_values({"a": 1, "b": 2}, {"b": 2, "a": 1})
+    for one, two in (
+        (1, 1.0), (1, True), (0.0, -0.0), ([1], [1, 2]), ({"a": 1}, {"b": 1}), (torch.ones(2), torch.ones(3)),
+        (torch.ones(1), torch.ones(1, dtype=torch.float64)), (_Secret(), _Secret()), ([[1]], [[2]]),
+    ):  # fmt: skip
+        assert not equal_values(one, two), (one, two)
+    a = b = [1]
+    for _ in range(100):
+        a, b = [a, a], [b, b]  # type: ignore[list-item]
+    assert equal_values(a, b)
+
+
+# --- beside the values ----------------------------------------------------------------------------------
+
+
+@pytest.mark.servers("memory")
+def test_attachments_metrics_and_renamed_prefixes(root: str) -> None:
+    for name, prefix, files, loss in (
+        ("a", "model", {"same": b"1", "changed": b"1", "gone": b"1"}, math.nan),
+        ("b", "train.model", {"same": b"1", "changed": b"2", "new": b"1"}, 0.5),
+    ):
+        writer = S3StorageWriter(f"{root}/{name}", metrics={"loss": loss, "nan": math.nan, "tokens": 10})
+        for file, data in files.items():
+            writer.attach(file, data)
+        state = {f"{prefix}.{n}.weight": torch.full((2,), float(n)) for n in range(3)}
+        dcp.save(state | {"step": 1}, storage_writer=writer, no_dist=True)
+    annotate(f"{root}/b", {"accuracy": 0.9})
+    found = diff(f"{root}/a", f"{root}/b")
+    assert found.attachments == tuple(
+        AttachmentDiff(*each)
+        for each in (("changed", "changed"), ("gone", "only in A"), ("new", "only in B"), ("same", "same"))
+    )
+    assert [each.name for each in found.metrics] == ["loss", "accuracy"]
+    assert found.renaming == Renaming("", "train.", 3)
+    assert found.counts == {"only in A": 3, "only in B": 3, "same": 1}
+    assert "3 of 4 attachments differ" in found.summary
+    assert [each["fqn"] for each in found.to_dict()["entries"]] == [
+        f"{prefix}.{n}.weight" for prefix in ("model", "train.model") for n in range(3)
+    ]
+    assert len(found.to_dict(everything=True)["entries"]) == 7
+    json.dumps(found.to_dict())
+    step = diff(f"{root}/a", f"{root}/b", filter="step")
+    assert step.same  # without attachments, and metrics do not count
+    with pytest.raises(errors.EntryNotFoundError, match=r"neither .* has an entry that matches 'modle"):
+        diff(f"{root}/a", f"{root}/b", filter="modle.*")
+    with pytest.raises(errors.CheckpointNotFoundError, match=f"{root}/c"):
+        diff(f"{root}/a", f"{root}/c")
