@@ -120,7 +120,8 @@ def check_spill(name: str, exam: Examination) -> CheckResult:
         broken = [*store.list_damaged(), *store.list_unreadable(), *store.list_refused()]
     except (errors.SpillError, OSError) as error:
         return from_error(name, error)
-    free = shutil.disk_usage(path).free
+    there = next(each for each in (path, *path.parents) if each.exists())
+    free = shutil.disk_usage(there).free
     kind = filesystem_of(path, _MOUNTS.read_text()) if _MOUNTS.exists() else ""
     parts = [str(path), kind, f"{format_size(free)} free"]
     parts += [] if speed is None else [f"{format_size(speed)}/s written and flushed"]
