@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from dcp_s3 import errors
@@ -218,7 +219,8 @@ def _put_named(
         return _would_stay(name)
     condition = {"IfNoneMatch": "*"} if path == METADATA and exam.knows_if_none_match else {}
     try:
-        exam.put(path, b"", **condition)
+        with contextlib.suppress(errors.PreconditionFailedError):  # an earlier attempt wrote it: nobody else knows it
+            exam.put(path, b"", **condition)
         exam.ask("DeleteObject", path)
     except errors.StorageError as error:
         return from_error(name, error, status="failed" if required else "warning", consequence=consequence)

@@ -134,9 +134,9 @@ class Examination:
             self.keys.append(self.key(name))
         try:
             return self.ask("PutObject", name, Body=data, **creation_arguments(self.settings, data=True), **arguments)
-        except errors.StorageError as error:
-            if is_new and 400 <= answered_status(error) < 500:
-                self.keys.remove(self.key(name))
+        except errors.AccessDeniedError:
+            if is_new:
+                self.keys.remove(self.key(name))  # it is certain that nothing was written
             raise
 
     def begin_upload(self, name: str, **arguments: Any) -> str:
@@ -193,7 +193,11 @@ class Examination:
             What is left, each with the reason.
         """
         if self.dead:
-            return [f"s3://{self.url.bucket}/{key}: {self.dead}" for key in self.keys]
+            try:
+                self.greet()  # it may be back
+            except errors.StorageError:
+                written = {*self.keys, *(key for key, _ in self.uploads)}
+                return [f"s3://{self.url.bucket}/{key}: {self.dead}" for key in sorted(written)]
         left: list[str] = []
         for key, upload_id in {*self.uploads, *(self._list("ListMultipartUploads", "UploadId", "Uploads") or ())}:
             self._close_upload(key, upload_id, left)
