@@ -118,6 +118,17 @@ def check_delete_batch(name: str, exam: Examination) -> CheckResult:
     return passed(name, _needed(name))
 
 
+def check_list_versions(name: str, exam: Examination) -> CheckResult:
+    """ListObjectVersions, where there are any."""
+    if not exam.is_versioned:
+        return skipped(name, "the bucket keeps no old versions")
+    try:
+        exam.ask(name, Prefix=exam.url.key(""), MaxKeys=1)
+    except errors.StorageError as error:
+        return _refused(name, error, name, required=False)
+    return passed(name, _needed(name))
+
+
 def check_create_upload(name: str, exam: Examination) -> CheckResult:
     """CreateMultipartUpload."""
     try:

@@ -31,6 +31,8 @@ def _read(exam: Examination, operation: str) -> dict[str, Any] | str:
             return {}
         if status in (400, 405, 501):
             return f"the store does not tell ({code or status})"
+        if code == "NotAnsweredByS3":
+            return "the store does not tell: it answers something else"
         raise
 
 

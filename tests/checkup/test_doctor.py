@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -277,6 +278,18 @@ def test_an_endpoint_that_is_down_is_told_at_once(faulty: FaultyServer, monkeypa
     assert "clean-up" not in statuses(report)
 
 
+def test_an_endpoint_that_connects_and_says_nothing(monkeypatch: pytest.MonkeyPatch, faulty: FaultyServer) -> None:
+    monkeypatch.setattr(examination, "_LIMIT", examination.Limit(hang=0.2, attempts=3))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("DCP_S3_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        report = doctor(URL)
+    assert report["endpoint"].status == "ok"
+    assert [each.name for each in report.failed] == ["latency"]
+    assert "read timeout" in report["latency"].found.lower()
+    online = [check.name for check in CHECKS if check.online and check.name not in ("endpoint", "latency")]
+    assert {report[name].status for name in online} == {"skipped"}
+
+
 def test_an_endpoint_that_goes_down_in_the_middle(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(examination, "_LIMIT", examination.Limit(hang=0.2, attempts=2))
     down = []
@@ -369,6 +382,11 @@ CONFIGURATIONS: dict[str, tuple[str, str, bytes, str, str]] = {
         "versioning", "versioning",
         b"<VersioningConfiguration><Status>Enabled</Status></VersioningConfiguration>",
         "warning", "stay as old versions",
+    ),
+    "versions that may not be listed": (
+        "versioning", "ListObjectVersions",
+        b"<VersioningConfiguration><Status>Enabled</Status></VersioningConfiguration>",
+        "warning", "prune --all-versions does not work",
     ),
     "locks": (
         "object-lock", "object lock",
