@@ -34,7 +34,6 @@ _ROOTS = {
     "DeleteObjects": b"Delete",
     "GetBucketEncryption": b"ServerSideEncryptionConfiguration",
     "GetBucketLifecycleConfiguration": b"LifecycleConfiguration",
-    "GetBucketVersioning": b"VersioningConfiguration",
     "GetObjectLockConfiguration": b"ObjectLockConfiguration",
     "ListMultipartUploads": b"ListMultipartUploads",
     "ListObjectVersions": b"ListVersions",
