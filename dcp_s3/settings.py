@@ -8,6 +8,7 @@ up in a repr, a log or a pickle of dcp_s3.
 from __future__ import annotations
 
 import contextlib
+import difflib
 import logging
 import os
 import re
@@ -372,12 +373,20 @@ def local_world_size() -> int:
 _warned: set[str] = set()
 
 
+def unknown_variables() -> dict[str, str]:
+    """The variables with the prefix that are not settings, each with the closest setting; empty if none is close."""
+    known = [ENV_PREFIX + name.upper() for name in Settings.model_fields]
+    ours = [name for name in os.environ if name.upper().startswith(ENV_PREFIX)]
+    return {
+        name: next(iter(difflib.get_close_matches(name.upper(), known, n=1, cutoff=0.75)), "")
+        for name in ours
+        if name.upper() not in known and not name.upper().startswith(ENV_PREFIX + "TEST_")
+    }
+
+
 def _warn_of_unknown_variables(cls: type[Settings]) -> None:
     known = {ENV_PREFIX + name.upper() for name in cls.model_fields}
-    for name in os.environ:
-        upper = name.upper()
-        if not upper.startswith(ENV_PREFIX) or upper in known or upper.startswith(ENV_PREFIX + "TEST_"):
-            continue
+    for name in unknown_variables():
         if name not in _warned:
             _warned.add(name)
             logger.warning(

@@ -43,7 +43,7 @@ def bench(
         count = parse_size(size)
         if not count:
             raise ValueError("expected at least one byte")
-    with progress_of_steps("bench") as progress, _ended_like_ctrl_c():
+    with progress_of_steps("bench") as progress, ended_like_ctrl_c():
         report = run_bench(url, size=count, ranks=ranks, rounds=rounds, note=note, progress=progress)
     if as_json:
         print_json(report.to_dict())
@@ -54,7 +54,7 @@ def bench(
 
 
 @contextlib.contextmanager
-def _ended_like_ctrl_c() -> Iterator[None]:
+def ended_like_ctrl_c() -> Iterator[None]:
     """Clean up after other signals as after Ctrl-C."""
 
     def interrupt(*_: Any) -> NoReturn:

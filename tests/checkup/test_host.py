@@ -1,0 +1,146 @@
+"""Checks of the host."""
+
+from __future__ import annotations
+
+import resource
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dcp_s3.checkup import host
+from dcp_s3.checkup.examination import Examination
+from dcp_s3.checkup.host import filesystem_of, judge_open_files
+from dcp_s3.checkup.result import CheckResult
+from dcp_s3.settings import Settings
+from dcp_s3.url import parse_url
+
+MOUNTS = """\
+overlay / overlay rw 0 0
+tmpfs /dev/shm tmpfs rw 0 0
+/dev/nvme0n1 /nvme ext4 rw 0 0
+/dev/nvme1n1 /nvme/with\\040space xfs rw 0 0
+"""
+
+
+def examination(read_only: bool = False, **settings: Any) -> Examination:
+    return Examination(parse_url("s3://bucket/run"), read_only, settings, Settings(**settings))
+
+
+def spill(directory: Path, *, read_only: bool = False, **settings: Any) -> CheckResult:
+    return host.check_spill("spill disk", examination(read_only, spill_dir=str(directory), **settings))
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("/nvme/spill", "ext4"),
+        ("/nvme", "ext4"),
+        ("/nvme2/spill", "overlay"),
+        ("/dev/shm/spill", "tmpfs"),
+        ("/nvme/with space/spill", "xfs"),
+    ],
+)
+def test_the_filesystem_of_a_path(path: str, kind: str) -> None:
+    assert filesystem_of(Path(path), MOUNTS) == kind
+
+
+def test_a_spill_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+    directory = tmp_path / "deep" / "spill"
+    found = spill(directory)
+    assert found.passed
+    assert "free" in found.found
+    assert "/s written and flushed" in found.found
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_read_only_neither_makes_nor_measures_it(tmp_path: Path) -> None:
+    assert spill(tmp_path / "spill", read_only=True).status == "skipped"
+    assert "written" not in spill(tmp_path, read_only=True).found
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_spill_disk_in_memory_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text("tmpfs / tmpfs rw 0 0\n")
+    monkeypatch.setattr(host, "_MOUNTS", mounts)
+    found = spill(tmp_path / "spill")
+    assert found.status == "warning"
+    assert "tmpfs is memory" in found.found
+    assert "DCP_S3_SPILL_DIR" in found.remedy
+
+
+def test_a_spill_disk_on_the_network_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounts = tmp_path / "mounts"
+    mounts.write_text("server:/home / nfs4 rw 0 0\n")
+    monkeypatch.setattr(host, "_MOUNTS", mounts)
+    assert "nfs4 is not a local disk" in spill(tmp_path / "spill").found
+
+
+def test_a_spill_disk_that_cannot_be_written_fails_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    found = spill(tmp_path / "file" / "spill")
+    assert found.status == "failed"
+    assert str(tmp_path / "file") in found.found
+    assert "DCP_S3_SPILL_DIR" in found.remedy
+
+
+def test_a_disk_that_does_not_flush_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: int) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr("os.fsync", refuse)
+    found = spill(tmp_path)
+    assert found.status == "failed"
+    assert "Input/output error" in found.found
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_a_spill_disk_that_is_said(tmp_path: Path) -> None:
+    assert host.check_spill("spill disk", examination()).status == "skipped"
+
+
+@pytest.mark.parametrize(
+    ("limit", "status"), [(256, "warning"), (1024, "ok"), (65536, "ok"), (resource.RLIM_INFINITY, "ok")]
+)
+def test_open_files(limit: int, status: str) -> None:
+    found = judge_open_files("open files", limit, 64)
+    assert found.status == status
+    assert ("ulimit -n" in found.remedy) == (status == "warning")
+
+
+def test_more_staging_than_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "measure_available", lambda: 2**30)
+    assert host.check_memory("memory", examination(staging_limit="2GiB")).status == "warning"
+    assert host.check_memory("memory", examination(staging_limit="0.5")).status == "ok"
+    assert host.check_memory("memory", examination()).status == "ok"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert "each of 8 ranks" in host.check_memory("memory", examination(staging_limit="512MiB")).found
+
+
+def test_misspelled_settings_are_named_with_the_closest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DCP_S3_PARTSIZE", "64MiB")
+    monkeypatch.setenv("DCP_S3_QQQQQQQQ", "1")
+    found = host.check_settings("settings", examination())
+    assert found.status == "warning"
+    assert "DCP_S3_PARTSIZE: did you mean DCP_S3_PART_SIZE?" in found.remedy
+    assert "unset DCP_S3_QQQQQQQQ" in found.remedy
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("DCP_S3_PART_SIZE", "1MiB"), ("DCP_S3_RETENTION", "latest:"), ("AWS_PROFILE", "nobody")],
+)
+def test_settings_that_are_not_valid_fail(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
+    monkeypatch.setenv(variable, value)
+    exam = Examination(parse_url("s3://bucket/run"), False, None)
+    found = host.check_settings("settings", exam)
+    assert found.status == "failed"
+    assert (value.rstrip(":") in found.found) or (variable in found.found)
+    assert found.remedy
+
+
+def test_versions_are_named() -> None:
+    found = host.check_versions("versions", examination())
+    assert found.status == "ok"
+    assert all(f"{name} " in found.found for name in ("dcp_s3", "torch", "awscrt", "boto3"))

@@ -1,0 +1,159 @@
+"""What doctor finds on real servers. docs/stores.md says the same: a new version of a server shows itself here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import tls
+from dcp_s3.checkup.configuration import abort_rule, noncurrent_rule
+from dcp_s3.checkup.doctor import doctor
+from dcp_s3.checkup.result import DoctorReport
+from dcp_s3.s3.client import close_clients
+from tests.retention.test_prune_servers import versioned, versions
+from tests.servers import S3Server
+
+__all__ = ["versioned"]
+
+CONDITIONS = ("If-None-Match", "If-Match", "conditional delete", "conditional read")
+CHECKSUMS = ("checksums of objects", "checksums of parts")
+NOT_COMPARED = "accepted, but not compared"
+HONOURED, IGNORED, REFUSED = "honoured", "ignored", "refused even where the ETag is the object's"
+FOUND = {
+    "memory": (HONOURED, HONOURED, HONOURED, HONOURED, "is compared"),
+    "moto": (HONOURED, HONOURED, HONOURED, HONOURED, NOT_COMPARED),
+    "rclone": (IGNORED, IGNORED, IGNORED, IGNORED, NOT_COMPARED),
+    "rgw": (HONOURED, REFUSED, IGNORED, HONOURED, NOT_COMPARED),
+    "rgw with versions": (IGNORED, REFUSED, IGNORED, HONOURED, NOT_COMPARED),
+}
+"""What it finds of the conditions, in their order, and of checksums."""
+
+
+def assert_found(report: DoctorReport, expected: tuple[str, ...]) -> None:
+    *conditions, checksums = expected
+    for name, text in zip(CONDITIONS, conditions, strict=True):
+        assert report[name].found.startswith(text), report[name]
+    for name in CHECKSUMS:
+        assert checksums in report[name].found
+
+
+def assert_as_before(s3: Any, bucket: str) -> None:
+    assert not s3.list_objects_v2(Bucket=bucket).get("Contents")
+
+
+@pytest.mark.servers("memory", "moto", "rclone", "rgw")
+def test_what_is_found_and_nothing_is_left(s3: Any, bucket: str, root: str, server: S3Server) -> None:
+    report = doctor(root)
+    assert report.ok, str(report)
+    assert_found(report, FOUND[server.name])
+    for name in ("PutObject", "GetObject", "DeleteObjects", "ListMultipartUploads", "ListParts", "CopyObject"):
+        assert report[name].status == "ok", report[name]
+    assert report["clean-up"].status == "ok"
+    assert report["identity"].status == ("ok" if server.name == "moto" else "skipped")
+    assert_as_before(s3, bucket)
+
+
+@pytest.mark.servers("moto", "rgw")
+def test_with_versions_none_of_the_probes_is_left(s3: Any, bucket: str, versioned: str, server: S3Server) -> None:
+    report = doctor(versioned)
+    assert report.ok, str(report)
+    assert report["versioning"].status == "warning"
+    expected = FOUND["rgw with versions" if server.name == "rgw" else server.name]
+    assert_found(report, expected)
+    assert report["ListObjectVersions"].status == "ok"
+    assert report["clean-up"].status == "ok"
+    assert not versions(s3, bucket)
+
+
+@pytest.mark.servers("moto", "rgw")
+def test_the_rules_that_it_gives_can_be_pasted(s3: Any, bucket: str, versioned: str) -> None:
+    before = doctor(versioned, read_only=True)
+    assert json.dumps(abort_rule("run")) in before["incomplete uploads"].remedy
+    assert json.dumps(noncurrent_rule("run")) in before["versioning"].remedy
+    rules = [abort_rule("run"), noncurrent_rule("run")]
+    s3.put_bucket_lifecycle_configuration(Bucket=bucket, LifecycleConfiguration={"Rules": rules})
+    after = doctor(versioned, read_only=True)
+    assert (after["incomplete uploads"].status, after["versioning"].status) == ("ok", "ok")
+    assert after["lifecycle"].status == "ok"
+
+
+@pytest.mark.servers("rclone")
+def test_a_list_of_objects_is_not_taken_for_a_configuration(root: str) -> None:
+    report = doctor(root, read_only=True)
+    for name in ("lifecycle", "object lock", "encryption"):
+        assert report[name].status == "skipped"
+        assert "answers something else" in report[name].found
+
+
+@pytest.mark.servers("moto", "rgw")
+def test_a_rule_that_would_expire_checkpoints_is_named(s3: Any, bucket: str, root: str) -> None:
+    rule = {"ID": "tidy", "Status": "Enabled", "Filter": {"Prefix": ""}, "Expiration": {"Days": 30}}
+    s3.put_bucket_lifecycle_configuration(Bucket=bucket, LifecycleConfiguration={"Rules": [rule]})
+    assert "rule 'tidy' deletes objects after 30 days" in doctor(root, read_only=True)["lifecycle"].found
+
+
+@pytest.mark.parametrize(("pattern", "failed"), [("*.metadata", [".metadata"]), ("*/.metadata", [])])
+@pytest.mark.servers("rgw")
+def test_a_policy_by_key_is_found_out(s3: Any, bucket: str, root: str, pattern: str, failed: list[str]) -> None:
+    """The second pattern does not match there, whatever one would expect."""
+    statement = {
+        "Effect": "Deny", "Principal": "*", "Action": "s3:PutObject", "Resource": f"arn:aws:s3:::{bucket}/{pattern}",
+    }  # fmt: skip
+    s3.put_bucket_policy(Bucket=bucket, Policy=json.dumps({"Version": "2012-10-17", "Statement": [statement]}))
+    try:
+        report = doctor(root)
+    finally:
+        s3.delete_bucket_policy(Bucket=bucket)
+    assert [each.name for each in report.failed] == failed
+    assert ("s3:PutObject" in report[".metadata"].remedy) == bool(failed)
+    assert_as_before(s3, bucket)
+
+
+@pytest.mark.servers("rgw")
+def test_a_policy_against_deletes_is_found_out(s3: Any, bucket: str, root: str) -> None:
+    statement = {
+        "Effect": "Deny", "Principal": "*", "Action": "s3:DeleteObject", "Resource": f"arn:aws:s3:::{bucket}/*",
+    }  # fmt: skip
+    s3.put_bucket_policy(Bucket=bucket, Policy=json.dumps({"Version": "2012-10-17", "Statement": [statement]}))
+    try:
+        report = doctor(root)
+    finally:
+        s3.delete_bucket_policy(Bucket=bucket)
+    assert report.ok
+    assert "prune does not" in report["DeleteObject"].found
+    (left,) = s3.list_objects_v2(Bucket=bucket)["Contents"]
+    assert left["Key"] in report["clean-up"].found
+
+
+@pytest.fixture
+def behind_tls(
+    s3_env: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[tuple[str, Path]]:  # fmt: skip
+    """The same server behind nginx, with TLS: its URL, and the file of the authority that is to be trusted."""
+    with tls.tls_in_front_of(s3_env.endpoint_url.removeprefix("http://")) as (port, authority):
+        monkeypatch.setenv("DCP_S3_ENDPOINT_URL", f"https://127.0.0.1:{port}")
+        yield f"https://127.0.0.1:{port}", authority
+        close_clients()
+
+
+@pytest.mark.skipif(tls.nginx() is None, reason="nginx is not installed")
+@pytest.mark.servers("rgw")
+def test_behind_nginx_with_tls(
+    s3: Any, bucket: str, root: str, behind_tls: tuple[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, authority = behind_tls
+    untrusted = doctor(root)
+    assert [each.name for each in untrusted.failed] == ["endpoint"]
+    assert "AWS_CA_BUNDLE" in untrusted["endpoint"].remedy
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(authority))
+    close_clients()
+    report = doctor(root)
+    assert report.ok, str(report)
+    assert url in report["endpoint"].found
+    assert "TLSv1.3" in report["endpoint"].found
+    assert_found(report, FOUND["rgw"])
+    assert_as_before(s3, bucket)

@@ -1,0 +1,174 @@
+"""``dcp-s3 doctor``, as somebody types it, and as a program reads it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from dcp_s3.checkup.doctor import CHECKS
+from dcp_s3.cli.main import app
+from dcp_s3.s3.store import S3Store
+from dcp_s3.settings import Settings
+from tests.faulty import BUCKET, FaultyServer, serve
+from tests.memory_s3 import Fault
+from tests.servers.process import free_port
+
+URL = f"s3://{BUCKET}/run"
+_DENIED = Fault.error(403, "AccessDenied")
+_COMMAND = [sys.executable, "-m", "dcp_s3.cli.main", "doctor", URL]
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
+    """With one object, which alone is there afterwards."""
+    with serve(monkeypatch) as server:
+        S3Store(BUCKET, Settings()).put("run/before", b"kept")
+        server.s3.reset_counters()
+        yield server
+        server.rule = lambda _: None
+        assert server.s3.objects(BUCKET) == {"run/before": len(b"kept")}
+        assert not server.s3.open_uploads(BUCKET)
+
+
+def run(*arguments: str, status: int = 0) -> Any:
+    result = CliRunner().invoke(app, ["doctor", *arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == status, result.output
+    return result
+
+
+def start() -> subprocess.Popen[str]:
+    """The command as a process that Ctrl-C reaches."""
+    return subprocess.Popen(
+        _COMMAND,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=dict(os.environ),
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+
+
+def test_a_line_for_each_check_a_summary_and_policies_to_paste(faulty: FaultyServer) -> None:
+    lines = run(URL).stdout.splitlines()
+    for check in CHECKS:
+        assert any(re.match(rf"(ok|skipped) +{re.escape(check.name)} ", line) for line in lines), check.name
+    (summary,) = (line for line in lines if line.startswith(f"{URL}: "))
+    assert summary.startswith(f"{URL}: saves and loads will work: ")
+    text = "\n".join(lines)
+    training, versions = (json.loads(block) for block in re.findall(r"^\{.*?^\}", text, re.DOTALL | re.MULTILINE))
+    assert training["Statement"][0]["Resource"] == f"arn:aws:s3:::{BUCKET}/run/*"
+    assert versions["Statement"][0]["Action"] == ["s3:DeleteObjectVersion"]
+    assert "\x1b" not in text
+
+
+def test_a_failure_is_status_1_and_names_the_remedy(faulty: FaultyServer) -> None:
+    faulty.rule = lambda request: _DENIED if request.operation == "PutObject" else None
+    output = run(URL, status=1).stdout
+    assert re.search(
+        r"^FAIL +PutObject +PutObject on s3://bucket/run/doctor-probe-\w+/.* no save works$", output, re.MULTILINE
+    )
+    assert re.search(r"^ +Remedy: the credentials need s3:PutObject here", output, re.MULTILINE)
+    assert "saves or loads will not work" in output
+
+
+def test_json_is_strict_and_whole(faulty: FaultyServer) -> None:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    result = run(URL, "--json")
+    found = json.loads(result.stdout, parse_constant=refuse)
+    assert (found["url"], found["ok"], found["read_only"]) == (URL, True, False)
+    assert [each["name"] for each in found["checks"]] == [*(check.name for check in CHECKS), "clean-up"]
+    assert set(found["checks"][0]) == {"name", "status", "found", "remedy", "seconds"}
+    assert set(found["policies"]) == {"training", "prune_versions"}
+
+
+def test_json_of_a_dead_endpoint_is_status_1(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DCP_S3_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+    found = json.loads(run(URL, "--json", status=1).stdout)
+    assert [each["name"] for each in found["checks"] if each["status"] == "failed"] == ["endpoint"]
+
+
+def test_read_only_writes_nothing_and_says_so(faulty: FaultyServer) -> None:
+    output = run(URL, "--read-only").stdout
+    assert "whether saves work was not tried (read-only)" in output
+    assert "PutObject" not in faulty.s3.counters.requests
+
+
+@pytest.mark.parametrize("url", ["file:///tmp", "s3://b//c", "s3:bucket"])
+def test_wrong_usage_is_status_2(url: str) -> None:
+    run(url, status=2)
+
+
+def test_no_secret_is_shown(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret, token = "a-secret-that-nobody-may-see", "a-token-that-nobody-may-see"
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAIOSFODNN7EXAMPLE")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", secret)
+    monkeypatch.setenv("AWS_SESSION_TOKEN", token)
+    for arguments in ([URL], [URL, "--json"]):
+        output = run(*arguments).output
+        assert "AKIA...MPLE" in output
+        assert not any(each in output for each in (secret, token, "AKIAIOSFODNN7EXAMPLE"))
+
+
+def test_on_a_terminal_there_are_ticks(faulty: FaultyServer) -> None:
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TERM": "xterm", "PYTHONIOENCODING": "utf-8"}
+    with subprocess.Popen(
+        [*_COMMAND, "--read-only"], stdout=theirs, stderr=theirs, stdin=theirs, env=environment
+    ) as process:
+        os.close(theirs)
+        output = b""
+        while True:
+            try:
+                block = os.read(ours, 65536)
+            except OSError:  # Linux says so at the end
+                break
+            if not block:
+                break
+            output += block
+    os.close(ours)
+    assert process.returncode == 0
+    text = re.sub(r"\x1b\[[0-9;?]*\w", "", output.decode())
+    assert re.search(r"^✓ +settings", text, re.MULTILINE)
+    assert re.search(r"^- +bucket owner", text, re.MULTILINE)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("operation", ["PutObject", "UploadPart", "CopyObject"])
+def test_interrupted_it_leaves_the_bucket_as_it_was(
+    faulty: FaultyServer, operation: str, number: signal.Signals
+) -> None:
+    sent: list[float] = []
+
+    def interrupt(request: Any) -> Fault | None:
+        if request.operation != operation or sent:
+            return None
+        sent.append(time.monotonic())
+        process.send_signal(number)
+        return Fault.delay(0.5)  # it is carried out all the same
+
+    faulty.rule = interrupt
+    process = start()
+    try:
+        output, messages = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert sent
+    assert process.returncode != 0
+    assert "will work" not in output
+    assert "not removed" not in messages
+    assert "Traceback" not in messages
