@@ -1,4 +1,4 @@
-"""Whole examinations of stores that lack something (conditions, checksums, ranges), and of the bucket's configuration."""
+"""Whole examinations: stores that lack something (conditions, checksums, ranges), and how the bucket is set up."""
 
 from __future__ import annotations
 
