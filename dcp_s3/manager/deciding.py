@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import threading
 import time
@@ -55,9 +56,14 @@ class SigtermWatch:
 
     def __init__(self) -> None:
         self.seen = False
-        self._before = signal.signal(signal.SIGTERM, self._handle)
+        self._process = os.getpid()
+        self._before = signal.signal(signal.SIGTERM, self._handle) or signal.SIG_DFL
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # forked since, for example to load data: it has to end
+            signal.signal(signal.SIGTERM, self._before)
+            os.kill(os.getpid(), number)
+            return
         self.seen = True
         if callable(self._before):
             self._before(number, frame)
@@ -113,7 +119,11 @@ class SaveDecisions:
         if step == self._last_step:
             return False  # it is there
         if self._answer is None or self._answer[0] != step:
-            answer = any(policy(self._moment(step)) for policy in self._by_step) or self._look_if_due(step)
+            answer = any(policy(self._moment(step)) for policy in self._by_step)
+            if not answer:
+                answer = self._is_due(step) and self._look_at(step)
+            elif self._watch is not None:
+                self._look_at(step)  # beside a save it costs nothing, and this one is then also that for SIGTERM
             self._answer = step, answer
         return self._answer[1]
 
@@ -140,11 +150,16 @@ class SaveDecisions:
         preempted = self.preempted and not self._saved_preempted
         return SaveMoment(step, self._last_step, self._now() - self._since, preempted)
 
-    def _look_if_due(self, step: int) -> bool:
+    def _is_due(self, step: int) -> bool:
+        """Whether the ranks need to look at this step."""
         if not self._told:
             return False
-        if self._ranks.size > 1 and self._look is not None and self._look[0] <= step < self._look[0] + self._gap:
-            return False
+        if self._ranks.size == 1 or self._look is None:
+            return True
+        return not self._look[0] <= step < self._look[0] + self._gap
+
+    def _look_at(self, step: int) -> bool:
+        """Ask the policies that do not go by steps alone, on all ranks."""
         seen = self.preempted or (self._watch is not None and self._watch.seen)
         failure: Exception | None = None
         answer, gap = _NO, 1

@@ -38,8 +38,8 @@ logger = logging.getLogger(__name__)
 class CheckpointManager(RunReader):
     """Saves and restores the checkpoints of a run, ``{root}/step-00001000`` and so on, and applies a retention policy.
 
-    Works with and without torch.distributed. With it, every rank makes a manager and calls `save` and `restore`; the
-    ranks agree on what is saved and restored. The other methods are local to each rank.
+    Works with and without torch.distributed. With it, every rank makes a manager and calls `save`, `should_save` and
+    `restore`; the ranks agree on what is saved and restored. The other methods are local to each rank.
 
     Saves run in the background, one at a time. After each commit, retention runs on the first rank, in another thread.
     It never delays or fails the training: its failures are logged and counted (``dcp_s3.stats()``).

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -132,6 +134,40 @@ def test_preemption_saves_once_and_is_known_afterwards() -> None:
         assert found.preempted
     finally:
         found.close()
+
+
+def test_a_save_by_steps_is_also_the_one_for_the_signal() -> None:
+    found = decisions(SaveOnPreemption() | SaveEvery(steps=10))
+    try:
+        assert saved(found, range(1, 10)) == []
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert saved(found, range(10, 20)) == [10]
+        assert found.preempted
+    finally:
+        found.close()
+
+
+_FORKS = """
+import os, signal, sys, time
+from dcp_s3.manager.deciding import SigtermWatch
+watch = SigtermWatch()
+reading, writing = os.pipe()
+child = os.fork()
+if child == 0:
+    os.write(writing, b"x")  # Python forgets signals that come before it has forked
+    time.sleep(60)
+    os._exit(0)
+os.read(reading, 1)
+os.kill(child, signal.SIGTERM)
+_, status = os.waitpid(child, 0)
+os.kill(os.getpid(), signal.SIGTERM)
+print(os.WIFSIGNALED(status) and os.WTERMSIG(status), watch.seen)
+"""
+
+
+def test_processes_that_are_forked_end_by_the_signal() -> None:
+    done = subprocess.run([sys.executable, "-c", _FORKS], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["15", "True"]
 
 
 def test_the_handler_that_was_there_is_called_and_comes_back() -> None:
