@@ -67,6 +67,7 @@ Looking into checkpoints
     list_checkpoints   the checkpoints under a URL
     annotate           adds metrics after the save
     verify             checks that a checkpoint is what was saved
+    doctor             checks settings, permissions and the store before a run
     export             writes its weights as safetensors
     import_weights     makes a checkpoint of such files
     CheckpointCatalog  the checkpoints under a URL, with everything that retention decides on
@@ -74,6 +75,8 @@ Looking into checkpoints
     CheckpointInfo     one checkpoint
     VerifyReport       what `verify` has found
     Problem            one thing that is wrong
+    DoctorReport       what `doctor` has found
+    CheckResult        what one of its checks has found
     ExportResult       what `export` has written
     ImportResult       what `import_weights` has written
 
@@ -101,6 +104,8 @@ from dcp_s3._version import __version__
 
 if _TYPE_CHECKING:
     from dcp_s3.checkpoint.info import CheckpointInfo
+    from dcp_s3.checkup.doctor import doctor
+    from dcp_s3.checkup.result import CheckResult, DoctorReport
     from dcp_s3.integrations.dcp import redirect, register, unregister
     from dcp_s3.load.planner import S3LoadPlanner
     from dcp_s3.load.reader import S3StorageReader
@@ -136,10 +141,12 @@ if _TYPE_CHECKING:
 
 __all__ = [
     "CatalogSnapshot",
+    "CheckResult",
     "CheckpointCatalog",
     "CheckpointInfo",
     "CheckpointManager",
     "Decision",
+    "DoctorReport",
     "ExportResult",
     "Fused",
     "ImportResult",
@@ -170,6 +177,7 @@ __all__ = [
     "__version__",
     "annotate",
     "apply_plan",
+    "doctor",
     "errors",
     "events",
     "export",
@@ -194,6 +202,9 @@ __all__ = [
 ]
 
 _MODULES = {
+    "DoctorReport": "dcp_s3.checkup.result",
+    "CheckResult": "dcp_s3.checkup.result",
+    "doctor": "dcp_s3.checkup.doctor",
     "redirect": "dcp_s3.integrations.dcp",
     "register": "dcp_s3.integrations.dcp",
     "unregister": "dcp_s3.integrations.dcp",

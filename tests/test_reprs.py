@@ -13,7 +13,9 @@ from dcp_s3 import (
     CheckpointCatalog,
     CheckpointInfo,
     CheckpointManager,
+    CheckResult,
     Decision,
+    DoctorReport,
     ExportResult,
     Fused,
     ImportResult,
@@ -34,6 +36,7 @@ from dcp_s3 import (
     SaveOnPreemption,
     Settings,
     VerifyReport,
+    stats,
 )
 from dcp_s3.reprs import one_line
 
@@ -74,6 +77,9 @@ SHOWN = [
     (lambda: _report(), f"VerifyReport('{URL}', ok, fast, objects=8, items=200)"),
     (lambda: ExportResult(("a", "b"), 10, 2**20, 0), "ExportResult(2 files, 10 tensors, 1.0 MiB)"),
     (lambda: ImportResult(10, 0, 2**20), "ImportResult(10 tensors, 1.0 MiB)"),
+    (lambda: CheckResult("region", "ok", "eu-west-1"), "CheckResult('region', ok, eu-west-1)"),
+    (lambda: DoctorReport(URL, False, (), {}), None),
+    (lambda: stats(), None),
     (lambda: Fused(0, (4, 2, 2)), "Fused(dim=0, lengths=(4, 2, 2), copies=None)"),
     (lambda: Settings(), "Settings()"),
     (

@@ -95,8 +95,10 @@ def doctor(url: URLLike, settings: SettingsLike = None, read_only: bool = False)
     Raises:
         InvalidURLError: the URL is none of S3, or too long for names below it.
 
-    Example:
-        ``print(dcp_s3.doctor("s3://bucket/run"))`` shows the report; ``.ok`` says whether nothing failed.
+    ``print`` shows the whole report.
+
+    >>> doctor("s3://bucket/run").ok
+    True
     """
     return examine(url, settings, read_only=read_only, on_result=lambda _: None)
 

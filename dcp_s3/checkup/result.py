@@ -7,13 +7,18 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from dcp_s3 import errors
+from dcp_s3.reprs import one_line
 
 Status = Literal["ok", "warning", "failed", "skipped"]
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The outcome of one check."""
+    """The outcome of one check.
+
+    >>> doctor("s3://bucket/run")["PutObject"].status
+    'ok'
+    """
 
     name: str
     """Name of the check."""
@@ -27,6 +32,9 @@ class CheckResult:
     seconds: float = 0.0
     """Seconds that the check took."""
 
+    def __repr__(self) -> str:
+        return one_line("CheckResult", repr(self.name), self.status, " ".join(self.found.split()))
+
     @property
     def passed(self) -> bool:
         """Whether checks that build on this one make sense."""
@@ -35,7 +43,12 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class DoctorReport:
-    """What `dcp_s3.doctor` found. ``print`` shows it as plain text."""
+    """What `dcp_s3.doctor` found. ``print`` shows it as plain text.
+
+    >>> report = doctor("s3://bucket/run")
+    >>> report.ok, [check.name for check in report.failed]
+    (True, [])
+    """
 
     url: str
     """URL that was examined."""
