@@ -132,8 +132,9 @@ def diff(
         a: URL of one checkpoint.
         b: URL of the other.
         full: whether to read what is ``unknown``, and the objects whose stored bytes differ, and to compare values:
-            tensors bit for bit, objects as far as they can be unpickled safely. Takes about 100 MiB of host memory,
-            and both values of an object. An object that cannot be unpickled keeps its status.
+            tensors bit for bit, objects as far as they can be unpickled safely. Takes about 160 MiB of host memory,
+            and both values of an object, and holds a reader's lease on both checkpoints. An object that cannot be
+            unpickled keeps its status.
         filter: only the entries whose names match, such as ``model.*``; several: any of them.
         settings: a `Settings`, or a mapping of those that differ from the environment.
         on_total: called with the bytes to read, of both checkpoints together; with ``full`` only.

@@ -23,6 +23,7 @@ from dcp_s3.workers import Workers
 BATCH = 48 * 2**20
 """Bytes of one checkpoint that are read together."""
 _PIECE = BATCH // 4
+_LOAD_BUFFERS = 32 * 2**20
 _ALIGNMENT = 64
 _PIECES = 4096
 _MAX_NESTING = 200
@@ -67,6 +68,7 @@ def compare_values(
 @contextlib.contextmanager
 def _reading(saved: SavedCheckpoint, settings: Settings) -> Iterator[Reading]:
     """Reads of a checkpoint that no prune deletes meanwhile."""
+    settings = settings.model_copy(update={"load_buffers": min(settings.load_buffers, _LOAD_BUFFERS)})
     checkpoint = OpenCheckpoint(str(saved.url), settings, bounded=False, metadata=saved.metadata)
     lease = ReaderLease(checkpoint.store, saved.url, settings.reader_lease)
     lease.take()
