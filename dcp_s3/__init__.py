@@ -67,6 +67,8 @@ Looking into checkpoints
     list_checkpoints   the checkpoints under a URL
     annotate           adds metrics after the save
     verify             checks that a checkpoint is what was saved
+    inspect            what a checkpoint holds, as a tree
+    diff               what differs between two checkpoints, without reading their data
     doctor             checks settings, permissions and the store before a run
     export             writes its weights as safetensors
     import_weights     makes a checkpoint of such files
@@ -75,6 +77,10 @@ Looking into checkpoints
     CheckpointInfo     one checkpoint
     VerifyReport       what `verify` has found
     Problem            one thing that is wrong
+    CheckpointTree     what `inspect` has found
+    TreeNode           one name of it
+    CheckpointDiff     what `diff` has found
+    EntryDiff          what it says of one entry
     DoctorReport       what `doctor` has found
     CheckResult        what one of its checks has found
     ExportResult       what `export` has written
@@ -112,9 +118,13 @@ if _TYPE_CHECKING:
     from dcp_s3.manager.manager import CheckpointManager
     from dcp_s3.manager.save_policy import SaveEvery, SaveFirst, SaveMoment, SaveOnPreemption, SavePolicy
     from dcp_s3.monitoring import Stats, stats
+    from dcp_s3.offline.diff import CheckpointDiff, diff
+    from dcp_s3.offline.diff_plan import EntryDiff
     from dcp_s3.offline.export import ExportResult, export
     from dcp_s3.offline.import_weights import ImportResult, import_weights
+    from dcp_s3.offline.inspect import CheckpointTree, inspect
     from dcp_s3.offline.read_tensors import read_tensor, read_tensors
+    from dcp_s3.offline.tree import TreeNode
     from dcp_s3.offline.verify import verify
     from dcp_s3.offline.verify_report import Problem, VerifyReport
     from dcp_s3.retention.catalog import CheckpointCatalog, latest, list_checkpoints
@@ -143,10 +153,13 @@ __all__ = [
     "CatalogSnapshot",
     "CheckResult",
     "CheckpointCatalog",
+    "CheckpointDiff",
     "CheckpointInfo",
     "CheckpointManager",
+    "CheckpointTree",
     "Decision",
     "DoctorReport",
+    "EntryDiff",
     "ExportResult",
     "Fused",
     "ImportResult",
@@ -173,15 +186,18 @@ __all__ = [
     "SavePolicy",
     "Settings",
     "Stats",
+    "TreeNode",
     "VerifyReport",
     "__version__",
     "annotate",
     "apply_plan",
+    "diff",
     "doctor",
     "errors",
     "events",
     "export",
     "import_weights",
+    "inspect",
     "latest",
     "list_checkpoints",
     "make_plan",
@@ -202,6 +218,12 @@ __all__ = [
 ]
 
 _MODULES = {
+    "EntryDiff": "dcp_s3.offline.diff_plan",
+    "diff": "dcp_s3.offline.diff",
+    "CheckpointDiff": "dcp_s3.offline.diff",
+    "TreeNode": "dcp_s3.offline.tree",
+    "inspect": "dcp_s3.offline.inspect",
+    "CheckpointTree": "dcp_s3.offline.inspect",
     "DoctorReport": "dcp_s3.checkup.result",
     "CheckResult": "dcp_s3.checkup.result",
     "doctor": "dcp_s3.checkup.doctor",

@@ -11,11 +11,14 @@ import dcp_s3
 from dcp_s3 import (
     CatalogSnapshot,
     CheckpointCatalog,
+    CheckpointDiff,
     CheckpointInfo,
     CheckpointManager,
+    CheckpointTree,
     CheckResult,
     Decision,
     DoctorReport,
+    EntryDiff,
     ExportResult,
     Fused,
     ImportResult,
@@ -35,6 +38,7 @@ from dcp_s3 import (
     SaveMoment,
     SaveOnPreemption,
     Settings,
+    TreeNode,
     VerifyReport,
     stats,
 )
@@ -80,6 +84,13 @@ SHOWN = [
     (lambda: CheckResult("region", "ok", "eu-west-1"), "CheckResult('region', ok, eu-west-1)"),
     (lambda: DoctorReport(URL, False, (), {}), None),
     (lambda: stats(), None),
+    (lambda: EntryDiff("model.w", "tensor", "changed", "values"), "EntryDiff('model.w', changed, what='values')"),
+    (lambda: TreeNode("layers", 8, 32, ("bfloat16",), 2, 2), "TreeNode('layers', 2 entries, 8 parameters, 32 B)"),
+    (lambda: CheckpointTree(INFO, {}, (), ()), f"CheckpointTree('{URL}', 0 tensors, 0 parameters, 0 B)"),
+    (
+        lambda: CheckpointDiff(INFO, INFO, (), (), ()),
+        "CheckpointDiff('step-00000100', 'step-00000100', 0 of 0 entries differ)",
+    ),
     (lambda: Fused(0, (4, 2, 2)), "Fused(dim=0, lengths=(4, 2, 2), copies=None)"),
     (lambda: Settings(), "Settings()"),
     (

@@ -12,6 +12,7 @@ from dcp_s3.offline.diff_full import compare_values
 from dcp_s3.offline.diff_plan import EntryDiff, Renaming, Status, compare, find_renaming
 from dcp_s3.offline.inspect import matches, no_match_error
 from dcp_s3.offline.saved import SavedCheckpoint, fetch_saved
+from dcp_s3.reprs import one_line
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.url import URLLike
 
@@ -40,7 +41,11 @@ class MetricDiff:
 
 @dataclass(frozen=True, repr=False)
 class CheckpointDiff:
-    """How two checkpoints compare. Made by `diff`."""
+    """How two checkpoints compare. Made by `diff`.
+
+    >>> diff("s3://bucket/run/step-00001000", "s3://bucket/run/step-00002000").same
+    False
+    """
 
     a: CheckpointInfo
     """One checkpoint, A."""
@@ -74,7 +79,7 @@ class CheckpointDiff:
         return self.status == "same"
 
     def __repr__(self) -> str:
-        return f"<CheckpointDiff {self.a.url} {self.b.url}: {self.summary}>"
+        return one_line("CheckpointDiff", repr(self.a.name), repr(self.b.name), self.summary)
 
     @property
     def summary(self) -> str:
@@ -125,6 +130,9 @@ def diff(
     Fetches metadata and manifests, mostly three requests for each checkpoint. Tensors are compared by the checksums
     that are stored, also if another number of ranks cut them into other rows. Where those cannot tell (saved by rows
     and by columns, by another writer, with ``DCP_S3_CHECKSUM=none``, or encoded) an entry is ``unknown``.
+
+    >>> print(diff("s3://bucket/run/step-00001000", "s3://bucket/run/step-00002000").summary)
+    1 of 2 entries differ (1 changed), 1 same
 
     Equal CRC-64s of equally many bytes count as ``same``. A CRC is no proof against somebody who made them equal.
 

@@ -20,6 +20,7 @@ from dcp_s3.collector import collector_paused
 from dcp_s3.format.blocks import Blocks
 from dcp_s3.format.storage_info import get_blocks, get_crc, get_raw_offset
 from dcp_s3.offline.shared_parts import Chunk, Part, find_shared_parts, overlap
+from dcp_s3.reprs import one_line
 from dcp_s3.torch_private import StorageInfo
 
 Status = Literal["same", "changed", "unknown", "only in A", "only in B"]
@@ -30,7 +31,12 @@ _Infos = Mapping[tuple[int, ...] | None, StorageInfo]
 
 @dataclass(frozen=True)
 class EntryDiff:
-    """How one entry of the saved states compares."""
+    """How one entry of the saved states compares.
+
+    >>> found = diff("s3://bucket/run/step-00001000", "s3://bucket/run/step-00002000")
+    >>> [(entry.fqn, entry.status) for entry in found.entries]
+    [('weight', 'same'), ('step', 'changed')]
+    """
 
     fqn: str
     """FQN (fully qualified name) of the entry."""
@@ -43,6 +49,9 @@ class EntryDiff:
     equal), or why it is not known. Empty if nothing did."""
     size: int = 0
     """Bytes of the values of a tensor, or of the stored object; in A, or in B where only that has it."""
+
+    def __repr__(self) -> str:
+        return one_line("EntryDiff", repr(self.fqn), self.status, what=self.what or None)
 
 
 def compare(a: Metadata, b: Metadata, wanted: Callable[[str], bool] = lambda _: True) -> list[EntryDiff]:

@@ -14,6 +14,7 @@ from dcp_s3.format.saved_entries import SavedEntry, saved_entries
 from dcp_s3.offline.pieces import closest
 from dcp_s3.offline.saved import fetch_saved
 from dcp_s3.offline.tree import TreeNode, build_tree
+from dcp_s3.reprs import one_line
 from dcp_s3.settings import SettingsLike
 from dcp_s3.units import format_count, format_size
 from dcp_s3.url import URLLike
@@ -21,7 +22,11 @@ from dcp_s3.url import URLLike
 
 @dataclass(frozen=True, repr=False)
 class CheckpointTree:
-    """What a checkpoint holds, as its metadata and manifest say. Made by `inspect`."""
+    """What a checkpoint holds, as its metadata and manifest say. Made by `inspect`.
+
+    >>> inspect("s3://bucket/run/step-00001000").parameters
+    8
+    """
 
     info: CheckpointInfo
     """The checkpoint: URL, step, ranks, time, metrics, objects and their bytes."""
@@ -52,10 +57,8 @@ class CheckpointTree:
         return tuple(sorted(self.entries, key=lambda entry: (-entry.size, entry.fqn))[:count])
 
     def __repr__(self) -> str:
-        return (
-            f"<CheckpointTree {self.info.url}: {self.tensors} tensors, {format_count(self.parameters)} parameters, "
-            f"{format_size(self.root.size)}>"
-        )
+        found = f"{self.tensors} tensors, {format_count(self.parameters)} parameters, {format_size(self.root.size)}"
+        return one_line("CheckpointTree", repr(self.info.url), found)
 
     def to_dict(self, *, depth: int | None = None, collapse: bool = True) -> dict[str, Any]:
         """The tree, for JSON.
@@ -81,6 +84,9 @@ def inspect(
 
     Fetches its ``.metadata`` and its manifest, no data: three requests. Without collectives, those of each rank. Works
     for checkpoints of other DCP writers, too.
+
+    >>> [entry.fqn for entry in inspect("s3://bucket/run/step-00001000").entries]
+    ['weight', 'step']
 
     Args:
         url: URL of the checkpoint.

@@ -9,6 +9,7 @@ from typing import Any
 
 from dcp_s3.format.saved_entries import SavedEntry
 from dcp_s3.offline.alike import is_number, ranges
+from dcp_s3.reprs import one_line
 from dcp_s3.units import format_count, format_size
 
 _MAX_DEPTH = 64
@@ -16,7 +17,11 @@ _MAX_DEPTH = 64
 
 @dataclass(frozen=True, repr=False)
 class TreeNode:
-    """Part of a name, with what is saved below it. Its numbers are the sums of its children's."""
+    """Part of a name, with what is saved below it. Its numbers are the sums of its children's.
+
+    >>> [(node.name, node.parameters) for node in inspect("s3://bucket/run/step-00001000").root.children]
+    [('weight', 8), ('step', 0)]
+    """
 
     name: str
     """``layers``, or ``model.layers`` if nothing else begins with ``model``; ``0..31`` if several are alike."""
@@ -38,10 +43,8 @@ class TreeNode:
     """What the next parts of the names are; none if this is an entry."""
 
     def __repr__(self) -> str:
-        return (
-            f"<TreeNode {self.name!r}: {self.entries} entries, {format_count(self.parameters)} parameters, "
-            f"{format_size(self.size)}>"
-        )
+        found = f"{self.entries} entries, {format_count(self.parameters)} parameters, {format_size(self.size)}"
+        return one_line("TreeNode", repr(self.name), found)
 
     def to_dict(self, depth: int | None = None) -> dict[str, Any]:
         """The fields, for JSON.
