@@ -5,6 +5,7 @@ from __future__ import annotations
 import dcp_s3.cli.annotate
 import dcp_s3.cli.bench
 import dcp_s3.cli.config
+import dcp_s3.cli.cp
 import dcp_s3.cli.download
 import dcp_s3.cli.drain
 import dcp_s3.cli.export
