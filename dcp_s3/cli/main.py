@@ -10,6 +10,7 @@ import dcp_s3.cli.download
 import dcp_s3.cli.drain
 import dcp_s3.cli.export
 import dcp_s3.cli.import_
+import dcp_s3.cli.latest
 import dcp_s3.cli.ls
 import dcp_s3.cli.pin
 import dcp_s3.cli.prune
