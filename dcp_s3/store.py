@@ -169,6 +169,22 @@ class Store(abc.ABC):
             StorageError: the object may or may not have been written.
         """
 
+    def copy(self, source: Store, source_key: str, key: str) -> None:
+        """Copy an object with its user metadata, on S3 without moving its bytes; what is at ``key`` is replaced.
+
+        Args:
+            source: store with the object, reached in the same way: a bucket of the same endpoint. May be this one.
+            source_key: key of the object.
+            key: key of the copy.
+
+        Raises:
+            ObjectNotFoundError: no such object.
+            PreconditionFailedError: the object was replaced while it was copied.
+            StorageError: the store refuses, or cannot copy by itself.
+        """
+        found = source.get(source_key)
+        self.put(key, found.data, metadata=found.metadata)
+
     @abc.abstractmethod
     def head(self, key: str, *, checksum: bool = False) -> ObjectHead:
         """The properties of an object.

@@ -161,6 +161,20 @@ def test_a_checksum_that_the_store_knows_is_right(store: Store) -> None:
     assert known is not None or isinstance(store, S3Store)
 
 
+def test_a_copy_has_the_bytes_and_the_metadata(store: Store) -> None:
+    for key in ("k", "a b+%é"):
+        store.put(key, b"some bytes", metadata={"dcp-s3-save-id": "abc"})
+        store.put("copy", b"what was there before")
+        store.copy(store, key, "copy")
+        found = store.get("copy")
+        assert found.data == b"some bytes"
+        assert found.metadata["dcp-s3-save-id"] == "abc"  # rclone adds a time
+        assert store.get(key).data == b"some bytes"
+    with pytest.raises(errors.ObjectNotFoundError):
+        store.copy(store, "nothing", "copy")
+    assert store.get("copy").data == b"some bytes"
+
+
 # --- keys ------------------------------------------------------------------------------------------------
 
 

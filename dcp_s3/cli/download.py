@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dcp_s3.cli.app import URL, Overwrite, app, local_directory, note, progress
+from dcp_s3.cli.app import URL, AsJSON, Overwrite, app, local_directory, note, print_json, progress
 from dcp_s3.units import format_size
 
 
@@ -19,10 +19,15 @@ def download(
         typer.Argument(metavar="DIR", help="Empty, or from an interrupted download.", callback=local_directory),
     ],
     overwrite: Overwrite = False,
+    as_json: AsJSON = False,
 ) -> None:
     """Copy a checkpoint into DIR, where torch's FileSystemReader reads it."""
+    from dataclasses import asdict
+
     from dcp_s3.offline import replicate
 
     with progress("download") as callbacks:
         result = replicate.download(url, directory, overwrite=overwrite, **callbacks)
+    if as_json:
+        print_json(asdict(result))
     note(f"{directory}: {result.files} files, {format_size(result.size)} ({format_size(result.moved)} moved)")

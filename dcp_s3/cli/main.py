@@ -5,6 +5,7 @@ from __future__ import annotations
 import dcp_s3.cli.annotate
 import dcp_s3.cli.bench
 import dcp_s3.cli.config
+import dcp_s3.cli.cp
 import dcp_s3.cli.diff
 import dcp_s3.cli.doctor
 import dcp_s3.cli.download
@@ -12,6 +13,7 @@ import dcp_s3.cli.drain
 import dcp_s3.cli.export
 import dcp_s3.cli.import_
 import dcp_s3.cli.inspect
+import dcp_s3.cli.latest
 import dcp_s3.cli.ls
 import dcp_s3.cli.pin
 import dcp_s3.cli.prune

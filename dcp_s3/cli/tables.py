@@ -16,6 +16,7 @@ from rich.text import Text
 from dcp_s3.checkpoint.directory import LEASE_MARGIN
 from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.format.saved_entries import SavedEntry
+from dcp_s3.retention.browse import FoundRoot
 from dcp_s3.retention.plan import Plan
 from dcp_s3.retention.show import CheckpointDetails, ObjectDetails
 from dcp_s3.s3.chain import ChainValue
@@ -80,6 +81,14 @@ def checkpoints(infos: Iterable[CheckpointInfo], *, now: float) -> Table:
         cells = (info.name, state, info.step, info.world_size, info.objects, _size(info.size), age,
                  format_metrics(info.metrics))  # fmt: skip
         add_row(table, cells, style="" if info.committed else "dim")
+    return table
+
+
+def roots(found: Iterable[FoundRoot]) -> Table:
+    """One line per root of checkpoints."""
+    table = make_table(("root", ">directories"))
+    for each in found:
+        add_row(table, (each.root, each.directories))
     return table
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dcp_s3.cli.app import URL, Overwrite, app, local_directory, note, progress
+from dcp_s3.cli.app import URL, AsJSON, Overwrite, app, local_directory, note, print_json, progress
 from dcp_s3.units import format_size
 
 
@@ -19,10 +19,15 @@ def upload(
     ],
     url: URL,
     overwrite: Overwrite = False,
+    as_json: AsJSON = False,
 ) -> None:
     """Copy the checkpoint in DIR to S3."""
+    from dataclasses import asdict
+
     from dcp_s3.offline import replicate
 
     with progress("upload") as callbacks:
         result = replicate.upload(directory, url, overwrite=overwrite, **callbacks)
+    if as_json:
+        print_json(asdict(result))
     note(f"{url}: {result.files} objects, {format_size(result.size)}")

@@ -39,9 +39,24 @@ class KnownPart:
         return self.etag.strip('"') == digest.hexdigest()
 
 
-def create(place: Place, key: str, *, on_failure: Callable[[Exception], None] | None = None) -> Operation[str]:
-    """Begin a multipart upload of a data object; returns its id. ``on_failure``: called for each attempt that fails."""
+def create(
+    place: Place,
+    key: str,
+    *,
+    metadata: Mapping[str, str] | None = None,
+    on_failure: Callable[[Exception], None] | None = None,
+) -> Operation[str]:
+    """Begin a multipart upload of a data object; returns its id.
+
+    Args:
+        place: bucket of the upload.
+        key: object key.
+        metadata: user metadata of the object.
+        on_failure: called for each attempt that fails.
+    """
     arguments: dict[str, Any] = {**creation_arguments(place.settings, data=True), "Key": key}
+    if metadata:
+        arguments["Metadata"] = dict(metadata)
     algorithm = wire_checksum(place.settings)
     if algorithm != "none":
         arguments |= {"ChecksumAlgorithm": algorithm.upper(), "ChecksumType": "FULL_OBJECT"}

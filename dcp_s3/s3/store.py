@@ -15,6 +15,7 @@ from dcp_s3.limit import UNLIMITED, Limit
 from dcp_s3.s3 import listing, multipart, operations, retry
 from dcp_s3.s3.client import forget_client, get_client
 from dcp_s3.s3.connections import most_connections
+from dcp_s3.s3.copy import copy_object
 from dcp_s3.s3.delete import delete
 from dcp_s3.s3.download import fetch_into
 from dcp_s3.s3.flight import hang_at_most
@@ -153,6 +154,12 @@ class S3Store(Store):
         metadata: Mapping[str, str] | None = None,
     ) -> None:
         self.run(operations.put(self, key, data, expect=expect, content_type=content_type, metadata=metadata))
+
+    def copy(self, source: Store, source_key: str, key: str) -> None:
+        if isinstance(source, S3Store):
+            copy_object(self, source, source_key, key)
+        else:
+            super().copy(source, source_key, key)
 
     def head(self, key: str, *, checksum: bool = False) -> ObjectHead:
         return self.run(operations.head(key, checksum=checksum))

@@ -39,7 +39,7 @@ def test_a_checkpoint_of_layers(root: str, memory_server: S3Server) -> None:
     assert [(node.name, node.repeats) for node in model.children] == [("layers.0..7", 8), ("head", 1)]
     assert (epoch.name, epoch.dtypes, epoch.parameters) == ("epoch", (), 0)
     assert [entry.fqn for entry in tree.largest(1)] == ["model.head"]
-    assert repr(tree).startswith(f"<CheckpointTree {root}/step-7: 17 tensors, 260 parameters, ")
+    assert repr(tree).startswith(f"CheckpointTree('{root}/step-7', 17 tensors, 260 parameters, ")
     assert json.loads(json.dumps(tree.to_dict(depth=1)))["tree"]["children"][0]["parameters"] == 260
     assert len(tree.to_dict(collapse=False)["tree"]["children"][0]["children"]) == 2
 

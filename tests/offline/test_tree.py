@@ -89,7 +89,7 @@ def test_depth_and_json() -> None:
     assert [each["name"] for each in tree.to_dict(1)["children"]] == ["model", "step"]
     assert tree.to_dict(1)["children"][0]["children"] == []
     assert json.loads(json.dumps(tree.to_dict()))["children"][0]["children"][1]["repeats"] == 2
-    assert repr(tree) == "<TreeNode '': 6 entries, 944 parameters, 410 B>"
+    assert repr(tree) == "TreeNode('', 6 entries, 944 parameters, 410 B)"
 
 
 _names = st.lists(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import socket
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,6 +50,15 @@ def test_what_no_connection_depends_on_makes_no_other_client(s3_env: S3Server, o
 )
 def test_what_connections_depend_on_makes_another_client(s3_env: S3Server, other: dict[str, Any]) -> None:
     assert get_client(Settings(**other)) is not get_client(Settings())
+
+
+def test_a_profile_makes_another_client(s3_env: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config").write_text("[profile lab]\nregion = eu-north-1\n")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    assert get_client(Settings(profile="lab")) is not get_client(Settings())
+    monkeypatch.delenv("AWS_DEFAULT_REGION", raising=False)
+    close_clients()
+    assert get_client(Settings(profile="lab")).meta.region_name == "eu-north-1"
 
 
 def test_the_client_that_was_not_used_for_longest_is_let_go(s3_env: S3Server) -> None:

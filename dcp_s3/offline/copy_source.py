@@ -1,0 +1,199 @@
+"""What belongs to a checkpoint that is copied, and the commit of the copy."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from dcp_s3 import errors
+from dcp_s3.checkpoint.commit_state import SaveIdentity, check_absent, exists_error, find_previous
+from dcp_s3.checkpoint.directory import Directory, DirectoryEntry
+from dcp_s3.checkpoint.listing import list_directory
+from dcp_s3.checksum import crc64nvme, crc_hex
+from dcp_s3.format.layout import (
+    CONTROL_PREFIX,
+    METADATA,
+    METADATA_CRC_KEY,
+    SAVE_ID_KEY,
+    What,
+    classify,
+    manifest_object,
+    metadata_object,
+)
+from dcp_s3.format.manifest import AttachmentEntry, Manifest, attachments_of
+from dcp_s3.format.metadata import load_metadata
+from dcp_s3.format.saved_entries import needed_objects
+from dcp_s3.store import ABSENT, Store
+from dcp_s3.url import CheckpointURL
+
+logger = logging.getLogger(__name__)
+
+DOWNLOAD_MARKER = CONTROL_PREFIX + "download.json"
+"""Marks a directory into which a download has begun, and says of which checkpoint."""
+
+
+@dataclass(frozen=True)
+class CopyResult:
+    """The result of a copy."""
+
+    files: int
+    """Number of files that make up the checkpoint, its metadata included."""
+    size: int
+    """Bytes of these files."""
+    moved: int
+    """Bytes that this call moved; less than ``size`` if it continued an earlier one."""
+
+
+@dataclass(frozen=True)
+class CopySource:
+    """A checkpoint to be copied, on S3 or in a directory."""
+
+    commits: Mapping[str, bytes]
+    """Bytes of ``.metadata``, or of every ``__{rank}.metadata``, by relative path."""
+    metadata: Mapping[str, Metadata]
+    """Loaded metadata, by relative path."""
+    files: Mapping[str, int]
+    """Bytes of everything else that belongs to it, by relative path."""
+    attachments: Sequence[AttachmentEntry] = ()
+    """Attachments of all ranks. Of several with one name, the first counts."""
+
+    @property
+    def size(self) -> int:
+        return sum(self.files.values()) + sum(len(data) for data in self.commits.values())
+
+    @property
+    def count(self) -> int:
+        return len(self.files) + len(self.commits)
+
+    def manifest_of(self, commit: str) -> str | None:
+        """Relative path of the manifest of the save that made a commit, None if it is missing."""
+        path = _manifest_path(commit, self.metadata[commit])
+        return path if path in self.files else None
+
+
+def _manifest_path(commit: str, metadata: Metadata) -> str:
+    return manifest_object(str(getattr(metadata.storage_meta, "save_id", None)), classify(commit).rank)
+
+
+def make_source(where: str, directory: Directory, read: Callable[[str], bytes]) -> CopySource:
+    """Find the files that belong to the checkpoint in a directory.
+
+    Left out are data objects that the metadata does not name (of another save), manifests of other saves, pins, leases,
+    lists of deletions, and checkpoints in directories below.
+
+    Raises:
+        CheckpointNotFoundError: nothing is committed.
+        CorruptCheckpointError: something that the metadata names is missing or too short.
+    """
+    # The metadata of rank 0 comes last.
+    names = [metadata_object(rank) for rank in reversed(directory.committing)]
+    if not names:
+        raise errors.CheckpointNotFoundError(
+            f"there is no committed checkpoint at {where}: it has no {METADATA}. Remedy: check the URL or directory",
+            url=where,
+        )
+    commits = {name: read(name) for name in names}
+    metadata = {name: load_metadata(data, url=where) for name, data in commits.items()}
+    needed: dict[str, int] = {}
+    for loaded in metadata.values():
+        for path, size in needed_objects(loaded).items():
+            needed[path] = max(size, needed.get(path, 0))
+    manifests = {_manifest_path(name, loaded) for name, loaded in metadata.items()} & directory.objects.keys()
+    attachments: list[AttachmentEntry] = []
+    for path in sorted(manifests, key=lambda path: classify(path).rank or 0):
+        attachments += _read_attachments(where, read(path), present=len(names))
+    needed |= {entry.path: entry.size for entry in attachments}
+    damage = directory.describe_damage(needed)
+    if damage is not None:
+        raise errors.CorruptCheckpointError(
+            f"{where} cannot be copied: {damage}. Remedy: it is damaged, or being deleted; copy another checkpoint",
+            url=where,
+        )
+    belong = needed.keys() | manifests
+    files = {found.path: found.size for found in directory if found.path in belong or _is_besides(found)}
+    return CopySource(commits, metadata, files, attachments)
+
+
+def _read_attachments(where: str, manifest: bytes, *, present: int) -> list[AttachmentEntry]:
+    """The attachments that a manifest names.
+
+    Raises:
+        CheckpointNotFoundError: only ``present`` of the ranks have committed.
+    """
+    try:
+        parsed = Manifest.from_json(manifest)
+    except ValueError as error:
+        logger.warning("attachments of %s are not copied: its manifest cannot be read: %s", where, error)
+        return []
+    if parsed.rank is not None and parsed.world_size > present:
+        raise errors.CheckpointNotFoundError(
+            f"the checkpoint at {where} is incomplete: {present} of {parsed.world_size} ranks have committed. Remedy: "
+            "wait until the save is done, or copy another checkpoint",
+            url=where,
+        )
+    return [entry for entry in parsed.objects if isinstance(entry, AttachmentEntry)]
+
+
+def _is_besides(found: DirectoryEntry) -> bool:
+    """Whether an object is copied although no metadata names it: metrics, and files that users put there."""
+    if found.kind.what not in (What.METRICS, What.CONTROL, What.OTHER) or found.path == DOWNLOAD_MARKER:
+        return False
+    # Keys may be anything: "./.metadata" must not become the file .metadata, "a/" has no file.
+    return not any(segment in ("", ".", "..") for segment in found.path.split("/"))
+
+
+def plain_copies(source: CopySource) -> set[str]:
+    """Relative paths of the plain copies of attachments. Until the commit, those of a replaced checkpoint stay."""
+    return attachments_of(source.attachments).keys() & source.files.keys()
+
+
+def clear_the_way(
+    store: Store, url: CheckpointURL, source: CopySource, paths: Collection[str], *, overwrite: bool
+) -> frozenset[str]:
+    """Refuse to replace a checkpoint, or find the leftovers of replacing it.
+
+    Args:
+        store: store of the new checkpoint.
+        url: URL of the new checkpoint.
+        source: what is copied.
+        paths: relative paths of what will be written. If the old checkpoint needs one of these, its commit is removed.
+        overwrite: whether to replace a checkpoint.
+
+    Returns:
+        Keys that only the old checkpoint needs, to be deleted afterwards.
+
+    Raises:
+        CheckpointExistsError: a checkpoint is there, and may not be replaced.
+        StorageError: cannot tell.
+    """
+    if not overwrite:
+        for name in source.commits:
+            check_absent(store, SaveIdentity(url, "", classify(name).rank))
+        return frozenset()
+    # This takes few requests, and only for an overwrite.
+    old = [found.path for found in list_directory(store, url, METADATA, "__").commits.values()]
+    replaced = find_previous(store, SaveIdentity(url, "")).keys
+    planned = {url.key(path) for path in set(paths) - plain_copies(source)}
+    if old and (replaced & planned or old != [METADATA] or METADATA not in source.commits):
+        store.delete([url.key(path) for path in old])
+    return replaced
+
+
+def commit_copy(store: Store, url: CheckpointURL, source: CopySource, *, overwrite: bool) -> None:
+    """Write the metadata of a copy whose objects are all there: it is a checkpoint then.
+
+    Raises:
+        CheckpointExistsError: somebody else committed to this URL meanwhile.
+        StorageError: the copy may or may not be committed.
+    """
+    for name, data in source.commits.items():
+        fields = {METADATA_CRC_KEY: crc_hex(crc64nvme(data))}
+        if source.manifest_of(name):
+            fields[SAVE_ID_KEY] = str(getattr(source.metadata[name].storage_meta, "save_id", ""))
+        try:
+            store.put(url.key(name), data, expect=None if overwrite else ABSENT, metadata=fields)
+        except errors.PreconditionFailedError:
+            raise exists_error(url) from None

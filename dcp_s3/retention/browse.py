@@ -1,0 +1,102 @@
+"""What lies at a URL: checkpoints under it, one checkpoint, or, further down, roots of checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dcp_s3.checkpoint.info import CheckpointInfo
+from dcp_s3.checkpoint.look import inspect_checkpoint
+from dcp_s3.coroutines import gather, run
+from dcp_s3.format.layout import CONTROL_PREFIX, What, classify
+from dcp_s3.retention.catalog import CheckpointCatalog
+from dcp_s3.s3.async_store import AsyncS3Store, open_async_store
+from dcp_s3.settings import SettingsLike, resolve_settings
+from dcp_s3.store import Page
+from dcp_s3.url import CheckpointURL, URLLike, parse_url
+
+MOST_LEVELS = 5
+"""Levels below the URL on which roots are looked for: ``bucket/team/project/user/run``."""
+MOST_LISTINGS = 300
+"""Requests that the search makes at most."""
+_LOOKED_AT = 3
+
+
+@dataclass(frozen=True)
+class FoundRoot:
+    """A prefix with checkpoints."""
+
+    root: str
+    """Its URL."""
+    directories: int
+    """Number of directories in it, of which at least one is a checkpoint, or was to become one; 1000 may be more."""
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What lies at a URL. At most one of the three is not empty."""
+
+    checkpoints: tuple[CheckpointInfo, ...] = ()
+    """Checkpoints directly under the URL, oldest first."""
+    itself: CheckpointInfo | None = None
+    """The checkpoint that lies at the URL."""
+    roots: tuple[FoundRoot, ...] = ()
+    """Roots further down, by URL."""
+    complete: bool = True
+    """Whether all levels were looked at within `MOST_LISTINGS`."""
+
+
+def browse(url: URLLike, *, settings: SettingsLike = None) -> Contents:
+    """Find out what lies at a URL, in a bounded number of requests beyond those for the checkpoints themselves.
+
+    Raises:
+        InvalidURLError, SettingsError
+        StorageError: missing bucket, credentials, permissions, network.
+    """
+    checkpoints = CheckpointCatalog(url, settings=settings).checkpoints()
+    if checkpoints:
+        return Contents(tuple(checkpoints))
+    return run(_browse(parse_url(url), settings))
+
+
+async def _browse(url: CheckpointURL, settings: SettingsLike) -> Contents:
+    async with open_async_store(url.bucket, resolve_settings(settings)) as store:
+        itself = await inspect_checkpoint(store, url) if url.prefix else None
+        if itself is not None:
+            return Contents(itself=itself)
+        return await _search(store, url)
+
+
+async def _search(store: AsyncS3Store, url: CheckpointURL) -> Contents:
+    """Breadth first: a directory whose first, middle or last directory is a checkpoint is a root; others are opened."""
+    roots: list[FoundRoot] = []
+    level, left = [url.key("")], MOST_LISTINGS
+    for _ in range(MOST_LEVELS):
+        looked, complete = level[:left], len(level) <= left
+        left -= len(looked)
+        pages = await gather(store.page(prefix, "/") for prefix in looked)
+        samples = [(number, sample) for number, page in enumerate(pages) for sample in _sample(page.prefixes)]
+        complete = complete and len(samples) <= left
+        samples = samples[: max(left, 0)]
+        left -= len(samples)
+        found = await gather(store.page(sample, "/") for _, sample in samples)
+        are_roots = {
+            number for (number, sample), page in zip(samples, found, strict=True) if _is_checkpoint(sample, page)
+        }
+        for number in sorted(are_roots):
+            where = CheckpointURL(url.bucket, looked[number].rstrip("/"))
+            roots.append(FoundRoot(str(where), len(pages[number].prefixes)))
+        level = [each for number, page in enumerate(pages) if number not in are_roots for each in page.prefixes]
+        if not level or left <= 0 or not complete:
+            break
+    return Contents(roots=tuple(sorted(roots, key=lambda each: each.root)), complete=not level)
+
+
+def _sample(prefixes: Sequence[str]) -> list[str]:
+    middle = len(prefixes) // 2
+    return list(dict.fromkeys([*prefixes[:1], *prefixes[middle : middle + 1], *prefixes[-1:]]))[:_LOOKED_AT]
+
+
+def _is_checkpoint(prefix: str, page: Page) -> bool:
+    kinds = {classify(each.key[len(prefix) :]).what for each in page.objects}
+    return bool(kinds & {What.COMMIT, What.DATA}) or f"{prefix}{CONTROL_PREFIX}" in page.prefixes

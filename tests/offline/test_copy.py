@@ -1,0 +1,240 @@
+"""Copies from S3 to S3: whole or not there, made by S3 itself where it can, and going on after a kill."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import dcp_s3
+from dcp_s3 import S3StorageReader, S3StorageWriter, errors
+from dcp_s3.format.layout import lease_object
+from dcp_s3.offline.copy import copy
+from dcp_s3.s3 import copy as copying
+from dcp_s3.s3.client import close_clients
+from dcp_s3.s3.store import S3Store
+from dcp_s3.settings import MIN_PART_SIZE
+from tests.faulty import BUCKET, FaultyServer, serve
+from tests.killing import AtRequest, begin, kill_all, new_process, running, wait_until_quiet
+from tests.memory_s3 import Fault
+from tests.retention.making import delete, get, keys, put, save, save_foreign, save_on_ranks, state, zeros
+
+_URL, _COPY = f"s3://{BUCKET}/run/step-1", f"s3://{BUCKET}/copies/step-1"
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
+    with serve(monkeypatch) as server:
+        yield server
+
+
+def load(url: str) -> dict[str, Any]:
+    loaded = zeros()
+    dcp.load(loaded, storage_reader=S3StorageReader(url), no_dist=True)
+    return loaded
+
+
+def assert_same(loaded: Mapping[str, Any]) -> None:
+    for name, value in state().items():
+        assert torch.equal(loaded[name], value) if isinstance(value, torch.Tensor) else loaded[name] == value
+
+
+def save_large(url: str) -> torch.Tensor:
+    tensor = torch.randint(0, 255, (2 * MIN_PART_SIZE + 1000,), dtype=torch.uint8)
+    dcp.save({"t": tensor, **state()}, storage_writer=S3StorageWriter(url), no_dist=True)
+    return tensor
+
+
+def load_large(url: str, expected: torch.Tensor) -> None:
+    loaded = {"t": torch.zeros_like(expected)}
+    dcp.load(loaded, storage_reader=S3StorageReader(url), no_dist=True)
+    assert torch.equal(loaded["t"], expected)
+
+
+# --- what is copied --------------------------------------------------------------------------------------
+
+
+def test_a_copy_is_the_checkpoint_without_pin_leases_and_leftovers(root: str, s3: Any) -> None:
+    url = f"{root}/step 7+%é"
+    writer = S3StorageWriter(url, metrics={"loss": 0.25})
+    writer.attach("tokenizer/vocab.json", b"{}")
+    dcp.save(state(), storage_writer=writer, no_dist=True)
+    dcp_s3.annotate(url, {"accuracy": 0.75})
+    belongs = keys(s3, url)
+    dcp_s3.pin(url)
+    put(s3, url, lease_object("ab", 3600))
+    put(s3, url, "__0_9-abcdef.distcp", b"left over")
+    put(s3, url, "500/.metadata")
+    result = copy(url, f"{root}/copy-7")
+    assert keys(s3, f"{root}/copy-7") == belongs
+    assert (result.files, result.size) == (len(belongs), sum(belongs.values()))
+    assert_same(load(f"{root}/copy-7"))
+    copied = next(info for info in dcp_s3.list_checkpoints(root) if info.name == "copy-7")
+    assert (copied.metrics, copied.foreign, copied.pinned) == ({"loss": 0.25, "accuracy": 0.75}, False, False)
+    assert dcp_s3.verify(f"{root}/copy-7", full=True).ok
+    assert copy(url, f"{root}/copy-7").moved == 0
+    assert keys(s3, f"{root}/copy-7") == belongs
+
+
+def test_large_objects_are_copied_in_parts(root: str, s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copying, "PART_SIZE", MIN_PART_SIZE)
+    tensor = save_large(f"{root}/1")
+    copy(f"{root}/1", f"{root}/2")
+    load_large(f"{root}/2", tensor)
+    assert dcp_s3.verify(f"{root}/2", full=True).ok
+    assert keys(s3, f"{root}/2") == keys(s3, f"{root}/1")
+
+
+def test_foreign_checkpoints_and_ranks_without_collectives(root: str, s3: Any, tmp_path: Path) -> None:
+    copy(save_foreign(s3, f"{root}/1", tmp_path), f"{root}/2")
+    assert_same(load(f"{root}/2"))
+    assert copy(f"{root}/1", f"{root}/2").moved == 0
+    url = save_on_ranks(f"{root}/3", 2)
+    copy(url, f"{root}/4")
+    assert keys(s3, f"{root}/4") == keys(s3, url)
+    delete(s3, f"{root}/4", "__0.metadata")  # as a copy that was cut off between the two
+    assert copy(url, f"{root}/4").moved == 0
+    assert keys(s3, f"{root}/4") == keys(s3, url)
+
+
+def test_from_and_to_a_directory(root: str, tmp_path: Path) -> None:
+    url = save(f"{root}/1")
+    copy(url, tmp_path / "d")
+    copy(tmp_path / "d", f"{root}/2")
+    assert_same(load(f"{root}/2"))
+    with pytest.raises(errors.InvalidURLError):
+        copy(tmp_path / "d", tmp_path / "e")
+    for other in (url, f"{url}/below", root):
+        with pytest.raises(errors.InvalidURLError, match=r"the same|inside"):
+            copy(url, other)
+
+
+# --- replacing -------------------------------------------------------------------------------------------
+
+
+def test_another_checkpoint_is_replaced_only_when_told_to(root: str, s3: Any) -> None:
+    url, there = save(f"{root}/1"), save(f"{root}/2", metrics={"old": 1})
+    before = keys(s3, there)
+    with pytest.raises(errors.CheckpointExistsError):
+        copy(url, there)
+    assert keys(s3, there) == before
+    copy(url, there, True)
+    assert keys(s3, there) == keys(s3, url)
+    assert_same(load(there))
+
+
+@pytest.mark.servers("memory")
+def test_the_old_one_stays_whole_until_the_commit(faulty: FaultyServer) -> None:
+    save(_URL)
+    save(_COPY, metrics={"old": 1})
+    before = get_metadata(faulty)
+    faulty.once("PutObject", Fault.error(403, "AccessDenied"), key=".metadata")
+    with pytest.raises(errors.AccessDeniedError):
+        copy(_URL, _COPY, True)
+    assert get_metadata(faulty) == before
+    assert_same(load(_COPY))
+    copy(_URL, _COPY, True)
+    assert get_metadata(faulty) != before
+    assert_same(load(_COPY))
+
+
+def get_metadata(faulty: FaultyServer) -> bytes:
+    return S3Store(BUCKET, dcp_s3.Settings()).get("copies/step-1/.metadata").data
+
+
+# --- by whom ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.servers("memory")
+def test_no_data_passes_through_this_machine(faulty: FaultyServer) -> None:
+    save_large(_URL)
+    faulty.s3.reset_counters()
+    copy(_URL, _COPY)
+    requests = faulty.s3.counters.requests
+    assert requests["CopyObject"] >= 1
+    assert faulty.s3.counters.bytes_out < MIN_PART_SIZE
+    assert faulty.s3.counters.bytes_in < MIN_PART_SIZE
+
+
+@pytest.mark.servers("memory")
+@pytest.mark.parametrize(("status", "code"), [(501, "NotImplemented"), (403, "AccessDenied"), (400, "InvalidRequest")])
+def test_where_the_store_does_not_copy_the_bytes_pass_through(
+    faulty: FaultyServer, status: int, code: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tensor = save_large(_URL)
+    faulty.rule = lambda request: Fault.error(status, code) if request.operation == "CopyObject" else None
+    copy(_URL, _COPY)
+    load_large(_COPY, tensor)
+    assert dcp_s3.verify(_COPY, full=True).ok
+    assert "passes through this machine" in caplog.text
+
+
+@pytest.mark.servers("memory")
+def test_a_damaged_copy_is_found_by_the_checksum_of_the_store(faulty: FaultyServer, s3_of: Any) -> None:
+    url = save(_URL)
+    data = next(path for path in keys(s3_of, url) if path.endswith(".distcp"))
+    size = keys(s3_of, url)[data]
+    S3Store(BUCKET, dcp_s3.Settings()).put(f"run/step-1/{data}", bytes(size))
+    with pytest.raises(errors.CorruptCheckpointError, match="verify --full"):
+        copy(_URL, _COPY)
+    assert not {".metadata", data} & keys(s3_of, _COPY).keys()
+
+
+@pytest.fixture
+def s3_of(faulty: FaultyServer) -> Any:
+    return boto3.client("s3", endpoint_url=faulty.s3.endpoint_url)
+
+
+# --- killed ----------------------------------------------------------------------------------------------
+
+
+def _copy_in_a_process(environment: Mapping[str, str], output: Path) -> None:
+    begin(environment, output)
+    copying.PART_SIZE = MIN_PART_SIZE
+    copy(_URL, _COPY)
+
+
+@pytest.mark.servers("memory")
+@pytest.mark.skipif(sys.platform != "linux", reason="relies on Linux's signals")
+@pytest.mark.parametrize("applied", [False, True], ids=["not_applied", "applied"])
+@pytest.mark.parametrize(
+    ("operation", "count", "key"),
+    [
+        ("CopyObject", 2, ""),
+        ("UploadPartCopy", 2, ""),
+        ("CompleteMultipartUpload", 1, ""),
+        ("PutObject", 1, ".metadata"),
+    ],
+)
+def test_after_a_kill_a_second_run_finishes(
+    operation: str, count: int, key: str, applied: bool, faulty: FaultyServer, s3_of: Any, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(copying, "PART_SIZE", MIN_PART_SIZE)
+    tensor = torch.randint(0, 255, (3 * MIN_PART_SIZE,), dtype=torch.uint8)
+    everything = {"t": tensor, **state()}
+    dcp.save(everything, storage_writer=S3StorageWriter(_URL, separate=["weight", "half"]), no_dist=True)
+    close_clients()  # or this process would be connected while it waits for quiet
+    moment = AtRequest(operation, count, applied=applied, key=key)
+    with moment.on(faulty):
+        process = new_process(_copy_in_a_process, dict(os.environ), tmp_path / "output")
+        with running([process]):
+            assert moment.reached.wait(120), (tmp_path / "output").read_text()
+            kill_all([process])
+    wait_until_quiet(faulty)
+    is_committed = ".metadata" in keys(s3_of, _COPY)
+    assert is_committed == (key == "/.meta" and applied)
+    result = copy(_URL, _COPY)
+    if key == "/.meta":
+        assert result.moved == 0
+    assert keys(s3_of, _COPY) == keys(s3_of, _URL)
+    load_large(_COPY, tensor)
+    assert dcp_s3.verify(_COPY, full=True).ok
+    assert get(s3_of, _COPY, ".metadata") == get(s3_of, _URL, ".metadata")
