@@ -66,6 +66,8 @@ class CheckpointInfo:
     so that it may be a checkpoint."""
     pin_reason: str | None = None
     """Why it is pinned, if `pin` was told."""
+    started_at: float | None = None
+    """Seconds since the epoch when its save began; None if not recorded."""
 
     @property
     def committed(self) -> bool:
@@ -161,6 +163,7 @@ def from_manifest(url: CheckpointURL, manifest: Manifest) -> CheckpointInfo:
         size=manifest.total_size,
         metrics=manifest.metrics,
         save_id=manifest.save_id,
+        started_at=manifest.started_at,
     )
 
 
@@ -216,6 +219,7 @@ def from_rank_manifests(url: CheckpointURL, directory: Directory, manifests: Map
         size=sum(manifest.total_size for manifest in written) if committed else directory.data_size,
         metrics={name: value for manifest in reversed(written) for name, value in manifest.metrics.items()},
         save_id=written[0].save_id if committed else None,
+        started_at=min((each.started_at for each in written if each.started_at is not None), default=None),
         damage=None if committed else _untold(present, manifests),
     )
 
