@@ -119,10 +119,13 @@ def name(step: int) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Write the page and the pictures."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--page", type=Path, default=Path("/tmp/report.html"), help="where to write the page")
+    parser.add_argument(
+        "--page", type=Path, default=Path("benchmarks/results/report.html"), help="where to write the page"
+    )
     parser.add_argument("--pictures", type=Path, default=Path("docs"), help="where to write the screenshots")
     parser.add_argument("--saves", type=int, default=96)
     given = parser.parse_args(arguments)
+    given.page.parent.mkdir(parents=True, exist_ok=True)
     clock = Clock(1_772_400_000.0)
     with serve(clock) as server:
         train(server, clock, saves=given.saves)
@@ -130,10 +133,12 @@ def main(arguments: list[str] | None = None) -> int:
         found = report(ROOT, given.page, POLICY, budget=BUDGET)
     sys.stdout.write(f"{given.page}: {given.page.stat().st_size / 2**20:.2f} MiB, {found.requests} requests\n")
 
+    path = given.page.resolve()
+
     async def take(page: Page) -> dict[str, bytes]:
         taken = {}
         for file, width, height, dark in PICTURES:
-            await page.show(given.page, width=width, dark=dark)
+            await page.show(path, width=width, dark=dark)
             taken[file] = await page.screenshot(height=height)
         sys.stdout.write("".join(f"{each}\n" for each in page.complaints))
         return taken
