@@ -71,6 +71,8 @@ Looking into checkpoints
     diff               what differs between two checkpoints, without reading their data
     doctor             checks settings, permissions and the store before a run
     export             writes its weights as safetensors
+    report             writes an HTML page about a run
+    copy               copies a checkpoint, on S3 without passing through here
     import_weights     makes a checkpoint of such files
     CheckpointCatalog  the checkpoints under a URL, with everything that retention decides on
     CatalogSnapshot    what lay there at one time
@@ -84,6 +86,8 @@ Looking into checkpoints
     DoctorReport       what `doctor` has found
     CheckResult        what one of its checks has found
     ExportResult       what `export` has written
+    ReportData         what `report` shows
+    CopyResult         what `copy` has done
     ImportResult       what `import_weights` has written
 
 Frameworks
@@ -118,6 +122,8 @@ if _TYPE_CHECKING:
     from dcp_s3.manager.manager import CheckpointManager
     from dcp_s3.manager.save_policy import SaveEvery, SaveFirst, SaveMoment, SaveOnPreemption, SavePolicy
     from dcp_s3.monitoring import Stats, stats
+    from dcp_s3.offline.copy import copy
+    from dcp_s3.offline.copy_source import CopyResult
     from dcp_s3.offline.diff import CheckpointDiff, diff
     from dcp_s3.offline.diff_plan import EntryDiff
     from dcp_s3.offline.export import ExportResult, export
@@ -127,6 +133,8 @@ if _TYPE_CHECKING:
     from dcp_s3.offline.tree import TreeNode
     from dcp_s3.offline.verify import verify
     from dcp_s3.offline.verify_report import Problem, VerifyReport
+    from dcp_s3.reporting.data import ReportData
+    from dcp_s3.reporting.report import report
     from dcp_s3.retention.catalog import CheckpointCatalog, latest, list_checkpoints
     from dcp_s3.retention.marks import annotate, pin, unpin
     from dcp_s3.retention.parse import parse_policy
@@ -157,6 +165,7 @@ __all__ = [
     "CheckpointInfo",
     "CheckpointManager",
     "CheckpointTree",
+    "CopyResult",
     "Decision",
     "DoctorReport",
     "EntryDiff",
@@ -175,6 +184,7 @@ __all__ = [
     "Policy",
     "Problem",
     "PruneReport",
+    "ReportData",
     "S3LoadPlanner",
     "S3Stager",
     "S3StorageReader",
@@ -191,6 +201,7 @@ __all__ = [
     "__version__",
     "annotate",
     "apply_plan",
+    "copy",
     "diff",
     "doctor",
     "errors",
@@ -209,6 +220,7 @@ __all__ = [
     "redirect",
     "register",
     "remove",
+    "report",
     "shard",
     "shard_state",
     "stats",
@@ -218,6 +230,10 @@ __all__ = [
 ]
 
 _MODULES = {
+    "ReportData": "dcp_s3.reporting.data",
+    "report": "dcp_s3.reporting.report",
+    "CopyResult": "dcp_s3.offline.copy_source",
+    "copy": "dcp_s3.offline.copy",
     "EntryDiff": "dcp_s3.offline.diff_plan",
     "diff": "dcp_s3.offline.diff",
     "CheckpointDiff": "dcp_s3.offline.diff",

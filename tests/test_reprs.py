@@ -16,6 +16,7 @@ from dcp_s3 import (
     CheckpointManager,
     CheckpointTree,
     CheckResult,
+    CopyResult,
     Decision,
     DoctorReport,
     EntryDiff,
@@ -29,6 +30,7 @@ from dcp_s3 import (
     Plan,
     Problem,
     PruneReport,
+    ReportData,
     S3LoadPlanner,
     S3Stager,
     S3StorageReader,
@@ -90,6 +92,11 @@ SHOWN = [
     (
         lambda: CheckpointDiff(INFO, INFO, (), (), ()),
         "CheckpointDiff('step-00000100', 'step-00000100', 0 of 0 entries differ)",
+    ),
+    (lambda: CopyResult(5, 2048, 1024), "CopyResult(5 files, 2.0 KiB, 1.0 KiB moved)"),
+    (
+        lambda: ReportData("s3://bkt/r", PLAN, "latest:3", (), None, 0),
+        "ReportData('s3://bkt/r', 2 checkpoints, 0 problems, policy='latest:3')",
     ),
     (lambda: Fused(0, (4, 2, 2)), "Fused(dim=0, lengths=(4, 2, 2), copies=None)"),
     (lambda: Settings(), "Settings()"),

@@ -77,6 +77,8 @@ class CheckpointInfo:
     """Why it is pinned, if `pin` was told."""
     extra: dict[str, Any] = field(default_factory=dict, hash=False)
     """What else the user stored with the save (``extra=``)."""
+    started_at: float | None = None
+    """Seconds since the epoch when its save began; None if not recorded."""
 
     def __repr__(self) -> str:
         facts = [] if self.size is None else [format_size(self.size)]
@@ -180,6 +182,7 @@ def from_manifest(url: CheckpointURL, manifest: Manifest) -> CheckpointInfo:
         metrics=manifest.metrics,
         extra=manifest.extra,
         save_id=manifest.save_id,
+        started_at=manifest.started_at,
     )
 
 
@@ -236,6 +239,7 @@ def from_rank_manifests(url: CheckpointURL, directory: Directory, manifests: Map
         metrics={name: value for manifest in reversed(written) for name, value in manifest.metrics.items()},
         extra=written[0].extra if written else {},
         save_id=written[0].save_id if committed else None,
+        started_at=min((each.started_at for each in written if each.started_at is not None), default=None),
         damage=None if committed else _untold(present, manifests),
     )
 

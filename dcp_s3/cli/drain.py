@@ -45,7 +45,7 @@ def drain(
 
     settings = resolve_settings(None)
     store = _open_directory(directory, settings.spill_dir)
-    found = _find_saves(store)
+    found = find_saves(store)
     if status:
         if as_json:
             print_json(found)
@@ -68,7 +68,7 @@ def drain(
         raise typer.Exit(exits.FAILED)
 
 
-def _find_saves(store: SpillStore) -> dict[str, Any]:
+def find_saves(store: SpillStore) -> dict[str, Any]:
     """The state of a spill directory, for ``--status``."""
     from dcp_s3.spill.journal import State
 

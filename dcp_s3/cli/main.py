@@ -17,8 +17,10 @@ import dcp_s3.cli.latest
 import dcp_s3.cli.ls
 import dcp_s3.cli.pin
 import dcp_s3.cli.prune
+import dcp_s3.cli.report
 import dcp_s3.cli.rm
 import dcp_s3.cli.show
+import dcp_s3.cli.top
 import dcp_s3.cli.upload
 import dcp_s3.cli.verify  # noqa: F401
 from dcp_s3.cli.app import app

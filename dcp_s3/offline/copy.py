@@ -45,6 +45,10 @@ def copy(
     again. Both URLs are reached with the same settings, so they are on one endpoint; elsewhere, copy by way of a
     directory. Where the store refuses to copy, the bytes pass through this machine.
 
+    >>> copied = copy("s3://bucket/run/step-00001000", "s3://bucket/kept/step-00001000")
+    >>> diff("s3://bucket/run/step-00001000", "s3://bucket/kept/step-00001000").same
+    True
+
     Args:
         source: URL of the checkpoint, or a directory that torch's FileSystemReader reads.
         destination: URL of the new checkpoint, or a directory.

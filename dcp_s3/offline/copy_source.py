@@ -26,7 +26,9 @@ from dcp_s3.format.layout import (
 from dcp_s3.format.manifest import AttachmentEntry, Manifest, attachments_of
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.format.saved_entries import needed_objects
+from dcp_s3.reprs import one_line
 from dcp_s3.store import ABSENT, Store
+from dcp_s3.units import format_size
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
@@ -35,9 +37,13 @@ DOWNLOAD_MARKER = CONTROL_PREFIX + "download.json"
 """Marks a directory into which a download has begun, and says of which checkpoint."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class CopyResult:
-    """The result of a copy."""
+    """The result of a copy.
+
+    >>> copy("s3://bucket/run/step-00001000", "s3://bucket/kept/step-00001000").moved > 0
+    True
+    """
 
     files: int
     """Number of files that make up the checkpoint, its metadata included."""
@@ -45,6 +51,10 @@ class CopyResult:
     """Bytes of these files."""
     moved: int
     """Bytes that this call moved; less than ``size`` if it continued an earlier one."""
+
+    def __repr__(self) -> str:
+        found = f"{self.files} files, {format_size(self.size)}, {format_size(self.moved)} moved"
+        return one_line("CopyResult", found)
 
 
 @dataclass(frozen=True)

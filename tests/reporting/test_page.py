@@ -1,0 +1,304 @@
+"""The page itself, also in a real browser."""
+
+from __future__ import annotations
+
+import json
+import math
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("bokeh", reason="the charts are drawn with bokeh: pip install 'dcp-s3[report]'")
+
+from dcp_s3 import KeepBest, KeepEvery, KeepLatest
+from dcp_s3.reporting.charts import draw
+from dcp_s3.reporting.data import STATES, ReportData, shown_state
+from dcp_s3.reporting.page import render
+from dcp_s3.retention.plan import OpenUpload
+from tests.chromium import Page, find_chromium, visit
+from tests.reporting.making import data_of, hourly, saved
+from tests.retention.histories import DAY, NOW
+
+HOSTILE = "</script><script>window.hacked=1</script><img src=x onerror=window.hacked=1>'\"&{{7*7}}\u2028$&"
+POLICY = KeepLatest(3) | KeepEvery(1000) | KeepBest(2, "loss", "min")
+
+in_a_browser = pytest.mark.skipif(find_chromium() is None, reason="there is no Chromium: apt-get install chromium")
+
+
+def eventful() -> ReportData:
+    """Something of everything."""
+    infos = hourly(40)
+    infos[1] = saved(200, 39, pinned=True, pin_reason="figure 3")
+    infos[2] = saved(
+        300, 38, metrics={"loss": math.nan, "accuracy": 0.5, "note": "text", "good": True, "huge": 10**400}
+    )
+    infos[3] = saved(400, 37, damage="its object x is not there")
+    infos[4] = saved(500, 36, foreign=True, started_at=None, metrics={})
+    infos[5] = saved(600, 35, deletions=("ab",))
+    infos[6] = saved(700, 34, leased_until=NOW + 100)
+    infos[7] = saved(800, 33, waiting=True)
+    infos[8] = saved(900, 32, state="incomplete")
+    infos.append(saved(4100, 0.2, state="incomplete"))
+    infos.append(saved(None, 10, name="final"))
+    upload = OpenUpload("run/step-100/__0_0-abcdef012345.distcp", "1", NOW - 3 * DAY, "step-100")
+    return data_of(infos, POLICY, uploads=(upload,), budget=2**40)
+
+
+def hostile() -> ReportData:
+    infos = [*hourly(5), saved(501, 0.5, name=f"step-501{HOSTILE}", damage=HOSTILE, pinned=True, pin_reason=HOSTILE,
+                               metrics={HOSTILE: 1.0, "text": HOSTILE})]  # fmt: skip
+
+    def keep(checkpoints: Any, now: float) -> dict[str, list[str]]:
+        return {info.name: [HOSTILE] for info in checkpoints[-2:]}
+
+    keep.__name__ = HOSTILE
+    return data_of(infos, keep)
+
+
+class Parsed(HTMLParser):
+    """The page's tags and texts, as a browser sees them."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+    def count(self, tag: str) -> int:
+        return sum(each == tag for each, _ in self.tags)
+
+
+CASES = {
+    "eventful": eventful,
+    "hostile": hostile,
+    "one": lambda: data_of(hourly(1), POLICY, budget=2**30),
+    "no metrics": lambda: data_of(hourly(5, metrics={})),
+    "only incomplete": lambda: data_of([saved(1, 1, state="incomplete", metrics={})]),
+    "nothing but an upload": lambda: data_of([], uploads=(OpenUpload("run/a/__0_0-ab.distcp", "1", NOW, "a"),)),
+    "only NaN": lambda: data_of(hourly(3, metrics={"loss": math.nan})),
+    "no times": lambda: data_of(hourly(3, created_at=None, modified_at=None, started_at=None)),
+    "nonsense": lambda: data_of(
+        [saved(10**15 + each, 1, created_at=math.nan, size=None, started_at=-1e300) for each in range(3)]
+    ),
+    "many metrics": lambda: data_of(hourly(3, metrics={f"m{number}": number for number in range(30)})),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_checkpoint_is_in_the_table_without_javascript(case: str) -> None:
+    data = CASES[case]()
+    found = Parsed(render(data))
+    assert found.count("tr") == 1 + len(data.decisions)
+    text = "".join(found.text)
+    for decision in data.decisions:
+        assert decision.checkpoint.name in text
+        assert "; ".join(decision.reasons) in text
+    for problem in data.problems:
+        assert problem.text in text
+        assert problem.remedy in text
+
+
+def test_nothing_of_a_name_becomes_markup_or_script() -> None:
+    page = render(hostile())
+    plain = Parsed(render(data_of([*hourly(5), saved(501, 0.5, damage="x")])))
+    found = Parsed(page)
+    assert found.count("img") == 0
+    assert found.count("script") == plain.count("script")
+    assert not any(name.startswith("on") for _, attributes in found.tags for name in attributes)
+    assert "<script>window.hacked" not in page
+    assert HOSTILE not in page
+
+
+def test_the_policy_of_the_page_allows_its_own_scripts_only() -> None:
+    found = Parsed(render(eventful()))
+    [policy] = [
+        each["content"] or "" for tag, each in found.tags if each.get("http-equiv") == "Content-Security-Policy"
+    ]
+    directives = dict(each.strip().partition(" ")[::2] for each in policy.split(";"))
+    assert directives["default-src"] == "'none'"
+    assert all(each.startswith("'sha256-") for each in directives["script-src"].split())
+    assert not any(each.get("src") or (tag == "link") for tag, each in found.tags)
+
+
+def test_the_charts_are_those_that_there_is_data_for() -> None:
+    counts = {name: {section: len(found) for section, found in draw(make()).items()} for name, make in CASES.items()}
+    assert counts["eventful"] == {"timeline": 2, "retention": 1, "metrics": 4, "storage": 1}
+    assert counts["no metrics"]["metrics"] == 0
+    assert counts["only NaN"]["metrics"] == 1
+    assert counts["nothing but an upload"] == {"timeline": 0, "retention": 0, "metrics": 0, "storage": 0}
+    assert counts["many metrics"]["metrics"] == 12
+
+
+def test_every_state_has_a_marker_of_its_own() -> None:
+    data = eventful()
+    states = {shown_state(each.checkpoint, now=data.now, grace=DAY) for each in data.decisions}
+    assert states == set(STATES)
+    legend = draw(data)["timeline"][0].legend
+    assert len({marker for marker, *_ in legend}) == len(STATES)
+
+
+def test_two_thousand_checkpoints_make_a_page_of_a_few_megabytes() -> None:
+    page = render(data_of(hourly(2000), POLICY))
+    assert len(page) < 5_000_000
+    assert Parsed(page).count("tr") == 2001
+
+
+def test_a_page_of_a_few_hundred_is_small() -> None:
+    assert len(render(data_of(hourly(200), POLICY))) < 1_600_000
+
+
+# --- in a browser --------------------------------------------------------------------------------
+
+
+def write(data: ReportData, directory: Path, name: str = "report") -> Path:
+    path = directory / f"{name.replace(' ', '-')}.html"
+    path.write_text(render(data), encoding="utf-8")
+    return path
+
+
+_DRAWN = """(() => {
+    const drawn = [];
+    const walk = node => {
+        if (node.tagName === "CANVAS" && node.width > 100 && node.height > 50) drawn.push(node);
+        for (const child of node.childNodes) walk(child);
+        if (node.shadowRoot) walk(node.shadowRoot);
+    };
+    let charts = 0;
+    for (const root of document.querySelectorAll("[data-root-id]")) {
+        drawn.length = 0;
+        walk(root);
+        const painted = drawn.some(canvas => {
+            const bytes = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data;
+            const colors = new Set();
+            for (let i = 0; i < bytes.length; i += 4) colors.add(bytes[i] << 16 | bytes[i + 1] << 8 | bytes[i + 2]);
+            return colors.size > 8;
+        });
+        charts += painted ? 1 : 0;
+    }
+    return charts;
+})()"""
+
+
+@in_a_browser
+def test_every_chart_is_drawn_without_a_complaint(tmp_path: Path) -> None:
+    pages = {case: make() for case, make in CASES.items()} | {"2,000": data_of(hourly(2000), POLICY)}
+    paths = {case: write(data, tmp_path, case) for case, data in pages.items()}
+
+    async def look(page: Page) -> dict[str, Any]:
+        found = {}
+        for case, path in paths.items():
+            page.complaints.clear()
+            page.requests.clear()
+            await page.show(path, width=1400, dark=False)
+            found[case] = (
+                await page.evaluate("document.documentElement.dataset.charts"),
+                await page.evaluate(_DRAWN),
+                await page.evaluate("window.hacked"),
+                [*page.complaints],
+                [*page.requests],
+            )
+        return found
+
+    for case, (charts, drawn, hacked, complaints, requests) in visit(look).items():
+        expected = sum(len(found) for found in draw(pages[case]).values())
+        assert complaints == [], case
+        assert charts == str(expected), case
+        assert drawn == expected, case
+        assert hacked is None, case
+        assert requests == [f"file://{paths[case]}"], case  # no network, nothing else
+
+
+@in_a_browser
+def test_both_colour_schemes_reach_the_page_and_its_charts(tmp_path: Path) -> None:
+    path = write(eventful(), tmp_path)
+    colours = """JSON.stringify({
+        page: getComputedStyle(document.body).backgroundColor,
+        text: getComputedStyle(document.body).color,
+        dots: Bokeh.documents[0].roots()[0].renderers[1].glyph.fill_color.value,
+        axis: Bokeh.documents[0].roots()[0].below[0].major_label_text_color,
+    })"""
+
+    async def look(page: Page) -> list[dict[str, str]]:
+        await page.show(path, width=1400, dark=False)
+        light = json.loads(await page.evaluate(colours))
+        await page.scheme(dark=True)  # while it is shown
+        await page.until(f"JSON.parse({colours}).axis !== '{light['axis']}'")
+        return [light, json.loads(await page.evaluate(colours))]
+
+    light, dark = visit(look)
+    assert light.keys() == dark.keys()
+    assert all(light[name] != dark[name] for name in light)
+    assert dark["dots"] == "#5aa9e6"
+
+
+@in_a_browser
+def test_nothing_is_wider_than_the_window(tmp_path: Path) -> None:
+    path = write(eventful(), tmp_path)
+
+    async def look(page: Page) -> list[Any]:
+        widths = []
+        for width in (400, 1400):
+            await page.show(path, width=width, dark=True)
+            widths.append(await page.evaluate("document.documentElement.scrollWidth"))
+        return widths
+
+    assert visit(look) == [400, 1400]
+
+
+@in_a_browser
+def test_hovering_shows_names_as_text(tmp_path: Path) -> None:
+    path = write(hostile(), tmp_path)
+    # Where the dots of the first chart lie on the screen.
+    places = """JSON.stringify((() => {
+        const view = [...Bokeh.index.roots].find(each => each.model.type === "Figure");
+        const source = view.model.renderers[1].data_source;
+        const frame = view.frame, box = view.canvas_view.el.getBoundingClientRect();
+        return Array.from(source.data.time).map((time, i) => ({
+            x: box.x + frame.x_scale.compute(time), y: box.y + frame.y_scale.compute(source.data.size[i]),
+        }));
+    })())"""
+    shown = """(() => {
+        const found = [];
+        const walk = node => {
+            if (node.nodeType === 3) found.push(node.data);
+            for (const child of node.childNodes) walk(child);
+            if (node.shadowRoot) walk(node.shadowRoot);
+        };
+        document.querySelectorAll("[data-root-id]").forEach(walk);
+        document.querySelectorAll(".bk-Tooltip").forEach(walk);
+        return found.join(" ");
+    })()"""
+
+    async def look(page: Page) -> tuple[str, Any, list[str]]:
+        await page.show(path, width=1400, dark=False)
+        last = json.loads(await page.evaluate(places))[-1]
+        await page.point(last["x"] - 3, last["y"])
+        await page.point(last["x"], last["y"])
+        await page.until(f"{shown}.includes('step-501')")
+        return await page.evaluate(shown), await page.evaluate("window.hacked"), page.complaints
+
+    text, hacked, complaints = visit(look)
+    assert "<script>window.hacked=1</script>" in text
+    assert hacked is None
+    assert complaints == []
+
+
+@in_a_browser
+def test_without_javascript_the_table_is_there(tmp_path: Path) -> None:
+    path = write(eventful(), tmp_path)
+
+    async def look(page: Page) -> tuple[str, bytes]:
+        await page.show(path, width=1400, dark=False, scripts=False)
+        return await page.document_text(), await page.screenshot(height=800)
+
+    text, picture = visit(look)
+    assert "step-4000" in text
+    assert picture.startswith(b"\x89PNG")

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import math
+import shlex
+from typing import Any
+
+import pytest
+
+from dcp_s3 import KeepLatest
+from dcp_s3.checkpoint.info import LeftoverObject
+from dcp_s3.reporting.problems import Problem, format_span
+from dcp_s3.retention.plan import OpenUpload
+from tests.reporting.making import HOUR, ROOT, data_of, hourly, saved
+from tests.retention.histories import DAY, NOW
+
+
+def problems(*infos: Any, **arguments: Any) -> dict[str, Problem]:
+    found = data_of(list(infos), **arguments).problems
+    assert len({each.kind for each in found}) == len(found)
+    return {each.kind: each for each in found}
+
+
+def test_a_healthy_run_has_none() -> None:
+    assert problems(*hourly(30)) == {}
+
+
+def test_a_silence_after_the_newest_is_bad_and_names_it() -> None:
+    found = problems(*(saved(100 * number, 40 - number) for number in range(20)))["no new checkpoint"]
+    assert found.severity == "bad"
+    assert "step-1900" in found.text
+    assert "21 h" in found.text
+    assert "usual interval is 1 h" in found.text
+    assert found.since == NOW - 21 * HOUR
+
+
+def test_a_gap_in_time_is_found_but_not_what_retention_thinned_out() -> None:
+    before = [saved(100 * number, 60 - number) for number in range(10)]
+    found = problems(*before, *(saved(1000 + 100 * number, 31 - number) for number in range(31)))
+    assert "20 h" in found["gap"].text
+    assert "step-900 and step-1000" in found["gap"].text
+    thinned = [saved(1000 * number, 70 - 10 * number) for number in range(7)]
+    assert problems(*thinned, *(saved(6000 + 100 * number, 10 - number) for number in range(1, 10))) == {}
+
+
+def test_every_kind_of_leftover_names_its_command() -> None:
+    upload = OpenUpload("run/step-100/__0_0-abcdef012345.distcp", "1", NOW - 3 * DAY, "step-100")
+    leftover = LeftoverObject("run/step-200/__0_0-abcdef012345.distcp", 2**20, NOW - 3 * DAY, "step-200")
+    lost = saved(50, 80, state="incomplete", objects=1, size=2**30, name="step-50")
+    deleted = saved(60, 90, state="incomplete", deletions=("ab",), modified_at=None, objects=2, pinned=True)
+    found = problems(*hourly(30), lost, deleted, uploads=(upload,), leftovers=(leftover,))
+    assert set(found) == {"incomplete save", "open uploads", "leftover objects", "unfinished deletion"}
+    assert all(each.severity == "warning" for each in found.values())
+    assert found["incomplete save"].text == "step-50 was never committed: 1 object, 1.0 GiB of a save that failed"
+    assert found["incomplete save"].remedy == f"dcp-s3 prune {ROOT} --dry-run"
+    assert found["open uploads"].since == NOW - 3 * DAY
+    assert "step-60" in found["unfinished deletion"].text
+
+
+def test_a_save_in_progress_is_no_problem() -> None:
+    upload = OpenUpload("run/step-9999/__0_0-abcdef012345.distcp", "1", NOW - 10, "step-9999")
+    young = saved(9999, 0.1, state="incomplete")
+    assert problems(*hourly(30), young, uploads=(upload,)) == {}
+
+
+def test_damaged_foreign_waiting_and_not_finite() -> None:
+    infos = hourly(30)
+    infos[3] = saved(400, 27, damage="its object x is not there")
+    infos[4] = saved(500, 26, foreign=True)
+    infos[5] = saved(600, 25, metrics={"loss": math.nan})
+    infos[6] = saved(700, 24, metrics={"loss": -math.inf})
+    infos[-1] = saved(3000, 1, waiting=True)
+    found = problems(*infos)
+    assert [each.severity for each in found.values()] == ["bad", "bad", "note", "note"]
+    assert found["damaged"].remedy == f"dcp-s3 verify {ROOT}/step-400"
+    assert found["waits on disk"].remedy == "dcp-s3 drain"
+    assert "loss is not a finite number in 2 checkpoints, first in step-600" in found["metric"].text
+    assert "step-500" in found["foreign"].text
+
+
+def test_a_remedy_can_be_pasted_into_a_shell_whatever_the_name_is() -> None:
+    name = "step-1; rm -rf $HOME '`x`"
+    infos = [*hourly(5), saved(9, 1, name=name, damage="gone")]
+    remedy = problems(*infos)["damaged"].remedy
+    assert shlex.split(remedy) == ["dcp-s3", "verify", f"{ROOT}/{name}"]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.25, "0.2 s"), (59, "59 s"), (90, "1 min 30 s"), (600, "10 min"), (5400, "1 h 30 min"), (7200, "2 h"),
+     (3 * DAY, "3 d"), (2.5 * DAY, "2 d 12 h")],
+)  # fmt: skip
+def test_spans_have_two_units(seconds: float, text: str) -> None:
+    assert format_span(seconds) == text
+
+
+def test_the_policy_does_not_make_problems() -> None:
+    assert data_of(hourly(30), KeepLatest(2)).problems == ()
