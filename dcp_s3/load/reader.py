@@ -145,13 +145,13 @@ class S3StorageReader(AttachmentReader, StorageReader):
             StorageError: missing bucket, credentials, network.
         """
         rank: int | None = kwargs.get("rank")
-        if self._progress is None and self._url is not None:
+        if self._url is not None and (rank is None or self._progress is None):  # without a rank it begins a load
             self._progress = LoadProgress(self._store(), self._url, self.on_event)
         if rank is None:
             try:
                 caller = self._find_caller()
             except errors.SettingsError as error:
-                return UnreadableMetadata(error)
+                return self._unreadable(error)
             self._group = None if caller is None else join_load(
                 caller, self.checkpoint_id, self.settings, willing=not self.include_uncommitted
             )  # fmt: skip
@@ -160,20 +160,20 @@ class S3StorageReader(AttachmentReader, StorageReader):
             except errors.DcpS3Error as error:
                 self._error = error
                 if is_first_look() and not self._may_be_of_ranks(error):
-                    return UnreadableMetadata(error)
+                    return self._unreadable(error)
                 raise
         else:
             self._group = None
             if self._error is not None and not isinstance(self._error, errors.CheckpointNotFoundError):
-                return UnreadableMetadata(self._error)
+                return self._unreadable(self._error)
             try:
                 metadata = self._fetch_metadata(rank)
             except errors.CheckpointDeletedError as error:
-                return UnreadableMetadata(error)
+                return self._unreadable(error)
             except errors.CheckpointNotFoundError as error:
-                return UnreadableMetadata(self._explain_missing(rank) or self._error or error)
+                return self._unreadable(self._explain_missing(rank) or self._error or error)
             except errors.DcpS3Error as error:
-                return UnreadableMetadata(error)
+                return self._unreadable(error)
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
@@ -278,14 +278,15 @@ class S3StorageReader(AttachmentReader, StorageReader):
     @called_by_dcp
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Called by DCP on every rank before planning."""
-        if isinstance(metadata, UnreadableMetadata):
-            metadata.fail()
-        if not isinstance(metadata.storage_data, dict):
-            raise errors.CorruptMetadataError(
-                f"the metadata of {self.checkpoint_id} does not say where its items lie (storage_data is "
-                f"{type(metadata.storage_data).__name__})",
-                url=str(self.checkpoint_id),
-            )
+        with self._watching():
+            if isinstance(metadata, UnreadableMetadata):
+                metadata.fail()
+            if not isinstance(metadata.storage_data, dict):
+                raise errors.CorruptMetadataError(
+                    f"the metadata of {self.checkpoint_id} does not say where its items lie (storage_data is "
+                    f"{type(metadata.storage_data).__name__})",
+                    url=str(self.checkpoint_id),
+                )
         self._deadline = Deadline.start("DCP_S3_LOAD_TIMEOUT", self.settings.load_timeout)
         self._metadata = metadata
 
@@ -331,6 +332,7 @@ class S3StorageReader(AttachmentReader, StorageReader):
             raise errors.SaveProtocolError("read_data was called before set_up_storage_reader")
         url, group = self._require_url(), self._group if isinstance(plan.storage_data, Assignment) else None
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self._watching())
             try:
                 spill = open_store(self.settings)
                 local = stack.enter_context(contextlib.closing(LocalObjects(spill, str(url)))) if spill else None
@@ -367,6 +369,19 @@ class S3StorageReader(AttachmentReader, StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this is an S3 URL, as text or as a path, which has one slash left."""
         return is_s3_url(checkpoint_id)
+
+    def _tell_failed(self, error: BaseException) -> None:
+        """Tell that the load failed, if it was not told yet: for those who learn more of it than the reader does."""
+        if self._progress is not None:
+            self._progress.failed(error)
+
+    def _unreadable(self, error: errors.DcpS3Error) -> UnreadableMetadata:
+        """What raises ``error`` in the load. The planner may be the first to use it."""
+        self._tell_failed(error)
+        return UnreadableMetadata(error)
+
+    def _watching(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._progress is None else self._progress.watching()
 
     def _require_url(self) -> CheckpointURL:
         if self._url is None:

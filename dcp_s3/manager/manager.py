@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from dcp_s3 import errors
+from dcp_s3.events import Listener
 from dcp_s3.failures import name_failed
 from dcp_s3.manager import arguments
 from dcp_s3.manager.arguments import check_step
@@ -68,7 +69,8 @@ class CheckpointManager(RunReader):
         step_format: how a step is named below the root: text with ``{step}`` in it, or a function of the step. Other
             tools find the step if it is the last number in the name, else by ``DCP_S3_STEP_PATTERN``.
         read_only: only read: nothing is saved, annotated, pruned or drained, and what waits on disks does not count.
-            Needs permission to read only, and may be of another run's root.
+            Needs permission to read only, and may be of another run's root. All that it writes, if it may, are leases,
+            and only with ``DCP_S3_READER_LEASE``.
         settings: a `Settings`, or a mapping of settings that override the environment.
         process_group: a group with a CPU backend, used only for these saves and loads. None: a new gloo group of all
             ranks.
@@ -78,6 +80,7 @@ class CheckpointManager(RunReader):
         retention_timeout: seconds for which `close` waits for retention.
         drain_timeout: seconds for which `restore` waits for a checkpoint on the disks of several hosts to reach S3,
             counted from the last progress. After that it takes an older one.
+        on_event: called with each event of its saves, loads and prunes on this rank, see `dcp_s3.events`.
 
     Raises:
         InvalidURLError, SettingsError
@@ -99,6 +102,7 @@ class CheckpointManager(RunReader):
         weights_only: bool = True,
         retention_timeout: float = 60.0,
         drain_timeout: float = 600.0,
+        on_event: Listener | None = None,
     ) -> None:
         self.read_only = read_only
         self._should_save = None if read_only else should_save
@@ -107,6 +111,7 @@ class CheckpointManager(RunReader):
         self.weights_only = weights_only
         self.retention_timeout = retention_timeout
         self.drain_timeout = drain_timeout
+        self._on_event = on_event
         self._closed = False
         # First: through the group the other ranks learn if the arguments of one rank are wrong.
         self._ranks = Ranks(process_group)
@@ -117,7 +122,7 @@ class CheckpointManager(RunReader):
             self.root, self.settings, self.retention = found.root, found.settings, found.retention
             self._step_format = found.step_format
             self._catalog = CheckpointCatalog(str(found.root), settings=found.settings)
-            self._stager = None if read_only else S3Stager(found.settings)
+            self._stager = None if read_only else S3Stager(found.settings, on_event=on_event)
             waiting = () if read_only else look_at_disk(self._catalog).commits
             example = step_name(12, found.step_format)
             return (self.root_url, example, read_only), {each.info.url: each.info.step for each in waiting}
@@ -135,11 +140,16 @@ class CheckpointManager(RunReader):
         self._saving = Saving(self._ranks.rank)
         self._decisions = SaveDecisions(self._should_save, self._ranks)
         self._restoring = Restoring(
-            self._catalog, self._ranks, weights_only=weights_only, drain_timeout=drain_timeout, disks=not read_only
+            self._catalog,
+            self._ranks,
+            weights_only=weights_only,
+            drain_timeout=drain_timeout,
+            disks=not read_only,
+            on_event=on_event,
         )
         self._retention: BackgroundRetention | None = None
         if self.retention is not None and self._ranks.is_first and not read_only:
-            self._retention = retain(self.root_url, self.retention, self.settings)
+            self._retention = retain(self.root_url, self.retention, self.settings, on_event)
 
     # --- save ----------------------------------------------------------------------------------------
 
@@ -204,6 +214,7 @@ class CheckpointManager(RunReader):
                 extra=extra,
                 separate=self.separate,
                 settings=self.settings,
+                on_event=self._on_event,
             )
             writer.caller_reports = True
             made.append(writer)

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from dcp_s3 import errors
+from dcp_s3.events import Listener
 from dcp_s3.failures import explain, name_failed, real_causes
 from dcp_s3.load.reader import S3StorageReader
 from dcp_s3.manager.arguments import load_into, to_state_dict
@@ -44,6 +45,7 @@ class Restoring:
         weights_only: see `S3StorageReader`.
         drain_timeout: seconds to wait for data to drain from the disks to S3, see `Patience`.
         disks: whether what waits on the disks for S3 counts, and is drained.
+        on_event: gets the events of its loads.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Restoring:
         weights_only: bool,
         drain_timeout: float,
         disks: bool = True,
+        on_event: Listener | None = None,
     ) -> None:
         self._catalog = catalog
         self._settings = catalog.settings
@@ -61,6 +64,7 @@ class Restoring:
         self._weights_only = weights_only
         self._drain_timeout = drain_timeout
         self._disks = disks
+        self._on_event = on_event
 
     def restore(self, state: dict[str, Any], order: Order, planner: LoadPlanner | None) -> ChosenCheckpoint | None:
         """Load the first checkpoint in ``order`` that can be loaded. None if there is none at all. Every rank calls it.
@@ -146,6 +150,7 @@ class Restoring:
             weights_only=self._weights_only,
             process_group=self._ranks.group,
             settings=impatient(self._settings) if found.local else self._settings,
+            on_event=self._on_event,
         )
         mine = _load(collected, reader, group=self._ranks.group, rank=self._ranks.rank, planner=planner)
         if not mine:
@@ -153,7 +158,10 @@ class Restoring:
                 load_into(collected, state)
             except Exception as error:  # noqa: BLE001 - all ranks are told
                 mine = {self._ranks.rank: for_others(error)}
-        return {rank: error for each in self._ranks.gather(mine) for rank, error in each.items()}
+        failures = {rank: error for each in self._ranks.gather(mine) for rank, error in each.items()}
+        for cause in failures.values():
+            reader._tell_failed(cause)  # also what a planner raised, and of other ranks
+        return failures
 
 
 def _load(

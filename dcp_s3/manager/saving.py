@@ -128,6 +128,7 @@ class Saving:
             try:
                 state_dict_saver.save(state, storage_writer=writer, process_group=ranks.group, planner=planner)
             except CheckpointException as error:
+                writer._tell_failed(error)  # also what a planner raised, and of other ranks
                 raise self.fail(step, url, error) from None
             self.last_good = step
             on_success()

@@ -17,14 +17,15 @@ from dcp_s3 import ranks
 from dcp_s3.boundary import called_by_dcp
 from dcp_s3.checkpoint.attachments import make_attachment
 from dcp_s3.checkpoint.commit import check_metrics
-from dcp_s3.errors import MissingURLError, SaveProtocolError
-from dcp_s3.events import Listener
+from dcp_s3.checkpoint.steps import find_step
+from dcp_s3.errors import DcpS3Error, MissingURLError, SaveProtocolError
+from dcp_s3.events import Listener, SaveFailed, emit
 from dcp_s3.format.extra import check_extra
 from dcp_s3.format.layout import new_save_id
 from dcp_s3.reprs import one_line
 from dcp_s3.save.attached import Attachments
 from dcp_s3.save.plan import check_shapes
-from dcp_s3.save.progress import stall_of, unknown_stall
+from dcp_s3.save.progress import stall_of, tell_if_failed, unknown_stall
 from dcp_s3.save.save import Save, SaveOptions
 from dcp_s3.save.waiting import wait_committed
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
@@ -32,7 +33,7 @@ from dcp_s3.spill.session import open_store
 from dcp_s3.stage.failure import raise_if_failed
 from dcp_s3.stage.stager import shared_stager
 from dcp_s3.stage.turns import current_turn, take_turn
-from dcp_s3.torch_private import StreamTransformExtension, WriterTransforms, find_save_group
+from dcp_s3.torch_private import StreamTransformExtension, WriterTransforms, find_save_group, find_upload_future
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
 
 Separate = Sequence[str | Sequence[str]]
@@ -130,6 +131,10 @@ class S3StorageWriter(StorageWriter, AsyncStager):
     def __getstate__(self) -> dict[str, Any]:
         # For AsyncCheckpointerType.PROCESS: from here on only DCP knows how the save ends.
         attached = self._attached.hand_over()
+        if (future := find_upload_future()) is not None:
+            url = self._here.url or self._url
+            step = None if url is None else find_step(url.name, self.settings)
+            tell_if_failed(future, None if url is None else str(url), step, self.on_event)
         left = {"_home": None, "_here": None, "_last": None, "_attached": attached, "on_event": None}
         return {**self.__dict__, **left, "_stages_here": False}
 
@@ -193,8 +198,10 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             CheckpointExistsError, StorageError
             StagingError: the state could not be staged on this rank.
         """
-        raise_if_failed(item.index.fqn for item in plan.items)
-        return self._save.prepare_local_plan(plan)
+        save = self._save
+        with save.progress.watching():
+            raise_if_failed(item.index.fqn for item in plan.items)
+            return save.prepare_local_plan(plan)
 
     @called_by_dcp
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -205,8 +212,10 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             SaveProtocolError: they are of different saves.
             ShardingError: a tensor has another shape on another rank.
         """
-        plans = self._save.prepare_global_plan(plans)
-        check_shapes(plans)
+        save = self._save
+        with save.progress.watching():
+            plans = save.prepare_global_plan(plans)
+            check_shapes(plans)
         return plans
 
     @called_by_dcp
@@ -218,7 +227,9 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             StorageError, SaveProtocolError
         """
         future: Future[list[WriteResult]] = Future()
-        future.set_result(self._save.write_data(plan, planner))
+        save = self._save
+        with save.progress.watching():
+            future.set_result(save.write_data(plan, planner))
         return future
 
     @called_by_dcp
@@ -231,7 +242,9 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             SaveProtocolError: a rank wrote for another save.
             CheckpointExistsError, StorageError
         """
-        self._save.finish(metadata, results)
+        save = self._save
+        with save.progress.watching():
+            save.finish(metadata, results)
 
     @called_by_dcp
     def storage_meta(self) -> StorageMeta | None:
@@ -290,6 +303,11 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         save = self._last
         url = self._choose_url() if save is None else save.url
         wait_committed(url, save, self._spill_store, self.settings, timeout)
+
+    def _tell_failed(self, error: BaseException) -> None:
+        """Tell that the last save failed, if it was not told yet: for those who learn more of it than the writer."""
+        if self._last is not None:
+            self._last.progress.failed(error)
 
     @property
     def checkpoint_id(self) -> str | None:
@@ -351,6 +369,9 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         """URL of the save that begins. It takes its turn before the ranks exchange anything, even failures."""
         try:
             return self._choose_url()
+        except DcpS3Error as error:
+            emit(SaveFailed(url=None, step=None, error=error), self.on_event)
+            raise
         finally:
             if group is not None:
                 take_turn(group)
