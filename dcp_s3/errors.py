@@ -4,16 +4,31 @@ Each message names the thing (bucket, key, setting, FQN), what was expected, wha
 
 All of them pickle, because torch.distributed carries them from the failing rank to the others. `dcp.save` and
 `dcp.load` raise torch's ``CheckpointException`` (a BaseException), whose ``failures`` maps each failing rank to one of
-these. Tracebacks end where DCP calls dcp_s3; the full ones are in the log at level DEBUG.
+these. They come without traceback; the full ones are in the log at level DEBUG.
 """
 
 from __future__ import annotations
 
+from types import TracebackType
 from typing import Any
+
+_TRACEBACK: Any = BaseException.__dict__["__traceback__"]
 
 
 class DcpS3Error(Exception):
     """Base of every error of this package."""
+
+    _without_frames = False
+    """Whether it leaves through DCP, which sends the text of each rank's traceback to all ranks."""
+
+    @property
+    def __traceback__(self) -> TracebackType | None:
+        # DCP takes it when it has caught the error. `raise` and what prints an uncaught error do not ask here.
+        return None if self._without_frames else _TRACEBACK.__get__(self)
+
+    @__traceback__.setter
+    def __traceback__(self, trace: TracebackType | None) -> None:
+        _TRACEBACK.__set__(self, trace)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Subclasses take keyword arguments; the default would replay ``args`` into ``__init__`` and fail.
@@ -228,14 +243,22 @@ class StepFailedError(CheckpointError):
     Attributes:
         step: the step.
         failures: the causes by rank.
+        rank: the rank of this process among those that save or restore together; None if it is unknown.
     """
 
     def __init__(
-        self, message: str, *, url: str = "", step: int | None = None, failures: dict[int, BaseException] | None = None
+        self,
+        message: str,
+        *,
+        url: str = "",
+        step: int | None = None,
+        failures: dict[int, BaseException] | None = None,
+        rank: int | None = None,
     ) -> None:
         super().__init__(message, url=url)
         self.step = step
         self.failures = failures or {}
+        self.rank = rank
 
 
 class SaveFailedError(StepFailedError):

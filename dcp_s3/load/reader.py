@@ -20,6 +20,7 @@ from dcp_s3.checkpoint.attachments import find_attachments, read_attachment
 from dcp_s3.checkpoint.commit_state import CommitState, SaveIdentity, find_state
 from dcp_s3.checkpoint.lease import ReaderLease
 from dcp_s3.checkpoint.listing import list_directory
+from dcp_s3.checkpoint.previous import look_for_previous
 from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
 from dcp_s3.collector import collector_paused
 from dcp_s3.format.layout import SAVE_ID_KEY, deletion_id, metadata_object, new_save_id
@@ -39,6 +40,7 @@ from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.spill.local import LocalObjects, WaitingCommit, find_commits
 from dcp_s3.spill.session import open_store
 from dcp_s3.torch_private import Caller, ExtensionRegistry, ReaderTransforms, find_load_group, is_first_look, is_loading
+from dcp_s3.uncaught import install
 from dcp_s3.units import format_size
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
 
@@ -86,6 +88,7 @@ class S3StorageReader(StorageReader):
         _extension_registry: ExtensionRegistry | None = None,
     ) -> None:
         super().__init__()
+        install()  # first: what is wrong with the arguments is told as well
         self.settings: Settings = resolve_settings(settings)
         self.include_uncommitted = include_uncommitted
         self.weights_only = weights_only
@@ -373,6 +376,10 @@ class S3StorageReader(StorageReader):
     def checkpoint_id(self) -> str | None:
         """URL of the checkpoint being read, None before there is one."""
         return None if self._url is None else str(self._url)
+
+    def last_good(self, url: str) -> str:
+        """URL of the newest checkpoint beside ``url``, for messages; empty: none, or S3 does not say within seconds."""
+        return look_for_previous(self.settings, parse_url(url))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

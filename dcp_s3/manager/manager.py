@@ -30,6 +30,7 @@ from dcp_s3.retention.policy import Mode, PolicyFunction
 from dcp_s3.save.writer import S3StorageWriter, Separate
 from dcp_s3.settings import SettingsLike
 from dcp_s3.stage.stager import S3Stager
+from dcp_s3.uncaught import install
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ class CheckpointManager:
         retention_timeout: float = 60.0,
         drain_timeout: float = 600.0,
     ) -> None:
+        install()  # first: what is wrong with the arguments is told as well
         self.overwrite = overwrite
         self.separate = separate
         self.weights_only = weights_only

@@ -17,6 +17,7 @@ from dcp_s3 import ranks
 from dcp_s3.boundary import called_by_dcp
 from dcp_s3.checkpoint.attachments import make_attachment
 from dcp_s3.checkpoint.commit import check_metrics
+from dcp_s3.checkpoint.previous import look_for_previous
 from dcp_s3.errors import MissingURLError, SaveProtocolError
 from dcp_s3.format.layout import new_save_id
 from dcp_s3.save.attached import Attachments
@@ -28,6 +29,7 @@ from dcp_s3.stage.failure import raise_if_failed
 from dcp_s3.stage.stager import shared_stager
 from dcp_s3.stage.turns import take_turn
 from dcp_s3.torch_private import StreamTransformExtension, WriterTransforms, find_save_group
+from dcp_s3.uncaught import install
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
 
 Separate = Sequence[str | Sequence[str]]
@@ -86,6 +88,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         _extensions: Sequence[StreamTransformExtension] | None = None,
     ) -> None:
         super().__init__()
+        install()  # first: what is wrong with the arguments is told as well
         self.settings: Settings = resolve_settings(settings)
         self.overwrite = overwrite
         self.metrics = dict(metrics or {})
@@ -271,6 +274,10 @@ class S3StorageWriter(StorageWriter, AsyncStager):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this is an S3 URL, as text or as a path (which has only one slash left)."""
         return is_s3_url(checkpoint_id)
+
+    def last_good(self, url: str) -> str:
+        """URL of the newest checkpoint beside ``url``, for messages; empty: none, or S3 does not say within seconds."""
+        return look_for_previous(self.settings, parse_url(url))
 
     # --- AsyncStager ----------------------------------------------------------------------------------
 
