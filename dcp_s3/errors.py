@@ -9,9 +9,12 @@ these. They come without traceback; the full ones are in the log at level DEBUG.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
+_SENT_NAMES = 1000  # names that an error carries to each other rank
 _TRACEBACK: Any = BaseException.__dict__["__traceback__"]
 
 
@@ -295,6 +298,26 @@ class EntryNotFoundError(CheckpointError, LookupError):
         self.fqn = fqn
 
 
+class MissingKeysError(EntryNotFoundError, RuntimeError):
+    """Names of the state to load are not in the checkpoint. The message has the closest ones, or how all names differ.
+
+    Attributes:
+        missing: names of the state that are not saved.
+        unexpected: saved names that are not in the state. Of both, other ranks get the first thousand.
+    """
+
+    def __init__(
+        self, message: str, *, url: str = "", missing: Sequence[str] = (), unexpected: Sequence[str] = ()
+    ) -> None:
+        super().__init__(message, url=url, fqn=missing[0] if missing else "")
+        self.missing = list(missing)
+        self.unexpected = list(unexpected)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        first = {"missing": self.missing[:_SENT_NAMES], "unexpected": self.unexpected[:_SENT_NAMES]}
+        return _rebuild, (type(self), self.args, {**self.__dict__, **first})
+
+
 class ExportError(CheckpointError, ValueError):
     """Weights cannot be exported: a dtype, names, an argument, or what is at the destination."""
 
@@ -340,7 +363,27 @@ class TensorMismatchError(CheckpointError, ValueError):
 
 
 class ShapeMismatchError(TensorMismatchError):
-    """The saved tensor has another global shape."""
+    """Saved tensors have other global shapes.
+
+    Attributes:
+        fqn: name of the first one.
+        shapes: the saved and the current shape of each, by name. Other ranks get the first thousand.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        url: str = "",
+        fqn: str = "",
+        shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] | None = None,
+    ) -> None:
+        super().__init__(message, url=url, fqn=fqn)
+        self.shapes = dict(shapes or {})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        first = dict(itertools.islice(self.shapes.items(), _SENT_NAMES))
+        return _rebuild, (type(self), self.args, {**self.__dict__, "shapes": first})
 
 
 class DtypeMismatchError(TensorMismatchError):

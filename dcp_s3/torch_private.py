@@ -68,6 +68,7 @@ __all__ = [
     "find_async_save",
     "find_failed_call",
     "find_load_group",
+    "find_load_planner",
     "find_save_group",
     "find_saving_rank",
     "find_upload_future",
@@ -152,6 +153,11 @@ def _first_look() -> dict[str, Any] | None:
     if variables is None or variables.get("metadata", ...) is not None or variables.get("global_metadata_exc"):
         return None
     return variables
+
+
+def find_load_planner() -> Any:
+    """The planner of the `dcp.load` that calls a storage reader; None if something else calls it."""
+    return (_local_step_variables(_LOADER_MODULE) or {}).get("planner")
 
 
 def find_save_group() -> str | None:

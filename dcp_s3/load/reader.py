@@ -28,6 +28,7 @@ from dcp_s3.format.manifest import Manifest
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.limit import Deadline, Limit
 from dcp_s3.load.attachments import read_waiting
+from dcp_s3.load.check_state import check_state
 from dcp_s3.load.engine import Source
 from dcp_s3.load.peers.agree import LoadGroup, join_load
 from dcp_s3.load.peers.assign import MAX_PIECE, plan_sharing
@@ -267,15 +268,14 @@ class S3StorageReader(StorageReader):
 
     @called_by_dcp
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Called by DCP on every rank before planning."""
+        """Called by DCP on every rank before planning.
+
+        Raises:
+            MissingKeysError, ShapeMismatchError, CorruptMetadataError: see `check_state`.
+        """
         if isinstance(metadata, UnreadableMetadata):
             metadata.fail()
-        if not isinstance(metadata.storage_data, dict):
-            raise errors.CorruptMetadataError(
-                f"the metadata of {self.checkpoint_id} does not say where its items lie (storage_data is "
-                f"{type(metadata.storage_data).__name__})",
-                url=str(self.checkpoint_id),
-            )
+        check_state(metadata, self.checkpoint_id, is_coordinator)
         self._deadline = Deadline.start("DCP_S3_LOAD_TIMEOUT", self.settings.load_timeout)
         self._metadata = metadata
 
