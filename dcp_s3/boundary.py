@@ -14,7 +14,7 @@ import functools
 import logging
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, TypeVar
@@ -26,10 +26,10 @@ from dcp_s3.errors import DcpS3Error
 from dcp_s3.failures import Failed, panel
 from dcp_s3.torch_private import (
     FailedCall,
+    find_direction,
     find_failed_call,
     find_saving_rank,
     find_upload_future,
-    is_called_by_dcp,
 )
 from dcp_s3.tracebacks import without_tracebacks
 
@@ -51,6 +51,19 @@ _AWAY = (
     errors.SettingsError,
 )
 _BEFORE_WRITING = (errors.CheckpointExistsError, errors.InvalidURLError, errors.SettingsError, errors.StagingError)
+_BEFORE_READING = (
+    errors.CheckpointNotFoundError,
+    errors.EntryNotFoundError,
+    errors.ShapeMismatchError,
+    errors.DtypeMismatchError,
+    errors.CorruptMetadataError,
+    errors.UnsafeMetadataError,
+    errors.CredentialsError,
+    errors.BucketNotFoundError,
+    errors.InvalidURLError,
+    errors.SettingsError,
+    errors.SaveProtocolError,
+)
 
 
 def called_by_dcp(method: F) -> F:
@@ -64,7 +77,7 @@ def called_by_dcp(method: F) -> F:
             logger.debug("%s failed:", method.__qualname__, exc_info=True)
             without_tracebacks(error)
             error.__cause__ = error.__context__ = None
-            error._without_frames = is_called_by_dcp()
+            error._without_frames = bool(find_direction())
             failure = error
         finally:
             _watch(self)
@@ -74,6 +87,24 @@ def called_by_dcp(method: F) -> F:
             del failure, self, args, kwargs  # no cycle, and no state kept: the traceback has this frame
 
     return call  # type: ignore[return-value]
+
+
+def check_role(storage: object, role: str) -> None:
+    """Refuse a reader that is given to a save, or a writer to a load. For the property that DCP looks at first.
+
+    Args:
+        storage: the reader or writer.
+        role: ``load`` or ``save``: what it is for.
+
+    Raises:
+        SaveProtocolError
+    """
+    found = find_direction(3)  # this function, the property, torch
+    if found and found != role:
+        right = "storage_writer=S3StorageWriter(url)" if found == "save" else "storage_reader=S3StorageReader(url)"
+        raise errors.SaveProtocolError(
+            f"dcp.{found} was given an {type(storage).__name__}, which is for dcp.{role}. Remedy: {right}"
+        )
 
 
 # --- what a failure says ---------------------------------------------------------------------------------
@@ -101,17 +132,22 @@ def describe(error: BaseException, call: FailedCall | None, *, saving: str = "sa
         what,
         failures,
         None if failures else error,
-        left="" if loading else left_by_save(causes),
+        left=left_by_load(causes) if loading else left_by_save(causes),
         last_good=good,
         resume=f'dcp.load(state, storage_reader=S3StorageReader("{good}"))' if good else "",
     )
 
 
-def left_by_save(causes: Any) -> str:
+def left_by_save(causes: Iterable[BaseException]) -> str:
     """What a save that failed has left behind, and what not."""
     if all(isinstance(cause, _BEFORE_WRITING) for cause in causes):
         return "nothing was written, and what was there is untouched"
     return "no new checkpoint, and the earlier ones untouched; `dcp-s3 prune` removes what was uploaded"
+
+
+def left_by_load(causes: Iterable[BaseException]) -> str:
+    """What a load that failed has left behind; empty: nothing."""
+    return "" if all(isinstance(cause, _BEFORE_READING) for cause in causes) else "the state may be partly loaded"
 
 
 def take_telling(error: BaseException) -> bool:

@@ -16,7 +16,7 @@ WIDTH = 100
 """Most characters in a line of a panel, unless one word (a URL) is longer."""
 # Hex names, sizes and times differ from rank to rank even if the cause is the same.
 _OWN = re.compile(r"[0-9a-f]*\d[0-9a-f]*")
-_REMEDY = re.compile(r"[;.,]? *Remedy: *")
+_REMEDY = re.compile(r"[;.,]? *Remedy[:,] *")
 
 
 @dataclass(frozen=True)

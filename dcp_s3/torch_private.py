@@ -66,6 +66,7 @@ __all__ = [
     "WriterTransforms",
     "create_chunk_list",
     "find_async_save",
+    "find_direction",
     "find_failed_call",
     "find_load_group",
     "find_load_planner",
@@ -74,7 +75,6 @@ __all__ = [
     "find_upload_future",
     "flatten_state_dict",
     "has_checkpoint_process",
-    "is_called_by_dcp",
     "is_first_look",
     "is_loading",
     "is_process_starting",
@@ -135,16 +135,17 @@ def is_loading() -> bool:
     return False
 
 
-def is_called_by_dcp() -> bool:
-    """Whether a `dcp.save` or `dcp.load`, asynchronous or not, is among the callers."""
+def find_direction(steps: int = 2 * _MAX_STEPS) -> str:
+    """``save`` or ``load``: what of DCP is among the callers, this many frames away at most. Empty: neither."""
     frame: FrameType | None = sys._getframe(1)
-    for _ in range(2 * _MAX_STEPS):
+    for _ in range(steps):
         if frame is None:
-            return False
-        if frame.f_globals.get("__name__") in (_LOADER_MODULE, _SAVER_MODULE):
-            return True
+            return ""
+        module = frame.f_globals.get("__name__")
+        if module in (_LOADER_MODULE, _SAVER_MODULE):
+            return "load" if module == _LOADER_MODULE else "save"
         frame = frame.f_back
-    return False
+    return ""
 
 
 def _first_look() -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_state(metadata: Metadata, url: str | None, is_coordinator: bool) -> None:
-    """Check the metadata, and the state of the calling `dcp.load` if its planner is torch's. Others check it themselves.
+    """Check the metadata, and the state of the calling `dcp.load` if its planner is torch's. Others check it.
 
     The coordinator logs in one line which saved names are not loaded.
 

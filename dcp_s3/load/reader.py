@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp_s3 import errors
-from dcp_s3.boundary import called_by_dcp
+from dcp_s3.boundary import called_by_dcp, check_role
 from dcp_s3.checkpoint.attachments import find_attachments, read_attachment
 from dcp_s3.checkpoint.commit_state import CommitState, SaveIdentity, find_state
 from dcp_s3.checkpoint.lease import ReaderLease
@@ -375,6 +375,7 @@ class S3StorageReader(StorageReader):
     @property
     def checkpoint_id(self) -> str | None:
         """URL of the checkpoint being read, None before there is one."""
+        check_role(self, "load")
         return None if self._url is None else str(self._url)
 
     def last_good(self, url: str) -> str:

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dcp_s3 import ranks
-from dcp_s3.boundary import called_by_dcp
+from dcp_s3.boundary import called_by_dcp, check_role
 from dcp_s3.checkpoint.attachments import make_attachment
 from dcp_s3.checkpoint.commit import check_metrics
 from dcp_s3.checkpoint.previous import look_for_previous
@@ -261,6 +261,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
     @property
     def checkpoint_id(self) -> str | None:
         """URL of this thread's save, or of the next one. None if there is none yet."""
+        check_role(self, "save")
         url = self._here.url or self._url or (self._last.url if self._last is not None else None)
         return None if url is None else str(url)
 
