@@ -125,14 +125,14 @@ def describe(error: BaseException, call: FailedCall | None, *, saving: str = "sa
     loading = call is not None and call.loading
     storage = None if call is None else call.storage
     url = None if call is None else call.url
-    what = f"the load of {url or 'a checkpoint'}" if loading else f"the {saving}{f' to {url}' if url else ''}"
+    what = f"the load of {url}" if loading else f"the {saving}{f' to {url}' if url else ' or load' if not call else ''}"
     look = None if any(isinstance(cause, _AWAY) for cause in causes) else getattr(storage, "last_good", None)
     good = look(url) if callable(look) and url else ""
     return Failed(
         what,
         failures,
         None if failures else error,
-        left=left_by_load(causes) if loading else left_by_save(causes),
+        left="" if call is None else left_by_load(causes) if loading else left_by_save(causes),
         last_good=good,
         resume=f'dcp.load(state, storage_reader=S3StorageReader("{good}"))' if good else "",
     )

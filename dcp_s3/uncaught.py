@@ -73,8 +73,8 @@ def _shorten_shared(error: CheckpointException, trace: types.TracebackType | Non
         return None
     call = find_call(error, trace)
     if (ranks.rank() if call is None else call.rank) > 0:
-        url = (call.url if call else None) or "a checkpoint"
-        head = headline(Failed(f"the {'load of' if call and call.loading else 'save to'} {url}", failures))
+        what = "the save or load" if call is None else f"the {'load of' if call.loading else 'save to'} {call.url}"
+        head = headline(Failed(what, failures))
         return _replace(error, f"{head}: {first_cause(failures)} (rank 0 says more){_place(trace)}", None)
     if take_telling(error):
         return _replace(error, panel(describe(error, call)), _only_users(trace))

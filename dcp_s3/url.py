@@ -68,7 +68,7 @@ def parse_url(value: URLLike) -> CheckpointURL:
                 f"the URL is a {type(value).__name__}, expected text. Remedy: S3StorageWriter('s3://bucket/prefix'); "
                 "the state goes to dcp.save or dcp.load"
             )
-        raise InvalidURLError(f"{value!r} is not an S3 URL. Remedy: write it as s3://bucket/prefix")
+        raise InvalidURLError(f"{value!r} is not an S3 URL: expected s3://bucket/prefix")
     text = _text(value)
     rest = text[len(_FOLDED) :].removeprefix("/")
     arn = re.match(r"arn:[A-Za-z0-9:_.-]*?:accesspoint[:/][A-Za-z0-9_.-]+", rest)
