@@ -139,8 +139,10 @@ def _find_prefix(missing: Sequence[str], unexpected: Sequence[str]) -> str:
                 found = sum(name.startswith(mine) and theirs + name[len(mine) :] in saved for name in missing)
                 if theirs != mine and _explains(found, missing):
                     count = "All" if found == len(missing) else f"{found} of the {len(missing)}"
-                    shared = {name[len(mine) :].partition(".")[0] for name in missing if name.startswith(mine)}
-                    common = f"{shared.pop()}." if len(shared) == 1 and not mine else ""
+                    shared = {
+                        "".join(name[len(mine) :].partition(".")[:2]) for name in missing if name.startswith(mine)
+                    }
+                    common = "".join(shared) if len(shared) == 1 and all(each.endswith(".") for each in shared) else ""
                     return f"{count} {_shifted(mine, theirs, common)}"
     return ""
 

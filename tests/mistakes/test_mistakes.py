@@ -139,7 +139,8 @@ _MISTAKES = {
     ),
     "the state given as the URL": Mistake(
         "dcp.save(URL, storage_writer=S3StorageWriter(state))",
-        ("the URL is a dict, expected text", r"S3StorageWriter\('s3://bucket/prefix'\)"), "Traceback",
+        ("the URL is a dict, expected s3://bucket/prefix as text", r"S3StorageWriter\('s3://bucket/prefix'\)"),
+        "Traceback",
     ),
     "a reader given to a save": Mistake(
         "dcp.save(state, storage_writer=S3StorageReader(URL))",
