@@ -44,7 +44,7 @@ class CheckpointManager:
     Saves run in the background, one at a time. After each commit, retention runs on the first rank, in another thread.
     It never delays or fails the training: its failures are logged and counted (``dcp_s3.metrics()``).
 
-    A failed save is logged at once, in one line. Each rank's next `save`, `wait` or `close` raises it once, as
+    A failed save is logged at once, by the first rank. Each rank's next `save`, `wait` or `close` raises it once, as
     `SaveFailedError`.
 
     An error on one rank is an error on all. The other ranks raise a CheckpointError that names it.
