@@ -14,18 +14,21 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dcp_s3 import errors
-from dcp_s3.boundary import called_by_dcp
+from dcp_s3 import errors, ranks
+from dcp_s3.boundary import called_by_dcp, check_role
 from dcp_s3.checkpoint.commit_state import CommitState, SaveIdentity, find_state
 from dcp_s3.checkpoint.lease import ReaderLease
 from dcp_s3.checkpoint.listing import list_directory
+from dcp_s3.checkpoint.previous import look_for_previous
+from dcp_s3.checkpoint.steps import find_step
 from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
 from dcp_s3.collector import collector_paused
-from dcp_s3.events import Listener
+from dcp_s3.events import Listener, LoadFailed, emit
 from dcp_s3.format.layout import SAVE_ID_KEY, deletion_id, metadata_object, new_save_id
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.limit import Deadline, Limit
 from dcp_s3.load.attachments import AttachmentReader
+from dcp_s3.load.check_state import check_state
 from dcp_s3.load.engine import Source
 from dcp_s3.load.peers.agree import LoadGroup, join_load
 from dcp_s3.load.peers.assign import MAX_PIECE, plan_sharing
@@ -40,6 +43,7 @@ from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.spill.local import LocalObjects, WaitingCommit, find_commits
 from dcp_s3.spill.session import open_store
 from dcp_s3.torch_private import Caller, ExtensionRegistry, ReaderTransforms, find_load_group, is_first_look, is_loading
+from dcp_s3.uncaught import install
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
 
 logger = logging.getLogger(__name__)
@@ -92,6 +96,7 @@ class S3StorageReader(AttachmentReader, StorageReader):
         _extension_registry: ExtensionRegistry | None = None,
     ) -> None:
         super().__init__()
+        install()  # first: what is wrong with the arguments is told as well
         self.settings: Settings = resolve_settings(settings)
         self.on_event = on_event
         self.include_uncommitted = include_uncommitted
@@ -277,15 +282,14 @@ class S3StorageReader(AttachmentReader, StorageReader):
 
     @called_by_dcp
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Called by DCP on every rank before planning."""
+        """Called by DCP on every rank before planning.
+
+        Raises:
+            MissingKeysError, ShapeMismatchError, CorruptMetadataError: see `check_state`.
+        """
         if isinstance(metadata, UnreadableMetadata):
             metadata.fail()
-        if not isinstance(metadata.storage_data, dict):
-            raise errors.CorruptMetadataError(
-                f"the metadata of {self.checkpoint_id} does not say where its items lie (storage_data is "
-                f"{type(metadata.storage_data).__name__})",
-                url=str(self.checkpoint_id),
-            )
+        check_state(metadata, self.checkpoint_id, is_coordinator)
         self._deadline = Deadline.start("DCP_S3_LOAD_TIMEOUT", self.settings.load_timeout)
         self._metadata = metadata
 
@@ -361,7 +365,19 @@ class S3StorageReader(AttachmentReader, StorageReader):
         >>> S3StorageReader("s3://bucket/run/step-00002000").checkpoint_id
         's3://bucket/run/step-00002000'
         """
+        check_role(self, "load")
         return None if self._url is None else str(self._url)
+
+    def tell_failed(self, error: BaseException) -> None:
+        """Tell subscribers to events that a load failed on this rank."""
+        url = self._url
+        step = None if url is None else find_step(url.name, self.settings)
+        event = LoadFailed(url=None if url is None else str(url), step=step, rank=ranks.rank(), error=error)
+        emit(event, self.on_event)
+
+    def last_good(self, url: str) -> str:
+        """URL of the newest checkpoint beside ``url``, for messages; empty: none, or S3 does not say within seconds."""
+        return look_for_previous(self.settings, parse_url(url))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable
 
 from dcp_s3.errors import DcpS3Error
+from dcp_s3.events import Listener
 from dcp_s3.retention.counting import counting
 from dcp_s3.retention.policy import PolicyFunction
 from dcp_s3.retention.prune import prune
@@ -119,11 +120,13 @@ class BackgroundRetention:
             raise Stopped
 
 
-def retain(root: str, policy: PolicyFunction, settings: Settings) -> BackgroundRetention:
+def retain(
+    root: str, policy: PolicyFunction, settings: Settings, on_event: Listener | None = None
+) -> BackgroundRetention:
     """Retention of the checkpoints under ``root`` (a URL) by a policy."""
 
     def work(check: Callable[[], None]) -> None:
-        with counting(root) as count:
+        with counting(root, on_event) as count:
             count(prune(root, policy, settings=settings, progress=lambda *_: check()))
 
     return BackgroundRetention(work, root)

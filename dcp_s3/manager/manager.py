@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from dcp_s3 import errors
+from dcp_s3.events import Listener
 from dcp_s3.failures import name_failed
 from dcp_s3.manager import arguments
 from dcp_s3.manager.arguments import check_step
@@ -31,6 +32,7 @@ from dcp_s3.retention.policy import PolicyFunction, policy_name
 from dcp_s3.save.writer import S3StorageWriter, Separate
 from dcp_s3.settings import SettingsLike
 from dcp_s3.stage.stager import S3Stager
+from dcp_s3.uncaught import install
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +46,7 @@ class CheckpointManager(RunReader):
     Saves run in the background, one at a time. After each commit, retention runs on the first rank, in another thread.
     It never delays or fails the training: its failures are logged and counted (``dcp_s3.stats()``).
 
-    A failed save is logged at once, in one line. Each rank's next `save`, `wait` or `close` raises it once, as
+    A failed save is logged at once, by the first rank. Each rank's next `save`, `wait` or `close` raises it once, as
     `SaveFailedError`.
 
     An error on one rank is an error on all. The other ranks raise a CheckpointError that names it.
@@ -78,6 +80,7 @@ class CheckpointManager(RunReader):
         retention_timeout: seconds for which `close` waits for retention.
         drain_timeout: seconds for which `restore` waits for a checkpoint on the disks of several hosts to reach S3,
             counted from the last progress. After that it takes an older one.
+        on_event: called with each event of its saves, loads and prunes on this rank, see `dcp_s3.events`.
 
     Raises:
         InvalidURLError, SettingsError
@@ -99,7 +102,10 @@ class CheckpointManager(RunReader):
         weights_only: bool = True,
         retention_timeout: float = 60.0,
         drain_timeout: float = 600.0,
+        on_event: Listener | None = None,
     ) -> None:
+        self.on_event = on_event
+        install()  # first: what is wrong with the arguments is told as well
         self.read_only = read_only
         self._should_save = None if read_only else should_save
         self.overwrite = overwrite
@@ -117,7 +123,7 @@ class CheckpointManager(RunReader):
             self.root, self.settings, self.retention = found.root, found.settings, found.retention
             self._step_format = found.step_format
             self._catalog = CheckpointCatalog(str(found.root), settings=found.settings)
-            self._stager = None if read_only else S3Stager(found.settings)
+            self._stager = None if read_only else S3Stager(found.settings, on_event=on_event)
             waiting = () if read_only else look_at_disk(self._catalog).commits
             example = step_name(12, found.step_format)
             return (self.root_url, example, read_only), {each.info.url: each.info.step for each in waiting}
@@ -135,11 +141,16 @@ class CheckpointManager(RunReader):
         self._saving = Saving(self._ranks.rank)
         self._decisions = SaveDecisions(self._should_save, self._ranks)
         self._restoring = Restoring(
-            self._catalog, self._ranks, weights_only=weights_only, drain_timeout=drain_timeout, disks=not read_only
+            self._catalog,
+            self._ranks,
+            weights_only=weights_only,
+            drain_timeout=drain_timeout,
+            disks=not read_only,
+            on_event=on_event,
         )
         self._retention: BackgroundRetention | None = None
         if self.retention is not None and self._ranks.is_first and not read_only:
-            self._retention = retain(self.root_url, self.retention, self.settings)
+            self._retention = retain(self.root_url, self.retention, self.settings, on_event)
 
     # --- save ----------------------------------------------------------------------------------------
 
@@ -204,6 +215,7 @@ class CheckpointManager(RunReader):
                 extra=extra,
                 separate=self.separate,
                 settings=self.settings,
+                on_event=self.on_event,
             )
             writer.caller_reports = True
             made.append(writer)

@@ -14,11 +14,13 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dcp_s3 import ranks
-from dcp_s3.boundary import called_by_dcp
+from dcp_s3.boundary import called_by_dcp, check_role
 from dcp_s3.checkpoint.attachments import make_attachment
 from dcp_s3.checkpoint.commit import check_metrics
+from dcp_s3.checkpoint.previous import look_for_previous
+from dcp_s3.checkpoint.steps import find_step
 from dcp_s3.errors import MissingURLError, SaveProtocolError
-from dcp_s3.events import Listener
+from dcp_s3.events import Listener, SaveFailed, emit
 from dcp_s3.format.extra import check_extra
 from dcp_s3.format.layout import new_save_id
 from dcp_s3.reprs import one_line
@@ -33,6 +35,7 @@ from dcp_s3.stage.failure import raise_if_failed
 from dcp_s3.stage.stager import shared_stager
 from dcp_s3.stage.turns import current_turn, take_turn
 from dcp_s3.torch_private import StreamTransformExtension, WriterTransforms, find_save_group
+from dcp_s3.uncaught import install
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
 
 Separate = Sequence[str | Sequence[str]]
@@ -104,6 +107,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         _extensions: Sequence[StreamTransformExtension] | None = None,
     ) -> None:
         super().__init__()
+        install()  # first: what is wrong with the arguments is told as well
         self.settings: Settings = resolve_settings(settings)
         self.on_event = on_event
         self.overwrite = overwrite
@@ -298,8 +302,15 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         >>> S3StorageWriter("s3://bucket/run/step-3000").checkpoint_id
         's3://bucket/run/step-3000'
         """
+        check_role(self, "save")
         url = self._here.url or self._url or (self._last.url if self._last is not None else None)
         return None if url is None else str(url)
+
+    def tell_failed(self, error: BaseException) -> None:
+        """Tell subscribers to events that a save failed on this rank, or on another one as this rank was told."""
+        url = self._here.url or (self._last.url if self._last is not None else self._url)
+        step = None if url is None else find_step(url.name, self.settings)
+        emit(SaveFailed(url=None if url is None else str(url), step=step, error=error), self.on_event)
 
     @property
     def save_id(self) -> str:
@@ -317,6 +328,10 @@ class S3StorageWriter(StorageWriter, AsyncStager):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this is an S3 URL, as text or as a path (which has only one slash left)."""
         return is_s3_url(checkpoint_id)
+
+    def last_good(self, url: str) -> str:
+        """URL of the newest checkpoint beside ``url``, for messages; empty: none, or S3 does not say within seconds."""
+        return look_for_previous(self.settings, parse_url(url))
 
     # --- AsyncStager ----------------------------------------------------------------------------------
 
