@@ -28,7 +28,7 @@ help: ## this list
 install: $(DEV) ## create .venv with everything (runtime, tests, lint, benchmarks)
 
 demo: $(DEMO_OR_DEV) ## the demo on a local S3 server; URL=s3://bucket/prefix runs it on yours, ARGS=... is passed on
-	@$(PY) -m examples.demo $(if $(URL),--url '$(URL)') $(ARGS)
+	@$(VENV)/bin/dcp-s3 demo $(if $(URL),--url '$(URL)') $(ARGS)
 
 test: $(DEV) ## pytest in JOBS processes (2), without what takes long; ARGS=... is passed on
 	@$(PY) -m pytest -n $(JOBS) --dist worksteal -m "not soak" $(ARGS)

@@ -12,6 +12,7 @@ from typing import Any as _Any
 
 from dcp_s3 import errors
 from dcp_s3._version import __version__
+from dcp_s3.torch_version import require_torch as _require_torch
 
 if _TYPE_CHECKING:
     from dcp_s3.checkpoint.info import CheckpointInfo
@@ -156,6 +157,7 @@ _MODULES = {
 def __getattr__(name: str) -> _Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'dcp_s3' has no attribute {name!r}")
+    _require_torch()
     value = globals()[name] = getattr(_import_module(_MODULES[name]), name)
     return value
 

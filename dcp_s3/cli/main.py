@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dcp_s3.cli import bench, checkpoints, export, retention
+from dcp_s3.cli import bench, checkpoints, demo, export, retention
 from dcp_s3.cli.app import app
 
-__all__ = ["app", "bench", "checkpoints", "export", "retention"]
+__all__ = ["app", "bench", "checkpoints", "demo", "export", "retention"]
 
 app.command()(bench.bench)  # not where it is defined: imported first, it would be shown first
 
