@@ -52,6 +52,7 @@ The others are for special cases: part sizes and connections find their own valu
 ## All
 
 {all}
+
 """
 
 _CLI = """# Command line
@@ -65,6 +66,7 @@ document. `dcp-s3 COMMAND --help` says what stands here. Examples: [start](start
 {exits}
 
 {commands}
+
 """
 
 
@@ -113,15 +115,16 @@ def settings_page() -> str:
     documented = fields()
     first = ((f"`{ENV_PREFIX}{name.upper()}`", why) for name, why in FIRST.items())
     every = ((f"`{ENV_PREFIX}{name.upper()}`", _default(name), text) for name, text in documented.items())
-    return _MADE + _SETTINGS.format(
-        first=_table("variable | when", first), all=_table("variable | default | meaning", every)
+    return (
+        _SETTINGS.format(first=_table("variable | when", first), all=_table("variable | default | meaning", every))
+        + _MADE
     )
 
 
 def cli_page() -> str:
     """docs/cli.md."""
     statuses = ((str(status), meaning) for status, meaning in exits.MEANINGS.items())
-    return _MADE + _CLI.format(
+    return _CLI.format(
         exits=_table("status | meaning", statuses),
         commands="\n\n".join(_commands(typer.main.get_command(app), "dcp-s3")),
     )
