@@ -20,7 +20,7 @@ DEMO_OR_DEV := $(if $(wildcard $(DEV)),$(DEV),$(DEMO))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-integrations soak lint fmt bench clean
+.PHONY: help install demo test test-integrations test-pythons soak lint fmt pages docs package bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -28,13 +28,18 @@ help: ## this list
 install: $(DEV) ## create .venv with everything (runtime, tests, lint, benchmarks)
 
 demo: $(DEMO_OR_DEV) ## the demo on a local S3 server; URL=s3://bucket/prefix runs it on yours, ARGS=... is passed on
-	@$(PY) -m examples.demo $(if $(URL),--url '$(URL)') $(ARGS)
+	@$(VENV)/bin/dcp-s3 demo $(if $(URL),--url '$(URL)') $(ARGS)
 
 test: $(DEV) ## pytest in JOBS processes (2), without what takes long; ARGS=... is passed on
 	@$(PY) -m pytest -n $(JOBS) --dist worksteal -m "not soak" $(ARGS)
 
 test-integrations: $(FRAMEWORKS) ## the adapters, with the real frameworks in an environment of their own; ARGS=... is passed on
 	@DCP_S3_TEST_INTEGRATIONS=1 $(INT)/bin/python -m pytest -n $(JOBS) --dist worksteal tests/frameworks $(ARGS)
+
+# Minutes that one further Python may take, its installation included.
+PYTHON_MINUTES ?= 3
+test-pythons: $(DEV) ## a fast part of the tests with the other Pythons of 3.10 to 3.13 that are here; says what is not run
+	@PYTHON_MINUTES=$(PYTHON_MINUTES) .ci/pythons
 
 # What `test` leaves out, then the tests that break things, with these counts. What is not begun in time is named.
 CYCLES ?= 500
@@ -55,6 +60,17 @@ lint: $(DEV) ## ruff, mypy, import-linter
 fmt: $(DEV) ## format, and fix what ruff can fix
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
+
+pages: $(DEV) ## write the pages of docs/ that are made from the code: settings, command line
+	@$(PY) docs/tools/pages.py
+
+docs: $(DEV) ## the documentation as a site in .venv/site, with its links and anchors checked
+	@$(PY) docs/tools/pages.py --check
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet --site-dir $(abspath $(VENV))/site
+	@echo "$(VENV)/site/index.html"
+
+package: $(DEV) ## the wheel and the sdist in dist/
+	@$(PY) -m build --quiet --outdir dist
 
 bench: $(DEV) ## save and load (also over a slow link, TLS, by several ranks), the stall of training, spilling, against other backends; ARGS=... is passed on
 	@$(PY) -m benchmarks.save_load $(ARGS)

@@ -111,6 +111,7 @@ from typing import Any as _Any
 
 from dcp_s3 import errors, events
 from dcp_s3._version import __version__
+from dcp_s3.torch_version import require_torch as _require_torch
 
 if _TYPE_CHECKING:
     from dcp_s3.checkpoint.info import CheckpointInfo
@@ -304,6 +305,7 @@ def __getattr__(name: str) -> _Any:
     if name not in _MODULES:
         # With name and obj a traceback asks: did you mean ...?
         raise AttributeError(f"module 'dcp_s3' has no attribute {name!r}", name=name, obj=_modules[__name__])
+    _require_torch()
     module = _import_module(_MODULES[name])
     value = globals()[name] = module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)
     return value

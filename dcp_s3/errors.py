@@ -4,7 +4,7 @@ Each message names the thing (bucket, key, setting, FQN), what was expected, wha
 
 All of them pickle, because torch.distributed carries them from the failing rank to the others. `dcp.save` and
 `dcp.load` raise torch's ``CheckpointException`` (a BaseException), whose ``failures`` maps each failing rank to one of
-these. Tracebacks end where DCP calls dcp_s3; the full ones are in the log at level DEBUG.
+these. They come without traceback; the full ones are in the log at level DEBUG.
 
 >>> try:
 ...     read_tensor("s3://bucket/run/step-00009000", "weight")
@@ -15,11 +15,29 @@ s3://bucket/run/step-00009000
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping, Sequence
+from types import TracebackType
 from typing import Any
+
+_SENT_NAMES = 1000  # names that an error carries to each other rank
+_TRACEBACK: Any = BaseException.__dict__["__traceback__"]
 
 
 class DcpS3Error(Exception):
     """Base of every error of this package."""
+
+    _without_frames = False
+    """Whether it leaves through DCP, which sends the text of each rank's traceback to all ranks."""
+
+    @property
+    def __traceback__(self) -> TracebackType | None:
+        # DCP takes it when it has caught the error. `raise` and what prints an uncaught error do not ask here.
+        return None if self._without_frames else _TRACEBACK.__get__(self)
+
+    @__traceback__.setter
+    def __traceback__(self, trace: TracebackType | None) -> None:
+        _TRACEBACK.__set__(self, trace)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Subclasses take keyword arguments; the default would replay ``args`` into ``__init__`` and fail.
@@ -234,14 +252,22 @@ class StepFailedError(CheckpointError):
     Attributes:
         step: the step.
         failures: the causes by rank.
+        rank: the rank of this process among those that save or restore together; None if it is unknown.
     """
 
     def __init__(
-        self, message: str, *, url: str = "", step: int | None = None, failures: dict[int, BaseException] | None = None
+        self,
+        message: str,
+        *,
+        url: str = "",
+        step: int | None = None,
+        failures: dict[int, BaseException] | None = None,
+        rank: int | None = None,
     ) -> None:
         super().__init__(message, url=url)
         self.step = step
         self.failures = failures or {}
+        self.rank = rank
 
 
 class SaveFailedError(StepFailedError):
@@ -276,6 +302,26 @@ class EntryNotFoundError(CheckpointError, LookupError):
     def __init__(self, message: str, *, url: str = "", fqn: str = "") -> None:
         super().__init__(message, url=url)
         self.fqn = fqn
+
+
+class MissingKeysError(EntryNotFoundError, RuntimeError):
+    """Names of the state to load are not in the checkpoint. The message has the closest ones, or how all names differ.
+
+    Attributes:
+        missing: names of the state that are not saved.
+        unexpected: saved names that are not in the state. Of both, other ranks get the first thousand.
+    """
+
+    def __init__(
+        self, message: str, *, url: str = "", missing: Sequence[str] = (), unexpected: Sequence[str] = ()
+    ) -> None:
+        super().__init__(message, url=url, fqn=missing[0] if missing else "")
+        self.missing = list(missing)
+        self.unexpected = list(unexpected)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        first = {"missing": self.missing[:_SENT_NAMES], "unexpected": self.unexpected[:_SENT_NAMES]}
+        return _rebuild, (type(self), self.args, {**self.__dict__, **first})
 
 
 class ExportError(CheckpointError, ValueError):
@@ -323,7 +369,27 @@ class TensorMismatchError(CheckpointError, ValueError):
 
 
 class ShapeMismatchError(TensorMismatchError):
-    """The saved tensor has another global shape."""
+    """Saved tensors have other global shapes.
+
+    Attributes:
+        fqn: name of the first one.
+        shapes: the saved and the current shape of each, by name. Other ranks get the first thousand.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        url: str = "",
+        fqn: str = "",
+        shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] | None = None,
+    ) -> None:
+        super().__init__(message, url=url, fqn=fqn)
+        self.shapes = dict(shapes or {})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        first = dict(itertools.islice(self.shapes.items(), _SENT_NAMES))
+        return _rebuild, (type(self), self.args, {**self.__dict__, "shapes": first})
 
 
 class DtypeMismatchError(TensorMismatchError):

@@ -1,16 +1,85 @@
-"""What failed on which ranks, in a few words. Pure."""
+"""What failed on which ranks: in a few words, and as a panel for people. Pure."""
 
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
 from dcp_s3.errors import PeerReadError
 
 _MOST_CAUSES = 3
 _MOST_TEXT = 1000
+_MOST_SHORT = 160
+WIDTH = 100
+"""Most characters in a line of a panel, unless one word (a URL) is longer."""
 # Hex names, sizes and times differ from rank to rank even if the cause is the same.
 _OWN = re.compile(r"[0-9a-f]*\d[0-9a-f]*")
+_REMEDY = re.compile(r"[;.,]? *Remedy[:,] *")
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A save or load that failed."""
+
+    what: str
+    """What it was, for example ``the save of step 1000 to s3://bucket/run/step-00001000``."""
+    failures: Mapping[int, BaseException]
+    """The causes by rank."""
+    cause: BaseException | None = None
+    """The cause of a failure without ranks, instead of ``failures``."""
+    left: str = ""
+    """What the failure left behind, and what it left alone; empty: nothing to say."""
+    last_good: str = ""
+    """The last good checkpoint; empty if unknown."""
+    resume: str = ""
+    """The line of code to go on with; empty if there is none."""
+
+
+def headline(failed: Failed) -> str:
+    """``the save of step 1000 to s3://bucket/run/step-00001000 failed on ranks 0 to 7``."""
+    if failed.cause is not None:
+        return f"{failed.what} failed"
+    return f"{failed.what} failed on {name_ranks(real_causes(failed.failures))}"
+
+
+def panel(failed: Failed) -> str:
+    """The failure as lines of text: what failed on which ranks, each cause once with its remedy, how to go on.
+
+    At most `WIDTH` characters wide, and about ten lines if there is one cause.
+    """
+    causes = [("", _tell(failed.cause))] if failed.cause is not None else _causes(failed.failures)
+    one = len(causes) == 1
+    lines = textwrap.wrap(headline(failed), WIDTH, break_long_words=False, break_on_hyphens=False)
+    for ranks, text in causes:
+        cause, *remedies = _REMEDY.split(text)
+        lines += _field("Cause" if one else f"On {ranks}", cause)
+        for remedy in remedies:
+            lines += _field("Remedy", remedy)
+    for name, text in (("Left", failed.left), ("Last good", failed.last_good), ("Resume", failed.resume)):
+        if text:
+            lines += _field(name, text)
+    return "\n".join(lines)
+
+
+def _field(name: str, text: str) -> list[str]:
+    label = f"  {name}: "
+    lines: list[str] = []
+    for number, line in enumerate(text.splitlines() or [""]):
+        lines += textwrap.wrap(
+            line, WIDTH, initial_indent="    " if number else label, subsequent_indent="    ",
+            break_long_words=False, break_on_hyphens=False,
+        )  # fmt: skip
+    return lines
+
+
+def first_cause(failures: Mapping[int, BaseException]) -> str:
+    """``AccessDeniedError: PutObject on ...``: the first cause, in one short line."""
+    (_, text), *more = _causes(failures)
+    first = " ".join(_REMEDY.split(text)[0].split())
+    first = first if len(first) <= _MOST_SHORT else f"{first[: _MOST_SHORT - 3]}..."
+    return f"{first}{' (and other causes)' if more else ''}"
 
 
 def explain(failures: Mapping[int, BaseException]) -> str:
@@ -29,9 +98,9 @@ def _causes(failures: Mapping[int, BaseException]) -> list[tuple[str, str]]:
     alike: dict[tuple[type, str], list[int]] = {}
     for rank, error in causes.items():
         alike.setdefault((type(error), _OWN.sub("#", str(error))), []).append(rank)
-    told = [(_name(ranks), _tell(causes[ranks[0]])) for ranks in alike.values()]
+    told = [(name_ranks(ranks), _tell(causes[ranks[0]])) for ranks in alike.values()]
     left = sorted(rank for ranks in list(alike.values())[_MOST_CAUSES:] for rank in ranks)
-    return told[:_MOST_CAUSES] + ([(_name(left), "other causes")] if left else [])
+    return told[:_MOST_CAUSES] + ([(name_ranks(left), "other causes")] if left else [])
 
 
 def real_causes(failures: Mapping[int, BaseException]) -> dict[int, BaseException]:
@@ -45,7 +114,7 @@ def _tell(error: BaseException) -> str:
     return text if len(text) <= _MOST_TEXT else f"{text[:_MOST_TEXT]}..."
 
 
-def _name(ranks: Iterable[int]) -> str:
+def name_ranks(ranks: Iterable[int]) -> str:
     """``rank 3``, ``ranks 0 to 7, 9``."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):

@@ -12,7 +12,7 @@ import difflib
 import logging
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -330,8 +330,7 @@ def _explain(error: ValidationError, given: Mapping[str, Any]) -> str:
         name = name.removeprefix(ENV_PREFIX.lower())
         source = f"setting {name!r}" if name in given else f"{ENV_PREFIX}{name.upper()}"
         if detail["type"] == "extra_forbidden":
-            known = ", ".join(sorted(Settings.model_fields))
-            lines.append(f"{source} is not a setting; there are: {known}")
+            lines.append(f"{source} is not a setting. Remedy: {_suggest(name, Settings.model_fields)}")
             continue
         found = given.get(name, os.environ.get(ENV_PREFIX + name.upper(), detail["input"]))
         value = "<hidden>" if "credentials" in detail["msg"] else repr(found)
@@ -385,15 +384,21 @@ def unknown_variables() -> dict[str, str]:
 
 
 def _warn_of_unknown_variables(cls: type[Settings]) -> None:
-    known = {ENV_PREFIX + name.upper() for name in cls.model_fields}
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        return  # the first rank of each host says so
+    known = [ENV_PREFIX + name.upper() for name in cls.model_fields]
     for name in unknown_variables():
         if name not in _warned:
             _warned.add(name)
-            logger.warning(
-                "%s is set but is not a setting of dcp_s3; there are: %s",
-                name,
-                ", ".join(sorted(known)),
-            )
+            remedy = _suggest(name.upper(), known)
+            logger.warning("%s is set but is not a setting of dcp_s3. Remedy: %s", name, remedy)
+
+
+def _suggest(name: str, known: Iterable[str]) -> str:
+    """What to do about a name that is not known."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, 1)
+    return f"did you mean {close[0]}?" if close else f"there are: {', '.join(names)}"
 
 
 SettingsLike = Settings | Mapping[str, Any] | None

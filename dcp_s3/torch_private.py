@@ -10,7 +10,7 @@ import copy
 import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -51,6 +51,7 @@ __all__ = [
     "AsyncCollectiveTensor",
     "Caller",
     "ExtensionRegistry",
+    "FailedCall",
     "FakeTensorMode",
     "FileReader",
     "FsspecReader",
@@ -65,8 +66,12 @@ __all__ = [
     "WriterTransforms",
     "create_chunk_list",
     "find_async_save",
+    "find_direction",
+    "find_failed_call",
     "find_load_group",
+    "find_load_planner",
     "find_save_group",
+    "find_saving_rank",
     "find_upload_future",
     "flatten_state_dict",
     "has_checkpoint_process",
@@ -130,12 +135,30 @@ def is_loading() -> bool:
     return False
 
 
+def find_direction(steps: int = 2 * _MAX_STEPS) -> str:
+    """``save`` or ``load``: what of DCP is among the callers, this many frames away at most. Empty: neither."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(steps):
+        if frame is None:
+            return ""
+        module = frame.f_globals.get("__name__")
+        if module in (_LOADER_MODULE, _SAVER_MODULE):
+            return "load" if module == _LOADER_MODULE else "save"
+        frame = frame.f_back
+    return ""
+
+
 def _first_look() -> dict[str, Any] | None:
     """The variables of torch's `local_step`, if it is the caller and has not asked for metadata before."""
     variables = _local_step_variables(_LOADER_MODULE)
     if variables is None or variables.get("metadata", ...) is not None or variables.get("global_metadata_exc"):
         return None
     return variables
+
+
+def find_load_planner() -> Any:
+    """The planner of the `dcp.load` that calls a storage reader; None if something else calls it."""
+    return (_local_step_variables(_LOADER_MODULE) or {}).get("planner")
 
 
 def find_save_group() -> str | None:
@@ -197,6 +220,48 @@ def find_upload_future() -> Future[Any] | None:
             if isinstance(future, Future):
                 return future
         found = found or (module, frame.f_code.co_name) in _UPLOADS
+        frame = frame.f_back
+    return None
+
+
+class FailedCall(NamedTuple):
+    """The `dcp.save` or `dcp.load` of a traceback."""
+
+    storage: Any
+    """Its storage writer or reader."""
+    loading: bool
+    """Whether it was a load."""
+    rank: int
+    """This process's rank among those that save or load together."""
+    url: str | None
+    """URL of the checkpoint."""
+
+
+_WORK = {(_SAVER_MODULE, "_save_state_dict"): "storage_writer", (_LOADER_MODULE, "_load_state_dict"): "storage_reader"}
+
+
+def find_failed_call(trace: TracebackType | None) -> FailedCall | None:
+    """The `dcp.save` or `dcp.load` in which an error was raised; None if the traceback has none."""
+    while trace is not None:
+        module = trace.tb_frame.f_globals.get("__name__")
+        name = _WORK.get((module, trace.tb_frame.f_code.co_name))  # type: ignore[arg-type]
+        if name is not None:
+            variables = trace.tb_frame.f_locals
+            storage, wrapper = variables.get(name), variables.get("distW")
+            if storage is not None and isinstance(rank := getattr(wrapper, "rank", None), int):
+                url = (variables.get("ckpt_kwargs") or {}).get("checkpoint_id")
+                return FailedCall(storage, module == _LOADER_MODULE, rank, None if url is None else str(url))
+        trace = trace.tb_next
+    return None
+
+
+def find_saving_rank() -> int | None:
+    """This process's rank in the `dcp.save` that calls a storage writer; None if it has no ranks, or none calls."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if (frame.f_globals.get("__name__"), frame.f_code.co_name) == (_SAVER_MODULE, "_save_state_dict"):
+            rank = getattr(frame.f_locals.get("distW"), "rank", None)
+            return rank if isinstance(rank, int) else None
         frame = frame.f_back
     return None
 

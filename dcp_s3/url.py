@@ -63,6 +63,11 @@ def parse_url(value: URLLike) -> CheckpointURL:
             prefix too long for the names below it (S3 keys have at most 1024 bytes).
     """
     if not is_s3_url(value):
+        if not isinstance(value, (str, os.PathLike)):
+            raise InvalidURLError(
+                f"the URL is a {type(value).__name__}, expected s3://bucket/prefix as text. The state goes to "
+                "dcp.save or dcp.load. Remedy: S3StorageWriter('s3://bucket/prefix')"
+            )
         raise InvalidURLError(f"{value!r} is not an S3 URL: expected s3://bucket/prefix")
     text = _text(value)
     rest = text[len(_FOLDED) :].removeprefix("/")

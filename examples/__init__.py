@@ -1,1 +1,1 @@
-"""A training script that checkpoints to S3 (`train`), and a demo that kills and restarts it (`demo`)."""
+"""Training scripts for each framework and launcher. The plain one is `dcp_s3.demo.train`."""

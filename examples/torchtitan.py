@@ -26,10 +26,10 @@ from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.components.metrics import BaseLogger
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 
+from dcp_s3.demo.digest import state_digest
+from dcp_s3.demo.model import ModelConfig, Transformer
+from dcp_s3.demo.text import batch, standard_library_text
 from dcp_s3.integrations.torchtitan import S3CheckpointManager
-from examples.digest import state_digest
-from examples.model import ModelConfig, Transformer
-from examples.text import batch, standard_library_text
 
 SEQUENCES = 4  # per step
 

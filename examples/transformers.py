@@ -13,8 +13,8 @@ import argparse
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
+from dcp_s3.demo.text import standard_library_text
 from dcp_s3.integrations.transformers import S3Trainer
-from examples.text import standard_library_text
 
 #: Sequences per step over all processes: divisible by 1, 2, 3, 4 and 6 of them.
 BATCH = 12

@@ -381,3 +381,51 @@ def test_resolved_objects_are_bytes_io_at_their_end_or_start() -> None:
     found = planner.resolve_data(item)
     assert isinstance(found, io.BytesIO), moved("objects are not resolved to BytesIO", "save/items.py")
     assert torch.load(io.BytesIO(found.getbuffer()), weights_only=False) == 3
+
+
+@pytest.mark.parametrize("loading", [False, True])
+def test_a_traceback_tells_the_save_or_load_and_its_rank(tmp_path: Path, loading: bool) -> None:
+    """What an uncaught failure is shortened by."""
+    storage: Any = FileSystemReader(str(tmp_path)) if loading else dcp.FileSystemWriter(str(tmp_path))
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError
+
+    setattr(storage, "set_up_storage_reader" if loading else "set_up_storage_writer", fail)
+    if loading:
+        dcp.save({"w": torch.ones(1)}, checkpoint_id=str(tmp_path))
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load({"w": torch.ones(1)}, storage_reader=storage) if loading else dcp.save(
+            {"w": torch.ones(1)}, storage_writer=storage
+        )
+    call = torch_private.find_failed_call(caught.value.__traceback__)
+    assert call is not None, moved("_save_state_dict, _load_state_dict", "the panel of a failure")
+    assert (call.storage, call.loading, call.rank) == (storage, loading, 0)
+    assert call.url == str(tmp_path)
+    assert torch_private.find_failed_call(None) is None
+
+
+@pytest.mark.parametrize("loading", [False, True])
+def test_the_callers_of_a_storage_tell_direction_rank_and_planner(tmp_path: Path, loading: bool) -> None:
+    seen: list[Any] = []
+    if loading:
+        dcp.save({"w": torch.ones(1)}, checkpoint_id=str(tmp_path))
+    kind: Any = FileSystemReader if loading else dcp.FileSystemWriter
+    setup = "set_up_storage_reader" if loading else "set_up_storage_writer"
+
+    def look(self: Any, *arguments: Any, **options: Any) -> Any:
+        seen.extend(
+            (torch_private.find_direction(), torch_private.find_saving_rank(), torch_private.find_load_planner())
+        )
+        return getattr(kind, setup)(self, *arguments, **options)
+
+    storage = type("Storage", (kind,), {setup: look})(str(tmp_path))
+    planner = dcp.DefaultLoadPlanner()
+    if loading:
+        dcp.load({"w": torch.ones(1)}, storage_reader=storage, planner=planner)
+    else:
+        dcp.save({"w": torch.ones(1)}, storage_writer=storage)
+    assert seen == (["load", None, planner] if loading else ["save", 0, None]), moved(
+        "local_step", "check_state, and the rank that logs a failed save"
+    )
+    assert torch_private.find_direction() == ""

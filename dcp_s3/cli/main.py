@@ -6,6 +6,7 @@ import dcp_s3.cli.annotate
 import dcp_s3.cli.bench
 import dcp_s3.cli.config
 import dcp_s3.cli.cp
+import dcp_s3.cli.demo
 import dcp_s3.cli.diff
 import dcp_s3.cli.doctor
 import dcp_s3.cli.download

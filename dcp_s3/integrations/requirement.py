@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from importlib import metadata
+
+from dcp_s3.torch_version import release, require_torch
 
 
 def require(extra: str, package: str, at_least: str, below: str) -> None:
@@ -18,6 +19,7 @@ def require(extra: str, package: str, at_least: str, below: str) -> None:
     Raises:
         ImportError: it is missing or of another version; the message says what to install.
     """
+    require_torch()
     wanted = f"{package}>={at_least},<{below}"
     try:
         found = metadata.version(package)
@@ -26,17 +28,8 @@ def require(extra: str, package: str, at_least: str, below: str) -> None:
             f"dcp_s3.integrations.{extra} needs {wanted}, which is missing. Remedy: pip install 'dcp-s3[{extra}]'",
             name=package,
         ) from None
-    if not _release(at_least) <= _release(found) < _release(below):
+    if not release(at_least) <= release(found) < release(below):
         raise ImportError(
             f"dcp_s3.integrations.{extra} supports {wanted}, and {found} is installed. Remedy: pip install '{wanted}'",
             name=package,
         )
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """The numbers of a version, without trailing zeros and what follows them: ``2.6.0rc1`` -> (2, 6)."""
-    match = re.match(r"\d+(?:\.\d+)*", version)
-    numbers = [int(part) for part in match[0].split(".")] if match else [0]
-    while numbers and numbers[-1] == 0:
-        numbers.pop()
-    return tuple(numbers)

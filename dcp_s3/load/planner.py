@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -15,8 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from dcp_s3.boundary import called_by_dcp
 from dcp_s3.collector import collector_paused
-from dcp_s3.errors import ShapeMismatchError
 from dcp_s3.load.fast_items import make_indices, make_tensor_items
+from dcp_s3.load.names import find_mismatch
 from dcp_s3.load.overlaps import Box, find_overlaps
 from dcp_s3.torch_private import ShardedTensor, create_chunk_list
 
@@ -36,7 +35,7 @@ class S3LoadPlanner(DefaultLoadPlanner):
     >>> dcp.load(state, storage_reader=reader, planner=S3LoadPlanner())
 
     Raises:
-        ShapeMismatchError: when it plans: a saved tensor has another shape. Other errors are as in torch's.
+        MissingKeysError, ShapeMismatchError: when it plans: see `create_local_plan`. Other errors are as in torch's.
     """
 
     _found: tuple[MetadataIndex, object, torch.Tensor] | None = None
@@ -49,8 +48,8 @@ class S3LoadPlanner(DefaultLoadPlanner):
         """Make the plan for this rank.
 
         Raises:
-            ShapeMismatchError: a saved tensor has another shape.
-            RuntimeError: an entry is not in the checkpoint, unless ``allow_partial_load``.
+            ShapeMismatchError: saved tensors have other shapes.
+            MissingKeysError: entries are not in the checkpoint, unless ``allow_partial_load``.
         """
         metadata = self.metadata
         if metadata is None:
@@ -89,19 +88,21 @@ def create_load_plan(state_dict: dict[str, Any], metadata: Metadata, *, strict: 
         strict: whether a name missing in the checkpoint is an error.
 
     Raises:
-        ShapeMismatchError: a saved tensor has another shape.
-        RuntimeError: a name is missing.
+        ShapeMismatchError: saved tensors have other shapes.
+        MissingKeysError: names are missing.
     """
     layouts = _Layouts()
     parts: list[tuple[str, _Layout] | list[ReadItem]] = []
     for fqn, entry in state_dict.items():
         saved = metadata.state_dict_metadata.get(fqn)
         layout = None
+        if saved is None and strict:
+            raise _mismatch(state_dict, metadata, strict)
         if isinstance(saved, TensorStorageMetadata) and isinstance(entry, torch.Tensor):
             # size() of a ShardedTensor goes through torch's dispatch: 50 us.
             size = entry.metadata().size if type(entry) is ShardedTensor else entry.size()
             if saved.size != size:
-                raise _shape_mismatch(fqn, saved.size, size)
+                raise _mismatch(state_dict, metadata, strict)
             if isinstance(entry, DTensor) and entry.device_mesh.get_coordinate() is None:
                 continue  # its mesh does not have this rank
             layout = layouts.find(saved, entry)
@@ -201,11 +202,6 @@ def _local_boxes(entry: torch.Tensor) -> _Boxes:
     return tuple(map(_BOX, create_chunk_list(entry)))
 
 
-def _shape_mismatch(fqn: str, saved: Sequence[int], current: Any) -> ShapeMismatchError:
-    """The error for an entry whose shape differs from the tensor to load into."""
-    return ShapeMismatchError(  # begins like torch's message, which callers match
-        f"Size mismatch between saved {tuple(saved)} and current {tuple(current)} for {fqn}. Remedy: build the "
-        "model with the configuration that was saved, or leave this entry out of the state and pass "
-        "planner=DefaultLoadPlanner(allow_partial_load=True)",
-        fqn=fqn,
-    )
+def _mismatch(state_dict: dict[str, Any], metadata: Metadata, strict: bool) -> Exception:
+    found = find_mismatch(state_dict, metadata, strict=strict)
+    return AssertionError("the state fits the checkpoint") if found is None else found

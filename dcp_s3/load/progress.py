@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Iterator
 
 from dcp_s3 import ranks
 from dcp_s3.checkpoint.steps import find_step
-from dcp_s3.events import Listener, Loaded, LoadFailed, LoadStarted, emit
+from dcp_s3.events import Listener, Loaded, LoadStarted, emit
 from dcp_s3.s3.hedge import hedges_of
 from dcp_s3.s3.store import S3Store
 from dcp_s3.url import CheckpointURL
@@ -31,7 +29,6 @@ class LoadProgress:
         self._gate, self._hedges = store.gate, hedges_of(store)
         self._began = time.monotonic()
         self._throttled, self._hedged = self._gate.state.throttled, self._hedges.state.started
-        self._has_failed = False
         emit(LoadStarted(url=self._url, step=self._step, rank=ranks.rank()), on_event)
 
     def loaded(self, size: int, disk_size: int) -> None:
@@ -54,18 +51,3 @@ class LoadProgress:
         )
         logger.log(logging.INFO if event.rank == 0 else logging.DEBUG, "%s", event)
         emit(event, self._on_event)
-
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Tell if the body fails."""
-        try:
-            yield
-        except Exception as error:
-            self.failed(error)
-            raise
-
-    def failed(self, error: BaseException) -> None:
-        """The load failed on this rank. Only the first call counts."""
-        if not self._has_failed:
-            self._has_failed = True
-            emit(LoadFailed(url=self._url, step=self._step, rank=ranks.rank(), error=error), self._on_event)

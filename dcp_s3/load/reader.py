@@ -14,18 +14,21 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dcp_s3 import errors
-from dcp_s3.boundary import called_by_dcp
+from dcp_s3 import errors, ranks
+from dcp_s3.boundary import called_by_dcp, check_role
 from dcp_s3.checkpoint.commit_state import CommitState, SaveIdentity, find_state
 from dcp_s3.checkpoint.lease import ReaderLease
 from dcp_s3.checkpoint.listing import list_directory
+from dcp_s3.checkpoint.previous import look_for_previous
+from dcp_s3.checkpoint.steps import find_step
 from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
 from dcp_s3.collector import collector_paused
-from dcp_s3.events import Listener
+from dcp_s3.events import Listener, LoadFailed, emit
 from dcp_s3.format.layout import SAVE_ID_KEY, deletion_id, metadata_object, new_save_id
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.limit import Deadline, Limit
 from dcp_s3.load.attachments import AttachmentReader
+from dcp_s3.load.check_state import check_state
 from dcp_s3.load.engine import Source
 from dcp_s3.load.peers.agree import LoadGroup, join_load
 from dcp_s3.load.peers.assign import MAX_PIECE, plan_sharing
@@ -40,6 +43,7 @@ from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.spill.local import LocalObjects, WaitingCommit, find_commits
 from dcp_s3.spill.session import open_store
 from dcp_s3.torch_private import Caller, ExtensionRegistry, ReaderTransforms, find_load_group, is_first_look, is_loading
+from dcp_s3.uncaught import install
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
 
 logger = logging.getLogger(__name__)
@@ -92,6 +96,7 @@ class S3StorageReader(AttachmentReader, StorageReader):
         _extension_registry: ExtensionRegistry | None = None,
     ) -> None:
         super().__init__()
+        install()  # first: what is wrong with the arguments is told as well
         self.settings: Settings = resolve_settings(settings)
         self.on_event = on_event
         self.include_uncommitted = include_uncommitted
@@ -145,13 +150,13 @@ class S3StorageReader(AttachmentReader, StorageReader):
             StorageError: missing bucket, credentials, network.
         """
         rank: int | None = kwargs.get("rank")
-        if self._url is not None and (rank is None or self._progress is None):  # without a rank it begins a load
+        if self._progress is None and self._url is not None:
             self._progress = LoadProgress(self._store(), self._url, self.on_event)
         if rank is None:
             try:
                 caller = self._find_caller()
             except errors.SettingsError as error:
-                return self._unreadable(error)
+                return UnreadableMetadata(error)
             self._group = None if caller is None else join_load(
                 caller, self.checkpoint_id, self.settings, willing=not self.include_uncommitted
             )  # fmt: skip
@@ -160,20 +165,20 @@ class S3StorageReader(AttachmentReader, StorageReader):
             except errors.DcpS3Error as error:
                 self._error = error
                 if is_first_look() and not self._may_be_of_ranks(error):
-                    return self._unreadable(error)
+                    return UnreadableMetadata(error)
                 raise
         else:
             self._group = None
             if self._error is not None and not isinstance(self._error, errors.CheckpointNotFoundError):
-                return self._unreadable(self._error)
+                return UnreadableMetadata(self._error)
             try:
                 metadata = self._fetch_metadata(rank)
             except errors.CheckpointDeletedError as error:
-                return self._unreadable(error)
+                return UnreadableMetadata(error)
             except errors.CheckpointNotFoundError as error:
-                return self._unreadable(self._explain_missing(rank) or self._error or error)
+                return UnreadableMetadata(self._explain_missing(rank) or self._error or error)
             except errors.DcpS3Error as error:
-                return self._unreadable(error)
+                return UnreadableMetadata(error)
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
@@ -277,16 +282,14 @@ class S3StorageReader(AttachmentReader, StorageReader):
 
     @called_by_dcp
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Called by DCP on every rank before planning."""
-        with self._watching():
-            if isinstance(metadata, UnreadableMetadata):
-                metadata.fail()
-            if not isinstance(metadata.storage_data, dict):
-                raise errors.CorruptMetadataError(
-                    f"the metadata of {self.checkpoint_id} does not say where its items lie (storage_data is "
-                    f"{type(metadata.storage_data).__name__})",
-                    url=str(self.checkpoint_id),
-                )
+        """Called by DCP on every rank before planning.
+
+        Raises:
+            MissingKeysError, ShapeMismatchError, CorruptMetadataError: see `check_state`.
+        """
+        if isinstance(metadata, UnreadableMetadata):
+            metadata.fail()
+        check_state(metadata, self.checkpoint_id, is_coordinator)
         self._deadline = Deadline.start("DCP_S3_LOAD_TIMEOUT", self.settings.load_timeout)
         self._metadata = metadata
 
@@ -332,7 +335,6 @@ class S3StorageReader(AttachmentReader, StorageReader):
             raise errors.SaveProtocolError("read_data was called before set_up_storage_reader")
         url, group = self._require_url(), self._group if isinstance(plan.storage_data, Assignment) else None
         with contextlib.ExitStack() as stack:
-            stack.enter_context(self._watching())
             try:
                 spill = open_store(self.settings)
                 local = stack.enter_context(contextlib.closing(LocalObjects(spill, str(url)))) if spill else None
@@ -363,25 +365,24 @@ class S3StorageReader(AttachmentReader, StorageReader):
         >>> S3StorageReader("s3://bucket/run/step-00002000").checkpoint_id
         's3://bucket/run/step-00002000'
         """
+        check_role(self, "load")
         return None if self._url is None else str(self._url)
+
+    def tell_failed(self, error: BaseException) -> None:
+        """Tell subscribers to events that a load failed on this rank."""
+        url = self._url
+        step = None if url is None else find_step(url.name, self.settings)
+        event = LoadFailed(url=None if url is None else str(url), step=step, rank=ranks.rank(), error=error)
+        emit(event, self.on_event)
+
+    def last_good(self, url: str) -> str:
+        """URL of the newest checkpoint beside ``url``, for messages; empty: none, or S3 does not say within seconds."""
+        return look_for_previous(self.settings, parse_url(url))
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this is an S3 URL, as text or as a path, which has one slash left."""
         return is_s3_url(checkpoint_id)
-
-    def _tell_failed(self, error: BaseException) -> None:
-        """Tell that the load failed, if it was not told yet: for those who learn more of it than the reader does."""
-        if self._progress is not None:
-            self._progress.failed(error)
-
-    def _unreadable(self, error: errors.DcpS3Error) -> UnreadableMetadata:
-        """What raises ``error`` in the load. The planner may be the first to use it."""
-        self._tell_failed(error)
-        return UnreadableMetadata(error)
-
-    def _watching(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._progress is None else self._progress.watching()
 
     def _require_url(self) -> CheckpointURL:
         if self._url is None:

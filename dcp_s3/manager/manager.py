@@ -32,6 +32,7 @@ from dcp_s3.retention.policy import PolicyFunction, policy_name
 from dcp_s3.save.writer import S3StorageWriter, Separate
 from dcp_s3.settings import SettingsLike
 from dcp_s3.stage.stager import S3Stager
+from dcp_s3.uncaught import install
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ class CheckpointManager(RunReader):
     Saves run in the background, one at a time. After each commit, retention runs on the first rank, in another thread.
     It never delays or fails the training: its failures are logged and counted (``dcp_s3.stats()``).
 
-    A failed save is logged at once, in one line. Each rank's next `save`, `wait` or `close` raises it once, as
+    A failed save is logged at once, by the first rank. Each rank's next `save`, `wait` or `close` raises it once, as
     `SaveFailedError`.
 
     An error on one rank is an error on all. The other ranks raise a CheckpointError that names it.
@@ -69,8 +70,7 @@ class CheckpointManager(RunReader):
         step_format: how a step is named below the root: text with ``{step}`` in it, or a function of the step. Other
             tools find the step if it is the last number in the name, else by ``DCP_S3_STEP_PATTERN``.
         read_only: only read: nothing is saved, annotated, pruned or drained, and what waits on disks does not count.
-            Needs permission to read only, and may be of another run's root. All that it writes, if it may, are leases,
-            and only with ``DCP_S3_READER_LEASE``.
+            Needs permission to read only, and may be of another run's root.
         settings: a `Settings`, or a mapping of settings that override the environment.
         process_group: a group with a CPU backend, used only for these saves and loads. None: a new gloo group of all
             ranks.
@@ -104,6 +104,8 @@ class CheckpointManager(RunReader):
         drain_timeout: float = 600.0,
         on_event: Listener | None = None,
     ) -> None:
+        self.on_event = on_event
+        install()  # first: what is wrong with the arguments is told as well
         self.read_only = read_only
         self._should_save = None if read_only else should_save
         self.overwrite = overwrite
@@ -111,7 +113,6 @@ class CheckpointManager(RunReader):
         self.weights_only = weights_only
         self.retention_timeout = retention_timeout
         self.drain_timeout = drain_timeout
-        self._on_event = on_event
         self._closed = False
         # First: through the group the other ranks learn if the arguments of one rank are wrong.
         self._ranks = Ranks(process_group)
@@ -214,7 +215,7 @@ class CheckpointManager(RunReader):
                 extra=extra,
                 separate=self.separate,
                 settings=self.settings,
-                on_event=self._on_event,
+                on_event=self.on_event,
             )
             writer.caller_reports = True
             made.append(writer)

@@ -13,8 +13,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from dcp_s3 import errors
+from dcp_s3.boundary import left_by_load
 from dcp_s3.events import Listener
-from dcp_s3.failures import explain, name_failed, real_causes
+from dcp_s3.failures import Failed, explain, name_failed, panel, real_causes
 from dcp_s3.load.reader import S3StorageReader
 from dcp_s3.manager.arguments import load_into, to_state_dict
 from dcp_s3.manager.choosing import ChosenCheckpoint, NotReady, Order, Patience, find, impatient
@@ -45,7 +46,6 @@ class Restoring:
         weights_only: see `S3StorageReader`.
         drain_timeout: seconds to wait for data to drain from the disks to S3, see `Patience`.
         disks: whether what waits on the disks for S3 counts, and is drained.
-        on_event: gets the events of its loads.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class Restoring:
         disks: bool = True,
         on_event: Listener | None = None,
     ) -> None:
+        self._on_event = on_event
         self._catalog = catalog
         self._settings = catalog.settings
         self._ranks = ranks
         self._weights_only = weights_only
         self._drain_timeout = drain_timeout
         self._disks = disks
-        self._on_event = on_event
 
     def restore(self, state: dict[str, Any], order: Order, planner: LoadPlanner | None) -> ChosenCheckpoint | None:
         """Load the first checkpoint in ``order`` that can be loaded. None if there is none at all. Every rank calls it.
@@ -80,10 +80,10 @@ class Restoring:
             failures = self._load(found, state, planner)
             if not failures:
                 return found
-            why = f"{found.url} could not be restored {explain(failures)}"
             if not _is_unusable(failures):
-                raise errors.RestoreFailedError(why, url=found.url, step=found.step, failures=failures)
+                raise _restore_error(failures, found.url, found.step, self._ranks.rank)
             if self._ranks.is_first:
+                why = f"{found.url} could not be restored {explain(failures)}"
                 logger.warning("%s. Looking for another one", why)
             passed_over.append(found.url)
 
@@ -158,10 +158,7 @@ class Restoring:
                 load_into(collected, state)
             except Exception as error:  # noqa: BLE001 - all ranks are told
                 mine = {self._ranks.rank: for_others(error)}
-        failures = {rank: error for each in self._ranks.gather(mine) for rank, error in each.items()}
-        for cause in failures.values():
-            reader._tell_failed(cause)  # also what a planner raised, and of other ranks
-        return failures
+        return {rank: error for each in self._ranks.gather(mine) for rank, error in each.items()}
 
 
 def _load(
@@ -184,9 +181,13 @@ def _load(
 
 def load_error(error: CheckpointException, url: str, step: int | None = None) -> errors.RestoreFailedError:
     """The error of a `dcp.load` that failed, with the causes by rank."""
-    failures = _failures_of(error)
-    why = f"{url} could not be loaded {explain(failures)}"
-    return errors.RestoreFailedError(why, url=url, step=step, failures=failures)
+    return _restore_error(_failures_of(error), url, step, None)
+
+
+def _restore_error(failures: Failures, url: str, step: int | None, rank: int | None) -> errors.RestoreFailedError:
+    what = f"the load of {url}" if step is None else f"the load of step {step} from {url}"
+    told = Failed(what, failures, left=left_by_load(failures.values()))
+    return errors.RestoreFailedError(panel(told), url=url, step=step, failures=failures, rank=rank)
 
 
 def _failures_of(error: CheckpointException) -> Failures:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -14,8 +16,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
+from dcp_s3.boundary import left_by_save, log_failed_save
 from dcp_s3.errors import SaveFailedError
-from dcp_s3.failures import explain
+from dcp_s3.failures import Failed, panel
 from dcp_s3.manager.ranks import Ranks, for_others
 from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.stage.failure import FailedStaging
@@ -23,6 +26,8 @@ from dcp_s3.stage.stager import S3Stager
 from dcp_s3.tracebacks import without_tracebacks
 
 logger = logging.getLogger(__name__)
+
+_open: weakref.WeakSet[Saving] = weakref.WeakSet()
 
 
 def save_in_background(
@@ -89,6 +94,12 @@ class Saving:
         self._failure: SaveFailedError | None = None
         self.last_good: int | None = None
         """The last step that was saved or restored."""
+        _open.add(self)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank says what all know."""
+        return self._rank == 0
 
     @property
     def step(self) -> int | None:
@@ -128,7 +139,6 @@ class Saving:
             try:
                 state_dict_saver.save(state, storage_writer=writer, process_group=ranks.group, planner=planner)
             except CheckpointException as error:
-                writer._tell_failed(error)  # also what a planner raised, and of other ranks
                 raise self.fail(step, url, error) from None
             self.last_good = step
             on_success()
@@ -179,15 +189,15 @@ class Saving:
             failures = {failed: cause for failed, (cause, _) in error.failures.items()}
         failures = {failed: for_others(cause) for failed, cause in failures.items()}
         without_tracebacks(error)
-        good = "none yet" if self.last_good is None else f"step {self.last_good}"
-        failure = SaveFailedError(
-            f"the save of step {step} to {url} failed {explain(failures)}. Last good checkpoint of this run: {good}",
-            url=url,
-            step=step,
-            failures=failures,
+        told = Failed(
+            f"the save of step {step} to {url}",
+            failures,
+            left=left_by_save(failures.values()),
+            last_good="none of this run yet" if self.last_good is None else f"step {self.last_good}",
+            resume="" if self.last_good is None else "manager.restore(state)",
         )
-        # One short line for the whole job: with CheckpointException every rank knows the failures of all ranks.
-        logger.log(logging.DEBUG if shared and self._rank > 0 else logging.ERROR, "%s", failure)
+        failure = SaveFailedError(panel(told), url=url, step=step, failures=failures, rank=self._rank)
+        log_failed_save(str(failure), failure, others_know=shared, rank=self._rank)
         return failure
 
     def settle(self) -> None:
@@ -199,8 +209,28 @@ class Saving:
         self._failure = save.failure or self._failure
         self._save = None
 
+    @property
+    def left(self) -> str:
+        """What nobody was told when the process ends: a save that failed, or that is not done. Empty: nothing."""
+        save = self._save
+        failure = self._failure or (None if save is None else save.failure)
+        if failure is not None:
+            return f"step {failure.step} was not saved to {failure.url}, and nothing raised it"
+        if save is not None and not save.ended.is_set():
+            return f"the save of step {save.step} to {save.url} is cut off"
+        return ""
+
     def raise_failure(self) -> None:
         """Raise the last save's failure, once."""
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
+
+
+@atexit.register
+def _at_exit() -> None:
+    # The exit status stays as it is: only os._exit could change it here, which skips what other libraries do at the
+    # end, and what waits to be written.
+    for each in list(_open):
+        if each.is_first and (left := each.left):
+            logger.error("the process ends: %s. Remedy: close the CheckpointManager, or use it in a `with`", left)

@@ -51,7 +51,7 @@ def _parse_word(word: str) -> Policy:
     usage, parse = _WORDS.get(kind, ("", None))
     if parse is None:
         allowed = ", ".join(each for each, _ in _WORDS.values())
-        raise PolicyError(f"{word!r} is not a policy; there are: {allowed}")
+        raise PolicyError(f"{word!r} is not a policy. Remedy: one of {allowed}")
     try:
         if not colon:
             raise ValueError

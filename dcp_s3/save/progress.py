@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_s3.checkpoint.commit import Commit
-from dcp_s3.events import Committed, Listener, SaveFailed, SaveStarted, Written, emit
+from dcp_s3.events import Committed, Listener, SaveStarted, Written, emit
 from dcp_s3.s3.store import S3Store
 from dcp_s3.save.objects import ItemWriteResult
 from dcp_s3.stage.turns import Turn
-from dcp_s3.torch_private import find_upload_future
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
@@ -63,12 +59,7 @@ class Progress:
         self._gate, self._stall_since = store.gate, stall_since
         self._began = time.monotonic()
         self._throttled = self._gate.state.throttled
-        self._has_failed = False
-        future = find_upload_future()
-        self._in_background = future is not None
         emit(SaveStarted(url=self._url, step=self.step, rank=rank), on_event)
-        if future is not None:
-            future.add_done_callback(self._ended)
 
     @property
     def throttled(self) -> int:
@@ -112,38 +103,6 @@ class Progress:
         )
         logger.info("%s", event)
         emit(event, self.on_event)
-
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Tell if the body fails. Of an asynchronous save its future tells, and whatever has failed."""
-        try:
-            yield
-        except Exception as error:
-            if not self._in_background:
-                self.failed(error)
-            raise
-
-    def failed(self, error: BaseException) -> None:
-        """The save failed. Only the first call counts."""
-        if not self._has_failed:
-            self._has_failed = True
-            emit(SaveFailed(url=self._url, step=self.step, error=error), self.on_event)
-
-    def _ended(self, future: Future[Any]) -> None:
-        error = future.exception()
-        if error is not None:
-            self.failed(error)
-
-
-def tell_if_failed(future: Future[Any], url: str | None, step: int | None, on_event: Listener | None) -> None:
-    """Tell if a save that another process makes fails."""
-
-    def ended(future: Future[Any]) -> None:
-        error = future.exception()
-        if error is not None:
-            emit(SaveFailed(url=url, step=step, error=error), on_event)
-
-    future.add_done_callback(ended)
 
 
 def spilled_bytes(results: Sequence[ItemWriteResult]) -> int:

@@ -139,7 +139,7 @@ class Save:
     def begin(self) -> None:
         """Say so, and start to drain what an earlier process left on the local disk."""
         step = find_step(self.url.name, self._settings)
-        self.progress = Progress(
+        self._progress = Progress(
             self.url, step, self._rank, self._store(), self._options.on_event, self._options.stall_since
         )
         self._drain()
@@ -202,8 +202,8 @@ class Save:
             self._drain()
         self._an_object = names.relative_path(0) if buckets else None
         self.written = True
-        self.progress.written(results, time.monotonic() - began)
-        return _RankResults(str(self.url), results, self.progress.throttled)
+        self._progress.written(results, time.monotonic() - began)
+        return _RankResults(str(self.url), results, self._progress.throttled)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Commit what all ranks have written; without collectives, what this rank has written.
@@ -233,14 +233,14 @@ class Save:
                 # A copy: with plan caching, the next save gets this very object while it is being pickled.
                 dataclasses.replace(metadata),
                 objects,
-                step=self.progress.step,
+                step=self._progress.step,
                 world_size=len(results) if self._use_collectives else self._world_size,
                 metrics=self._options.metrics,
                 extra=self._options.extra,
                 started_at=self._beginning.at,
             )
         if self._commit(commit, spilled=any(result.spilled for result in ours)):
-            self.progress.committed(
+            self._progress.committed(
                 commit,
                 ranks=len(results) if self._use_collectives else 1,
                 spilled=spilled_bytes(ours),

@@ -14,18 +14,19 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dcp_s3 import ranks
-from dcp_s3.boundary import called_by_dcp
+from dcp_s3.boundary import called_by_dcp, check_role
 from dcp_s3.checkpoint.attachments import make_attachment
 from dcp_s3.checkpoint.commit import check_metrics
+from dcp_s3.checkpoint.previous import look_for_previous
 from dcp_s3.checkpoint.steps import find_step
-from dcp_s3.errors import DcpS3Error, MissingURLError, SaveProtocolError
+from dcp_s3.errors import MissingURLError, SaveProtocolError
 from dcp_s3.events import Listener, SaveFailed, emit
 from dcp_s3.format.extra import check_extra
 from dcp_s3.format.layout import new_save_id
 from dcp_s3.reprs import one_line
 from dcp_s3.save.attached import Attachments
 from dcp_s3.save.plan import check_shapes
-from dcp_s3.save.progress import stall_of, tell_if_failed, unknown_stall
+from dcp_s3.save.progress import stall_of, unknown_stall
 from dcp_s3.save.save import Save, SaveOptions
 from dcp_s3.save.waiting import wait_committed
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
@@ -33,7 +34,8 @@ from dcp_s3.spill.session import open_store
 from dcp_s3.stage.failure import raise_if_failed
 from dcp_s3.stage.stager import shared_stager
 from dcp_s3.stage.turns import current_turn, take_turn
-from dcp_s3.torch_private import StreamTransformExtension, WriterTransforms, find_save_group, find_upload_future
+from dcp_s3.torch_private import StreamTransformExtension, WriterTransforms, find_save_group
+from dcp_s3.uncaught import install
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
 
 Separate = Sequence[str | Sequence[str]]
@@ -105,6 +107,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         _extensions: Sequence[StreamTransformExtension] | None = None,
     ) -> None:
         super().__init__()
+        install()  # first: what is wrong with the arguments is told as well
         self.settings: Settings = resolve_settings(settings)
         self.on_event = on_event
         self.overwrite = overwrite
@@ -131,10 +134,6 @@ class S3StorageWriter(StorageWriter, AsyncStager):
     def __getstate__(self) -> dict[str, Any]:
         # For AsyncCheckpointerType.PROCESS: from here on only DCP knows how the save ends.
         attached = self._attached.hand_over()
-        if (future := find_upload_future()) is not None:
-            url = self._here.url or self._url
-            step = None if url is None else find_step(url.name, self.settings)
-            tell_if_failed(future, None if url is None else str(url), step, self.on_event)
         left = {"_home": None, "_here": None, "_last": None, "_attached": attached, "on_event": None}
         return {**self.__dict__, **left, "_stages_here": False}
 
@@ -198,10 +197,8 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             CheckpointExistsError, StorageError
             StagingError: the state could not be staged on this rank.
         """
-        save = self._save
-        with save.progress.watching():
-            raise_if_failed(item.index.fqn for item in plan.items)
-            return save.prepare_local_plan(plan)
+        raise_if_failed(item.index.fqn for item in plan.items)
+        return self._save.prepare_local_plan(plan)
 
     @called_by_dcp
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
@@ -212,10 +209,8 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             SaveProtocolError: they are of different saves.
             ShardingError: a tensor has another shape on another rank.
         """
-        save = self._save
-        with save.progress.watching():
-            plans = save.prepare_global_plan(plans)
-            check_shapes(plans)
+        plans = self._save.prepare_global_plan(plans)
+        check_shapes(plans)
         return plans
 
     @called_by_dcp
@@ -227,9 +222,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             StorageError, SaveProtocolError
         """
         future: Future[list[WriteResult]] = Future()
-        save = self._save
-        with save.progress.watching():
-            future.set_result(save.write_data(plan, planner))
+        future.set_result(self._save.write_data(plan, planner))
         return future
 
     @called_by_dcp
@@ -242,9 +235,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             SaveProtocolError: a rank wrote for another save.
             CheckpointExistsError, StorageError
         """
-        save = self._save
-        with save.progress.watching():
-            save.finish(metadata, results)
+        self._save.finish(metadata, results)
 
     @called_by_dcp
     def storage_meta(self) -> StorageMeta | None:
@@ -304,11 +295,6 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         url = self._choose_url() if save is None else save.url
         wait_committed(url, save, self._spill_store, self.settings, timeout)
 
-    def _tell_failed(self, error: BaseException) -> None:
-        """Tell that the last save failed, if it was not told yet: for those who learn more of it than the writer."""
-        if self._last is not None:
-            self._last.progress.failed(error)
-
     @property
     def checkpoint_id(self) -> str | None:
         """URL of this thread's save, or of the next one. None if there is none yet.
@@ -316,8 +302,15 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         >>> S3StorageWriter("s3://bucket/run/step-3000").checkpoint_id
         's3://bucket/run/step-3000'
         """
+        check_role(self, "save")
         url = self._here.url or self._url or (self._last.url if self._last is not None else None)
         return None if url is None else str(url)
+
+    def tell_failed(self, error: BaseException) -> None:
+        """Tell subscribers to events that a save failed on this rank, or on another one as this rank was told."""
+        url = self._here.url or (self._last.url if self._last is not None else self._url)
+        step = None if url is None else find_step(url.name, self.settings)
+        emit(SaveFailed(url=None if url is None else str(url), step=step, error=error), self.on_event)
 
     @property
     def save_id(self) -> str:
@@ -335,6 +328,10 @@ class S3StorageWriter(StorageWriter, AsyncStager):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether this is an S3 URL, as text or as a path (which has only one slash left)."""
         return is_s3_url(checkpoint_id)
+
+    def last_good(self, url: str) -> str:
+        """URL of the newest checkpoint beside ``url``, for messages; empty: none, or S3 does not say within seconds."""
+        return look_for_previous(self.settings, parse_url(url))
 
     # --- AsyncStager ----------------------------------------------------------------------------------
 
@@ -369,9 +366,6 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         """URL of the save that begins. It takes its turn before the ranks exchange anything, even failures."""
         try:
             return self._choose_url()
-        except DcpS3Error as error:
-            emit(SaveFailed(url=None, step=None, error=error), self.on_event)
-            raise
         finally:
             if group is not None:
                 take_turn(group)

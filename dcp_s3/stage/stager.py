@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from dcp_s3.errors import StagingError
-from dcp_s3.events import Listener, SaveFailed, Staged, emit
+from dcp_s3.events import Listener, Staged, emit
 from dcp_s3.ranks import world_size
 from dcp_s3.reprs import one_line
 from dcp_s3.settings import Settings, SettingsLike, local_world_size, resolve_settings
@@ -190,7 +190,7 @@ class S3Stager(AsyncStager):
     def _guard(self, work: Callable[[], Any], turn: Turn | None) -> Any:
         """The result of ``work``. A state goes with ``turn``, which is over if ``work`` fails."""
         try:
-            result = _carry_failure(work, self._on_event)
+            result = _carry_failure(work)
         except BaseException:
             if turn is not None:
                 turn.end()
@@ -218,7 +218,7 @@ class _Stall:
             turn.stall_seconds = self.seconds
 
 
-def _carry_failure(work: Callable[[], Any], on_event: Listener | None) -> Any:
+def _carry_failure(work: Callable[[], Any]) -> Any:
     """The result of ``work``. If it fails and there are other ranks: a state that carries the failure to them."""
     try:
         return work()
@@ -226,7 +226,6 @@ def _carry_failure(work: Callable[[], Any], on_event: Listener | None) -> Any:
         logger.debug("staging failed:", exc_info=True)
         traceback.clear_frames(error.__traceback__)  # they hold a generation, and the error may be kept
         if world_size() < 2:
-            emit(SaveFailed(url=None, step=None, error=error), on_event)
             raise
         return FailedStaging(error)
 

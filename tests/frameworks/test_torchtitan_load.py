@@ -80,7 +80,7 @@ def start_from_another_run(directory: Path) -> dict[str, Any]:
         everything.dataloader.dataset.number,
         len(everything.optimizers.optimizers[0].state),
     )
-    with pytest.raises(errors.RestoreFailedError, match=r"step-5 could not be loaded on rank 0: CheckpointNotFound"):
+    with pytest.raises(errors.RestoreFailedError, match=r"step-5 failed on rank 0\s+Cause: CheckpointNotFound"):
         train(directory, 0, folder=f"{ROOT}-2", initial_load_path=f"{ROOT}/step-5")
     # A folder that is not on S3 is torchtitan's own.
     local = {"folder": str(directory / "local"), "initial_load_path": f"{ROOT}/step-2", "keep_latest_k": 2}

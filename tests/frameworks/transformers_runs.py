@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
+from dcp_s3.demo.digest import state_digest
 from dcp_s3.errors import CheckpointError
 from dcp_s3.integrations.accelerate import optimizer_part
 from dcp_s3.integrations.training_parts import ModelPart
 from dcp_s3.integrations.transformers import S3Trainer
 from examples import transformers as example
-from examples.digest import state_digest
 from tests.frameworks.accelerate_ranks import pretend_devices
 
 SEQUENCES = 20

@@ -118,7 +118,7 @@ def test_a_checkpoint_stays_if_the_save_that_replaces_it_fails(
     save(saves, B, 8)
     saves.remove(A)
     save(saves, LAST, 8)
-    with pytest.raises(SaveFailedError, match=r"step 8 .*AccessDenied"):
+    with pytest.raises(SaveFailedError, match=r"(?s)step 8 .*AccessDenied"):
         saves.close()
     assert committed() == {A, LAST}
     assert f"{A} stays" in caplog.text
@@ -129,7 +129,7 @@ def test_a_failed_save_is_raised_at_the_save_of_the_next_step_which_is_not_made(
 ) -> None:
     faulty.once("PutObject", REFUSED, key="step=4")
     save(saves, A, 4)
-    with pytest.raises(SaveFailedError, match=r"step 4 .*AccessDenied"):
+    with pytest.raises(SaveFailedError, match=r"(?s)step 4 .*AccessDenied"):
         save(saves, B, 8)
     save(saves, B, 8)
     saves.close()

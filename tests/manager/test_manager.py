@@ -124,7 +124,7 @@ def test_a_failed_save_is_raised_by_the_next_one_and_by_close(
     manager.save(1, state(1), blocking=True)
     faulty.rule = refuse_saves
     manager.save(2, state(2))
-    with pytest.raises(errors.SaveFailedError, match=r"step 2 .* AccessDeniedError"):
+    with pytest.raises(errors.SaveFailedError, match=r"(?s)step 2 .* Cause: AccessDeniedError"):
         manager.save(3, state(3))
     assert "the save of step 2" in caplog.text
     with pytest.raises(errors.SaveFailedError, match="step 4"):

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-_ROOT = Path(__file__).resolve().parents[2]
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _LOG_TAIL = 3000
 
@@ -21,7 +20,7 @@ class WorkerError(Exception):
 
 
 class TrainingProcesses:
-    """One `examples.train` process per rank, as torchrun would start them.
+    """One `dcp_s3.demo.train` process per rank, as torchrun would start them.
 
     They are not started by torchrun, so that one SIGKILL each takes all of them down at the same instant, with nobody
     left to clean up. Leaving the context kills what still runs.
@@ -45,8 +44,8 @@ class TrainingProcesses:
             for rank, log in enumerate(self._logs):
                 with log.with_suffix(".out").open("wb") as out, log.with_suffix(".err").open("wb") as err:
                     process = subprocess.Popen(
-                        [sys.executable, "-m", "examples.train", *arguments],
-                        cwd=_ROOT,
+                        [sys.executable, "-m", "dcp_s3.demo.train", *arguments],
+                        cwd=logs,  # Python finds modules there, too: a directory with nothing else in it
                         env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                         stdin=subprocess.DEVNULL,
                         stdout=out,

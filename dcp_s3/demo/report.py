@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
@@ -13,10 +13,9 @@ from rich.padding import Padding
 from rich.table import Table
 
 from dcp_s3.checkpoint.info import CheckpointInfo
-from dcp_s3.cli import tables
+from dcp_s3.demo.storage import StepDirectory
 from dcp_s3.retention.plan import Plan
 from dcp_s3.units import format_size
-from examples.demo.storage import StepDirectory
 
 #: Columns if the output is not a terminal.
 _WIDTH = 110
@@ -31,9 +30,14 @@ class Check:
 
 
 class Report:
-    """Prints numbered stages, the training's output, a table, and the checks."""
+    """Prints numbered stages, the training's output, a table, and the checks.
 
-    def __init__(self) -> None:
+    Args:
+        plan_table: draws what retention keeps and deletes.
+    """
+
+    def __init__(self, plan_table: Callable[[Plan], Table]) -> None:
+        self._plan_table = plan_table
         self._console = Console(width=None if sys.stdout.isatty() else _WIDTH, highlight=False)
         self._stage = 0
 
@@ -101,7 +105,7 @@ class Report:
 
     def plan(self, plan: Plan) -> None:
         """Print what is kept and what is deleted, with the reasons: the table of ``dcp-s3 prune``."""
-        self._console.print(Padding(tables.plan(plan), (1, 0, 0, 2), expand=False))
+        self._console.print(Padding(self._plan_table(plan), (1, 0, 0, 2), expand=False))
 
     def checks(self, checks: Sequence[Check], seconds: float) -> None:
         """Print the summary."""

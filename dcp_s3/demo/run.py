@@ -1,31 +1,26 @@
-"""Kills a training run in the middle of a save to S3, restarts it elsewhere, checks every bit, and cleans up.
-
-``python -m examples.demo`` needs no setup: the S3 server is moto, in this process. With
-``--url s3://bucket/prefix`` it runs on a real bucket, in a new directory below that prefix, with the
-credentials from AWS's own chain (and DCP_S3_ENDPOINT_URL, for other stores).
-"""
+"""Runs the demo, on a server of its own or below a URL."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import shlex
 import shutil
-import signal
-import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from botocore.exceptions import BotoCoreError, ClientError
+from rich.table import Table
 
 import dcp_s3
+from dcp_s3.demo.acts import Demo, DemoError
+from dcp_s3.demo.report import Report
+from dcp_s3.demo.storage import BUCKET, BucketView, embedded_server
+from dcp_s3.demo.workers import WorkerError
 from dcp_s3.errors import DcpS3Error
-from examples.demo.acts import Demo, DemoError
-from examples.demo.report import Report
-from examples.demo.storage import BUCKET, BucketView, embedded_server
-from examples.demo.workers import WorkerError
+from dcp_s3.retention.plan import Plan
 
 #: Seconds for one run of the training. The network to a real bucket may be slow.
 LIMIT_EMBEDDED, LIMIT_URL = 150.0, 1800.0
@@ -34,32 +29,39 @@ LIMIT_EMBEDDED, LIMIT_URL = 150.0, 1800.0
 UPLOAD_SETTINGS = {"DCP_S3_PART_SIZE": "5MiB", "DCP_S3_CONCURRENCY": "1"}
 
 
-def main() -> int:
-    """Run the demo with the options of the command line. Returns the exit status."""
-    options = _parse_arguments()
-    # As with Ctrl-C, the finally clauses must run.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    report = Report()
+def run_demo(url: str | None, *, keep: bool, plan_table: Callable[[Plan], Table]) -> bool:
+    """Run the demo, print what happens, and change this process's environment so that it leads to the demo's server.
+
+    Args:
+        url: s3://bucket/prefix of a real bucket, with the credentials of AWS's own chain; the demo makes a new
+            directory below it. None: moto's server, in this process.
+        keep: whether the local directory with the workers' logs and digests stays.
+        plan_table: draws what retention keeps and deletes.
+
+    Returns:
+        Whether everything that the demo promises held.
+    """
+    report = Report(plan_table)
     folder = Path(tempfile.mkdtemp(prefix="dcp-s3-demo-"))
     try:
-        return _run(options.url, folder, report)
+        return _run(url, folder, report)
     except (DemoError, WorkerError, DcpS3Error, BotoCoreError, ClientError) as error:
         report.error(f"The demo has failed: {error}")
-        return 1
+        return False
     except ModuleNotFoundError as error:
         report.error(f"{error}. Remedy: pip install 'dcp-s3[demo]'")
-        return 1
+        return False
     except KeyboardInterrupt:
         report.error("Interrupted; nothing is left running.")
-        return 128 + signal.SIGINT
+        raise
     finally:
-        if options.keep:
+        if keep:
             report.commands("Logs and digests", [str(folder)])
         else:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _run(url: str | None, folder: Path, report: Report) -> int:
+def _run(url: str | None, folder: Path, report: Report) -> bool:
     started = time.monotonic()
     with contextlib.ExitStack() as stack:
         if url is None:
@@ -84,7 +86,7 @@ def _run(url: str | None, folder: Path, report: Report) -> int:
         demo.show_storage(interrupted)
         demo.retain(interrupted)
         report.checks(demo.checks, time.monotonic() - started)
-    return 0 if all(check.holds for check in demo.checks) else 1
+    return all(check.holds for check in demo.checks)
 
 
 def _say_how_to_remove(storage: BucketView, report: Report) -> None:
@@ -98,17 +100,3 @@ def _say_how_to_remove(storage: BucketView, report: Report) -> None:
         for key, upload_id in directory.uploads
     ]
     report.commands("To remove what the demo has left on S3", commands)
-
-
-def _parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.demo",
-        description="Kill a training run in the middle of a save to S3, restart it, and check every bit.",
-    )
-    parser.add_argument("--url", help="s3://bucket/prefix of a real bucket; default: embedded server")
-    parser.add_argument("--keep", action="store_true", help="keep the workers' logs and digests")
-    return parser.parse_args()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

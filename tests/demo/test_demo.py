@@ -10,18 +10,15 @@ from typing import Any
 
 import pytest
 
-from examples.demo.storage import BucketView
-from examples.demo.workers import TrainingProcesses, WorkerError
+from dcp_s3.demo.storage import BucketView
+from dcp_s3.demo.workers import TrainingProcesses, WorkerError
 from tests.servers import S3Server
-
-_ROOT = Path(__file__).resolve().parents[2]
 
 
 def _demo(*arguments: str) -> tuple[int, str]:
     """Exit status and output. Ended with SIGTERM, not SIGKILL: the demo then takes its workers along."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "examples.demo", *arguments],
-        cwd=_ROOT,
+        [sys.executable, "-m", "dcp_s3.cli.main", "demo", *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

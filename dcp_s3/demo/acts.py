@@ -9,11 +9,11 @@ from pathlib import Path
 
 import dcp_s3
 from dcp_s3.checkpoint.info import CheckpointInfo
+from dcp_s3.demo.report import Check, Report
+from dcp_s3.demo.storage import BucketView, StepDirectory
+from dcp_s3.demo.workers import TrainingProcesses
 from dcp_s3.errors import CheckpointNotFoundError
 from dcp_s3.units import format_size
-from examples.demo.report import Check, Report
-from examples.demo.storage import BucketView, StepDirectory
-from examples.demo.workers import TrainingProcesses
 
 RANKS_BEFORE, RANKS_AFTER = 2, 3
 SAVE_EVERY = 8

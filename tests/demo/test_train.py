@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from examples.model import ModelConfig, Transformer
-from examples.text import batch, standard_library_text
-from examples.train import BATCH
+from dcp_s3.demo.model import ModelConfig, Transformer
+from dcp_s3.demo.text import batch, standard_library_text
+from dcp_s3.demo.train import BATCH
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])

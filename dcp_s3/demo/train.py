@@ -1,6 +1,6 @@
 """Trains a small transformer with FSDP2 and checkpoints it to S3 while the training goes on.
 
-    torchrun --nproc-per-node 2 -m examples.train --url s3://bucket/run
+    torchrun --nproc-per-node 2 -m dcp_s3.demo.train --url s3://bucket/run
 
 If it is killed and started again, on any number of ranks, it continues from the newest complete
 checkpoint below ``--url``. It runs on CPUs. On GPUs only the backend differs, nothing about S3.
@@ -25,9 +25,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dcp_s3
-from examples.digest import state_digest
-from examples.model import ModelConfig, Transformer
-from examples.text import batch, standard_library_text
+from dcp_s3.demo.digest import state_digest
+from dcp_s3.demo.model import ModelConfig, Transformer
+from dcp_s3.demo.text import batch, standard_library_text
 
 #: Sequences per step over all ranks: divisible by 1, 2, 3, 4, 6 and 12 of them.
 BATCH = 12
@@ -154,7 +154,7 @@ def say(message: str) -> None:
 
 def parse_arguments() -> argparse.Namespace:
     """Parse the command line."""
-    parser = argparse.ArgumentParser(prog="examples.train", description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="dcp_s3.demo.train", description=__doc__.partition("\n")[0])
     parser.add_argument("--url", required=True, help="s3://bucket/prefix of this run")
     parser.add_argument("--steps", type=int, default=200, help="train to here; default: %(default)s")
     parser.add_argument("--save-every", type=int, default=10, help="steps; default: %(default)s")

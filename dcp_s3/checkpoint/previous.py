@@ -1,0 +1,59 @@
+"""The checkpoint to go back to when a save or a load has failed: one short look, for a message."""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from dcp_s3.errors import DcpS3Error
+from dcp_s3.format.layout import METADATA, step_of
+from dcp_s3.limit import Deadline, Limit
+from dcp_s3.s3.store import S3Store
+from dcp_s3.settings import Settings
+from dcp_s3.store import Store
+from dcp_s3.url import CheckpointURL
+
+logger = logging.getLogger(__name__)
+
+_MOST_HEADS = 3
+_LOOK_SECONDS = 5.0
+
+
+def find_previous(store: Store, url: CheckpointURL) -> CheckpointURL | None:
+    """The committed checkpoint with the highest step beside ``url``, other than it; None if there is none.
+
+    One page of a listing, and at most three HEADs: whether its data is whole is not checked.
+
+    Args:
+        store: store with the checkpoints.
+        url: URL of the checkpoint that failed.
+
+    Raises:
+        StorageError
+    """
+    root = CheckpointURL(url.bucket, url.prefix.rpartition("/")[0])
+    start = root.key("")
+    names = (each[len(start) :].rstrip("/") for each in store.page(start, "/").prefixes)
+    steps = {name: step for name in names if (step := step_of(name)) is not None and name != url.name}
+    for name in sorted(steps, key=lambda name: steps[name], reverse=True)[:_MOST_HEADS]:
+        if store.exists(root.child(name).key(METADATA)):
+            return root.child(name)
+    return None
+
+
+def look_for_previous(settings: Settings, url: CheckpointURL) -> str:
+    """The URL of `find_previous`, or an empty text: if there is none, or S3 does not say so within seconds."""
+    found: list[CheckpointURL | None] = []
+
+    def look() -> None:
+        limit = Limit(Deadline.start("the look", _LOOK_SECONDS), attempts=1, hang=_LOOK_SECONDS / 2)
+        try:
+            found.append(find_previous(S3Store(url.bucket, settings, limit), url))
+        except (DcpS3Error, OSError, ValueError, RuntimeError) as error:
+            logger.debug("the last good checkpoint is unknown: %s", error)
+
+    # A daemon: looking for credentials or resolving a name may take longer than any limit on requests.
+    thread = threading.Thread(target=look, name="dcp_s3-previous", daemon=True)
+    thread.start()
+    thread.join(_LOOK_SECONDS)
+    return str(found[0]) if found and found[0] is not None else ""

@@ -1,0 +1,151 @@
+"""Names and shapes in which a state and a checkpoint differ: all of them in one error, with what to do about it."""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+from dcp_s3 import S3LoadPlanner, S3StorageReader, S3StorageWriter, errors
+from dcp_s3.load.names import closest, count_by_prefix, find_renaming
+
+_LAYERS = [f"layers.{i}.{part}" for i in range(12) for part in ("weight", "bias")]
+
+
+def _named(prefix: str) -> list[str]:
+    return [prefix + name for name in _LAYERS]
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "remedy"),
+    [
+        ("model.", "train.model.", "wrap the state: {'train': state}"),
+        ("", "model.", "wrap the state: {'model': state}"),
+        ("model.", "a.b.model.", "wrap the state: {'a': {'b': state}}"),
+        ("train.model.", "model.", "load into what is inside: state['train']"),
+        ("model.", "", "load into what is inside: state['model']"),
+        ("net.", "model.", "rename it: {'model': state['net']}"),
+    ],
+)
+def test_a_shifted_prefix_comes_with_what_to_do(mine: str, theirs: str, remedy: str) -> None:
+    told = find_renaming(_named(mine), [*_named(theirs), "optimizer.lr"])
+    assert told.endswith(f"Remedy: {remedy}")
+    assert told.startswith("All saved names ")
+
+
+@pytest.mark.parametrize("part", ["_orig_mod.", "module.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module."])
+def test_wrappers_are_named(part: str) -> None:
+    plain, wrapped = _named("model."), [f"model.{name.replace('.', '.' + part, 1)}" for name in _LAYERS]
+    for mine, theirs, who in (
+        (wrapped, plain, "The names of the state have"),
+        (plain, wrapped, "The saved names have"),
+    ):
+        told = find_renaming(mine, theirs)
+        assert told.startswith(f"{who} {part!r}")
+        assert "Remedy: " in told
+
+
+def test_both_prefixes_are_named() -> None:
+    told = find_renaming(_named("model."), _named("train.model."))
+    assert "begin with 'train.model.' where the state has 'model.'" in told
+
+
+def test_names_without_anything_in_common_give_no_advice() -> None:
+    assert find_renaming(["a.b", "c.d"], ["x.y", "z"]) == ""
+    assert find_renaming(["a.b"], []) == ""
+    assert find_renaming(_named("model."), [*_named("train.model.")[:10]]) == ""
+
+
+def test_a_few_names_that_differ_otherwise_do_not_hide_the_prefix() -> None:
+    told = find_renaming([*_named("model."), "model.new"], _named("train.model."))
+    assert told.startswith("24 of the 25 saved names begin with 'train.model.'")
+
+
+def test_the_closest_of_very_many_names() -> None:
+    names = [f"model.layers.{i}.attention.{j}.weight" for i in range(1000) for j in range(100)]
+    assert closest("head.weigth", ["body.weight", "head.weight", "head.bias"]) == "head.weight"
+    assert closest("model.layers.7.attention.3.weigth", names) != ""
+    assert closest("qqqqq", ["a.b.c"]) == ""
+    assert find_renaming([f"x.{name}" for name in names], names).endswith("state['x']")
+
+
+def test_names_are_counted_by_what_stands_first() -> None:
+    assert count_by_prefix(["o.a", "o.b", "rng"]) == "o (2), rng (1)"
+
+
+# --- through DCP ------------------------------------------------------------------------------------------
+
+
+def _load(root: str, state: dict[str, Any], **arguments: Any) -> BaseException:
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(state, storage_reader=S3StorageReader(f"{root}/step-1"), **arguments)
+    ((cause, _),) = caught.value.failures.values()
+    return cause
+
+
+@pytest.fixture
+def saved(root: str, memory_server: Any) -> str:
+    state = {"train": {"model": {name: torch.ones(2, 3) for name in _LAYERS}}, "epoch": 3}
+    dcp.save(state, storage_writer=S3StorageWriter(f"{root}/step-1"))
+    return root
+
+
+@pytest.mark.parametrize("planner", [None, DefaultLoadPlanner, S3LoadPlanner])
+def test_all_missing_names_are_in_one_error(saved: str, planner: Any) -> None:
+    error = _load(
+        saved, {"model": {name: torch.zeros(2, 3) for name in _LAYERS}}, planner=planner() if planner else None
+    )
+    assert isinstance(error, errors.MissingKeysError)
+    assert isinstance(error, (errors.EntryNotFoundError, RuntimeError))
+    assert error.missing == _named("model.")
+    assert sorted(error.unexpected) == sorted([*_named("train.model."), "epoch"])
+    assert str(error).startswith("Missing key in checkpoint state_dict: model.layers.0.weight and 23 more (")
+    assert str(error).endswith("Remedy: wrap the state: {'train': state}")
+    assert len(str(error)) < 1000
+
+
+@pytest.mark.parametrize("planner", [None, S3LoadPlanner])
+def test_all_other_shapes_are_in_one_error(saved: str, planner: Any) -> None:
+    state = {"train": {"model": {name: torch.zeros(3, 2) for name in _LAYERS}, "more": 1}}
+    error = _load(saved, state, planner=planner() if planner else None)
+    assert isinstance(error, errors.ShapeMismatchError)
+    assert len(error.shapes) == 24
+    assert error.shapes[error.fqn] == ((2, 3), (3, 2))
+    assert str(error).startswith(
+        "Size mismatch between saved (2, 3) and current (3, 2) for train.model.layers.0.weight"
+    )
+    assert "and for 23 more: " in str(error)
+    assert "also 1 names of the state are not saved: train.more" in str(error)
+
+
+@pytest.mark.parametrize("planner", [None, S3LoadPlanner])
+def test_what_is_saved_and_not_loaded_is_one_line(saved: str, caplog: pytest.LogCaptureFixture, planner: Any) -> None:
+    with caplog.at_level(logging.INFO, "dcp_s3.load"):
+        dcp.load(
+            {"epoch": 0}, storage_reader=S3StorageReader(f"{saved}/step-1"), planner=planner() if planner else None
+        )
+    (line,) = [r.getMessage() for r in caplog.records if "not in the state" in r.getMessage()]
+    assert line == f"24 names in {saved}/step-1 are not in the state and are not loaded: train (24)"
+
+
+def test_a_partial_load_may_lack_names_but_not_differ_in_shape(saved: str) -> None:
+    partial = DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load({"new": torch.zeros(1)}, storage_reader=S3StorageReader(f"{saved}/step-1"), planner=partial)
+    state = {"train": {"model": {_LAYERS[0]: torch.zeros(1)}}, "new": 1}
+    error = _load(saved, state, planner=DefaultLoadPlanner(allow_partial_load=True))
+    assert isinstance(error, errors.ShapeMismatchError)
+    assert "not saved" not in str(error)
+
+
+def test_what_other_ranks_get_of_very_many_names_is_bounded() -> None:
+    error = errors.MissingKeysError("x", missing=list(map(str, range(10**5))), unexpected=list(map(str, range(10**5))))
+    sent = pickle.dumps(error)
+    assert len(sent) < 50_000
+    assert len(pickle.loads(sent).missing) == 1000
+    assert len(error.missing) == 10**5

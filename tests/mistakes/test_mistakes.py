@@ -1,0 +1,253 @@
+"""The likeliest mistakes, made for real: a script as a user writes it, in processes of its own.
+
+Whatever the processes print counts, standard error and output of all ranks: one message that names the thing and the
+remedy, said once, in at most 15 lines at 1 rank and 30 at 8.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faulty import FaultyServer
+from tests.memory_s3 import Fault
+from tests.mistakes.running import Interpreter, Outcome
+
+_MOST_LINES = {1: 15, 8: 30}
+
+_START = """
+import os, torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+from dcp_s3 import CheckpointManager, S3LoadPlanner, S3Stager, S3StorageReader, S3StorageWriter
+
+RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+if WORLD > 1:
+    dist.init_process_group("gloo", init_method=os.environ["RENDEZVOUS"], rank=RANK, world_size=WORLD)
+URL = "s3://bucket/run/step-1000"
+state = {"model": {"weight": torch.ones(4, 3), "bias": torch.ones(3), f"of-{RANK}": torch.ones(10)}, "epoch": 3}
+"""
+_SAVED = "dcp.save(state, storage_writer=S3StorageWriter(URL))\n"
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A script that makes a mistake, and what has to be said."""
+
+    script: str
+    says: tuple[str, ...]
+    """Regular expressions, each found in what is printed."""
+    once: str
+    """A regular expression that is found exactly once: the cause in full."""
+    environment: dict[str, str] = field(default_factory=dict)
+    rule: Callable[[Any], Fault | None] = lambda _: None
+    ends: int = 1
+    """Exit status of every rank."""
+    before: str = ""
+    """A script that ran before, and went well: its output does not count."""
+    each_rank: bool = False
+    """Whether each rank says it: for what differs from host to host, and is no failure of the job."""
+
+
+def _refuse(operation: str, name: str = "", *, code: str = "AccessDenied", status: int = 403) -> Any:
+    return lambda r: (
+        Fault.error(status, code) if r.operation in operation.split() and r.key.endswith(name) and r.key else None
+    )
+
+
+_UPLOADS = "PutObject UploadPart CreateMultipartUpload"
+_MISTAKES = {
+    "no credentials": Mistake(
+        _SAVED,
+        ("Unable to locate credentials", "AWS_ACCESS_KEY_ID|AWS_PROFILE|aws configure"),
+        "Remedy: ",
+        {"AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""},
+    ),
+    "wrong region": Mistake(
+        _SAVED,
+        ("the bucket is in eu-central-1: set DCP_S3_REGION=eu-central-1",),
+        "Remedy: ",
+        rule=lambda r: Fault.forge(
+            301,
+            b"<Error><Code>PermanentRedirect</Code><Message>m</Message></Error>",
+            {"x-amz-bucket-region": "eu-central-1"},
+        ),
+    ),
+    "missing bucket": Mistake(
+        'dcp.save(state, storage_writer=S3StorageWriter("s3://bukket/run/step-1"))', ("bukket", "BucketNotFoundError"),
+        "Remedy: ",
+    ),
+    "PutObject denied": Mistake(_SAVED, ("AccessDeniedError: PutObject on", "s3:PutObject"), "Remedy: ",
+                                rule=_refuse(_UPLOADS, ".distcp")),
+    "PutObject denied, in the background": Mistake(
+        "dcp.async_save(state, storage_writer=S3StorageWriter(URL)).result()",
+        ("AccessDeniedError: PutObject on", "s3:PutObject"), "Remedy: ", rule=_refuse(_UPLOADS, ".distcp"),
+    ),
+    "PutObject denied to a manager": Mistake(
+        'with CheckpointManager("s3://bucket/run") as manager:\n    manager.save(1000, state)',
+        ("the save of step 1000 to s3://bucket/run/step-00001000 failed", "s3:PutObject", "Last good: none"),
+        "Remedy: ", rule=_refuse(_UPLOADS, ".distcp"),
+    ),
+    ".metadata denied": Mistake(_SAVED, (r"PutObject on s3://bucket/run/step-1000/\.metadata", "s3:PutObject"),
+                                "Remedy: ", rule=_refuse("PutObject", ".metadata")),
+    "endpoint down": Mistake(
+        _SAVED, ("127.0.0.1:9", "DCP_S3_ENDPOINT_URL|endpoint"), "Remedy: ",
+        {"DCP_S3_ENDPOINT_URL": "http://127.0.0.1:9", "DCP_S3_RETRY_ATTEMPTS": "2"},
+    ),
+    "typo in the URL": Mistake(
+        'dcp.save(state, storage_writer=S3StorageWriter("s3//bucket/run"))',
+        ("InvalidURLError: 's3//bucket/run' is not an S3 URL", "s3://bucket/prefix"), "Traceback",
+    ),
+    "existing checkpoint": Mistake(_SAVED + _SAVED, ("CheckpointExistsError", "overwrite=True", (
+        "s3://bucket/run/step-1000")), "Remedy: "),
+    "other shapes": Mistake(
+        'dcp.load({"model": {"weight": torch.ones(3, 4), "bias": torch.ones(4)}}, '
+        "storage_reader=S3StorageReader(URL))",
+        (r"between saved \(4, 3\) and current \(3, 4\) for model.weight", r"model\.bias \(saved \(3,\), current"),
+        "Remedy: ", before=_SAVED,
+    ),
+    "another dtype, where that is an error": Mistake(
+        'dcp.load({"epoch": 0, "model": {"weight": torch.ones(4, 3, dtype=torch.int8)}}, '
+        "storage_reader=S3StorageReader(URL))",
+        ("model.weight", "int8", "DCP_S3_ALLOW_DTYPE_CAST"), "Remedy: ", {"DCP_S3_ALLOW_DTYPE_CAST": "0"},
+        before=_SAVED,
+    ),
+    "missing keys": Mistake(
+        'dcp.load({"weight": torch.ones(4, 3), "bias": torch.ones(3)}, storage_reader=S3StorageReader(URL))',
+        ("Missing key in checkpoint state_dict: bias and 1 more", r"wrap\s+the\s+state:\s+\{'model':\s+state\}"),
+        "Remedy: ", before=_SAVED,
+    ),
+    "a future that nobody awaits": Mistake(
+        "dcp.async_save(state, storage_writer=S3StorageWriter(URL))",
+        ("the asynchronous save to s3://bucket/run/step-1000 failed", "s3:PutObject"), "Remedy: ",
+        rule=_refuse(_UPLOADS, ".distcp"), ends=0,
+    ),
+    "a manager that nobody closes": Mistake(
+        'manager = CheckpointManager("s3://bucket/run")\nmanager.save(1000, state)',
+        ("the save of step 1000 .* failed", "the process ends: step 1000 was not saved", "close the CheckpointManager"),
+        "Cause: ", rule=_refuse(_UPLOADS, ".distcp"), ends=0,
+    ),
+    "a writer that is used again at once": Mistake(
+        "writer = S3StorageWriter()\n"
+        'first = dcp.async_save(state, checkpoint_id="s3://bucket/run/step-1", storage_writer=writer)\n'
+        "first.result()\n"
+        'dcp.save(state, checkpoint_id="s3://bucket/run/step-1", storage_writer=writer)',
+        ("CheckpointExistsError", "step-1", "overwrite=True"), "Remedy: ",
+    ),
+    "the state given as the URL": Mistake(
+        "dcp.save(URL, storage_writer=S3StorageWriter(state))",
+        ("the URL is a dict, expected s3://bucket/prefix as text", r"S3StorageWriter\('s3://bucket/prefix'\)"),
+        "Traceback",
+    ),
+    "a reader given to a save": Mistake(
+        "dcp.save(state, storage_writer=S3StorageReader(URL))",
+        ("dcp.save was given an S3StorageReader", r"storage_writer=S3StorageWriter\(url\)"), "Traceback",
+    ),
+    "a writer given to a load": Mistake(
+        "dcp.load(state, storage_reader=S3StorageWriter(URL))",
+        ("dcp.load was given an S3StorageWriter", r"storage_reader=S3StorageReader\(url\)"), "Traceback",
+    ),
+    "step and state swapped": Mistake(
+        'manager = CheckpointManager("s3://bucket/run")\nmanager.save(state, 1000)',
+        ("the step comes first", r"manager.save\(step, state\)"), "Traceback",
+    ),
+    "wrong policy": Mistake(
+        'CheckpointManager("s3://bucket/run", retention="lates:3")', ("'lates:3' is not a policy", "latest:K"),
+        "Traceback",
+    ),
+    "empty root": Mistake(
+        'print(CheckpointManager("s3://bucket/nothing").restore(state))', ("None",), "None", ends=0, each_rank=True,
+    ),
+    "step of an empty root": Mistake(
+        'dcp.load(state, storage_reader=S3StorageReader("s3://bucket/nothing/step-1"))',
+        ("there is no committed checkpoint at\\s+s3://bucket/nothing/step-1", "check the URL"), "Remedy: ",
+    ),
+    "unsafe object": Mistake(
+        "dcp.load(state | {'arguments': None}, storage_reader=S3StorageReader(URL))",
+        ("UnsafeItemError", "arguments", "add_safe_globals|weights_only"), "Cause: ",
+        before="import argparse\nstate['arguments'] = argparse.Namespace(lr=1)\n" + _SAVED,
+    ),
+    "typo in a setting": Mistake(
+        _SAVED, ("DCP_S3_PARTSIZE is set but is not a setting", r"did you mean DCP_S3_PART_SIZE\?"), "PARTSIZE",
+        {"DCP_S3_PARTSIZE": "64MiB"}, ends=0,
+    ),
+    "typo in a setting given as an argument": Mistake(
+        'S3StorageWriter(URL, settings={"partsize": "64MiB"})',
+        ("'partsize' is not a setting", "did you mean part_size"), "Traceback",
+    ),
+    "disk full": Mistake(
+        "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (2**16, 2**16))\n"
+        "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "state[f'large-{RANK}'] = torch.ones(1_000_000)\n" + _SAVED,
+        ("an object goes straight to S3: cannot reserve .* in the spill directory", "set DCP_S3_SPILL_DIR to a larger"),
+        "Remedy: ", {"DCP_S3_SPILL_DIR": "SPILL", "DCP_S3_DURABILITY": "local"}, ends=0, each_rank=True,
+    ),
+}  # fmt: skip
+# Where 8 ranks print other things than 1: the failure of a collective, one of each rank, one before any collective.
+_NO_GLOO = """
+import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from dcp_s3 import S3StorageWriter
+
+dist.init_process_group("cuda:fake", store=FakeStore(), rank=0, world_size=1)  # as with NCCL alone, without a GPU
+dcp.async_save({"weight": torch.ones(3)}, storage_writer=S3StorageWriter("s3://bucket/run/step-1000"))
+"""
+_QUICK = ("PutObject denied-8", "typo in the URL-8")
+
+
+def _check(outcome: Outcome, mistake: Mistake, ranks: int) -> None:
+    text = outcome.text
+    assert outcome.codes == [mistake.ends] * ranks, text
+    for pattern in mistake.says:
+        assert re.search(pattern, text, re.DOTALL), f"{pattern} is not in:\n{text}"
+    assert len(re.findall(mistake.once, text)) == (ranks if mistake.each_rank else 1), text
+    assert len(outcome.lines) <= _MOST_LINES[ranks], text
+
+
+def _make(
+    interpreter: Interpreter, faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mistake: Mistake,
+    ranks: int,
+) -> Outcome:  # fmt: skip
+    if mistake.before:
+        (tmp_path / "before").mkdir()
+        assert interpreter.run(tmp_path / "before", _START + mistake.before, ranks).codes == [0] * ranks
+    faulty.rule = mistake.rule
+    for name, value in mistake.environment.items():
+        monkeypatch.setenv(name, str(tmp_path / "spill") if value == "SPILL" else value)
+    return interpreter.run(tmp_path, _START + mistake.script, ranks)
+
+
+@pytest.mark.parametrize("name", list(_MISTAKES))
+def test_one_message_at_one_rank(
+    interpreter: Interpreter, faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    mistake = _MISTAKES[name]
+    _check(_make(interpreter, faulty, monkeypatch, tmp_path, mistake, 1), mistake, 1)
+
+
+@pytest.mark.quick(*_QUICK)
+@pytest.mark.parametrize("ranks", [8])
+@pytest.mark.parametrize("name", list(_MISTAKES))
+def test_one_message_at_eight_ranks(
+    interpreter: Interpreter,
+    faulty: FaultyServer,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    name: str,
+    ranks: int,
+) -> None:
+    mistake = _MISTAKES[name]
+    _check(_make(interpreter, faulty, monkeypatch, tmp_path, mistake, ranks), mistake, ranks)
+
+
+def test_no_gloo_for_an_asynchronous_save_is_told_by_torch(
+    interpreter: Interpreter, faulty: FaultyServer, tmp_path: Path
+) -> None:
+    """Before it calls anything of ours: its frames and its words are all there is."""
+    outcome = interpreter.run(tmp_path, _NO_GLOO)
+    assert outcome.codes == [1], outcome.text
+    assert outcome.text.count("A CPU backend must be enabled for async save; try initializing process group with") == 1
+    assert "cpu:gloo" in outcome.text
