@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -144,6 +144,7 @@ def _compare_objects(a: StorageInfo | None, b: StorageInfo | None) -> tuple[Stat
 
 
 _ENCODED = "it was encoded before it was stored"
+_GAPS = "its chunks do not cover it, each element once"
 
 
 def _encoding(info: StorageInfo) -> tuple[str, ...]:
@@ -179,11 +180,13 @@ def _compare_tensors(
             return "changed", "values"
         if equal is None:
             doubt = doubt or _why(info, other, nbytes)
+    numel = math.prod(a.size)
+    if sum(math.prod(sizes) for _, sizes in chunks_a) < numel:
+        return "unknown", _GAPS
     if left_a or left_b:
-        numel = math.prod(a.size)
         for chunks in (chunks_a, chunks_b):
             if sum(math.prod(sizes) for _, sizes in chunks) != numel or overlap(tuple(chunks)):
-                return "unknown", "its chunks do not cover it, each element once"
+                return "unknown", _GAPS
         equal, why = _compare_cuts(left_a, left_b, itemsize)
         if equal is False:
             return "changed", "values"
@@ -292,6 +295,59 @@ class _Side:
                 crc = blocks.crc_between(start, stop, self.nbytes[number])
             total ^= shift_crc64nvme(crc64nvme_linear(crc, stop - start), shift)
         return total
+
+
+# --- copies -----------------------------------------------------------------------------------------
+_Copies = Mapping[str, Mapping[tuple[int, ...] | None, Sequence[StorageInfo]]]
+
+
+def compare_copies(entries: Iterable[EntryDiff], a: Sequence[Metadata], b: Sequence[Metadata]) -> list[EntryDiff]:
+    """Compare what several ranks wrote under one name. Without collectives each has a copy, perhaps with values of its
+    own, and loads that one.
+
+    Args:
+        entries: how they compare by their first copies.
+        a, b: metadata of the ranks of each checkpoint.
+    """
+    if len(a) == len(b) == 1:
+        return list(entries)
+    copies_a, copies_b = _copies(a), _copies(b)
+    return [_with_copies(each, copies_a, copies_b) if each.status == "same" else each for each in entries]
+
+
+def _copies(parts: Sequence[Metadata]) -> _Copies:
+    found: dict[str, dict[tuple[int, ...] | None, list[StorageInfo]]] = {}
+    for part in parts:
+        for index, info in (part.storage_data or {}).items():
+            found.setdefault(index.fqn, {}).setdefault(index.offset, []).append(info)
+    return found
+
+
+def _with_copies(entry: EntryDiff, copies_a: _Copies, copies_b: _Copies) -> EntryDiff:
+    of_a, of_b = copies_a.get(entry.fqn, {}), copies_b.get(entry.fqn, {})
+    unknown, is_tensor = False, entry.kind == "tensor"
+    for offset in {**of_a, **of_b}:
+        a, b = of_a.get(offset, ()), of_b.get(offset, ())
+        contents_a, contents_b = [_content(info) for info in a], [_content(info) for info in b]
+        if all(len(each) < 2 or (len({*each}) < 2 and None not in each) for each in (contents_a, contents_b)):
+            continue  # the first stands for all
+        comparable = len(a) == len(b) or 1 in (len(a), len(b))
+        encoded = any(_encoding(each) or (is_tensor and get_raw_offset(each) is None) for each in (*a, *b))
+        if None in (*contents_a, *contents_b) or not comparable:
+            unknown = True
+        elif contents_a != contents_b:
+            if not encoded:
+                what = "values" if is_tensor else "bytes"
+                return replace(entry, status="changed", what=f"{what} of another rank")
+            unknown = True
+    return replace(entry, status="unknown", what="several ranks wrote it, not all the same") if unknown else entry
+
+
+def _content(info: StorageInfo) -> tuple[object, ...] | None:
+    """What two copies with the same bytes have in common; None if that is not known."""
+    crc = get_crc(info)
+    length = None if get_raw_offset(info) is not None else info.length
+    return None if crc is None else (crc, length, _encoding(info))
 
 
 # --- names ------------------------------------------------------------------------------------------

@@ -272,6 +272,9 @@ def test_chunks_that_contradict_each_other_prove_nothing() -> None:
     for wrong in ([((0,), (4,)), ((2,), (4,))], [((0,), (4,))], [((0,), (4,)), ((4,), (2,))]):
         found = _compare(tensor, Cut(wrong), tensor, Cut(whole))
         assert (found.status, found.what) == ("unknown", "its chunks do not cover it, each element once")
+    for half in ([], [((0,), (4,))]):  # the same hole in both
+        found = _compare(tensor, Cut(half), tensor, Cut(half))
+        assert found.status == "unknown"
 
 
 def test_a_scalar_an_empty_tensor_and_a_foreign_index() -> None:
