@@ -8,8 +8,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dcp_s3.checkpoint.info import CheckpointInfo
+from dcp_s3.offline.diff_copies import compare_copies
 from dcp_s3.offline.diff_full import compare_values
-from dcp_s3.offline.diff_plan import EntryDiff, Renaming, Status, compare, compare_copies, find_renaming
+from dcp_s3.offline.diff_plan import EntryDiff, Renaming, Status, compare, find_renaming
 from dcp_s3.offline.inspect import matches, no_match_error
 from dcp_s3.offline.saved import SavedCheckpoint, fetch_saved
 from dcp_s3.reprs import one_line

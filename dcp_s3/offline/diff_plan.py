@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -135,11 +135,11 @@ def _dtype(saved: TensorStorageMetadata) -> str:
 def _compare_objects(a: StorageInfo | None, b: StorageInfo | None) -> tuple[Status, str]:
     if a is None or b is None:
         return "unknown", "its metadata does not say where it lies"
-    if _encoding(a) != _encoding(b):
+    if encoding_of(a) != encoding_of(b):
         return "unknown", _ENCODED
     crc_a, crc_b = get_crc(a), get_crc(b)
     if a.length != b.length or (crc_a is not None and crc_b is not None and crc_a != crc_b):
-        return ("unknown", _ENCODED) if _encoding(a) else ("changed", "bytes")
+        return ("unknown", _ENCODED) if encoding_of(a) else ("changed", "bytes")
     return ("unknown", _unchecked(crc_a is None, crc_b is None)) if crc_a is None or crc_b is None else ("same", "")
 
 
@@ -147,7 +147,8 @@ _ENCODED = "it was encoded before it was stored"
 _GAPS = "its chunks do not cover it, each element once"
 
 
-def _encoding(info: StorageInfo) -> tuple[str, ...]:
+def encoding_of(info: StorageInfo) -> tuple[str, ...]:
+    """How an item was encoded before it was stored; empty if it was not."""
     return tuple(getattr(info, "transform_descriptors", None) or ())
 
 
@@ -185,7 +186,8 @@ def _compare_tensors(
         return "unknown", _GAPS
     if left_a or left_b:
         for chunks in (chunks_a, chunks_b):
-            if sum(math.prod(sizes) for _, sizes in chunks) != numel or overlap(tuple(chunks)):
+            fit = all(_fits(box, a.size) for box in chunks)
+            if not fit or sum(math.prod(sizes) for _, sizes in chunks) != numel or overlap(tuple(chunks)):
                 return "unknown", _GAPS
         equal, why = _compare_cuts(left_a, left_b, itemsize)
         if equal is False:
@@ -207,9 +209,17 @@ def _chunks(saved: TensorStorageMetadata, infos: _Infos) -> dict[_Box, StorageIn
     return found
 
 
+def _fits(box: _Box, shape: Sequence[int]) -> bool:
+    """Whether a chunk lies in a tensor."""
+    offsets, sizes = box
+    return len(offsets) == len(sizes) == len(shape) and all(
+        0 <= first < first + count <= length for first, count, length in zip(offsets, sizes, shape, strict=True)
+    )
+
+
 def _raw_crc(info: StorageInfo | None, nbytes: int) -> int | None:
     """CRC of the elements of a chunk; None if it is not known."""
-    if info is None or _encoding(info):
+    if info is None or encoding_of(info):
         return None
     raw_offset = get_raw_offset(info)
     return get_crc(info) if raw_offset is not None and raw_offset + nbytes <= info.length else None
@@ -224,7 +234,7 @@ def _are_equal(a: StorageInfo | None, b: StorageInfo | None, nbytes: int) -> boo
         return None
     # Serialised or encoded: equal bytes are equal elements, but others may be, too.
     whole = get_crc(a)
-    same = whole is not None and (whole, a.length, _encoding(a)) == (get_crc(b), b.length, _encoding(b))
+    same = whole is not None and (whole, a.length, encoding_of(a)) == (get_crc(b), b.length, encoding_of(b))
     return True if same else None
 
 
@@ -295,59 +305,6 @@ class _Side:
                 crc = blocks.crc_between(start, stop, self.nbytes[number])
             total ^= shift_crc64nvme(crc64nvme_linear(crc, stop - start), shift)
         return total
-
-
-# --- copies -----------------------------------------------------------------------------------------
-_Copies = Mapping[str, Mapping[tuple[int, ...] | None, Sequence[StorageInfo]]]
-
-
-def compare_copies(entries: Iterable[EntryDiff], a: Sequence[Metadata], b: Sequence[Metadata]) -> list[EntryDiff]:
-    """Compare what several ranks wrote under one name. Without collectives each has a copy, perhaps with values of its
-    own, and loads that one.
-
-    Args:
-        entries: how they compare by their first copies.
-        a, b: metadata of the ranks of each checkpoint.
-    """
-    if len(a) == len(b) == 1:
-        return list(entries)
-    copies_a, copies_b = _copies(a), _copies(b)
-    return [_with_copies(each, copies_a, copies_b) if each.status == "same" else each for each in entries]
-
-
-def _copies(parts: Sequence[Metadata]) -> _Copies:
-    found: dict[str, dict[tuple[int, ...] | None, list[StorageInfo]]] = {}
-    for part in parts:
-        for index, info in (part.storage_data or {}).items():
-            found.setdefault(index.fqn, {}).setdefault(index.offset, []).append(info)
-    return found
-
-
-def _with_copies(entry: EntryDiff, copies_a: _Copies, copies_b: _Copies) -> EntryDiff:
-    of_a, of_b = copies_a.get(entry.fqn, {}), copies_b.get(entry.fqn, {})
-    unknown, is_tensor = False, entry.kind == "tensor"
-    for offset in {**of_a, **of_b}:
-        a, b = of_a.get(offset, ()), of_b.get(offset, ())
-        contents_a, contents_b = [_content(info) for info in a], [_content(info) for info in b]
-        if all(len(each) < 2 or (len({*each}) < 2 and None not in each) for each in (contents_a, contents_b)):
-            continue  # the first stands for all
-        comparable = len(a) == len(b) or 1 in (len(a), len(b))
-        encoded = any(_encoding(each) or (is_tensor and get_raw_offset(each) is None) for each in (*a, *b))
-        if None in (*contents_a, *contents_b) or not comparable:
-            unknown = True
-        elif contents_a != contents_b:
-            if not encoded:
-                what = "values" if is_tensor else "bytes"
-                return replace(entry, status="changed", what=f"{what} of another rank")
-            unknown = True
-    return replace(entry, status="unknown", what="several ranks wrote it, not all the same") if unknown else entry
-
-
-def _content(info: StorageInfo) -> tuple[object, ...] | None:
-    """What two copies with the same bytes have in common; None if that is not known."""
-    crc = get_crc(info)
-    length = None if get_raw_offset(info) is not None else info.length
-    return None if crc is None else (crc, length, _encoding(info))
 
 
 # --- names ------------------------------------------------------------------------------------------
