@@ -16,7 +16,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import dcp_s3
-from dcp_s3 import CheckpointManager, KeepLatest, S3Stager, S3StorageReader, S3StorageWriter, errors, events
+from dcp_s3 import (
+    CheckpointManager,
+    KeepLatest,
+    S3LoadPlanner,
+    S3Stager,
+    S3StorageReader,
+    S3StorageWriter,
+    errors,
+    events,
+)
 from tests.memory_s3 import Fault
 from tests.ranks import run_ranks
 from tests.servers import S3Server
@@ -180,6 +189,18 @@ def test_loads_that_fail_are_told_once(memory_server: S3Server, root: str) -> No
         assert [(each.url, type(each.error)) for each in heard.of(events.LoadFailed)] == [(f"{root}/{name}", error)] * 2
         assert not heard.of(events.Loaded)
     assert dcp_s3.stats().loads.failed - before.failed == 4
+
+
+@pytest.mark.parametrize("planner", [None, S3LoadPlanner])
+def test_a_load_that_cannot_be_planned_is_told_once(root: str, planner: type[S3LoadPlanner] | None) -> None:
+    heard, url = Heard(), f"{root}/step-3"
+    dcp.save(state(), storage_writer=S3StorageWriter(url))
+    reader = S3StorageReader(url, on_event=heard)
+    for wrong in (state(7), {"typo": torch.ones(1)}):
+        with pytest.raises(CheckpointException):
+            dcp.load(wrong, storage_reader=reader, planner=planner and planner())
+    assert [type(event).__name__ for event in heard] == ["LoadStarted", "LoadFailed"] * 2
+    assert {event.url for event in heard.of(events.LoadFailed)} == {url}
 
 
 def test_a_save_without_collectives_is_no_failed_load(root: str) -> None:
