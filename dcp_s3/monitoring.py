@@ -52,8 +52,10 @@ class Stats:
 def stats() -> Stats:
     """What this process has done since it began.
 
-    >>> stats().saves.failed
-    0
+    >>> with CheckpointManager("s3://bucket/run") as manager:
+    ...     saved = manager.save(3000, state)
+    >>> stats().saves.last_step
+    3000
     """
     counted = totals()
     return Stats(

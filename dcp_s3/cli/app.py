@@ -161,12 +161,18 @@ def _bar(*columns: ProgressColumn) -> Progress:
     )
 
 
-def stop_on_signals() -> threading.Event:
-    """An event that SIGTERM and Ctrl-C set from now on, for commands that then end by themselves."""
+@contextlib.contextmanager
+def stop_on_signals() -> Iterator[threading.Event]:
+    """An event that SIGTERM and Ctrl-C set during the body, for commands that then end by themselves."""
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    for number in before:
         signal.signal(number, lambda *_: stop.set())
-    return stop
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def someone_is_there() -> bool:

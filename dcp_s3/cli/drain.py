@@ -52,8 +52,11 @@ def drain(
         else:
             _print_saves(found)
         return
-    stop = stop_on_signals()
-    with serving(metrics_port, metrics_address, needs="" if watch else "--watch"), progress("drain") as callbacks:
+    with (
+        serving(metrics_port, metrics_address, needs="" if watch else "--watch"),
+        stop_on_signals() as stop,
+        progress("drain") as callbacks,
+    ):
         callbacks["on_total"](None if watch else sum(save["size"] for save in found["saves"]))
         report = _drain(
             store,

@@ -90,10 +90,9 @@ async def _watch(
         look = await watcher.look()
         if interval is None or console is None:
             return look
-        stop = stop_on_signals()
-        stopped = asyncio.ensure_future(asyncio.to_thread(stop.wait))
-        failed = ""
-        with Live(console=console, auto_refresh=False, transient=False) as live:
+        with stop_on_signals() as stop, Live(console=console, auto_refresh=False, transient=False) as live:
+            stopped = asyncio.ensure_future(asyncio.to_thread(stop.wait))
+            failed = ""
             while True:
                 beside = await asyncio.to_thread(_beside, settings, endpoints)
                 live.update(_view(look, *beside, interval=interval, failed=failed), refresh=True)

@@ -21,7 +21,9 @@ def run(*arguments: object, status: int = 0) -> Any:
 
 
 def words(output: str) -> list[list[str]]:
-    return [line.split() for line in output.splitlines() if line.strip()]
+    """The cells of a table in a pipe, or the words of other lines. The first row of a table is its head."""
+    lines = [line for line in output.splitlines() if line.strip()]
+    return [[cell.strip() for cell in line.split("\t")] if "\t" in line else line.split() for line in lines]
 
 
 def save_layers(url: str, count: int, *, value: float = 1.0, **arguments: Any) -> str:

@@ -21,22 +21,22 @@ def test_inspect_prints_a_head_and_a_tree(root: str) -> None:
     assert holds == "33 tensors with 2.05K parameters; 1 other entry; metrics loss=nan"
     rows = words("\n".join(lines))
     assert rows[0] == ["name", "parameters", "size", "dtype", "shape", "chunks"]
-    assert [row[0] for row in rows[2:]] == ["model", "layers.0..31.w", "norm", "step"]
-    layers = rows[3]
-    assert layers[:3] == ["layers.0..31.w", "x32", "2.05K"]
+    assert [row[0] for row in rows[1:]] == ["model", "layers.0..31.w  x32", "norm", "step"]
+    layers = rows[2]
+    assert layers[:2] == ["layers.0..31.w  x32", "2.05K"]
     assert layers[-3:] == ["float32", "8x8", "32"]
 
 
 def test_inspect_chooses(root: str) -> None:
     url = save_layers(f"{root}/step-7", 4)
-    assert [row[0] for row in words(run("inspect", url, "--depth", 1).stdout)[4:]] == ["model", "step"]
+    assert [row[0] for row in words(run("inspect", url, "--depth", 1).stdout)[3:]] == ["model", "step"]
     assert "layers.3.w" not in run("inspect", url).stdout
     everything = run("inspect", url, "--all").stdout
     assert all(f"{number}.w" in everything for number in range(4))
-    top = words(run("inspect", url, "--top", 2).stdout)[4:]
+    top = words(run("inspect", url, "--top", 2).stdout)[3:]
     assert [row[0] for row in top] == ["model.layers.0.w", "model.layers.1.w"]
     filtered = run("inspect", url, "--filter", "*.norm", "--filter", "step").stdout
-    assert [row[0] for row in words(filtered)[4:]] == ["model.norm", "step"]
+    assert [row[0] for row in words(filtered)[3:]] == ["model.norm", "step"]
     assert "no entry that matches 'modle.*'" in run("inspect", url, "--filter", "modle.*", status=1).stderr
 
 

@@ -72,7 +72,7 @@ def test_show_names_it(faulty: FaultyServer) -> None:
     _save(URL, {"common.pt": b"common"})
     result = CliRunner().invoke(app, ["show", URL])
     assert result.exit_code == 0, result.output
-    assert [line.split()[-1] for line in result.output.splitlines() if " 6 B" in line] == ["common.pt"]
+    assert [line.split()[-1] for line in result.output.splitlines() if "\t6 B\t" in line] == ["common.pt"]
 
 
 def test_nobody_sees_a_checkpoint_without_it(faulty: FaultyServer) -> None:

@@ -40,7 +40,8 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
         "BUCKETS_PER_RANK": "1",
     }.items():
         monkeypatch.setenv(f"DCP_S3_{name}", value)
-    monkeypatch.setattr("dcp_s3.save.save.drain_in_background", lambda *_, **__: None)  # the test drains
+    for module in ("save", "waiting"):  # the test drains
+        monkeypatch.setattr(f"dcp_s3.save.{module}.drain_in_background", lambda *_, **__: None)
     with serve(monkeypatch) as server:
         yield server
 
