@@ -43,9 +43,9 @@ class S3LoadPlanner(DefaultLoadPlanner):
     def __repr__(self) -> str:
         return f"{type(self).__name__}(allow_partial_load={self.allow_partial_load})"
 
-    def tell_failed(self, error: BaseException) -> None:
+    def _tell_failed(self, error: BaseException) -> None:
         """Let the reader of the load tell that it failed."""
-        tell = getattr(find_storage_reader(), "tell_failed", None)
+        tell = getattr(find_storage_reader(), "_tell_failed", None)
         if tell is not None:
             tell(error)
 
