@@ -95,7 +95,7 @@ def called_by_dcp(method: F) -> F:
 
 def _tell_failed(called: Any, method: Callable[..., Any], error: BaseException) -> None:
     """Let a writer or reader tell of its failure, unless the future of an asynchronous save will."""
-    tell = getattr(called, "tell_failed", None)
+    tell = getattr(called, "_tell_failed", None)
     # DCP asks for global metadata first, and for that of the rank if there is none: no failure yet.
     if tell is not None and method.__name__ != "read_metadata" and find_upload_future() is None:
         tell(error)
@@ -138,7 +138,7 @@ def describe(error: BaseException, call: FailedCall | None, *, saving: str = "sa
     storage = None if call is None else call.storage
     url = None if call is None else call.url
     what = f"the load of {url}" if loading else f"the {saving}{f' to {url}' if url else ' or load' if not call else ''}"
-    look = None if any(isinstance(cause, _AWAY) for cause in causes) else getattr(storage, "last_good", None)
+    look = None if any(isinstance(cause, _AWAY) for cause in causes) else getattr(storage, "_last_good", None)
     good = look(url) if callable(look) and url else ""
     return Failed(
         what,
@@ -211,7 +211,7 @@ def _log_failure(future: Future[Any]) -> None:
     if error is None:
         return
     storage = _watched[future].storage
-    if (tell := getattr(storage, "tell_failed", None)) is not None:
+    if (tell := getattr(storage, "_tell_failed", None)) is not None:
         tell(error)
     if getattr(storage, "caller_reports", False):
         return

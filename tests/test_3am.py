@@ -50,7 +50,7 @@ def test_the_messages_are_those_of_the_code(phrase: str) -> None:
 
 
 @pytest.mark.timeout(600)
-def test_the_commands_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands_run_in_order_and_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = FaultyServer()
     server.s3 = MemoryS3()
     with serve(monkeypatch, server):

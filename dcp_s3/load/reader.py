@@ -368,14 +368,14 @@ class S3StorageReader(AttachmentReader, StorageReader):
         check_role(self, "load")
         return None if self._url is None else str(self._url)
 
-    def tell_failed(self, error: BaseException) -> None:
+    def _tell_failed(self, error: BaseException) -> None:
         """Tell subscribers to events that a load failed on this rank."""
         url = self._url
         step = None if url is None else find_step(url.name, self.settings)
         event = LoadFailed(url=None if url is None else str(url), step=step, rank=ranks.rank(), error=error)
         emit(event, self.on_event)
 
-    def last_good(self, url: str) -> str:
+    def _last_good(self, url: str) -> str:
         """URL of the newest checkpoint beside ``url``, for messages; empty: none, or S3 does not say within seconds."""
         return look_for_previous(self.settings, parse_url(url))
 

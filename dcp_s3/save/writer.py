@@ -306,7 +306,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         url = self._here.url or self._url or (self._last.url if self._last is not None else None)
         return None if url is None else str(url)
 
-    def tell_failed(self, error: BaseException) -> None:
+    def _tell_failed(self, error: BaseException) -> None:
         """Tell subscribers to events that a save failed on this rank, or on another one as this rank was told."""
         url = self._here.url or (self._last.url if self._last is not None else self._url)
         step = None if url is None else find_step(url.name, self.settings)
@@ -329,7 +329,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         """Whether this is an S3 URL, as text or as a path (which has only one slash left)."""
         return is_s3_url(checkpoint_id)
 
-    def last_good(self, url: str) -> str:
+    def _last_good(self, url: str) -> str:
         """URL of the newest checkpoint beside ``url``, for messages; empty: none, or S3 does not say within seconds."""
         return look_for_previous(self.settings, parse_url(url))
 

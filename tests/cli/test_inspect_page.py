@@ -23,8 +23,8 @@ _VARIES = re.compile(r"\b(\S+ )?\S+ old\b|[0-9.]+ [KMG]?i?B\b")
 
 
 def _words(output: str) -> list[list[str]]:
-    """The output without lines and spaces that are only layout."""
-    lines = [_VARIES.sub("#", line).lower().split() for line in output.splitlines()]
+    """The output without lines, spaces and (in a pipe) signs of empty cells that are only layout."""
+    lines = [[w for w in _VARIES.sub("#", line).lower().split() if w != "-"] for line in output.splitlines()]
     return [line for line in lines if "".join(line).strip("─")]
 
 
