@@ -27,7 +27,7 @@ _PHRASES = [
     "Remedy: close the CheckpointManager, or use it in a `with`",
     "Missing key in checkpoint state_dict: ",
     "spilled saves are left in %s: `dcp-s3 drain` or the next training process uploads them",
-    "raise DCP_S3_PART_SIZE, or lower DCP_S3_CONCURRENCY: fewer, larger requests; DCP_S3_RETRY_ATTEMPTS gives it ",
+    "raise DCP_S3_PART_SIZE, or lower DCP_S3_CONCURRENCY: fewer, larger requests; ",
     "an object goes straight to S3: ",
     "Checkpoint already exists: a committed checkpoint is at ",
     "holds a checkpoint that is newer than this one, which was not put in its place",

@@ -160,8 +160,8 @@ def to_storage_error(error: Exception, operation: str, bucket: str, key: str, at
     elif code in _THROTTLING_CODES:
         cls = errors.TransferError
         remedy = (
-            "raise DCP_S3_PART_SIZE, or lower DCP_S3_CONCURRENCY: fewer, larger requests; DCP_S3_RETRY_ATTEMPTS gives it "
-            "longer"
+            "raise DCP_S3_PART_SIZE, or lower DCP_S3_CONCURRENCY: fewer, larger requests; "
+            "DCP_S3_RETRY_ATTEMPTS gives it longer"
         )
     elif is_retryable(error):
         cls = errors.TransferError
