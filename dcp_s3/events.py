@@ -92,7 +92,8 @@ class Written(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class Committed(Event):
-    """A checkpoint was committed by this process: it is whole, and `latest` from now on. One in each job and save."""
+    """A checkpoint was committed by this process: it is whole, and `latest` from now on. One in each job and save;
+    without collectives one on each rank. Of a spilled save the drain commits: only `subscribe` hears of it."""
 
     url: str
     step: int | None
@@ -106,7 +107,7 @@ class Committed(Event):
     """Seconds for which this rank's training waited: all of it for `dcp.save`, the staging for `dcp.async_save`.
     None if something other than dcp_s3 staged, or if this was a spilled save."""
     throttled: int
-    """Requests of this process that S3 throttled meanwhile."""
+    """Requests of all ranks that S3 throttled meanwhile."""
     spilled_bytes: int | None
     """Bytes of all ranks that took the way over a spill directory. None if the commit took it: then it is not known."""
 

@@ -72,6 +72,7 @@ __all__ = [
     "find_load_planner",
     "find_save_group",
     "find_saving_rank",
+    "find_storage_reader",
     "find_upload_future",
     "flatten_state_dict",
     "has_checkpoint_process",
@@ -184,6 +185,12 @@ def _local_step_variables(module: str) -> dict[str, Any] | None:
             return frame.f_locals
         frame = frame.f_back
     return None
+
+
+def find_storage_reader() -> Any:
+    """The storage reader of the `dcp.load` that calls a planner to make its plan; None if something else calls it."""
+    variables = _local_step_variables(_LOADER_MODULE)
+    return None if variables is None else variables.get("storage_reader")
 
 
 def _caller_of(variables: dict[str, Any]) -> Caller | None:

@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,21 @@ def test_one_line_a_save_and_one_a_load(root: str, caplog: pytest.LogCaptureFixt
     assert re.fullmatch(
         rf"step 1000 loaded: 19\d\.\d KiB in {number} \({rate}\), 0 hedged, 0 throttled \({re.escape(url)}\)", loaded
     )
+
+
+def test_a_reader_may_load_again(root: str) -> None:
+    heard = Heard()
+    dcp.save(state(), storage_writer=S3StorageWriter(f"{root}/step-1"))
+    reader = S3StorageReader(f"{root}/step-1", on_event=heard)
+    began = time.monotonic()
+    dcp.load(state(), storage_reader=reader)
+    first = time.monotonic()
+    dcp.load(state(), storage_reader=reader)
+    assert heard.kinds == ["LoadStarted", "Loaded"] * 2
+    one, two = heard.of(events.Loaded)
+    assert one.seconds <= first - began
+    assert two.seconds <= time.monotonic() - first
+    assert one.bytes == two.bytes
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -17,7 +17,7 @@ from dcp_s3.collector import collector_paused
 from dcp_s3.load.fast_items import make_indices, make_tensor_items
 from dcp_s3.load.names import find_mismatch
 from dcp_s3.load.overlaps import Box, find_overlaps
-from dcp_s3.torch_private import ShardedTensor, create_chunk_list
+from dcp_s3.torch_private import ShardedTensor, create_chunk_list, find_storage_reader
 
 _Boxes = tuple[Box, ...]
 
@@ -42,6 +42,12 @@ class S3LoadPlanner(DefaultLoadPlanner):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(allow_partial_load={self.allow_partial_load})"
+
+    def tell_failed(self, error: BaseException) -> None:
+        """Let the reader of the load tell that it failed."""
+        tell = getattr(find_storage_reader(), "tell_failed", None)
+        if tell is not None:
+            tell(error)
 
     @called_by_dcp
     def create_local_plan(self) -> LoadPlan:

@@ -150,7 +150,7 @@ class S3StorageReader(AttachmentReader, StorageReader):
             StorageError: missing bucket, credentials, network.
         """
         rank: int | None = kwargs.get("rank")
-        if self._progress is None and self._url is not None:
+        if self._url is not None and (rank is None or self._progress is None):  # without a rank it begins a load
             self._progress = LoadProgress(self._store(), self._url, self.on_event)
         if rank is None:
             try:

@@ -70,7 +70,7 @@ class CheckpointManager(RunReader):
         step_format: how a step is named below the root: text with ``{step}`` in it, or a function of the step. Other
             tools find the step if it is the last number in the name, else by ``DCP_S3_STEP_PATTERN``.
         read_only: only read: nothing is saved, annotated, pruned or drained, and what waits on disks does not count.
-            Needs permission to read only, and may be of another run's root.
+            Needs permission to read only, and may be of another run's root. Only ``DCP_S3_READER_LEASE`` writes.
         settings: a `Settings`, or a mapping of settings that override the environment.
         process_group: a group with a CPU backend, used only for these saves and loads. None: a new gloo group of all
             ranks.

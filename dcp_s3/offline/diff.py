@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from dcp_s3.checkpoint.info import CheckpointInfo
+from dcp_s3.offline.diff_copies import compare_copies
 from dcp_s3.offline.diff_full import compare_values
 from dcp_s3.offline.diff_plan import EntryDiff, Renaming, Status, compare, find_renaming
 from dcp_s3.offline.inspect import matches, no_match_error
@@ -129,7 +130,8 @@ def diff(
 
     Fetches metadata and manifests, mostly three requests for each checkpoint. Tensors are compared by the checksums
     that are stored, also if another number of ranks cut them into other rows. Where those cannot tell (saved by rows
-    and by columns, by another writer, with ``DCP_S3_CHECKSUM=none``, or encoded) an entry is ``unknown``.
+    and by columns, by another writer, with ``DCP_S3_CHECKSUM=none``, or encoded) an entry is ``unknown``. What several
+    ranks saved without collectives under one name is compared rank by rank, by checksums only.
 
     >>> print(diff("s3://bucket/run/step-00001000", "s3://bucket/run/step-00002000").summary)
     1 of 2 entries differ (1 changed), 1 same
@@ -166,6 +168,7 @@ def diff(
         entries, bytes_read = compare_values(
             saved_a, saved_b, entries, given, on_total or (lambda _: None), on_progress or (lambda _: None)
         )
+    entries = compare_copies(entries, saved_a.of_ranks, saved_b.of_ranks)
     return CheckpointDiff(
         saved_a.info,
         saved_b.info,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -197,15 +198,23 @@ def _equal(a: Any, b: Any, seen: set[tuple[int, int]], nesting: int) -> bool:
         return _equal_tensors(a, b)
     if isinstance(a, np.ndarray):
         return bool(a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes())
+    if isinstance(a, np.generic):
+        return bool(a.dtype == b.dtype and a.tobytes() == b.tobytes())
     if isinstance(a, float):
         return bool(a.hex() == b.hex())
+    if isinstance(a, complex):
+        return (a.real.hex(), a.imag.hex()) == (b.real.hex(), b.imag.hex())
     if isinstance(a, (dict, list, tuple)):
         pair = id(a), id(b)
         if pair in seen:  # a value may contain others many times, and itself
             return True
         seen.add(pair)
         if isinstance(a, dict):
-            return a.keys() == b.keys() and all(_equal(a[key], b[key], seen, nesting + 1) for key in a)
+            if {(type(key), key) for key in a} != {(type(key), key) for key in b}:  # 1 == True
+                return False
+            if isinstance(a, OrderedDict) and list(a) != list(b):
+                return False
+            return all(_equal(a[key], b[key], seen, nesting + 1) for key in a)
         return len(a) == len(b) and all(_equal(x, y, seen, nesting + 1) for x, y in zip(a, b, strict=True))
     try:
         return bool(a == b)
@@ -217,7 +226,9 @@ def _equal_tensors(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape or a.layout != torch.strided or b.layout != torch.strided:
         return False
     try:
-        views = [each.detach().cpu().contiguous().view(-1).view(torch.uint8) for each in (a, b)]
+        views = [
+            each.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8) for each in (a, b)
+        ]
     except (RuntimeError, TypeError):  # for example a quantized one
         return False
     return torch.equal(*views)

@@ -135,18 +135,20 @@ def _dtype(saved: TensorStorageMetadata) -> str:
 def _compare_objects(a: StorageInfo | None, b: StorageInfo | None) -> tuple[Status, str]:
     if a is None or b is None:
         return "unknown", "its metadata does not say where it lies"
-    if _encoding(a) != _encoding(b):
+    if encoding_of(a) != encoding_of(b):
         return "unknown", _ENCODED
     crc_a, crc_b = get_crc(a), get_crc(b)
     if a.length != b.length or (crc_a is not None and crc_b is not None and crc_a != crc_b):
-        return ("unknown", _ENCODED) if _encoding(a) else ("changed", "bytes")
+        return ("unknown", _ENCODED) if encoding_of(a) else ("changed", "bytes")
     return ("unknown", _unchecked(crc_a is None, crc_b is None)) if crc_a is None or crc_b is None else ("same", "")
 
 
 _ENCODED = "it was encoded before it was stored"
+_GAPS = "its chunks do not cover it, each element once"
 
 
-def _encoding(info: StorageInfo) -> tuple[str, ...]:
+def encoding_of(info: StorageInfo) -> tuple[str, ...]:
+    """How an item was encoded before it was stored; empty if it was not."""
     return tuple(getattr(info, "transform_descriptors", None) or ())
 
 
@@ -179,11 +181,14 @@ def _compare_tensors(
             return "changed", "values"
         if equal is None:
             doubt = doubt or _why(info, other, nbytes)
+    numel = math.prod(a.size)
+    if sum(math.prod(sizes) for _, sizes in chunks_a) < numel:
+        return "unknown", _GAPS
     if left_a or left_b:
-        numel = math.prod(a.size)
         for chunks in (chunks_a, chunks_b):
-            if sum(math.prod(sizes) for _, sizes in chunks) != numel or overlap(tuple(chunks)):
-                return "unknown", "its chunks do not cover it, each element once"
+            fit = all(_fits(box, a.size) for box in chunks)
+            if not fit or sum(math.prod(sizes) for _, sizes in chunks) != numel or overlap(tuple(chunks)):
+                return "unknown", _GAPS
         equal, why = _compare_cuts(left_a, left_b, itemsize)
         if equal is False:
             return "changed", "values"
@@ -204,9 +209,17 @@ def _chunks(saved: TensorStorageMetadata, infos: _Infos) -> dict[_Box, StorageIn
     return found
 
 
+def _fits(box: _Box, shape: Sequence[int]) -> bool:
+    """Whether a chunk lies in a tensor."""
+    offsets, sizes = box
+    return len(offsets) == len(sizes) == len(shape) and all(
+        0 <= first < first + count <= length for first, count, length in zip(offsets, sizes, shape, strict=True)
+    )
+
+
 def _raw_crc(info: StorageInfo | None, nbytes: int) -> int | None:
     """CRC of the elements of a chunk; None if it is not known."""
-    if info is None or _encoding(info):
+    if info is None or encoding_of(info):
         return None
     raw_offset = get_raw_offset(info)
     return get_crc(info) if raw_offset is not None and raw_offset + nbytes <= info.length else None
@@ -221,7 +234,7 @@ def _are_equal(a: StorageInfo | None, b: StorageInfo | None, nbytes: int) -> boo
         return None
     # Serialised or encoded: equal bytes are equal elements, but others may be, too.
     whole = get_crc(a)
-    same = whole is not None and (whole, a.length, _encoding(a)) == (get_crc(b), b.length, _encoding(b))
+    same = whole is not None and (whole, a.length, encoding_of(a)) == (get_crc(b), b.length, encoding_of(b))
     return True if same else None
 
 

@@ -35,6 +35,8 @@ class SavedCheckpoint:
     """Its manifests: one, or one for each rank that saved without collectives; none if it is foreign."""
     metadata: Metadata
     """What was saved, and where it lies; that of all ranks together."""
+    of_ranks: tuple[Metadata, ...]
+    """That of each rank that saved without collectives; else only ``metadata``."""
 
     @property
     def attachments(self) -> Mapping[str, AttachmentEntry]:
@@ -78,9 +80,9 @@ async def _fetch(url: CheckpointURL, settings: SettingsLike) -> SavedCheckpoint:
                 continue  # deleted or replaced meanwhile: the next look tells
             listed = [found.directory.commits[rank].etag for rank in ranks]
             if all(same_etag(each.etag, etag) for each, etag in zip(stored, listed, strict=True)):
-                metadata = merge_metadata([check_metadata(each, url) for each in stored])
+                of_ranks = tuple(check_metadata(each, url) for each in stored)
                 manifests = found.manifests_of_ranks[: len(ranks)] if found.manifest is None else (found.manifest,)
-                return SavedCheckpoint(url, found.info, manifests, metadata)
+                return SavedCheckpoint(url, found.info, manifests, merge_metadata(of_ranks), of_ranks)
     raise errors.CheckpointError(
         f"{url} was replaced {_ROUNDS} times while it was looked at. Remedy: look when nobody saves to it",
         url=str(url),

@@ -27,6 +27,8 @@ from dcp_s3.load.overlaps import Overlaps, find_overlaps
 # Contiguous runs of a part whose blocks are looked at. A block has 8 KiB or more, and a chunk mostly 64 of them:
 # where there are so many runs, some block has several that lie differently on the other side, so that it is of no use.
 _MAX_RUNS = 2**16
+# Rows against columns: their CRCs do not combine, and thousands of each would take GiB of memory to find out.
+_MAX_OVERLAPS = 2**18
 
 
 class Chunk(NamedTuple):
@@ -88,16 +90,19 @@ def find_shared_parts(a: tuple[Chunk, ...], b: tuple[Chunk, ...], itemsize: int)
         itemsize: bytes of an element.
     """
     found = find_overlaps([(x.offsets, x.sizes) for x in a], [(x.offsets, x.sizes) for x in b])
+    if len(found.saved) > _MAX_OVERLAPS:
+        return SharedParts((), complete=False)
     graph = _Graph()
+    overlaps_of: dict[int, list[int]] = defaultdict(list)
     for number, (i, j) in enumerate(zip(found.saved, found.local, strict=True)):
+        overlaps_of[i].append(number)
         graph.add(("a", i, 0), ("b", j, 0), _shift_of_box(a[i], b[j], found, number, itemsize))
     parts: list[SharedPart] = []
     complete = True
     for shifts in graph.solve():
         part = _make_part(shifts, a, b, itemsize, blocks=False) if shifts.agree else None
         if part is None or not _is_proof(part):
-            chunks = {(side, number) for side, number, _ in shifts.of}
-            inside = [n for n, i in enumerate(found.saved) if ("a", i) in chunks]
+            inside = [n for side, i, _ in sorted(shifts.of) if side == "a" for n in overlaps_of[i]]
             finer = _find_in_blocks(a, b, found, inside, itemsize)
             complete = complete and finer is not None and finer.complete
             if finer is not None:
@@ -244,7 +249,7 @@ class _Graph:
                         of[other] = expected
                         waiting.append(other)
                     agree = agree and shift is not None and of[other] == expected
-            seen |= of.keys()
+            seen.update(of)  # `|=` with keys would copy it each time
             solved.append(_Shifts(of, agree))
         return solved
 

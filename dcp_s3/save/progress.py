@@ -25,7 +25,8 @@ def stall_of(turn: Turn | None) -> StallSince:
     """The stall of the save with this turn, or of a blocking one, which holds the training up until it ends."""
     if turn is None:
         return lambda began: time.monotonic() - began
-    return lambda _: turn.stall_seconds
+    stalled = turn.stall_seconds  # known, as `stage` has returned; the turn holds the future, and so the whole save
+    return lambda _: stalled
 
 
 def unknown_stall(_: float) -> float | None:

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint.staging import AsyncStager
 
 from dcp_s3.errors import StagingError
-from dcp_s3.events import Listener, Staged, emit
+from dcp_s3.events import Listener, SaveFailed, Staged, emit
 from dcp_s3.ranks import world_size
 from dcp_s3.reprs import one_line
 from dcp_s3.settings import Settings, SettingsLike, local_world_size, resolve_settings
@@ -57,7 +57,8 @@ class S3Stager(AsyncStager):
             increment the versions of tensors are detected and fail the save. Not detected: changes through ``.data``,
             by torch's fused optimizers, and by its foreach optimizers to DTensors.
 
-        on_event: called with `dcp_s3.events.Staged` for each copy, in the thread that made it.
+        on_event: called with `dcp_s3.events.Staged` for each copy, in the thread that made it; with `SaveFailed` if it
+            cannot be made, and there are no other ranks that fail, too.
 
     Raises:
         SettingsError: a setting is not allowed.
@@ -190,7 +191,7 @@ class S3Stager(AsyncStager):
     def _guard(self, work: Callable[[], Any], turn: Turn | None) -> Any:
         """The result of ``work``. A state goes with ``turn``, which is over if ``work`` fails."""
         try:
-            result = _carry_failure(work)
+            result = _carry_failure(work, self._on_event)
         except BaseException:
             if turn is not None:
                 turn.end()
@@ -218,7 +219,7 @@ class _Stall:
             turn.stall_seconds = self.seconds
 
 
-def _carry_failure(work: Callable[[], Any]) -> Any:
+def _carry_failure(work: Callable[[], Any], on_event: Listener | None) -> Any:
     """The result of ``work``. If it fails and there are other ranks: a state that carries the failure to them."""
     try:
         return work()
@@ -226,6 +227,7 @@ def _carry_failure(work: Callable[[], Any]) -> Any:
         logger.debug("staging failed:", exc_info=True)
         traceback.clear_frames(error.__traceback__)  # they hold a generation, and the error may be kept
         if world_size() < 2:
+            emit(SaveFailed(url=None, step=None, error=error), on_event)  # its writer will never be asked
             raise
         return FailedStaging(error)
 

@@ -170,6 +170,24 @@ def test_processes_that_are_forked_end_by_the_signal() -> None:
     assert done.stdout.split() == ["15", "True"]
 
 
+_CLOSED_IN_ORDER = """
+import os, signal, threading
+from dcp_s3.manager.deciding import SigtermWatch
+first, second = SigtermWatch(), SigtermWatch()
+os.kill(os.getpid(), signal.SIGTERM)
+assert first.seen and second.seen
+first.close()
+second.close()  # puts the first one's handler back
+os.kill(os.getpid(), signal.SIGTERM)
+print("still here")
+"""
+
+
+def test_closed_watches_do_not_keep_a_process_alive() -> None:
+    done = subprocess.run([sys.executable, "-c", _CLOSED_IN_ORDER], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, ""), done.stderr
+
+
 def test_the_handler_that_was_there_is_called_and_comes_back() -> None:
     seen: list[int] = []
 

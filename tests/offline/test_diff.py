@@ -6,10 +6,11 @@ import datetime
 import io
 import json
 import math
-from collections import Counter
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -213,7 +214,8 @@ def test_objects_are_compared_by_value_where_that_is_safe(root: str) -> None:
 def test_equal_values() -> None:
     nan, loop = math.nan, [1]
     loop.append(loop)  # type: ignore[arg-type]
-    for value in (1, "a", nan, [1, (2, nan)], {"x": torch.ones(2), 1: None}, torch.tensor([nan]), {1, 2}, loop):
+    more = complex(nan, 0), np.float32(nan), torch.tensor([1 + 2j]).conj()
+    for value in (1, "a", nan, [1, (2, nan)], {"x": torch.ones(2), 1: None}, torch.tensor([nan]), {1, 2}, loop, *more):
         buffer = io.BytesIO()
         torch.save(value, buffer)
         buffer.seek(0)
@@ -222,6 +224,8 @@ def test_equal_values() -> None:
     for one, two in (
         (1, 1.0), (1, True), (0.0, -0.0), ([1], [1, 2]), ({"a": 1}, {"b": 1}), (torch.ones(2), torch.ones(3)),
         (torch.ones(1), torch.ones(1, dtype=torch.float64)), (_Secret(), _Secret()), ([[1]], [[2]]),
+        ({1: 0}, {True: 0}), (OrderedDict(a=1, b=2), OrderedDict(b=2, a=1)), (0j, complex(0.0, -0.0)),
+        (np.float32(0.0), np.float32(-0.0)),
     ):  # fmt: skip
         assert not equal_values(one, two), (one, two)
     a = b = [1]

@@ -7,12 +7,13 @@ import functools
 import math
 from collections import defaultdict
 from operator import xor
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from dcp_s3.offline.diff_plan import EntryDiff, Renaming, compare, find_renaming
 from tests.offline.cuts import Box, Cut, bytes_of, grid, metadata_of, split
@@ -272,6 +273,15 @@ def test_chunks_that_contradict_each_other_prove_nothing() -> None:
     for wrong in ([((0,), (4,)), ((2,), (4,))], [((0,), (4,))], [((0,), (4,)), ((4,), (2,))]):
         found = _compare(tensor, Cut(wrong), tensor, Cut(whole))
         assert (found.status, found.what) == ("unknown", "its chunks do not cover it, each element once")
+    for boxes in ([((0, 0), (8, 1))], [((-4,), (8,))], [((4,), (8,))], [((0,), (-8,)), ((0,), (16,))]):
+        hostile, honest = (metadata_of({"x": (tensor, Cut(whole))}) for _ in range(2))
+        saved: Any = hostile.state_dict_metadata["x"]
+        saved.chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
+        for pair in ((hostile, honest), (honest, hostile)):
+            assert [each.status for each in compare(*pair)] == ["unknown"]
+    for half in ([], [((0,), (4,))]):  # the same hole in both
+        found = _compare(tensor, Cut(half), tensor, Cut(half))
+        assert found.status == "unknown"
 
 
 def test_a_scalar_an_empty_tensor_and_a_foreign_index() -> None:
