@@ -71,9 +71,9 @@ Looking into checkpoints
     diff               what differs between two checkpoints, without reading their data
     doctor             checks settings, permissions and the store before a run
     export             writes its weights as safetensors
+    import_weights     makes a checkpoint of safetensors or torch files
     report             writes an HTML page about a run
     copy               copies a checkpoint, on S3 without passing through here
-    import_weights     makes a checkpoint of such files
     CheckpointCatalog  the checkpoints under a URL, with everything that retention decides on
     CatalogSnapshot    what lay there at one time
     CheckpointInfo     one checkpoint

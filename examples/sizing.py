@@ -3,7 +3,7 @@
     python -m examples.sizing --parameters 70e9 --hosts 64 --ranks-per-host 8
 
 Requests follow from the functions that saves use. Seconds and prices follow from what is assumed of the network and of
-S3's price list, which are options.
+S3, which are options.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dcp_s3 import Settings
-from dcp_s3.s3.parts import PUTS_PER_SECOND, plan_part_size
+from dcp_s3.s3.parts import GETS_PER_SECOND, PUTS_PER_SECOND, plan_part_size
 from dcp_s3.units import format_size
 
 #: What S3 gives one connection, bytes per second.
@@ -33,7 +33,7 @@ class Training:
     rank_rate: float = 0.5e9  # bytes per second that one process sends; `dcp-s3 bench` measures it
     saves_a_day: float = 48
     kept: int = 5
-    put_price: float = 0.005  # dollars for 1000 PUT, POST, LIST requests
+    put_price: float = 0.005  # dollars for 1000 PUT, POST, LIST requests; prices are assumed, too
     get_price: float = 0.0004  # dollars for 1000 GET requests
     storage_price: float = 0.023  # dollars for a GB (1e9 bytes) and month
 
@@ -63,10 +63,14 @@ def size(training: Training) -> Sizes:
     ranks = training.hosts * training.ranks_per_host
     checkpoint = training.parameters * training.bytes_each
     rank = checkpoint / ranks
-    part = plan_part_size(
-        int(rank), connections=settings.max_connections, ranks=ranks, most=settings.max_part_size,
-        requests_per_second=PUTS_PER_SECOND,
-    )  # fmt: skip
+
+    def plan(most_per_second: int) -> int:
+        return plan_part_size(
+            int(rank), connections=settings.max_connections, ranks=ranks, most=settings.max_part_size,
+            requests_per_second=most_per_second,
+        )  # fmt: skip
+
+    part = plan(PUTS_PER_SECOND)
     objects = ranks * settings.buckets_per_rank
     parts = objects * -(-int(rank / settings.buckets_per_rank) // part)
     # Each object: CreateMultipartUpload, its parts, CompleteMultipartUpload. Then the manifest and .metadata.
@@ -77,8 +81,8 @@ def size(training: Training) -> Sizes:
         settings.max_connections * CONNECTION_RATE,
     )
     seconds = rank / rate
-    # Each rank reads its own bytes; .metadata and the manifest are read once.
-    gets = parts + 2
+    # Each rank reads its own bytes, in runs of an object; .metadata is read once.
+    gets = objects * -(-int(rank / settings.buckets_per_rank) // plan(GETS_PER_SECOND)) + 1
     save_dollars = puts / 1000 * training.put_price
     return Sizes(
         ranks=ranks,

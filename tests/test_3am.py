@@ -27,10 +27,11 @@ _PHRASES = [
     "Remedy: close the CheckpointManager, or use it in a `with`",
     "Missing key in checkpoint state_dict: ",
     "spilled saves are left in %s: `dcp-s3 drain` or the next training process uploads them",
-    "S3 throttles, and its turn did not come ",
+    "raise DCP_S3_PART_SIZE, or lower DCP_S3_CONCURRENCY: fewer, larger requests; ",
     "an object goes straight to S3: ",
-    "holds a checkpoint that began later: this save was replaced",
-    "was not deleted: {why}. Remedy: `unpin` it, wait, or pass force=True, if nobody needs what is there",
+    "Checkpoint already exists: a committed checkpoint is at ",
+    "holds a checkpoint that is newer than this one, which was not put in its place",
+    "was not deleted: {why}. Remedy: `unpin` it, wait, or pass ",
     "Remedy: raise or unset ",
 ]
 

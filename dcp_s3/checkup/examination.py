@@ -91,12 +91,15 @@ class Examination:
 
     # --- requests ---------------------------------------------------------------------------------------
 
-    def ask(self, operation: str, name: str | None = None, **arguments: Any) -> dict[str, Any]:
+    def ask(
+        self, operation: str, name: str | None = None, *, attempts: int | None = None, **arguments: Any
+    ) -> dict[str, Any]:
         """Send one request, and again if it fails temporarily. A body is read.
 
         Args:
             operation: S3's name of the operation.
             name: name of a probe object; None for requests to the bucket.
+            attempts: most attempts, instead of those of doctor.
             arguments: as boto3 takes them, without bucket and key.
 
         Raises:
@@ -113,9 +116,9 @@ class Examination:
             return answer
 
         try:
-            return store.call(operation, key, send)
+            return store.call(operation, key, send, attempts=attempts)
         except errors.TransferError as error:
-            if not answered_status(error):
+            if not answered_status(error) and attempts is None:
                 self.dead = f"the endpoint stopped answering at {operation}"
             raise
 

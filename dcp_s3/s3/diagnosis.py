@@ -157,6 +157,12 @@ def to_storage_error(error: Exception, operation: str, bucket: str, key: str, at
     elif status in (401, 403) or code == "AccessDenied":  # DeleteObjects says it of a key inside a 200
         cls = errors.AccessDeniedError
         remedy = _remedy_of_refusal(operation)
+    elif code in _THROTTLING_CODES:
+        cls = errors.TransferError
+        remedy = (
+            "raise DCP_S3_PART_SIZE, or lower DCP_S3_CONCURRENCY: fewer, larger requests; "
+            "DCP_S3_RETRY_ATTEMPTS gives it longer"
+        )
     elif is_retryable(error):
         cls = errors.TransferError
         remedy = "check the endpoint and the network; DCP_S3_RETRY_ATTEMPTS and DCP_S3_READ_TIMEOUT give it longer"

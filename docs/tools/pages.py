@@ -10,7 +10,7 @@ import argparse
 import ast
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,12 @@ document. `dcp-s3 COMMAND --help` says what stands here. Examples: [start](start
 ## Exit status
 
 {exits}
+
+## Options of all commands
+
+`-v`, `--endpoint-url`, `--profile` and `--region` may stand before the command or after it.
+
+{options}
 
 {commands}
 
@@ -124,30 +130,41 @@ def settings_page() -> str:
 def cli_page() -> str:
     """docs/cli.md."""
     statuses = ((str(status), meaning) for status, meaning in exits.MEANINGS.items())
+    root = typer.main.get_command(app)
+    with root.make_context("dcp-s3", [], resilient_parsing=True) as context:
+        options = _parameters(root, context)
+        order = root.list_commands(context)  # type: ignore[attr-defined]
     return _CLI.format(
         exits=_table("status | meaning", statuses),
-        commands="\n\n".join(_commands(typer.main.get_command(app), "dcp-s3")),
+        options=_table("option | meaning", iter(options)),
+        commands="\n\n".join(_commands(root, "dcp-s3", order)),
     )
 
 
-def _commands(command: Any, name: str) -> Iterator[str]:
-    for sub, each in getattr(command, "commands", {}).items():
+def _commands(command: Any, name: str, order: Iterable[str]) -> Iterator[str]:
+    for sub in order:
+        each = command.commands[sub]
         if each.hidden:
             continue
         if hasattr(each, "commands"):
-            yield from _commands(each, f"{name} {sub}")
+            yield from _commands(each, f"{name} {sub}", each.commands)
             continue
         yield _command(each, f"{name} {sub}")
+
+
+def _parameters(command: Any, context: Any) -> list[tuple[str, str]]:
+    rows = []
+    for parameter in command.get_params(context):
+        record = parameter.get_help_record(context)
+        if record is not None and parameter.name != "help":
+            rows.append((f"`{' '.join(record[0].split())}`", " ".join(record[1].split())))
+    return rows
 
 
 def _command(command: Any, name: str) -> str:
     with command.make_context(name, [], resilient_parsing=True) as context:
         usage = " ".join(command.collect_usage_pieces(context))
-        rows = []
-        for parameter in command.get_params(context):
-            record = parameter.get_help_record(context)
-            if record is not None and parameter.name != "help":
-                rows.append((f"`{' '.join(record[0].split())}`", " ".join(record[1].split())))
+        rows = _parameters(command, context)
     text = "\n".join(line.strip() for line in inspect.cleandoc(command.help or "").splitlines())
     parts = [f"## {name}", text, f"```text\n{name} {usage}\n```"]
     if rows:

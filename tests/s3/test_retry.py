@@ -203,3 +203,10 @@ def test_a_refusal_names_the_permission_that_the_operation_needs(operation: str,
     error = diagnosis.to_storage_error(client_error("AccessDenied", 403), operation, "b", "k", 1)
     assert f"the credentials need {permission} here" in str(error)
     assert "DCP_S3_EXPECTED_BUCKET_OWNER" in str(error)
+
+
+@pytest.mark.parametrize(("code", "remedy"), [("SlowDown", "DCP_S3_PART_SIZE"), ("ServiceUnavailable", "the endpoint")])
+def test_only_what_says_throttling_asks_for_fewer_requests(code: str, remedy: str) -> None:
+    error = diagnosis.to_storage_error(client_error(code, 503), "PutObject", "b", "k", 8)
+    assert isinstance(error, errors.TransferError)
+    assert remedy in str(error).partition("Remedy: ")[2]
