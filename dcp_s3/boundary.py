@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import logging
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
@@ -40,6 +41,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 _watched: weakref.WeakKeyDictionary[Future[Any], FailedCall] = weakref.WeakKeyDictionary()
 """The asynchronous saves that are logged here if they fail."""
 _telling = threading.Lock()
+_MOST_FRAMES = 8
 
 # Where S3 cannot say what is there, it is not asked for the last good checkpoint.
 _AWAY = (
@@ -162,6 +164,17 @@ def left_by_load(causes: Iterable[BaseException]) -> str:
     return "" if all(isinstance(cause, _BEFORE_READING) for cause in causes) else "the state may be partly loaded"
 
 
+def frames_of_others(error: BaseException) -> str:
+    """Where an error that is none of dcp_s3's was raised, as text for the log; empty if all causes are of dcp_s3."""
+    causes = [(error, traceback.extract_tb(error.__traceback__))]
+    if isinstance(error, CheckpointException):
+        causes = list(error.failures.values())
+    for cause, frames in causes:
+        if not isinstance(cause, DcpS3Error) and frames:
+            return "\nTraceback (most recent call last):\n" + "".join(traceback.format_list(frames[-_MOST_FRAMES:]))
+    return ""
+
+
 def take_telling(error: BaseException) -> bool:
     """Whether the caller is the first in this process to ask: it is the one that tells people of the error."""
     with _telling:
@@ -210,6 +223,7 @@ def _log_failure(future: Future[Any]) -> None:
     error = future.exception()
     if error is None:
         return
+    frames = frames_of_others(error)
     storage = _watched[future].storage
     if (tell := getattr(storage, "_tell_failed", None)) is not None:
         tell(error)
@@ -220,4 +234,5 @@ def _log_failure(future: Future[Any]) -> None:
         text = f"the asynchronous save to {call.url} failed"
     else:
         text = panel(describe(error, call, saving="asynchronous save"))
-    log_failed_save(text, error, others_know=shared, rank=call.rank)
+    # Nobody else may show where: the future keeps it, and may never be looked at.
+    log_failed_save(text + frames, error, others_know=shared, rank=call.rank)

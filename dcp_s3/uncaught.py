@@ -10,10 +10,13 @@ go on as they are, and so does an error that was raised while another one was ha
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -42,14 +45,46 @@ def install() -> None:
 
 def _show(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
     previous = _previous or sys.__excepthook__
+    with _termination_put_off():
+        try:
+            shown = shorten(error, trace)
+        except Exception:  # noqa: BLE001 - the error itself must be printed, whatever fails here
+            shown = None
+        if shown is not None:
+            previous(type(shown), shown, shown.__traceback__)
+            return
+    previous(kind, error, trace)
+
+
+@contextlib.contextmanager
+def _termination_put_off() -> Iterator[None]:
+    """Let the first SIGTERM wait for the end of the body; a second one does not.
+
+    torchrun sends it to all ranks as soon as one has ended: to the first one too, which has more to say than the others
+    and looks for the last good checkpoint before.
+    """
+    before = signal.getsignal(signal.SIGTERM)
+    if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):
+        yield
+        return
+    waiting = False
+
+    def put_off(number: int, frame: types.FrameType | None) -> None:
+        nonlocal waiting
+        if waiting:
+            waiting = False
+            signal.signal(signal.SIGTERM, before)
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            waiting = True
+
+    signal.signal(signal.SIGTERM, put_off)
     try:
-        shown = shorten(error, trace)
-    except Exception:  # noqa: BLE001 - the error itself must be printed, whatever fails here
-        shown = None
-    if shown is None:
-        previous(kind, error, trace)
-    else:
-        previous(type(shown), shown, shown.__traceback__)
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        if waiting:
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 def shorten(error: BaseException, trace: types.TracebackType | None) -> BaseException | None:

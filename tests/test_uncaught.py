@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import traceback
 from types import TracebackType
@@ -133,3 +135,26 @@ def test_an_error_of_ours_has_its_frames_unless_it_leaves_through_dcp() -> None:
     error._without_frames = True
     assert error.__traceback__ is None
     assert list(wrap_exception(error)[1]) == []
+
+
+def test_torchrun_does_not_end_the_first_rank_before_it_has_said_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    happened: list[str] = []
+    before = signal.signal(signal.SIGTERM, lambda *_: happened.append("ended"))
+    shorten = uncaught.shorten
+
+    def slowly(error: BaseException, trace: TracebackType | None) -> BaseException | None:
+        os.kill(os.getpid(), signal.SIGTERM)  # another rank was faster
+        return shorten(error, trace)
+
+    monkeypatch.setattr(uncaught, "shorten", slowly)
+    monkeypatch.setattr(uncaught, "_previous", lambda *_: happened.append("printed"))
+    try:
+        for error in (_CAUSE, ZeroDivisionError("of the user")):
+            raised = _caught(error)
+            uncaught._show(type(raised), raised, raised.__traceback__)
+        monkeypatch.setattr(uncaught, "_previous", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        raised = _caught(_CAUSE)
+        uncaught._show(type(raised), raised, raised.__traceback__)  # a debugger that does not end, for example
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert happened == ["printed", "ended", "ended", "printed", "ended"]

@@ -15,6 +15,7 @@ from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
 
+_MOST_PAGES = 10
 _MOST_HEADS = 3
 _LOOK_SECONDS = 5.0
 
@@ -22,7 +23,7 @@ _LOOK_SECONDS = 5.0
 def find_previous(store: Store, url: CheckpointURL) -> CheckpointURL | None:
     """The committed checkpoint with the highest step beside ``url``, other than it; None if there is none.
 
-    One page of a listing, and at most three HEADs: whether its data is whole is not checked.
+    Ten pages of a listing and three HEADs at most: whether its data is whole is not checked.
 
     Args:
         store: store with the checkpoints.
@@ -33,7 +34,16 @@ def find_previous(store: Store, url: CheckpointURL) -> CheckpointURL | None:
     """
     root = CheckpointURL(url.bucket, url.prefix.rpartition("/")[0])
     start = root.key("")
-    names = (each[len(start) :].rstrip("/") for each in store.page(start, "/").prefixes)
+    names: list[str] = []
+    token: str | None = None
+    for _ in range(_MOST_PAGES):
+        page = store.page(start, "/", token=token)
+        names += (each[len(start) :].rstrip("/") for each in page.prefixes)
+        token = page.next_token
+        if token is None:
+            break
+    else:
+        return None  # the highest step may come last
     steps = {name: step for name in names if (step := step_of(name)) is not None and name != url.name}
     for name in sorted(steps, key=lambda name: steps[name], reverse=True)[:_MOST_HEADS]:
         if store.exists(root.child(name).key(METADATA)):

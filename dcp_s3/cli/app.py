@@ -15,7 +15,7 @@ import typer
 
 from dcp_s3._version import __version__
 from dcp_s3.cli import exits, logs
-from dcp_s3.cli.group import GIVEN, Group
+from dcp_s3.cli.group import GIVEN, LAYOUT, Group, printable
 from dcp_s3.format.manifest import number_to_json
 from dcp_s3.url import is_s3_url
 
@@ -115,12 +115,12 @@ def _strict(value: Any) -> Any:
 
 def print_line(text: str) -> None:
     """Print a line for people, above the progress bar if there is one."""
-    sys.stdout.write(text + "\n")
+    sys.stdout.write(printable(text, keep=LAYOUT) + "\n")
 
 
 def note(text: str) -> None:
     """Print for people on stderr, beside the output for programs."""
-    sys.stderr.write(text + "\n")
+    sys.stderr.write(printable(text, keep=LAYOUT) + "\n")
 
 
 @contextlib.contextmanager
@@ -171,6 +171,7 @@ def stop_on_signals() -> Iterator[threading.Event]:
     try:
         yield stop
     finally:
+        stop.set()  # for threads that wait for it, whatever has happened
         for number, handler in before.items():
             signal.signal(number, handler)
 

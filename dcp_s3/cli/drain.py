@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dcp_s3.cli import exits
-from dcp_s3.cli.app import AsJSON, app, local_directory, note, print_json, progress, stop_on_signals
+from dcp_s3.cli.app import AsJSON, app, local_directory, note, print_json, print_line, progress, stop_on_signals
 from dcp_s3.cli.metrics import MetricsAddress, MetricsPort, serving
 from dcp_s3.units import format_size
 
@@ -99,13 +99,12 @@ def _print_saves(found: dict[str, Any]) -> None:
     for save in found["saves"]:
         age = tables.format_age(max(0.0, time.time() - save["created_at"]))
         tables.add_row(table, (save["url"], save["what"], save["state"], format_size(save["size"]), age))
-    console = tables.make_console()
     if found["saves"]:
-        console.print(table)
+        tables.make_console().print(table)
     for damaged in found["damaged"]:
-        console.print(f"damaged: {damaged['path']}: {damaged['reason']}", soft_wrap=True)
+        print_line(f"damaged: {damaged['path']}: {damaged['reason']}")
     for refused in found["refused"]:
-        console.print(f"set aside: {refused['path']}: {refused['reason']}", soft_wrap=True)
+        print_line(f"set aside: {refused['path']}: {refused['reason']}")
 
 
 def _drain(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import unicodedata
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -23,6 +24,12 @@ ORDER = (
 
 GIVEN = "given"
 """Key in a context's ``meta``: options that stand for settings, by the name of the setting."""
+
+LAYOUT = "\n\t"
+"""Characters that messages and lines for people keep."""
+
+# Control and formatting characters (also those that turn the direction of the text), lone surrogates, line ends.
+_OBEYED = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 _ANYWHERE = {"--endpoint-url": True, "--profile": True, "--region": True, "--verbose": False, "-v": False}
 """Options of all commands, and whether a value follows."""
@@ -85,7 +92,7 @@ class Group(TyperGroup):
             raise
         except (DcpS3Error, OSError) as error:
             message = self._in_options(ctx, str(error), self.get_command(ctx, ctx.invoked_subcommand or ""))
-            sys.stderr.write(f"dcp-s3: {message}\n")
+            sys.stderr.write(f"dcp-s3: {printable(message, keep=LAYOUT)}\n")
             raise typer.Exit(exits.status_of(error)) from None
 
     def _in_options(self, ctx: Any, message: str, command: Any) -> str:
@@ -105,6 +112,20 @@ def in_options(message: str, parameters: Iterable[Any], given: Mapping[str, str]
     for name, option in (given or {}).items():
         message = message.replace(f"DCP_S3_{name.upper()} =", f"{option} =")
     return message
+
+
+def printable(text: str, keep: str = "") -> str:
+    """A text with what a terminal would obey (anybody who may write to a bucket chooses names) as escapes: ``\\x1b``.
+
+    Args:
+        text: text for people.
+        keep: characters that stay, for example newlines.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        ascii(each)[1:-1] if unicodedata.category(each) in _OBEYED and each not in keep else each for each in text
+    )
 
 
 def _with_values(command: Any) -> set[str]:

@@ -7,6 +7,8 @@ import logging
 import sys
 from collections.abc import Iterator
 
+from dcp_s3.cli.group import LAYOUT, printable
+
 _PACKAGE = "dcp_s3"
 _RETRIES = "dcp_s3.s3.notices"
 """Logs at INFO why a request is tried again; shown in any case, lest a command sits silent."""
@@ -18,7 +20,7 @@ class _Lines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            sys.stderr.write(self.format(record) + "\n")
+            sys.stderr.write(printable(self.format(record), keep=LAYOUT) + "\n")
         except (OSError, ValueError):
             self.handleError(record)
 

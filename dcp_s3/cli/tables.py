@@ -15,6 +15,7 @@ from rich.text import Text
 
 from dcp_s3.checkpoint.directory import LEASE_MARGIN
 from dcp_s3.checkpoint.info import CheckpointInfo
+from dcp_s3.cli.group import printable
 from dcp_s3.format.saved_entries import SavedEntry
 from dcp_s3.retention.browse import FoundRoot
 from dcp_s3.retention.plan import Plan
@@ -57,8 +58,7 @@ def plain_lines(table: Table) -> list[str]:
 
 
 def _plain_cell(cell: Any) -> str:
-    text = str(cell) or "-"
-    return text if text.isprintable() else "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
+    return printable(str(cell)) or "-"
 
 
 def format_age(seconds: float) -> str:
@@ -240,6 +240,11 @@ def _size(size: int | None) -> str | None:
     return None if size is None else format_size(size)
 
 
+def line(text: str, style: str = "") -> Text:
+    """One line, in which names stay what they are: no markup, no newline, nothing for the terminal."""
+    return Text(printable(text), style=style)
+
+
 def make_table(columns: Sequence[str]) -> Table:
     """An empty table; a column whose title begins with ``>`` is flush right."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -251,5 +256,5 @@ def make_table(columns: Sequence[str]) -> Table:
 
 def add_row(table: Table, cells: Iterable[Any], *, style: str = "") -> None:
     """Add a row; None is an empty cell."""
-    # Text: keys and names may contain what rich would read as markup.
-    table.add_row(*(Text("" if cell is None else str(cell)) for cell in cells), style=style)
+    # Text: keys and names may contain what rich would read as markup. And what a terminal would obey.
+    table.add_row(*(Text("" if cell is None else printable(str(cell))) for cell in cells), style=style)

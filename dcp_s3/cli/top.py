@@ -159,40 +159,38 @@ def _view(
 def _parts(
     look: Look, waiting: dict[str, Any] | None, numbers: dict[str, list[str]], interval: float | None, failed: str
 ) -> Iterator[RenderableType]:
-    from rich.text import Text
-
     from dcp_s3.cli import tables
     from dcp_s3.units import format_size
 
     every = "" if interval is None else f", every {interval:g} s, Ctrl-C ends"
     seen = f"{look.seen} of {look.directories} directories looked into with {look.requests} requests"
-    yield Text(look.root, style="bold")
-    yield Text(f"{seen}{every}", style="dim")
+    yield tables.line(look.root, style="bold")
+    yield tables.line(f"{seen}{every}", style="dim")
     if failed:
-        yield Text(f"the last look failed: {failed}", style="red")
+        yield tables.line(f"the last look failed: {failed}", style="red")
     newest = look.newest
     if newest is None:
-        yield Text("newest committed: none was seen")
+        yield tables.line("newest committed: none was seen")
     else:
         age = "" if newest.created_at is None else f", {tables.format_age(look.now - newest.created_at)} ago"
         size = "" if newest.size is None else f", {format_size(newest.size)}"
-        yield Text(f"newest committed: {newest.name}{age}{size}")
+        yield tables.line(f"newest committed: {newest.name}{age}{size}")
     if look.saves:
         yield _saves(look)
     else:
-        yield Text("no save is in progress")
+        yield tables.line("no save is in progress")
     for deletion in look.deletions:
         left = "" if deletion.size is None else f", {format_size(deletion.size)} left"
-        yield Text(f"being deleted: {deletion.name}, since {tables.format_age(look.now - deletion.since)}{left}")
+        yield tables.line(f"being deleted: {deletion.name}, since {tables.format_age(look.now - deletion.since)}{left}")
     for lease in look.leases:
         readers = "1 reader" if lease.readers == 1 else f"{lease.readers} readers"
         ends = tables.format_age(lease.until - look.now)
-        yield Text(f"being read: {lease.name} by {readers}; the lease ends in {ends} unless renewed")
+        yield tables.line(f"being read: {lease.name} by {readers}; the lease ends in {ends} unless renewed")
     yield from _drains(look, waiting)
     for endpoint, lines in numbers.items():
-        yield Text(endpoint, style="bold")
+        yield tables.line(endpoint, style="bold")
         for line in lines:
-            yield Text(f"  {line}")
+            yield tables.line(f"  {line}")
 
 
 def _saves(look: Look) -> RenderableType:
@@ -227,8 +225,6 @@ def _saves(look: Look) -> RenderableType:
 def _drains(look: Look, waiting: dict[str, Any] | None) -> Iterator[RenderableType]:
     import time
 
-    from rich.text import Text
-
     from dcp_s3.cli import tables
     from dcp_s3.units import format_size
 
@@ -236,7 +232,7 @@ def _drains(look: Look, waiting: dict[str, Any] | None) -> Iterator[RenderableTy
         return
     saves = waiting["saves"]
     if not saves:
-        yield Text(f"nothing waits in {waiting['directory']}")
+        yield tables.line(f"nothing waits in {waiting['directory']}")
         return
     oldest = tables.format_age(time.time() - min(save["created_at"] for save in saves))
     size = format_size(sum(save["size"] for save in saves))
@@ -244,6 +240,6 @@ def _drains(look: Look, waiting: dict[str, Any] | None) -> Iterator[RenderableTy
     here = [url for url in urls if url.startswith(f"{look.root}/")]
     others = f" and {len(urls) - len(here)} of other roots" if len(urls) > len(here) else ""
     names = ", ".join(url.rpartition("/")[2] for url in here) or "none of this root"
-    yield Text(f"waits in {waiting['directory']}: {names}{others}; {size}, since {oldest}", style="yellow")
+    yield tables.line(f"waits in {waiting['directory']}: {names}{others}; {size}, since {oldest}", style="yellow")
     for each in (*waiting["damaged"], *waiting["refused"]):
-        yield Text(f"set aside or damaged: {each['path']}: {each['reason']}", style="red")
+        yield tables.line(f"set aside or damaged: {each['path']}: {each['reason']}", style="red")

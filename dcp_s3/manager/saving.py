@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
-from dcp_s3.boundary import left_by_save, log_failed_save
+from dcp_s3.boundary import frames_of_others, left_by_save, log_failed_save
 from dcp_s3.errors import SaveFailedError
 from dcp_s3.failures import Failed, panel
 from dcp_s3.manager.ranks import Ranks, for_others
@@ -188,6 +188,7 @@ class Saving:
         if isinstance(error, CheckpointException):
             failures = {failed: cause for failed, (cause, _) in error.failures.items()}
         failures = {failed: for_others(cause) for failed, cause in failures.items()}
+        frames = frames_of_others(error)
         without_tracebacks(error)
         told = Failed(
             f"the save of step {step} to {url}",
@@ -197,7 +198,7 @@ class Saving:
             resume="" if self.last_good is None else "manager.restore(state)",
         )
         failure = SaveFailedError(panel(told), url=url, step=step, failures=failures, rank=self._rank)
-        log_failed_save(str(failure), failure, others_know=shared, rank=self._rank)
+        log_failed_save(str(failure) + frames, failure, others_know=shared, rank=self._rank)
         return failure
 
     def settle(self) -> None:

@@ -14,7 +14,17 @@ from dcp_s3.checkpoint.directory import Directory
 from dcp_s3.format.layout import What, classify
 from dcp_s3.format.manifest import Manifest
 from dcp_s3.limit import UNLIMITED, Cancelled
-from dcp_s3.offline.copy_source import CopyResult, CopySource, clear_the_way, commit_copy, make_source, plain_copies
+from dcp_s3.offline.copy_source import (
+    CopyResult,
+    CopySource,
+    check_unchanged,
+    clear_the_way,
+    commit_copy,
+    etags_in_place,
+    list_objects,
+    make_source,
+    plain_copies,
+)
 from dcp_s3.offline.destination import open_destination
 from dcp_s3.offline.replicate import download, upload
 from dcp_s3.s3.store import S3Store
@@ -65,6 +75,7 @@ def copy(
         CheckpointExistsError: another checkpoint is at the destination.
         CheckpointNotFoundError: there is no committed checkpoint at ``source``.
         CorruptCheckpointError: the checkpoint is damaged, or its copy is not what was saved.
+        CheckpointError: a checkpoint of another writer was replaced in place meanwhile.
         InvalidURLError: neither is an S3 URL, or one lies inside the other.
         StorageError, OSError
     """
@@ -115,11 +126,11 @@ class _Job:
     """Ends the requests of both stores."""
 
     def run(self, overwrite: bool, on_total: Callable[[int], None], on_progress: Callable[[int], None]) -> CopyResult:
-        listed = _list(self.source, self.origin)
+        listed = list_objects(self.source, self.origin)
         directory = Directory.of_sizes({path: each.size for path, each in listed.items()})
         source = make_source(str(self.origin), directory, lambda path: self.source.get(self.origin.key(path)).data)
         crcs = self._known_crcs(source)
-        there = _list(self.store, self.url)
+        there = list_objects(self.store, self.url)
         wanted = source.files.keys() - self._finished(source, listed, there, crcs)
         replaced: frozenset[str] = frozenset()
         if not self._is_begun(source, there):
@@ -133,6 +144,7 @@ class _Job:
 
         _for_each(copy_one, wanted - late, self.stop)
         self._check_whole(source, late)
+        check_unchanged(self.source, self.origin, source, etags_in_place(source, listed))
         commit_copy(self.store, self.url, source, overwrite=overwrite)
         _for_each(copy_one, late, self.stop)
         kept = {self.url.key(path) for path in (*source.files, *source.commits)}
@@ -239,7 +251,7 @@ class _Job:
 
     def _check_whole(self, source: CopySource, late: Collection[str]) -> None:
         """Look, before the commit, that nobody took the copy for the leftovers of a failed save."""
-        there = Directory.of_sizes({path: each.size for path, each in _list(self.store, self.url).items()})
+        there = Directory.of_sizes({path: each.size for path, each in list_objects(self.store, self.url).items()})
         needed = {path: size for path, size in source.files.items() if path not in late}
         missing = there.lacking(needed, exact=True)
         if missing:
@@ -248,11 +260,6 @@ class _Job:
                 "Remedy: copy again, while no prune with a short grace period (DCP_S3_RETENTION_GRACE) runs there",
                 url=str(self.url),
             )
-
-
-def _list(store: S3Store, url: CheckpointURL) -> dict[str, ListedObject]:
-    skip = len(url.key(""))
-    return {each.key[skip:]: each for each in store.list(url.key("")).objects}
 
 
 def _for_each(work: Callable[[str], None], paths: Collection[str], stop: threading.Event) -> None:

@@ -27,7 +27,7 @@ from dcp_s3.format.manifest import AttachmentEntry, Manifest, attachments_of
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.format.saved_entries import needed_objects
 from dcp_s3.reprs import one_line
-from dcp_s3.store import ABSENT, Store
+from dcp_s3.store import ABSENT, ListedObject, Store, same_etag
 from dcp_s3.units import format_size
 from dcp_s3.url import CheckpointURL
 
@@ -153,6 +153,51 @@ def _is_besides(found: DirectoryEntry) -> bool:
         return False
     # Keys may be anything: "./.metadata" must not become the file .metadata, "a/" has no file.
     return not any(segment in ("", ".", "..") for segment in found.path.split("/"))
+
+
+def list_objects(store: Store, url: CheckpointURL) -> dict[str, ListedObject]:
+    """Everything at a URL, by relative path, with ETags."""
+    skip = len(url.key(""))
+    return {each.key[skip:]: each for each in store.list(url.key("")).objects}
+
+
+def etags_in_place(source: CopySource, listed: Mapping[str, ListedObject]) -> dict[str, str]:
+    """ETags, by relative path, of what another save may write over while this is copied: names without a nonce.
+
+    Empty for what dcp_s3 saved: whoever has copied all that its metadata names has one checkpoint.
+    """
+    plain = plain_copies(source)
+    ours = (What.METRICS, What.CONTROL, What.MANIFEST)
+    fixed = [
+        path for path in source.files if not ((kind := classify(path)).nonce or kind.what in ours or path in plain)
+    ]
+    if not fixed:
+        return {}
+    return {path: listed[path].etag if path in listed else "" for path in (*fixed, *source.commits)}
+
+
+def check_unchanged(store: Store, url: CheckpointURL, source: CopySource, before: Mapping[str, str]) -> None:
+    """Look, when all is copied, that the parts are of one checkpoint.
+
+    Args:
+        store: store of the source.
+        url: URL of the source.
+        source: what was copied.
+        before: `etags_in_place` before the copy.
+
+    Raises:
+        CheckpointError: something was written or deleted meanwhile.
+    """
+    if not before:
+        return
+    now = etags_in_place(source, list_objects(store, url))
+    changed = [path for path, etag in before.items() if not same_etag(etag, now[path])]
+    if changed:
+        raise errors.CheckpointError(
+            f"{url} was not copied: {len(changed)} of its objects have changed meanwhile, the first {changed[0]}. "
+            "Remedy: copy again, when nobody saves to this URL",
+            url=str(url),
+        )
 
 
 def plain_copies(source: CopySource) -> set[str]:

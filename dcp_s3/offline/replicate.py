@@ -10,12 +10,11 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.directory import Directory
-from dcp_s3.checkpoint.listing import list_directory
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.layout import CONTROL_PREFIX
 from dcp_s3.format.manifest import Manifest, attachments_of
@@ -23,8 +22,11 @@ from dcp_s3.offline.copy_source import (
     DOWNLOAD_MARKER,
     CopyResult,
     CopySource,
+    check_unchanged,
     clear_the_way,
     commit_copy,
+    etags_in_place,
+    list_objects,
     make_source,
     plain_copies,
 )
@@ -69,13 +71,17 @@ def download(
         CheckpointExistsError: the directory is not empty.
         CheckpointNotFoundError: there is no committed checkpoint at ``url``.
         CorruptCheckpointError: the checkpoint is damaged, or what arrived is not what was saved.
+        CheckpointError: a checkpoint of another writer was replaced in place meanwhile.
         StorageError, OSError
     """
     parsed = parse_url(url)
     store = S3Store(parsed.bucket, resolve_settings(settings))
     target = Path(directory)
-    source = make_source(str(parsed), list_directory(store, parsed), lambda path: store.get(parsed.key(path)).data)
-    _prepare_directory(target, parsed, source, overwrite=overwrite)
+    listed = list_objects(store, parsed)
+    there = Directory.of_sizes({path: each.size for path, each in listed.items()})
+    source = make_source(str(parsed), there, lambda path: store.get(parsed.key(path)).data)
+    etags = etags_in_place(source, listed)
+    _prepare_directory(target, parsed, source, etags, overwrite=overwrite)
     present = {path for path, size in source.files.items() if _size_of(target / path) == size}
     wanted = {path: size for path, size in source.files.items() if path not in present}
     if on_total is not None:
@@ -86,6 +92,7 @@ def download(
         on_progress=on_progress,
     )
     _verify(target, parsed, source)
+    check_unchanged(store, parsed, source, etags)
     for attachment, entry in attachments_of(source.attachments).items():
         plain, data = target / attachment, (target / entry.path).read_bytes()
         if not plain.is_file() or plain.read_bytes() != data:  # S3 may lack the plain copy, or have an older one
@@ -99,10 +106,15 @@ def download(
     return CopyResult(source.count, source.size, sum(wanted.values()))
 
 
-def _prepare_directory(target: Path, url: CheckpointURL, source: CopySource, *, overwrite: bool) -> None:
+def _prepare_directory(
+    target: Path, url: CheckpointURL, source: CopySource, etags: Mapping[str, str], *, overwrite: bool
+) -> None:
     marker = target / DOWNLOAD_MARKER
     digest = hashlib.sha256(b"".join(source.commits[name] for name in sorted(source.commits))).hexdigest()
-    mark = json.dumps({"url": str(url), "metadata_sha256": digest}).encode()
+    same: dict[str, object] = {"url": str(url), "metadata_sha256": digest}
+    if etags:  # the metadata of another save with the same names may be the same
+        same["etags_sha256"] = hashlib.sha256(json.dumps(sorted(etags.items())).encode()).hexdigest()
+    mark = json.dumps(same).encode()
     if target.exists() and any(target.iterdir()):
         if _read_marker(marker) == mark:
             _remove_partial(target, source)

@@ -51,6 +51,9 @@ class Tries:
     _started: float = field(default_factory=time.monotonic)
     _last: str = ""  # not the error itself: its traceback would keep the frames it came through
 
+    def __post_init__(self) -> None:
+        logger.debug("%s s3://%s/%s", self.operation, self.bucket, self.key)
+
     def check(self) -> None:
         """Raise if there may be no further attempt.
 

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_s3 import S3StorageWriter, Settings
 from dcp_s3.checkpoint import previous
+from dcp_s3.s3 import listing
 from dcp_s3.url import parse_url
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.memory_s3 import Fault
@@ -56,3 +57,14 @@ def test_a_store_that_refuses_or_does_not_answer_leaves_it_out(
     monkeypatch.setattr(previous, "_LOOK_SECONDS", 0.2)
     faulty.rule = lambda _: Fault.straggle(30)
     assert _look(20) == ""
+
+
+def test_the_highest_step_is_found_on_later_pages_or_none_is_named(
+    faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listing, "PAGE_SIZE", 2)
+    for step in (1, 2, 3):
+        _save(step)
+    assert _look(9) == f"{_ROOT}/step-3"
+    monkeypatch.setattr(previous, "_MOST_PAGES", 1)
+    assert _look(9) == "", "better none than an old one"

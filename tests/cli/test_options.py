@@ -117,9 +117,11 @@ def test_verbose_logs_to_stderr(faulty: FaultyServer) -> None:
     quiet = run("ls", ROOT, "--json")
     assert quiet.stderr == ""
     for option, is_there in (("-v", False), ("-vv", True)):
+        every = run("ls", ROOT, "--json", option)
+        assert ("DEBUG dcp_s3.s3.retry: ListObjectsV2 s3://" in every.stderr) == is_there
         faulty.once("ListObjectsV2", Fault.error(500, "InternalError"))
         loud = run("ls", ROOT, "--json", option)
-        assert ("DEBUG dcp_s3.s3.retry: ListObjectsV2 s3://" in loud.stderr) == is_there
+        assert ("failed (" in loud.stderr) == is_there
         assert json.loads(loud.stdout) == json.loads(quiet.stdout)
     assert run("ls", ROOT, "--json").stderr == ""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.server
+import io
 import json
 import os
 import pty
@@ -19,11 +21,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from rich.console import Console
 from typer.testing import CliRunner
 
-from dcp_s3 import S3StorageWriter
+from dcp_s3 import S3StorageWriter, Settings
+from dcp_s3.cli import top
 from dcp_s3.cli.main import app
 from dcp_s3.format.layout import deletion_object, lease_object
+from dcp_s3.reporting.watch import Watcher
 from dcp_s3.spill.background import stop_draining
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.memory_s3 import Fault
@@ -264,6 +269,28 @@ def test_on_a_terminal_it_looks_again_until_ctrl_c(faulty: FaultyServer) -> None
         os.close(ours)
     assert process.returncode == 0
     assert messages == b""
+
+
+def test_an_error_ends_it_on_a_terminal(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = iter([Watcher.look])
+    stop, waited = threading.Event(), threading.Event()
+    never = threading.Timer(30, lambda: (waited.set(), stop.set()))
+
+    async def fail_later(watcher: Watcher) -> Any:
+        for each in looks:
+            return await each(watcher)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(Watcher, "look", fail_later)
+    monkeypatch.setattr(top, "stop_on_signals", lambda: stop)
+    console = Console(file=io.StringIO(), force_terminal=True)
+    never.start()
+    try:
+        with pytest.raises(ZeroDivisionError):
+            asyncio.run(top._watch(f"s3://{BUCKET}/run", Settings(), 16, 0.5, [], console))
+    finally:
+        never.cancel()
+    assert not waited.is_set(), "it would have gone on until Ctrl-C"
 
 
 def wait_for(shown: bytearray, text: bytes) -> None:

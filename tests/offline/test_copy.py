@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 import dcp_s3
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
 from dcp_s3.format.layout import lease_object
+from dcp_s3.offline import replicate
 from dcp_s3.offline.copy import copy
 from dcp_s3.s3 import copy as copying
 from dcp_s3.s3.client import close_clients
@@ -238,3 +239,67 @@ def test_after_a_kill_a_second_run_finishes(
     load_large(_COPY, tensor)
     assert dcp_s3.verify(_COPY, full=True).ok
     assert get(s3_of, _COPY, ".metadata") == get(s3_of, _URL, ".metadata")
+
+
+# --- written over ----------------------------------------------------------------------------------------
+
+
+def _overwrite_after_the_first_object(monkeypatch: pytest.MonkeyPatch, s3: Any, url: str, directory: Path) -> None:
+    """Let another save write over a foreign checkpoint, whose objects keep their names, during the next copy."""
+    transfer = S3Store.copy
+    happened: list[str] = []
+
+    def copy_one(self: S3Store, source: Any, source_key: str, key: str) -> None:
+        transfer(self, source, source_key, key)
+        if not happened:
+            happened.append(source_key)
+            _put_foreign(s3, url, directory, 2.0)
+
+    monkeypatch.setattr(S3Store, "copy", copy_one)
+
+
+def _put_foreign(s3: Any, url: str, directory: Path, value: float) -> None:
+    tensors = {name: torch.full((10,), value) for name in "abcd"}
+    writer = dcp.FileSystemWriter(directory, single_file_per_rank=False, overwrite=True)
+    dcp.save(tensors, storage_writer=writer, no_dist=True)
+    for file in directory.iterdir():
+        put(s3, url, file.name, file.read_bytes())
+
+
+def _values(reader: Any) -> set[float]:
+    loaded = {name: torch.zeros(10) for name in "abcd"}
+    dcp.load(loaded, storage_reader=reader, no_dist=True)
+    return {value for tensor in loaded.values() for value in tensor.tolist()}
+
+
+@pytest.mark.servers("memory")
+def test_a_copy_is_never_of_two_saves(faulty: FaultyServer, s3_of: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "torch").mkdir()
+    _put_foreign(s3_of, _URL, tmp_path / "torch", 1.0)
+    _overwrite_after_the_first_object(monkeypatch, s3_of, _URL, tmp_path / "torch")
+    with pytest.raises(errors.CheckpointError, match="have changed meanwhile"):
+        copy(_URL, _COPY)
+    assert ".metadata" not in keys(s3_of, _COPY)
+    copy(_URL, _COPY)
+    assert _values(S3StorageReader(_COPY)) == {2.0}
+
+
+@pytest.mark.servers("memory")
+def test_nor_is_a_download(faulty: FaultyServer, s3_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch").mkdir()
+    _put_foreign(s3_of, _URL, tmp_path / "torch", 1.0)
+    fetch = replicate.download_files
+
+    def fetch_later(*arguments: Any, **options: Any) -> None:
+        fetch(*arguments, **options)
+        _put_foreign(s3_of, _URL, tmp_path / "torch", 2.0)
+
+    monkeypatch.setattr(replicate, "download_files", fetch_later)
+    with pytest.raises(errors.CheckpointError, match="have changed meanwhile"):
+        copy(_URL, tmp_path / "copy")
+    assert not (tmp_path / "copy" / ".metadata").exists()
+    monkeypatch.setattr(replicate, "download_files", fetch)
+    with pytest.raises(errors.CheckpointExistsError):
+        copy(_URL, tmp_path / "copy")  # what is there is of the first save, in files of the same sizes
+    copy(_URL, tmp_path / "copy", True)
+    assert _values(dcp.FileSystemReader(tmp_path / "copy")) == {2.0}
