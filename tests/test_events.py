@@ -22,6 +22,7 @@ from dcp_s3 import CheckpointManager, KeepLatest, S3Stager, S3StorageReader, S3S
 from dcp_s3.spill.background import stop_draining
 from tests.memory_s3 import Fault
 from tests.ranks import run_ranks
+from tests.s3.waiting import until
 from tests.servers import S3Server
 
 pytestmark = pytest.mark.servers("memory")
@@ -275,6 +276,7 @@ def test_a_manager_tells_of_everything_that_it_does(memory_server: S3Server, roo
         manager.save(2, state())
         manager.wait()
         assert manager.restore(state()) == 2
+        until(lambda: any(event.deleted for event in heard.of(events.Pruned)))
         memory_server.handle.fault = refuse_data
         manager.save(3, state())
         with pytest.raises(dcp_s3.errors.SaveFailedError):

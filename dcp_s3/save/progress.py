@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -57,15 +58,22 @@ class Progress:
     ) -> None:
         self.step, self.on_event = step, on_event
         self._url, self._rank = str(url), rank
-        self._gate, self._stall_since = store.gate, stall_since
+        self._bucket, self._settings, self._stall_since = store.name, store.settings, stall_since
         self._began = time.monotonic()
-        self._throttled = self._gate.state.throttled
+        self._throttled_before = self._count_throttled()
         emit(SaveStarted(url=self._url, step=self.step, rank=rank), on_event)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # For a process of its own, see `SaveOptions`. It counts anew.
+        return {**self.__dict__, "on_event": None, "_stall_since": unknown_stall, "_throttled_before": 0}
 
     @property
     def throttled(self) -> int:
         """Requests of this process to the bucket that S3 has throttled since the save began."""
-        return self._gate.state.throttled - self._throttled
+        return max(0, self._count_throttled() - self._throttled_before)
+
+    def _count_throttled(self) -> int:
+        return S3Store(self._bucket, self._settings).gate.state.throttled
 
     def written(self, results: Sequence[WriteResult], seconds: float) -> None:
         """This rank's objects are complete."""

@@ -69,6 +69,11 @@ class SaveOptions:
     """Small files that belong to this save."""
     on_event: Listener | None = None
     stall_since: StallSince = unknown_stall
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Some frameworks save in a process of their own: who listens is here, and so was the staging.
+        return {**self.__dict__, "on_event": None, "stall_since": unknown_stall}
+
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
