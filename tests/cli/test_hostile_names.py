@@ -38,7 +38,7 @@ def test_notes_lines_and_the_log_show_it_escaped(capsys: pytest.CaptureFixture[s
     with logs.shown(0):
         logging.getLogger("dcp_s3.test").warning(
             "%s", _EVIL.replace("\udc80", "")
-        )  # pytest sends what is logged as UTF-8
+        )
     out, err = capsys.readouterr()
     assert "\x1b" not in out + err
     assert "\x07" not in out + err
