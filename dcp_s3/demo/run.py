@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shlex
 import shutil
 import tempfile
@@ -16,6 +15,7 @@ from rich.table import Table
 
 import dcp_s3
 from dcp_s3.demo.acts import Demo, DemoError
+from dcp_s3.demo.environment import slow_uploads_down
 from dcp_s3.demo.report import Report
 from dcp_s3.demo.storage import BUCKET, BucketView, embedded_server
 from dcp_s3.demo.workers import WorkerError
@@ -24,9 +24,6 @@ from dcp_s3.retention.plan import Plan
 
 #: Seconds for one run of the training. The network to a real bucket may be slow.
 LIMIT_EMBEDDED, LIMIT_URL = 150.0, 1800.0
-#: Small parts, few at a time: a state of 60 MB is then uploaded like one of many gigabytes, in
-#: several multipart uploads at once, and takes long enough to be interrupted.
-UPLOAD_SETTINGS = {"DCP_S3_PART_SIZE": "5MiB", "DCP_S3_CONCURRENCY": "1"}
 
 
 def run_demo(url: str | None, *, keep: bool, plan_table: Callable[[Plan], Table]) -> bool:
@@ -72,8 +69,7 @@ def _run(url: str | None, folder: Path, report: Report) -> bool:
         else:
             root = f"{url.rstrip('/')}/demo-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}"
             report.stage("Your bucket", f"Everything goes below {root}")
-        for name, value in UPLOAD_SETTINGS.items():
-            os.environ.setdefault(name, value)
+        slow_uploads_down()
         storage = BucketView(root)
         dcp_s3.latest(root)  # fails here, with a clear message, if the bucket cannot be reached
         if url is not None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -18,12 +17,12 @@ from botocore.config import Config
 from botocore.exceptions import ClientError
 
 from dcp_s3 import Settings
+from dcp_s3.demo.environment import lead_to
 from dcp_s3.url import parse_url
 
 BUCKET = "demo"
 #: A store may not list open uploads, or may not permit it. The demo then shows none.
 _UPLOADS_UNKNOWN = {"AccessDenied", "MethodNotAllowed", "NoSuchUpload", "NotImplemented"}
-_PROXIES = ("http_proxy", "https_proxy", "all_proxy")
 
 
 @contextlib.contextmanager
@@ -44,27 +43,11 @@ def embedded_server() -> Iterator[str]:
     try:
         host, port = server.get_host_and_port()
         endpoint_url = f"http://{host}:{port}"
-        _point_environment_at(endpoint_url)
+        lead_to(endpoint_url)
         _client().create_bucket(Bucket=BUCKET)
         yield endpoint_url
     finally:
         server.stop()
-
-
-def _point_environment_at(endpoint_url: str) -> None:
-    """Replace everything in the environment that leads to a real S3: the demo must not go there unasked."""
-    for name in list(os.environ):
-        if name.startswith(("AWS_", "DCP_S3_")) or name.lower() in _PROXIES:
-            del os.environ[name]
-    os.environ |= {
-        "DCP_S3_ENDPOINT_URL": endpoint_url,
-        "AWS_ACCESS_KEY_ID": "demo",
-        "AWS_SECRET_ACCESS_KEY": "demo",
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_CONFIG_FILE": os.devnull,
-        "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
-        "AWS_EC2_METADATA_DISABLED": "true",
-    }
 
 
 def _client() -> Any:

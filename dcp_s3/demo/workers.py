@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import socket
 import subprocess
@@ -10,6 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
+
+from dcp_s3.settings import child_environment
 
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _LOG_TAIL = 3000
@@ -31,12 +32,12 @@ class TrainingProcesses:
         logs.mkdir(parents=True)
         self._logs = [logs / f"rank{rank}" for rank in range(ranks)]
         self._read = 0
-        environment = os.environ | {
-            "WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(_free_port()),
-            "OMP_NUM_THREADS": "1",  # the ranks share few cores
-        }
+        environment = child_environment(
+            WORLD_SIZE=str(ranks),
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=str(_free_port()),
+            OMP_NUM_THREADS="1",  # the ranks share few cores
+        )
         # Otherwise gloo looks up the host's name, which does not work on every laptop.
         environment.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
         self._processes: list[subprocess.Popen[bytes]] = []

@@ -6,7 +6,7 @@ process does with `serve`, or by registering `Collector` in the registry that it
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -73,26 +73,13 @@ def _metrics(found: Stats) -> Iterator[Metric]:
                 yield CounterMetricFamily(name, f"{help_text}: {each.name}", value=value)
             elif value is not None:
                 yield GaugeMetricFamily(name, f"{help_text}: {each.name}", value=value, unit=_UNITS.get(each.name, ""))
-    yield _by_bucket(
-        CounterMetricFamily, "dcp_s3_throttled_requests", "Requests that S3 throttled",
-        ((name, state.throttled) for name, state in found.throttle.items()),
-    )  # fmt: skip
-    yield _by_bucket(
-        GaugeMetricFamily, "dcp_s3_request_limit", "Data requests that may be in flight",
-        ((name, state.limit) for name, state in found.throttle.items()),
-    )  # fmt: skip
-    yield _by_bucket(
-        GaugeMetricFamily, "dcp_s3_requests_in_flight", "Data requests that are in flight",
-        ((name, state.in_flight) for name, state in found.throttle.items()),
-    )  # fmt: skip
-    yield _by_bucket(
-        CounterMetricFamily, "dcp_s3_hedged_requests", "Second GETs of ranges whose first GET straggled",
-        ((name, state.started) for name, state in found.hedges.items()),
-    )  # fmt: skip
-
-
-def _by_bucket(kind: Any, name: str, help_text: str, values: Iterable[tuple[str, float]]) -> Metric:
-    family: Metric = kind(name, help_text, labels=["bucket"])
-    for bucket, value in values:
-        family.add_metric([bucket], value)  # type: ignore[attr-defined]
-    return family
+    for kind, name, help_text, states, field in (
+        (CounterMetricFamily, "dcp_s3_throttled_requests", "Requests that S3 throttled", found.throttle, "throttled"),
+        (GaugeMetricFamily, "dcp_s3_request_limit", "Data requests that may be in flight", found.throttle, "limit"),
+        (GaugeMetricFamily, "dcp_s3_requests_in_flight", "Data requests in flight", found.throttle, "in_flight"),
+        (CounterMetricFamily, "dcp_s3_hedged_requests", "GETs that raced one that straggled", found.hedges, "started"),
+    ):
+        family = kind(name, help_text, labels=["bucket"])
+        for bucket, state in states.items():
+            family.add_metric([bucket], getattr(state, field))
+        yield family

@@ -53,10 +53,21 @@ def browse(url: URLLike, *, settings: SettingsLike = None) -> Contents:
         InvalidURLError, SettingsError
         StorageError: missing bucket, credentials, permissions, network.
     """
+    where, found = parse_url(url), None
+    if not where.prefix and run(_is_crowded(where, settings)):  # the catalog would look into each of its directories
+        found = run(_browse(where, settings))
+        if str(where) not in {each.root for each in found.roots}:
+            return found
     checkpoints = CheckpointCatalog(url, settings=settings).checkpoints()
     if checkpoints:
         return Contents(tuple(checkpoints))
-    return run(_browse(parse_url(url), settings))
+    return found or run(_browse(where, settings))
+
+
+async def _is_crowded(url: CheckpointURL, settings: SettingsLike) -> bool:
+    """Whether there are more directories and objects than one listing tells."""
+    async with open_async_store(url.bucket, resolve_settings(settings)) as store:
+        return (await store.page(url.key(""), "/")).next_token is not None
 
 
 async def _browse(url: CheckpointURL, settings: SettingsLike) -> Contents:

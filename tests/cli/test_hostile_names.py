@@ -36,9 +36,7 @@ def test_notes_lines_and_the_log_show_it_escaped(capsys: pytest.CaptureFixture[s
     app.note(f"left alone: {_EVIL}")
     app.print_line(_EVIL)
     with logs.shown(0):
-        logging.getLogger("dcp_s3.test").warning(
-            "%s", _EVIL.replace("\udc80", "")
-        )
+        logging.getLogger("dcp_s3.test").warning("%s", _EVIL.replace("\udc80", ""))
     out, err = capsys.readouterr()
     assert "\x1b" not in out + err
     assert "\x07" not in out + err

@@ -72,6 +72,28 @@ def test_the_search_is_bounded_and_says_so(monkeypatch: pytest.MonkeyPatch) -> N
         assert server.s3.counters.requests["ListObjectsV2"] <= 20 + 10
 
 
+def test_a_bucket_with_very_many_directories_is_not_looked_through(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with serve(monkeypatch) as server:
+        for number in range(1100):
+            put_key(server, f"{number:04}/part.bin")
+        server.s3.reset_counters()
+        run("ls", f"s3://{BUCKET}", status=3)
+        assert server.s3.counters.requests["ListObjectsV2"] <= browsing.MOST_LISTINGS + 1
+        assert set(server.s3.counters.requests) == {"ListObjectsV2"}
+
+
+@pytest.mark.parametrize("beside", [0, 4])
+def test_checkpoints_directly_in_a_bucket_are_listed(root: str, s3: Any, beside: int) -> None:
+    bucket = root.rpartition("/")[0]
+    save(f"{bucket}/m/step-1")
+    save(f"{bucket}/step-1")
+    for number in range(beside):
+        put(s3, f"{bucket}/{'amxz'[number]}", "part.bin")
+    assert [line.split("\t")[0] for line in run("ls", bucket).stdout.splitlines()] == ["name", "step-1"]
+
+
 def put_key(server: Any, key: str) -> None:
     from dcp_s3.s3.store import S3Store
 
