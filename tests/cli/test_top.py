@@ -26,6 +26,7 @@ from typer.testing import CliRunner
 
 from dcp_s3 import S3StorageWriter, Settings
 from dcp_s3.cli import top
+from dcp_s3.cli.app import stop_on_signals
 from dcp_s3.cli.main import app
 from dcp_s3.format.layout import deletion_object, lease_object
 from dcp_s3.reporting.watch import Watcher
@@ -273,8 +274,15 @@ def test_on_a_terminal_it_looks_again_until_ctrl_c(faulty: FaultyServer) -> None
 
 def test_an_error_ends_it_on_a_terminal(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = iter([Watcher.look])
-    stop, waited = threading.Event(), threading.Event()
-    never = threading.Timer(30, lambda: (waited.set(), stop.set()))
+    stops: list[threading.Event] = []
+    waited = threading.Event()
+    never = threading.Timer(30, lambda: (waited.set(), stops[0].set()))
+
+    @contextmanager
+    def watched() -> Iterator[threading.Event]:
+        with stop_on_signals() as stop:
+            stops.append(stop)
+            yield stop
 
     async def fail_later(watcher: Watcher) -> Any:
         for each in looks:
@@ -282,7 +290,7 @@ def test_an_error_ends_it_on_a_terminal(faulty: FaultyServer, monkeypatch: pytes
         raise ZeroDivisionError
 
     monkeypatch.setattr(Watcher, "look", fail_later)
-    monkeypatch.setattr(top, "stop_on_signals", lambda: stop)
+    monkeypatch.setattr(top, "stop_on_signals", watched)
     console = Console(file=io.StringIO(), force_terminal=True)
     never.start()
     try:
