@@ -47,6 +47,15 @@ def check_save_policy(policy: object) -> None:
         )
 
 
+def asks_ranks(policy: SavePolicyFunction | None) -> bool:
+    """Whether the ranks have to tell each other what this policy says."""
+    return policy is not None and any(not _is_by_step(each) for each in parts(policy))
+
+
+def _is_by_step(policy: SavePolicyFunction) -> bool:
+    return isinstance(policy, SavePolicy) and policy.by_step
+
+
 def _needs_signals(policy: SavePolicyFunction) -> bool:
     return any(isinstance(each, SaveOnPreemption) for each in parts(policy))
 
@@ -86,7 +95,7 @@ class SaveDecisions:
 
     Args:
         policy: the policy; None: every step that is asked about.
-        ranks: the ranks that save together.
+        ranks: the ranks that save together, with a group that no save uses meanwhile.
     """
 
     def __init__(
@@ -98,7 +107,7 @@ class SaveDecisions:
     ) -> None:
         given = () if policy is None else parts(policy)
         self._always = policy is None
-        self._by_step = tuple(each for each in given if isinstance(each, SavePolicy) and each.by_step)
+        self._by_step = tuple(each for each in given if _is_by_step(each))
         self._told = tuple(each for each in given if each not in self._by_step)
         self._ranks, self._now = ranks, now
         self._since = now()

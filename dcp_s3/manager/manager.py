@@ -17,7 +17,7 @@ from dcp_s3.manager import arguments
 from dcp_s3.manager.arguments import check_step
 from dcp_s3.manager.background import BackgroundRetention, commit_of, retain
 from dcp_s3.manager.choosing import ChosenCheckpoint
-from dcp_s3.manager.deciding import SaveDecisions
+from dcp_s3.manager.deciding import SaveDecisions, asks_ranks
 from dcp_s3.manager.names import DEFAULT_FORMAT, StepFormat, step_name
 from dcp_s3.manager.ranks import Failures, Ranks
 from dcp_s3.manager.reading import RunReader
@@ -117,7 +117,7 @@ class CheckpointManager(RunReader):
         # First: through the group the other ranks learn if the arguments of one rank are wrong.
         self._ranks = Ranks(process_group)
 
-        def configure() -> tuple[tuple[str, str, bool], dict[str, int | None]]:
+        def configure() -> tuple[tuple[str, str, bool, bool], dict[str, int | None]]:
             timeouts = {"retention_timeout": retention_timeout, "drain_timeout": drain_timeout}
             found = arguments.configure(root, retention, settings, separate, timeouts, step_format, self._should_save)
             self.root, self.settings, self.retention = found.root, found.settings, found.retention
@@ -126,20 +126,23 @@ class CheckpointManager(RunReader):
             self._stager = None if read_only else S3Stager(found.settings, on_event=on_event)
             waiting = () if read_only else look_at_disk(self._catalog).commits
             example = step_name(12, found.step_format)
-            return (self.root_url, example, read_only), {each.info.url: each.info.step for each in waiting}
+            run = (self.root_url, example, read_only, asks_ranks(self._should_save))
+            return run, {each.info.url: each.info.step for each in waiting}
 
         told = self._ranks.agree(configure, self._refuse("no CheckpointManager is made"))
         runs = {rank: run for rank, (run, _) in enumerate(told)}
         if len(set(runs.values())) > 1:
             raise errors.CheckpointError(
-                f"the ranks have different roots, step formats (here of step 12) or read_only: {runs} (by rank). "
-                "Remedy: pass the same on all"
+                "the ranks have different roots, step formats (here of step 12), read_only or should_save (whether it "
+                f"needs more than the step): {runs} (by rank). Remedy: pass the same on all"
             )
         self._left = {url: step for _, urls in told for url, step in urls.items()}
         """Steps by URL that an earlier run left on disk and this run has not reached yet. If this run saves one of
         them, it has diverged from that run, and replaces the old checkpoint."""
         self._saving = Saving(self._ranks.rank)
-        self._decisions = SaveDecisions(self._should_save, self._ranks)
+        # Beside a save under way, whose collectives must not mix with these.
+        deciding = self._ranks.apart() if asks_ranks(self._should_save) else self._ranks
+        self._decisions = SaveDecisions(self._should_save, deciding)
         self._restoring = Restoring(
             self._catalog,
             self._ranks,

@@ -40,6 +40,14 @@ class Ranks:
                 "only, or leave process_group out"
             )
 
+    def apart(self) -> Ranks:
+        """The same ranks with a gloo group of their own, for collectives beside those of a save under way. All ranks
+        call it at the same time."""
+        if self.size == 1:
+            return self
+        members = dist.get_process_group_ranks(self.group)
+        return Ranks(dist.new_group(members, backend="gloo", use_local_synchronization=True))
+
     @property
     def is_first(self) -> bool:
         """Whether this is the rank that decides."""

@@ -169,4 +169,17 @@ def test_all_ranks_read_only_or_none(memory_server: Any, root: str) -> None:
         assert found == 1
         assert loaded["step"] == 1
     for told in run_ranks(2, _disagrees, root):
-        assert "different roots, step formats (here of step 12) or read_only" in told
+        assert "different roots, step formats (here of step 12), read_only or should_save" in told
+
+
+def _asked_meanwhile(root: str) -> list[int]:
+    due = (1, 30, 60)
+    with CheckpointManager(root, should_save=lambda moment: moment.step in due) as manager:
+        return [step for step in range(1, 91) if manager.save(step, _state(step))]
+
+
+def test_the_ranks_decide_while_a_save_is_under_way(memory_server: Any, root: str) -> None:
+    """The collectives of the two, in two threads, are never taken for each other."""
+    for _ in range(3):
+        assert run_ranks(3, _asked_meanwhile, root) == [[1, 30, 60]] * 3
+        root += "-again"
