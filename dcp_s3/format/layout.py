@@ -17,6 +17,11 @@ DATA_SUFFIX = ".distcp"
 CONTROL_PREFIX = ".dcp_s3/"
 METRICS = CONTROL_PREFIX + "metrics.json"
 PIN = CONTROL_PREFIX + "pin"
+CLAIM = CONTROL_PREFIX + "claim.json"
+"""Says which save without collectives the ranks write now."""
+PART_PREFIX = CONTROL_PREFIX + "part-"
+INTENT_PREFIX = CONTROL_PREFIX + "intent-"
+NOTICE_PREFIX = CONTROL_PREFIX + "notice-"
 LEASE_PREFIX = CONTROL_PREFIX + "lease-"
 DELETION_PREFIX = CONTROL_PREFIX + "deletion-"
 
@@ -70,6 +75,28 @@ def lease_object(lease_id: str, seconds: int) -> str:
     The lease ends ``seconds`` after S3 stored the object, so a listing tells it, by S3's clock.
     """
     return f"{LEASE_PREFIX}{lease_id}.{seconds}"
+
+
+def part_object(save: str, rank: int, number: int, digest: str) -> str:
+    """Relative path of what one rank wrote in a save without collectives: ``.dcp_s3/part-{save}.{rank}.{number}.{digest}``.
+
+    Args:
+        save: id (hex) that the ranks of the save have in common.
+        rank: rank that wrote it.
+        number: 0 for what the rank had to write; n for what it wrote because notice n asked for it.
+        digest: digest (16 hex digits) of what the rank holds.
+    """
+    return f"{PART_PREFIX}{save}.{rank}.{number}.{digest}"
+
+
+def intent_object(save: str, rank: int, digest: str) -> str:
+    """Relative path of an empty object that says what a rank holds before it has written it."""
+    return f"{INTENT_PREFIX}{save}.{rank}.{digest}"
+
+
+def notice_object(save: str) -> str:
+    """Relative path of what the merging rank tells the others: who writes what is missing, or why there is no commit."""
+    return f"{NOTICE_PREFIX}{save}.json"
 
 
 def deletion_id(save_id: str | None, etag: str | None) -> str:
