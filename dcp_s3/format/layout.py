@@ -78,7 +78,8 @@ def lease_object(lease_id: str, seconds: int) -> str:
 
 
 def part_object(save: str, rank: int, number: int, digest: str) -> str:
-    """Relative path of what one rank wrote in a save without collectives: ``.dcp_s3/part-{save}.{rank}.{number}.{digest}``.
+    """Relative path of what one rank wrote in a save without collectives, the `part`:
+    ``.dcp_s3/part-{save}.{rank}.{number}.{digest}``.
 
     Args:
         save: id (hex) that the ranks of the save have in common.
@@ -95,7 +96,7 @@ def intent_object(save: str, rank: int, digest: str) -> str:
 
 
 def notice_object(save: str) -> str:
-    """Relative path of what the merging rank tells the others: who writes what is missing, or why there is no commit."""
+    """Relative path of what a merging rank tells the others: who writes what is missing, or why there is no commit."""
     return f"{NOTICE_PREFIX}{save}.json"
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem
@@ -17,7 +16,8 @@ from dcp_s3.format.manifest import ObjectEntry
 from dcp_s3.torch_private import StorageInfo
 
 
-class WrittenItem(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class WrittenItem:
     """One item that a rank wrote."""
 
     index: MetadataIndex
