@@ -14,6 +14,7 @@ from dcp_s3 import errors
 from dcp_s3.events import Listener
 from dcp_s3.failures import name_failed
 from dcp_s3.manager import arguments
+from dcp_s3.manager.agreement import Run, agree_on_run, agree_on_save
 from dcp_s3.manager.arguments import check_step
 from dcp_s3.manager.background import BackgroundRetention, commit_of, retain
 from dcp_s3.manager.choosing import ChosenCheckpoint
@@ -117,7 +118,7 @@ class CheckpointManager(RunReader):
         # First: through the group the other ranks learn if the arguments of one rank are wrong.
         self._ranks = Ranks(process_group)
 
-        def configure() -> tuple[tuple[str, str, bool, bool], dict[str, int | None]]:
+        def configure() -> tuple[Run, dict[str, int | None]]:
             timeouts = {"retention_timeout": retention_timeout, "drain_timeout": drain_timeout}
             found = arguments.configure(root, retention, settings, separate, timeouts, step_format, self._should_save)
             self.root, self.settings, self.retention = found.root, found.settings, found.retention
@@ -125,18 +126,10 @@ class CheckpointManager(RunReader):
             self._catalog = CheckpointCatalog(str(found.root), settings=found.settings)
             self._stager = None if read_only else S3Stager(found.settings, on_event=on_event)
             waiting = () if read_only else look_at_disk(self._catalog).commits
-            example = step_name(12, found.step_format)
-            run = (self.root_url, example, read_only, asks_ranks(self._should_save))
+            run = Run(self.root_url, step_name(12, found.step_format), read_only, asks_ranks(self._should_save))
             return run, {each.info.url: each.info.step for each in waiting}
 
-        told = self._ranks.agree(configure, self._refuse("no CheckpointManager is made"))
-        runs = {rank: run for rank, (run, _) in enumerate(told)}
-        if len(set(runs.values())) > 1:
-            raise errors.CheckpointError(
-                "the ranks have different roots, step formats (here of step 12), read_only or should_save (whether it "
-                f"needs more than the step): {runs} (by rank). Remedy: pass the same on all"
-            )
-        self._left = {url: step for _, urls in told for url, step in urls.items()}
+        self._left = agree_on_run(self._ranks, configure, self._refuse("no CheckpointManager is made"))
         """Steps by URL that an earlier run left on disk and this run has not reached yet. If this run saves one of
         them, it has diverged from that run, and replaces the old checkpoint."""
         self._saving = Saving(self._ranks.rank)
@@ -203,9 +196,8 @@ class CheckpointManager(RunReader):
         if not force and self._should_save is not None and not self.should_save(step):
             return False
         made: list[S3StorageWriter] = []
-        collected: dict[str, Any] = {}
 
-        def begin() -> tuple[int, bool]:
+        def begin() -> None:
             self._saving.settle()
             self._saving.raise_failure()
             self._check_open()
@@ -222,23 +214,8 @@ class CheckpointManager(RunReader):
             )
             writer.caller_reports = True
             made.append(writer)
-            return step, arguments.has_stateful(state)
 
-        told = self._ranks.agree(begin, self._refuse_save(step))
-        steps = {rank: each for rank, (each, _) in enumerate(told)}
-        if len(set(steps.values())) > 1:
-            raise errors.SaveProtocolError(
-                f"the ranks save different steps to {self.root}: {steps} (by rank). Remedy: call save with the same "
-                "step on all",
-                url=self.root_url,
-            )
-        if any(stateful for _, stateful in told):
-            # Separately: a `state_dict` may use collectives, so all ranks must have come this far.
-            self._ranks.agree(
-                lambda: collected.update(arguments.to_state_dict(state)), self._refuse_save(step), alike=True
-            )
-        else:
-            collected.update(state)
+        collected = agree_on_save(self._ranks, step, state, self.root_url, begin, self._refuse_save(step))
         url, writer = self.url(step), made[0]
         self._decisions.saved(step)
         if url in self._left:
