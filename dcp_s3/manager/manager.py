@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlanner
@@ -25,6 +25,7 @@ from dcp_s3.manager.reading import RunReader
 from dcp_s3.manager.restore import Restoring
 from dcp_s3.manager.save_policy import SavePolicyFunction
 from dcp_s3.manager.saving import Saving
+from dcp_s3.manager.separate import open_notes, separate_ranks
 from dcp_s3.manager.waiting import look_at_disk
 from dcp_s3.reprs import one_line
 from dcp_s3.retention.catalog import CheckpointCatalog
@@ -75,6 +76,8 @@ class CheckpointManager(RunReader):
         settings: a `Settings`, or a mapping of settings that override the environment.
         process_group: a group with a CPU backend, used only for these saves and loads. None: a new gloo group of all
             ranks.
+        coordination: ``collectives``, or ``s3``: no collectives at all. The ranks save apart and come together on S3.
+            ``process_group`` must be None, and what waits on disks does not count.
         overwrite: replace a committed checkpoint of the same step. Otherwise the save fails with CheckpointExistsError.
         separate: FQN prefixes that get their own objects, see `S3StorageWriter`.
         weights_only: see `S3StorageReader`.
@@ -98,6 +101,7 @@ class CheckpointManager(RunReader):
         read_only: bool = False,
         settings: SettingsLike = None,
         process_group: dist.ProcessGroup | None = None,
+        coordination: Literal["collectives", "s3"] = "collectives",
         overwrite: bool = False,
         separate: Separate | None = None,
         weights_only: bool = True,
@@ -115,8 +119,10 @@ class CheckpointManager(RunReader):
         self.retention_timeout = retention_timeout
         self.drain_timeout = drain_timeout
         self._closed = False
+        arguments.check_coordination(coordination, process_group)
         # First: through the group the other ranks learn if the arguments of one rank are wrong.
-        self._ranks = Ranks(process_group)
+        self._ranks = Ranks(process_group) if coordination == "collectives" else separate_ranks(settings, read_only)
+        disks = self._ranks.collective and not read_only
 
         def configure() -> tuple[Run, dict[str, int | None]]:
             timeouts = {"retention_timeout": retention_timeout, "drain_timeout": drain_timeout}
@@ -125,23 +131,25 @@ class CheckpointManager(RunReader):
             self._step_format = found.step_format
             self._catalog = CheckpointCatalog(str(found.root), settings=found.settings)
             self._stager = None if read_only else S3Stager(found.settings, on_event=on_event)
-            waiting = () if read_only else look_at_disk(self._catalog).commits
+            waiting = look_at_disk(self._catalog).commits if disks else ()
             run = Run(self.root_url, step_name(12, found.step_format), read_only, asks_ranks(self._should_save))
             return run, {each.info.url: each.info.step for each in waiting}
 
         self._left = agree_on_run(self._ranks, configure, self._refuse("no CheckpointManager is made"))
         """Steps by URL that an earlier run left on disk and this run has not reached yet. If this run saves one of
         them, it has diverged from that run, and replaces the old checkpoint."""
+        self._notes = None if self._ranks.collective else open_notes(self.root, self.settings, self._ranks, read_only)
         self._saving = Saving(self._ranks.rank)
         # Beside a save under way, whose collectives must not mix with these.
         deciding = self._ranks.apart() if asks_ranks(self._should_save) else self._ranks
-        self._decisions = SaveDecisions(self._should_save, deciding)
+        self._decisions = SaveDecisions(self._should_save, deciding, self._notes)
         self._restoring = Restoring(
             self._catalog,
             self._ranks,
             weights_only=weights_only,
             drain_timeout=drain_timeout,
-            disks=not read_only,
+            disks=disks,
+            notes=self._notes,
             on_event=on_event,
         )
         self._retention: BackgroundRetention | None = None
@@ -222,9 +230,10 @@ class CheckpointManager(RunReader):
             del self._left[url]
             if self._ranks.is_first:
                 logger.warning("%s waited on disk from an earlier run: it is saved again and replaced", url)
+        passed = None if self._notes is None else self._notes.passed()
         self._saving.run(
-            step, url, collected, writer, self._ranks, None if blocking else stager, planner,
-            on_success=lambda: self._saved(writer),
+            step, url, collected, writer, self._ranks, stager, planner,
+            blocking=blocking, on_success=lambda: self._saved(writer, passed),
         )  # fmt: skip
         return True
 
@@ -305,9 +314,11 @@ class CheckpointManager(RunReader):
         self._settle_step(step)
         annotate(self.url(step), metrics, settings=self.settings)
 
-    def _saved(self, writer: S3StorageWriter) -> None:
+    def _saved(self, writer: S3StorageWriter, passed: Callable[[], None] | None) -> None:
         if self._retention is not None:
             self._retention.saved(commit_of(writer, self.settings))
+        if passed is not None:
+            passed()
 
     def _refuse_save(self, step: int) -> Callable[[Failures], errors.SaveFailedError]:
         """Make the error of a save that did not begin because some ranks cannot go on."""
