@@ -29,8 +29,8 @@ from dcp_s3.save.attached import Attachments
 from dcp_s3.save.plan import check_shapes
 from dcp_s3.save.progress import stall_of, unknown_stall
 from dcp_s3.save.save import Save, SaveOptions
-from dcp_s3.save.without_collectives import begin_without_collectives
 from dcp_s3.save.waiting import wait_committed
+from dcp_s3.save.without_collectives import begin_without_collectives
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.spill.session import open_store
 from dcp_s3.stage.failure import raise_if_failed
