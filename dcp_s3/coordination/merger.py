@@ -8,12 +8,9 @@ read, with a manifest of its own name; one commit wins.
 from __future__ import annotations
 
 import logging
-import secrets
 import time
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.attachments import check_distinct
@@ -25,15 +22,15 @@ from dcp_s3.coordination.dead import Seen, judge
 from dcp_s3.coordination.joint import Clock, JointSave, find_commit, lost_error, taken_over_error
 from dcp_s3.coordination.merge import Merging
 from dcp_s3.coordination.told import Facts, describe
-from dcp_s3.format.layout import notice_object
+from dcp_s3.format.layout import new_save_id, notice_object
 from dcp_s3.format.manifest import Manifest
 from dcp_s3.format.notice import Notice
-from dcp_s3.store import Store
+from dcp_s3.store import Store, StoredObject
 from dcp_s3.workers import Workers
 
 logger = logging.getLogger(__name__)
 
-_READERS = 64
+READERS = 64
 """Parts that are read at the same time."""
 
 
@@ -45,12 +42,18 @@ class Merger:
         joint: the save.
         beginning: when this rank began it.
         clock: time.
+        readers: most parts that are read at the same time; 1: in the calling thread.
     """
 
-    def __init__(self, store: Store, joint: JointSave, beginning: Beginning, clock: Clock) -> None:
+    def __init__(
+        self, store: Store, joint: JointSave, beginning: Beginning, clock: Clock, readers: int = READERS
+    ) -> None:
+        self._readers = readers
         self._store, self._joint, self._beginning, self._clock = store, joint, beginning, clock
         self._merging = Merging(joint.save, joint.world_size)
         self._read: set[str] = set()
+        self.has_moved = False
+        """Whether the last step found parts that had not been there."""
         self._intents: dict[int, str] = {}
         self._signs: dict[int, tuple[object, float]] = {}  # by rank: what its intent was like, and since when
         self._began = clock.now()
@@ -94,26 +97,31 @@ class Merger:
         """Read the parts that have come."""
         prefix, _ = self._joint.prefixes
         new = [each.key for each in self._store.list(prefix).objects if each.key not in self._read]
-        if not new:
+        self.has_moved = bool(new)
+        if self._readers == 1 or len(new) < 2:
+            for key in new:
+                self._add(key, lambda key=key: self._store.get(key))
             return
-        workers = Workers(min(_READERS, len(new)), "dcp_s3-merge")
+        workers = Workers(min(self._readers, len(new)), "dcp_s3-merge")
         try:
-            reads: list[tuple[str, Future[Any]]] = [(key, workers.submit(self._store.get, key)) for key in new]
-            for key, read in reads:
-                try:
-                    self._merging.add(read.result().data)
-                except errors.ObjectNotFoundError:
-                    continue  # another merger has committed, and removes them
-                except ValueError as error:
-                    raise self._give_up(
-                        errors.SaveProtocolError(
-                            f"{self._joint.url} is not committed: {key} cannot be merged: {error}. Remedy: save again",
-                            url=str(self._joint.url),
-                        )
-                    ) from None
-                self._read.add(key)
+            for key, read in [(key, workers.submit(self._store.get, key)) for key in new]:
+                self._add(key, read.result)
         finally:
             workers.close()
+
+    def _add(self, key: str, read: Callable[[], StoredObject]) -> None:
+        try:
+            self._merging.add(read().data)
+        except errors.ObjectNotFoundError:
+            return  # another merger has committed, and removes them
+        except ValueError as error:
+            raise self._give_up(
+                errors.SaveProtocolError(
+                    f"{self._joint.url} is not committed: {key} cannot be merged: {error}. Remedy: save again",
+                    url=str(self._joint.url),
+                )
+            ) from None
+        self._read.add(key)
 
     def _look_for_signs(self) -> None:
         """Look which ranks have said what they hold, and go on saying it while they write."""
@@ -170,7 +178,7 @@ class Merger:
 
     def _commit(self, made_up: Mapping[int, int]) -> str | None:
         joint, url = self._joint, self._joint.url
-        save_id = joint.save + secrets.token_hex(4)
+        save_id = joint.save + new_save_id()[:8]
         identity = SaveIdentity(url, save_id)
         try:
             merged = self._merging.merged(save_id=save_id, checkpoint_id=str(url))

@@ -14,7 +14,7 @@ from dcp_s3.checkpoint.commit_state import SaveIdentity, check_absent
 from dcp_s3.checkpoint.completeness import Beginning
 from dcp_s3.coordination.claim import claim
 from dcp_s3.coordination.joint import Clock, JointSave, find_commit
-from dcp_s3.coordination.merger import Merger
+from dcp_s3.coordination.merger import READERS, Merger
 from dcp_s3.format.layout import intent_object, notice_object, part_object
 from dcp_s3.format.notice import Notice
 from dcp_s3.format.part import Part, digest_of
@@ -40,9 +40,11 @@ class Participant:
         store: store with the checkpoint.
         joint: the save, as this rank knows it.
         clock: time.
+        readers: see `Merger`.
     """
 
-    def __init__(self, store: Store, joint: JointSave, clock: Clock | None = None) -> None:
+    def __init__(self, store: Store, joint: JointSave, clock: Clock | None = None, *, readers: int = READERS) -> None:
+        self._readers = readers
         self._store, self._joint, self._clock = store, joint, clock or Clock()
         self._beginning = Beginning()
         self._own: list[str] = []  # keys of this rank's parts
@@ -136,7 +138,7 @@ class Participant:
                 self._abandon(reason)
             try:
                 if merger is None and clock.now() >= turn:
-                    merger = Merger(self._store, joint, self._beginning, clock)
+                    merger = Merger(self._store, joint, self._beginning, clock, self._readers)
                 self._look(write_missing)
                 if self.committed is None and merger is not None:
                     self.committed = merger.step()
@@ -145,7 +147,8 @@ class Participant:
                 self._bear(error)
             if self.committed is None:
                 clock.sleep(pause)
-                pause = min(1.5 * pause, 0.5 if merger is not None else longest)
+                has_moved = merger is not None and merger.has_moved
+                pause = _SHORTEST_PAUSE if has_moved else min(1.5 * pause, 0.5 if merger is not None else longest)
         if merger is None:
             # One that was made up for wrote its part in vain; the merger has removed all others.
             delete_quietly(self._store, set(self._own), "of a save without collectives")
@@ -187,8 +190,6 @@ class Participant:
 
     def _bear(self, error: errors.TransferError) -> None:
         """Go on in spite of a request that failed, but not for ever."""
-        if isinstance(error, errors.DeadlineExceededError):
-            raise error
         now = self._clock.now()
         self._refused_since = now if self._refused_since is None else self._refused_since
         if now - self._refused_since > self._joint.rank_timeout:
