@@ -132,13 +132,13 @@ class CheckpointManager(RunReader):
             self._catalog = CheckpointCatalog(str(found.root), settings=found.settings)
             self._stager = None if read_only else S3Stager(found.settings, on_event=on_event)
             waiting = look_at_disk(self._catalog).commits if disks else ()
-            run = Run(self.root_url, step_name(12, found.step_format), read_only, asks_ranks(self._should_save))
-            return run, {each.info.url: each.info.step for each in waiting}
+            self._run = Run(self.root_url, step_name(12, found.step_format), read_only, asks_ranks(self._should_save))
+            return self._run, {each.info.url: each.info.step for each in waiting}
 
         self._left = agree_on_run(self._ranks, configure, self._refuse("no CheckpointManager is made"))
         """Steps by URL that an earlier run left on disk and this run has not reached yet. If this run saves one of
         them, it has diverged from that run, and replaces the old checkpoint."""
-        self._notes = None if self._ranks.collective else open_notes(self.root, self.settings, self._ranks, read_only)
+        self._notes = None if self._ranks.collective else open_notes(self._run, self.root, self.settings, self._ranks)
         self._saving = Saving(self._ranks.rank)
         # Beside a save under way, whose collectives must not mix with these.
         deciding = self._ranks.apart() if asks_ranks(self._should_save) else self._ranks
@@ -204,6 +204,7 @@ class CheckpointManager(RunReader):
         if not force and self._should_save is not None and not self.should_save(step):
             return False
         made: list[S3StorageWriter] = []
+        passed = None if self._notes is None else self._notes.saving(step)
 
         def begin() -> None:
             self._saving.settle()
@@ -230,7 +231,6 @@ class CheckpointManager(RunReader):
             del self._left[url]
             if self._ranks.is_first:
                 logger.warning("%s waited on disk from an earlier run: it is saved again and replaced", url)
-        passed = None if self._notes is None else self._notes.passed()
         self._saving.run(
             step, url, collected, writer, self._ranks, stager, planner,
             blocking=blocking, on_success=lambda: self._saved(writer, passed),

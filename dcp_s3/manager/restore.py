@@ -18,8 +18,8 @@ from dcp_s3.failures import Failed, explain, name_failed, panel, real_causes
 from dcp_s3.load.reader import S3StorageReader
 from dcp_s3.manager.arguments import load_into, to_state_dict
 from dcp_s3.manager.choosing import ChosenCheckpoint, NotReady, Order, Patience, find, impatient
+from dcp_s3.manager.notes import Notes
 from dcp_s3.manager.ranks import Failures, Ranks, for_others
-from dcp_s3.manager.separate import Notes
 from dcp_s3.manager.waiting import Disk, look_at_disk
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.spill.background import drain_in_background
