@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -324,6 +325,29 @@ def test_a_rank_that_cannot_load_says_so_and_the_others_go_on(
     assert said.startswith(f"[{rank}] the load of step 2 from {root}/step-00000002 failed on rank {rank}")
     assert "other ranks may have loaded it" in said
     assert "Resume: manager.restore(state, step=...) on all ranks" in said
+
+
+def _train_until_sigterm(root: str) -> tuple[int, bool]:
+    rank = int(os.environ["RANK"])
+    with CheckpointManager(root, coordination="s3", should_save=SaveOnPreemption()) as manager:
+        step = 0
+        while not manager.preempted:
+            step += 1
+            if step == 3 and rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            saved = manager.save(step, _plain(step, rank))
+            time.sleep(0.01)
+        manager.wait()
+        assert manager.latest_step() == step
+    return step, saved
+
+
+@pytest.mark.parametrize("group", [True, False])
+def test_sigterm_on_one_rank_makes_all_save_the_same_step(memory_server: Any, root: str, group: bool) -> None:
+    (first, saved), second = run_ranks(2, _train_until_sigterm, root, group=group, env={"DCP_S3_RUN_ID": "run"})
+    assert (first, saved) == second
+    assert saved
+    assert [info.step for info in _committed(root)] == [first]
 
 
 def _differ(root: str) -> str:
