@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import warnings
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -180,9 +181,12 @@ class Restoring:
 def _load(state: dict[str, Any], reader: S3StorageReader, ranks: Ranks, planner: LoadPlanner | None) -> Failures:
     """Run `dcp.load` in place. Returns the failures by rank."""
     try:
-        state_dict_loader.load(
-            state, storage_reader=reader, process_group=ranks.group, planner=planner, no_dist=not ranks.collective
-        )
+        with warnings.catch_warnings():
+            if not ranks.collective:
+                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # as meant
+            state_dict_loader.load(
+                state, storage_reader=reader, process_group=ranks.group, planner=planner, no_dist=not ranks.collective
+            )
     except CheckpointException as error:
         failures = _failures_of(error)
         # Without collectives, torch takes each rank for the only one.

@@ -8,6 +8,7 @@ from typing import TypeVar
 from dcp_s3 import ranks
 from dcp_s3.coordination.board import open_board
 from dcp_s3.coordination.identity import current_attempt
+from dcp_s3.errors import SettingsError
 from dcp_s3.manager.agreement import Run, differing
 from dcp_s3.manager.notes import Notes, numbers
 from dcp_s3.manager.ranks import Failures, Ranks
@@ -67,9 +68,14 @@ def separate_ranks(settings: SettingsLike, read_only: bool) -> SeparateRanks:
 
     Raises:
         SaveProtocolError: several ranks are to save, and nothing tells this attempt of the job from another one.
-        SettingsError
+        SettingsError: a setting is not allowed, or ``merge_ranks`` is off.
     """
     resolved = resolve_settings(settings)
+    if not resolved.merge_ranks:
+        raise SettingsError(
+            "a CheckpointManager with coordination='s3' makes one checkpoint of all ranks, which DCP_S3_MERGE_RANKS=0 "
+            "turns off. Remedy: unset it"
+        )
     if read_only and not ranks.is_initialized():
         found = launch()
         return SeparateRanks(found.rank, found.world_size)
