@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import dcp_s3
-from dcp_s3 import CheckpointManager, S3StorageWriter, SaveEvery, SaveOnPreemption, errors
+from dcp_s3 import CheckpointManager, S3StorageReader, S3StorageWriter, SaveEvery, SaveOnPreemption, errors
 from dcp_s3.offline.replicate import download
 from tests.manager.counting import collectives, counted
 from tests.ranks import run_ranks
@@ -162,9 +162,16 @@ def test_one_process_saves_and_restores(memory_server: Any, root: str) -> None:
     assert state["w"].tolist() == [1.0] * 3
 
 
-@pytest.mark.parametrize("options", [{"coordination": "S3"}, {"coordination": "s3", "process_group": object()}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"coordination": "S3"},
+        {"coordination": "s3", "process_group": object()},
+        {"coordination": "s3", "settings": {"merge_ranks": False}},
+    ],
+)
 def test_arguments_that_do_not_go_together_are_refused(memory_server: Any, root: str, options: dict[str, Any]) -> None:
-    with pytest.raises(errors.CheckpointError, match=r"coordination") as caught:
+    with pytest.raises(errors.DcpS3Error, match=r"coordination") as caught:
         CheckpointManager(root, **options)
     assert "expected" in str(caught.value) or "Remedy" in str(caught.value)
 
@@ -241,6 +248,33 @@ def test_a_rank_that_fails_alone_fails_alone_and_the_next_save_is_whole(memory_s
         assert text.startswith("SaveFailedError")
         assert "rank 1 wrote nothing" in " ".join(text.split())
     assert [info.step for info in _committed(root)] == [1, 4]
+
+
+def _lose_a_replica(root: str) -> int | None:
+    rank = int(os.environ["RANK"])
+    # Not closed: the process of a rank that is gone does nothing more.
+    manager = CheckpointManager(root, coordination="s3", settings={"rank_timeout": 1.0})
+    state = {"w": _whole(1), "b": _whole(1, 1), "step": 1}
+    manager.save(1, state)
+    manager.wait()
+    if rank == 1:
+        return None
+    for step in (2, 3):
+        manager.save(step, {**state, "step": step}, {"loss": 1.0 / step})
+    manager.wait()
+    return manager.latest_step()
+
+
+def test_a_replica_that_is_gone_is_made_up_for_save_after_save(memory_server: Any, root: str, tmp_path: Path) -> None:
+    assert run_ranks(2, _lose_a_replica, root, group=False, env={"DCP_S3_RUN_ID": "run"}) == [3, None]
+    found = _committed(root)
+    assert [info.step for info in found] == [1, 2, 3]
+    assert found[2].metrics == {"loss": 1.0 / 3}
+    loaded = {"w": torch.zeros(_SHAPE), "b": torch.zeros(_SHAPE), "step": 0}
+    dcp.load(loaded, storage_reader=S3StorageReader(found[2].url), no_dist=True)
+    assert torch.equal(loaded["w"], _whole(1))
+    assert torch.equal(loaded["b"], _whole(1, 1))
+    assert loaded["step"] == 3
 
 
 # --- what must be the same -------------------------------------------------------------------------
