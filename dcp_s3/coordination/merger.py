@@ -169,7 +169,8 @@ class Merger:
         if self._notice is not None:
             if self._clock.now() - self._asked_at < self._joint.rank_timeout:
                 return
-            self._slow.update(self._notice.wanted)
+            asked = self._notice.wanted
+            self._slow.update(each for each in asked if (each, self._notice.number) not in self._merging.parts)
             wanted = self._merging.unwritten(excluded=self._slow)
         round_number = 0 if self._notice is None else self._notice.number // self._joint.world_size + 1
         number = round_number * self._joint.world_size + self._joint.rank + 1

@@ -62,15 +62,15 @@ class Participant:
             SaveProtocolError: the save is of another attempt, or has another number of ranks.
             StorageError
         """
-        if not self._joint.overwrite:
-            try:
+        try:
+            if not self._joint.overwrite:
                 check_absent(self._store, SaveIdentity(self._joint.url, self._joint.save))
-            except errors.CheckpointExistsError:
-                self.committed = find_commit(self._store, self._joint)
-                if self.committed is None:
-                    raise
-        if self.committed is None:
             claim(self._store, self._joint.url, self._joint.claim)
+        except errors.CheckpointError:
+            # Perhaps this rank is so late that others have made up for it.
+            self.committed = find_commit(self._store, self._joint)
+            if self.committed is None:
+                raise
 
     @contextlib.contextmanager
     def alive(self, held: frozenset[int], *, is_known: bool) -> Iterator[None]:
