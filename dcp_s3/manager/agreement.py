@@ -23,6 +23,8 @@ class Run(NamedTuple):
     """Whether nothing is saved."""
     asks: bool
     """Whether the ranks have to tell each other which steps to save."""
+    save_on_sigterm: bool
+    """Whether they have to tell each other of SIGTERM, and end."""
 
 
 def agree_on_run(
@@ -38,7 +40,7 @@ def agree_on_run(
     if len(set(runs.values())) > 1:
         raise errors.CheckpointError(
             "the ranks have different roots, step formats (here of step 12), read_only or should_save (whether it "
-            f"needs more than the step): {runs} (by rank). Remedy: pass the same on all"
+            f"needs more than the step), or save_on_sigterm: {runs} (by rank). Remedy: pass the same on all"
         )
     return {url: step for _, waiting in told for url, step in waiting.items()}
 

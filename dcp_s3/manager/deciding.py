@@ -66,6 +66,8 @@ class SigtermWatch:
 
     def __init__(self) -> None:
         self.seen = False
+        self.at: float | None = None
+        """When it came first, in seconds of time.monotonic."""
         self._process: int | None = os.getpid()
         self._before = signal.signal(signal.SIGTERM, self._handle) or signal.SIG_DFL
 
@@ -73,7 +75,8 @@ class SigtermWatch:
         # Not in a process that was forked since, for example to load data: it has to end. Nor after the watch: whoever
         # set a handler meanwhile may still call this one.
         watching = os.getpid() == self._process
-        self.seen = self.seen or watching
+        if watching and not self.seen:
+            self.seen, self.at = True, time.monotonic()
         if callable(self._before):
             self._before(number, frame)
         elif self._before == signal.SIG_DFL and not watching:
@@ -151,6 +154,11 @@ class SaveDecisions:
     def restored(self, step: int) -> None:
         """Tell that the run goes on from a step, on all ranks."""
         self._begin(step)
+
+    @property
+    def sigterm_at(self) -> float | None:
+        """When SIGTERM came to this process, in seconds of time.monotonic; None: it has not, or nobody watches."""
+        return None if self._watch is None else self._watch.at
 
     def close(self) -> None:
         """End the watch for SIGTERM."""
