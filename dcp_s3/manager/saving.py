@@ -7,7 +7,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -144,8 +144,8 @@ class Saving:
             self.begin(step, url, save.committed, on_success=on_success)
             save.committed.add_done_callback(release)  # after its failure was told, with its frames
             if blocking:
-                wait(save, return_when=FIRST_COMPLETED)
-                if not save.durable.done():
+                save.durable.wait()
+                if save.committed.done():
                     self.settle()
                     self.raise_failure()
             return
