@@ -101,6 +101,7 @@ class SaveDecisions:
         policy: the policy; None: every step that is asked about.
         ranks: the ranks that save together, with a group that no save uses meanwhile.
         notes: where ranks that are not `collective` tell each other.
+        most_steps: most steps from one time that they tell each other to the next.
     """
 
     def __init__(
@@ -108,9 +109,11 @@ class SaveDecisions:
         policy: SavePolicyFunction | None,
         ranks: Ranks,
         notes: Notes | None = None,
+        most_steps: int = 100,
         *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._most_steps = most_steps
         given = () if policy is None else parts(policy)
         self._always = policy is None
         self._by_step = tuple(each for each in given if _is_by_step(each))
@@ -224,7 +227,8 @@ class SaveDecisions:
         pace: float | None = None
         if self._look is not None and step > self._look[0]:
             pace = (self._now() - self._look[1]) / (step - self._look[0])
-        return _NO, steps_until_next_look(self._told, moment, step_seconds=pace, last=self._gap)
+        gap = steps_until_next_look(self._told, moment, step_seconds=pace, last=self._gap)
+        return _NO, min(gap, self._most_steps)
 
     def _tell(self, step: int, answer: int, gap: int, seen: bool) -> tuple[int, int, bool]:
         if self._ranks.size == 1:

@@ -21,7 +21,7 @@ from dcp_s3.manager.background import BackgroundRetention, commit_of, retain
 from dcp_s3.manager.choosing import ChosenCheckpoint
 from dcp_s3.manager.deciding import SaveDecisions, asks_ranks
 from dcp_s3.manager.names import DEFAULT_FORMAT, StepFormat, step_name
-from dcp_s3.manager.preemption import check_sigterm, watch_for_sigterm
+from dcp_s3.manager.preemption import Preemption, check_sigterm, watch_for_sigterm
 from dcp_s3.manager.ranks import Failures, Ranks
 from dcp_s3.manager.reading import RunReader
 from dcp_s3.manager.restore import Restoring
@@ -158,10 +158,9 @@ class CheckpointManager(RunReader):
         # Beside a save under way, whose collectives must not mix with these.
         deciding = self._ranks.apart() if asks_ranks(self._should_save) else self._ranks
         self._decisions = SaveDecisions(self._should_save, deciding, self._notes)
-        watched = save_on_sigterm and not read_only
-        self._preemption = (
-            watch_for_sigterm(self.root, self.settings, self._ranks, self._notes, grace) if watched else None
-        )
+        self._preemption: Preemption | None = None
+        if save_on_sigterm and not read_only:
+            self._preemption = watch_for_sigterm(self.root, self.settings, self._ranks, grace)
         self._restoring = Restoring(
             self._catalog,
             self._ranks,

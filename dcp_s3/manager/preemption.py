@@ -25,7 +25,6 @@ from dcp_s3.manager.deciding import SaveDecisions, SigtermWatch
 from dcp_s3.manager.ranks import Ranks
 from dcp_s3.manager.save_policy import SaveOnPreemption
 from dcp_s3.manager.saving import Saving
-from dcp_s3.manager.separate import Notes
 from dcp_s3.settings import Settings
 from dcp_s3.url import CheckpointURL
 
@@ -37,11 +36,20 @@ TERMINATED = 143
 _CLEANUP = 5.0
 """Seconds at most, of the grace period, for what a save that is given up removes."""
 
+_GUARD_SECONDS = 0.25
+
 _LOOK_SECONDS = 1.0
 _LOOKS_PER_SECOND = 256
 """Of all ranks together, at an object below the root: 20 million a day, for 9 dollars."""
 _MARGIN = 3.0
 """Seconds that a note and a look at it may take, with attempts."""
+
+_AHEAD_SECONDS = 1.0
+_AHEAD_STEPS = 10
+"""How far one rank may be ahead of another, at most: CUDA's hosts wait for each other only where they read a result."""
+_MOST_STEPS = 10
+"""Most steps from one collective to the next that says whether SIGTERM has come. More: a training whose steps become
+slower (S3 does not answer) would notice it late."""
 
 
 class Telling(ABC):
@@ -62,11 +70,10 @@ class Telling(ABC):
 
 
 class MeetingTelling(Telling):
-    """Ranks that tell each other in what `SaveDecisions` does: a small collective, or a note in the store of the
-    process group, about once a second."""
+    """Ranks that tell each other in a small collective, about once a second: see `SaveDecisions`."""
 
-    def __init__(self, ranks: Ranks, notes: Notes | None) -> None:
-        self._decisions = SaveDecisions(SaveOnPreemption(), ranks, notes)
+    def __init__(self, ranks: Ranks) -> None:
+        self._decisions = SaveDecisions(SaveOnPreemption(), ranks, most_steps=_MOST_STEPS)
 
     def is_due(self, step: int) -> bool:
         return self._decisions.should_save(step)
@@ -80,14 +87,15 @@ class MeetingTelling(Telling):
 
 
 class NoteTelling(Telling):
-    """Ranks without a process group: one leaves a note on S3 that says at which step all end. A thread looks for it.
+    """Ranks that leave a note for each other, without a collective: it says at which step all end.
 
-    The ranks train in lockstep: none is more than a step ahead of another one. So the step is so far ahead that each
-    rank has looked before it gets there.
+    The ranks train in lockstep: at most `_AHEAD_SECONDS` and `_AHEAD_STEPS` is one ahead of another. In the store of
+    the process group each looks for the note after each step. On S3 a thread looks, and who has left the note waits
+    until all have looked: meanwhile none gets any further.
 
     Args:
         board: board of the attempt.
-        look_seconds: seconds between two looks.
+        look_seconds: seconds between two looks of the thread.
         now: the clock.
     """
 
@@ -100,15 +108,18 @@ class NoteTelling(Telling):
         self._offered = False
         self._closed = threading.Event()
         self._watch = SigtermWatch()
-        self._thread = threading.Thread(target=self._look, name="dcp_s3-preemption", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        if not board.nearby:
+            self._thread = threading.Thread(target=self._keep_looking, name="dcp_s3-preemption", daemon=True)
+            self._thread.start()
 
     def is_due(self, step: int) -> bool:
         self._pace.note(step, self._now())
+        if self._board.nearby:
+            self._look()
         if self._stop is None and self._watch.seen and (seconds := self._pace.step_seconds) is not None:
-            stop = step + max(1, math.ceil((self._look_seconds + _MARGIN) / max(seconds, 1e-6)))
             try:
-                self._stop, self._offered = _number(self._board.offer(self.KEY, str(stop))), True
+                self._leave(step + steps_ahead(seconds))
             except StorageError as error:
                 logger.warning("SIGTERM has come, but the other ranks could not be told yet: %s", error)
         return self._stop is not None and step >= self._stop
@@ -120,18 +131,38 @@ class NoteTelling(Telling):
     def close(self, *, committed: bool = False) -> None:
         self._closed.set()
         self._watch.close()
-        self._thread.join(self._look_seconds + _MARGIN)
+        if self._thread is not None:
+            self._thread.join(self._look_seconds + _MARGIN)
         if committed and self._offered:
             self._board.remove(self.KEY)
 
+    def _leave(self, stop: int) -> None:
+        stands = _number(self._board.offer(self.KEY, str(stop)))
+        self._offered = True
+        self._stop = stands
+        if stands == stop and not self._board.nearby:
+            self._closed.wait(self._look_seconds + _MARGIN)
+
     def _look(self) -> None:
+        if self._stop is not None:
+            return
+        try:
+            found = _number(self._board.look(self.KEY))
+        except StorageError as error:
+            logger.debug("the board of the ranks cannot be looked at now: %s", error)
+            return
+        self._stop = found if self._stop is None else self._stop
+
+    def _keep_looking(self) -> None:
         while self._stop is None and not self._closed.wait(self._look_seconds):
-            try:
-                found = _number(self._board.look(self.KEY))
-            except StorageError as error:
-                logger.debug("the board of the ranks cannot be looked at now: %s", error)
-                continue
-            self._stop = found if self._stop is None else self._stop
+            self._look()
+
+
+def steps_ahead(step_seconds: float) -> int:
+    """How many steps after the one that a rank has done no rank can have done yet."""
+    if step_seconds >= 2 * _AHEAD_SECONDS:
+        return 1
+    return 1 + min(_AHEAD_STEPS, math.ceil(_AHEAD_SECONDS / max(step_seconds, 1e-6)))
 
 
 class _Pace:
@@ -158,21 +189,18 @@ def _number(text: str | None) -> int | None:
     return int(text) if text is not None and text.isdecimal() else None
 
 
-def open_telling(root: CheckpointURL, settings: Settings, ranks: Ranks, notes: Notes | None, grace: float) -> Telling:
+def open_telling(root: CheckpointURL, settings: Settings, ranks: Ranks, grace: float) -> Telling:
     """How the ranks of a manager tell each other.
 
     Args:
         root: URL of the run.
         settings: settings of the manager.
         ranks: the ranks.
-        notes: their notes, if they are not `collective`.
         grace: see `Preemption`.
     """
-    if ranks.collective:
-        return MeetingTelling(ranks.apart(), None)
+    if ranks.collective or ranks.size == 1:
+        return MeetingTelling(ranks.apart())
     board = open_board(root, current_attempt(settings), settings, limit=Limit(hang=_MARGIN, patience=_MARGIN))
-    if ranks.size == 1 or board.nearby:
-        return MeetingTelling(ranks, notes)
     return NoteTelling(board, min(max(_LOOK_SECONDS, ranks.size / _LOOKS_PER_SECOND), grace / 6))
 
 
@@ -189,10 +217,16 @@ class Preemption:
         self._telling, self._grace, self._is_first = telling, grace, is_first
         self._ends_at: float | None = None
         self._closed = self._committed = False
+        self._step: int | None = None
+        self._over = threading.Event()
+        threading.Thread(target=self._guard, name="dcp_s3-grace", daemon=True).start()
 
     def is_due(self, step: int) -> bool:
         """Whether this step is the last one, and its save has not begun."""
-        return self._ends_at is None and not self._closed and self._telling.is_due(step)
+        if self._ends_at is not None or self._closed:
+            return False
+        self._step = step
+        return self._telling.is_due(step)
 
     @property
     def ending(self) -> bool:
@@ -227,9 +261,6 @@ class Preemption:
         self._ends_at = (self._telling.came_at or time.monotonic()) + self._grace
         if self._is_first:
             logger.warning("step %d is saved within %.0f s; then the ranks end, as SIGTERM asks", step, self.left)
-        guard = threading.Timer(max(1.0, self.left), self._end_here, [step])
-        guard.daemon = True
-        guard.start()
         try:
             saving.settle()
             with contextlib.suppress(SaveFailedError):
@@ -239,17 +270,22 @@ class Preemption:
             saving.raise_failure()
             self._committed = True
         except Exception as error:  # noqa: BLE001 - whatever it is, the process is killed soon
-            self._tell_failed(step, str(error))
-        self.close()
+            self._tell_failed(str(error))
+        self._close_telling()
         try:
             close()
         except Exception as error:  # noqa: BLE001 - the process ends
             logger.error("the CheckpointManager was not closed: %s", error)  # noqa: TRY400 - without a traceback
-        guard.cancel()
+        self._over.set()
         raise SystemExit(self._status)
 
     def close(self) -> None:
         """End the watch for SIGTERM."""
+        self._close_telling()
+        if not self.ending:
+            self._over.set()
+
+    def _close_telling(self) -> None:
         if not self._closed:
             self._closed = True
             self._telling.close(committed=self._committed)
@@ -258,28 +294,34 @@ class Preemption:
     def _status(self) -> int:
         return 0 if self._committed else TERMINATED
 
-    def _tell_failed(self, step: int, why: str) -> None:
+    def _tell_failed(self, why: str) -> None:
         logger.error(
-            "SIGTERM came, and step %d was not committed within grace = %g s; what was committed before is untouched: "
-            "%s. Remedy: if there was too little time, raise grace, and the grace period of what sends SIGTERM",
-            step, self._grace, why,
+            "SIGTERM came, and %s was not committed within grace = %g s; what was committed before is untouched: %s. "
+            "Remedy: if there was too little time, raise grace, and the grace period of what sends SIGTERM",
+            "its step" if self._step is None else f"step {self._step}", self._grace, why,
         )  # fmt: skip
 
-    def _end_here(self, step: int) -> None:
-        # The main thread may be in a collective that waits for a rank that was killed: nothing interrupts that.
+    def _guard(self) -> None:
+        """End the process when the grace period is over: nothing interrupts a main thread that is in a collective and
+        waits for a rank that was killed, or for an earlier save to which S3 does not answer."""
+        while not self._over.wait(_GUARD_SECONDS):
+            came_at = self._telling.came_at
+            ends_at = self._ends_at or (None if came_at is None else came_at + self._grace)
+            if ends_at is not None and time.monotonic() > ends_at:
+                break
+        else:
+            return
         if not self._committed:
-            self._tell_failed(step, "the time is over")
+            self._tell_failed("the time is over")
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         os._exit(self._status)
 
 
-def watch_for_sigterm(
-    root: CheckpointURL, settings: Settings, ranks: Ranks, notes: Notes | None, grace: float
-) -> Preemption:
+def watch_for_sigterm(root: CheckpointURL, settings: Settings, ranks: Ranks, grace: float) -> Preemption:
     """Watch for SIGTERM on all ranks of a manager: see `open_telling`."""
-    return Preemption(open_telling(root, settings, ranks, notes, grace), grace, is_first=ranks.is_first)
+    return Preemption(open_telling(root, settings, ranks, grace), grace, is_first=ranks.is_first)
 
 
 def check_sigterm(save_on_sigterm: bool) -> None:
