@@ -41,6 +41,7 @@ from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms as 
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MEMORY_FORMAT_ENCODING
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as create_chunk_list
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 FileReader = torch._C.PyTorchFileReader  # reads the archives that torch.save writes
@@ -65,6 +66,7 @@ __all__ = [
     "ThreadBasedAsyncCheckpointExecutor",
     "WriterTransforms",
     "create_chunk_list",
+    "default_store",
     "find_async_save",
     "find_direction",
     "find_failed_call",
@@ -182,6 +184,15 @@ def find_save_group() -> str | None:
     return None if group is None or wrapper.get_world_size() < 2 else str(group.group_name)
 
 
+def find_save_ranks() -> list[int] | None:
+    """Ranks of the process group of the save that calls a storage writer; None if DCP knows of no group, or something
+    else calls it."""
+    wrapper: Any = (_local_step_variables(_SAVER_MODULE) or {}).get("distW")
+    if not getattr(wrapper, "use_dist", False):
+        return None
+    return dist.get_process_group_ranks(wrapper.group)
+
+
 def _local_step_variables(module: str) -> dict[str, Any] | None:
     """The variables of torch's `local_step` in ``module``, if it is the caller."""
     frame: FrameType | None = sys._getframe(2)
@@ -291,6 +302,14 @@ def find_async_save() -> AsyncCheckpointerType | None:
             return found if isinstance(found, AsyncCheckpointerType) else None
         frame = frame.f_back
     return None
+
+
+def default_store() -> Any:
+    """The `torch.distributed.Store` through which the ranks of the default group found each other; None without."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    # MPI needs no store. That of the fake backend stores nothing.
+    return None if dist.get_backend() in ("mpi", "fake") else _get_default_store()
 
 
 def has_checkpoint_process() -> bool:
