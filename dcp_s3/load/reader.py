@@ -40,7 +40,7 @@ from dcp_s3.load.uncommitted import find_uncommitted
 from dcp_s3.load.unreadable import UnreadableMetadata
 from dcp_s3.reprs import one_line
 from dcp_s3.s3.store import S3Store
-from dcp_s3.settings import Settings, SettingsLike, most_ranks_on_host, resolve_settings
+from dcp_s3.settings import Settings, SettingsLike, launch, most_ranks_on_host, resolve_settings
 from dcp_s3.spill.local import LocalObjects
 from dcp_s3.spill.session import open_store
 from dcp_s3.store import StoredObject
@@ -182,8 +182,8 @@ class S3StorageReader(AttachmentReader, StorageReader):
             self._group = None
             if self._error is not None and not isinstance(self._error, errors.CheckpointNotFoundError):
                 return UnreadableMetadata(self._error)
-            rank = self._own_rank(rank)
             try:
+                rank = self._own_rank(rank)
                 metadata = self._fetch_metadata(rank)
             except errors.CheckpointDeletedError as error:
                 return UnreadableMetadata(error)
@@ -265,9 +265,9 @@ class S3StorageReader(AttachmentReader, StorageReader):
 
     def _own_rank(self, rank: int) -> int:
         """The rank whose metadata to read when torch asks for that of ``rank``, which is 0 without a process group."""
-        if ranks.rank() == rank or not is_load_without_group() or self._find_ranks() == [rank]:
+        if not is_load_without_group() or self._find_ranks() == [rank]:
             return rank
-        return ranks.rank()
+        return ranks.rank() if ranks.is_initialized() else launch().rank
 
     def _may_be_of_ranks(self, error: errors.DcpS3Error) -> bool:
         """Whether single ranks may have metadata although ``error`` says that the global one is missing."""

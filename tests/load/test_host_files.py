@@ -87,8 +87,9 @@ def test_what_may_be_of_others_is_not_used(
         directory.rename(tmp_path / "elsewhere")
         directory.write_bytes(b"")
     elif how == "of another user":
-        monkeypatch.setattr(os, "geteuid", lambda uid=os.geteuid(): uid + 1)
-        directory.rename(tmp_path / f"dcp_s3-{os.geteuid()}")
+        other = os.geteuid() + 1
+        monkeypatch.setattr(os, "geteuid", lambda: other)
+        directory.rename(tmp_path / f"dcp_s3-{other}")
     else:
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing" / "directory"))
     fetch = Fetch()
