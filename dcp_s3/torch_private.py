@@ -42,6 +42,8 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MEMORY
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as create_chunk_list
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.tensor import Placement
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 FileReader = torch._C.PyTorchFileReader  # reads the archives that torch.save writes
@@ -65,6 +67,7 @@ __all__ = [
     "StreamTransformExtension",
     "ThreadBasedAsyncCheckpointExecutor",
     "WriterTransforms",
+    "compute_offset",
     "create_chunk_list",
     "default_store",
     "find_async_save",
@@ -367,3 +370,13 @@ def make_wrapper(cls: type[_Tensor], shape: Sequence[int], like: torch.Tensor) -
         cls, torch.Size(shape), dtype=like.dtype, device=like.device, requires_grad=False
     )
     return made
+
+
+def compute_offset(
+    shape: Sequence[int], mesh_shape: Sequence[int], place: Sequence[int], placements: Sequence[Placement]
+) -> tuple[int, ...]:
+    """Where the chunk of the rank at ``place`` of a mesh begins in a DTensor of ``shape``.
+
+    In a dimension of which the rank has nothing: at its end.
+    """
+    return _compute_local_shape_and_global_offset(torch.Size(shape), tuple(mesh_shape), list(place), placements)[1]
