@@ -66,6 +66,13 @@ def test_one_rank_fetches_the_rest() -> None:
     assert store.calls == ["start", "rest", "start"]
 
 
+def test_much_is_fetched_over_several_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_metadata, "_PIECE", 999)
+    store = RangeStore()
+    assert (fetch(store).data, fetch(store).data) == (OLD, OLD)
+    assert store.calls == ["start", *["rest"] * 5, "start"]
+
+
 def test_alone_it_is_one_request() -> None:
     store = RangeStore()
     assert fetch(store, ranks=1).data == OLD
@@ -94,7 +101,11 @@ def test_after_an_overwrite_nobody_gets_the_old_one() -> None:
 
 
 @pytest.mark.parametrize("size", [500, 2000, 7000])
-def test_an_overwrite_between_the_requests_gives_one_version(size: int) -> None:
+@pytest.mark.parametrize("piece", [999, 10_000])
+def test_an_overwrite_between_the_requests_gives_one_version(
+    monkeypatch: pytest.MonkeyPatch, size: int, piece: int
+) -> None:
+    monkeypatch.setattr(host_metadata, "_PIECE", piece)
     store = RangeStore()
 
     def overwrite() -> None:
