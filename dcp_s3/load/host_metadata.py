@@ -23,7 +23,7 @@ _CONNECTIONS = 8
 _ATTEMPTS = 3  # each of them found that the checkpoint had been replaced since it began
 
 
-def fetch_metadata_for_host(store: Store, url: CheckpointURL, *, origin: str, ranks: int) -> StoredObject:
+def fetch_metadata_for_host(store: Store, url: CheckpointURL, origin: str, *, ranks: int) -> StoredObject:
     """`fetch_metadata`, of which one of this host's ranks fetches most, for all that found the same version.
 
     Each rank asks S3 for the first bytes: it uses the version that is there now, and only if S3 lets it read.

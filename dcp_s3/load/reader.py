@@ -253,8 +253,7 @@ class S3StorageReader(AttachmentReader, StorageReader):
     def _fetch_alone(self, store: S3Store, url: CheckpointURL, rank: int | None) -> StoredObject:
         if rank is not None or not self.settings.load_sharing:
             return fetch_metadata(store, url, rank)
-        origin = str(store.client.meta.endpoint_url)
-        return fetch_metadata_for_host(store, url, origin=origin, ranks=most_ranks_on_host())
+        return fetch_metadata_for_host(store, url, store.client.meta.endpoint_url, ranks=most_ranks_on_host())
 
     def _find_ranks(self) -> list[int] | None:
         """The ranks of a save without collectives that have metadata on S3; None if S3 does not answer."""
@@ -271,8 +270,8 @@ class S3StorageReader(AttachmentReader, StorageReader):
 
     def _may_be_of_ranks(self, error: errors.DcpS3Error) -> bool:
         """Whether single ranks may have metadata although ``error`` says that the global one is missing."""
-        missing = isinstance(error, errors.CheckpointNotFoundError)
-        return missing and (self.include_uncommitted or self._find_ranks() != [])
+        is_missing = isinstance(error, errors.CheckpointNotFoundError)
+        return is_missing and (self.include_uncommitted or self._find_ranks() != [])
 
     def _explain_missing(self, rank: int) -> errors.CheckpointNotFoundError | None:
         """The error for a checkpoint saved without collectives that lacks this rank; None if it has no ranks."""

@@ -56,7 +56,7 @@ def _small(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def fetch(store: RangeStore, ranks: int = 3, origin: str = "here") -> StoredObject:
-    return fetch_metadata_for_host(store, URL, origin=origin, ranks=ranks)
+    return fetch_metadata_for_host(store, URL, origin, ranks=ranks)
 
 
 def test_one_rank_fetches_the_rest() -> None:
