@@ -175,6 +175,15 @@ def find_save_group() -> str | None:
     return None if group is None or wrapper.get_world_size() < 2 else str(group.group_name)
 
 
+def find_save_ranks() -> list[int] | None:
+    """Ranks of the process group of the save that calls a storage writer; None if DCP knows of no group, or something
+    else calls it."""
+    wrapper: Any = (_local_step_variables(_SAVER_MODULE) or {}).get("distW")
+    if not getattr(wrapper, "use_dist", False):
+        return None
+    return dist.get_process_group_ranks(wrapper.group)
+
+
 def _local_step_variables(module: str) -> dict[str, Any] | None:
     """The variables of torch's `local_step` in ``module``, if it is the caller."""
     frame: FrameType | None = sys._getframe(2)

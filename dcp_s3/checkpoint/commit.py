@@ -75,7 +75,7 @@ def make_commit(
         rank=identity.rank,
         metrics=dict(metrics),
         extra=dict(extra or {}),
-        writer=_versions(),
+        writer=versions(),
         started_at=started_at,
     )
     return Commit(identity, manifest.to_json(), dump_metadata(metadata), tuple(objects))
@@ -280,5 +280,6 @@ def delete_quietly(store: Store, keys: set[str] | frozenset[str], whose: str) ->
         logger.warning("%d objects %s are left for pruning: %s", len(keys), whose, error)
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """The libraries that write a checkpoint, for its manifest."""
     return {"dcp_s3": __version__, "torch": str(torch.__version__)}

@@ -76,6 +76,8 @@ class Manifest:
     """Seconds since the epoch when the save began; None if not recorded."""
     extra: dict[str, Any] = field(default_factory=dict)
     """What else the user stored with the save (`extra.check_extra`)."""
+    coordination: dict[str, Any] = field(default_factory=dict)
+    """Of a save without collectives: how its ranks came to be one save (docs/format.md); otherwise empty."""
 
     @property
     def total_size(self) -> int:
@@ -124,6 +126,7 @@ class Manifest:
                 rank=fields.get("rank"),
                 writer=dict(fields.get("writer") or {}),
                 started_at=None if fields.get("started_at") is None else float(fields["started_at"]),
+                coordination=dict(fields.get("coordination") or {}),
             )
         except (
             KeyError,

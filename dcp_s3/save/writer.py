@@ -19,6 +19,7 @@ from dcp_s3.checkpoint.attachments import make_attachment
 from dcp_s3.checkpoint.commit import check_metrics
 from dcp_s3.checkpoint.previous import look_for_previous
 from dcp_s3.checkpoint.steps import find_step
+from dcp_s3.coordination.ownership import Replicas
 from dcp_s3.errors import MissingURLError, SaveProtocolError
 from dcp_s3.events import Listener, SaveFailed, emit
 from dcp_s3.format.extra import check_extra
@@ -29,12 +30,13 @@ from dcp_s3.save.plan import check_shapes
 from dcp_s3.save.progress import stall_of, unknown_stall
 from dcp_s3.save.save import Save, SaveOptions
 from dcp_s3.save.waiting import wait_committed
+from dcp_s3.save.without_collectives import begin_without_collectives
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.spill.session import open_store
 from dcp_s3.stage.failure import raise_if_failed
 from dcp_s3.stage.stager import shared_stager
 from dcp_s3.stage.turns import current_turn, take_turn
-from dcp_s3.torch_private import StreamTransformExtension, WriterTransforms, find_save_group
+from dcp_s3.torch_private import StreamTransformExtension, WriterTransforms, find_save_group, find_save_ranks
 from dcp_s3.uncaught import install
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
 
@@ -68,11 +70,13 @@ class S3StorageWriter(StorageWriter, AsyncStager):
 
     Args:
         url: ``s3://bucket/prefix`` of the checkpoint. Optional if each save passes ``checkpoint_id``.
-        overwrite: replace a committed checkpoint at the URL. Otherwise CheckpointExistsError. Without collectives it is
-            always an error, because the replacement could not be atomic.
+        overwrite: replace a committed checkpoint at the URL. Otherwise CheckpointExistsError.
         metrics: user metrics (numbers, text, bools), stored beside the checkpoint.
         extra: whatever else belongs to the checkpoint: text, numbers, bools, None, lists and dicts of these, at most
             64 KiB as JSON. That of the first rank is stored. Read by `S3StorageReader.extra`.
+        replicas: for saves without collectives: ranks that hold the same plain tensors and objects as this one, or a
+            function of the FQN that returns them. None: all ranks of the save. What nobody wrote for it is written
+            later than the rest, and nothing twice. DTensors say themselves which ranks hold the same.
         separate: FQN prefixes that get their own objects, for example ``["model", "optimizer"]``. An entry may be a
             list of prefixes that share objects. Everything else shares the remaining objects. A prefix ends where a
             name in the FQN does; with a star at its end, ``"optim*"``, anywhere.
@@ -102,6 +106,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         metrics: Mapping[str, Any] | None = None,
         extra: Mapping[str, Any] | None = None,
         separate: Separate | None = None,
+        replicas: Replicas = None,
         settings: SettingsLike = None,
         on_event: Listener | None = None,
         _extensions: Sequence[StreamTransformExtension] | None = None,
@@ -115,6 +120,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         check_metrics(self.metrics)  # fail now, not at the end of a save
         self.extra = check_extra(extra)
         self.separate = [[entry] if isinstance(entry, str) else list(entry) for entry in separate or ()]
+        self.replicas = replicas
         self._transforms = WriterTransforms(_extensions)
         self._spill_store = open_store(self.settings)
         self._url: CheckpointURL | None = None if url is None else parse_url(url)
@@ -182,9 +188,13 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             self._attached.take(url), self.on_event, stall_of(current_turn()) if self._stages_here else unknown_stall,
             check_extra(self.extra),
         )  # fmt: skip
-        save = Save(
-            url, save_id, options, rank=int(rank), is_coordinator=is_coordinator, use_collectives=use_collectives
-        )
+        save: Save | None = None
+        if not use_collectives and self.settings.merge_ranks:
+            save = begin_without_collectives(url, save_id, options, self.replicas, find_save_ranks())
+        if save is None:
+            save = Save(
+                url, save_id, options, rank=int(rank), is_coordinator=is_coordinator, use_collectives=use_collectives
+            )
         here.url, here.save_id, here.save = url, None, save
         self._last = save
         save.begin()

@@ -1,0 +1,99 @@
+"""One save of several ranks without collectives: what it is, and how it is recognised."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from dcp_s3 import errors
+from dcp_s3.checkpoint.commit_state import SaveIdentity, save_id_in
+from dcp_s3.coordination.claim import Claim
+from dcp_s3.failures import name_ranks
+from dcp_s3.format.layout import INTENT_PREFIX, PART_PREFIX
+from dcp_s3.store import Store
+from dcp_s3.url import CheckpointURL
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Time, for the protocol."""
+
+    now: Callable[[], float] = time.monotonic
+    """Seconds from some beginning on; never set back."""
+    sleep: Callable[[float], None] = time.sleep
+    """Wait for so many seconds."""
+
+
+@dataclass(frozen=True)
+class JointSave:
+    """One save of several ranks without collectives, as one of them knows it."""
+
+    url: CheckpointURL
+    """URL of the checkpoint."""
+    claim: Claim
+    """Its identity, the same on all ranks."""
+    rank: int
+    overwrite: bool
+    rank_timeout: float
+    """Seconds without a sign of a rank after which it counts as dead."""
+    step: int | None = None
+    before: Callable[[], Sequence[str] | None] = lambda: None
+    """Digests by rank of what the ranks held in the save before this one, if it was committed (`dead.Seen.before`)."""
+
+    @property
+    def save(self) -> str:
+        """Id that the ranks have in common."""
+        return self.claim.save
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.claim.world_size
+
+    @property
+    def prefixes(self) -> tuple[str, str]:
+        """Prefixes of the keys of parts and of intents."""
+        return self.url.key(f"{PART_PREFIX}{self.save}."), self.url.key(f"{INTENT_PREFIX}{self.save}.")
+
+    def turn_of(self, rank: int) -> int:
+        """Place of a rank in the order in which they merge, from 0."""
+        places = sorted(range(self.world_size), key=self._draw)
+        return places.index(rank)
+
+    def _draw(self, rank: int) -> bytes:
+        return hashlib.blake2b(f"{self.save}.{rank}".encode(), digest_size=8).digest()
+
+
+def find_commit(store: Store, joint: JointSave) -> str | None:
+    """Save id of the commit of this save; None: it is not the checkpoint at its URL.
+
+    Raises:
+        StorageError: cannot tell.
+    """
+    identity = SaveIdentity(joint.url, joint.save)
+    try:
+        save_id = save_id_in(store, identity, store.head(identity.metadata_key))
+    except errors.ObjectNotFoundError:
+        return None
+    return save_id if save_id is not None and save_id.startswith(joint.save) else None
+
+
+def lost_error(joint: JointSave, lost: Sequence[int]) -> errors.SaveProtocolError:
+    """The error for a save some of whose ranks are dead, when no other rank holds the same."""
+    return errors.SaveProtocolError(
+        f"{joint.url} is not committed: {name_ranks(lost)} wrote nothing for DCP_S3_RANK_TIMEOUT = "
+        f"{joint.rank_timeout:g} s, and no other rank is known to hold the same; what was there before is untouched. "
+        "Remedy: see what happened to them, and save again",
+        url=str(joint.url),
+    )
+
+
+def taken_over_error(joint: JointSave) -> errors.SaveProtocolError:
+    """The error for a save that another one has taken the place of."""
+    return errors.SaveProtocolError(
+        f"{joint.url} is not committed by this save: another attempt of the run, or a later save, has begun to save "
+        "there. Remedy: none if the run was restarted; otherwise save to a URL of its own",
+        url=str(joint.url),
+    )

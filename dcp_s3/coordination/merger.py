@@ -1,0 +1,228 @@
+"""Merges the parts of a save without collectives, and commits it. Any rank may do so, and several at the same time.
+
+Parts are only ever added while a save goes on, each under a name of its own, so whoever has read parts that cover all
+has read a whole checkpoint. Two mergers may choose different copies of what was written twice. Each commits what it
+read, with a manifest of its own name; one commit wins.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from dcp_s3 import errors
+from dcp_s3.checkpoint.attachments import check_distinct
+from dcp_s3.checkpoint.commit import Commit, delete_quietly, publish, versions
+from dcp_s3.checkpoint.commit_state import Previous, SaveIdentity, exists_error, find_previous
+from dcp_s3.checkpoint.completeness import Beginning
+from dcp_s3.coordination.claim import is_still_ours
+from dcp_s3.coordination.dead import Seen, judge
+from dcp_s3.coordination.joint import Clock, JointSave, find_commit, lost_error, taken_over_error
+from dcp_s3.coordination.merge import Merging
+from dcp_s3.coordination.told import Facts, describe
+from dcp_s3.format.layout import new_save_id, notice_object
+from dcp_s3.format.manifest import Manifest
+from dcp_s3.format.notice import Notice
+from dcp_s3.store import Store, StoredObject
+from dcp_s3.workers import Workers
+
+logger = logging.getLogger(__name__)
+
+READERS = 64
+"""Parts that are read at the same time."""
+
+
+class Merger:
+    """Merges one save, step by step.
+
+    Args:
+        store: store with the checkpoint.
+        joint: the save.
+        beginning: when this rank began it.
+        clock: time.
+        readers: most parts that are read at the same time; 1: in the calling thread.
+    """
+
+    def __init__(
+        self, store: Store, joint: JointSave, beginning: Beginning, clock: Clock, readers: int = READERS
+    ) -> None:
+        self._readers = readers
+        self._store, self._joint, self._beginning, self._clock = store, joint, beginning, clock
+        self._merging = Merging(joint.save, joint.world_size)
+        self._read: set[str] = set()
+        self.has_moved = False
+        """Whether the last step found parts that had not been there."""
+        self._intents: dict[int, str] = {}
+        self._signs: dict[int, tuple[object, float]] = {}  # by rank: what its intent was like, and since when
+        self._began = clock.now()
+        self._notice: Notice | None = None
+        self._asked_at = 0.0
+        self._slow: set[int] = set()  # ranks that were asked, and did not write in time
+
+    def step(self) -> str | None:
+        """Do what can be done now.
+
+        Returns:
+            Save id of the commit; None: some part is missing still.
+
+        Raises:
+            SaveProtocolError: it cannot be whole, or is no longer to be committed. All ranks are told.
+            ShardingError: the parts do not fit each other. All ranks are told.
+            CheckpointExistsError, CheckpointDeletedError: see `publish`.
+            StorageError: a request failed; `step` may be called again.
+        """
+        self._read_parts()
+        made_up: Mapping[int, int] = {}
+        if len(self._merging.ranks) < self._joint.world_size:
+            self._look_for_signs()
+            before = self._joint.before() if self._is_anyone_silent() else None
+            verdict = judge(self._seen(before), self._joint.rank_timeout)
+            if verdict.lost:
+                raise self._give_up(lost_error(self._joint, verdict.lost))
+            if verdict.made_up is None:
+                return None
+            made_up = verdict.made_up
+        wanted = self._merging.unwritten(excluded=self._slow)
+        needed = {rank: wanted.get(rank, []) for rank in {*wanted, *self._carriers(made_up)}}
+        if needed:
+            self._ask(needed)
+            return None
+        return self._commit(made_up)
+
+    # --- reading -------------------------------------------------------------------------------------
+
+    def _read_parts(self) -> None:
+        """Read the parts that have come."""
+        prefix, _ = self._joint.prefixes
+        new = [each.key for each in self._store.list(prefix).objects if each.key not in self._read]
+        self.has_moved = bool(new)
+        if self._readers == 1 or len(new) < 2:
+            for key in new:
+                self._add(key, lambda key=key: self._store.get(key))
+            return
+        workers = Workers(min(self._readers, len(new)), "dcp_s3-merge")
+        try:
+            for key, read in [(key, workers.submit(self._store.get, key)) for key in new]:
+                self._add(key, read.result)
+        finally:
+            workers.close()
+
+    def _add(self, key: str, read: Callable[[], StoredObject]) -> None:
+        try:
+            self._merging.add(read().data)
+        except errors.ObjectNotFoundError:
+            return  # another merger has committed, and removes them
+        except ValueError as error:
+            raise self._give_up(
+                errors.SaveProtocolError(
+                    f"{self._joint.url} is not committed: {key} cannot be merged: {error}. Remedy: save again",
+                    url=str(self._joint.url),
+                )
+            ) from None
+        self._read.add(key)
+
+    def _look_for_signs(self) -> None:
+        """Look which ranks have said what they hold, and go on saying it while they write."""
+        _, prefix = self._joint.prefixes
+        for each in self._store.list(prefix).objects:
+            rank, _, digest = each.key[len(prefix) :].partition(".")
+            if not rank.isdecimal() or int(rank) >= self._joint.world_size:
+                continue
+            self._intents[int(rank)] = digest
+            sign = (each.etag, each.modified_at, each.size)
+            if self._signs.get(int(rank), (None, 0.0))[0] != sign:
+                self._signs[int(rank)] = sign, self._clock.now()
+
+    def _silence(self, rank: int) -> float:
+        return self._clock.now() - max(self._began, self._signs.get(rank, (None, 0.0))[1])
+
+    def _is_anyone_silent(self) -> bool:
+        return self._clock.now() - self._began >= self._joint.rank_timeout
+
+    def _seen(self, before: Sequence[str] | None) -> Seen:
+        ranks = range(self._joint.world_size)
+        silent = {rank: self._silence(rank) for rank in ranks if rank not in self._merging.ranks}
+        return Seen(self._joint.world_size, self._merging.digests, self._intents, silent, before)
+
+    # --- what is missing -----------------------------------------------------------------------------
+
+    def _carriers(self, made_up: Mapping[int, int]) -> set[int]:
+        """The rank that stands in for the first one, until it has said what belongs to the save as a whole."""
+        has_told = 0 not in made_up or any(number > 0 for _, number in self._merging.parts)
+        return set() if has_told else {made_up[0]}
+
+    def _ask(self, wanted: Mapping[int, Sequence[int]]) -> None:
+        """Ask ranks to write what is missing, once; others if they do not."""
+        if self._notice is not None:
+            if self._clock.now() - self._asked_at < self._joint.rank_timeout:
+                return
+            self._slow.update(self._notice.wanted)
+            wanted = self._merging.unwritten(excluded=self._slow)
+        round_number = 0 if self._notice is None else self._notice.number // self._joint.world_size + 1
+        number = round_number * self._joint.world_size + self._joint.rank + 1
+        self._notice, self._asked_at = Notice(self._joint.save, number, wanted), self._clock.now()
+        self._put_notice(self._notice)
+
+    def _put_notice(self, notice: Notice) -> None:
+        self._store.put(
+            self._joint.url.key(notice_object(self._joint.save)), notice.to_json(), content_type="application/json"
+        )
+
+    def _give_up(self, error: errors.CheckpointError) -> errors.CheckpointError:
+        self._put_notice(Notice(self._joint.save, failed=str(error)))
+        return error
+
+    # --- the commit ----------------------------------------------------------------------------------
+
+    def _commit(self, made_up: Mapping[int, int]) -> str | None:
+        joint, url = self._joint, self._joint.url
+        save_id = joint.save + new_save_id()[:8]
+        identity = SaveIdentity(url, save_id)
+        try:
+            merged = self._merging.merged(save_id=save_id, checkpoint_id=str(url))
+            check_distinct(merged.objects)
+        except errors.CheckpointError as error:
+            raise self._give_up(error) from None
+        facts = Facts.of(self._merging.facts)
+        beginning = replace(self._beginning, at=min(self._beginning.at, facts.started_at))
+        manifest = Manifest(
+            save_id=save_id,
+            created_at=time.time(),
+            step=joint.step,
+            world_size=joint.world_size,
+            objects=merged.objects,
+            items=merged.items,
+            metrics=dict(facts.metrics),
+            extra=dict(facts.extra),
+            writer=versions(),
+            started_at=beginning.at,
+            coordination=describe(joint, self._merging.digests, made_up),
+        )
+        commit = Commit(identity, manifest.to_json(), merged.metadata, merged.objects)
+        while (found := find_commit(self._store, joint)) is None:
+            previous = find_previous(self._store, identity) if joint.overwrite else Previous()
+            # After that look, so that a save which takes over later finds the condition of this commit broken, or this
+            # commit as its own previous one.
+            if not is_still_ours(self._store, url, joint.claim):
+                raise taken_over_error(joint)
+            if (found := find_commit(self._store, joint)) is not None:
+                break  # by another merger meanwhile: it must not be taken for the checkpoint to replace
+            try:
+                publish(self._store, commit, previous, keep_objects=True, is_late=beginning.is_late)
+            except errors.CheckpointExistsError:
+                if not joint.overwrite and find_commit(self._store, joint) is None:
+                    raise self._give_up(exists_error(url)) from None
+            else:
+                found = save_id
+                break
+        self._clean()
+        return found
+
+    def _clean(self) -> None:
+        """Remove what the ranks told each other. The claim stays: it refuses what is left of older attempts."""
+        keys = {each.key for prefix in self._joint.prefixes for each in self._store.list(prefix).objects}
+        delete_quietly(
+            self._store, keys | {self._joint.url.key(notice_object(self._joint.save))}, "of a save without collectives"
+        )

@@ -1,0 +1,209 @@
+"""A `Part` as bytes: compact, with a version and a CRC-64/NVME. Nothing in them is pickled. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Hashable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from dcp_s3.format.blocks import Blocks
+from dcp_s3.format.part import Part, WrittenItem, item_hash
+from dcp_s3.format.part_columns import (
+    DOTS,
+    HAS_BLOCKS,
+    HAS_CRC,
+    HAS_RAW_OFFSET,
+    IS_SHARD,
+    ITEM,
+    Columns,
+    pack,
+    unpack,
+)
+from dcp_s3.format.storage_info import make_storage_info
+from dcp_s3.torch_private import StorageInfo
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+_FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)  # the others cannot be pickled
+_VALUES: dict[str, dict[str, Any]] = {
+    "dtype": {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)},
+    "layout": {str(each): each for each in vars(torch).values() if isinstance(each, torch.layout)},
+    "memory format": {str(each): each for each in _FORMATS},
+}
+_STORAGE = {field.name for field in dataclasses.fields(StorageInfo)} | {
+    "raw_offset", "crc64nvme", "crc64nvme_block", "crc64nvme_blocks",  # see format/storage_info.py
+}  # fmt: skip
+
+
+def encode(part: Part) -> bytes:
+    """The bytes of a part.
+
+    Raises:
+        ValueError: it cannot be told in a part: an item that is not among what the rank holds, or in no object of it.
+    """
+    held = sorted(part.held)
+    positions = {each: number for number, each in enumerate(held)}
+    objects = {each.path: number for number, each in enumerate(part.objects)}
+    names, shapes = _Table[str](), _Table[tuple[int, ...]]()
+    properties, descriptors = _Table[tuple[Any, ...]](), _Table[tuple[str, ...]]()
+    crcs: list[bytes] = []
+    items = np.zeros(len(part.written), ITEM)
+    for row, item in enumerate(part.written):
+        facts, data = vars(item.storage), item.tensor
+        if unknown := facts.keys() - _STORAGE:
+            raise ValueError(f"{item.index.fqn!r} has storage data that a part cannot hold: {min(unknown)}")
+        if item.storage.relative_path not in objects:
+            raise ValueError(f"{item.index.fqn!r} lies in {item.storage.relative_path!r}, no object of the part")
+        kind, hash_ = _kind_and_hash(item, positions)
+        raw_offset, crc = facts.get("raw_offset"), facts.get("crc64nvme")
+        block, block_crcs = facts.get("crc64nvme_block"), facts.get("crc64nvme_blocks")
+        flags = HAS_RAW_OFFSET * (raw_offset is not None) + HAS_CRC * (crc is not None)
+        flags += HAS_BLOCKS * (block is not None) + IS_SHARD * (kind is WriteItemType.SHARD)
+        transforms, place = item.storage.transform_descriptors, item.index.offset
+        crcs.append(block_crcs or b"")
+        items[row] = (
+            names[item.index.fqn],
+            0 if data is None else 1 + properties[_properties_text(data.properties)],
+            0 if place is None else 1 + shapes[tuple(place)],
+            *(
+                (0, 0, 0)
+                if data is None
+                else (1 + shapes[tuple(each)] for each in (data.chunk.offsets, data.chunk.sizes, data.size))
+            ),
+            objects[item.storage.relative_path],
+            0 if transforms is None else 1 + descriptors[tuple(transforms)],
+            positions[hash_],
+            flags,
+            len(crcs[-1]),
+            item.storage.offset,
+            item.storage.length,
+            raw_offset or 0,
+            crc or 0,
+            block or 0,
+        )
+    paths = None
+    if part.paths is not None:
+        for name in part.paths:
+            names[name]
+        paths = [_path_value(name, part.paths.get(name)) for name in names]
+    packed = pack(
+        Columns(
+            save=part.save, rank=part.rank, world_size=part.world_size, number=part.number, facts=part.facts,
+            objects=part.objects, names=list(names), paths=paths, properties=list(properties), shapes=list(shapes),
+            descriptors=list(descriptors), items=items, crcs=memoryview(b"".join(crcs)), held=np.array(held, ">u8"),
+        )
+    )  # fmt: skip
+    unpack(packed)  # what no other rank would take is found out here
+    return packed
+
+
+def decode(data: bytes) -> Part:
+    """The part that `encode` made these bytes of.
+
+    Raises:
+        ValueError: damaged, truncated, of another version, or not a part.
+    """
+    columns = unpack(data)
+    shapes = list(map(torch.Size, columns.shapes))
+    properties = [make_properties(each) for each in columns.properties]
+    ends = itertools.accumulate(columns.items["crcs"].tolist(), initial=0)
+    ranges = itertools.pairwise(ends)
+    written = tuple(
+        _item(columns, shapes, properties, item, bytes(columns.crcs[start:stop]))
+        for item, (start, stop) in zip(columns.items.tolist(), ranges, strict=True)
+    )
+    return Part(
+        save=columns.save,
+        rank=columns.rank,
+        world_size=columns.world_size,
+        written=written,
+        objects=columns.objects,
+        held=frozenset(columns.held.tolist()),
+        paths=paths_of(columns),
+        number=columns.number,
+        facts=columns.facts,
+    )
+
+
+def paths_of(columns: Columns) -> dict[str, tuple[str | int, ...]] | None:
+    """Paths by name; None if the planner does not flatten."""
+    if columns.paths is None:
+        return None
+    pairs = zip(columns.names, columns.paths, strict=True)
+    return {name: tuple(name.split(".")) if path == DOTS else tuple(path) for name, path in pairs if path is not None}
+
+
+def make_properties(text: Sequence[Any]) -> TensorProperties:
+    """The properties of a tensor.
+
+    Raises:
+        ValueError: torch knows no such values.
+    """
+    try:
+        dtype, layout, requires_grad, memory_format, pin_memory = text
+        if type(requires_grad) is not bool or type(pin_memory) is not bool:
+            raise ValueError("flags that are neither true nor false")
+        found = _VALUES["dtype"][dtype], _VALUES["layout"][layout], _VALUES["memory format"][memory_format]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"part has properties of a tensor that this torch does not know: {error}") from None
+    return TensorProperties(found[0], found[1], requires_grad, found[2], pin_memory)
+
+
+class _Table(dict[_Key, int]):
+    """Numbers the different values that it is asked for."""
+
+    def __missing__(self, key: _Key) -> int:
+        self[key] = len(self)
+        return self[key]
+
+
+def _kind_and_hash(item: WrittenItem, held: dict[int, int]) -> tuple[WriteItemType, int]:
+    """Kind of an item, and its hash: a rank holds what it writes."""
+    kinds = [WriteItemType.BYTE_IO] if item.tensor is None else [WriteItemType.SHARD, WriteItemType.TENSOR]
+    for kind in kinds:
+        found = item_hash(WriteItem(item.index, kind, tensor_data=item.tensor))
+        if found in held:
+            return kind, found
+    raise ValueError(f"{item.index.fqn!r} was written, but is not among what the rank holds")
+
+
+def _properties_text(properties: TensorProperties) -> tuple[Any, ...]:
+    text = (
+        str(properties.dtype), str(properties.layout), properties.requires_grad, str(properties.memory_format),
+        properties.pin_memory,
+    )  # fmt: skip
+    make_properties(text)
+    return text
+
+
+def _path_value(name: str, path: Sequence[str | int] | None) -> Any:
+    if path is None:
+        return None
+    return DOTS if tuple(path) == tuple(name.split(".")) else list(path)
+
+
+def _item(
+    columns: Columns, shapes: list[torch.Size], properties: list[TensorProperties], item: tuple[int, ...], crcs: bytes
+) -> WrittenItem:
+    name, kind, place, offsets, sizes, whole, object_, transforms, _, flags, _, *numbers = item
+    offset, length, raw_offset, crc, block = numbers
+    storage = make_storage_info(
+        columns.objects[object_].path,
+        offset,
+        length,
+        transform_descriptors=list(columns.descriptors[transforms - 1]) if transforms else None,
+        raw_offset=raw_offset if flags & HAS_RAW_OFFSET else None,
+        crc64nvme=crc if flags & HAS_CRC else None,
+        blocks=Blocks(block, crcs, crc) if flags & HAS_BLOCKS else None,
+    )
+    tensor = None
+    if kind:
+        chunk = ChunkStorageMetadata(shapes[offsets - 1], shapes[sizes - 1])
+        tensor = TensorWriteData(chunk, properties[kind - 1], shapes[whole - 1])
+    return WrittenItem(MetadataIndex(columns.names[name], shapes[place - 1] if place else None), tensor, storage)

@@ -1,0 +1,46 @@
+"""When a rank counts as dead, and when others make up for it."""
+
+from __future__ import annotations
+
+from dcp_s3.coordination.dead import Seen, Verdict, judge
+
+_A, _B = "a" * 16, "b" * 16
+
+
+def _judge(parts: dict[int, str], silent: dict[int, float], **seen: object) -> Verdict:
+    return judge(Seen(4, parts, **{"intents": {}, "silent": silent, **seen}), rank_timeout=60.0)  # type: ignore[arg-type]
+
+
+def test_who_gave_a_sign_lately_may_still_write() -> None:
+    assert _judge({0: _A, 1: _A}, {2: 59.0, 3: 61.0}) == Verdict(waiting=(2,))
+
+
+def test_a_rank_that_said_what_it_holds_is_made_up_for_by_one_that_holds_the_same() -> None:
+    found = _judge({0: _A, 1: _B, 2: _B}, {3: 61.0}, intents={3: _B})
+    assert found.made_up == {3: 1}
+
+
+def test_what_nobody_else_holds_is_lost() -> None:
+    found = _judge({0: _A, 1: _A, 2: _A}, {3: 61.0}, intents={3: _B})
+    assert found == Verdict(lost=(3,))
+
+
+def test_what_nobody_knows_is_lost() -> None:
+    assert _judge({0: _A, 1: _A, 2: _A}, {3: 61.0}) == Verdict(lost=(3,))
+
+
+def test_a_rank_holds_what_it_held_before_if_all_others_do() -> None:
+    before = [_A, _B, _A, _B]
+    assert _judge({0: _A, 1: _B, 2: _A}, {3: 61.0}, before=before).made_up == {3: 1}
+    assert _judge({0: _A, 1: _A, 2: _A}, {3: 61.0}, before=before) == Verdict(lost=(3,))
+    assert _judge({0: _A, 1: _B}, {2: 61.0, 3: 61.0}, before=before, intents={2: _B}) == Verdict(lost=(3,))
+    assert _judge({0: _A, 1: _B, 2: _A}, {3: 61.0}, before=before[:3]) == Verdict(lost=(3,))
+
+
+def test_several_dead_ranks_are_spread_over_those_that_live() -> None:
+    found = _judge({0: _A, 1: _A}, {2: 61.0, 3: 61.0}, intents={2: _A, 3: _A})
+    assert found.made_up == {2: 0, 3: 1}
+
+
+def test_nobody_is_missing() -> None:
+    assert _judge(dict.fromkeys(range(4), _A), {}).made_up == {}
