@@ -7,13 +7,14 @@ import torch.distributed as dist
 
 def rank() -> int:
     """This process's rank; 0 without a process group."""
-    return dist.get_rank() if _is_initialized() else 0
+    return dist.get_rank() if is_initialized() else 0
 
 
 def world_size() -> int:
     """Number of ranks; 1 without a process group."""
-    return dist.get_world_size() if _is_initialized() else 1
+    return dist.get_world_size() if is_initialized() else 1
 
 
-def _is_initialized() -> bool:
+def is_initialized() -> bool:
+    """Whether there is a default process group."""
     return dist.is_available() and dist.is_initialized()

@@ -20,6 +20,7 @@ from pydantic import BeforeValidator, Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from dcp_s3.errors import SettingsError
+from dcp_s3.launcher import Launch, read_launch
 from dcp_s3.reprs import one_line
 from dcp_s3.units import parse_duration, parse_size, parse_size_or_fraction
 
@@ -183,6 +184,15 @@ class Settings(BaseSettings):
     durability: Literal["s3", "local"] = "s3"
     """When a save is done. ``s3``: when it is committed on S3. ``local``: when every rank has it on its disk
     (``spill_dir``); it is then uploaded and committed in the background."""
+
+    merge_ranks: bool = True
+    """Whether the ranks of a save without collectives make one checkpoint together. Off: each commits one for
+    itself, as torch's writers do."""
+    run_id: str | None = Field(default=None, min_length=1, max_length=200)
+    """Name of this start of the job, for saves without collectives: the same on all ranks, and never used again, unless
+    torchrun or SLURM count the restart. Unset: what the process group and the launcher say (torchrun, SLURM)."""
+    rank_timeout: RequestSeconds = 60.0
+    """Seconds without progress after which a rank counts as dead in a save without collectives."""
 
     retention: str | None = None
     """Policies in one line, for example ``latest:3 best:2:val_loss:min every:10000 within:48h daily:7``: what prune
@@ -361,6 +371,15 @@ def environment(**values: str | None) -> Iterator[None]:
 def child_environment(**changes: str) -> dict[str, str]:
     """The environment for a process that this one starts: its own, with changes."""
     return {**os.environ, **changes}
+
+
+def launch() -> Launch:
+    """What the launcher says about this process.
+
+    Raises:
+        SettingsError: see `read_launch`.
+    """
+    return read_launch(os.environ)
 
 
 def local_world_size() -> int:

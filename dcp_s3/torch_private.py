@@ -41,6 +41,9 @@ from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms as 
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MEMORY_FORMAT_ENCODING
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as create_chunk_list
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.tensor import Placement
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 FileReader = torch._C.PyTorchFileReader  # reads the archives that torch.save writes
@@ -64,7 +67,9 @@ __all__ = [
     "StreamTransformExtension",
     "ThreadBasedAsyncCheckpointExecutor",
     "WriterTransforms",
+    "compute_offset",
     "create_chunk_list",
+    "default_store",
     "find_async_save",
     "find_direction",
     "find_failed_call",
@@ -295,6 +300,14 @@ def find_async_save() -> AsyncCheckpointerType | None:
     return None
 
 
+def default_store() -> Any:
+    """The `torch.distributed.Store` through which the ranks of the default group found each other; None without."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    # MPI needs no store. That of the fake backend stores nothing.
+    return None if dist.get_backend() in ("mpi", "fake") else _get_default_store()
+
+
 def has_checkpoint_process() -> bool:
     """Whether the process of saves by `AsyncCheckpointerType.PROCESS` is there."""
     return async_process_executor._CHECKPOINT_PROCESS is not None
@@ -350,3 +363,13 @@ def make_wrapper(cls: type[_Tensor], shape: Sequence[int], like: torch.Tensor) -
         cls, torch.Size(shape), dtype=like.dtype, device=like.device, requires_grad=False
     )
     return made
+
+
+def compute_offset(
+    shape: Sequence[int], mesh_shape: Sequence[int], place: Sequence[int], placements: Sequence[Placement]
+) -> tuple[int, ...]:
+    """Where the chunk of the rank at ``place`` of a mesh begins in a DTensor of ``shape``.
+
+    In a dimension of which the rank has nothing: at its end.
+    """
+    return _compute_local_shape_and_global_offset(torch.Size(shape), tuple(mesh_shape), list(place), placements)[1]

@@ -16,11 +16,13 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed._checkpointable import _Checkpointable
 from torch.distributed.checkpoint import (
@@ -76,6 +78,7 @@ _PACKAGE = Path(inspect.getfile(dcp_s3)).parent
         (_DCP + "_fsspec_filesystem", "FsspecReader"),
         (_DCP + "_fsspec_filesystem", "FsspecWriter"),
         (_DCP + "filesystem", "CURRENT_DCP_VERSION"),
+        ("torch.distributed.distributed_c10d", "_get_default_store"),
         (_DCP + "filesystem", "_StorageInfo"),
         (_DCP + "filesystem", "_StoragePrefix"),
         (_DCP + "filesystem", "_StorageReaderTransforms"),
@@ -112,6 +115,29 @@ def test_a_load_on_the_meta_device_says_where_the_bytes_are() -> None:
     assert start is not None, message
     assert stream.getvalue()[start : start + tensor.nbytes] == tensor.numpy().tobytes(), message
     assert torch_private.offset_in_archive(torch.empty(3, device="meta")) is None
+
+
+def test_the_default_group_has_a_store_in_which_the_first_value_stands(tmp_path: Path) -> None:
+    """coordination/identity.py: the ranks of a save without collectives find the id of their attempt there."""
+    assert torch_private.default_store() is None
+    stores = []
+    for number in range(2):
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/{number}", rank=0, world_size=1)
+        try:
+            store = torch_private.default_store()
+            stores.append(weakref.ref(store))
+            message = moved("Store.compare_set does not set once, or Store.check does not look", "coordination")
+            assert torch_private.default_store() is store, moved(
+                "the store is another object each time", "coordination"
+            )
+            assert not store.check(["a key"]), message
+            assert [store.compare_set("a key", "", value) for value in ("1", "2")] == [b"1", b"1"], message
+            assert store.check(["a key"]), message
+            del store
+        finally:
+            dist.destroy_process_group()
+    assert stores[0] != stores[1]
+    assert torch_private.default_store() is None
 
 
 def test_nested_states_are_flattened_to_names_and_paths() -> None:

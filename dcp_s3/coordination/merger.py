@@ -7,6 +7,7 @@ read, with a manifest of its own name; one commit wins.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -73,6 +74,19 @@ class Merger:
             CheckpointExistsError, CheckpointDeletedError: see `publish`.
             StorageError: a request failed; `step` may be called again.
         """
+        try:
+            return self._step()
+        except errors.DcpS3Error as error:
+            if isinstance(error, errors.StorageError):
+                raise
+            # Perhaps another merger has committed, and has removed what this one looked for.
+            found = find_commit(self._store, self._joint)
+            if found is None:
+                self._put_notice(Notice(self._joint.save, failed=str(error)))
+                raise
+            return found
+
+    def _step(self) -> str | None:
         self._read_parts()
         made_up: Mapping[int, int] = {}
         if len(self._merging.ranks) < self._joint.world_size:
@@ -80,7 +94,7 @@ class Merger:
             before = self._joint.before() if self._is_anyone_silent() else None
             verdict = judge(self._seen(before), self._joint.rank_timeout)
             if verdict.lost:
-                raise self._give_up(lost_error(self._joint, verdict.lost))
+                raise lost_error(self._joint, verdict.lost)
             if verdict.made_up is None:
                 return None
             made_up = verdict.made_up
@@ -100,7 +114,7 @@ class Merger:
         self.has_moved = bool(new)
         if self._readers == 1 or len(new) < 2:
             for key in new:
-                self._add(key, lambda key=key: self._store.get(key))
+                self._add(key, functools.partial(self._store.get, key))
             return
         workers = Workers(min(self._readers, len(new)), "dcp_s3-merge")
         try:
@@ -115,11 +129,9 @@ class Merger:
         except errors.ObjectNotFoundError:
             return  # another merger has committed, and removes them
         except ValueError as error:
-            raise self._give_up(
-                errors.SaveProtocolError(
-                    f"{self._joint.url} is not committed: {key} cannot be merged: {error}. Remedy: save again",
-                    url=str(self._joint.url),
-                )
+            raise errors.SaveProtocolError(
+                f"{self._joint.url} is not committed: {key} cannot be merged: {error}. Remedy: save again",
+                url=str(self._joint.url),
             ) from None
         self._read.add(key)
 
@@ -170,21 +182,14 @@ class Merger:
             self._joint.url.key(notice_object(self._joint.save)), notice.to_json(), content_type="application/json"
         )
 
-    def _give_up(self, error: errors.CheckpointError) -> errors.CheckpointError:
-        self._put_notice(Notice(self._joint.save, failed=str(error)))
-        return error
-
     # --- the commit ----------------------------------------------------------------------------------
 
     def _commit(self, made_up: Mapping[int, int]) -> str | None:
         joint, url = self._joint, self._joint.url
         save_id = joint.save + new_save_id()[:8]
         identity = SaveIdentity(url, save_id)
-        try:
-            merged = self._merging.merged(save_id=save_id, checkpoint_id=str(url))
-            check_distinct(merged.objects)
-        except errors.CheckpointError as error:
-            raise self._give_up(error) from None
+        merged = self._merging.merged(save_id=save_id, checkpoint_id=str(url))
+        check_distinct(merged.objects)
         facts = Facts.of(self._merging.facts)
         beginning = replace(self._beginning, at=min(self._beginning.at, facts.started_at))
         manifest = Manifest(
@@ -213,7 +218,7 @@ class Merger:
                 publish(self._store, commit, previous, keep_objects=True, is_late=beginning.is_late)
             except errors.CheckpointExistsError:
                 if not joint.overwrite and find_commit(self._store, joint) is None:
-                    raise self._give_up(exists_error(url)) from None
+                    raise exists_error(url) from None
             else:
                 found = save_id
                 break

@@ -22,6 +22,7 @@ CLAIM = CONTROL_PREFIX + "claim.json"
 PART_PREFIX = CONTROL_PREFIX + "part-"
 INTENT_PREFIX = CONTROL_PREFIX + "intent-"
 NOTICE_PREFIX = CONTROL_PREFIX + "notice-"
+BOARD_PREFIX = CONTROL_PREFIX + "board-"
 LEASE_PREFIX = CONTROL_PREFIX + "lease-"
 DELETION_PREFIX = CONTROL_PREFIX + "deletion-"
 
@@ -98,6 +99,11 @@ def intent_object(save: str, rank: int, digest: str) -> str:
 def notice_object(save: str) -> str:
     """Relative path of what a merging rank tells the others: who writes what is missing, or why there is no commit."""
     return f"{NOTICE_PREFIX}{save}.json"
+
+
+def board_object(attempt: str, key: str) -> str:
+    """Path, relative to the root of a run, of what the ranks of one attempt (hex) tell each other under a key."""
+    return f"{BOARD_PREFIX}{attempt}-{key}"
 
 
 def deletion_id(save_id: str | None, etag: str | None) -> str:
@@ -181,7 +187,8 @@ def classify(path: str) -> Kind:
     found = _classify_name(rest) if "/" not in rest else None
     if found is not None and found.nonce and may_be_spread(directory) and path == spread(rest, len(directory)):
         return Kind(What.DATA, found.rank, found.number, found.nonce, spread=len(directory))
-    if rest.startswith(CONTROL_PREFIX) or (found is not None and found.what is What.COMMIT):
+    shows = rest.startswith(CONTROL_PREFIX) and not rest.startswith(BOARD_PREFIX)
+    if shows or (found is not None and found.what is What.COMMIT):
         return Kind(What.NESTED, below=directory)
     if path.endswith(DATA_SUFFIX):
         return Kind(What.NESTED_DATA, None if found is None else found.rank, below=directory)
@@ -220,7 +227,8 @@ def _classify_control(path: str) -> Kind:
         return Kind(What.LEASE, seconds=int(match[1]))
     if match := _DELETION.fullmatch(path):
         return Kind(What.DELETION, deletion=match[1], attempt=match[2])
-    return Kind(What.CONTROL if is_inside(path) else What.OTHER)
+    # Notes of the ranks lie beside checkpoints, in a directory that is none.
+    return Kind(What.CONTROL if is_inside(path) and not path.startswith(BOARD_PREFIX) else What.OTHER)
 
 
 def is_inside(relative_path: str) -> bool:

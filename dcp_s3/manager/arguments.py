@@ -147,6 +147,21 @@ def load_into(loaded: Mapping[str, Any], state: dict[str, Any]) -> None:
             state[name] = loaded[name]
 
 
+def check_coordination(coordination: object, process_group: object) -> None:
+    """Check how the ranks of a manager come together.
+
+    Raises:
+        CheckpointError: an argument is wrong.
+    """
+    if coordination not in ("collectives", "s3"):
+        raise errors.CheckpointError(f"coordination = {_show(coordination)}, expected 'collectives' or 's3'")
+    if coordination == "s3" and process_group is not None:
+        raise errors.CheckpointError(
+            "a CheckpointManager with coordination='s3' uses no process group, and all ranks of the job save. Remedy: "
+            "leave process_group out"
+        )
+
+
 @dataclass(frozen=True)
 class Configuration:
     """The checked arguments of a manager."""

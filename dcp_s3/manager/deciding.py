@@ -24,6 +24,7 @@ from dcp_s3.manager.save_policy import (
     parts,
     steps_until_next_look,
 )
+from dcp_s3.manager.separate import Notes
 
 logger = logging.getLogger(__name__)
 
@@ -96,12 +97,14 @@ class SaveDecisions:
     Args:
         policy: the policy; None: every step that is asked about.
         ranks: the ranks that save together, with a group that no save uses meanwhile.
+        notes: where ranks that are not `collective` tell each other.
     """
 
     def __init__(
         self,
         policy: SavePolicyFunction | None,
         ranks: Ranks,
+        notes: Notes | None = None,
         *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -109,7 +112,7 @@ class SaveDecisions:
         self._always = policy is None
         self._by_step = tuple(each for each in given if _is_by_step(each))
         self._told = tuple(each for each in given if each not in self._by_step)
-        self._ranks, self._now = ranks, now
+        self._ranks, self._notes, self._now = ranks, notes, now
         self._since = now()
         self._last_step: int | None = None
         self._answer: tuple[int, bool] | None = None
@@ -174,19 +177,10 @@ class SaveDecisions:
     def _look_at(self, step: int) -> bool:
         """Ask the policies that do not go by steps alone, on all ranks."""
         seen = self.preempted or (self._watch is not None and self._watch.seen)
-        failure: Exception | None = None
-        answer, gap = _NO, 1
-        if self._ranks.is_first:
-            self.preempted = seen
-            try:
-                answer, gap = self._decide(step)
-            except Exception as error:  # noqa: BLE001 - the other ranks wait
-                failure, answer = error, _FAILED
-        answer, gap, seen = self._tell(step, answer, gap, seen)
-        if failure is not None:
-            raise failure
-        if answer == _FAILED:
-            raise CheckpointError(f"whether to save step {step} is not known: the policy has failed on rank 0")
+        if self._notes is not None:
+            answer, gap, seen = self._notes.decide(step, lambda seen: self._decide(step, seen), seen=seen)
+        else:
+            answer, gap, seen = self._meet(step, seen)
         if seen and not self.preempted:
             self.preempted = True
         self._look, self._gap = (step, self._now()), gap
@@ -197,8 +191,25 @@ class SaveDecisions:
             logger.warning("SIGTERM has come: step %d is saved", step)
         return answer == _YES or for_preemption
 
-    def _decide(self, step: int) -> tuple[int, int]:
-        """On the first rank: whether to save, and in how many steps to look again if not."""
+    def _meet(self, step: int, seen: bool) -> tuple[int, int, bool]:
+        """What the first rank decides, and whether SIGTERM has come to any, by a collective."""
+        failure: Exception | None = None
+        answer, gap = _NO, 1
+        if self._ranks.is_first:
+            try:
+                answer, gap = self._decide(step, seen)
+            except Exception as error:  # noqa: BLE001 - the other ranks wait
+                failure, answer = error, _FAILED
+        answer, gap, seen = self._tell(step, answer, gap, seen)
+        if failure is not None:
+            raise failure
+        if answer == _FAILED:
+            raise CheckpointError(f"whether to save step {step} is not known: the policy has failed on rank 0")
+        return answer, gap, seen
+
+    def _decide(self, step: int, seen: bool) -> tuple[int, int]:
+        """On the rank that decides for all: whether to save, and in how many steps to look again if not."""
+        self.preempted = seen
         moment = self._moment(step)
         if any(policy(moment) for policy in self._told):
             return _YES, 1

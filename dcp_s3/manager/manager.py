@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlanner
@@ -14,6 +14,7 @@ from dcp_s3 import errors
 from dcp_s3.events import Listener
 from dcp_s3.failures import name_failed
 from dcp_s3.manager import arguments
+from dcp_s3.manager.agreement import Run, agree_on_run, agree_on_save
 from dcp_s3.manager.arguments import check_step
 from dcp_s3.manager.background import BackgroundRetention, commit_of, retain
 from dcp_s3.manager.choosing import ChosenCheckpoint
@@ -24,6 +25,7 @@ from dcp_s3.manager.reading import RunReader
 from dcp_s3.manager.restore import Restoring
 from dcp_s3.manager.save_policy import SavePolicyFunction
 from dcp_s3.manager.saving import Saving
+from dcp_s3.manager.separate import open_notes, separate_ranks
 from dcp_s3.manager.waiting import look_at_disk
 from dcp_s3.reprs import one_line
 from dcp_s3.retention.catalog import CheckpointCatalog
@@ -74,6 +76,8 @@ class CheckpointManager(RunReader):
         settings: a `Settings`, or a mapping of settings that override the environment.
         process_group: a group with a CPU backend, used only for these saves and loads. None: a new gloo group of all
             ranks.
+        coordination: ``collectives``, or ``s3``: no collectives at all. The ranks save apart and come together on S3.
+            ``process_group`` must be None, and what waits on disks does not count.
         overwrite: replace a committed checkpoint of the same step. Otherwise the save fails with CheckpointExistsError.
         separate: FQN prefixes that get their own objects, see `S3StorageWriter`.
         weights_only: see `S3StorageReader`.
@@ -97,6 +101,7 @@ class CheckpointManager(RunReader):
         read_only: bool = False,
         settings: SettingsLike = None,
         process_group: dist.ProcessGroup | None = None,
+        coordination: Literal["collectives", "s3"] = "collectives",
         overwrite: bool = False,
         separate: Separate | None = None,
         weights_only: bool = True,
@@ -114,41 +119,37 @@ class CheckpointManager(RunReader):
         self.retention_timeout = retention_timeout
         self.drain_timeout = drain_timeout
         self._closed = False
+        arguments.check_coordination(coordination, process_group)
         # First: through the group the other ranks learn if the arguments of one rank are wrong.
-        self._ranks = Ranks(process_group)
+        self._ranks = Ranks(process_group) if coordination == "collectives" else separate_ranks(settings, read_only)
+        disks = self._ranks.collective and not read_only
 
-        def configure() -> tuple[tuple[str, str, bool, bool], dict[str, int | None]]:
+        def configure() -> tuple[Run, dict[str, int | None]]:
             timeouts = {"retention_timeout": retention_timeout, "drain_timeout": drain_timeout}
             found = arguments.configure(root, retention, settings, separate, timeouts, step_format, self._should_save)
             self.root, self.settings, self.retention = found.root, found.settings, found.retention
             self._step_format = found.step_format
             self._catalog = CheckpointCatalog(str(found.root), settings=found.settings)
             self._stager = None if read_only else S3Stager(found.settings, on_event=on_event)
-            waiting = () if read_only else look_at_disk(self._catalog).commits
-            example = step_name(12, found.step_format)
-            run = (self.root_url, example, read_only, asks_ranks(self._should_save))
+            waiting = look_at_disk(self._catalog).commits if disks else ()
+            run = Run(self.root_url, step_name(12, found.step_format), read_only, asks_ranks(self._should_save))
             return run, {each.info.url: each.info.step for each in waiting}
 
-        told = self._ranks.agree(configure, self._refuse("no CheckpointManager is made"))
-        runs = {rank: run for rank, (run, _) in enumerate(told)}
-        if len(set(runs.values())) > 1:
-            raise errors.CheckpointError(
-                "the ranks have different roots, step formats (here of step 12), read_only or should_save (whether it "
-                f"needs more than the step): {runs} (by rank). Remedy: pass the same on all"
-            )
-        self._left = {url: step for _, urls in told for url, step in urls.items()}
+        self._left = agree_on_run(self._ranks, configure, self._refuse("no CheckpointManager is made"))
         """Steps by URL that an earlier run left on disk and this run has not reached yet. If this run saves one of
         them, it has diverged from that run, and replaces the old checkpoint."""
+        self._notes = None if self._ranks.collective else open_notes(self.root, self.settings, self._ranks, read_only)
         self._saving = Saving(self._ranks.rank)
         # Beside a save under way, whose collectives must not mix with these.
         deciding = self._ranks.apart() if asks_ranks(self._should_save) else self._ranks
-        self._decisions = SaveDecisions(self._should_save, deciding)
+        self._decisions = SaveDecisions(self._should_save, deciding, self._notes)
         self._restoring = Restoring(
             self._catalog,
             self._ranks,
             weights_only=weights_only,
             drain_timeout=drain_timeout,
-            disks=not read_only,
+            disks=disks,
+            notes=self._notes,
             on_event=on_event,
         )
         self._retention: BackgroundRetention | None = None
@@ -203,9 +204,8 @@ class CheckpointManager(RunReader):
         if not force and self._should_save is not None and not self.should_save(step):
             return False
         made: list[S3StorageWriter] = []
-        collected: dict[str, Any] = {}
 
-        def begin() -> tuple[int, bool]:
+        def begin() -> None:
             self._saving.settle()
             self._saving.raise_failure()
             self._check_open()
@@ -222,32 +222,18 @@ class CheckpointManager(RunReader):
             )
             writer.caller_reports = True
             made.append(writer)
-            return step, arguments.has_stateful(state)
 
-        told = self._ranks.agree(begin, self._refuse_save(step))
-        steps = {rank: each for rank, (each, _) in enumerate(told)}
-        if len(set(steps.values())) > 1:
-            raise errors.SaveProtocolError(
-                f"the ranks save different steps to {self.root}: {steps} (by rank). Remedy: call save with the same "
-                "step on all",
-                url=self.root_url,
-            )
-        if any(stateful for _, stateful in told):
-            # Separately: a `state_dict` may use collectives, so all ranks must have come this far.
-            self._ranks.agree(
-                lambda: collected.update(arguments.to_state_dict(state)), self._refuse_save(step), alike=True
-            )
-        else:
-            collected.update(state)
+        collected = agree_on_save(self._ranks, step, state, self.root_url, begin, self._refuse_save(step))
         url, writer = self.url(step), made[0]
         self._decisions.saved(step)
         if url in self._left:
             del self._left[url]
             if self._ranks.is_first:
                 logger.warning("%s waited on disk from an earlier run: it is saved again and replaced", url)
+        passed = None if self._notes is None else self._notes.passed()
         self._saving.run(
-            step, url, collected, writer, self._ranks, None if blocking else stager, planner,
-            on_success=lambda: self._saved(writer),
+            step, url, collected, writer, self._ranks, stager, planner,
+            blocking=blocking, on_success=lambda: self._saved(writer, passed),
         )  # fmt: skip
         return True
 
@@ -328,9 +314,11 @@ class CheckpointManager(RunReader):
         self._settle_step(step)
         annotate(self.url(step), metrics, settings=self.settings)
 
-    def _saved(self, writer: S3StorageWriter) -> None:
+    def _saved(self, writer: S3StorageWriter, passed: Callable[[], None] | None) -> None:
         if self._retention is not None:
             self._retention.saved(commit_of(writer, self.settings))
+        if passed is not None:
+            passed()
 
     def _refuse_save(self, step: int) -> Callable[[Failures], errors.SaveFailedError]:
         """Make the error of a save that did not begin because some ranks cannot go on."""

@@ -26,6 +26,9 @@ class Ranks:
         CheckpointError: this process is not in the group.
     """
 
+    collective = True
+    """Whether the ranks meet in collectives."""
+
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         distributed = dist.is_available() and dist.is_initialized()
         if group is None and distributed:

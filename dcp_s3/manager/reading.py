@@ -112,7 +112,7 @@ class RunReader(ABC):
                 "Remedy: call restore with the same arguments on all",
                 url=self.root_url,
             )
-        found = self._restoring.restore(state, orders[0], planner)
+        found = self._restoring.restore(state, orders[0], planner, requests[0])
         if found is None:
             return None
         self._restored(found)

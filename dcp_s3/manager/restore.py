@@ -7,7 +7,6 @@ import logging
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlanner
@@ -20,6 +19,7 @@ from dcp_s3.load.reader import S3StorageReader
 from dcp_s3.manager.arguments import load_into, to_state_dict
 from dcp_s3.manager.choosing import ChosenCheckpoint, NotReady, Order, Patience, find, impatient
 from dcp_s3.manager.ranks import Failures, Ranks, for_others
+from dcp_s3.manager.separate import Notes
 from dcp_s3.manager.waiting import Disk, look_at_disk
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.spill.background import drain_in_background
@@ -46,6 +46,7 @@ class Restoring:
         weights_only: see `S3StorageReader`.
         drain_timeout: seconds to wait for data to drain from the disks to S3, see `Patience`.
         disks: whether what waits on the disks for S3 counts, and is drained.
+        notes: where ranks that are not `collective` learn what the first of them chose; None: each chooses alone.
     """
 
     def __init__(
@@ -56,9 +57,10 @@ class Restoring:
         weights_only: bool,
         drain_timeout: float,
         disks: bool = True,
+        notes: Notes | None = None,
         on_event: Listener | None = None,
     ) -> None:
-        self._on_event = on_event
+        self._on_event, self._notes = on_event, notes
         self._catalog = catalog
         self._settings = catalog.settings
         self._ranks = ranks
@@ -66,26 +68,40 @@ class Restoring:
         self._drain_timeout = drain_timeout
         self._disks = disks
 
-    def restore(self, state: dict[str, Any], order: Order, planner: LoadPlanner | None) -> ChosenCheckpoint | None:
+    def restore(
+        self, state: dict[str, Any], order: Order, planner: LoadPlanner | None, request: object = None
+    ) -> ChosenCheckpoint | None:
         """Load the first checkpoint in ``order`` that can be loaded. None if there is none at all. Every rank calls it.
+
+        Args:
+            state: as for `dcp.load`.
+            order: selects and sorts the checkpoints.
+            planner: see `dcp.load`.
+            request: what ``order`` was made of.
 
         Raises:
             RestoreFailedError, CheckpointNotFoundError, CorruptCheckpointError, StorageError
         """
         passed_over: list[str] = []
         while True:
-            found = self.choose(order, passed_over)
-            if found is None:
-                return None
-            failures = self._load(found, state, planner)
-            if not failures:
+            found = self._take(order, request, passed_over)
+            failures = {} if found is None else self._load(found, state, planner)
+            if self._notes is not None and not failures:
+                self._notes.restored()
+            if found is None or not failures:
                 return found
-            if not _is_unusable(failures):
-                raise _restore_error(failures, found.url, found.step, self._ranks.rank)
+            alone = not self._ranks.collective and self._ranks.size > 1
+            if alone or not _is_unusable(failures):
+                raise _restore_error(failures, found.url, found.step, self._ranks.rank, alone=alone)
             if self._ranks.is_first:
                 why = f"{found.url} could not be restored {explain(failures)}"
                 logger.warning("%s. Looking for another one", why)
             passed_over.append(found.url)
+
+    def _take(self, order: Order, request: object, passed_over: Collection[str]) -> ChosenCheckpoint | None:
+        if self._notes is None:
+            return self.choose(order, passed_over)
+        return self._notes.choose(request, lambda: self.choose(order, passed_over))
 
     def find(
         self, order: Order, passed_over: Collection[str], disks: Sequence[Disk], wait: bool
@@ -152,7 +168,7 @@ class Restoring:
             settings=impatient(self._settings) if found.local else self._settings,
             on_event=self._on_event,
         )
-        mine = _load(collected, reader, group=self._ranks.group, rank=self._ranks.rank, planner=planner)
+        mine = _load(collected, reader, self._ranks, planner)
         if not mine:
             try:
                 load_into(collected, state)
@@ -161,21 +177,18 @@ class Restoring:
         return {rank: error for each in self._ranks.gather(mine) for rank, error in each.items()}
 
 
-def _load(
-    state: dict[str, Any],
-    reader: S3StorageReader,
-    *,
-    group: dist.ProcessGroup | None,
-    rank: int,
-    planner: LoadPlanner | None,
-) -> Failures:
+def _load(state: dict[str, Any], reader: S3StorageReader, ranks: Ranks, planner: LoadPlanner | None) -> Failures:
     """Run `dcp.load` in place. Returns the failures by rank."""
     try:
-        state_dict_loader.load(state, storage_reader=reader, process_group=group, planner=planner)
+        state_dict_loader.load(
+            state, storage_reader=reader, process_group=ranks.group, planner=planner, no_dist=not ranks.collective
+        )
     except CheckpointException as error:
-        return _failures_of(error)
+        failures = _failures_of(error)
+        # Without collectives, torch takes each rank for the only one.
+        return failures if ranks.collective else {ranks.rank: failures[0]}
     except Exception as error:  # noqa: BLE001 - all ranks are told
-        return {rank: for_others(error)}
+        return {ranks.rank: for_others(error)}
     return {}
 
 
@@ -184,9 +197,14 @@ def load_error(error: CheckpointException, url: str, step: int | None = None) ->
     return _restore_error(_failures_of(error), url, step, None)
 
 
-def _restore_error(failures: Failures, url: str, step: int | None, rank: int | None) -> errors.RestoreFailedError:
+def _restore_error(
+    failures: Failures, url: str, step: int | None, rank: int | None, *, alone: bool = False
+) -> errors.RestoreFailedError:
     what = f"the load of {url}" if step is None else f"the load of step {step} from {url}"
-    told = Failed(what, failures, left=left_by_load(failures.values()))
+    left = left_by_load(failures.values())
+    if alone:  # the others do not learn of it
+        left = f"{left}{'; ' if left else ''}other ranks may have loaded it, so no other one is tried"
+    told = Failed(what, failures, left=left, resume="manager.restore(state, step=...) on all ranks" if alone else "")
     return errors.RestoreFailedError(panel(told), url=url, step=step, failures=failures, rank=rank)
 
 

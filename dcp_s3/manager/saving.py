@@ -7,7 +7,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,8 +20,10 @@ from dcp_s3.boundary import frames_of_others, left_by_save, log_failed_save
 from dcp_s3.errors import SaveFailedError
 from dcp_s3.failures import Failed, panel
 from dcp_s3.manager.ranks import Ranks, for_others
+from dcp_s3.save.separately import begin_separately
 from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.stage.failure import FailedStaging
+from dcp_s3.stage.release import release
 from dcp_s3.stage.stager import S3Stager
 from dcp_s3.tracebacks import without_tracebacks
 
@@ -113,13 +115,13 @@ class Saving:
         state: dict[str, Any],
         writer: S3StorageWriter,
         ranks: Ranks,
-        stager: S3Stager | None,
+        stager: S3Stager,
         planner: SavePlanner | None,
         *,
+        blocking: bool,
         on_success: Callable[[], None],
     ) -> None:
-        """Save on all ranks: in the background, or without a ``stager`` until it is committed. The previous save must
-        have ended.
+        """Save on all ranks, in the background. The previous save must have ended.
 
         Args:
             step: training step.
@@ -127,15 +129,27 @@ class Saving:
             state: the state, collected.
             writer: writer of this save.
             ranks: ranks that save together.
-            stager: copies the state; None: it is not copied.
+            stager: copies the state.
             planner: see `dcp.save`.
+            blocking: return when it is committed, and do not copy the state. Of ranks that are not `collective`: return
+                when this rank's part is on S3; the state is copied, as what a dead rank leaves is made up for later.
             on_success: called when the save is done, perhaps in another thread.
 
         Raises:
             SaveFailedError: the save has failed, or could not begin.
-            StagingError: the state cannot be copied, and there are no other ranks.
+            StagingError: the state cannot be copied, and there are no other ranks, or they are not `collective`.
         """
-        if stager is None:
+        if not ranks.collective:
+            save = begin_separately(state, writer, rank=ranks.rank, stager=stager, planner=planner)
+            self.begin(step, url, save.committed, on_success=on_success)
+            save.committed.add_done_callback(release)  # after its failure was told, with its frames
+            if blocking:
+                wait(save, return_when=FIRST_COMPLETED)
+                if not save.durable.done():
+                    self.settle()
+                    self.raise_failure()
+            return
+        if blocking:
             try:
                 state_dict_saver.save(state, storage_writer=writer, process_group=ranks.group, planner=planner)
             except CheckpointException as error:

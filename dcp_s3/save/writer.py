@@ -27,7 +27,7 @@ from dcp_s3.format.layout import new_save_id
 from dcp_s3.reprs import one_line
 from dcp_s3.save.attached import Attachments
 from dcp_s3.save.plan import check_shapes
-from dcp_s3.save.progress import stall_of, unknown_stall
+from dcp_s3.save.progress import StallSince, stall_of, unknown_stall
 from dcp_s3.save.save import Save, SaveOptions
 from dcp_s3.save.waiting import wait_committed
 from dcp_s3.save.without_collectives import begin_without_collectives
@@ -95,6 +95,8 @@ class S3StorageWriter(StorageWriter, AsyncStager):
     caller_reports = False
     """Whether the caller logs asynchronous saves that fail. Otherwise they are logged here, because nobody may look at
     the future."""
+    stall_since: StallSince | None = None
+    """How long a save has held the training up, if the caller knows better than DCP's callers."""
     _stages_here = True
     """Whether the states that it saves are staged in this process."""
 
@@ -185,8 +187,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             take_turn(str(url))
         options = SaveOptions(
             self.settings, self._spill_store, self.overwrite, dict(self.metrics), self.separate, self._transforms,
-            self._attached.take(url), self.on_event, stall_of(current_turn()) if self._stages_here else unknown_stall,
-            check_extra(self.extra),
+            self._attached.take(url), self.on_event, self._find_stall(), check_extra(self.extra),
         )  # fmt: skip
         save: Save | None = None
         if not use_collectives and self.settings.merge_ranks:
@@ -364,6 +365,11 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         if self._here.save_id is None:
             self._here.save_id = new_save_id()
         return self._here.save_id
+
+    def _find_stall(self) -> StallSince:
+        if self.stall_since is not None:
+            return self.stall_since
+        return stall_of(current_turn()) if self._stages_here else unknown_stall
 
     @property
     def _save(self) -> Save:

@@ -1,0 +1,133 @@
+"""A board on which the ranks of one attempt leave each other small notes, without a collective."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from abc import ABC, abstractmethod
+from typing import Any
+
+from dcp_s3 import errors
+from dcp_s3.checksum import crc64nvme, crc_hex
+from dcp_s3.coordination.identity import STORE_PREFIX, Attempt, set_once, store_error
+from dcp_s3.format.layout import board_object
+from dcp_s3.limit import UNLIMITED, Limit
+from dcp_s3.s3.store import S3Store
+from dcp_s3.settings import Settings
+from dcp_s3.store import ABSENT, Store
+from dcp_s3.torch_private import default_store
+from dcp_s3.url import CheckpointURL
+
+
+class Board(ABC):
+    """Notes by key, each written once. Thread safe.
+
+    Keys are letters, digits and hyphens.
+    """
+
+    nearby = False
+    """Whether a look takes a message between hosts (some 0.1 ms), rather than a request to S3 (some 30 ms)."""
+
+    @abstractmethod
+    def offer(self, key: str, value: str) -> str:
+        """Leave a note, unless there is one. Returns the one that stands there.
+
+        Raises:
+            StorageError: the note may or may not be there.
+        """
+
+    @abstractmethod
+    def look(self, key: str) -> str | None:
+        """The note, or None.
+
+        Raises:
+            StorageError: cannot tell.
+        """
+
+    @abstractmethod
+    def remove(self, key: str) -> None:
+        """Remove a note that nobody needs any more. A failure leaves a few bytes behind."""
+
+
+class GroupBoard(Board):
+    """A board in the store of the process group."""
+
+    nearby = True
+
+    def __init__(self, store: Any, attempt: Attempt) -> None:
+        self._store, self._prefix = store, f"board/{attempt.id}/"
+
+    def offer(self, key: str, value: str) -> str:
+        return set_once(self._store, self._prefix + key, value)
+
+    def look(self, key: str) -> str | None:
+        name = STORE_PREFIX + self._prefix + key
+        try:
+            # Not `get` alone: it waits for the key.
+            found: bytes | None = self._store.get(name) if self._store.check([name]) else None
+        except RuntimeError as error:
+            raise store_error(error) from error
+        return None if found is None else found.decode()
+
+    def remove(self, key: str) -> None:
+        """Nothing: the store ends with the processes."""
+
+
+class StoredBoard(Board):
+    """A board of objects below the root of a run."""
+
+    def __init__(self, store: Store, root: CheckpointURL, attempt: Attempt) -> None:
+        self._store, self._root, self._attempt = store, root, attempt
+
+    def offer(self, key: str, value: str) -> str:
+        # First a look, for stores that ignore the condition. There, of notes left at once the last one stands.
+        if (found := self.look(key)) is not None:
+            return found
+        with contextlib.suppress(errors.PreconditionFailedError):
+            self._store.put(self._key(key), _pack(value), expect=ABSENT, content_type="application/json")
+        found = self.look(key)
+        return value if found is None else found
+
+    def look(self, key: str) -> str | None:
+        try:
+            return _unpack(self._store.get(self._key(key)).data)
+        except errors.ObjectNotFoundError:
+            return None
+
+    def remove(self, key: str) -> None:
+        with contextlib.suppress(errors.StorageError):
+            self._store.delete([self._key(key)])
+
+    def _key(self, key: str) -> str:
+        return self._root.key(board_object(self._attempt.id, key))
+
+
+def open_board(root: CheckpointURL, attempt: Attempt, settings: Settings, *, limit: Limit = UNLIMITED) -> Board:
+    """The board of an attempt: in the store of the default process group, without one below ``root``.
+
+    Args:
+        root: URL of the run.
+        attempt: the attempt whose ranks share it.
+        settings: how to reach S3.
+        limit: limit on requests to S3.
+    """
+    store = default_store()
+    return (
+        StoredBoard(S3Store(root.bucket, settings, limit), root, attempt)
+        if store is None
+        else GroupBoard(store, attempt)
+    )
+
+
+def _pack(value: str) -> bytes:
+    return (json.dumps({"note": value, "crc64nvme": crc_hex(crc64nvme(value.encode()))}) + "\n").encode()
+
+
+def _unpack(data: bytes) -> str | None:
+    """The note; None if it is damaged."""
+    try:
+        found = json.loads(data)
+        note: str = found["note"]
+        return note if found["crc64nvme"] == crc_hex(crc64nvme(note.encode())) else None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None

@@ -1,0 +1,168 @@
+"""Who saves: the attempt that this process is part of, and the ids of its saves. No rank asks another one.
+
+All ranks of an attempt compute the same ids, and no other attempt computes one of them. With a process group, the first
+rank to come puts the attempt's identity into the store through which the group was made, and all take what stands
+there. Without one, what the launcher says must suffice.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import threading
+import time
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+from dcp_s3 import ranks
+from dcp_s3.errors import SaveProtocolError, StorageError
+from dcp_s3.launcher import Launch
+from dcp_s3.settings import Settings, launch
+from dcp_s3.torch_private import default_store
+
+STORE_PREFIX = "dcp_s3/"
+"""Begin of our keys in the store of a process group."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One attempt of a run: its processes from their start until the first is restarted. The same on all ranks, but for
+    ``rank``."""
+
+    run: str
+    """Id of the run, as the launcher or ``DCP_S3_RUN_ID`` gives it; empty if none does."""
+    restart: tuple[int, ...]
+    """See `Launch.restart`."""
+    token: str
+    """What no other attempt has; empty if ``run`` and ``restart`` must suffice."""
+    began: float | None
+    """When the attempt began, in seconds since the epoch, on the clock of one of its ranks; None if it is unknown."""
+    world_size: int
+    """Number of ranks."""
+    rank: int
+    """This process."""
+
+    @property
+    def id(self) -> str:
+        """Id (16 hex digits) of the attempt: the same on all ranks, whatever the world size."""
+        return _digest(self.run, list(self.restart), self.token)
+
+
+def save_of(attempt: Attempt, url: str, number: int) -> str:
+    """Id (16 hex digits) of a save: the same on all ranks of the attempt.
+
+    Args:
+        attempt: the attempt that saves.
+        url: URL of the checkpoint.
+        number: how many saves to that URL the attempt has begun, this one included.
+    """
+    return _digest(attempt.id, attempt.world_size, url, number)
+
+
+def _digest(*values: object) -> str:
+    return hashlib.blake2b(json.dumps(values).encode(), digest_size=8).hexdigest()
+
+
+def make_attempt(settings: Settings, found: Launch, *, rank: int, world_size: int, store: Any = None) -> Attempt:
+    """The attempt that a process is part of.
+
+    Args:
+        settings: for ``run_id``, which takes the place of the launcher's.
+        found: what the launcher says.
+        rank: rank of this process.
+        world_size: number of ranks.
+        store: a store of torch that all ranks share and no other attempt has used; None if there is none.
+
+    Raises:
+        SaveProtocolError: there are several ranks, and nothing tells this attempt from others.
+        StorageError: the store does not answer.
+    """
+    run = settings.run_id or found.run
+    if store is not None:
+        mine = {"run": run, "restart": found.restart, "token": secrets.token_hex(8), "began": time.time()}
+        said = json.loads(set_once(store, "attempt", json.dumps(mine)))
+        # Not what is in this rank's environment: it may differ, for example by the step of SLURM.
+        return Attempt(said["run"], tuple(said["restart"]), said["token"], said["began"], world_size, rank)
+    if world_size == 1:
+        return Attempt(run, found.restart, secrets.token_hex(8), time.time(), 1, rank)
+    if not run:
+        raise SaveProtocolError(
+            f"nothing tells this attempt of {world_size} ranks from earlier ones: there is no process group, and the "
+            "launcher gives no id of the run. Remedy: set DCP_S3_RUN_ID on all ranks to the same text, a new one at "
+            "each start of the job, or call torch.distributed.init_process_group"
+        )
+    return Attempt(run, found.restart, "", found.began, world_size, rank)
+
+
+def set_once(store: Any, key: str, value: str) -> str:
+    """Put a value into a store of torch, unless there is one. Returns what stands there.
+
+    Raises:
+        StorageError: the store does not answer.
+    """
+    try:
+        found: bytes = store.compare_set(STORE_PREFIX + key, "", value)
+    except RuntimeError as error:
+        raise store_error(error) from error
+    return found.decode()
+
+
+def store_error(error: RuntimeError) -> StorageError:
+    """The error of a store of torch as one of ours."""
+    return StorageError(
+        f"the store of the process group does not answer: {error}. Remedy: the process that holds it, mostly rank 0 or "
+        "torchrun's agent on the first host, has to live as long as the ranks"
+    )
+
+
+class _Current:
+    """The attempt of this process, and how many saves it has begun."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._attempt: Attempt | None = None
+        self._of: tuple[Any, ...] = ()
+        self._saves: dict[bytes, int] = {}
+
+    def attempt(self, settings: Settings) -> Attempt:
+        store = default_store()
+        rank, world_size = ranks.rank(), ranks.world_size()
+        found = launch()
+        if not ranks.is_initialized():
+            rank, world_size = found.rank, found.world_size
+        # Weak: a store that is not closed keeps its port. What stands in it does not change with the environment.
+        of = (settings.run_id, found, rank, world_size) if store is None else (weakref.ref(store),)
+        with self._lock:
+            if self._attempt is None or of != self._of:
+                self._attempt = make_attempt(settings, found, rank=rank, world_size=world_size, store=store)
+                self._of = of
+                self._saves.clear()
+            return self._attempt
+
+    def count(self, attempt: Attempt, url: str) -> int:
+        key = hashlib.blake2b(f"{attempt.id} {url}".encode(), digest_size=8).digest()
+        with self._lock:
+            number = self._saves[key] = self._saves.get(key, 0) + 1
+            return number
+
+
+_current = _Current()
+
+
+def current_attempt(settings: Settings) -> Attempt:
+    """The attempt that this process is part of: the same one until its process group is another one.
+
+    Rank and world size are those of the default process group, without one those that the launcher says.
+
+    Raises:
+        SaveProtocolError, StorageError: see `make_attempt`.
+        SettingsError: the launcher's rank or world size is none.
+    """
+    return _current.attempt(settings)
+
+
+def count_save(attempt: Attempt, url: str) -> int:
+    """Count a save to a URL that this process begins. Returns how many there are, this one included."""
+    return _current.count(attempt, url)

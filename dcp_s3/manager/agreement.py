@@ -1,0 +1,71 @@
+"""What all ranks must say alike when a manager is made and when a save begins."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from dcp_s3 import errors
+from dcp_s3.manager.arguments import has_stateful, to_state_dict
+from dcp_s3.manager.ranks import Failures, Ranks
+
+Refuse = Callable[[Failures], Exception]
+
+
+class Run(NamedTuple):
+    """What must be the same in the managers of all ranks."""
+
+    root: str
+    """``s3://bucket/run``."""
+    example: str
+    """The name of step 12."""
+    read_only: bool
+    """Whether nothing is saved."""
+    asks: bool
+    """Whether the ranks have to tell each other which steps to save."""
+
+
+def agree_on_run(
+    ranks: Ranks, configure: Callable[[], tuple[Run, Mapping[str, int | None]]], refuse: Refuse
+) -> dict[str, int | None]:
+    """Configure the manager on all ranks. Returns what waits on the disks of any of them: steps by URL.
+
+    Raises:
+        CheckpointError: the ranks differ.
+    """
+    told = ranks.agree(configure, refuse)
+    runs = {rank: tuple(run) for rank, (run, _) in enumerate(told)}
+    if len(set(runs.values())) > 1:
+        raise errors.CheckpointError(
+            "the ranks have different roots, step formats (here of step 12), read_only or should_save (whether it "
+            f"needs more than the step): {runs} (by rank). Remedy: pass the same on all"
+        )
+    return {url: step for _, waiting in told for url, step in waiting.items()}
+
+
+def agree_on_save(
+    ranks: Ranks, step: int, state: Mapping[str, Any], root: str, begin: Callable[[], None], refuse: Refuse
+) -> dict[str, Any]:
+    """Begin the save of a step on all ranks. Returns the state, in which each Stateful is replaced by its state dict.
+
+    Raises:
+        SaveProtocolError: the ranks save different steps.
+    """
+
+    def first() -> tuple[int, bool]:
+        begin()
+        return step, has_stateful(state)
+
+    told = ranks.agree(first, refuse)
+    steps = {rank: each for rank, (each, _) in enumerate(told)}
+    if len(set(steps.values())) > 1:
+        raise errors.SaveProtocolError(
+            f"the ranks save different steps to {root}: {steps} (by rank). Remedy: call save with the same step on all",
+            url=root,
+        )
+    if not any(stateful for _, stateful in told):
+        return dict(state)
+    collected: dict[str, Any] = {}
+    # Separately: a `state_dict` may use collectives, so all ranks must have come this far.
+    ranks.agree(lambda: collected.update(to_state_dict(state)), refuse, alike=True)
+    return collected

@@ -1,0 +1,102 @@
+"""A save without collectives, as torch's ``_save_state_dict(use_collectives=False)`` drives it.
+
+That ends with a barrier, and `dcp.async_save` needs a process group with a CPU backend. Here is neither.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, NamedTuple, TypeVar
+
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlanner
+
+from dcp_s3.save.writer import S3StorageWriter
+from dcp_s3.stage.failure import FailedStaging, forget
+from dcp_s3.stage.stager import S3Stager
+from dcp_s3.workers import InTurn
+
+T = TypeVar("T")
+
+
+class SeparateSave(NamedTuple):
+    """A save under way on this rank."""
+
+    durable: Future[None]
+    """Done when this rank's own part is on S3; never, if that fails."""
+    committed: Future[None]
+    """Done when the whole is committed, or the save has failed."""
+
+
+def begin_separately(
+    state: dict[str, Any], writer: S3StorageWriter, *, rank: int, stager: S3Stager, planner: SavePlanner | None = None
+) -> SeparateSave:
+    """Copy this rank's part of a state and save it in the background.
+
+    Args:
+        state: as for `dcp.save`, without Stateful objects.
+        writer: writer of this save.
+        rank: rank of this process in the job.
+        stager: copies the state.
+        planner: see `dcp.save`.
+
+    Raises:
+        StagingError: the state cannot be copied.
+    """
+    began = time.monotonic()
+    staged = _told(writer, _stage, stager, state)
+    stalled = time.monotonic() - began
+    writer.stall_since = lambda _: stalled
+    durable: Future[None] = Future()
+    committed = InTurn("dcp_s3-save").submit(save_separately, staged, writer, rank, planner, durable)
+    return SeparateSave(durable, committed)
+
+
+def _stage(stager: S3Stager, state: dict[str, Any]) -> dict[str, Any]:
+    staged = stager.stage_now(state)
+    if isinstance(staged, FailedStaging):  # for the other ranks, which a save with collectives fails on all
+        forget(staged)
+        raise staged.error
+    return staged
+
+
+def save_separately(
+    state: dict[str, Any], writer: S3StorageWriter, rank: int, planner: SavePlanner | None, durable: Future[None]
+) -> None:
+    """Save this rank's part of a state, and wait until the whole is committed.
+
+    Args:
+        state: a state that does not change meanwhile.
+        writer: writer of this save.
+        rank: rank of this process in the job.
+        planner: see `dcp.save`.
+        durable: is done when this rank's own part is on S3.
+
+    Raises:
+        CheckpointExistsError, DeadlineExceededError, SaveProtocolError, StorageError
+    """
+    planner = DefaultSavePlanner() if planner is None else planner
+    ask = functools.partial(_told, writer)
+    is_first = rank == 0
+    writer.reset()
+    ask(planner.set_up_planner, state_dict=state, storage_meta=writer.storage_meta(), is_coordinator=is_first)
+    writer.set_up_storage_writer(is_first, rank=rank, use_collectives=False)
+    plan = writer.prepare_local_plan(ask(planner.create_local_plan))
+    plans, metadata = ask(planner.create_global_plan, [plan])
+    plan = ask(planner.finish_plan, writer.prepare_global_plan(plans)[0])
+    written = writer.write_data(plan, planner)
+    written.wait()
+    writer.finish(metadata, [written.value()])
+    durable.set_result(None)
+
+
+def _told(writer: S3StorageWriter, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """What ``work`` returns. If it fails, the writer tells subscribers to events, as it does of its own failures."""
+    try:
+        return work(*args, **kwargs)
+    except Exception as error:
+        writer._tell_failed(error)
+        raise

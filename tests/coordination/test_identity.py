@@ -1,0 +1,184 @@
+"""All ranks of an attempt compute the same ids, and no other attempt computes one of them."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from dcp_s3.coordination.identity import Attempt, count_save, current_attempt, make_attempt, save_of
+from dcp_s3.errors import SaveProtocolError, SettingsError, StorageError
+from dcp_s3.launcher import Launch, read_launch
+from dcp_s3.settings import Settings
+from tests.ranks import run_ranks
+
+_URL = "s3://bucket/run/step-1"
+_SRUN = {
+    "SLURM_JOB_ID": "71",
+    "SLURM_STEP_ID": "2",
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "16",
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_JOB_START_TIME": "1772160331",
+}
+_TORCHRUN = {"TORCHELASTIC_RUN_ID": "abc", "TORCHELASTIC_RESTART_COUNT": "2", "RANK": "5", "WORLD_SIZE": "64"}
+_JOBSET = {"JOBSET_UID": "uid", "JOBSET_RESTART_ATTEMPT": "4"}
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, Launch("", (), None, 0, 1)),
+        (_SRUN, Launch("slurm-71.2", (0,), 1772160331.0, 3, 8)),
+        ({**_SRUN, "SLURM_RESTART_COUNT": "3"}, Launch("slurm-71.2", (3,), 1772160331.0, 3, 8)),
+        (_TORCHRUN, Launch("torchrun-abc", (2,), None, 5, 64)),
+        ({**_SRUN, **_TORCHRUN}, Launch("slurm-71.2+torchrun-abc", (0, 2), 1772160331.0, 5, 64)),
+        ({**_TORCHRUN, "TORCHELASTIC_RUN_ID": "none"}, Launch("", (2,), None, 5, 64)),
+        ({**_JOBSET, "JOB_COMPLETION_INDEX": "1", "WORLD_SIZE": "4"}, Launch("jobset-uid", (4,), None, 1, 4)),
+        ({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}, Launch("", (), None, 1, 2)),
+        ({"PMI_RANK": "1", "PMI_SIZE": "2"}, Launch("", (), None, 1, 2)),
+    ],
+)
+def test_what_launchers_say(environment: Mapping[str, str], expected: Launch) -> None:
+    assert read_launch(environment) == expected
+
+
+def test_a_batch_script_is_one_process_and_a_pod_that_knows_only_its_index_too() -> None:
+    batch = {"SLURM_JOB_ID": "71", "SLURM_PROCID": "0", "SLURM_NTASKS": "16"}
+    assert read_launch(batch) == Launch("slurm-71.batch", (0,), None, 0, 1)
+    assert read_launch({"JOB_COMPLETION_INDEX": "3"}).world_size == 1
+    assert read_launch({"JOBSET_UID": "uid"}).run == "", "the same at every attempt"
+
+
+@pytest.mark.parametrize(("rank", "size"), [("4", "4"), ("-1", "4"), ("one", "4"), ("0", "0"), ("0", "many")])
+def test_a_rank_that_is_none_is_refused(rank: str, size: str) -> None:
+    with pytest.raises(SettingsError, match=r"RANK = .* WORLD_SIZE = .* whole numbers"):
+        read_launch({"RANK": rank, "WORLD_SIZE": size})
+
+
+def _attempt(environment: Mapping[str, str], **options: Any) -> Attempt:
+    found = read_launch(environment)
+    return make_attempt(Settings(**options), found, rank=found.rank, world_size=found.world_size)
+
+
+def test_without_a_group_the_launcher_tells_attempts_apart() -> None:
+    ranks = [_attempt({**_SRUN, "SLURM_PROCID": str(rank)}) for rank in range(8)]
+    assert {each.rank for each in ranks} == set(range(8))
+    assert len({save_of(each, _URL, 1) for each in ranks}) == 1
+    others = [
+        {**_SRUN, "SLURM_JOB_ID": "72"},
+        {**_SRUN, "SLURM_STEP_ID": "3"},
+        {**_SRUN, "SLURM_RESTART_COUNT": "1"},
+        {**_SRUN, "SLURM_STEP_NUM_TASKS": "9"},
+        {**_SRUN, **_TORCHRUN},
+        {**_SRUN, **_TORCHRUN, "TORCHELASTIC_RESTART_COUNT": "3"},
+    ]
+    ids = {save_of(_attempt(each), _URL, 1) for each in [_SRUN, *others]}
+    assert len(ids) == 1 + len(others)
+
+
+def test_ids_differ_by_url_and_number_and_are_16_hex_digits() -> None:
+    attempt = _attempt(_TORCHRUN)
+    ids = [save_of(attempt, url, number) for url in (_URL, _URL + "0") for number in (1, 2)]
+    assert len(set(ids)) == 4
+    assert all(len(each) == 16 and set(each) <= set("0123456789abcdef") for each in ids)
+
+
+def test_nothing_unique_and_several_ranks_is_an_error_that_names_the_remedy() -> None:
+    several = {"RANK": "0", "WORLD_SIZE": "2"}
+    with pytest.raises(SaveProtocolError, match="DCP_S3_RUN_ID"):
+        _attempt(several)
+    static = {**several, "TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "1"}
+    with pytest.raises(SaveProtocolError, match="DCP_S3_RUN_ID"):
+        _attempt(static)
+    assert _attempt(several, run_id="mine").id == _attempt({**several, "RANK": "1"}, run_id="mine").id
+    assert _attempt(static, run_id="mine").restart == (1,), "restarts count with it"
+
+
+def test_a_single_process_needs_no_launcher() -> None:
+    assert _attempt({}).id != _attempt({}).id
+    assert _attempt({}, run_id="mine").id != _attempt({}, run_id="mine").id, "even if the id is used again"
+
+
+def test_run_id_replaces_what_the_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DCP_S3_RUN_ID", "mine")
+    assert _attempt(_TORCHRUN).run == "mine"
+
+
+def test_saves_are_counted_by_url_whatever_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "DCP_S3_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+    attempt = current_attempt(Settings())
+    assert current_attempt(Settings()) is attempt
+    start = threading.Barrier(8)
+
+    def count(_: int) -> list[int]:
+        start.wait()
+        return [count_save(attempt, _URL) for _ in range(50)]
+
+    with ThreadPoolExecutor(8) as threads:
+        numbers = [number for found in threads.map(count, range(8)) for number in found]
+    assert sorted(numbers) == list(range(1, 401))
+    assert count_save(attempt, _URL + "0") == 1
+
+
+def test_a_store_that_does_not_answer_is_an_error_of_ours() -> None:
+    class Gone:
+        def compare_set(self, *_: object) -> bytes:
+            raise dist.DistNetworkError("connection reset")
+
+    with pytest.raises(StorageError, match="store of the process group"):
+        make_attempt(Settings(), read_launch({}), rank=0, world_size=2, store=Gone())
+
+
+# --- real ranks ----------------------------------------------------------------------------------
+
+
+def _identify(directory: str) -> list[tuple[str, str, int, int, int]]:
+    """Attempts of this rank: of its group, of the next one, and without one."""
+    found = []
+
+    def note() -> None:
+        attempt = current_attempt(Settings())
+        assert current_attempt(Settings()) is attempt
+        number = count_save(attempt, _URL)
+        found.append((save_of(attempt, _URL, number), attempt.run, attempt.rank, attempt.world_size, number))
+
+    os.environ["SLURM_JOB_ID"], os.environ["SLURM_STEP_ID"] = "71", os.environ["RANK"]  # one step a host
+    note()
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", init_method=f"file://{directory}/again", rank=rank, world_size=size)
+    note()
+    dist.destroy_process_group()
+    os.environ["DCP_S3_RUN_ID"] = "mine"
+    note()
+    return found
+
+
+def test_ranks_agree_and_each_group_is_another_attempt(tmp_path: Path) -> None:
+    found = run_ranks(3, _identify, str(tmp_path))
+    for attempts in zip(*found, strict=True):
+        assert len({save for save, *_ in attempts}) == 1, "whatever differs in their environments"
+        assert len({run for _, run, *_ in attempts}) == 1
+        assert [rank for _, _, rank, _, _ in attempts] == [0, 1, 2]
+        assert {(size, number) for *_, size, number in attempts} == {(3, 1)}
+    assert len({save for save, *_ in found[0]}) == 3
+    assert found[0][2][1] == "mine"
+
+
+def test_a_group_of_torch_has_a_token_even_if_the_ids_are_used_again() -> None:
+    first, second = (run_ranks(2, _token, env={"DCP_S3_RUN_ID": "mine"}) for _ in range(2))
+    assert first[0] == first[1] != second[0] == second[1]
+
+
+def _token() -> str:
+    attempt = current_attempt(Settings())
+    assert attempt.run == "mine"
+    return save_of(attempt, _URL, 1)

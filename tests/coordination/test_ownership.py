@@ -1,0 +1,490 @@
+"""Who writes what, against what DCP's global plan says of the same ranks.
+
+Ranks are simulated, one after the other, with a process group that communicates with nobody; tensors have no memory.
+Only the last test has real ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from dcp_s3 import errors, shard
+from dcp_s3.coordination import ownership
+from dcp_s3.coordination.ownership import assign, holders_of, lookup_in, own_items
+from tests.ranks import run_ranks
+
+State = dict[str, Any]
+Key = tuple[str, tuple[int, ...] | None]
+KIB = 2**10
+
+
+# --- simulated ranks -------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _as_rank(rank: int, world_size: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _place(mesh: DeviceMesh, placements: Sequence[Any], *shape: int) -> DTensor:
+    """This rank's part of a tensor of ``shape``."""
+    local, _ = compute_local_shape_and_global_offset(shape, mesh, placements)
+    whole = _meta(*shape)
+    return DTensor.from_local(
+        _meta(*local), mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+class _Block(nn.Module):
+    """A layer whose weights are megabytes, and no mesh divides all of them."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 3 * width + 1)
+        self.down = nn.Linear(3 * width + 1, width, bias=False)
+
+
+class _Model(nn.Module):
+    def __init__(self, width: int, layers: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(1001, width)
+        self.layers = nn.ModuleList(_Block(width) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.three = nn.Parameter(torch.zeros(3, width))
+        self.few = nn.Parameter(torch.zeros(3))
+        self.register_buffer("seen", torch.tensor(0))
+        self.register_buffer("table", torch.zeros(5, 64 * KIB))
+
+
+def _model(width: int, mesh: DeviceMesh | None, tensor: DeviceMesh | None = None, whole: bool = True) -> _Model:
+    """Over FSDP's mesh, and over that of tensor parallelism. ``whole``: no layer is left out of the latter."""
+    with torch.device("meta"):
+        model = _Model(width)
+    if tensor is not None:
+        plan: dict[str, Any] = {"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()}
+        norms = {"layers.*.norm": SequenceParallel(), "norm": SequenceParallel()}
+        parallelize_module(model, tensor, {**plan, **norms} if whole else plan)
+    if mesh is not None:
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return model
+
+
+def _training(model: nn.Module) -> State:
+    """The states of a model and of AdamW."""
+    weights = model.state_dict()
+    moments = {
+        f"{name}.{moment}": torch.empty_like(each)
+        for name, each in weights.items()
+        if each.is_floating_point()
+        for moment in ("exp_avg", "exp_avg_sq")
+    }
+    steps = {f"{name}.step": torch.tensor(7.0) for name in weights}
+    groups = [{"lr": 0.1, "betas": (0.9, 0.99), "params": list(weights)}]
+    return {"model": weights, "optimizer": {**moments, **steps, "param_groups": groups}, "step": 7}
+
+
+def _fsdp(rank: int, world_size: int) -> State:
+    return _training(_model(240, init_device_mesh("cpu", (world_size,))))
+
+
+def _fsdp_uneven(rank: int, world_size: int) -> State:
+    return _training(_model(241, init_device_mesh("cpu", (world_size,))))
+
+
+def _two(world_size: int, names: tuple[str, str], first: int = 2) -> DeviceMesh:
+    return init_device_mesh("cpu", (first, world_size // first), mesh_dim_names=names)
+
+
+def _fsdp_tp(width: int, whole: bool = True, first: int = 2) -> Callable[[int, int], State]:
+    def make(rank: int, world_size: int) -> State:
+        mesh = _two(world_size, ("fsdp", "tp"), first)
+        return _training(_model(width, mesh["fsdp"], mesh["tp"], whole))
+
+    return make
+
+
+def _hsdp(rank: int, world_size: int) -> State:
+    return _training(_model(240, _two(world_size, ("replicate", "shard"))))
+
+
+def _hsdp_tp(rank: int, world_size: int) -> State:
+    mesh = init_device_mesh("cpu", (2, 2, world_size // 4), mesh_dim_names=("replicate", "shard", "tp"))
+    return _training(_model(241, mesh["replicate", "shard"], mesh["tp"]))
+
+
+def _ddp(rank: int, world_size: int) -> State:
+    return _training(_model(241, None))
+
+
+def _pipeline(rank: int, world_size: int) -> State:
+    """Two stages, each with FSDP of its own. Nothing is plain but what both have."""
+    stage = _two(world_size, ("pp", "fsdp"))["fsdp"]
+    number = rank // (world_size // 2)
+    weights = {name: each for name, each in _model(241, stage).state_dict().items() if isinstance(each, DTensor)}
+    return {f"stage{number}": weights, "step": 7, "table": _meta(64 * KIB)}
+
+
+def _by_hand(rank: int, world_size: int) -> State:
+    rows = [5 * KIB + (number < 3) for number in range(world_size)]
+    weight = shard(_meta(rows[rank], 70), global_shape=(sum(rows), 70), offsets=(sum(rows[:rank]), 0))
+    return {"weight": weight, "norms": {f"{n}": _meta(20 * KIB) for n in range(16)}, "step": 7}
+
+
+def _edges(rank: int, world_size: int) -> State:
+    """What is empty on some ranks, on all, in one dimension or in two."""
+    line, both = init_device_mesh("cpu", (world_size,)), _two(world_size, ("a", "b"))
+    return {
+        "one_row": _place(line, [Shard(0)], 1, 4),
+        "no_rows": _place(line, [Shard(0)], 0, 3),
+        "no_rows_by_columns": _place(line, [Shard(1)], 0, 3),
+        "number": _place(line, [Replicate()]),
+        "nothing": _meta(0),
+        "three_by_one": _place(both, [Shard(0), Shard(1)], 3, 1),
+        "one_by_three": _place(both, [Shard(0), Shard(1)], 1, 3),
+        "one_by_one": _place(both, [Shard(1), Shard(0)], 1, 1),
+        "twice": _place(both, [Shard(0), Shard(0)], 5, 2),
+        "thrice_replicated": _place(both, [Replicate(), Shard(1)], 2, 1),
+    }
+
+
+STATES: list[tuple[Callable[[int, int], State], tuple[int, ...]]] = [
+    (_fsdp, (1, 2, 4, 8)),
+    (_fsdp_uneven, (2, 3, 5, 7)),
+    (_fsdp_tp(240), (4, 8)),
+    (_fsdp_tp(241), (4, 6, 8)),
+    (_fsdp_tp(241, first=4), (8,)),
+    (_fsdp_tp(241, whole=False), (4, 8)),
+    (_hsdp, (2, 4, 8)),
+    (_hsdp_tp, (8,)),
+    (_ddp, (1, 2, 3, 8)),
+    (_pipeline, (4, 8)),
+    (_by_hand, (2, 5, 8)),
+    (_edges, (2, 4, 6, 8)),
+]
+NAMES = [
+    "fsdp", "fsdp-uneven", "fsdp-tp", "fsdp-tp-uneven", "fsdp4-tp-uneven", "fsdp-tp-of-some-layers", "hsdp", "hsdp-tp",
+    "ddp", "pipeline", "by-hand", "edges",
+]  # fmt: skip
+CASES = [
+    pytest.param(make, size, id=f"{name}-{size}")
+    for name, (make, sizes) in zip(NAMES, STATES, strict=True)
+    for size in sizes
+]
+
+
+def _plan(state: State) -> tuple[DefaultSavePlanner, SavePlan]:
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state)
+    return planner, planner.create_local_plan()
+
+
+def _key(item: WriteItem) -> Key:
+    return item.index.fqn, None if item.index.offset is None else tuple(item.index.offset)
+
+
+def _nbytes(item: WriteItem) -> int:
+    """What is written, objects apart."""
+    data = item.tensor_data
+    return 0 if data is None else math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+
+
+@pytest.mark.parametrize(("make", "world_size"), CASES)
+def test_the_ranks_write_what_dcp_would_have_them_write(make: Callable[[int, int], State], world_size: int) -> None:
+    plans, ours = [], []
+    for rank in range(world_size):
+        with _as_rank(rank, world_size):
+            state = make(rank, world_size)
+            planner, plan = _plan(state)
+            plans.append(plan)
+            ours.append(own_items(plan.items, lookup_in(planner), world=range(world_size), rank=rank))
+    theirs = [plan.items for plan in DefaultSavePlanner().create_global_plan(plans)[0]]
+    _check(ours, theirs)
+
+
+def _check(ours: list[list[WriteItem]], theirs: list[list[WriteItem]]) -> None:
+    written = Counter(_key(item) for items in ours for item in items)
+    assert [key for key, count in written.items() if count > 1] == [], "written twice"
+    expected = {_key(item): _nbytes(item) for items in theirs for item in items}
+    assert {_key(item): _nbytes(item) for items in ours for item in items} == expected
+
+    most, most_of_dcp = (max(sum(map(_nbytes, items)) for items in each) for each in (ours, theirs))
+    largest, mean = max(expected.values()), sum(expected.values()) / len(ours)
+    # No plan is better than the mean and at most one item more.
+    assert most <= max(1.1 * most_of_dcp, mean + largest), (most, most_of_dcp, mean, largest)
+
+
+# --- holders ---------------------------------------------------------------------------------------------
+
+
+def _holders(make: Callable[[int, int], State], world_size: int, fqn: str, **options: Any) -> list[tuple[int, ...]]:
+    found = []
+    for rank in range(world_size):
+        with _as_rank(rank, world_size):
+            planner, plan = _plan(make(rank, world_size))
+            item = next(item for item in plan.items if item.index.fqn == fqn)
+            value = planner.state_dict[fqn]
+            found.append(holders_of(item, value, world=range(world_size), rank=rank, **options))
+    return found
+
+
+def test_free_dimensions_of_the_mesh_are_holders() -> None:
+    def make(rank: int, _: int) -> State:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        return {
+            "hsdp": _place(mesh, [Replicate(), Shard(0)], 8, 2),
+            "columns": _place(mesh, [Shard(1), Replicate()], 8, 2),
+            "sharded": _place(mesh, [Shard(0), Shard(1)], 8, 2),
+            "whole": _place(mesh, [Replicate(), Replicate()], 8, 2),
+            "slice": _place(mesh["shard"], [Replicate()], 8, 2),
+            "plain": _meta(3),
+            "object": "text",
+        }
+
+    assert _holders(make, 4, "hsdp") == [(0, 2), (1, 3), (0, 2), (1, 3)]
+    assert _holders(make, 4, "columns") == [(0, 1), (0, 1), (2, 3), (2, 3)]
+    assert _holders(make, 4, "sharded") == [(0,), (1,), (2,), (3,)]
+    assert _holders(make, 4, "slice") == [(0, 1), (0, 1), (2, 3), (2, 3)], "no other mesh is known"
+    for name in ("whole", "plain", "object"):
+        assert _holders(make, 4, name) == [(0, 1, 2, 3)] * 4
+
+
+def test_a_slice_of_a_mesh_of_the_state_is_held_on_the_other_slices() -> None:
+    def make(rank: int, _: int) -> State:
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "fsdp", "tp"))
+        return {
+            "weight": _place(mesh["fsdp", "tp"], [Shard(0), Shard(1)], 8, 2),
+            "rows": _place(mesh["fsdp"], [Shard(0)], 8, 2),
+            "copy": _place(mesh["tp"], [Replicate()], 8, 2),
+        }
+
+    found: dict[str, list[tuple[int, ...]]] = {"rows": [], "copy": []}
+    for rank in range(8):
+        with _as_rank(rank, 8):
+            planner, plan = _plan(make(rank, 8))
+            meshes = [value.device_mesh for value in planner.state_dict.values()]
+            for item in plan.items[1:]:
+                value = planner.state_dict[item.index.fqn]
+                found[item.index.fqn].append(holders_of(item, value, world=range(8), rank=rank, meshes=meshes))
+    assert found["rows"] == [(0, 1), (0, 1), (2, 3), (2, 3), (4, 5), (4, 5), (6, 7), (6, 7)]
+    assert found["copy"] == [(0, 1, 2, 3)] * 4 + [(4, 5, 6, 7)] * 4, "the stages of the pipeline have their own"
+
+
+def test_empty_chunks_at_one_place_are_held_together() -> None:
+    def make(rank: int, _: int) -> State:
+        return {"few": _place(init_device_mesh("cpu", (4,)), [Shard(0)], 2, 3)}
+
+    assert _holders(make, 4, "few") == [(0,), (1,), (2, 3), (2, 3)]
+
+
+def test_a_save_of_some_ranks_has_no_holders_outside() -> None:
+    with _as_rank(2, 4):
+        planner, plan = _plan({"w": _place(init_device_mesh("cpu", (4,)), [Replicate()], 8)})
+        assert holders_of(plan.items[0], planner.state_dict["w"], world=(2, 3), rank=2) == (2, 3)
+        with pytest.raises(errors.SaveProtocolError, match="rank 2 is not one of the 2 ranks of the save"):
+            holders_of(plan.items[0], planner.state_dict["w"], world=(0, 1), rank=2)
+
+
+class _OwnChunks(torch.Tensor):
+    """A local tensor that knows its chunks itself, as a quantized one may."""
+
+    def __create_write_items__(self, fqn: str, whole: Any) -> list[WriteItem]:
+        return [_tensor_item(fqn, 8, kind=WriteItemType.SHARD)]
+
+
+def test_chunks_that_no_mesh_tells_are_held_by_one_rank() -> None:
+    item = _tensor_item("w", 8, kind=WriteItemType.SHARD)
+    with _as_rank(1, 4):
+        mesh = init_device_mesh("cpu", (4,))
+        local = torch.zeros(8).as_subclass(_OwnChunks)
+        wrapped = DTensor.from_local(local, mesh, [Replicate()], run_check=False)
+        by_hand = shard(torch.zeros(8), global_shape=(32,), offsets=(8,))
+        for value in (wrapped, by_hand, torch.zeros(8), None):
+            assert holders_of(item, value, world=range(4), rank=1) == (1,), type(value)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "expected"),
+    [
+        (None, (0, 1, 2, 3)),
+        ([3, 1, 1], (1, 3)),
+        (range(4), (0, 1, 2, 3)),
+        ([], (1,)),
+        ([1], (1,)),
+        (lambda fqn: [1, 2] if fqn == "plain" else [], (1, 2)),
+        (torch.tensor([1, 2]), (1, 2)),
+    ],
+)
+def test_replicas_says_who_holds_plain_values(replicas: Any, expected: tuple[int, ...]) -> None:
+    for item in (_tensor_item("plain", 8), WriteItem(MetadataIndex("plain"), WriteItemType.BYTE_IO)):
+        assert holders_of(item, None, world=range(4), rank=1, replicas=replicas) == expected
+
+
+@pytest.mark.parametrize(
+    ("replicas", "message"),
+    [
+        ([0, 2], "rank 1 holds 'plain', but replicas says that it is held by ranks 0, 2. Remedy: "),
+        (lambda _: [0], "is held by rank 0. "),
+        ([1, 9], "'plain' is held by rank 9, not of the save, which has ranks 0, 1, 2, 3. Remedy: "),
+        (lambda _: None, "does not say which ranks hold 'plain' .*Remedy: "),
+        (["x"], "does not say which ranks hold 'plain' .*Remedy: "),
+    ],
+)
+def test_replicas_that_cannot_be_right_are_an_error(replicas: Any, message: str) -> None:
+    with pytest.raises(errors.SaveProtocolError, match=message):
+        own_items([_tensor_item("plain", 8)], {}.__getitem__, world=range(4), rank=1, replicas=replicas)
+
+
+# --- owners ----------------------------------------------------------------------------------------------
+
+
+def _tensor_item(fqn: str, nbytes: int, offset: int = 0, kind: WriteItemType = WriteItemType.TENSOR) -> WriteItem:
+    place, size = torch.Size([offset]), torch.Size([nbytes])
+    data = TensorWriteData(ChunkStorageMetadata(place, size), TensorProperties(torch.uint8), size)
+    return WriteItem(MetadataIndex(fqn, place), kind, tensor_data=data)
+
+
+Held = tuple[WriteItem, tuple[int, ...]]
+
+_SIZES = st.one_of(st.sampled_from([0, 1, 4, 64 * KIB, 2**20]), st.integers(0, 2**22))
+
+
+@st.composite
+def _saves(draw: st.DrawFn) -> list[Held]:
+    """Items of a save, with any holders."""
+    world = draw(st.integers(1, 8))
+    groups = st.sets(st.integers(0, world - 1), min_size=1).map(lambda ranks: tuple(sorted(ranks)))
+    few = draw(st.lists(groups, min_size=1, max_size=4))
+    found = []
+    for number in range(draw(st.integers(0, 40))):
+        kind = draw(st.sampled_from([WriteItemType.SHARD, WriteItemType.SHARD, WriteItemType.TENSOR, None]))
+        if kind is None:
+            item = WriteItem(MetadataIndex(f"object{number}"), WriteItemType.BYTE_IO)
+        else:
+            item = _tensor_item(f"tensor{number // 2}", draw(_SIZES), number, kind)
+        found.append((item, draw(st.sampled_from(few))))
+    return found
+
+
+@given(_saves(), st.randoms(use_true_random=False))
+def test_each_item_has_one_owner_that_all_its_holders_agree_upon(save: list[Held], order: random.Random) -> None:
+    agreed = {_key(item): owner for (item, _), owner in zip(save, assign(save), strict=True)}
+    for rank in range(8):
+        mine = [
+            (item, tuple(list(holders))) for item, holders in save if rank in holders
+        ]  # no rank has another's objects
+        order.shuffle(mine)
+        assert {_key(item): owner for (item, _), owner in zip(mine, assign(mine), strict=True)} == {
+            _key(item): agreed[_key(item)] for item, _ in mine
+        }
+    assert all(agreed[_key(item)] in holders for item, holders in save)
+
+
+@given(st.lists(_SIZES, min_size=1, max_size=40), st.integers(1, 8), st.sampled_from(list(WriteItemType)[:2]))
+def test_ranks_differ_by_one_large_item_at_most(sizes: list[int], ranks: int, kind: WriteItemType) -> None:
+    held = [(_tensor_item(f"t{n}", size, kind=kind), tuple(range(ranks))) for n, size in enumerate(sizes)]
+    loads = Counter(dict.fromkeys(range(ranks), 0))
+    for (item, _), owner in zip(held, assign(held), strict=True):
+        loads[owner] += _nbytes(item) if _nbytes(item) >= ownership._SMALL_BYTES else 0
+    assert max(loads.values()) - min(loads.values()) <= max(sizes)
+
+
+def test_an_item_that_one_rank_alone_has_moves_no_other_but_smaller_plain_ones() -> None:
+    """The random generators' states, one for each rank, under the rule that all ranks hold what is plain."""
+    everyone = tuple(range(4))
+    common: list[Held] = [(_tensor_item(f"large{n}", 2**20 + n), everyone) for n in range(10)]
+    common += [(_tensor_item(f"copy{n}", 2**18 + n, kind=WriteItemType.SHARD), (0, 1)) for n in range(5)]
+    common += [(_tensor_item(f"step{n}", 4), everyone) for n in range(100)]
+    common += [(WriteItem(MetadataIndex(f"group{n}"), WriteItemType.BYTE_IO), everyone) for n in range(10)]
+    for own in (5056, 300 * KIB):
+        with_own = [(_tensor_item("rank0.rng", own), everyone), *common]
+        assert assign(with_own)[1:] == assign(common), own
+
+
+def test_bytes_that_are_held_with_more_ranks_count() -> None:
+    """HSDP with tensor parallelism: norms are held by both pairs, the rest by one."""
+    pairs = [(0, 1), (2, 3)]
+    norm = _tensor_item("norm", 2**22, kind=WriteItemType.SHARD)
+    held: list[Held] = [(norm, (0, 1, 2, 3))]
+    held += [(_tensor_item(f"w{p[0]}.{n}", 2**20, kind=WriteItemType.SHARD), p) for p in pairs for n in range(6)]
+    owners = assign(held)
+    loads = Counter({owners[0]: 4})
+    loads.update(owners[1:])
+    pair = next(p for p in pairs if owners[0] in p)
+    assert sorted(loads[rank] for rank in pair) == [5, 5]
+
+
+def test_no_rank_comes_first_in_every_group_or_with_every_small_item() -> None:
+    one_each: list[Held] = [
+        (_tensor_item("norm", 2**20, group, WriteItemType.SHARD), (group, group + 64)) for group in range(64)
+    ]
+    first = sum(owner < 64 for owner in assign(one_each))
+    assert 16 < first < 48
+    small: list[Held] = [(_tensor_item(f"layers.{n}.step", 4), tuple(range(8))) for n in range(1000)]
+    counts = Counter(assign(small))
+    assert len(counts) == 8 and max(counts.values()) < 200
+
+
+def test_owners_do_not_depend_on_the_process() -> None:
+    """Python's hashes do: these are written down."""
+    held = [(_tensor_item(f"w{n}", 2**20 if n < 4 else 4), tuple(range(8))) for n in range(8)]
+    assert assign(held) == [0] * 8
+
+
+# --- real ranks ------------------------------------------------------------------------------------------
+
+
+def _plan_together() -> tuple[list[WriteItem], SavePlan]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("fsdp", "tp"))
+    model = nn.Sequential(nn.Linear(61, 401), nn.Linear(401, 61), nn.Linear(61, 3))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    for layer in model:
+        fully_shard(layer, mesh=mesh["fsdp"])
+    fully_shard(model, mesh=mesh["fsdp"])
+    weights, optimizer = get_state_dict(model, torch.optim.AdamW(model.parameters()))
+    planner, plan = _plan({"model": weights, "optimizer": optimizer, "step": 7})
+    return own_items(plan.items, lookup_in(planner), world=range(4), rank=dist.get_rank()), replace(plan)
+
+
+def test_real_ranks_of_a_model_and_its_optimizer_agree() -> None:
+    """FSDP2 of a model that has tensor parallelism in two of three layers."""
+    found = run_ranks(4, _plan_together)
+    theirs = [plan.items for plan in DefaultSavePlanner().create_global_plan([plan for _, plan in found])[0]]
+    _check([items for items, _ in found], theirs)
