@@ -74,18 +74,19 @@ class Move:
     """Whether only that rank passes them; otherwise all take turns."""
 
 
-def moves(kinds: Collection[Kind], *, most: int = 10) -> st.SearchStrategy[list[Move]]:
-    """Lists of moves of these kinds."""
+def moves(kinds: Collection[Kind], *, most: int = 10, longest: int = 100) -> st.SearchStrategy[list[Move]]:
+    """Lists of at most so many moves of these kinds, each of at most ``longest`` steps."""
     allowed = [Kind.RUN, *kinds]
+    steps_of = [each for each in _STEPS if each <= longest]
 
     def decode(number: int) -> Move:
-        number, steps = divmod(number, len(_STEPS))
+        number, steps = divmod(number, len(steps_of))
         number, alone = divmod(number, 2)
         kind, actor = divmod(number, _ACTORS)
-        return Move(allowed[kind], actor, _STEPS[steps], bool(alone))
+        return Move(allowed[kind], actor, steps_of[steps], bool(alone))
 
     # One number for a move: drawing is what takes hypothesis longest.
-    numbers = st.lists(st.integers(0, len(allowed) * _ACTORS * 2 * len(_STEPS) - 1), max_size=most)
+    numbers = st.lists(st.integers(0, len(allowed) * _ACTORS * 2 * len(steps_of) - 1), max_size=most)
     return numbers.map(lambda each: list(map(decode, each)))
 
 
@@ -115,7 +116,7 @@ class Actor:
         self.ready_at = adversary.time
         self.fault: Kind | None = None
         self.point = "begins"
-        self._adversary = adversary
+        self.adversary = adversary
         self._work = work
         self._go = threading.Lock()
         self._go.acquire()
@@ -126,11 +127,11 @@ class Actor:
     @property
     def store(self) -> Store:
         """The store as this rank reaches it."""
-        return _ActorStore(self._adversary, self)
+        return _ActorStore(self.adversary, self)
 
     def now(self) -> float:
         """Virtual seconds."""
-        return self._adversary.time
+        return self.adversary.time
 
     def sleep(self, seconds: float) -> None:
         """Pass a point, and go on when it is so much later."""
@@ -140,12 +141,12 @@ class Actor:
         """Pass a point, then carry out a request, as the adversary lets it be."""
         self._pass(text, 0.0)
         fault = self._take_fault(changes)
-        self._adversary.log(self.name, text, fault)
-        self.ready_at = self._adversary.time + _LATENCY
+        self.adversary.log(self.name, text, fault)
+        self.ready_at = self.adversary.time + _LATENCY
         if fault in (Kind.DELAY, Kind.REPEAT):
-            self._adversary.late.append(_Late(f"{self.name}: {text}", call))
+            self.adversary.late.append(_Late(f"{self.name}: {text}", call))
         if fault not in (Kind.DELAY, Kind.REFUSE):
-            self._adversary.changed |= changes
+            self.adversary.changed |= changes
             result = call()
         if fault in (Kind.DELAY, Kind.REFUSE, Kind.LOSE):
             raise errors.TransferError(f"no answer: {text}")
@@ -161,13 +162,13 @@ class Actor:
     def _pass(self, text: str, seconds: float) -> None:
         if threading.current_thread() is not self._thread:
             problem = f"{self.name}: {text}, in another thread than its own"
-            self._adversary.problem = AssertionError(problem)
+            self.adversary.problem = AssertionError(problem)
             raise RuntimeError(problem)
         if self.killed:
             raise Killed
         self.point = text
-        self.ready_at = max(self.ready_at, self._adversary.time + seconds)
-        if self._adversary.pass_turn(self):
+        self.ready_at = max(self.ready_at, self.adversary.time + seconds)
+        if self.adversary.pass_turn(self):
             self._go.acquire()
         if self.killed:
             raise Killed
@@ -182,7 +183,7 @@ class Actor:
             pass
         finally:
             self.has_ended = True
-            self._adversary.pass_turn(self)
+            self.adversary.pass_turn(self)
 
     # --- for the adversary -------------------------------------------------------------------------------
 
@@ -217,6 +218,7 @@ class Adversary:
         most_restarts: how often the job may begin again.
         honours_conditions: whether the store honours the conditions of writes and deletes.
         page_size: most entries of a page of a listing.
+        spare: whether a rank must not be killed by itself.
     """
 
     def __init__(
@@ -227,6 +229,7 @@ class Adversary:
         most_restarts: int = 2,
         honours_conditions: bool = True,
         page_size: int = 1000,
+        spare: Callable[[Adversary, Actor], bool] = lambda adversary, actor: False,
     ) -> None:
         self.stored = MemoryStore(page_size=page_size)
         """The store as a reader sees it."""
@@ -239,7 +242,7 @@ class Adversary:
         self.attempts = 0
         self.had_faults = False
         """Whether anything was done that may keep the job from its end."""
-        self._job, self._check, self._most_restarts = job, check, most_restarts
+        self._job, self._check, self._most_restarts, self._spare = job, check, most_restarts, spare
         self._script: Iterator[Actor] = iter(())
         self._done = threading.Lock()
         self._done.acquire()
@@ -354,6 +357,8 @@ class Adversary:
 
     def _meddle(self, actor: Actor, kind: Kind) -> Iterator[Actor]:
         if kind is Kind.KILL:
+            if self._spare(self, actor):
+                return
             self.log(actor.name, actor.point, kind)
             yield from self._kill(actor)
         elif kind is Kind.HOLD:
@@ -424,12 +429,12 @@ class _ActorStore(Store):
     """The store as one rank reaches it."""
 
     def __init__(self, adversary: Adversary, actor: Actor, limit: Limit | None = None) -> None:
-        self._adversary, self._actor = adversary, actor
+        self.adversary, self._actor = adversary, actor
         self._stored = adversary.stored
         self.name, self.limit = self._stored.name, limit or self._stored.limit
 
     def within(self, limit: Limit) -> _ActorStore:
-        return _ActorStore(self._adversary, self._actor, limit)
+        return _ActorStore(self.adversary, self._actor, limit)
 
     def _ask(self, text: str, call: Callable[[], T]) -> T:
         return self._actor.request(text, call, changes=False)
@@ -450,7 +455,7 @@ class _ActorStore(Store):
         metadata: Mapping[str, str] | None = None,
     ) -> None:
         condition = "" if expect is None else f" if-match {expect.etag}" if expect.etag else " if-none-match"
-        expect, data = expect if self._adversary.honours_conditions else None, bytes(data)
+        expect, data = expect if self.adversary.honours_conditions else None, bytes(data)
         self._actor.request(
             f"put {key}{condition}",
             lambda: self._stored.put(key, data, expect=expect, content_type=content_type, metadata=metadata),
@@ -468,7 +473,7 @@ class _ActorStore(Store):
 
     def delete(self, targets: Iterable[str | DeleteTarget]) -> Sequence[str]:
         wanted = [target_of(each) for each in targets]
-        if not self._adversary.honours_conditions:
+        if not self.adversary.honours_conditions:
             wanted = [DeleteTarget(each.key, version_id=each.version_id) for each in wanted]
         names = " ".join(each.key for each in wanted)
         return self._actor.request(f"delete {names}", lambda: self._stored.delete(wanted), changes=True)
