@@ -11,7 +11,6 @@ import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.attachments import check_distinct
@@ -191,7 +190,7 @@ class Merger:
         merged = self._merging.merged(save_id=save_id, checkpoint_id=str(url))
         check_distinct(merged.objects)
         facts = Facts.of(self._merging.facts)
-        beginning = replace(self._beginning, at=min(self._beginning.at, facts.started_at))
+        beginning = self._beginning.at_the_earliest([facts.started_at])
         manifest = Manifest(
             save_id=save_id,
             created_at=time.time(),
@@ -215,8 +214,15 @@ class Merger:
             if (found := find_commit(self._store, joint)) is not None:
                 break  # by another merger meanwhile: it must not be taken for the checkpoint to replace
             try:
-                publish(self._store, commit, previous, keep_objects=True, is_late=beginning.is_late)
+                publish(
+                    self._store,
+                    commit,
+                    previous,
+                    keep_objects=True,  # the winner may be another merger of the same
+                    is_late=lambda: self._may_be_second() or beginning.is_late(),
+                )
             except errors.CheckpointExistsError:
+                delete_quietly(self._store, {identity.manifest_key}, "of a merge that lost")
                 if not joint.overwrite and find_commit(self._store, joint) is None:
                     raise exists_error(url) from None
             else:
@@ -224,6 +230,11 @@ class Merger:
                 break
         self._clean()
         return found
+
+    def _may_be_second(self) -> bool:
+        """Whether another merger may have committed this save: a prune may even have deleted it since."""
+        waited = self._clock.now() - self._began
+        return self._joint.turn_of(self._joint.rank) > 0 or waited > self._joint.rank_timeout / 2
 
     def _clean(self) -> None:
         """Remove what the ranks told each other. The claim stays: it refuses what is left of older attempts."""
