@@ -23,6 +23,8 @@ class Run(NamedTuple):
     """Whether nothing is saved."""
     asks: bool
     """Whether the ranks have to tell each other which steps to save."""
+    save_on_sigterm: bool
+    """Whether they have to tell each other of SIGTERM, and end."""
 
 
 def agree_on_run(
@@ -43,8 +45,8 @@ def agree_on_run(
 def differing(runs: Mapping[Any, object], how: str = "") -> errors.CheckpointError:
     """The error for managers that differ from rank to rank."""
     return errors.CheckpointError(
-        "the ranks have different roots, step formats (here of step 12), read_only or should_save (whether it needs "
-        f"more than the step): {dict(runs)}{how}. Remedy: pass the same on all"
+        "the ranks have different roots, step formats (here of step 12), read_only, save_on_sigterm or should_save "
+        f"(whether it needs more than the step): {dict(runs)}{how}. Remedy: pass the same on all"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from dcp_s3.manager.background import BackgroundRetention, commit_of, retain
 from dcp_s3.manager.choosing import ChosenCheckpoint
 from dcp_s3.manager.deciding import SaveDecisions, asks_ranks
 from dcp_s3.manager.names import DEFAULT_FORMAT, StepFormat, step_name
+from dcp_s3.manager.preemption import Preemption, check_sigterm, watch_for_sigterm
 from dcp_s3.manager.ranks import Failures, Ranks
 from dcp_s3.manager.reading import RunReader
 from dcp_s3.manager.restore import Restoring
@@ -88,6 +90,10 @@ class CheckpointManager(RunReader):
         overwrite: replace a committed checkpoint of the same step. Otherwise the save fails with CheckpointExistsError.
         separate: FQN prefixes that get their own objects, see `S3StorageWriter`.
         weights_only: see `S3StorageReader`.
+        save_on_sigterm: when SIGTERM has come to a rank, all save at their next call of `save` or `should_save`, soon
+            at the same step, and end: `save` raises SystemExit, with status 0 if the step is committed, else 143.
+            Nothing half is left. The manager must be made in the main thread.
+        grace: seconds from SIGTERM to the kill that follows it, for ``save_on_sigterm``: what the scheduler allows.
         retention_timeout: seconds for which `close` waits for retention.
         drain_timeout: seconds for which `restore` waits for a checkpoint on the disks of several hosts to reach S3,
             counted from the last progress. After that it takes an older one.
@@ -116,6 +122,8 @@ class CheckpointManager(RunReader):
         overwrite: bool = False,
         separate: Separate | None = None,
         weights_only: bool = True,
+        save_on_sigterm: bool = False,
+        grace: float = 30.0,
         retention_timeout: float = 60.0,
         drain_timeout: float = 600.0,
         on_event: Listener | None = None,
@@ -136,14 +144,21 @@ class CheckpointManager(RunReader):
         disks = self._ranks.collective and not read_only
 
         def configure() -> tuple[Run, dict[str, int | None]]:
-            timeouts = {"retention_timeout": retention_timeout, "drain_timeout": drain_timeout}
+            timeouts = {"retention_timeout": retention_timeout, "drain_timeout": drain_timeout, "grace": grace}
+            check_sigterm(save_on_sigterm)
             found = arguments.configure(root, retention, settings, separate, timeouts, step_format, self._should_save)
             self.root, self.settings, self.retention = found.root, found.settings, found.retention
             self._step_format = found.step_format
             self._catalog = CheckpointCatalog(str(found.root), settings=found.settings)
             self._stager = None if read_only else S3Stager(found.settings, on_event=on_event)
             waiting = look_at_disk(self._catalog).commits if disks else ()
-            self._run = Run(self.root_url, step_name(12, found.step_format), read_only, asks_ranks(self._should_save))
+            self._run = Run(
+                self.root_url,
+                step_name(12, found.step_format),
+                read_only,
+                asks_ranks(self._should_save),
+                save_on_sigterm,
+            )
             return self._run, {each.info.url: each.info.step for each in waiting}
 
         self._left = agree_on_run(self._ranks, configure, self._refuse("no CheckpointManager is made"))
@@ -154,6 +169,9 @@ class CheckpointManager(RunReader):
         # Beside a save under way, whose collectives must not mix with these.
         deciding = self._ranks.apart() if asks_ranks(self._should_save) else self._ranks
         self._decisions = SaveDecisions(self._should_save, deciding, self._notes)
+        self._preemption: Preemption | None = None
+        if save_on_sigterm and not read_only:
+            self._preemption = watch_for_sigterm(self.root, self.settings, self._ranks, grace)
         self._restoring = Restoring(
             self._catalog,
             self._ranks,
@@ -206,6 +224,7 @@ class CheckpointManager(RunReader):
             SaveFailedError: with ``blocking``: this save failed. Otherwise: an earlier save failed, and this state was
                 not saved. Or a rank cannot go on, or a ``state_dict`` in the state raised on a rank.
             SaveProtocolError: the ranks save different steps, or a metric cannot be stored.
+            SystemExit: SIGTERM has come, see ``save_on_sigterm``.
             MetricsError: something in ``extra`` cannot be stored.
             StagingError: the state cannot be copied.
             CheckpointError: the manager is read_only or closed, or an argument is wrong.
@@ -214,6 +233,9 @@ class CheckpointManager(RunReader):
         if stager is None:
             what = f"step {step} is not saved" if isinstance(step, int) else "nothing is saved"
             raise arguments.read_only_error(what, self.root)
+        if self._preemption is not None and self._preemption.is_due(step):
+            last = partial(self.save, step, state, metrics, extra=extra, force=True, blocking=True, planner=planner)
+            self._preemption.end(step, self._saving, last, self.close)
         if not force and self._should_save is not None and not self.should_save(step):
             return False
         made: list[S3StorageWriter] = []
@@ -232,7 +254,7 @@ class CheckpointManager(RunReader):
                 extra=extra,
                 separate=self.separate,
                 replicas=self.replicas,
-                settings=self.settings,
+                settings=self.settings if self._preemption is None else self._preemption.bound(self.settings),
                 on_event=self.on_event,
             )
             writer.caller_reports = True
@@ -278,7 +300,8 @@ class CheckpointManager(RunReader):
         if self.read_only:
             return False
         self._check_open()
-        return self._decisions.should_save(step)
+        due = self._preemption is not None and self._preemption.is_due(step)
+        return due or self._decisions.should_save(step)
 
     @property
     def preempted(self) -> bool:
@@ -360,6 +383,8 @@ class CheckpointManager(RunReader):
             return
         self._saving.settle()
         self._closed = True
+        if self._preemption is not None:
+            self._preemption.close()  # first: its handler calls that of the other watch
         self._decisions.close()
         if self._retention is not None:
             self._retention.close(self.retention_timeout)
