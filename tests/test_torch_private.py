@@ -37,6 +37,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.tensor import Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import dcp_s3
 import dcp_s3.checkpoint
@@ -62,6 +64,7 @@ _PACKAGE = Path(inspect.getfile(dcp_s3)).parent
         ("torch.distributed._shard._utils", "narrow_tensor_by_index"),
         ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor"),
         (_DCP + "planner_helpers", "_create_chunk_list"),
+        ("torch.distributed.tensor._utils", "_compute_local_shape_and_global_offset"),
         ("torch.distributed._shard.sharded_tensor.shard", "Shard"),
         ("torch.utils._python_dispatch", "is_traceable_wrapper_subclass"),
         ("torch.distributed._checkpointable", "_Checkpointable"),
@@ -144,6 +147,15 @@ def test_nested_states_are_flattened_to_names_and_paths() -> None:
     flat, paths = torch_private.flatten_state_dict({"a": {"b": 1, "c": [torch.zeros(1), 2]}, "d": 3})
     assert paths == {"a.b": ("a", "b"), "a.c.0": ("a", "c", 0), "a.c.1": ("a", "c", 1), "d": ("d",)}
     assert flat["a.c.1"] == 2
+
+
+def test_the_chunk_at_any_place_of_a_mesh_is_known() -> None:
+    relied_on = "coordination/ownership.py: who else has an empty chunk"
+    twice = (_StridedShard(0, split_factor=2), Shard(0))  # FSDP2 with tensor parallelism
+    found = [torch_private.compute_offset((5, 3), (2, 2), (i, j), twice) for i in range(2) for j in range(2)]
+    assert found == [(0, 0), (3, 0), (2, 0), (4, 0)], moved("the chunks of _StridedShard lie elsewhere", relied_on)
+    found = [torch_private.compute_offset((2, 3), (4,), (i,), (Shard(0),)) for i in range(4)]
+    assert found == [(0, 0), (1, 0), (2, 0), (2, 0)], moved("empty chunks do not lie at the end", relied_on)
 
 
 def test_fake_tensors_are_saved_with_holes_in_the_place_of_their_bytes() -> None:

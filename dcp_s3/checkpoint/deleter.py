@@ -13,7 +13,7 @@ from dcp_s3.checkpoint.directory import Directory
 from dcp_s3.checkpoint.listing import list_directory_async
 from dcp_s3.coroutines import gather
 from dcp_s3.format.deletion_list import DeletionList
-from dcp_s3.format.layout import METADATA, What, classify
+from dcp_s3.format.layout import METADATA, classify
 from dcp_s3.limit import UNLIMITED, Limit
 from dcp_s3.s3.delete import batches, old_versions
 from dcp_s3.store import DeleteTarget, Upload
@@ -179,4 +179,4 @@ def other_targets(url: CheckpointURL, listed: DeletionList) -> list[DeleteTarget
 
 def _is_of_one_save(path: str) -> bool:
     kind = classify(path)
-    return bool(kind.nonce) or kind.what is What.MANIFEST
+    return bool(kind.nonce or kind.save_id)  # the claim has neither

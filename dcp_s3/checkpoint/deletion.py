@@ -144,8 +144,8 @@ class Remover:
             metrics = directory.metrics
             if metrics is not None and not metrics.has_etag(listed.objects.get(metrics.path)):
                 raise LeftAloneError("metrics were added to it")
-            if any(each.path not in listed.objects for each in directory.all_manifests):
-                raise LeftAloneError("a save is in progress: it has written its manifest")
+            if others := directory.other_saves(listed.objects):
+                raise LeftAloneError(f"a save is in progress: it has written {others[0].path}")
         return [each.path for each in directory.lists_of(planned.deletion_id)]
 
     async def finish(self, url: CheckpointURL, deletion: str) -> Deletion:

@@ -27,7 +27,9 @@ from dcp_s3.url import CheckpointURL
 LEASE_MARGIN = 60.0
 """Seconds for which a lease counts after its end: a renewal may be under way. Both times are by S3's clock."""
 
-_OUR_CONTROL = frozenset({What.MANIFEST, What.METRICS, What.PIN, What.LEASE, What.DELETION, What.CONTROL})
+_OUR_CONTROL = frozenset(
+    {What.MANIFEST, What.METRICS, What.PIN, What.LEASE, What.DELETION, What.COORDINATION, What.CONTROL}
+)
 
 
 class Stored(Protocol):
@@ -113,6 +115,8 @@ class Directory:
     """Leases of readers, including those that have ended."""
     deletions: Mapping[str, DirectoryEntry] = field(default_factory=dict)
     """Lists of deletions that were begun, by relative path."""
+    coordination: tuple[DirectoryEntry, ...] = ()
+    """Claim, parts, intents and notices of saves without collectives."""
     nested: frozenset[str] = frozenset()
     """Names of directories right below that are checkpoints of their own."""
 
@@ -147,6 +151,7 @@ class Directory:
             pin=next(iter(of[What.PIN]), None),
             leases=tuple(of[What.LEASE]),
             deletions={found.path: found for found in of[What.DELETION]},
+            coordination=tuple(of[What.COORDINATION]),
             nested=frozenset(found.kind.below for found in of[What.NESTED]),
         )
 
@@ -226,8 +231,13 @@ class Directory:
 
     @property
     def all_manifests(self) -> list[DirectoryEntry]:
-        """The manifests of all saves."""
+        """The manifests of all saves, also of several that merged one save without collectives."""
         return [found for by_id in self.manifests.values() for found in by_id.values()]
+
+    def other_saves(self, seen: Mapping[str, str]) -> list[DirectoryEntry]:
+        """What saves in progress wrote into our own directory since a listing with these ETags by relative path."""
+        written = (*self.all_manifests, *self.coordination)
+        return [found for found in written if not found.has_etag(seen.get(found.path))]
 
     def save_id_by_time(self, rank: int | None) -> str | None:
         """The save that made a commit, if that is clear: there is one manifest, and it is not newer.
@@ -321,10 +331,10 @@ class Directory:
             elif what is What.LEASE:
                 if self._has_ended(found):
                     objects[path] = found
-            elif what in (What.DATA, What.MANIFEST):
+            elif what in (What.DATA, What.MANIFEST, What.COORDINATION):
                 if found.modified_at > since:
                     being_saved = path
-                elif path in own or what is What.MANIFEST:
+                elif path in own or what is not What.DATA:
                     objects[path] = found
         if self.commits:  # a save that overwrites names in use, as other libraries do
             committed = max(found.modified_at for found in self.commits.values())
@@ -353,7 +363,7 @@ class Directory:
             if (found.kind.what is What.LEASE and self._has_ended(found))
             or (
                 found.path not in needed
-                and (found.kind.what is What.MANIFEST or (found.kind.nonce and found.path in own))
+                and (found.kind.what in (What.MANIFEST, What.COORDINATION) or (found.kind.nonce and found.path in own))
             )
         ]
 

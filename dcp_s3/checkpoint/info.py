@@ -116,6 +116,8 @@ class LeftoverObject:
     """Name of the directory under the root."""
     is_lease: bool = False
     """Whether it is a reader's lease that has ended, not part of a save."""
+    etag: str = ""
+    """ETag as S3 gave it, with quotes; empty if it gave none."""
 
 
 def age_order(info: CheckpointInfo) -> tuple[bool, int, float, str]:

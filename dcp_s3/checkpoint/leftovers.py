@@ -11,14 +11,13 @@ from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.deleter import Deleter, Deletion, LeftAloneError, commit_steps
+from dcp_s3.checkpoint.deleter import Deleter, Deletion, LeftAloneError, commit_steps, other_targets
 from dcp_s3.checkpoint.directory import Directory
 from dcp_s3.checkpoint.info import LeftoverObject
 from dcp_s3.checkpoint.look import inspect, look_deeper
 from dcp_s3.format.deletion_list import DeletionList
 from dcp_s3.format.layout import DELETION_PREFIX, deletion_id, deletion_object, new_nonce
 from dcp_s3.format.manifest import Manifest
-from dcp_s3.store import DeleteTarget
 from dcp_s3.url import CheckpointURL
 
 
@@ -108,20 +107,21 @@ class LeftoverRemover:
         gone = [each for each in planned if each in unneeded]
         if not gone or found is None:
             return Deletion(url.name, 0, 0)
-        before = found.info
+        before, skip = found.info, len(url.key(""))
+        seen = {each.path: each.etag for each in found.directory.other_saves({})}
 
         async def look() -> None:
             now = await inspect(self._deleter.store, url)
             if now is None or (now.info.save_id, now.info.etag) != (before.save_id, before.etag):
                 raise LeftAloneError("it was overwritten")
+            if others := now.directory.other_saves(seen):
+                raise LeftAloneError(f"a save is in progress: it has written {others[0].path}")
 
-        skip = len(url.key(""))
-        listed = DeletionList(
-            None, {}, dict.fromkeys((each.key[skip:] for each in gone), ""), self._deleter.all_versions
-        )
+        etags = {each.key[skip:]: each.etag for each in gone}
+        listed = DeletionList(None, {}, dict.fromkeys(etags, ""), self._deleter.all_versions)
         path = await self._announce(url, listed, look)
         try:
-            await self._deleter.delete_all([DeleteTarget(each.key) for each in gone], look=look)
+            await self._deleter.delete_all(other_targets(url, replace(listed, objects=etags)), look=look)
         except LeftAloneError:
             await self._deleter.withdraw(url, [path])
             raise
@@ -154,8 +154,8 @@ class LeftoverRemover:
         for each in directory.commits.values():
             if not (each.path in known and each.has_etag(seen.get(each.path))):
                 raise LeftAloneError("it was committed")
-        if any(not each.has_etag(seen.get(each.path)) for each in directory.all_manifests):
-            raise LeftAloneError("a save is in progress: it has written its manifest")
+        if others := directory.other_saves(seen):
+            raise LeftAloneError(f"a save is in progress: it has written {others[0].path}")
 
     async def _spent_lists(self, url: CheckpointURL, left: Collection[str]) -> list[str]:
         """Lists, from prunes that were cut off, whose leftovers are all gone."""

@@ -85,7 +85,8 @@ async def inspect(
     store: AsyncS3Store, url: CheckpointURL, patterns: Sequence[re.Pattern[str]] = ()
 ) -> Inspected | None:
     """`inspect_checkpoint`, with what it was concluded from."""
-    found = await _inspect_committed(store, url) or await _inspect_without_metadata(store, url)
+    dotted = await _list_dotted(store, url)
+    found = await _inspect_committed(store, url, dotted) or await _inspect_without_metadata(store, url, dotted)
     if found is None:
         return None
     info = with_step(with_marks(found.info, found.directory), patterns)
@@ -107,9 +108,8 @@ async def _list_dotted(store: AsyncS3Store, url: CheckpointURL) -> Directory:
     return Directory.of(url, [*control, *(found for found in metadata.objects if found.key == url.key(METADATA))])
 
 
-async def _inspect_committed(store: AsyncS3Store, url: CheckpointURL) -> Inspected | None:
+async def _inspect_committed(store: AsyncS3Store, url: CheckpointURL, directory: Directory) -> Inspected | None:
     """A checkpoint with ``.metadata``; None without."""
-    directory = await _list_dotted(store, url)
     commit = directory.commits.get(None)
     if commit is None:
         return None
@@ -123,13 +123,13 @@ async def _inspect_committed(store: AsyncS3Store, url: CheckpointURL) -> Inspect
     return Inspected(from_listing(url, directory, committed_at=commit.modified_at), directory)
 
 
-async def _inspect_without_metadata(store: AsyncS3Store, url: CheckpointURL) -> Inspected | None:
-    # No full listing at first: this may be a directory with millions of other things.
+async def _inspect_without_metadata(store: AsyncS3Store, url: CheckpointURL, dotted: Directory) -> Inspected | None:
+    # No full listing at first: this may be a directory with millions of other things, such as a run with its boards.
     skip = len(url.key(""))
     page = await store.page(url.key(""), delimiter="/")
     prefixes = [prefix[skip:] for prefix in page.prefixes]
     directory, spread = Directory.of(url, page.objects), spread_prefixes(prefixes)
-    shown = CONTROL_PREFIX in prefixes or directory.shows_checkpoint
+    shown = dotted.shows_checkpoint or directory.shows_checkpoint
     if not shown and spread:
         sample = await store.page(url.key(spread[0]))
         shown = Directory.of(url, sample.objects).shows_checkpoint
@@ -266,7 +266,10 @@ async def look_deeper(
         return info, []  # foreign, a copy without user metadata, or replaced meanwhile
     damage = directory.describe_damage({entry.path: entry.size for entry in found.manifest.objects})
     leftovers = [
-        LeftoverObject(url.key(each.path), each.size, each.modified_at, url.name, is_lease=each.kind.what is What.LEASE)
+        LeftoverObject(
+            url.key(each.path), each.size, each.modified_at, url.name,
+            is_lease=each.kind.what is What.LEASE, etag=each.etag,
+        )
         for each in directory.leftovers(found.manifest)
-    ]
+    ]  # fmt: skip
     return replace(info, damage=damage), leftovers

@@ -60,7 +60,7 @@ class Job:
 
 def is_empty(plan: Plan) -> bool:
     """Whether there is nothing under the root."""
-    return not (plan.decisions or plan.uploads or plan.leftovers or plan.unfinished)
+    return not (plan.decisions or plan.uploads or plan.leftovers or plan.unfinished or plan.boards)
 
 
 def run_once(job: Job, *, yes: bool, as_json: bool) -> PruneReport:

@@ -148,6 +148,9 @@ def plan(found: Plan) -> Table:
     uploads = Counter((each.upload.checkpoint, each.action, each.reasons) for each in found.uploads)
     for (name, action, reasons), count in uploads.items():
         _plan_row(table, f"{name}: {_count(count, 'open upload')}", action, reasons)
+    if found.boards:
+        what, size = _count(len(found.boards), "old board object"), _size(sum(each.size for each in found.boards))
+        _plan_row(table, what, "delete", ("ranks looked at them long ago",), size=size)
     for unfinished in found.unfinished:
         _plan_row(table, unfinished.checkpoint, "delete", ("its deletion was begun and not finished",))
     return table
@@ -172,6 +175,7 @@ def plan_summary(found: Plan) -> str:
         (sum(each.action == "delete" for each in found.leftovers), "leftover object"),
         (sum(each.action == "delete" for each in found.uploads), "open upload"),
         (len(found.unfinished), "unfinished deletion"),
+        (len(found.boards), "old board object"),
     ]
     what = ", ".join(_count(count, noun) for count, noun in parts if count)
     return f"to keep: {_count(len(found.kept), 'checkpoint')}; to delete: " + (

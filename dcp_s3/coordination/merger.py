@@ -7,11 +7,11 @@ read, with a manifest of its own name; one commit wins.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.attachments import check_distinct
@@ -20,10 +20,10 @@ from dcp_s3.checkpoint.commit_state import Previous, SaveIdentity, exists_error,
 from dcp_s3.checkpoint.completeness import Beginning
 from dcp_s3.coordination.claim import is_still_ours
 from dcp_s3.coordination.dead import Seen, judge
-from dcp_s3.coordination.joint import Clock, JointSave, find_commit, lost_error, taken_over_error
+from dcp_s3.coordination.joint import FAILED, Clock, JointSave, find_commit, lost_error, taken_over_error
 from dcp_s3.coordination.merge import Merging
 from dcp_s3.coordination.told import Facts, describe
-from dcp_s3.format.layout import new_save_id, notice_object
+from dcp_s3.format.layout import intent_object, new_save_id, notice_object
 from dcp_s3.format.manifest import Manifest
 from dcp_s3.format.notice import Notice
 from dcp_s3.store import Store, StoredObject
@@ -94,7 +94,7 @@ class Merger:
             before = self._joint.before() if self._is_anyone_silent() else None
             verdict = judge(self._seen(before), self._joint.rank_timeout)
             if verdict.lost:
-                raise lost_error(self._joint, verdict.lost)
+                raise lost_error(self._joint, verdict.lost, self._causes(verdict.lost))
             if verdict.made_up is None:
                 return None
             made_up = verdict.made_up
@@ -147,6 +147,18 @@ class Merger:
             if self._signs.get(int(rank), (None, 0.0))[0] != sign:
                 self._signs[int(rank)] = sign, self._clock.now()
 
+    def _causes(self, ranks: Sequence[int]) -> dict[int, str]:
+        """What failed on ranks that could still say so."""
+        found = {}
+        for rank in ranks[:8]:
+            if rank in self._intents:
+                with contextlib.suppress(errors.StorageError):
+                    key = self._joint.url.key(intent_object(self._joint.save, rank, self._intents[rank]))
+                    data = self._store.get(key).data
+                    if data.startswith(FAILED):
+                        found[rank] = data[len(FAILED) :].decode("utf-8", "replace")
+        return found
+
     def _silence(self, rank: int) -> float:
         return self._clock.now() - max(self._began, self._signs.get(rank, (None, 0.0))[1])
 
@@ -170,7 +182,8 @@ class Merger:
         if self._notice is not None:
             if self._clock.now() - self._asked_at < self._joint.rank_timeout:
                 return
-            self._slow.update(self._notice.wanted)
+            asked = self._notice.wanted
+            self._slow.update(each for each in asked if (each, self._notice.number) not in self._merging.parts)
             wanted = self._merging.unwritten(excluded=self._slow)
         round_number = 0 if self._notice is None else self._notice.number // self._joint.world_size + 1
         number = round_number * self._joint.world_size + self._joint.rank + 1
@@ -191,7 +204,7 @@ class Merger:
         merged = self._merging.merged(save_id=save_id, checkpoint_id=str(url))
         check_distinct(merged.objects)
         facts = Facts.of(self._merging.facts)
-        beginning = replace(self._beginning, at=min(self._beginning.at, facts.started_at))
+        beginning = self._beginning.at_the_earliest([facts.started_at])
         manifest = Manifest(
             save_id=save_id,
             created_at=time.time(),
@@ -215,8 +228,15 @@ class Merger:
             if (found := find_commit(self._store, joint)) is not None:
                 break  # by another merger meanwhile: it must not be taken for the checkpoint to replace
             try:
-                publish(self._store, commit, previous, keep_objects=True, is_late=beginning.is_late)
+                publish(
+                    self._store,
+                    commit,
+                    previous,
+                    keep_objects=True,  # the winner may be another merger of the same
+                    is_late=lambda: self._may_be_second() or beginning.is_late(),
+                )
             except errors.CheckpointExistsError:
+                delete_quietly(self._store, {identity.manifest_key}, "of a merge that lost")
                 if not joint.overwrite and find_commit(self._store, joint) is None:
                     raise exists_error(url) from None
             else:
@@ -224,6 +244,11 @@ class Merger:
                 break
         self._clean()
         return found
+
+    def _may_be_second(self) -> bool:
+        """Whether another merger may have committed this save: a prune may even have deleted it since."""
+        waited = self._clock.now() - self._began
+        return self._joint.turn_of(self._joint.rank) > 0 or waited > self._joint.rank_timeout / 2
 
     def _clean(self) -> None:
         """Remove what the ranks told each other. The claim stays: it refuses what is left of older attempts."""

@@ -7,6 +7,7 @@ way that no layout shows, the merge finds items twice, and keeps one, or missing
 
 from __future__ import annotations
 
+import bisect
 import functools
 import hashlib
 import heapq
@@ -20,7 +21,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from dcp_s3.errors import SaveProtocolError
 from dcp_s3.torch_private import compute_offset
@@ -309,10 +310,18 @@ def _without_any(
     """The places of a mesh whose chunk is empty at the same offset as here, from one dimension of a tensor."""
     shape = (1,) * dim + (size,)
     offset = compute_offset(shape, mesh_shape, here, placements)
-    cut = [not each.is_replicate() for each in placements]
-    found = torch.zeros([n if c else 1 for n, c in zip(mesh_shape, cut, strict=True)], dtype=torch.bool)
+    cut = [place for place, each in enumerate(placements) if not each.is_replicate()]
+    found = torch.zeros([n if place in cut else 1 for place, n in enumerate(mesh_shape)], dtype=torch.bool)
+
+    def is_same(place: Sequence[int]) -> bool:
+        return compute_offset(shape, mesh_shape, place, placements) == offset
+
+    if len(cut) == 1 and type(placements[cut[0]]) is Shard:  # the last places are empty, perhaps thousands
+        places = [[*here[: cut[0]], at, *here[cut[0] + 1 :]] for at in range(mesh_shape[cut[0]])]
+        found.view(-1)[bisect.bisect_left(places, True, key=is_same) :] = True
+        return found
     for place in itertools.product(*map(range, found.shape)):
-        found[place] = compute_offset(shape, mesh_shape, place, placements) == offset
+        found[place] = is_same(place)
     return found
 
 

@@ -23,6 +23,7 @@ PART_PREFIX = CONTROL_PREFIX + "part-"
 INTENT_PREFIX = CONTROL_PREFIX + "intent-"
 NOTICE_PREFIX = CONTROL_PREFIX + "notice-"
 BOARD_PREFIX = CONTROL_PREFIX + "board-"
+"""Below the URL above the checkpoints: what ranks of a run tell each other through S3."""
 LEASE_PREFIX = CONTROL_PREFIX + "lease-"
 DELETION_PREFIX = CONTROL_PREFIX + "deletion-"
 
@@ -132,6 +133,10 @@ class What(Enum):
     LEASE = "lease"
     DELETION = "deletion"
     """The list of what a deletion removes."""
+    COORDINATION = "coordination"
+    """Of a save without collectives: the claim, a part, an intent or the notice."""
+    BOARD = "board"
+    """Something that ranks tell each other, below the URL above the checkpoints. Says nothing about a checkpoint."""
     CONTROL = "control"
     """Something else in our own directory, ``.dcp_s3/``."""
     NESTED = "nested"
@@ -146,15 +151,17 @@ class Kind(NamedTuple):
 
     what: What
     rank: int | None = None
-    """Rank of data, a commit or a manifest; None if the name has none."""
+    """Rank of data, a commit, a manifest, a part or an intent; None if the name has none."""
     number: int | None = None
-    """Number of a data object among its rank's."""
+    """Number of a data object, or of a part, among its rank's."""
     nonce: str = ""
     """Nonce of a data object; empty if another library named it."""
     spread: int = 0
     """Number of hex digits of the hash in front of a data object's name (`spread`)."""
     save_id: str = ""
-    """Save id of a manifest."""
+    """Save id of a manifest; the id that the ranks have in common, of a part, an intent or a notice."""
+    digest: str = ""
+    """Digest of what the rank of a part or an intent holds."""
     seconds: int = 0
     """Seconds of a lease."""
     deletion: str = ""
@@ -172,6 +179,9 @@ _RANK_DATA = re.compile(f"__{_NUMBER}_{_NUMBER}[^0-9].*")
 _SPREAD = re.compile("[0-9a-f]{1,4}")
 _MANIFEST = re.compile(rf"{re.escape(CONTROL_PREFIX)}manifest-([0-9a-f]+)(?:\.{_NUMBER})?\.json")
 _LEASE = re.compile(rf"{re.escape(LEASE_PREFIX)}[0-9a-f]+\.(0|[1-9][0-9]{{0,8}})")
+_PART = re.compile(rf"{re.escape(PART_PREFIX)}([0-9a-f]+)\.{_NUMBER}\.{_NUMBER}\.([0-9a-f]+)")
+_INTENT = re.compile(rf"{re.escape(INTENT_PREFIX)}([0-9a-f]+)\.{_NUMBER}\.([0-9a-f]+)")
+_NOTICE = re.compile(rf"{re.escape(NOTICE_PREFIX)}([0-9a-f]+)\.json")
 _DELETION = re.compile(rf"{re.escape(DELETION_PREFIX)}([0-9a-f]+)-([0-9a-f]+)\.json")
 
 
@@ -187,8 +197,9 @@ def classify(path: str) -> Kind:
     found = _classify_name(rest) if "/" not in rest else None
     if found is not None and found.nonce and may_be_spread(directory) and path == spread(rest, len(directory)):
         return Kind(What.DATA, found.rank, found.number, found.nonce, spread=len(directory))
-    shows = rest.startswith(CONTROL_PREFIX) and not rest.startswith(BOARD_PREFIX)
-    if shows or (found is not None and found.what is What.COMMIT):
+    if rest.startswith(BOARD_PREFIX):
+        return Kind(What.OTHER)
+    if rest.startswith(CONTROL_PREFIX) or (found is not None and found.what is What.COMMIT):
         return Kind(What.NESTED, below=directory)
     if path.endswith(DATA_SUFFIX):
         return Kind(What.NESTED_DATA, None if found is None else found.rank, below=directory)
@@ -221,14 +232,23 @@ def _classify_control(path: str) -> Kind:
         return Kind(What.METRICS)
     if path == PIN:
         return Kind(What.PIN)
+    if path == CLAIM:
+        return Kind(What.COORDINATION)
     if match := _MANIFEST.fullmatch(path):
         return Kind(What.MANIFEST, rank=None if match[2] is None else int(match[2]), save_id=match[1])
     if match := _LEASE.fullmatch(path):
         return Kind(What.LEASE, seconds=int(match[1]))
     if match := _DELETION.fullmatch(path):
         return Kind(What.DELETION, deletion=match[1], attempt=match[2])
-    # Notes of the ranks lie beside checkpoints, in a directory that is none.
-    return Kind(What.CONTROL if is_inside(path) and not path.startswith(BOARD_PREFIX) else What.OTHER)
+    if match := _PART.fullmatch(path):
+        return Kind(What.COORDINATION, int(match[2]), int(match[3]), save_id=match[1], digest=match[4])
+    if match := _INTENT.fullmatch(path):
+        return Kind(What.COORDINATION, int(match[2]), save_id=match[1], digest=match[3])
+    if match := _NOTICE.fullmatch(path):
+        return Kind(What.COORDINATION, save_id=match[1])
+    if path.startswith(BOARD_PREFIX) and is_inside(path):
+        return Kind(What.BOARD)
+    return Kind(What.CONTROL if is_inside(path) else What.OTHER)
 
 
 def is_inside(relative_path: str) -> bool:

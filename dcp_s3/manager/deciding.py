@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dcp_s3.errors import CheckpointError, PolicyError, SaveProtocolError
+from dcp_s3.manager.notes import Notes
 from dcp_s3.manager.ranks import Ranks
 from dcp_s3.manager.save_policy import (
     SaveMoment,
@@ -24,7 +25,6 @@ from dcp_s3.manager.save_policy import (
     parts,
     steps_until_next_look,
 )
-from dcp_s3.manager.separate import Notes
 
 logger = logging.getLogger(__name__)
 

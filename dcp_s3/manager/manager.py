@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from dcp_s3 import errors
+from dcp_s3.coordination.ownership import Replicas
 from dcp_s3.events import Listener
 from dcp_s3.failures import name_failed
 from dcp_s3.manager import arguments
@@ -55,6 +56,10 @@ class CheckpointManager(RunReader):
 
     An error on one rank is an error on all. The other ranks raise a CheckpointError that names it.
 
+    With ``coordination="s3"`` there are no collectives and no process groups: no rank waits for another one, and what
+    fails on one rank alone fails there alone. A save that cannot be whole without it is not committed, which the others
+    find out after ``DCP_S3_RANK_TIMEOUT``. Ranks are those of torch.distributed, or what the launcher says.
+
     >>> with CheckpointManager("s3://bucket/run", retention="latest:3 best:1:val_loss:min") as manager:
     ...     first = manager.restore(state) or 0
     ...     for step in range(first + 1, first + 101):
@@ -78,8 +83,10 @@ class CheckpointManager(RunReader):
         settings: a `Settings`, or a mapping of settings that override the environment.
         process_group: a group with a CPU backend, used only for these saves and loads. None: a new gloo group of all
             ranks.
-        coordination: ``collectives``, or ``s3``: no collectives at all. The ranks save apart and come together on S3.
-            ``process_group`` must be None, and what waits on disks does not count.
+        coordination: how the ranks come together: in ``collectives``, or on ``s3``, which needs no ``process_group``.
+            Then what waits on disks does not count.
+        replicas: with ``coordination="s3"``: which ranks hold the same plain tensors and objects, see
+            `S3StorageWriter`.
         overwrite: replace a committed checkpoint of the same step. Otherwise the save fails with CheckpointExistsError.
         separate: FQN prefixes that get their own objects, see `S3StorageWriter`.
         weights_only: see `S3StorageReader`.
@@ -95,6 +102,9 @@ class CheckpointManager(RunReader):
     Raises:
         InvalidURLError, SettingsError
         PolicyError: ``retention`` or ``should_save`` is not a policy.
+        SaveProtocolError: with ``coordination="s3"``: nothing tells this attempt of the job from others, see
+            ``DCP_S3_RUN_ID``.
+        CheckpointError: an argument is wrong, or differs from rank to rank.
     """
 
     def __init__(
@@ -108,6 +118,7 @@ class CheckpointManager(RunReader):
         settings: SettingsLike = None,
         process_group: dist.ProcessGroup | None = None,
         coordination: Literal["collectives", "s3"] = "collectives",
+        replicas: Replicas = None,
         overwrite: bool = False,
         separate: Separate | None = None,
         weights_only: bool = True,
@@ -122,7 +133,7 @@ class CheckpointManager(RunReader):
         self.read_only = read_only
         self._should_save = None if read_only else should_save
         self.overwrite = overwrite
-        self.separate = separate
+        self.separate, self.replicas = separate, replicas
         self.weights_only = weights_only
         self.retention_timeout = retention_timeout
         self.drain_timeout = drain_timeout
@@ -141,19 +152,19 @@ class CheckpointManager(RunReader):
             self._catalog = CheckpointCatalog(str(found.root), settings=found.settings)
             self._stager = None if read_only else S3Stager(found.settings, on_event=on_event)
             waiting = look_at_disk(self._catalog).commits if disks else ()
-            run = Run(
+            self._run = Run(
                 self.root_url,
                 step_name(12, found.step_format),
                 read_only,
                 asks_ranks(self._should_save),
                 save_on_sigterm,
             )
-            return run, {each.info.url: each.info.step for each in waiting}
+            return self._run, {each.info.url: each.info.step for each in waiting}
 
         self._left = agree_on_run(self._ranks, configure, self._refuse("no CheckpointManager is made"))
         """Steps by URL that an earlier run left on disk and this run has not reached yet. If this run saves one of
         them, it has diverged from that run, and replaces the old checkpoint."""
-        self._notes = None if self._ranks.collective else open_notes(self.root, self.settings, self._ranks, read_only)
+        self._notes = None if self._ranks.collective else open_notes(self._run, self.root, self.settings, self._ranks)
         self._saving = Saving(self._ranks.rank)
         # Beside a save under way, whose collectives must not mix with these.
         deciding = self._ranks.apart() if asks_ranks(self._should_save) else self._ranks
@@ -202,7 +213,8 @@ class CheckpointManager(RunReader):
             extra: what else belongs to the checkpoint: text, numbers, bools, None, lists and dicts of these, at most 64
                 KiB as JSON. The first rank's is stored. `extra` reads it, ``dcp-s3 show`` and ``ls --json`` show it.
             force: save whatever ``should_save`` says.
-            blocking: return only when the save is committed; the state is not copied.
+            blocking: return only when the save is committed; the state is not copied. With ``coordination="s3"``:
+                return when this rank's own part is on S3, `wait` when the whole is committed; the state is copied.
             planner: see `dcp.save`.
 
         Returns:
@@ -219,13 +231,15 @@ class CheckpointManager(RunReader):
         """
         stager = self._stager
         if stager is None:
-            raise self._read_only_error(f"step {step} is not saved" if isinstance(step, int) else "nothing is saved")
+            what = f"step {step} is not saved" if isinstance(step, int) else "nothing is saved"
+            raise arguments.read_only_error(what, self.root)
         if self._preemption is not None and self._preemption.is_due(step):
             last = partial(self.save, step, state, metrics, extra=extra, force=True, blocking=True, planner=planner)
             self._preemption.end(step, self._saving, last, self.close)
         if not force and self._should_save is not None and not self.should_save(step):
             return False
         made: list[S3StorageWriter] = []
+        passed = None if self._notes is None else self._notes.saving(step)
 
         def begin() -> None:
             self._saving.settle()
@@ -239,6 +253,7 @@ class CheckpointManager(RunReader):
                 metrics=metrics,
                 extra=extra,
                 separate=self.separate,
+                replicas=self.replicas,
                 settings=self.settings if self._preemption is None else self._preemption.bound(self.settings),
                 on_event=self.on_event,
             )
@@ -252,7 +267,6 @@ class CheckpointManager(RunReader):
             del self._left[url]
             if self._ranks.is_first:
                 logger.warning("%s waited on disk from an earlier run: it is saved again and replaced", url)
-        passed = None if self._notes is None else self._notes.passed()
         self._saving.run(
             step, url, collected, writer, self._ranks, stager, planner,
             blocking=blocking, on_success=lambda: self._saved(writer, passed),
@@ -262,6 +276,9 @@ class CheckpointManager(RunReader):
     def should_save(self, step: int) -> bool:
         """Whether `save` saves a step, by the policy ``should_save``; True without one. The same on all ranks, all of
         which call it, with the same steps. The step that was saved or restored last is not saved again.
+
+        With ``coordination="s3"`` they do not meet: the first rank to ask decides, and the others read what it said, in
+        the store of the process group or, without one, on S3.
 
         What depends on steps alone costs nothing. For the clock and for SIGTERM the ranks meet in one all-reduce of 40
         bytes over gloo, in which all wait for the slowest. They do so rarely: at half of the steps that are left until
@@ -330,7 +347,7 @@ class CheckpointManager(RunReader):
             CheckpointNotFoundError: there is no committed checkpoint of this step.
         """
         if self.read_only:
-            raise self._read_only_error("nothing is annotated")
+            raise arguments.read_only_error("nothing is annotated", self.root)
         arguments.check_annotate(step, metrics)
         if not self._ranks.is_first:
             return
@@ -400,17 +417,6 @@ class CheckpointManager(RunReader):
         self._saving.last_good = found.step
         self._decisions.restored(found.step)
 
-    def _read_only_error(self, what: str) -> errors.CheckpointError:
-        return errors.CheckpointError(
-            f"{what}: the CheckpointManager of {self.root} was made with read_only=True. Remedy: make one without, for "
-            "the root of this run",
-            url=self.root_url,
-        )
-
     def _check_open(self) -> None:
         if self._closed:
-            raise errors.CheckpointError(
-                f"the CheckpointManager of {self.root} was closed. Remedy: close it after the last save, or make a new "
-                "one",
-                url=self.root_url,
-            )
+            raise arguments.closed_error(self.root)

@@ -12,7 +12,6 @@ from dcp_s3.format.layout import CONTROL_PREFIX, What, classify
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.s3.async_store import AsyncS3Store, open_async_store
 from dcp_s3.settings import SettingsLike, resolve_settings
-from dcp_s3.store import Page
 from dcp_s3.url import CheckpointURL, URLLike, parse_url
 
 MOST_LEVELS = 5
@@ -86,18 +85,17 @@ async def _search(store: AsyncS3Store, url: CheckpointURL) -> Contents:
         looked, complete = level[:left], len(level) <= left
         left -= len(looked)
         pages = await gather(store.page(prefix, "/") for prefix in looked)
-        samples = [(number, sample) for number, page in enumerate(pages) for sample in _sample(page.prefixes)]
+        below = [[each for each in page.prefixes if not each.endswith(f"/{CONTROL_PREFIX}")] for page in pages]
+        samples = [(number, sample) for number, prefixes in enumerate(below) for sample in _sample(prefixes)]
         complete = complete and len(samples) <= left
         samples = samples[: max(left, 0)]
         left -= len(samples)
-        found = await gather(store.page(sample, "/") for _, sample in samples)
-        are_roots = {
-            number for (number, sample), page in zip(samples, found, strict=True) if _is_checkpoint(sample, page)
-        }
+        found = await gather(_is_checkpoint(store, sample) for _, sample in samples)
+        are_roots = {number for (number, _), is_checkpoint in zip(samples, found, strict=True) if is_checkpoint}
         for number in sorted(are_roots):
             where = CheckpointURL(url.bucket, looked[number].rstrip("/"))
-            roots.append(FoundRoot(str(where), len(pages[number].prefixes)))
-        level = [each for number, page in enumerate(pages) if number not in are_roots for each in page.prefixes]
+            roots.append(FoundRoot(str(where), len(below[number])))
+        level = [each for number, prefixes in enumerate(below) if number not in are_roots for each in prefixes]
         if not level or left <= 0 or not complete:
             break
     return Contents(roots=tuple(sorted(roots, key=lambda each: each.root)), complete=not level)
@@ -108,6 +106,12 @@ def _sample(prefixes: Sequence[str]) -> list[str]:
     return list(dict.fromkeys([*prefixes[:1], *prefixes[middle : middle + 1], *prefixes[-1:]]))[:_LOOKED_AT]
 
 
-def _is_checkpoint(prefix: str, page: Page) -> bool:
+async def _is_checkpoint(store: AsyncS3Store, prefix: str) -> bool:
+    page = await store.page(prefix, "/")
     kinds = {classify(each.key[len(prefix) :]).what for each in page.objects}
-    return bool(kinds & {What.COMMIT, What.DATA}) or f"{prefix}{CONTROL_PREFIX}" in page.prefixes
+    if kinds & {What.COMMIT, What.DATA}:
+        return True
+    if f"{prefix}{CONTROL_PREFIX}" not in page.prefixes:
+        return False
+    ours = await store.page(f"{prefix}{CONTROL_PREFIX}")  # of a checkpoint, or boards of a run
+    return any(classify(each.key[len(prefix) :]).what not in (What.BOARD, What.OTHER) for each in ours.objects)

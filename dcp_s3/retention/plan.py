@@ -25,9 +25,13 @@ from dcp_s3.checkpoint.directory import LEASE_MARGIN
 from dcp_s3.checkpoint.info import CheckpointInfo, LeftoverObject, age_order
 from dcp_s3.reprs import one_line
 from dcp_s3.retention.policy import PolicyFunction, run_policy
+from dcp_s3.store import ListedObject
 from dcp_s3.units import format_size
 
 Action = Literal["keep", "delete"]
+
+BOARDS_STAY = 86400.0
+"""Seconds for which ranks may look at what others have told them through S3; or the grace period, if it is longer."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,8 @@ class Plan:
     """One decision per leftover object, by key, also in checkpoints that are deleted."""
     unfinished: tuple[UnfinishedDeletion, ...] = ()
     """Deletions to finish."""
+    boards: tuple[ListedObject, ...] = ()
+    """Objects to delete through which ranks told each other something (`layout.BOARD_PREFIX`)."""
 
     def __repr__(self) -> str:
         size = sum(info.size or 0 for info in self.deleted)
@@ -143,7 +149,7 @@ class Plan:
         """Whether there is nothing to do."""
         decided: tuple[Decision | UploadDecision | LeftoverDecision, ...]
         decided = (*self.decisions, *self.uploads, *self.leftovers)
-        return not self.unfinished and all(found.action == "keep" for found in decided)
+        return not (self.unfinished or self.boards) and all(found.action == "keep" for found in decided)
 
     @property
     def freed(self) -> int:
@@ -165,6 +171,7 @@ def make_plan(
     grace: float,
     uploads: Iterable[OpenUpload] = (),
     leftovers: Sequence[LeftoverObject] = (),
+    boards: Iterable[ListedObject] = (),
 ) -> Plan:
     """Decide what is kept and what is deleted.
 
@@ -178,6 +185,8 @@ def make_plan(
         grace: seconds for which an uncommitted checkpoint counts as a save in progress.
         uploads: open multipart uploads under the root.
         leftovers: objects in committed checkpoints' directories that the checkpoints do not need.
+        boards: objects through which ranks told each other something. Those of the last day, or of the grace period,
+            stay.
 
     Raises:
         PolicyError: the policy failed or answered nonsense.
@@ -207,6 +216,7 @@ def make_plan(
             for deletion in info.deletions
             if not (info.committed and info.deletion_id == deletion)
         ),
+        boards=tuple(each for each in boards if each.modified_at < now - max(grace, BOARDS_STAY)),
     )
 
 

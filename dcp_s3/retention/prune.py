@@ -15,6 +15,7 @@ from dcp_s3.checkpoint.deletion import Remover
 from dcp_s3.checkpoint.info import CheckpointInfo, LeftoverObject, age_order
 from dcp_s3.checkpoint.leftovers import LeftoverRemover
 from dcp_s3.coroutines import map_bounded, run
+from dcp_s3.format.layout import CONTROL_PREFIX
 from dcp_s3.reprs import one_line
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.parse import parse_policy, policy_from_settings
@@ -22,6 +23,7 @@ from dcp_s3.retention.plan import OpenUpload, Plan
 from dcp_s3.retention.policy import PolicyFunction
 from dcp_s3.s3.async_store import open_async_store
 from dcp_s3.settings import SettingsLike, resolve_settings
+from dcp_s3.store import DeleteTarget
 from dcp_s3.units import format_size, parse_duration
 from dcp_s3.url import CheckpointURL, URLLike, parse_url
 
@@ -31,6 +33,7 @@ MIN_GRACE = 3600.0
 """Seconds: a shorter grace period has to be forced. A save of one large object shows nothing new for a while."""
 
 _CHECKPOINTS_AT_ONCE = 16
+_BOARDS = CONTROL_PREFIX.rstrip("/")
 
 _Step = tuple[str, Callable[[], Awaitable[None]]]
 
@@ -79,7 +82,7 @@ class PruneReport:
     finished: tuple[Deletion, ...] = ()
     """Deletions that an earlier prune had begun."""
     leftovers: tuple[Deletion, ...] = ()
-    """Objects deleted from the directories of checkpoints that stay."""
+    """Objects deleted from the directories of checkpoints that stay, and old boards, from ``.dcp_s3``."""
     aborted: tuple[OpenUpload, ...] = ()
     """Multipart uploads that were aborted."""
     left_alone: tuple[LeftAlone, ...] = ()
@@ -281,6 +284,7 @@ class _Application:
             *((name, partial(self._delete_leftovers, name, found)) for name, found in leftovers.items()),
             *((upload.checkpoint, partial(self._abort, upload)) for upload in uploads),
             *((info.name, partial(self._withdraw, info)) for info in given_up),
+            *([(_BOARDS, self._delete_boards)] if plan.boards else []),
         ]
         self._steps = len(first) + len(then)
         for steps in (first, then):
@@ -330,6 +334,12 @@ class _Application:
     async def _abort(self, upload: OpenUpload) -> None:
         await self._deleter.abort(upload.key, upload.upload_id)
         self._aborted.append(upload)
+
+    async def _delete_boards(self) -> None:
+        boards = self._plan.boards
+        changed = await self._deleter.delete_all([DeleteTarget(each.key, each.etag) for each in boards])
+        gone = [each for each in boards if each.key not in changed]
+        self._leftovers.append(Deletion(_BOARDS, len(gone), sum(each.size for each in gone)))
 
     async def _withdraw(self, info: CheckpointInfo) -> None:
         await self._remover.withdraw_given_up(self._root.child(info.name), info.deletion_id)

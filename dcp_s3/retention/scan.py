@@ -14,18 +14,19 @@ from dcp_s3 import errors
 from dcp_s3.checkpoint.info import CheckpointInfo, LeftoverObject, age_order, newest_first
 from dcp_s3.checkpoint.look import find_damage, inspect, look_deeper
 from dcp_s3.coroutines import map_bounded
-from dcp_s3.format.layout import CONTROL_PREFIX, What, classify
+from dcp_s3.format.layout import BOARD_PREFIX, CONTROL_PREFIX, What, classify
 from dcp_s3.reprs import one_line
 from dcp_s3.retention.plan import OpenUpload, Plan, make_plan
 from dcp_s3.retention.policy import PolicyFunction
 from dcp_s3.s3.async_store import AsyncS3Store
-from dcp_s3.store import Upload
+from dcp_s3.store import ListedObject, Upload
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
 
-# Path parts that no checkpoint URL may have, and our own directory in a root that is itself a checkpoint.
-_NO_CHILD = frozenset({"", ".", "..", CONTROL_PREFIX.rstrip("/")})
+# Path parts that no checkpoint URL may have, and our own directory: with boards, or of a root that is a checkpoint.
+_CONTROL = CONTROL_PREFIX.rstrip("/")
+_NO_CHILD = frozenset({"", ".", "..", _CONTROL})
 
 # Attempts to look at a checkpoint that was listed, but whose .metadata is gone a moment later.
 _LOOKS = 4
@@ -56,6 +57,8 @@ class CatalogSnapshot:
     """Whether each committed checkpoint's objects were listed."""
     requests: int = 0
     """Number of requests that the scan took."""
+    boards: tuple[ListedObject, ...] = ()
+    """Objects through which ranks told each other something, by key; empty unless ``deep``."""
 
     def __repr__(self) -> str:
         counts = {"uploads": len(self.uploads) or None, "leftovers": len(self.leftovers) or None}
@@ -68,8 +71,9 @@ class CatalogSnapshot:
             PolicyError: the policy failed or answered nonsense.
         """
         return make_plan(
-            self.checkpoints, policy, now=self.now, grace=grace, uploads=self.uploads, leftovers=self.leftovers
-        )
+            self.checkpoints, policy, now=self.now, grace=grace, uploads=self.uploads, leftovers=self.leftovers,
+            boards=self.boards,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,8 @@ class Listing:
     """Seconds since the epoch on the clock of S3, from before they were looked at."""
     leftovers: tuple[LeftoverObject, ...] = ()
     """Leftover objects, as in `CatalogSnapshot`."""
+    boards: tuple[ListedObject, ...] = ()
+    """As in `CatalogSnapshot`."""
 
 
 async def list_root(
@@ -106,6 +112,9 @@ async def list_root(
     skip = len(root.key(""))
     names = [prefix[skip:-1] for prefix in listed.prefixes]
     del listed
+    boards: Sequence[ListedObject] = ()
+    if deep and _CONTROL in names:
+        boards = (await store.list(root.key(BOARD_PREFIX))).objects
     leftovers: list[LeftoverObject] = []
 
     async def look(name: str) -> CheckpointInfo | None:
@@ -128,7 +137,7 @@ async def list_root(
 
     looked = await map_bounded(look, [name for name in names if name not in _NO_CHILD])
     found = sorted((info for info in looked if info is not None), key=age_order)
-    return Listing(tuple(found), now, tuple(sorted(leftovers, key=lambda each: each.key)))
+    return Listing(tuple(found), now, tuple(sorted(leftovers, key=lambda each: each.key)), tuple(boards))
 
 
 async def scan_root(
@@ -171,6 +180,7 @@ async def scan_root(
         leftovers=listing.leftovers,
         deep=deep,
         requests=store.requests,
+        boards=listing.boards,
     )
 
 

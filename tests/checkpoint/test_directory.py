@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 
 from dcp_s3.checkpoint.directory import LEASE_MARGIN, Directory, spread_prefixes
-from dcp_s3.format.layout import deletion_object, lease_object, manifest_object, spread
+from dcp_s3.format.layout import (
+    CLAIM,
+    deletion_object,
+    intent_object,
+    lease_object,
+    manifest_object,
+    notice_object,
+    part_object,
+    spread,
+)
 from dcp_s3.format.manifest import Manifest, ObjectEntry
 from dcp_s3.store import ListedObject
 from dcp_s3.url import CheckpointURL
@@ -13,6 +22,8 @@ from dcp_s3.url import CheckpointURL
 URL = CheckpointURL("bucket", "run/step-20")
 NOW = 1000.0
 MANIFEST = Manifest("ab", 100.0, 20, 2, (ObjectEntry("__0_0-ab.distcp", 10), ObjectEntry("__1_0-ab.distcp", 10)), 5)
+COORDINATION = [CLAIM, part_object("ab", 1, 0, "ef"), intent_object("ab", 1, "ef"), notice_object("ab")]
+BOARD = ".dcp_s3/board-ab-queue"
 NEEDED = {entry.path for entry in MANIFEST.objects} | {manifest_object("ab")}
 
 
@@ -51,6 +62,7 @@ def test_a_listing_is_classified() -> None:
     ("name", "shows"),
     [
         (".metadata", True), ("__12.metadata", True), ("__0_0.distcp", True), ("x.distcp", True), (".dcp_s3/x", True),
+        (CLAIM, True), (part_object("ab", 1, 0, "ef"), True), (BOARD, False), (f"step-1/{BOARD}", False),
         ("step-1/.metadata", False), ("notes.metadata", False), ("model.pt", False), ("500/__0_0.distcp", False),
     ],
 )  # fmt: skip
@@ -85,8 +97,16 @@ def test_a_lease_protects_until_it_has_ended_and_a_while_longer() -> None:
 
 
 def test_what_goes_with_a_checkpoint() -> None:
-    kept = ["model.pt", "notes/__0_0-ab.distcp", "500/.metadata", ".dcp_s3/pin", ".dcp_s3/other", "../__0_0.distcp"]
-    gone = [*NEEDED, "__0_7.distcp", "__0_0-cd.distcp", manifest_object("cd"), ".dcp_s3/metrics.json"]
+    kept = [
+        "model.pt",
+        "notes/__0_0-ab.distcp",
+        "500/.metadata",
+        ".dcp_s3/pin",
+        ".dcp_s3/other",
+        "../__0_0.distcp",
+        BOARD,
+    ]
+    gone = [*NEEDED, *COORDINATION, "__0_7.distcp", "__0_0-cd.distcp", manifest_object("cd"), ".dcp_s3/metrics.json"]
     ended, lasting = lease_object("ab", 60), lease_object("ab", 2000)
     removal = directory(".metadata", *kept, *gone, ended, lasting).removal(NEEDED, since=500)
     assert list(removal.commits) == [".metadata"]
@@ -110,15 +130,46 @@ def test_a_save_in_progress() -> None:
     assert rank.removal_of_uncommitted(since=500).being_saved == "__0.metadata"
 
 
+@pytest.mark.parametrize("path", COORDINATION)
+def test_a_save_without_collectives_in_progress(path: str) -> None:
+    young = Directory.of(URL, [*map(_old, (".metadata", *NEEDED)), ListedObject(URL.key(path), 1, 501)], NOW)
+    assert young.removal(NEEDED, since=500).being_saved == path
+    assert path not in young.removal(NEEDED, since=500).objects
+    assert young.removal(NEEDED, since=502).being_saved is None
+    assert Directory.of(URL, [ListedObject(URL.key(path), 1, 501)]).removal_of_uncommitted(since=500).being_saved
+
+
+def _old(path: str) -> ListedObject:
+    return ListedObject(URL.key(path), 10, 50.0)
+
+
+def test_what_other_saves_wrote_since_a_listing() -> None:
+    listed = directory(".metadata", *NEEDED, *COORDINATION, manifest_object("cd"))
+    assert listed.other_saves({found.path: found.etag for found in listed}) == []
+    seen = {found.path: found.etag for found in listed if found.path not in (CLAIM, manifest_object("cd"))}
+    assert {found.path for found in listed.other_saves({**seen, CLAIM: "another"})} == {CLAIM, manifest_object("cd")}
+
+
+def test_several_mergers_manifests() -> None:
+    save, ids = "0123456789abcdef", ("0123456789abcdef00000001", "0123456789abcdef00000002")
+    listed = directory(".metadata", "__0_0-ab.distcp", *map(manifest_object, ids))
+    assert listed.save_id_by_time(None) is None  # its user metadata tells
+    assert all(found.kind.save_id.startswith(save) for found in listed.all_manifests)
+    objects = (ObjectEntry("__0_0-ab.distcp", 10),)
+    left = listed.leftovers(Manifest(ids[1], 100.0, 20, 2, objects, 5))
+    assert [found.path for found in left] == [manifest_object(ids[0])]
+
+
 def test_all_of_our_own_directory_goes_with_what_was_never_committed() -> None:
-    stays = [".dcp_s3/pin", lease_object("ab", 2000), deletion_object("ab"), "model.pt"]
-    goes = ["__0_0-ab.distcp", manifest_object("ab"), ".dcp_s3/other"]
+    stays = [".dcp_s3/pin", lease_object("ab", 2000), deletion_object("ab"), "model.pt", BOARD]
+    goes = [*COORDINATION, "__0_0-ab.distcp", manifest_object("ab"), ".dcp_s3/other"]
     assert directory(*stays, *goes).removal_of_uncommitted(since=500).objects.keys() == set(goes)
 
 
 def test_only_what_has_our_names_is_left_over() -> None:
     left = ["__0_0-cd.distcp", manifest_object("cd"), manifest_object("ab", 1), lease_object("ab", 60)]
-    others = ["__0_0.distcp", "notes/__0_0-ab.distcp", "500/__0_0-ab.distcp", ".dcp_s3/other", ".dcp_s3/pin"]
+    left += COORDINATION
+    others = [BOARD, "__0_0.distcp", "notes/__0_0-ab.distcp", "500/__0_0-ab.distcp", ".dcp_s3/other", ".dcp_s3/pin"]
     found = directory(".metadata", *NEEDED, *left, *others, lease_object("cd", 2000)).leftovers(MANIFEST)
     assert {each.path for each in found} == set(left)
 

@@ -158,6 +158,19 @@ def test_leftovers_are_shown_and_collected(run_of_four: str, s3: Any, clock: Clo
     assert steps() == [1, 3, 4]
 
 
+def test_old_boards_are_shown_and_collected(run_of_four: str, s3: Any, clock: Clock) -> None:
+    before = keys(s3, ROOT)
+    put(s3, ROOT, ".dcp_s3/board-ab-queue")
+    assert "board" not in run("prune", ROOT, "--dry-run").stdout
+    clock.ahead = 2 * 86400
+    result = run("prune", ROOT, "--dry-run")
+    [row] = [line.split() for line in result.stdout.splitlines() if "board" in line]
+    assert row[:5] == ["1", "old", "board", "object", "delete"]
+    assert "to delete: 1 old board object" in result.stderr
+    assert json.loads(run("prune", ROOT, "--yes", "--json").stdout)["leftovers"][0]["objects"] == 1
+    assert keys(s3, ROOT) == before
+
+
 def test_json_is_the_report(run_of_four: str) -> None:
     report = json.loads(run("prune", ROOT, "latest:2", "--dry-run", "--json").stdout)
     assert report["dry_run"]

@@ -11,7 +11,6 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,11 +26,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear_caches
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -55,6 +54,7 @@ def _as_rank(rank: int, world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        clear_caches()  # of DTensor's layouts, which have the mesh as this rank sees it
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -89,7 +89,7 @@ class _Model(nn.Module):
         self.three = nn.Parameter(torch.zeros(3, width))
         self.few = nn.Parameter(torch.zeros(3))
         self.register_buffer("seen", torch.tensor(0))
-        self.register_buffer("table", torch.zeros(5, 64 * KIB))
+        self.register_buffer("table", torch.zeros(5, 4 * KIB))
 
 
 def _model(width: int, mesh: DeviceMesh | None, tensor: DeviceMesh | None = None, whole: bool = True) -> _Model:
@@ -186,16 +186,16 @@ def _edges(rank: int, world_size: int) -> State:
 
 
 STATES: list[tuple[Callable[[int, int], State], tuple[int, ...]]] = [
-    (_fsdp, (1, 2, 4, 8)),
-    (_fsdp_uneven, (2, 3, 5, 7)),
-    (_fsdp_tp(240), (4, 8)),
+    (_fsdp, (1, 4)),
+    (_fsdp_uneven, (2, 3, 7)),
+    (_fsdp_tp(240), (4,)),
     (_fsdp_tp(241), (4, 6, 8)),
     (_fsdp_tp(241, first=4), (8,)),
-    (_fsdp_tp(241, whole=False), (4, 8)),
-    (_hsdp, (2, 4, 8)),
+    (_fsdp_tp(241, whole=False), (4,)),
+    (_hsdp, (2, 8)),
     (_hsdp_tp, (8,)),
-    (_ddp, (1, 2, 3, 8)),
-    (_pipeline, (4, 8)),
+    (_ddp, (1, 3, 8)),
+    (_pipeline, (4,)),
     (_by_hand, (2, 5, 8)),
     (_edges, (2, 4, 6, 8)),
 ]
@@ -246,9 +246,7 @@ def _check(ours: list[list[WriteItem]], theirs: list[list[WriteItem]]) -> None:
     assert {_key(item): _nbytes(item) for items in ours for item in items} == expected
 
     most, most_of_dcp = (max(sum(map(_nbytes, items)) for items in each) for each in (ours, theirs))
-    largest, mean = max(expected.values()), sum(expected.values()) / len(ours)
-    # No plan is better than the mean and at most one item more.
-    assert most <= max(1.1 * most_of_dcp, mean + largest), (most, most_of_dcp, mean, largest)
+    assert most <= 1.1 * most_of_dcp
 
 
 # --- holders ---------------------------------------------------------------------------------------------
@@ -407,9 +405,7 @@ def _saves(draw: st.DrawFn) -> list[Held]:
 def test_each_item_has_one_owner_that_all_its_holders_agree_upon(save: list[Held], order: random.Random) -> None:
     agreed = {_key(item): owner for (item, _), owner in zip(save, assign(save), strict=True)}
     for rank in range(8):
-        mine = [
-            (item, tuple(list(holders))) for item, holders in save if rank in holders
-        ]  # no rank has another's objects
+        mine = [(item, (*holders,)) for item, holders in save if rank in holders]  # no rank has another's objects
         order.shuffle(mine)
         assert {_key(item): owner for (item, _), owner in zip(mine, assign(mine), strict=True)} == {
             _key(item): agreed[_key(item)] for item, _ in mine
@@ -459,13 +455,14 @@ def test_no_rank_comes_first_in_every_group_or_with_every_small_item() -> None:
     assert 16 < first < 48
     small: list[Held] = [(_tensor_item(f"layers.{n}.step", 4), tuple(range(8))) for n in range(1000)]
     counts = Counter(assign(small))
-    assert len(counts) == 8 and max(counts.values()) < 200
+    assert len(counts) == 8
+    assert max(counts.values()) < 200
 
 
 def test_owners_do_not_depend_on_the_process() -> None:
     """Python's hashes do: these are written down."""
     held = [(_tensor_item(f"w{n}", 2**20 if n < 4 else 4), tuple(range(8))) for n in range(8)]
-    assert assign(held) == [0] * 8
+    assert assign(held) == [3, 6, 4, 5, 4, 4, 7, 6]
 
 
 # --- real ranks ------------------------------------------------------------------------------------------
@@ -478,12 +475,11 @@ def _plan_together() -> tuple[list[WriteItem], SavePlan]:
     for layer in model:
         fully_shard(layer, mesh=mesh["fsdp"])
     fully_shard(model, mesh=mesh["fsdp"])
-    weights, optimizer = get_state_dict(model, torch.optim.AdamW(model.parameters()))
-    planner, plan = _plan({"model": weights, "optimizer": optimizer, "step": 7})
-    return own_items(plan.items, lookup_in(planner), world=range(4), rank=dist.get_rank()), replace(plan)
+    planner, plan = _plan(_training(model))
+    return own_items(plan.items, lookup_in(planner), world=range(4), rank=dist.get_rank()), plan
 
 
-def test_real_ranks_of_a_model_and_its_optimizer_agree() -> None:
+def test_real_ranks_agree() -> None:
     """FSDP2 of a model that has tensor parallelism in two of three layers."""
     found = run_ranks(4, _plan_together)
     theirs = [plan.items for plan in DefaultSavePlanner().create_global_plan([plan for _, plan in found])[0]]

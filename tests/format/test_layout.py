@@ -38,7 +38,22 @@ _names = st.one_of(
     st.builds(
         lambda x, y: (layout.deletion_object(x, y), Kind(What.DELETION, deletion=x, attempt=y)), _hex, _hex
     ),
-    st.sampled_from([(layout.METRICS, Kind(What.METRICS)), (layout.PIN, Kind(What.PIN))]),
+    st.builds(
+        lambda x, r, n, y: (layout.part_object(x, r, n, y), Kind(What.COORDINATION, r, n, save_id=x, digest=y)),
+        _hex, _ranks, _ranks, _hex,
+    ),
+    st.builds(
+        lambda x, r, y: (layout.intent_object(x, r, y), Kind(What.COORDINATION, r, save_id=x, digest=y)),
+        _hex, _ranks, _hex,
+    ),
+    st.builds(lambda x: (layout.notice_object(x), Kind(What.COORDINATION, save_id=x)), _hex),
+    st.sampled_from(
+        [
+            (layout.METRICS, Kind(What.METRICS)),
+            (layout.PIN, Kind(What.PIN)),
+            (layout.CLAIM, Kind(What.COORDINATION)),
+        ]
+    ),
 )  # fmt: skip
 
 
@@ -53,6 +68,12 @@ def _make(kind: Kind) -> str | None:
     if kind.what is What.DATA and kind.rank is not None and kind.number is not None and kind.nonce:
         name = layout.data_object(kind.rank, kind.number, kind.nonce)
         return layout.spread(name, kind.spread) if kind.spread else name
+    if kind.what is What.COORDINATION:
+        if kind.rank is None:
+            return layout.notice_object(kind.save_id) if kind.save_id else layout.CLAIM
+        if kind.number is None:
+            return layout.intent_object(kind.save_id, kind.rank, kind.digest)
+        return layout.part_object(kind.save_id, kind.rank, kind.number, kind.digest)
     made = {
         What.COMMIT: layout.metadata_object(kind.rank),
         What.MANIFEST: layout.manifest_object(kind.save_id, kind.rank),
@@ -87,6 +108,12 @@ def test_nothing_else_is_told_for_it(made: tuple[str, Kind], edits: list[tuple[i
         ("__3_1.distcp", Kind(What.DATA, 3, 1)),  # torch's
         ("x.distcp", Kind(What.DATA)),
         (".dcp_s3/other", Kind(What.CONTROL)),
+        (".dcp_s3/part-ab.1.0", Kind(What.CONTROL)),
+        (".dcp_s3/claim.json.1", Kind(What.CONTROL)),
+        (".dcp_s3/board-ab-queue", Kind(What.BOARD)),
+        (".dcp_s3/board-ab/../x", Kind(What.OTHER)),
+        ("run/.dcp_s3/board-ab-queue", Kind(What.OTHER)),
+        ("run/.dcp_s3/claim.json", Kind(What.NESTED, below="run")),
         (".dcp_s3/lease-ab.1234567890", Kind(What.CONTROL)),
         ("step-1/.metadata", Kind(What.NESTED, below="step-1")),
         ("5/__0.metadata", Kind(What.NESTED, below="5")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import dcp_s3
 from dcp_s3 import CheckpointManager, S3StorageWriter, SaveEvery, SaveOnPreemption, errors
-from dcp_s3.manager.separate import Notes
+from dcp_s3.offline.replicate import download
 from tests.manager.counting import collectives, counted
 from tests.ranks import run_ranks
 
@@ -50,6 +51,10 @@ def _is_of(state: dict[str, Any], step: int) -> bool:
         and torch.equal(state[f"rng-{dist.get_rank()}"], torch.full((4,), float(dist.get_rank() + step)))
         and bool(state["step"] == step)
     )
+
+
+def _committed(root: str) -> list[dcp_s3.CheckpointInfo]:
+    return [info for info in dcp_s3.list_checkpoints(root) if info.committed]
 
 
 # --- no collectives --------------------------------------------------------------------------------
@@ -87,7 +92,7 @@ def test_no_collective_is_called_and_no_group_made(memory_server: Any, root: str
         assert called == []
         assert control.count("a collective of a group") >= 2
         assert {"all_reduce", "new_group", "a new group"} <= set(control)
-    found = dcp_s3.list_checkpoints(root)
+    found = _committed(root)
     assert [info.step for info in found] == [2, 3]
     assert found[-1].metrics["loss"] == 1.0 / 3
     assert found[-1].metrics["late"] == 1.0
@@ -126,10 +131,10 @@ def _train_plainly(root: str) -> int | None:
 def test_the_environment_says_who_the_ranks_are(memory_server: Any, root: str, tmp_path: Path) -> None:
     assert run_ranks(3, _train_plainly, root, group=False, env={"DCP_S3_RUN_ID": "first"}) == [3, 3, 3]
     assert run_ranks(2, _train_plainly, root, group=False, env={"DCP_S3_RUN_ID": "second"}) == [6, 6]
-    found = dcp_s3.list_checkpoints(root)
+    found = _committed(root)
     assert [(info.step, info.world_size) for info in found] == [(1, 3), (2, 3), (3, 3), (4, 2), (5, 2), (6, 2)]
     # torch's own reader takes it.
-    dcp_s3.download(found[2].url, tmp_path / "step-3")
+    download(found[2].url, tmp_path / "step-3")
     loaded = {"model": {"w": torch.zeros(_SHAPE)}, "step": 0, "rank-2": torch.zeros(5)}
     dcp.load(loaded, storage_reader=dcp.FileSystemReader(tmp_path / "step-3"))
     assert torch.equal(loaded["model"]["w"], _whole(3))
@@ -235,7 +240,7 @@ def test_a_rank_that_fails_alone_fails_alone_and_the_next_save_is_whole(memory_s
     for text in first[1:3]:
         assert text.startswith("SaveFailedError")
         assert "rank 1 wrote nothing" in " ".join(text.split())
-    assert [info.step for info in dcp_s3.list_checkpoints(root)] == [1, 4]
+    assert [info.step for info in _committed(root)] == [1, 4]
 
 
 # --- what must be the same -------------------------------------------------------------------------
@@ -287,22 +292,81 @@ def test_all_ranks_restore_what_the_first_one_chose(memory_server: Any, root: st
     assert run_ranks(2, _restore_beside_a_commit, root, group=group, env=env) == [[1, 2], [1, 2]]
 
 
-def _damage_and_restore(root: str) -> tuple[str, list[int | None]]:
+def _restore_apart(root: str) -> tuple[str, list[int | None]]:
+    name = "a" if dist.get_rank() == 0 else "b"
     said, found = "", []
     with CheckpointManager(root, coordination="s3") as manager:
-        try:
-            found.append(manager.restore({"a" if dist.get_rank() == 0 else "b": torch.zeros(1000)}))
-        except errors.RestoreFailedError as error:
-            said = str(error)
-            assert list(error.failures) == [dist.get_rank()]
-        found.append(manager.restore({"a" if dist.get_rank() == 0 else "b": torch.zeros(1000)}, 1))
+        for step in (None, 1):
+            state = {name: torch.zeros(1000)}
+            try:
+                found.append(manager.restore(state, step))
+                assert state[name].tolist() == [1.0] * 1000
+            except errors.RestoreFailedError as error:
+                said = f"{list(error.failures)} {' '.join(str(error).split())}"
+                # Again: the same one, while the others hold it.
+                with pytest.raises(errors.RestoreFailedError):
+                    manager.restore(state, step)
     return said, found
 
 
-def test_a_rank_that_cannot_load_says_so_and_the_others_go_on(memory_server: Any, root: str, bucket: str) -> None:
+def test_a_rank_that_cannot_load_says_so_and_the_others_go_on(
+    memory_server: Any, s3: Any, root: str, bucket: str
+) -> None:
     for step in (1, 2):
         state = {"a": torch.ones(1000), "b": torch.ones(1000)}
         url = f"{root}/step-{step:08d}"
         dcp.save(state, storage_writer=S3StorageWriter(url, separate=["a", "b"]), no_dist=True)
-    objects = memory_server.handle.objects(bucket)
-    print(objects)
+    damaged = min(str(key) for key in memory_server.handle.objects(bucket) if "step-00000002/__" in str(key))
+    size = s3.head_object(Bucket=bucket, Key=damaged)["ContentLength"]
+    s3.put_object(Bucket=bucket, Key=damaged, Body=bytes(size))
+    ended = run_ranks(2, _restore_apart, root)
+    assert sorted(found for _, found in ended) == [[1], [2, 1]]
+    ((rank, said),) = [(rank, said) for rank, (said, _) in enumerate(ended) if said]
+    assert said.startswith(f"[{rank}] the load of step 2 from {root}/step-00000002 failed on rank {rank}")
+    assert "other ranks may have loaded it" in said
+    assert "Resume: manager.restore(state, step=...) on all ranks" in said
+
+
+def _train_until_sigterm(root: str) -> tuple[int, bool]:
+    rank = int(os.environ["RANK"])
+    with CheckpointManager(root, coordination="s3", should_save=SaveOnPreemption()) as manager:
+        step = 0
+        while not manager.preempted:
+            step += 1
+            if step == 3 and rank == 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            saved = manager.save(step, _plain(step, rank))
+            time.sleep(0.01)
+        manager.wait()
+        assert manager.latest_step() == step
+    return step, saved
+
+
+@pytest.mark.parametrize("group", [True, False])
+def test_sigterm_on_one_rank_makes_all_save_the_same_step(memory_server: Any, root: str, group: bool) -> None:
+    (first, saved), second = run_ranks(2, _train_until_sigterm, root, group=group, env={"DCP_S3_RUN_ID": "run"})
+    assert (first, saved) == second
+    assert saved
+    assert [info.step for info in _committed(root)] == [first]
+
+
+def _differ(root: str) -> str:
+    """What the rank is told that comes second. It then does as the other one."""
+    said, roots = "", [f"{root}-{dist.get_rank()}", f"{root}-{1 - dist.get_rank()}"]
+    try:
+        manager = CheckpointManager(roots[0], coordination="s3")
+    except errors.CheckpointError as error:
+        said = str(error)
+        manager = CheckpointManager(roots[1], coordination="s3")
+    with manager:
+        manager.save(1, {"w": torch.ones(3)})
+        manager.wait()
+        assert manager.latest_step() == 1
+    return said
+
+
+def test_another_root_on_a_rank_is_an_error_there(memory_server: Any, root: str) -> None:
+    said = sorted(run_ranks(2, _differ, root))
+    assert said[0] == ""
+    assert f"{root}-0" in said[1]
+    assert f"{root}-1" in said[1]

@@ -12,6 +12,7 @@ import boto3
 import pytest
 
 from dcp_s3 import annotate
+from dcp_s3.format.layout import CLAIM, intent_object, notice_object, part_object
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.memory_s3 import MemoryS3
 from tests.retention.making import delete, put, save, save_foreign
@@ -32,8 +33,8 @@ class Clock:
 
 @dataclass
 class Catalog:
-    """Committed: step-1 of ours with metrics, step-2 of another writer, step-9 to stay. Left over: step-5, an object in
-    step-9, an upload.
+    """Committed: step-1 of ours with metrics, step-2 of another writer, step-9 to stay. Left over: step-5, objects in
+    step-9, an upload, a board.
 
     Attributes:
         server: that has it.
@@ -92,6 +93,10 @@ def serve_catalog(monkeypatch: pytest.MonkeyPatch, directory: Path) -> Iterator[
         catalog.keep = {key for key in catalog.keys if key.startswith("run/step-9/")}
         delete(client, save(f"{ROOT}/step-5"), ".metadata")
         put(client, f"{ROOT}/step-9", "__0_0-abcdef.distcp")
+        for name in ("step-5", "step-9"):  # of saves without collectives
+            for path in (CLAIM, part_object("ab", 1, 0, "ef"), intent_object("ab", 2, "ef"), notice_object("ab")):
+                put(client, f"{ROOT}/{name}", path)
+        put(client, ROOT, ".dcp_s3/board-ab-queue")
         client.create_multipart_upload(Bucket=BUCKET, Key="run/step-9/__0_1-abcdef.distcp")
         client.close()
         clock.now += 2 * DAY

@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from dcp_s3.checkpoint.info import CheckpointInfo
+from dcp_s3.format.layout import CLAIM, part_object
 from dcp_s3.retention.period_policy import KeepDaily, KeepHourly, KeepWeekly
 from dcp_s3.retention.plan import LeftoverObject, OpenUpload
 from dcp_s3.retention.policy import (
@@ -93,10 +94,18 @@ uploads = st.lists(
 )  # fmt: skip
 leftovers = st.lists(
     st.builds(
-        lambda place, number, time, lease: LeftoverObject(
-            f"run/{place}/__{number}_0-ab.distcp", 5, time, place, is_lease=lease
+        lambda place, path, number, time, lease: LeftoverObject(
+            f"run/{place}/{path(number)}", 5, time, place, is_lease=lease
         ),
-        _places, st.integers(0, 99), st.floats(NOW - 3 * DAY, NOW + 60), st.booleans(),
+        _places,
+        st.sampled_from(
+            [
+                lambda number: f"__{number}_0-ab.distcp",
+                lambda number: part_object("ab", number, 0, "ef"),
+                lambda _: CLAIM,
+            ]
+        ),
+        st.integers(0, 99), st.floats(NOW - 3 * DAY, NOW + 60), st.booleans(),
     ),
     max_size=5,
 )  # fmt: skip

@@ -1,0 +1,427 @@
+"""Saves without collectives, as a model: real ranks of the protocol with small states, and what must hold of the store.
+
+`World` says what is saved, and makes the job that an `Adversary` plays against. `Invariants` looks at the store as a
+reader does, after each change.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+from unittest import mock
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from dcp_s3 import errors
+from dcp_s3.coordination.claim import Claim, claim_of, parse_claim
+from dcp_s3.coordination.identity import Attempt
+from dcp_s3.coordination.joint import Clock, JointSave, find_commit
+from dcp_s3.coordination.participant import Participant
+from dcp_s3.coordination.told import make_facts
+from dcp_s3.format.layout import (
+    CLAIM,
+    DATA_SUFFIX,
+    METADATA,
+    PART_PREFIX,
+    SAVE_ID_KEY,
+    data_object,
+    intent_object,
+    manifest_object,
+    new_nonce,
+)
+from dcp_s3.format.manifest import Manifest, ObjectEntry
+from dcp_s3.format.metadata import load_metadata
+from dcp_s3.format.part import Part, WrittenItem, digest_of, item_hash
+from dcp_s3.format.storage_info import make_storage_info
+from dcp_s3.url import CheckpointURL, parse_url
+from tests.coordination.adversary import Actor, Adversary
+
+T = TypeVar("T")
+
+ONE, TWO = parse_url("s3://memory/run/step-1"), parse_url("s3://memory/run/step-2")
+
+_ITEM_BYTES = 8
+_TRIES = 4  # of a request that S3 does not answer
+
+
+class Violation(AssertionError):
+    """Something that must hold does not."""
+
+
+# --- what is saved ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Item:
+    """A tensor or a chunk of one (of 8 bytes each), or an object."""
+
+    fqn: str
+    holders: tuple[int, ...]
+    writer: int | None
+    """Rank that writes it by the rule that all ranks follow; None: the rule names a rank that does not hold it."""
+    chunk: int | None = None
+    """Number of the chunk; None: an object."""
+    chunks: int = 1
+
+    @property
+    def planned(self) -> WriteItem:
+        """As a plan has it."""
+        if self.chunk is None:
+            return WriteItem(MetadataIndex(self.fqn), WriteItemType.BYTE_IO)
+        at, size, whole = (torch.Size((2 * each,)) for each in (self.chunk, 1, self.chunks))
+        data = TensorWriteData(ChunkStorageMetadata(at, size), TensorProperties(dtype=torch.float32), whole)
+        kind = WriteItemType.TENSOR if self.chunks == 1 else WriteItemType.SHARD
+        return WriteItem(MetadataIndex(self.fqn, at), kind, tensor_data=data)
+
+    def bytes_in(self, attempt: int, turn: int) -> bytes:
+        """Its bytes in one save: no other save has them, all ranks of that save have the same."""
+        text = f"{attempt} {turn} {self.fqn} {self.chunk}"
+        return hashlib.blake2b(text.encode(), digest_size=_ITEM_BYTES).digest()
+
+
+def replicas(ranks: int) -> tuple[Item, ...]:
+    """DDP: all ranks hold all."""
+    everyone = tuple(range(ranks))
+    return (*(Item(f"w{each}", everyone, each, 0) for each in everyone), Item("step", everyone, 0))
+
+
+def shards(ranks: int, copies: int = 1) -> tuple[Item, ...]:
+    """FSDP, or HSDP with ``copies``: chunk c lies on ranks c, c + ranks / copies, and so on."""
+    chunks = ranks // copies
+    holders = [tuple(range(each, ranks, chunks)) for each in range(chunks)]
+    return tuple(Item("w", holders[each], holders[each][each % copies], each, chunks) for each in range(chunks))
+
+
+def unruly(ranks: int) -> tuple[Item, ...]:
+    """Each rank has something of its own that the rule takes for a replica, written by another."""
+    return (*replicas(ranks), *(Item(f"own{each}", (each,), None, 0) for each in range(ranks)))
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One save of each attempt."""
+
+    url: CheckpointURL = ONE
+    overwrite: bool = False
+
+
+@dataclass
+class World:
+    """The job, and what its ranks report.
+
+    Args:
+        ranks: number of ranks.
+        items: state of the ranks.
+        turns: saves of each attempt, one after the other.
+        rank_timeout: see `JointSave`.
+        knows_before: whether each rank knows what all held before the first save, from a save before it.
+        signs: whether ranks say what they hold before they write.
+    """
+
+    ranks: int
+    items: tuple[Item, ...]
+    turns: tuple[Turn, ...]
+    rank_timeout: float = 3.0
+    knows_before: bool = False
+    signs: bool = True
+    reports: list[tuple[Actor, Claim, Turn, str | Exception, str | None]] = field(default_factory=list)
+    """Of each rank that came to the end of a save: who, which, what it said (save id or error), and the commit that
+    stood at the URL then."""
+    claims: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Attempt and turn by id of the save."""
+
+    def __post_init__(self) -> None:
+        for attempt in range(4):
+            for turn in range(len(self.turns)):
+                self.claims.setdefault(self.claim(attempt, turn).save, (attempt, turn))
+
+    def job(self, attempt: int) -> Mapping[str, Callable[[Actor], object]]:
+        """What the ranks of an attempt do."""
+        return {f"rank{rank}": self._work(rank, attempt) for rank in range(self.ranks)}
+
+    def claim(self, attempt: int, turn: int) -> Claim:
+        """The claim of a save."""
+        url = self.turns[turn].url
+        number = sum(each.url == url for each in self.turns[: turn + 1])
+        return claim_of(Attempt("run", (attempt,), "", None, self.ranks, 0), str(url), number, turn)
+
+    def is_needed(self, adversary: Adversary, actor: Actor) -> bool:
+        """Whether an actor of the first attempt holds what no other living one does."""
+        rank = adversary.actors.index(actor)
+        living = {number for number, each in enumerate(adversary.actors) if not each.killed and each is not actor}
+        return any(rank in each.holders and not living.intersection(each.holders) for each in self.items)
+
+    def held_by(self, rank: int) -> dict[int, Item]:
+        """What a rank holds, by hash."""
+        return {item_hash(each.planned): each for each in self.items if rank in each.holders}
+
+    def _work(self, rank: int, attempt: int) -> Callable[[Actor], object]:
+        def work(actor: Actor) -> None:
+            known = self.knows_before
+            for turn, what in enumerate(self.turns):
+                saving = _Saving(self, actor, rank, attempt, turn, known)
+                outcome: str | Exception
+                try:
+                    outcome = saving.save()
+                except errors.DcpS3Error as error:
+                    outcome = error
+                known = isinstance(outcome, str)
+                stood = find_commit(actor.adversary.stored, saving.joint)
+                self.reports.append((actor, saving.joint.claim, what, outcome, stood))
+
+        return work
+
+
+class _Saving:
+    """One rank in one save, as the writer does it."""
+
+    def __init__(self, world: World, actor: Actor, rank: int, attempt: int, turn: int, known: bool) -> None:
+        self._world, self._actor, self._rank, self._attempt, self._turn = world, actor, rank, attempt, turn
+        self._known = known
+        self._held = world.held_by(rank)
+        digests = [digest_of(world.held_by(each)) for each in range(world.ranks)]
+        what = world.turns[turn]
+        self.joint = JointSave(
+            what.url, world.claim(attempt, turn), rank, what.overwrite, world.rank_timeout,
+            before=lambda: digests if known else None,
+        )  # fmt: skip
+        clock = Clock(actor.now, actor.sleep)
+        self._participant = Participant(actor.store, self.joint, clock, readers=1)
+
+    def save(self) -> str:
+        persistently(self._participant.begin)
+        if self._participant.committed is None:
+            if self._world.signs:  # as `alive` does it, in a thread of its own
+                path = intent_object(self.joint.save, self._rank, digest_of(self._held))
+                persistently(lambda: self._actor.store.put(self.joint.url.key(path), b"0"))
+            mine = [hash_ for hash_, item in self._held.items() if item.writer == self._rank]
+            part = self._write(mine, 0)
+            persistently(lambda: self._participant.publish(part))
+        return self._participant.wait(self._write)
+
+    def _write(self, hashes: Sequence[int], number: int) -> Part:
+        path = data_object(self._rank, number, new_nonce())
+        items = [self._held[each] for each in hashes]
+        data = b"".join(each.bytes_in(self._attempt, self._turn) for each in items)
+        if items:
+            persistently(lambda: self._actor.store.put(self.joint.url.key(path), data))
+        written = tuple(
+            WrittenItem(
+                each.planned.index,
+                each.planned.tensor_data,
+                make_storage_info(path, _ITEM_BYTES * at, _ITEM_BYTES),
+            )
+            for at, each in enumerate(items)
+        )
+        tells = self._rank == 0 or number > 0
+        facts = make_facts(
+            started_at=time.time(), throttled=0, metrics={"turn": self._turn} if tells else None, extra=None
+        )
+        objects = (ObjectEntry(path, len(data), None),) if items else ()
+        return Part(
+            self.joint.save, self._rank, self._world.ranks, written, objects,
+            frozenset(self._held), {each.fqn: (each.fqn,) for each in items}, number, facts,
+        )  # fmt: skip
+
+
+def persistently(request: Callable[[], T]) -> T:
+    """The answer of a request that is repeated a few times."""
+    for _ in range(_TRIES - 1):
+        with contextlib.suppress(errors.TransferError):
+            return request()
+    return request()
+
+
+# --- what must hold -----------------------------------------------------------------------------------
+
+
+@dataclass
+class _Commit:
+    save_id: str
+    order: tuple[int, int]
+    needed: dict[str, str]
+    """Key and content (see `_contents`) of all that it consists of."""
+
+
+class Invariants:
+    """What must hold after each change of the store."""
+
+    def __init__(self, world: World, *, newest_stays: bool = True) -> None:
+        self._world, self._newest_stays = world, newest_stays
+        self._overwrites = {url: any(each.overwrite for each in world.turns if each.url == url) for url in (ONE, TWO)}
+        self._now: dict[CheckpointURL, _Commit] = {}
+        self._before: dict[str, str] = {}
+        self._claims: dict[CheckpointURL, tuple[int, int]] = {}
+        self.committed: dict[CheckpointURL, list[str]] = {ONE: [], TWO: []}
+        """Save ids of all commits, in order."""
+
+    def check(self, adversary: Adversary) -> None:
+        """Raises Violation."""
+        found = {each.key: each.etag.strip('"').partition("-")[0] for each in adversary.stored.list("").objects}
+        for url in (ONE, TWO):
+            self._check_commit(adversary, url, found)
+            self._check_claim(adversary, url, found)
+        self._check_removed(self._before.keys() - found.keys())
+        self._before = found
+
+    def check_reports(self) -> None:
+        """What ranks said was so."""
+        for actor, claim, turn, outcome, stood in self._world.reports:
+            if isinstance(outcome, str):
+                if not outcome.startswith(claim.save):
+                    raise Violation(f"{actor.name} takes {outcome} for its own")
+                if outcome not in self.committed[turn.url]:
+                    raise Violation(f"{actor.name} says that {outcome} was committed")
+            elif stood is not None:
+                raise Violation(f"{actor.name} says {outcome!r}, but {stood} was committed")
+
+    def _check_commit(self, adversary: Adversary, url: CheckpointURL, found: Mapping[str, str]) -> None:
+        key, before = url.key(METADATA), self._now.get(url)
+        if key not in found:
+            if before is not None:
+                raise Violation(f"{url} had a checkpoint")
+            return
+        if before is None or before.needed[key] != found[key]:
+            commit = self._now[url] = self._read(adversary, url, found)
+            self.committed[url].append(commit.save_id)
+            if before is not None and not self._overwrites[url]:
+                raise Violation(f"{before.save_id} was replaced by {commit.save_id}, without overwrite")
+            if before is not None and self._newest_stays and before.order >= commit.order:
+                raise Violation(f"{before.save_id} {before.order} was replaced by {commit.save_id} {commit.order}")
+        for each, content in self._now[url].needed.items():
+            if found.get(each) != content:
+                raise Violation(f"{each} of {self._now[url].save_id} {'is another' if each in found else 'is gone'}")
+
+    def _read(self, adversary: Adversary, url: CheckpointURL, found: Mapping[str, str]) -> _Commit:
+        stored = adversary.stored.get(url.key(METADATA))
+        save_id = stored.metadata[SAVE_ID_KEY]
+        metadata = load_metadata(stored.data, url=str(url))
+        order = self._world.claims.get(save_id[:16])
+        if order is None:
+            raise Violation(f"nobody's save {save_id}")
+        manifest_key = url.key(manifest_object(save_id))
+        if manifest_key not in found:
+            raise Violation(f"{save_id} has no manifest")
+        manifest = Manifest.from_json(adversary.stored.get(manifest_key).data)
+        paths = {info.relative_path for info in metadata.storage_data.values()}
+        if manifest.save_id != save_id or getattr(metadata.storage_meta, "save_id", None) != save_id:
+            raise Violation(f"the manifest of {save_id} is of {manifest.save_id}")
+        if manifest.items != len(metadata.storage_data) or not paths <= {each.path for each in manifest.objects}:
+            raise Violation(f"the manifest of {save_id} does not fit")
+        if manifest.metrics != {"turn": order[1]}:
+            raise Violation(f"the metrics of {save_id} are {manifest.metrics}")
+        self._check_bytes(adversary, url, metadata, order)
+        keys = [url.key(METADATA), manifest_key, *(url.key(each.path) for each in manifest.objects)]
+        if missing := [each for each in keys if each not in found]:
+            raise Violation(f"{save_id} lacks {missing}")
+        return _Commit(save_id, order, {each: found[each] for each in keys})
+
+    def _check_bytes(self, adversary: Adversary, url: CheckpointURL, metadata: Any, order: tuple[int, int]) -> None:
+        """Every item is there once, with the bytes of this save."""
+        expected = {(each.fqn, each.planned.index.offset): each.bytes_in(*order) for each in self._world.items}
+        stored = {(index.fqn, index.offset): info for index, info in metadata.storage_data.items()}
+        if stored.keys() != expected.keys() or len(stored) != len(metadata.storage_data):
+            raise Violation(f"{url} has items {sorted(map(str, stored))}, expected {sorted(map(str, expected))}")
+        for each in self._world.items:
+            entry = metadata.state_dict_metadata[each.fqn]
+            if each.chunk is not None and len(entry.chunks) != each.chunks:
+                raise Violation(f"{each.fqn} has {len(entry.chunks)} chunks")
+        for name, info in stored.items():
+            try:
+                data = adversary.stored.get(url.key(info.relative_path)).data
+            except errors.ObjectNotFoundError:
+                raise Violation(f"{url} lacks {info.relative_path}") from None
+            if data[info.offset : info.offset + info.length] != expected[name]:
+                raise Violation(f"{name} of {order} has other bytes")
+
+    def _check_claim(self, adversary: Adversary, url: CheckpointURL, found: Mapping[str, str]) -> None:
+        """Claims only go on to newer saves."""
+        key, before = url.key(CLAIM), self._claims.get(url)
+        if key not in found:
+            if before is not None:
+                raise Violation(f"the claim of {before} is gone")
+            return
+        if found[key] == self._before.get(key):
+            return
+        claim = parse_claim(adversary.stored.get(key).data)
+        if claim is None:
+            raise Violation(f"{key} cannot be read")
+        order = self._claims[url] = self._world.claims[claim.save]
+        if before is not None and self._newest_stays and before > order:
+            raise Violation(f"the claim of {before} was replaced by that of {order}")
+
+    def _check_removed(self, removed: Sequence[str] | set[str]) -> None:
+        """Nothing that a save without commit needs is removed."""
+        done = {save_id[:16] for each in self.committed.values() for save_id in each}
+        for key in removed:
+            _, prefix, name = key.partition(PART_PREFIX)
+            if prefix and name.partition(".")[0] not in done:
+                raise Violation(f"{key} was removed, and its save is not committed")
+            if key.endswith(DATA_SUFFIX) and not done:
+                raise Violation(f"{key} was removed before any commit")
+
+
+# --- playing ------------------------------------------------------------------------------------------
+
+
+class InCallingThread:
+    """`Workers` without threads."""
+
+    def __init__(self, count: int, name: str) -> None:
+        pass
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(function(*arguments))
+        except Exception as error:  # noqa: BLE001 - for `result`
+            future.set_exception(error)
+        return future
+
+    def close(self) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def repeatable() -> Iterator[None]:
+    """Random names are counted, and no request is made in another thread."""
+    counted = itertools.count(1)
+    names = mock.Mock(token_hex=lambda length: f"{next(counted):0{2 * length}x}"[::-1])
+    with (
+        mock.patch("dcp_s3.format.layout.secrets", names),
+        mock.patch("dcp_s3.checkpoint.commit_state.Workers", InCallingThread),
+    ):
+        yield
+
+
+def play(
+    world: World, moves: Sequence[Any], *, invariants: Invariants | None = None, **options: Any
+) -> tuple[World, Adversary]:
+    """Play moves against a new world.
+
+    Returns:
+        The world after it, and the adversary.
+
+    Raises:
+        Violation: something does not hold; with the story of how it came about.
+    """
+    world = replace(world, reports=[])
+    invariants = invariants or Invariants(world)
+    with repeatable(), Adversary(world.job, check=invariants.check, **options) as adversary:
+        try:
+            adversary.play(moves)
+            invariants.check_reports()
+            for each in adversary.actors:
+                if each.error is not None:
+                    raise Violation(f"{each.name} fails with {each.error!r}") from each.error
+        except AssertionError as error:
+            raise type(error)(f"{error}\n{adversary.story}") from error
+    return world, adversary
