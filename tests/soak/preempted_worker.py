@@ -73,7 +73,11 @@ def train_for_ever(training: Training) -> None:
         say(report, f"started {first}")
         for step in itertools.count(first + 1):
             time.sleep(training.step_seconds)
-            meet(step)
+            try:
+                meet(step)
+            except RuntimeError:
+                say(report, f"alone {step}")  # another one's time is over
+                os._exit(1)
             say(report, f"step {step}")
             try:
                 if manager.save(step, make_state(step, training.rank, training.world_size)):
