@@ -56,6 +56,7 @@ def train_for_ever(training: Training) -> None:
     begin(training.environment, training.directory / f"output-{training.rank}.log")
     os.environ.update(RANK=str(training.rank), WORLD_SIZE=str(training.world_size))
     from dcp_s3 import CheckpointManager, SaveEvery
+    from dcp_s3.errors import SaveFailedError
 
     torch.set_num_threads(1)
     meet = _lockstep(training)
@@ -72,7 +73,11 @@ def train_for_ever(training: Training) -> None:
         say(report, f"started {first}")
         for step in itertools.count(first + 1):
             time.sleep(training.step_seconds)
-            meet(step)
+            try:
+                meet(step)
+            except RuntimeError:
+                say(report, f"alone {step}")  # another one's time is over
+                os._exit(1)
             say(report, f"step {step}")
             try:
                 if manager.save(step, make_state(step, training.rank, training.world_size)):
@@ -80,9 +85,8 @@ def train_for_ever(training: Training) -> None:
             except SystemExit as ended:
                 say(report, f"ended {step} {ended.code}")
                 os._exit(ended.code)  # type: ignore[arg-type]
-            except BaseException as error:
+            except SaveFailedError as error:  # an earlier one; the training goes on
                 say(report, f"failed {step} {error!r}"[:2000].replace("\n", " "))
-                raise
 
 
 def _lockstep(training: Training) -> Callable[[int], None]:
