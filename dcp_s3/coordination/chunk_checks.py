@@ -31,7 +31,8 @@ class ChunkChecks:
     def __init__(self, shapes: Sequence[Shape], *, filled: bool) -> None:
         self._shapes, self._filled = shapes, filled
         dims = max(map(len, shapes), default=0)
-        self._padded = np.array([(*each, *[0] * (dims - len(each))) for each in shapes], np.int64).reshape(-1, dims)
+        padded = [(*each, *[0] * (dims - len(each))) for each in shapes]
+        self._padded = np.array(padded, np.int64).reshape(len(shapes), dims)
         self._dims = np.array([len(each) for each in shapes], np.int64)
         self._volumes = np.array([math.prod(each) for each in shapes], np.int64)
         self._right: set[bytes] = set()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -34,6 +34,7 @@ from dcp_s3.format.part_columns import (
 
 Ints: TypeAlias = npt.NDArray[np.integer[Any]]
 _Key = TypeVar("_Key", bound=Hashable)
+_Ordered = TypeVar("_Ordered", bound=tuple[Any, ...])
 
 
 class _Table(dict[_Key, int]):
@@ -142,28 +143,33 @@ def merge_items(
     numbers, ranks = numbers[:, chosen], ranks[chosen]
     _check_chunks(numbers, ranks, names, shapes, filled=filled)
     order = _first_seen(numbers[NAME], len(names))
-    used = _distinct(numbers[PLACE : WHOLE + 1].ravel())
-    used = used[used > 0] - 1
-    in_order = np.array(sorted(used.tolist(), key=lambda each: (len(shapes[each]), shapes[each])), np.int64)
+    numbers[NAME] = _inverse(order, len(names))[numbers[NAME]]
+    properties = dict(zip(tables.properties, tables.made, strict=True))
     items = StoredItems(
         names=[names[each] for each in order.tolist()],
-        shapes=[shapes[each] for each in in_order.tolist()],
-        properties=tables.made,
-        descriptors=[list(each) for each in tables.descriptors],
+        shapes=_in_order(numbers[PLACE : WHOLE + 1], tables.shapes),
+        properties=[properties[each] for each in _in_order(numbers[PROPERTIES], tables.properties)],
+        descriptors=[list(each) for each in _in_order(numbers[DESCRIPTORS], tables.descriptors)],
         paths=[entry.path for part in parts for entry in part.objects],
         numbers=numbers,
-        ranges=np.concatenate([part.ranges for part in parts], axis=1)[:, chosen] if parts else np.zeros((5, 0), int),
+        ranges=np.concatenate([_NO_RANGES, *(part.ranges for part in parts)], axis=1)[:, chosen],
         copy_crcs=blocks.copy,
     )
-    numbers[NAME] = _inverse(order, len(names))[numbers[NAME]]
-    numbers[PLACE : WHOLE + 1] = np.concatenate((_NONE, _inverse(in_order, len(shapes)) + 1))[
-        numbers[PLACE : WHOLE + 1]
-    ]
     meta = StorageMeta(checkpoint_id=checkpoint_id, save_id=save_id)
     return dump_items(items, planner_data=_planner_data(tables, names, order), storage_meta=meta), len(chosen)
 
 
-_NO_ITEMS = np.zeros((11, 0), np.int32)
+_NO_ITEMS, _NO_RANGES = np.zeros((11, 0), np.int32), np.zeros((5, 0), np.int64)
+
+
+def _in_order(numbers: npt.NDArray[np.int32], table: Collection[_Ordered]) -> list[_Ordered]:
+    """What numbers from 1 on refer to, in an order that does not depend on the table's; the numbers become its."""
+    values = list(table)
+    used = np.sort(numbers, axis=None)
+    used = used[group_starts(used)]
+    found = sorted((used[used > 0] - 1).tolist(), key=values.__getitem__)
+    numbers[...] = np.concatenate((_NONE, _inverse(np.array(found, np.int64), len(values)) + 1))[numbers]
+    return [values[each] for each in found]
 
 
 def _planner_data(
@@ -201,11 +207,6 @@ class _Blocks:
 def _sums(counts: Sequence[int]) -> npt.NDArray[np.int64]:
     """Sum of all counts before each."""
     return np.cumsum([0, *counts], dtype=np.int64)[:-1]
-
-
-def _distinct(values: Ints) -> Ints:
-    ordered = np.sort(values)
-    return ordered[group_starts(ordered)]
 
 
 def _first_of_each(keys: Ints) -> npt.NDArray[np.bool_]:

@@ -99,7 +99,7 @@ def pack(part: Columns) -> bytes:
 def path_code(name: str, path: Sequence[str | int]) -> str:
     """A path as text: the lengths of its elements, where their texts with dots between them are the name (``i`` after
     that of a number); otherwise JSON."""
-    if ".".join(map(str, path)) == name:
+    if path and ".".join(map(str, path)) == name:
         return " ".join(f"{len(str(each))}{'i' if isinstance(each, int) else ''}" for each in path)
     return json.dumps(list(path), separators=(",", ":"))
 
