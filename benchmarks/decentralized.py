@@ -74,7 +74,7 @@ class DistantStore(MemoryStore):
     def get(self, key: str) -> StoredObject:
         found = super().get(key)
         self._request("GET", len(found.data))
-        return found
+        return dataclasses.replace(found, data=bytes(bytearray(found.data)))  # as received: in memory of its own
 
     def put(self, key: str, data: bytes | memoryview, **options: Any) -> None:
         super().put(key, data, **options)

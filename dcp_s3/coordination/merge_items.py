@@ -104,10 +104,13 @@ class Tables:
     def _add_paths(self, part: Columns, codes: Sequence[str | None], names: npt.NDArray[np.int32]) -> None:
         new = np.full(len(self.names) - len(self._said_by), _NOBODY)
         self._said_by = np.concatenate((self._said_by, new)) if len(new) else self._said_by
-        for each in np.flatnonzero(self._said_by[names] > part.rank).tolist():
-            code, number = codes[each], int(names[each])
-            if code is not None:
-                self.paths[number], self._said_by[number] = path_from(part.names[each], code), part.rank
+        said = [
+            (int(names[each]), path_from(part.names[each], code))
+            for each in np.flatnonzero(self._said_by[names] > part.rank).tolist()
+            if (code := codes[each]) is not None
+        ]
+        for number, path in said:
+            self.paths[number], self._said_by[number] = path, part.rank
         self.flattened = True
 
 

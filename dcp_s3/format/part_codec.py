@@ -55,9 +55,9 @@ def encode(part: Part) -> bytes:
     names, shapes = _Table[str](), _Table[tuple[int, ...]]()
     properties, descriptors = _Table[tuple[Any, ...]](), _Table[tuple[str, ...]]()
     crcs: list[bytes] = []
-    numbers = np.zeros((11, len(part.written)), np.uint32)
-    ranges = np.zeros((5, len(part.written)), np.int64)
-    for column, item in enumerate(part.written):
+    numbers: list[tuple[int, ...]] = []
+    ranges: list[tuple[int, ...]] = []
+    for item in part.written:
         facts, data = vars(item.storage), item.tensor
         if unknown := facts.keys() - _STORAGE:
             raise ValueError(f"{item.index.fqn!r} has storage data that a part cannot hold: {min(unknown)}")
@@ -70,19 +70,20 @@ def encode(part: Part) -> bytes:
         flags += HAS_BLOCKS * (block is not None) + IS_SHARD * (kind is WriteItemType.SHARD)
         crcs.append(facts.get("crc64nvme_blocks") or b"")
         chunk = () if data is None else (data.chunk.offsets, data.chunk.sizes, data.size)
-        numbers[:, column] = (
-            names[item.index.fqn],
-            0 if data is None else 1 + properties[_properties_text(data.properties)],
-            0 if place is None else 1 + shapes[tuple(place)],
-            *((1 + shapes[tuple(each)] for each in chunk) if chunk else (0, 0, 0)),
-            0 if transforms is None else 1 + descriptors[tuple(transforms)],
-            objects[item.storage.relative_path],
-            positions[hash_],
-            flags,
-            len(crcs[-1]),
+        numbers.append(
+            (
+                names[item.index.fqn],
+                0 if data is None else 1 + properties[_properties_text(data.properties)],
+                0 if place is None else 1 + shapes[tuple(place)],
+                *((1 + shapes[tuple(each)] for each in chunk) if chunk else (0, 0, 0)),
+                0 if transforms is None else 1 + descriptors[tuple(transforms)],
+                objects[item.storage.relative_path],
+                positions[hash_],
+                flags,
+                len(crcs[-1]),
+            )
         )
-        ranges[:CRC, column] = item.storage.offset, item.storage.length, raw_offset or 0, block or 0
-        ranges.view(np.uint64)[CRC, column] = crc or 0
+        ranges.append((item.storage.offset, item.storage.length, raw_offset or 0, block or 0, crc or 0))
     paths = None
     if part.paths is not None:
         for name in part.paths:
@@ -92,7 +93,8 @@ def encode(part: Part) -> bytes:
         Columns(
             save=part.save, rank=part.rank, world_size=part.world_size, number=part.number, facts=part.facts,
             objects=part.objects, names=list(names), paths=paths, properties=list(properties), shapes=list(shapes),
-            descriptors=list(descriptors), numbers=numbers, ranges=ranges, held=np.array(held, np.uint64),
+            descriptors=list(descriptors), numbers=np.array(numbers, np.uint32).reshape(-1, 11).T,
+            ranges=np.array(ranges, np.uint64).reshape(-1, 5).T.view(np.int64), held=np.array(held, np.uint64),
             crcs=memoryview(b"".join(crcs)),
         )
     )  # fmt: skip
