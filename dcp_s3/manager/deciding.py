@@ -96,6 +96,8 @@ class SaveDecisions:
     Args:
         policy: the policy; None: every step that is asked about.
         ranks: the ranks that save together, with a group that no save uses meanwhile.
+        now: the clock, in seconds.
+        is_saving: whether a save is under way.
     """
 
     def __init__(
@@ -104,12 +106,13 @@ class SaveDecisions:
         ranks: Ranks,
         *,
         now: Callable[[], float] = time.monotonic,
+        is_saving: Callable[[], bool] = lambda: False,
     ) -> None:
         given = () if policy is None else parts(policy)
         self._always = policy is None
         self._by_step = tuple(each for each in given if _is_by_step(each))
         self._told = tuple(each for each in given if each not in self._by_step)
-        self._ranks, self._now = ranks, now
+        self._ranks, self._now, self._is_saving = ranks, now, is_saving
         self._since = now()
         self._last_step: int | None = None
         self._answer: tuple[int, bool] | None = None
@@ -161,7 +164,7 @@ class SaveDecisions:
 
     def _moment(self, step: int) -> SaveMoment:
         preempted = self.preempted and not self._saved_preempted
-        return SaveMoment(step, self._last_step, self._now() - self._since, preempted)
+        return SaveMoment(step, self._last_step, self._now() - self._since, preempted, self._is_saving())
 
     def _is_due(self, step: int) -> bool:
         """Whether the ranks need to look at this step."""

@@ -19,6 +19,7 @@ from dcp_s3.manager.arguments import check_step
 from dcp_s3.manager.background import BackgroundRetention, commit_of, retain
 from dcp_s3.manager.choosing import ChosenCheckpoint
 from dcp_s3.manager.deciding import SaveDecisions, asks_ranks
+from dcp_s3.manager.line import Overlap, check_overlap
 from dcp_s3.manager.names import DEFAULT_FORMAT, StepFormat, step_name
 from dcp_s3.manager.ranks import Failures, Ranks
 from dcp_s3.manager.reading import RunReader
@@ -44,8 +45,9 @@ class CheckpointManager(RunReader):
     Works with and without torch.distributed. With it, every rank makes a manager and calls `save`, `should_save` and
     `restore`; the ranks agree on what is saved and restored. The other methods are local to each rank.
 
-    Saves run in the background, one at a time. After each commit, retention runs on the first rank, in another thread.
-    It never delays or fails the training: its failures are logged and counted (``dcp_s3.stats()``).
+    Saves run in the background, and upload one at a time (``overlap``). After each commit, retention runs on the first
+    rank, in another thread. It never delays or fails the training: its failures are logged and counted
+    (``dcp_s3.stats()``).
 
     A failed save is logged at once, by the first rank. Each rank's next `save`, `wait` or `close` raises it once, as
     `SaveFailedError`.
@@ -76,6 +78,9 @@ class CheckpointManager(RunReader):
         process_group: a group with a CPU backend, used only for these saves and loads. None: a new gloo group of all
             ranks.
         overwrite: replace a committed checkpoint of the same step. Otherwise the save fails with CheckpointExistsError.
+        overlap: what `save` does while an earlier save uploads. ``wait``: it waits for it. ``queue``: it stages the
+            state, which is uploaded afterwards; as many wait as DCP_S3_STAGING_GENERATIONS leaves, usually one, then
+            `save` waits. ``supersede``: it drops the staged save that waits, if there is one, and takes its place.
         separate: FQN prefixes that get their own objects, see `S3StorageWriter`.
         weights_only: see `S3StorageReader`.
         retention_timeout: seconds for which `close` waits for retention.
@@ -99,6 +104,7 @@ class CheckpointManager(RunReader):
         settings: SettingsLike = None,
         process_group: dist.ProcessGroup | None = None,
         overwrite: bool = False,
+        overlap: Overlap = "wait",
         separate: Separate | None = None,
         weights_only: bool = True,
         retention_timeout: float = 60.0,
@@ -122,20 +128,24 @@ class CheckpointManager(RunReader):
             timeouts = {"retention_timeout": retention_timeout, "drain_timeout": drain_timeout}
             found = arguments.configure(root, retention, settings, separate, timeouts, step_format, self._should_save)
             self.root, self.settings, self.retention = found.root, found.settings, found.retention
+            room = check_overlap(overlap, self.settings.staging_generations)
+            self._saving = Saving(self._ranks.rank, overlap, room, on_event)
             self._step_format = found.step_format
             self._catalog = CheckpointCatalog(str(found.root), settings=found.settings)
             self._stager = None if read_only else S3Stager(found.settings, on_event=on_event)
             waiting = () if read_only else look_at_disk(self._catalog).commits
-            run = Run(self.root_url, step_name(12, found.step_format), read_only, asks_ranks(self._should_save))
+            run = Run(
+                self.root_url, step_name(12, found.step_format), read_only, asks_ranks(self._should_save), overlap
+            )
             return run, {each.info.url: each.info.step for each in waiting}
 
         self._left = agree_on_run(self._ranks, configure, self._refuse("no CheckpointManager is made"))
         """Steps by URL that an earlier run left on disk and this run has not reached yet. If this run saves one of
         them, it has diverged from that run, and replaces the old checkpoint."""
-        self._saving = Saving(self._ranks.rank)
         # Beside a save under way, whose collectives must not mix with these.
-        deciding = self._ranks.apart() if asks_ranks(self._should_save) else self._ranks
-        self._decisions = SaveDecisions(self._should_save, deciding)
+        apart = overlap != "wait" or asks_ranks(self._should_save)
+        self._beside = self._ranks.apart() if apart and not read_only else self._ranks
+        self._decisions = SaveDecisions(self._should_save, self._beside, is_saving=lambda: self._saving.is_under_way)
         self._restoring = Restoring(
             self._catalog,
             self._ranks,
@@ -163,7 +173,8 @@ class CheckpointManager(RunReader):
     ) -> bool:
         """Save the state of a step, if `should_save` says so. Every rank calls it.
 
-        Waits for the previous save, copies the state, and returns. The upload goes on in the background.
+        Waits for the previous save (or not, see ``overlap``), copies the state, and returns. The upload goes on in the
+        background.
 
         >>> with CheckpointManager("s3://bucket/run") as manager:
         ...     manager.save(3000, state, {"val_loss": 1.75}, extra={"tokens": 12_000_000})
@@ -198,8 +209,6 @@ class CheckpointManager(RunReader):
         made: list[S3StorageWriter] = []
 
         def begin() -> None:
-            self._saving.settle()
-            self._saving.raise_failure()
             self._check_open()
             arguments.check_save(step, state, metrics, planner, extra)
             url = self.url(step)
@@ -215,7 +224,9 @@ class CheckpointManager(RunReader):
             writer.caller_reports = True
             made.append(writer)
 
-        collected = agree_on_save(self._ranks, step, state, self.root_url, begin, self._refuse_save(step))
+        collected = agree_on_save(
+            self._beside, self._saving, step, state, self.root_url, begin, self._refuse_save(step)
+        )
         url, writer = self.url(step), made[0]
         self._decisions.saved(step)
         if url in self._left:
@@ -268,8 +279,8 @@ class CheckpointManager(RunReader):
         return self._decisions.preempted
 
     def wait(self) -> None:
-        """Wait for the current save: until it is committed, or with ``DCP_S3_DURABILITY=local`` until it is on local
-        disks.
+        """Wait for all saves under way: until they are committed, or with ``DCP_S3_DURABILITY=local`` until they are on
+        local disks.
 
         >>> with CheckpointManager("s3://bucket/run") as manager:
         ...     saved = manager.save(3000, state)
@@ -318,7 +329,8 @@ class CheckpointManager(RunReader):
     # --- end -----------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Wait for the current save, then for retention (at most ``retention_timeout`` seconds). Then free the buffers.
+        """Wait for the saves under way, then for retention (at most ``retention_timeout`` seconds). Then free the
+        buffers.
 
         >>> manager = CheckpointManager("s3://bucket/run")
         >>> manager.save(3000, state)
@@ -355,7 +367,7 @@ class CheckpointManager(RunReader):
         self._check_open()
 
     def _settle_step(self, step: int) -> None:
-        if self._saving.step == step:
+        if step in self._saving.steps:
             self._saving.settle()
 
     def _restored(self, found: ChosenCheckpoint) -> None:
