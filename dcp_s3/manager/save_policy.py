@@ -186,12 +186,12 @@ class SaveContinuously(SavePolicy):
             raise PolicyError(f"SaveContinuously: min_seconds = {min_seconds!r}: {error}") from None
 
     def __call__(self, moment: SaveMoment, /) -> bool:
-        if moment.saving or moment.seconds < self.min_seconds:
-            return False
-        return moment.last_step is None or abs(moment.step - moment.last_step) >= self.min_steps
+        if moment.saving or moment.last_step is None:
+            return not moment.saving
+        return moment.seconds >= self.min_seconds and abs(moment.step - moment.last_step) >= self.min_steps
 
     def due_in(self, moment: SaveMoment) -> float:
-        left = max(0.0, self.min_seconds - moment.seconds)
+        left = 0.0 if moment.last_step is None else max(0.0, self.min_seconds - moment.seconds)
         return max(left, COMMIT_SECONDS) if moment.saving else left
 
     def __eq__(self, other: object) -> bool:

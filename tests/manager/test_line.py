@@ -492,9 +492,13 @@ def _stage_badly_on_a_rank(root: str, opens: str) -> int | None:
         manager.save(2, {**_of_rank(2), **bad})
         if dist.get_rank() == 0:
             Path(opens).touch()
-        manager.save(3, _of_rank(3))
-        with pytest.raises(errors.SaveFailedError) as caught:
+
+        def save_and_wait() -> None:
+            manager.save(3, _of_rank(3))
             manager.wait()
+
+        with pytest.raises(errors.SaveFailedError) as caught:
+            save_and_wait()
         return caught.value.step
 
 
