@@ -4,7 +4,8 @@
 
 A process trains on a state of ``--size`` and saves to the in-memory server, over a link of ``--link`` bytes/s. It is
 killed (SIGKILL) at random moments, restarted, and goes on from the newest checkpoint. What it had done beyond that is
-lost: at the least what it did while the last committed state was uploaded. Saves by count and by the clock come more often than they can be uploaded: that is where the overlaps differ.
+lost: at the least what it did while the last committed state was uploaded. Saves by count and by the clock come more
+often than they can be uploaded: that is where the overlaps differ.
 """
 
 from __future__ import annotations
