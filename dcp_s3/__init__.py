@@ -36,6 +36,7 @@ Loading
 A run of checkpoints
     CheckpointManager  saves, restores and prunes the checkpoints of a run
     SaveEvery          saves every N steps, or every T seconds
+    SaveContinuously   saves as soon as the last save is committed
     SaveFirst          saves the first step of a new run
     SaveOnPreemption   saves when SIGTERM comes
     SavePolicy         what these are; ``|`` joins them
@@ -121,7 +122,14 @@ if _TYPE_CHECKING:
     from dcp_s3.load.planner import S3LoadPlanner
     from dcp_s3.load.reader import S3StorageReader
     from dcp_s3.manager.manager import CheckpointManager
-    from dcp_s3.manager.save_policy import SaveEvery, SaveFirst, SaveMoment, SaveOnPreemption, SavePolicy
+    from dcp_s3.manager.save_policy import (
+        SaveContinuously,
+        SaveEvery,
+        SaveFirst,
+        SaveMoment,
+        SaveOnPreemption,
+        SavePolicy,
+    )
     from dcp_s3.monitoring import Stats, stats
     from dcp_s3.offline.copy import copy
     from dcp_s3.offline.copy_source import CopyResult
@@ -190,6 +198,7 @@ __all__ = [
     "S3Stager",
     "S3StorageReader",
     "S3StorageWriter",
+    "SaveContinuously",
     "SaveEvery",
     "SaveFirst",
     "SaveMoment",
@@ -250,6 +259,7 @@ _MODULES = {
     "S3LoadPlanner": "dcp_s3.load.planner",
     "S3StorageReader": "dcp_s3.load.reader",
     "CheckpointManager": "dcp_s3.manager.manager",
+    "SaveContinuously": "dcp_s3.manager.save_policy",
     "SaveEvery": "dcp_s3.manager.save_policy",
     "SaveFirst": "dcp_s3.manager.save_policy",
     "SaveMoment": "dcp_s3.manager.save_policy",

@@ -274,6 +274,19 @@ class SaveFailedError(StepFailedError):
     """A save by a `CheckpointManager` failed. What was committed before is untouched."""
 
 
+class SaveSupersededError(CheckpointError):
+    """A rank dropped this save for a newer one (``overlap="supersede"``), so it can never be whole. What was committed
+    before is untouched.
+
+    Attributes:
+        by: step of the newer save; None if it is unknown.
+    """
+
+    def __init__(self, message: str, *, url: str = "", by: int | None = None) -> None:
+        super().__init__(message, url=url)
+        self.by = by
+
+
 class RestoreFailedError(StepFailedError):
     """A `CheckpointManager` could not load a checkpoint. The state may be partly loaded."""
 

@@ -35,6 +35,7 @@ from dcp_s3 import (
     S3Stager,
     S3StorageReader,
     S3StorageWriter,
+    SaveContinuously,
     SaveEvery,
     SaveFirst,
     SaveMoment,
@@ -108,7 +109,11 @@ SHOWN = [
     (lambda: KeepDaily(7), "KeepDaily(n=7)"),
     (lambda: KeepSteps(range(1000)), None),
     (lambda: SaveFirst() | SaveEvery(seconds="10m") | SaveOnPreemption(), None),
-    (lambda: SaveMoment(5, None, 1.5, False), "SaveMoment(step=5, last_step=None, seconds=1.5, preempted=False)"),
+    (
+        lambda: SaveMoment(5, None, 1.5, False),
+        "SaveMoment(step=5, last_step=None, seconds=1.5, preempted=False, saving=False)",
+    ),
+    (lambda: SaveContinuously(min_steps=5, min_seconds="1m") | SaveContinuously(), None),
 ]  # fmt: skip
 
 
@@ -132,7 +137,7 @@ def test_every_public_class_is_shown_here() -> None:
         "KeepWeekly",
         "KeepWithin",
     }  # of one number
-    alike |= {"SaveEvery", "SaveFirst", "SaveOnPreemption"}
+    alike |= {"SaveContinuously", "SaveEvery", "SaveFirst", "SaveOnPreemption"}
     abstract = {"Policy", "SavePolicy"}
     assert public - made - alike - abstract == set()
 

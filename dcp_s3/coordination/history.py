@@ -19,6 +19,8 @@ class Last:
     """Id of its commit."""
     digest: str
     """Digest of what this rank held."""
+    asked: frozenset[int] = frozenset()
+    """Hashes of the items that no rank had written, and this one was asked for: it writes them from now on."""
 
 
 class History:

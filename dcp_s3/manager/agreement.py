@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 from dcp_s3 import errors
 from dcp_s3.manager.arguments import has_stateful, to_state_dict
+from dcp_s3.manager.line import LineView, Overlap, decide
 from dcp_s3.manager.ranks import Failures, Ranks
+from dcp_s3.manager.saving import Saving
 
 Refuse = Callable[[Failures], Exception]
 
@@ -25,6 +27,8 @@ class Run(NamedTuple):
     """Whether the ranks have to tell each other which steps to save."""
     save_on_sigterm: bool
     """Whether they have to tell each other of SIGTERM, and end."""
+    overlap: Overlap
+    """What a save does while an earlier one uploads."""
 
 
 def agree_on_run(
@@ -45,32 +49,55 @@ def agree_on_run(
 def differing(runs: Mapping[Any, object], how: str = "") -> errors.CheckpointError:
     """The error for managers that differ from rank to rank."""
     return errors.CheckpointError(
-        "the ranks have different roots, step formats (here of step 12), read_only, save_on_sigterm or should_save "
-        f"(whether it needs more than the step): {dict(runs)}{how}. Remedy: pass the same on all"
+        "the ranks have different roots, step formats (here of step 12), read_only, save_on_sigterm, overlap or "
+        f"should_save (whether it needs more than the step): {dict(runs)}{how}. Remedy: pass the same on all"
     )
 
 
 def agree_on_save(
-    ranks: Ranks, step: int, state: Mapping[str, Any], root: str, begin: Callable[[], None], refuse: Refuse
+    ranks: Ranks,
+    saving: Saving,
+    step: int,
+    state: Mapping[str, Any],
+    root: str,
+    begin: Callable[[], None],
+    refuse: Refuse,
 ) -> dict[str, Any]:
-    """Begin the save of a step on all ranks. Returns the state, in which each Stateful is replaced by its state dict.
+    """Begin the save of a step on all ranks, and make room for it among those under way. Returns the state, in which
+    each Stateful is replaced by its state dict.
 
     Raises:
+        SaveFailedError: an earlier save has failed.
         SaveProtocolError: the ranks save different steps.
     """
 
-    def first() -> tuple[int, bool]:
+    def first() -> tuple[int, bool, LineView]:
+        view = saving.look()
         begin()
-        return step, has_stateful(state)
+        return step, has_stateful(state), view
 
-    told = ranks.agree(first, refuse)
-    steps = {rank: each for rank, (each, _) in enumerate(told)}
-    if len(set(steps.values())) > 1:
-        raise errors.SaveProtocolError(
-            f"the ranks save different steps to {root}: {steps} (by rank). Remedy: call save with the same step on all",
-            url=root,
-        )
-    if not any(stateful for _, stateful in told):
+    with saving.line.held():
+        told = ranks.agree(first, refuse)
+        steps = {rank: each for rank, (each, _, _) in enumerate(told)}
+        if len(set(steps.values())) > 1:
+            raise errors.SaveProtocolError(
+                f"the ranks save different steps to {root}: {steps} (by rank). Remedy: call save with the same step on "
+                "all",
+                url=root,
+            )
+        decision = decide([view for _, _, view in told])
+        if decision.drop is not None:
+            saving.supersede(decision.drop, by=step)
+    if decision.raise_up_to is not None:
+        failed = decision.raise_up_to
+
+        def raise_failure() -> None:
+            saving.settle(failed)
+            saving.raise_failure(failed)
+
+        ranks.agree(raise_failure, refuse)
+    saving.make_room()
+    if not any(stateful for _, stateful, _ in told):
         return dict(state)
     collected: dict[str, Any] = {}
     # Separately: a `state_dict` may use collectives, so all ranks must have come this far.

@@ -102,6 +102,8 @@ class SaveDecisions:
         ranks: the ranks that save together, with a group that no save uses meanwhile.
         notes: where ranks that are not `collective` tell each other.
         most_steps: most steps from one time that they tell each other to the next.
+        now: the clock, in seconds.
+        is_saving: whether a save is under way.
     """
 
     def __init__(
@@ -112,13 +114,14 @@ class SaveDecisions:
         most_steps: int = 100,
         *,
         now: Callable[[], float] = time.monotonic,
+        is_saving: Callable[[], bool] = lambda: False,
     ) -> None:
         self._most_steps = most_steps
         given = () if policy is None else parts(policy)
         self._always = policy is None
         self._by_step = tuple(each for each in given if _is_by_step(each))
         self._told = tuple(each for each in given if each not in self._by_step)
-        self._ranks, self._notes, self._now = ranks, notes, now
+        self._ranks, self._notes, self._now, self._is_saving = ranks, notes, now, is_saving
         self._since = now()
         self._last_step: int | None = None
         self._answer: tuple[int, bool] | None = None
@@ -175,7 +178,7 @@ class SaveDecisions:
 
     def _moment(self, step: int) -> SaveMoment:
         preempted = self.preempted and not self._saved_preempted
-        return SaveMoment(step, self._last_step, self._now() - self._since, preempted)
+        return SaveMoment(step, self._last_step, self._now() - self._since, preempted, self._is_saving())
 
     def _is_due(self, step: int) -> bool:
         """Whether the ranks need to look at this step."""

@@ -21,6 +21,7 @@ from dcp_s3.manager.arguments import check_step
 from dcp_s3.manager.background import BackgroundRetention, commit_of, retain
 from dcp_s3.manager.choosing import ChosenCheckpoint
 from dcp_s3.manager.deciding import SaveDecisions, asks_ranks
+from dcp_s3.manager.line import Overlap, check_overlap
 from dcp_s3.manager.names import DEFAULT_FORMAT, StepFormat, step_name
 from dcp_s3.manager.preemption import Preemption, check_sigterm, watch_for_sigterm
 from dcp_s3.manager.ranks import Failures, Ranks
@@ -28,7 +29,7 @@ from dcp_s3.manager.reading import RunReader
 from dcp_s3.manager.restore import Restoring
 from dcp_s3.manager.save_policy import SavePolicyFunction
 from dcp_s3.manager.saving import Saving
-from dcp_s3.manager.separate import open_notes, separate_ranks
+from dcp_s3.manager.separate import open_notes, separate_ranks, tell_superseded
 from dcp_s3.manager.waiting import look_at_disk
 from dcp_s3.reprs import one_line
 from dcp_s3.retention.catalog import CheckpointCatalog
@@ -48,8 +49,9 @@ class CheckpointManager(RunReader):
     Works with and without torch.distributed. With it, every rank makes a manager and calls `save`, `should_save` and
     `restore`; the ranks agree on what is saved and restored. The other methods are local to each rank.
 
-    Saves run in the background, one at a time. After each commit, retention runs on the first rank, in another thread.
-    It never delays or fails the training: its failures are logged and counted (``dcp_s3.stats()``).
+    Saves run in the background, and upload one at a time (``overlap``). After each commit, retention runs on the first
+    rank, in another thread. It never delays or fails the training: its failures are logged and counted
+    (``dcp_s3.stats()``).
 
     A failed save is logged at once, by the first rank. Each rank's next `save`, `wait` or `close` raises it once, as
     `SaveFailedError`.
@@ -88,6 +90,9 @@ class CheckpointManager(RunReader):
         replicas: with ``coordination="s3"``: which ranks hold the same plain tensors and objects, see
             `S3StorageWriter`.
         overwrite: replace a committed checkpoint of the same step. Otherwise the save fails with CheckpointExistsError.
+        overlap: what `save` does while an earlier save uploads. ``wait``: it waits for it. ``queue``: it stages the
+            state, which is uploaded afterwards; as many wait as DCP_S3_STAGING_GENERATIONS leaves, usually one, then
+            `save` waits. ``supersede``: it drops the staged save that waits, if there is one, and takes its place.
         separate: FQN prefixes that get their own objects, see `S3StorageWriter`.
         weights_only: see `S3StorageReader`.
         save_on_sigterm: when SIGTERM has come to a rank, all save at their next call of `save` or `should_save`, soon
@@ -120,6 +125,7 @@ class CheckpointManager(RunReader):
         coordination: Literal["collectives", "s3"] = "collectives",
         replicas: Replicas = None,
         overwrite: bool = False,
+        overlap: Overlap = "wait",
         separate: Separate | None = None,
         weights_only: bool = True,
         save_on_sigterm: bool = False,
@@ -148,6 +154,10 @@ class CheckpointManager(RunReader):
             check_sigterm(save_on_sigterm)
             found = arguments.configure(root, retention, settings, separate, timeouts, step_format, self._should_save)
             self.root, self.settings, self.retention = found.root, found.settings, found.retention
+            room = check_overlap(overlap, self.settings.staging_generations)
+            self._saving = Saving(self._ranks.rank, overlap, room, on_event)
+            if not self._ranks.collective:
+                self._saving.on_superseded = partial(tell_superseded, self.settings)
             self._step_format = found.step_format
             self._catalog = CheckpointCatalog(str(found.root), settings=found.settings)
             self._stager = None if read_only else S3Stager(found.settings, on_event=on_event)
@@ -158,6 +168,7 @@ class CheckpointManager(RunReader):
                 read_only,
                 asks_ranks(self._should_save),
                 save_on_sigterm,
+                overlap,
             )
             return self._run, {each.info.url: each.info.step for each in waiting}
 
@@ -165,10 +176,12 @@ class CheckpointManager(RunReader):
         """Steps by URL that an earlier run left on disk and this run has not reached yet. If this run saves one of
         them, it has diverged from that run, and replaces the old checkpoint."""
         self._notes = None if self._ranks.collective else open_notes(self._run, self.root, self.settings, self._ranks)
-        self._saving = Saving(self._ranks.rank)
         # Beside a save under way, whose collectives must not mix with these.
-        deciding = self._ranks.apart() if asks_ranks(self._should_save) else self._ranks
-        self._decisions = SaveDecisions(self._should_save, deciding, self._notes)
+        apart = overlap != "wait" or asks_ranks(self._should_save)
+        self._beside = self._ranks.apart() if apart and not read_only else self._ranks
+        self._decisions = SaveDecisions(
+            self._should_save, self._beside, self._notes, is_saving=lambda: self._saving.is_under_way
+        )
         self._preemption: Preemption | None = None
         if save_on_sigterm and not read_only:
             self._preemption = watch_for_sigterm(self.root, self.settings, self._ranks, grace)
@@ -200,7 +213,8 @@ class CheckpointManager(RunReader):
     ) -> bool:
         """Save the state of a step, if `should_save` says so. Every rank calls it.
 
-        Waits for the previous save, copies the state, and returns. The upload goes on in the background.
+        Waits for the previous save (or not, see ``overlap``), copies the state, and returns. The upload goes on in the
+        background.
 
         >>> with CheckpointManager("s3://bucket/run") as manager:
         ...     manager.save(3000, state, {"val_loss": 1.75}, extra={"tokens": 12_000_000})
@@ -242,8 +256,6 @@ class CheckpointManager(RunReader):
         passed = None if self._notes is None else self._notes.saving(step)
 
         def begin() -> None:
-            self._saving.settle()
-            self._saving.raise_failure()
             self._check_open()
             arguments.check_save(step, state, metrics, planner, extra)
             url = self.url(step)
@@ -260,7 +272,9 @@ class CheckpointManager(RunReader):
             writer.caller_reports = True
             made.append(writer)
 
-        collected = agree_on_save(self._ranks, step, state, self.root_url, begin, self._refuse_save(step))
+        collected = agree_on_save(
+            self._beside, self._saving, step, state, self.root_url, begin, self._refuse_save(step)
+        )
         url, writer = self.url(step), made[0]
         self._decisions.saved(step)
         if url in self._left:
@@ -317,8 +331,8 @@ class CheckpointManager(RunReader):
         return self._decisions.preempted
 
     def wait(self) -> None:
-        """Wait for the current save: until it is committed, or with ``DCP_S3_DURABILITY=local`` until it is on local
-        disks.
+        """Wait for all saves under way: until they are committed, or with ``DCP_S3_DURABILITY=local`` until they are on
+        local disks.
 
         >>> with CheckpointManager("s3://bucket/run") as manager:
         ...     saved = manager.save(3000, state)
@@ -369,7 +383,8 @@ class CheckpointManager(RunReader):
     # --- end -----------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Wait for the current save, then for retention (at most ``retention_timeout`` seconds). Then free the buffers.
+        """Wait for the saves under way, then for retention (at most ``retention_timeout`` seconds). Then free the
+        buffers.
 
         >>> manager = CheckpointManager("s3://bucket/run")
         >>> manager.save(3000, state)
@@ -408,7 +423,7 @@ class CheckpointManager(RunReader):
         self._check_open()
 
     def _settle_step(self, step: int) -> None:
-        if self._saving.step == step:
+        if step in self._saving.steps:
             self._saving.settle()
 
     def _restored(self, found: ChosenCheckpoint) -> None:

@@ -1,6 +1,7 @@
 """Policies: which steps of a run to save. Pure.
 
-A policy is a function of a `SaveMoment`. `SaveEvery`, `SaveFirst` and `SaveOnPreemption` are joined by ``|``.
+A policy is a function of a `SaveMoment`. `SaveEvery`, `SaveContinuously`, `SaveFirst` and `SaveOnPreemption` are joined
+by ``|``.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ class SaveMoment:
     """Seconds since that, or since the manager was made, on the clock of the first rank."""
     preempted: bool
     """Whether SIGTERM has come, and nothing was saved since. Always False without `SaveOnPreemption`."""
+    saving: bool = False
+    """Whether a save is under way, on the first rank: it is not committed yet, and has not failed."""
 
 
 SavePolicyFunction = Callable[[SaveMoment], bool]
@@ -152,6 +155,61 @@ class SaveFirst(SavePolicy):
 
     def __call__(self, moment: SaveMoment, /) -> bool:
         return moment.last_step is None
+
+
+class SaveContinuously(SavePolicy):
+    """Saves as soon as the last save is committed, so that a failure costs as little work as the link to S3 allows.
+
+    The first rank says when it is committed. The ranks ask it about four times a second, or at each step that takes
+    longer.
+
+    >>> SaveContinuously() | SaveOnPreemption()
+    SaveContinuously() | SaveOnPreemption()
+    >>> SaveContinuously(min_steps=100, min_seconds="1m")
+    SaveContinuously(min_steps=100, min_seconds=60)
+
+    Args:
+        min_steps: number of steps from one save to the next, at least.
+        min_seconds: number of seconds from the begin of one save to the next, at least; or text like ``1m``.
+
+    Raises:
+        PolicyError: a number is not allowed.
+    """
+
+    def __init__(self, *, min_steps: int = 1, min_seconds: float | str = 0.0) -> None:
+        if isinstance(min_steps, bool) or not isinstance(min_steps, int) or min_steps < 1:
+            raise PolicyError(f"SaveContinuously: min_steps = {min_steps!r}, expected a whole number above 0")
+        self.min_steps = min_steps
+        try:
+            self.min_seconds = parse_duration(min_seconds)
+        except ValueError as error:
+            raise PolicyError(f"SaveContinuously: min_seconds = {min_seconds!r}: {error}") from None
+
+    def __call__(self, moment: SaveMoment, /) -> bool:
+        if moment.saving or moment.last_step is None:
+            return not moment.saving
+        return moment.seconds >= self.min_seconds and abs(moment.step - moment.last_step) >= self.min_steps
+
+    def due_in(self, moment: SaveMoment) -> float:
+        left = 0.0 if moment.last_step is None else max(0.0, self.min_seconds - moment.seconds)
+        return max(left, COMMIT_SECONDS) if moment.saving else left
+
+    def __eq__(self, other: object) -> bool:
+        mine = self.min_steps, self.min_seconds
+        return isinstance(other, SaveContinuously) and mine == (other.min_steps, other.min_seconds)
+
+    def __hash__(self) -> int:
+        return hash((self.min_steps, self.min_seconds))
+
+    def __repr__(self) -> str:
+        steps = None if self.min_steps == 1 else self.min_steps
+        seconds = f"{self.min_seconds:g}" if self.min_seconds else None
+        shown = {"min_steps": steps, "min_seconds": seconds}
+        return f"SaveContinuously({', '.join(f'{name}={value}' for name, value in shown.items() if value)})"
+
+
+COMMIT_SECONDS = 0.5
+"""Seconds after which a commit is noticed, at most. Saves take seconds."""
 
 
 @dataclass(frozen=True)

@@ -1,29 +1,35 @@
-"""The one asynchronous save under way, and its result."""
+"""The asynchronous saves under way, and their results."""
 
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from dcp_s3.boundary import frames_of_others, left_by_save, log_failed_save
-from dcp_s3.errors import SaveFailedError, SaveProtocolError
+from dcp_s3.errors import SaveFailedError, SaveProtocolError, SaveSupersededError
+from dcp_s3.events import Listener, Superseded, emit
 from dcp_s3.failures import Failed, first_cause, panel
+from dcp_s3.manager.line import Line, LineView, Overlap
 from dcp_s3.manager.ranks import Ranks, for_others
-from dcp_s3.save.separately import begin_separately
+from dcp_s3.save.separately import begin_separately, stage_separately
 from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.stage.failure import FailedStaging
 from dcp_s3.stage.release import release
+from dcp_s3.stage.staged import StagedBefore
 from dcp_s3.stage.stager import S3Stager
 from dcp_s3.tracebacks import without_tracebacks
 
@@ -36,7 +42,7 @@ def save_in_background(
     state: dict[str, Any],
     writer: S3StorageWriter,
     ranks: Ranks,
-    stager: S3Stager,
+    stager: AsyncStager,
     planner: SavePlanner | None = None,
 ) -> Future[None] | AsyncSaveResponse:
     """Copy the state and save it in the background; what `dcp.async_save` returns.
@@ -73,29 +79,43 @@ def upload_of(begun: Future[None] | AsyncSaveResponse) -> Future[None]:
     return begun.upload_completion if isinstance(begun, AsyncSaveResponse) else begun
 
 
-@dataclass
+@dataclass(eq=False)
 class _SaveUnderWay:
-    """A save under way. ``ended`` is set when its end has been handled, shortly after the future is done."""
+    """A save that waits for its upload, or uploads. ``ended`` is set when its end has been handled, shortly after the
+    future is done."""
 
+    number: int
     step: int
     url: str
-    ended: threading.Event
+    ended: threading.Event = field(default_factory=threading.Event)
     failure: SaveFailedError | None = None
 
 
 class Saving:
-    """At most one save at a time. A failure is logged when it happens, and kept until it is raised.
+    """The saves under way: at most one uploads, and as many as ``room`` are staged and wait. A failure is logged when
+    it happens, and kept until it is raised.
 
     Args:
         rank: rank of this process. The first rank logs what all ranks know.
+        overlap: what a save does while an earlier one uploads.
+        room: how many may wait, see `check_overlap`.
+        on_event: called with the events of these saves.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, overlap: Overlap = "wait", room: int = 0, on_event: Listener | None = None) -> None:
         self._rank = rank
-        self._save: _SaveUnderWay | None = None
-        self._failure: SaveFailedError | None = None
+        self._overlap: Overlap = overlap
+        self._on_event = on_event
+        self._begun = 0
+        self._saves: list[_SaveUnderWay] = []
+        self._failures: list[tuple[int, SaveFailedError]] = []
+        self.line = Line(room)
+        """The saves whose uploads have not begun."""
         self.last_good: int | None = None
         """The last step that was saved or restored."""
+        self.on_superseded: Callable[[str, int, int], object] = lambda url, step, by: None
+        """Called with the URL and step of a save that this rank drops, and the newer step: where each rank decides for
+        itself, to tell those that have begun it. Their saves end with `SaveSupersededError`, which is no failure."""
         _open.add(self)
 
     @property
@@ -104,9 +124,53 @@ class Saving:
         return self._rank == 0
 
     @property
-    def step(self) -> int | None:
-        """The step being saved; None if none is."""
-        return None if self._save is None else self._save.step
+    def steps(self) -> list[int]:
+        """The steps being saved."""
+        return [save.step for save in self._saves]
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a save has not ended."""
+        return any(not save.ended.is_set() for save in self._saves)
+
+    def look(self) -> LineView:
+        """What this rank knows when another save is to begin, while the line is held.
+
+        Raises:
+            SaveFailedError: if saves do not overlap: an earlier save has failed.
+        """
+        if self._overlap == "wait":
+            self.settle()
+            self.raise_failure()
+            return LineView()
+        self._collect()
+        failed = max((number for number, _ in self._failures), default=None)
+        return LineView(failed, self.line.droppable if self._overlap == "supersede" else None)
+
+    def supersede(self, number: int, by: int) -> None:
+        """Drop a save that waits, on all ranks, while the line is held.
+
+        Args:
+            number: the number of the save.
+            by: step of the save that is made instead.
+        """
+        self.line.drop(number)
+        save = next(save for save in self._saves if save.number == number)
+        self._saves.remove(save)
+        save.ended.set()
+        self._superseded(save, by)
+        self.on_superseded(save.url, save.step, by)
+
+    def _superseded(self, save: _SaveUnderWay, by: int | None) -> None:
+        if self.is_first:
+            newer = "a newer one is" if by is None else f"step {by} is"
+            logger.info("step %d is not saved to %s: %s saved instead", save.step, save.url, newer)
+        emit(Superseded(url=save.url, step=save.step, rank=self._rank, by=by), self._on_event)
+
+    def make_room(self) -> None:
+        """Wait until one more save may wait."""
+        if self._overlap != "wait":
+            self.line.wait_for_room()
 
     def run(
         self,
@@ -121,7 +185,7 @@ class Saving:
         blocking: bool,
         on_success: Callable[[], None],
     ) -> None:
-        """Save on all ranks, in the background. The previous save must have ended.
+        """Save on all ranks, in the background, as soon as the previous saves have ended.
 
         Args:
             step: training step.
@@ -139,8 +203,10 @@ class Saving:
             SaveFailedError: the save has failed, or could not begin.
             StagingError: the state cannot be copied, and there are no other ranks, or they are not `collective`.
         """
-        if not ranks.collective:
-            save = begin_separately(state, writer, rank=ranks.rank, stager=stager, planner=planner)
+        if blocking:
+            self.settle()
+        if not ranks.collective and (blocking or self._overlap == "wait"):
+            save = begin_separately(stage_separately(state, writer, stager), writer, rank=ranks.rank, planner=planner)
             self.begin(step, url, save.committed, on_success=on_success)
             save.committed.add_done_callback(release)  # after its failure was told, with its frames
             if blocking:
@@ -157,11 +223,62 @@ class Saving:
             self.last_good = step
             on_success()
             return
+        if self._overlap != "wait":
+            self._put_in_line(step, url, state, writer, ranks, stager, planner, on_success=on_success)
+            return
         try:
             future = upload_of(save_in_background(state, writer, ranks, stager, planner))
         except CheckpointException as error:
             raise self.fail(step, url, error) from error.__cause__
         self.begin(step, url, future, on_success=on_success)
+
+    def _put_in_line(
+        self,
+        step: int,
+        url: str,
+        state: dict[str, Any],
+        writer: S3StorageWriter,
+        ranks: Ranks,
+        stager: S3Stager,
+        planner: SavePlanner | None,
+        *,
+        on_success: Callable[[], None],
+    ) -> None:
+        """Stage the state now, and begin the upload when its turn comes."""
+        droppable = True
+        if ranks.collective:
+            began = time.monotonic()
+            copied = stager.stage_now(state)
+            staged = StagedBefore(copied, time.monotonic() - began)
+            droppable = not isinstance(copied, FailedStaging)  # that has to fail on all ranks
+            del copied
+
+            def upload() -> Future[None]:
+                return upload_of(save_in_background({}, writer, ranks, staged, planner))
+
+        else:
+            copies = [stage_separately(state, writer, stager)]
+
+            def upload() -> Future[None]:
+                future = begin_separately(copies.pop(), writer, rank=ranks.rank, planner=planner).committed
+                future.add_done_callback(release)
+                return future
+
+        save = self._track(step, url)
+
+        def begin() -> Future[None]:
+            future: Future[None] = Future()
+            try:
+                future = upload()
+            except BaseException as error:
+                future.set_exception(error)
+                if not isinstance(error, (Exception, CheckpointException)):
+                    raise
+            finally:
+                self._end_with(save, future, on_success)
+            return future
+
+        self.line.add(save.number, begin, droppable=droppable)
 
     def begin(self, step: int, url: str, future: Future[None], *, on_success: Callable[[], None]) -> None:
         """Track a save that has begun. The previous one must have ended.
@@ -172,20 +289,30 @@ class Saving:
             future: future of `dcp.async_save`.
             on_success: called in another thread when the save is done.
         """
-        save = _SaveUnderWay(step, url, threading.Event())
+        self._end_with(self._track(step, url), future, on_success)
+
+    def _track(self, step: int, url: str) -> _SaveUnderWay:
+        self._begun += 1
+        save = _SaveUnderWay(self._begun, step, url)
+        self._saves.append(save)
+        return save
+
+    def _end_with(self, save: _SaveUnderWay, future: Future[None], on_success: Callable[[], None]) -> None:
+        """Handle the end of a save when its future is done."""
 
         def end(future: Future[None]) -> None:
             try:
                 error = future.exception()
                 if error is None:
-                    self.last_good = step
+                    self.last_good = save.step
                     on_success()
+                elif isinstance(error, SaveSupersededError):
+                    self._superseded(save, error.by)
                 else:
-                    save.failure = self.fail(step, url, error)
+                    save.failure = self.fail(save.step, save.url, error)
             finally:
                 save.ended.set()
 
-        self._save = save
         future.add_done_callback(end)
 
     def fail(self, step: int, url: str, error: BaseException) -> SaveFailedError:
@@ -218,31 +345,46 @@ class Saving:
             log_failed_save(str(failure) + frames, failure, others_know=shared, rank=self._rank)
         return failure
 
-    def settle(self) -> None:
-        """Wait for the current save. If it failed, keep the failure."""
-        save = self._save
-        if save is None:
-            return
-        save.ended.wait()
-        self._failure = save.failure or self._failure
-        self._save = None
+    def settle(self, up_to: int | None = None) -> None:
+        """Wait for the saves under way. Failures are kept.
+
+        Args:
+            up_to: number of the last save to wait for. None: all.
+        """
+        for save in list(self._saves):
+            if up_to is None or save.number <= up_to:
+                save.ended.wait()
+        self._collect()
+
+    def _collect(self) -> None:
+        """Forget the saves that have ended, but not their failures."""
+        ended = [save for save in self._saves if save.ended.is_set()]
+        self._saves = [save for save in self._saves if save not in ended]
+        self._failures += [(save.number, save.failure) for save in ended if save.failure is not None]
 
     @property
     def left(self) -> str:
-        """What nobody was told when the process ends: a save that failed, or that is not done. Empty: nothing."""
-        save = self._save
-        failure = self._failure or (None if save is None else save.failure)
-        if failure is not None:
-            return f"step {failure.step} was not saved to {failure.url}, and nothing raised it"
-        if save is not None and not save.ended.is_set():
-            return f"the save of step {save.step} to {save.url} is cut off"
-        return ""
+        """What nobody was told when the process ends: saves that failed, or that are not done. Empty: nothing."""
+        failures = [failure for _, failure in self._failures]
+        failures += [save.failure for save in self._saves if save.failure is not None]
+        told = [f"step {each.step} was not saved to {each.url}, and nothing raised it" for each in failures]
+        told += [
+            f"the save of step {save.step} to {save.url} is cut off" for save in self._saves if not save.ended.is_set()
+        ]
+        return "; ".join(told)
 
-    def raise_failure(self) -> None:
-        """Raise the last save's failure, once."""
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+    def raise_failure(self, up_to: int | None = None) -> None:
+        """Raise what has failed, each failure once: the last one, with the earlier ones as its context.
+
+        Args:
+            up_to: number of the last save whose failure is raised. None: all.
+        """
+        due = [each for each in self._failures if up_to is None or each[0] <= up_to]
+        self._failures = [each for each in self._failures if each not in due]
+        for (_, earlier), (_, later) in itertools.pairwise(due):
+            later.__context__ = earlier
+        if due:
+            raise due[-1][1]
 
 
 @atexit.register

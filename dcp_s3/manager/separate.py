@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TypeVar
 
 from dcp_s3 import ranks
 from dcp_s3.coordination.board import open_board
 from dcp_s3.coordination.identity import current_attempt
-from dcp_s3.errors import SettingsError
+from dcp_s3.errors import DcpS3Error, SettingsError
 from dcp_s3.manager.agreement import Run, differing
 from dcp_s3.manager.notes import Notes, numbers
 from dcp_s3.manager.ranks import Failures, Ranks
+from dcp_s3.save.without_collectives import tell_superseded as tell_others
 from dcp_s3.settings import Settings, SettingsLike, launch, resolve_settings
-from dcp_s3.url import CheckpointURL
+from dcp_s3.url import CheckpointURL, parse_url
+from dcp_s3.workers import InTurn
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+_telling = InTurn("dcp_s3-superseded")
 
 
 class SeparateRanks(Ranks):
@@ -81,6 +88,25 @@ def separate_ranks(settings: SettingsLike, read_only: bool) -> SeparateRanks:
         return SeparateRanks(found.rank, found.world_size)
     attempt = current_attempt(resolved)
     return SeparateRanks(attempt.rank, attempt.world_size)
+
+
+def tell_superseded(settings: Settings, url: str, step: int, by: int) -> None:
+    """Tell the other ranks, in the background, that this one drops a save.
+
+    Args:
+        settings: settings of the manager.
+        url: URL of the checkpoint.
+        step: step of the save.
+        by: the newer step.
+    """
+
+    def tell() -> None:
+        try:
+            tell_others(parse_url(url), settings, step=step, by=by)
+        except DcpS3Error as error:
+            logger.warning("the other ranks are not told that step %d is superseded: %s", step, error)
+
+    _telling.submit(tell)
 
 
 def open_notes(run: Run, root: CheckpointURL, settings: Settings, of: Ranks) -> Notes | None:

@@ -33,17 +33,13 @@ class SeparateSave(NamedTuple):
     """Done when the whole is committed, or the save has failed."""
 
 
-def begin_separately(
-    state: dict[str, Any], writer: S3StorageWriter, *, rank: int, stager: S3Stager, planner: SavePlanner | None = None
-) -> SeparateSave:
-    """Copy this rank's part of a state and save it in the background.
+def stage_separately(state: dict[str, Any], writer: S3StorageWriter, stager: S3Stager) -> dict[str, Any]:
+    """Copy this rank's part of a state, for `begin_separately`.
 
     Args:
         state: as for `dcp.save`, without Stateful objects.
         writer: writer of this save.
-        rank: rank of this process in the job.
         stager: copies the state.
-        planner: see `dcp.save`.
 
     Raises:
         StagingError: the state cannot be copied.
@@ -52,6 +48,20 @@ def begin_separately(
     staged = _told(writer, _stage, stager, state)
     stalled = time.monotonic() - began
     writer.stall_since = lambda _: stalled
+    return staged
+
+
+def begin_separately(
+    staged: dict[str, Any], writer: S3StorageWriter, *, rank: int, planner: SavePlanner | None = None
+) -> SeparateSave:
+    """Save this rank's part of a state in the background.
+
+    Args:
+        staged: its copy (`stage_separately`).
+        writer: writer of this save.
+        rank: rank of this process in the job.
+        planner: see `dcp.save`.
+    """
     durable = threading.Event()
     committed = InTurn("dcp_s3-save").submit(save_separately, staged, writer, rank, planner, durable)
     committed.add_done_callback(lambda _: durable.set())

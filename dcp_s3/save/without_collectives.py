@@ -20,20 +20,22 @@ from dcp_s3.checkpoint.steps import find_step
 from dcp_s3.collector import collector_paused
 from dcp_s3.coordination.claim import Claim, claim_of
 from dcp_s3.coordination.history import History, Last
-from dcp_s3.coordination.identity import count_save, current_attempt
+from dcp_s3.coordination.identity import count_save, current_attempt, save_of
 from dcp_s3.coordination.joint import JointSave, find_commit
 from dcp_s3.coordination.ownership import Replicas, lookup_in, own_items
 from dcp_s3.coordination.participant import Participant
 from dcp_s3.coordination.told import make_facts
 from dcp_s3.errors import SaveProtocolError, StorageError
 from dcp_s3.failures import name_ranks
-from dcp_s3.format.layout import manifest_object, new_nonce
+from dcp_s3.format.layout import manifest_object, new_nonce, notice_object
 from dcp_s3.format.manifest import Manifest
+from dcp_s3.format.notice import Notice
 from dcp_s3.format.part import Part, WrittenItem, digest_of, item_hash
 from dcp_s3.s3.store import S3Store
 from dcp_s3.save.objects import ItemWriteResult, ObjectNames, write_buckets
 from dcp_s3.save.plan import WriteBucket, plan_buckets
 from dcp_s3.save.save import Save, SaveOptions
+from dcp_s3.settings import Settings
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
@@ -70,6 +72,24 @@ def begin_without_collectives(
     claim = claim_of(joint, str(url), count_save(joint, str(url)), find_step(url.name, options.settings))
     history = _histories.setdefault((attempt.id, ranks), History())
     return SaveWithoutCollectives(url, options, claim, ranks=ranks, place=place, replicas=replicas, history=history)
+
+
+def tell_superseded(url: CheckpointURL, settings: Settings, *, step: int, by: int) -> None:
+    """Tell the other ranks that this one makes no part of a save, before it has begun it: it can never be whole.
+
+    Args:
+        url: URL of the checkpoint.
+        settings: the writer's settings.
+        step: step of the save.
+        by: step that is saved instead.
+
+    Raises:
+        SaveProtocolError, SettingsError, StorageError
+    """
+    attempt = current_attempt(settings)
+    save = save_of(attempt, str(url), count_save(attempt, str(url)))
+    reason = f"step {step} is not saved to {url}: rank {attempt.rank} saves step {by} instead"
+    S3Store(url.bucket, settings).put(url.key(notice_object(save)), Notice(save, 0, {}, reason, by).to_json())
 
 
 @functools.cache
@@ -111,6 +131,7 @@ class SaveWithoutCollectives(Save):
         self._planner: SavePlanner | None = None
         self._items: dict[int, WriteItem] = {}
         self._held: frozenset[int] = frozenset()
+        self._asked: frozenset[int] = frozenset()
         self._paths: Mapping[str, tuple[str | int, ...]] | None = None
         self._give_up = ""
         self.durable = threading.Event()
@@ -152,6 +173,7 @@ class SaveWithoutCollectives(Save):
                 rank=self._ranks[self._rank],
                 replicas=self._replicas,
             )
+            own += self._learned(own)
         self._planner, self._held = planner, frozenset(self._items)
         with self._taking_part.alive(self._held, is_known=self._is_known()):
             results = self._write(own, attachments=True)
@@ -178,7 +200,7 @@ class SaveWithoutCollectives(Save):
             committed = self._taking_part.wait(self._write_missing, abandoned=lambda: self._give_up)
         finally:
             self._planner = None  # with the state
-        self._history.committed(Last(self._number, self.url, committed, digest_of(self._held)))
+        self._history.committed(Last(self._number, self.url, committed, digest_of(self._held), self._asked))
         self._report(committed)
 
     def give_up(self, reason: str) -> None:
@@ -240,7 +262,8 @@ class SaveWithoutCollectives(Save):
         missing = [each for each in hashes if each not in self._items]
         if missing:
             raise SaveProtocolError(f"{self.url}: rank {self._rank} is asked for {len(missing)} items that it lacks")
-        logger.warning("%s: rank %d writes %d items that no other rank has written", self.url, self._rank, len(hashes))
+        logger.info("%s: rank %d writes %d items that no other rank has written", self.url, self._rank, len(hashes))
+        self._asked |= frozenset(hashes)
         with self._taking_part.alive(self._held, is_known=True):
             results = self._write([self._items[each] for each in hashes], attachments=False)
         return self._make_part(results, number)
@@ -272,6 +295,15 @@ class SaveWithoutCollectives(Save):
                 extra=self._options.extra if speaks else None,
             ),
         )
+
+    def _learned(self, own: Sequence[WriteItem]) -> list[WriteItem]:
+        """What the rule gives to others, but had to be written by this rank in the save before."""
+        last = self._history.before(self._number) if self._history is not None else None
+        if last is None:
+            return []
+        return [
+            self._items[each] for each in sorted(last.asked & self._items.keys() - {item_hash(item) for item in own})
+        ]
 
     def _is_known(self) -> bool:
         """Whether the save before this one says what this rank holds."""

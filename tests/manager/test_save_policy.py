@@ -15,6 +15,7 @@ from dcp_s3.errors import PolicyError
 from dcp_s3.manager.deciding import SaveDecisions, SigtermWatch, check_save_policy
 from dcp_s3.manager.ranks import Ranks
 from dcp_s3.manager.save_policy import (
+    SaveContinuously,
     SaveEvery,
     SaveFirst,
     SaveMoment,
@@ -23,8 +24,10 @@ from dcp_s3.manager.save_policy import (
 )
 
 
-def moment(step: int, *, last: int | None = None, seconds: float = 0.0, preempted: bool = False) -> SaveMoment:
-    return SaveMoment(step, last, seconds, preempted)
+def moment(
+    step: int, *, last: int | None = None, seconds: float = 0.0, preempted: bool = False, saving: bool = False
+) -> SaveMoment:
+    return SaveMoment(step, last, seconds, preempted, saving)
 
 
 class Clock:
@@ -75,6 +78,30 @@ def test_the_first_step_unless_the_run_goes_on() -> None:
     assert saved(resumed, range(100, 201)) == [200]  # 100 is there
 
 
+def test_as_soon_as_the_last_save_is_committed_but_no_sooner_than_asked() -> None:
+    policy = SaveContinuously(min_steps=10, min_seconds="1m")
+    assert policy(moment(1))
+    assert policy(moment(20, last=10, seconds=60))
+    assert not policy(moment(20, last=10, seconds=60, saving=True))
+    assert not policy(moment(19, last=10, seconds=60))
+    assert not policy(moment(20, last=10, seconds=59))
+    clock, under_way = Clock(), [False]
+    deciding = SaveDecisions(SaveContinuously(), Ranks(None), now=clock, is_saving=lambda: under_way[0])
+    found = []
+    for step in range(1, 31):  # each save takes 9 steps
+        under_way[0] = bool(found) and step - found[-1] < 9
+        if deciding.should_save(step):
+            deciding.saved(step)
+            found.append(step)
+    assert found == [1, 10, 19, 28]
+
+
+@pytest.mark.parametrize("arguments", [{"min_steps": 0}, {"min_steps": 1.5}, {"min_seconds": -1}])
+def test_less_than_nothing_between_saves_is_refused(arguments: dict[str, Any]) -> None:
+    with pytest.raises(PolicyError, match=f"SaveContinuously: {next(iter(arguments))} = "):
+        SaveContinuously(**arguments)
+
+
 def test_functions_are_policies_and_are_joined() -> None:
     mixed = (lambda moment: moment.step == 3) | SaveEvery(steps=5)
     assert saved(decisions(mixed), range(1, 11)) == [3, 5, 10]
@@ -114,6 +141,15 @@ def test_looks_are_rare_far_from_the_next_save_and_closer_near_it() -> None:
     assert steps_until_next_look(policies, moment(9), step_seconds=1.0, last=90) == 100
     assert steps_until_next_look(policies, moment(9, seconds=560), step_seconds=1.0, last=90) == 20
     assert steps_until_next_look(policies, moment(9, seconds=599), step_seconds=1.0, last=90) == 1
+
+
+def test_a_commit_is_noticed_within_half_a_second() -> None:
+    policies = (SaveContinuously(),)
+    assert steps_until_next_look(policies, moment(9, last=1, saving=True), step_seconds=0.01, last=90) == 25
+    assert steps_until_next_look(policies, moment(9, last=1, saving=True), step_seconds=2.0, last=90) == 1
+    assert steps_until_next_look(
+        (SaveContinuously(min_seconds=600),), moment(9, last=1, saving=True), step_seconds=1.0, last=90
+    ) == 100  # fmt: skip
 
 
 def test_a_signal_is_noticed_within_seconds_and_functions_are_asked_each_time() -> None:
