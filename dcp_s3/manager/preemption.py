@@ -25,6 +25,7 @@ from dcp_s3.manager.deciding import SaveDecisions, SigtermWatch
 from dcp_s3.manager.ranks import Ranks
 from dcp_s3.manager.save_policy import SaveOnPreemption
 from dcp_s3.manager.saving import Saving
+from dcp_s3.manager.signal_pipe import SignalPipe
 from dcp_s3.settings import Settings
 from dcp_s3.url import CheckpointURL
 
@@ -219,7 +220,9 @@ class Preemption:
         self._closed = self._committed = False
         self._step: int | None = None
         self._over = threading.Event()
-        threading.Thread(target=self._guard, name="dcp_s3-grace", daemon=True).start()
+        self._pipe = SignalPipe()
+        self._guarding = threading.Thread(target=self._guard, name="dcp_s3-grace", daemon=True)
+        self._guarding.start()
 
     def is_due(self, step: int) -> bool:
         """Whether this step is the last one, and its save has not begun."""
@@ -258,7 +261,7 @@ class Preemption:
         Raises:
             SystemExit: always. If the grace period is over before, the process ends where it is.
         """
-        self._ends_at = (self._telling.came_at or time.monotonic()) + self._grace
+        self._ends_at = (self._telling.came_at or self._pipe.came_at or time.monotonic()) + self._grace
         if self._is_first:
             logger.warning("step %d is saved within %.0f s; then the ranks end, as SIGTERM asks", step, self.left)
         try:
@@ -276,14 +279,20 @@ class Preemption:
             close()
         except Exception as error:  # noqa: BLE001 - the process ends
             logger.error("the CheckpointManager was not closed: %s", error)  # noqa: TRY400 - without a traceback
-        self._over.set()
+        self._end_guard()
         raise SystemExit(self._status)
 
     def close(self) -> None:
         """End the watch for SIGTERM."""
         self._close_telling()
         if not self.ending:
+            self._end_guard()
+
+    def _end_guard(self) -> None:
+        if not self._over.is_set():
             self._over.set()
+            self._guarding.join()
+            self._pipe.close()
 
     def _close_telling(self) -> None:
         if not self._closed:
@@ -304,8 +313,9 @@ class Preemption:
     def _guard(self) -> None:
         """End the process when the grace period is over: nothing interrupts a main thread that is in a collective and
         waits for a rank that was killed, or for an earlier save to which S3 does not answer."""
-        while not self._over.wait(_GUARD_SECONDS):
-            came_at = self._telling.came_at
+        while not self._over.is_set():
+            self._pipe.wait(_GUARD_SECONDS)
+            came_at = self._telling.came_at or self._pipe.came_at
             ends_at = self._ends_at or (None if came_at is None else came_at + self._grace)
             if ends_at is not None and time.monotonic() > ends_at:
                 break

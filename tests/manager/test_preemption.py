@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
@@ -23,6 +24,7 @@ from dcp_s3.manager import preemption
 from dcp_s3.manager.preemption import MeetingTelling, NoteTelling, Preemption, Telling, steps_ahead
 from dcp_s3.manager.ranks import Ranks
 from dcp_s3.manager.saving import Saving
+from dcp_s3.manager.signal_pipe import SignalPipe
 from dcp_s3.settings import Settings
 from dcp_s3.stores.memory import MemoryStore
 from dcp_s3.url import parse_url
@@ -176,13 +178,20 @@ def _hang(output: Path, environment: dict[str, str], committed: bool) -> None:
     last.end(7, Saving(0), (lambda: None) if committed else hang, hang)
 
 
+def _terminate_me() -> None:
+    # To this thread, as the kernel may choose: it does not wake the main one.
+    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+
+
 def _hang_in_a_step(output: Path, environment: dict[str, str], _: bool) -> None:
     begin(environment, output)
     watching = MeetingTelling(Ranks(None))
     last = Preemption(watching, 1.0, is_first=True)
     last.is_due(7)
-    _terminate()
-    threading.Event().wait(600)  # a collective of the training, or a save to which S3 does not answer
+    other = threading.Thread(target=_terminate_me)
+    other.start()
+    # Like a collective of the training, or a save to which S3 does not answer. No handler of Python runs meanwhile.
+    ctypes.CDLL(None).sleep(60)
 
 
 def test_a_training_that_hangs_ends_when_the_time_is_over(tmp_path: Path) -> None:
@@ -191,6 +200,34 @@ def test_a_training_that_hangs_ends_when_the_time_is_over(tmp_path: Path) -> Non
         process.join(60)
         assert process.exitcode == 143
     assert "step 7 was not committed within grace = 1 s" in output.read_text()
+
+
+def test_a_forked_process_keeps_its_signals_for_itself() -> None:
+    pipe = SignalPipe()
+    try:
+        child = os.fork()
+        if child == 0:
+            signal.signal(signal.SIGTERM, lambda *_: None)
+            _terminate()
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        pipe.wait(0.2)
+        assert pipe.came_at is None
+    finally:
+        pipe.close()
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_somebody_elses_pipe_stays() -> None:
+    reads, writes = os.pipe()
+    os.set_blocking(writes, False)
+    signal.set_wakeup_fd(writes)
+    try:
+        SignalPipe().close()
+    finally:
+        assert signal.set_wakeup_fd(-1) == writes
+        os.close(reads)
+        os.close(writes)
 
 
 @pytest.mark.parametrize(("committed", "status"), [(False, 143), (True, 0)])
