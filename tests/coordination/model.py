@@ -42,7 +42,7 @@ from dcp_s3.format.metadata import load_metadata
 from dcp_s3.format.part import Part, WrittenItem, digest_of, item_hash
 from dcp_s3.format.storage_info import make_storage_info
 from dcp_s3.url import CheckpointURL, parse_url
-from tests.coordination.adversary import Actor, Adversary
+from tests.coordination.adversary import Actor, Adversary, Move
 
 T = TypeVar("T")
 
@@ -124,6 +124,9 @@ class World:
         rank_timeout: see `JointSave`.
         knows_before: whether each rank knows what all held before the first save, from a save before it.
         signs: whether ranks say what they hold before they write.
+        overlaps: whether a rank begins its saves without waiting for the one before.
+        attempt_of: the attempts, by number.
+        newest_stays: whether their identities say which attempt is newer.
     """
 
     ranks: int
@@ -132,6 +135,9 @@ class World:
     rank_timeout: float = 3.0
     knows_before: bool = False
     signs: bool = True
+    overlaps: bool = False
+    attempt_of: Callable[[int], Attempt] = lambda number: Attempt("run", (number,), "", None, 0, 0)
+    newest_stays: bool = True
     reports: list[tuple[Actor, Claim, Turn, str | Exception, str | None]] = field(default_factory=list)
     """Of each rank that came to the end of a save: who, which, what it said (save id or error), and the commit that
     stood at the URL then."""
@@ -145,13 +151,18 @@ class World:
 
     def job(self, attempt: int) -> Mapping[str, Callable[[Actor], object]]:
         """What the ranks of an attempt do."""
-        return {f"rank{rank}": self._work(rank, attempt) for rank in range(self.ranks)}
+        turns = range(len(self.turns))
+        if self.overlaps:
+            return {
+                f"rank{rank}.{turn}": self._work(rank, attempt, [turn]) for rank in range(self.ranks) for turn in turns
+            }
+        return {f"rank{rank}": self._work(rank, attempt, turns) for rank in range(self.ranks)}
 
     def claim(self, attempt: int, turn: int) -> Claim:
         """The claim of a save."""
         url = self.turns[turn].url
         number = sum(each.url == url for each in self.turns[: turn + 1])
-        return claim_of(Attempt("run", (attempt,), "", None, self.ranks, 0), str(url), number, turn)
+        return claim_of(replace(self.attempt_of(attempt), world_size=self.ranks), str(url), number, turn)
 
     def is_needed(self, adversary: Adversary, actor: Actor) -> bool:
         """Whether an actor of the first attempt holds what no other living one does."""
@@ -163,10 +174,11 @@ class World:
         """What a rank holds, by hash."""
         return {item_hash(each.planned): each for each in self.items if rank in each.holders}
 
-    def _work(self, rank: int, attempt: int) -> Callable[[Actor], object]:
+    def _work(self, rank: int, attempt: int, turns: Sequence[int]) -> Callable[[Actor], object]:
         def work(actor: Actor) -> None:
             known = self.knows_before
-            for turn, what in enumerate(self.turns):
+            for turn in turns:
+                what = self.turns[turn]
                 saving = _Saving(self, actor, rank, attempt, turn, known)
                 outcome: str | Exception
                 try:
@@ -254,8 +266,8 @@ class _Commit:
 class Invariants:
     """What must hold after each change of the store."""
 
-    def __init__(self, world: World, *, newest_stays: bool = True) -> None:
-        self._world, self._newest_stays = world, newest_stays
+    def __init__(self, world: World) -> None:
+        self._world = world
         self._overwrites = {url: any(each.overwrite for each in world.turns if each.url == url) for url in (ONE, TWO)}
         self._now: dict[CheckpointURL, _Commit] = {}
         self._before: dict[str, str] = {}
@@ -272,6 +284,13 @@ class Invariants:
         self._check_removed(self._before.keys() - found.keys())
         self._before = found
 
+    def check_clean(self, adversary: Adversary) -> None:
+        """Nothing is left but what the checkpoints and the claims consist of."""
+        found = {each.key for each in adversary.stored.list("").objects}
+        needed = {key for each in self._now.values() for key in each.needed}
+        if left := found - needed - {url.key(CLAIM) for url in (ONE, TWO)}:
+            raise Violation(f"left over: {sorted(left)}")
+
     def check_reports(self) -> None:
         """What ranks said was so."""
         for actor, claim, turn, outcome, stood in self._world.reports:
@@ -280,7 +299,7 @@ class Invariants:
                     raise Violation(f"{actor.name} takes {outcome} for its own")
                 if outcome not in self.committed[turn.url]:
                     raise Violation(f"{actor.name} says that {outcome} was committed")
-            elif stood is not None:
+            elif stood is not None and not isinstance(outcome, errors.StorageError):  # which means: nobody knows
                 raise Violation(f"{actor.name} says {outcome!r}, but {stood} was committed")
 
     def _check_commit(self, adversary: Adversary, url: CheckpointURL, found: Mapping[str, str]) -> None:
@@ -292,13 +311,19 @@ class Invariants:
         if before is None or before.needed[key] != found[key]:
             commit = self._now[url] = self._read(adversary, url, found)
             self.committed[url].append(commit.save_id)
-            if before is not None and not self._overwrites[url]:
-                raise Violation(f"{before.save_id} was replaced by {commit.save_id}, without overwrite")
-            if before is not None and self._newest_stays and before.order >= commit.order:
-                raise Violation(f"{before.save_id} {before.order} was replaced by {commit.save_id} {commit.order}")
+            if before is not None and before.save_id != commit.save_id:
+                self._check_replaced(before, commit, url, adversary)
         for each, content in self._now[url].needed.items():
             if found.get(each) != content:
                 raise Violation(f"{each} of {self._now[url].save_id} {'is another' if each in found else 'is gone'}")
+
+    def _check_replaced(self, old: _Commit, new: _Commit, url: CheckpointURL, adversary: Adversary) -> None:
+        if old.order == new.order and not adversary.honours_conditions:
+            return  # another merger of the same save
+        if not self._overwrites[url]:
+            raise Violation(f"{old.save_id} was replaced by {new.save_id}, without overwrite")
+        if self._world.newest_stays and old.order >= new.order:
+            raise Violation(f"{old.save_id} {old.order} was replaced by {new.save_id} {new.order}")
 
     def _read(self, adversary: Adversary, url: CheckpointURL, found: Mapping[str, str]) -> _Commit:
         stored = adversary.stored.get(url.key(METADATA))
@@ -355,7 +380,7 @@ class Invariants:
         if claim is None:
             raise Violation(f"{key} cannot be read")
         order = self._claims[url] = self._world.claims[claim.save]
-        if before is not None and self._newest_stays and before > order:
+        if before is not None and self._world.newest_stays and before > order:
             raise Violation(f"the claim of {before} was replaced by that of {order}")
 
     def _check_removed(self, removed: Sequence[str] | set[str]) -> None:
@@ -402,10 +427,14 @@ def repeatable() -> Iterator[None]:
         yield
 
 
-def play(
-    world: World, moves: Sequence[Any], *, invariants: Invariants | None = None, **options: Any
-) -> tuple[World, Adversary]:
+def play(world: World, moves: Sequence[Move], *, clean: bool = False, **options: Any) -> tuple[World, Adversary]:
     """Play moves against a new world.
+
+    Args:
+        world: as it is before.
+        moves: what the adversary does.
+        clean: whether nothing must be left over.
+        options: for the adversary.
 
     Returns:
         The world after it, and the adversary.
@@ -414,11 +443,13 @@ def play(
         Violation: something does not hold; with the story of how it came about.
     """
     world = replace(world, reports=[])
-    invariants = invariants or Invariants(world)
+    invariants = Invariants(world)
     with repeatable(), Adversary(world.job, check=invariants.check, **options) as adversary:
         try:
             adversary.play(moves)
             invariants.check_reports()
+            if clean:
+                invariants.check_clean(adversary)
             for each in adversary.actors:
                 if each.error is not None:
                     raise Violation(f"{each.name} fails with {each.error!r}") from each.error
