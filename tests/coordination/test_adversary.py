@@ -12,7 +12,8 @@ from hypothesis.errors import NoSuchExample
 
 from dcp_s3 import errors
 from dcp_s3.store import ABSENT, Expect
-from tests.coordination.adversary import Actor, Adversary, Kind, Move, moves
+from tests.coordination.adversary import Actor, Adversary
+from tests.coordination.moves import Kind, Move, moves
 
 _LONG = settings(
     max_examples=300, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)

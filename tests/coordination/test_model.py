@@ -20,18 +20,9 @@ from dcp_s3.coordination import dead, merge, merger, participant
 from dcp_s3.coordination.claim import claim_of
 from dcp_s3.coordination.identity import Attempt
 from tests.coordination import model
-from tests.coordination.adversary import Kind, Move, moves
-from tests.coordination.model import (
-    ONE,
-    TWO,
-    Turn,
-    Violation,
-    World,
-    play,
-    replicas,
-    shards,
-    unruly,
-)
+from tests.coordination.invariants import ONE, TWO, Violation
+from tests.coordination.model import Turn, World, play, replicas, shards, unruly
+from tests.coordination.moves import Kind, Move, moves
 
 _EXAMPLES = int(os.environ.get("DCP_S3_TEST_FAULTS", "50"))
 _ANY = list(Kind)
