@@ -388,6 +388,17 @@ def local_world_size() -> int:
     return max(1, int(value)) if value.isdecimal() else 1
 
 
+def most_ranks_on_host() -> int:
+    """The ranks on this host, or more where the launcher tells only the number of all ranks; 1 without a launcher."""
+    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_TASKS_PER_NODE"):
+        # SLURM's are lists: 8(x2),4
+        counts = re.findall(r"(?:^|,)(\d+)", os.environ.get(name, ""))
+        if counts:
+            return max(1, *map(int, counts))
+    everywhere = os.environ.get("WORLD_SIZE", "") if "LOCAL_RANK" in os.environ else ""
+    return max(1, int(everywhere)) if everywhere.isdecimal() else 1
+
+
 _warned: set[str] = set()
 
 

@@ -68,6 +68,16 @@ class StoredObject:
 
 
 @dataclass(frozen=True)
+class ObjectStart:
+    """An object of which at least the first bytes were read."""
+
+    object: StoredObject
+    """The object; its data may end early."""
+    size: int
+    """Size of the whole object in bytes."""
+
+
+@dataclass(frozen=True)
 class Expect:
     """The condition of a write: what must be there before it."""
 
@@ -142,6 +152,20 @@ class Store(abc.ABC):
             ObjectNotFoundError: no such object.
             StorageError: any other failure.
         """
+
+    def get_start(self, key: str, most: int) -> ObjectStart:
+        """Read the first bytes of an object, in one request.
+
+        Args:
+            key: object key.
+            most: bytes to read, at least 1. A store may read more.
+
+        Raises:
+            ObjectNotFoundError: no such object.
+            StorageError: any other failure.
+        """
+        found = self.get(key)
+        return ObjectStart(found, len(found.data))
 
     @abc.abstractmethod
     def put(

@@ -82,6 +82,7 @@ __all__ = [
     "flatten_state_dict",
     "has_checkpoint_process",
     "is_first_look",
+    "is_load_without_group",
     "is_loading",
     "is_process_starting",
     "is_traceable_wrapper_subclass",
@@ -127,6 +128,12 @@ def find_load_group() -> Caller | None:
 def is_first_look() -> bool:
     """Whether `dcp.load` is calling `read_metadata` for the metadata of all ranks, before that of this rank alone."""
     return _first_look() is not None
+
+
+def is_load_without_group() -> bool:
+    """Whether the `dcp.load` that is calling `read_metadata` has no process group: torch then calls every rank 0."""
+    variables = _local_step_variables(_LOADER_MODULE)
+    return variables is not None and getattr(variables.get("distW"), "use_dist", None) is False
 
 
 def is_loading() -> bool:

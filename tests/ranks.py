@@ -62,11 +62,13 @@ def run_ranks(
     timeout: float = 120,
     env: Mapping[str, str] | None = None,
     forget: str = "",
+    group: bool = True,
 ) -> list[Any]:
     """Calls `fn(*args)` on each of `world_size` ranks and returns what each returned.
 
     The ranks see this process's environment as it is now (monkeypatch included), plus `env`. The package
-    `forget`, which the fork server has imported, is as good as never imported on them.
+    `forget`, which the fork server has imported, is as good as never imported on them. Without `group`
+    torch.distributed is not initialised, and only the environment says who they are.
 
     Raises RankFailed for the first rank that failed (its message has every failed rank's traceback)
     and RanksTimedOut after `timeout` seconds. Either way no process is left.
@@ -88,7 +90,7 @@ def run_ranks(
         ranks: list[_Rank] = []
         try:
             for rank in range(world_size):
-                call = _Call(rank, world_size, work, environment, rendezvous, timeout, forget)
+                call = _Call(rank, world_size, work, environment, rendezvous if group else "", timeout, forget)
                 ranks.append(_Rank(context, call))
             return _collect(ranks, deadline, timeout)
         finally:
@@ -209,13 +211,14 @@ def _main(call: _Call, connection: Connection) -> None:
     _fork_checkpoint_processes()
     try:
         fn, args = pickle.loads(call.work)
-        dist.init_process_group(
-            "gloo",
-            init_method=f"file://{call.rendezvous}",
-            rank=call.rank,
-            world_size=call.world_size,
-            timeout=timedelta(seconds=call.timeout),
-        )
+        if call.rendezvous:
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{call.rendezvous}",
+                rank=call.rank,
+                world_size=call.world_size,
+                timeout=timedelta(seconds=call.timeout),
+            )
         result = fn(*args)
         answer = pickle.dumps((True, result))
     except BaseException as e:  # noqa: BLE001 - torch's CheckpointException is no Exception

@@ -136,6 +136,17 @@ def test_a_range_past_the_end_is_an_error(store: Store, start: int) -> None:
         read(store, "k", start, 6)
 
 
+def test_the_start_of_an_object_comes_with_the_size_of_the_whole(store: Store) -> None:
+    for size in (0, 1, 99, 100, 101, 5000):
+        data = os.urandom(size)
+        store.put("k", data, metadata={"a": "1"})
+        found = store.get_start("k", 100)
+        assert found.size == size
+        assert len(found.object.data) >= min(size, 100)
+        assert data.startswith(found.object.data)
+        assert (found.object.metadata, found.object.etag) == ({"a": "1"}, store.get("k").etag)
+
+
 def test_a_range_of_another_version_is_refused(store: Store) -> None:
     store.put("k", b"first version")
     etag = store.head("k").etag
@@ -146,7 +157,8 @@ def test_a_range_of_another_version_is_refused(store: Store) -> None:
 
 def test_what_is_missing_has_its_own_error(store: Store) -> None:
     calls: list[Callable[[], Any]] = [
-        lambda: store.get("k"), lambda: store.head("k"), lambda: read(store, "k", 0, 1),
+        lambda: store.get("k"), lambda: store.get_start("k", 10), lambda: store.head("k"),
+        lambda: read(store, "k", 0, 1),
     ]  # fmt: skip
     for call in calls:
         with pytest.raises(errors.ObjectNotFoundError):

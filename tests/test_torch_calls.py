@@ -202,6 +202,33 @@ def _ask(path: Path) -> None:
     assert reader.asked == [None, None], moved("a load without a group has one", relied_on)
 
 
+def _ask_without_group(path: Path) -> None:
+    relied_on = "is_load_without_group, by which a rank gets its own checkpoint of a save without collectives"
+    asked: list[tuple[bool, int | None]] = []
+
+    class Reader(FileSystemReader):
+        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+            asked.append((torch_private.is_load_without_group(), kwargs.get("rank")))
+            if len(asked) == 1:
+                raise FileNotFoundError
+            return super().read_metadata()
+
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=path)
+    for no_dist, rank in ((True, 0), (False, dist.get_rank())):
+        asked.clear()
+        reader: Any = Reader(path)
+        dcp.load({"w": torch.zeros(3)}, storage_reader=reader, no_dist=no_dist)
+        assert asked == [(no_dist, None), (no_dist, rank)], moved(
+            "dcp.load has another rank without a group", relied_on
+        )
+    reader.read_metadata()
+    assert asked[2:] == [(False, None)], moved("other callers look like dcp.load", relied_on)
+
+
+def test_a_load_without_a_group_can_be_told(tmp_path: Path) -> None:
+    run_ranks(2, _ask_without_group, tmp_path)
+
+
 def test_the_group_of_a_load_is_where_it_was(tmp_path: Path) -> None:
     run_ranks(2, _ask, tmp_path)
 

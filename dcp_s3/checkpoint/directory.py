@@ -13,14 +13,7 @@ from functools import cached_property
 from typing import NamedTuple, Protocol
 
 from dcp_s3.format.deletion_list import DeletionList
-from dcp_s3.format.layout import (
-    Kind,
-    What,
-    classify,
-    is_inside,
-    manifest_object,
-    may_be_spread,
-)
+from dcp_s3.format.layout import CLAIM, Kind, What, classify, is_inside, manifest_object, may_be_spread
 from dcp_s3.format.manifest import Manifest
 from dcp_s3.url import CheckpointURL
 
@@ -317,7 +310,7 @@ class Directory:
                 belong to a save in progress.
             copies: relative paths of the plain copies of its attachments. They may be younger than the commit.
         """
-        own = self.own_data(needed)
+        own, needed = self.own_data(needed), {*needed, *self._own_claim}
         objects: dict[str, DirectoryEntry] = {}
         being_saved = None
         for found in self:
@@ -342,6 +335,12 @@ class Directory:
             being_saved = being_saved or next(late, None)
         return Removal({found.path: found for found in self.commits.values()}, objects, being_saved)
 
+    @property
+    def _own_claim(self) -> tuple[str, ...]:
+        """The claim, if it is of the save that made the checkpoint, and stays with it: a newer one is of another."""
+        claim, commit = self.objects.get(CLAIM), self.commits.get(None)
+        return (CLAIM,) if claim and commit and claim.modified_at <= commit.modified_at else ()
+
     def removal_of_uncommitted(self, *, since: float, copies: Collection[str] = ()) -> Removal:
         """The objects to delete if it was never committed: `removal`, and all of our own directory except pins,
         unexpired leases and lists of deletions."""
@@ -356,7 +355,7 @@ class Directory:
         have ended. Only names that dcp_s3 gives count: nobody else's objects are leftovers."""
         needed = {entry.path for entry in manifest.objects}
         own = self.own_data(needed)
-        needed.add(manifest_object(manifest.save_id))
+        needed |= {manifest_object(manifest.save_id), *self._own_claim}
         return [
             found
             for found in self

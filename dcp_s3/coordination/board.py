@@ -70,7 +70,8 @@ class GroupBoard(Board):
         return None if found is None else found.decode()
 
     def remove(self, key: str) -> None:
-        """Nothing: the store ends with the processes."""
+        with contextlib.suppress(RuntimeError):
+            self._store.delete_key(STORE_PREFIX + self._prefix + key)
 
 
 class StoredBoard(Board):

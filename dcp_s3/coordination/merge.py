@@ -1,34 +1,24 @@
 """Makes one checkpoint's metadata of the parts that its ranks wrote. Pure.
 
 What DCP's coordinator makes of plans and write results, from parts alone: the same entries, duplicates dropped, and
-the same checks.
+the same checks. All of it works on columns: thousands of ranks have millions of items.
 """
 
 from __future__ import annotations
 
-import math
-from bisect import bisect_right, insort
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorStorageMetadata,
-)
+import numpy as np
+import numpy.typing as npt
 
 from dcp_s3.collector import collector_paused
-from dcp_s3.errors import SaveProtocolError, ShardingError
+from dcp_s3.coordination.chunk_checks import some
+from dcp_s3.coordination.merge_items import AddedPart, Tables, merge_items
+from dcp_s3.errors import SaveProtocolError
 from dcp_s3.format.manifest import ObjectEntry
-from dcp_s3.format.metadata import dump_metadata
-from dcp_s3.format.part import Part, WrittenItem, digest_of
-from dcp_s3.format.part_codec import decode
-from dcp_s3.format.part_columns import IS_SHARD, unpack
-from dcp_s3.torch_private import CURRENT_DCP_VERSION, StorageInfo
+from dcp_s3.format.part_columns import HELD, unpack
 
 
 @dataclass(frozen=True)
@@ -53,8 +43,8 @@ class Merging:
 
     def __init__(self, save: str, world_size: int) -> None:
         self._save, self._world_size = save, world_size
-        self._parts: dict[tuple[int, int], Part] = {}
-        self._written: dict[tuple[int, int], tuple[list[int], list[bool]]] = {}
+        self._tables = Tables()
+        self._parts: dict[tuple[int, int], AddedPart] = {}
 
     def add(self, data: bytes) -> tuple[int, int]:
         """Add a part as it was read. The same part twice is harmless.
@@ -63,27 +53,21 @@ class Merging:
             Its rank and number.
 
         Raises:
-            ValueError: no part, damaged, or of another save; nothing was added.
+            ValueError: no part, damaged, of another save, or another part of the same rank and number is there; nothing
+                was added.
         """
         columns = unpack(data)
+        key = columns.rank, columns.number
         if (columns.save, columns.world_size) != (self._save, self._world_size):
             raise ValueError(
                 f"part of rank {columns.rank} belongs to save {columns.save} of {columns.world_size} ranks, expected "
                 f"{self._save} of {self._world_size}"
             )
-        key = columns.rank, columns.number
-        part = decode(data)
-        self._parts[key] = part
-        self._written[key] = (
-            columns.held[columns.items["held"]].tolist(),
-            (columns.items["flags"] & IS_SHARD).astype(bool).tolist(),
-        )
+        if key not in self._parts:
+            self._parts[key] = self._tables.add(columns, data[-8:])
+        elif self._parts[key].crc != data[-8:]:
+            raise ValueError(f"rank {columns.rank} wrote two different parts with number {columns.number}")
         return key
-
-    @property
-    def ranks(self) -> frozenset[int]:
-        """Ranks whose part number 0 is there."""
-        return frozenset(rank for rank, number in self._parts if number == 0)
 
     @property
     def parts(self) -> frozenset[tuple[int, int]]:
@@ -91,9 +75,18 @@ class Merging:
         return frozenset(self._parts)
 
     @property
+    def ranks(self) -> frozenset[int]:
+        """Ranks whose part number 0 is there."""
+        return frozenset(rank for rank, number in self._parts if number == 0)
+
+    @property
     def digests(self) -> dict[int, str]:
-        """Digest of what each of these ranks holds."""
-        return {rank: digest_of(part.held) for (rank, number), part in sorted(self._parts.items()) if number == 0}
+        """Digest (`digest_of`) of what each of these ranks holds."""
+        return {
+            rank: hashlib.blake2b(part.held.tobytes(), digest_size=8).hexdigest()
+            for (rank, number), part in sorted(self._parts.items())
+            if number == 0
+        }
 
     @property
     def facts(self) -> dict[tuple[int, int], Mapping[str, object]]:
@@ -103,8 +96,7 @@ class Merging:
     def unwritten(self, excluded: Collection[int] = ()) -> dict[int, list[int]]:
         """Hashes of items that a rank holds and none has written, by the rank that is to write them.
 
-        The holders' numbers of items differ as little as a greedy choice can make them. The same parts and ``excluded``
-        always give the same answer.
+        Each goes to a holder that has the fewest so far. The same parts and ``excluded`` always give the same answer.
 
         Args:
             excluded: ranks that cannot write any more, although their parts are there.
@@ -112,13 +104,17 @@ class Merging:
         Raises:
             SaveProtocolError: an item is held by ``excluded`` ranks alone.
         """
-        written = {each for hashes, _ in self._written.values() for each in hashes}
-        holders: dict[int, list[int]] = {}
-        for (rank, number), part in sorted(self._parts.items()):
-            if number == 0:
-                for each in part.held - written:
-                    holders.setdefault(each, []).append(rank)
-        return assign(holders, frozenset(excluded))
+        holders = [(rank, self._left_to_others(rank)) for rank in sorted(self.ranks)]
+        written = [part.held[part.numbers[HELD]] for part in self._parts.values()]
+        hashes = np.concatenate([_NO_HASHES, *written], dtype=np.uint64)
+        return assign(holders, np.sort(hashes), frozenset(excluded))
+
+    def _left_to_others(self, rank: int) -> npt.NDArray[np.uint64]:
+        """Hashes of what a rank holds and has not written itself."""
+        part = self._parts[rank, 0]
+        left = np.ones(len(part.held), bool)
+        left[part.numbers[HELD]] = False
+        return part.held[left]
 
     def merged(self, *, save_id: str, checkpoint_id: str) -> MergedSave:
         """Metadata of the whole save. The same parts always give the same bytes.
@@ -135,168 +131,46 @@ class Merging:
         """
         if waiting := self.unwritten():
             raise SaveProtocolError(
-                f"{sum(map(len, waiting.values()))} items that ranks {_some(waiting)} hold were written by no rank, so "
+                f"{sum(map(len, waiting.values()))} items that ranks {some(waiting)} hold were written by no rank, so "
                 "nothing was committed"
             )
         with collector_paused():
             parts = [self._parts[key] for key in sorted(self._parts)]
-            storage_data: dict[MetadataIndex, StorageInfo] = {}
-            entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
-            ranks: dict[str, list[int]] = {}
-            wholes: dict[str, tuple[torch.Size, torch.dtype, int]] = {}
-            for rank, item, is_shard in self._items():
-                fqn, data = item.index.fqn, item.tensor
-                if is_shard and data is not None:
-                    _check_whole(wholes, fqn, rank, data.size, data.properties.dtype)
-                if item.index in storage_data:
-                    continue
-                entry, index = entries.get(fqn), item.index
-                if data is None and entry is None:
-                    entries[fqn] = BytesStorageMetadata()
-                elif data is not None and not isinstance(entry, BytesStorageMetadata):
-                    if entry is None:
-                        entry = entries[fqn] = TensorStorageMetadata(data.properties, data.size, [])
-                    _check_whole(wholes, fqn, rank, data.size, data.properties.dtype)
-                    index = MetadataIndex(fqn, index.offset, len(entry.chunks))
-                    entry.chunks.append(data.chunk)
-                else:
-                    first, other = (rank, ranks[fqn][0])[:: -1 if data is None else 1]
-                    raise SaveProtocolError(
-                        f"{fqn!r} is a tensor on rank {first}, but none on rank {other}. Remedy: give them different "
-                        "names"
-                    )
-                ranks.setdefault(fqn, []).append(rank)
-                storage_data[index] = item.storage
-            for fqn, entry in entries.items():
-                if isinstance(entry, TensorStorageMetadata):
-                    check_chunks(fqn, entry.size, entry.chunks, ranks[fqn], filled=self._world_size > 1)
-            metadata = Metadata(
-                entries,
-                planner_data=_paths(parts),
-                storage_data=storage_data,
-                storage_meta=StorageMeta(checkpoint_id=checkpoint_id, save_id=save_id),
-                version=CURRENT_DCP_VERSION,
+            metadata, items = merge_items(
+                parts, self._tables, save_id=save_id, checkpoint_id=checkpoint_id, filled=self._world_size > 1
             )
-            objects = tuple(entry for part in parts for entry in part.objects)
-            return MergedSave(dump_metadata(metadata), len(storage_data), objects)
-
-    def _items(self) -> Iterator[tuple[int, WrittenItem, bool]]:
-        for key in sorted(self._parts):
-            for item, is_shard in zip(self._parts[key].written, self._written[key][1], strict=True):
-                yield key[0], item, is_shard
+        return MergedSave(metadata, items, tuple(entry for part in parts for entry in part.objects))
 
 
-def assign(holders: Mapping[int, Sequence[int]], excluded: frozenset[int]) -> dict[int, list[int]]:
-    """Give each hash to one of its holders, to the one with the fewest so far.
+_NO_HASHES = np.zeros(0, np.uint64)
+
+
+def assign(
+    holders: Sequence[tuple[int, npt.NDArray[np.uint64]]], written: npt.NDArray[np.uint64], excluded: frozenset[int]
+) -> dict[int, list[int]]:
+    """Give each hash that was not written to one of its holders: to one with the fewest so far.
+
+    Args:
+        holders: ranks, ascending, and what each holds.
+        written: what was written, ascending.
+        excluded: ranks that are given nothing.
 
     Raises:
         SaveProtocolError: all holders of a hash are ``excluded``.
     """
+    hashes = np.concatenate([_NO_HASHES, *(each for _, each in holders)], dtype=np.uint64)
+    ranks = np.repeat(np.array([rank for rank, _ in holders], np.int64), [len(each) for _, each in holders])
+    missing = np.searchsorted(written, hashes) == np.searchsorted(written, hashes, side="right")
+    by_hash: dict[int, list[int]] = {}
+    for each, rank in zip(hashes[missing].tolist(), ranks[missing].tolist(), strict=True):
+        by_hash.setdefault(each, []).append(rank)
     found: dict[int, list[int]] = {}
-    for each in sorted(holders):
-        live = [rank for rank in holders[each] if rank not in excluded]
+    for each in sorted(by_hash):
+        live = [rank for rank in by_hash[each] if rank not in excluded]
         if not live:
             raise SaveProtocolError(
-                f"items that only ranks {_some(holders[each])} hold were written by no rank, and these ranks no longer "
+                f"items that only ranks {some(by_hash[each])} hold were written by no rank, and these ranks no longer "
                 "answer, so nothing was committed. Remedy: load the checkpoint before this one"
             )
         found.setdefault(min(live, key=lambda rank: (len(found.get(rank, ())), rank)), []).append(each)
     return dict(sorted(found.items()))
-
-
-def _paths(parts: Sequence[Part]) -> dict[str, tuple[str | int, ...]] | None:
-    """Paths of all parts, those of the lowest rank first; None if no rank's planner flattens."""
-    if all(part.paths is None for part in parts):
-        return None
-    found: dict[str, tuple[str | int, ...]] = {}
-    for part in parts:
-        for name, path in (part.paths or {}).items():
-            found.setdefault(name, path)
-    return found
-
-
-def _check_whole(
-    wholes: dict[str, tuple[torch.Size, torch.dtype, int]], fqn: str, rank: int, size: torch.Size, dtype: torch.dtype
-) -> None:
-    first_size, first_dtype, first = wholes.setdefault(fqn, (size, dtype, rank))
-    if (size, dtype) != (first_size, first_dtype):
-        raise ShardingError(
-            f"{fqn!r} is {_text(first_dtype, first_size)} on rank {first}, but {_text(dtype, size)} on rank {rank}. "
-            "Remedy: give it one shape and dtype on all ranks",
-            fqn=fqn,
-        )
-
-
-def check_chunks(
-    fqn: str, size: torch.Size, chunks: Sequence[ChunkStorageMetadata], ranks: Sequence[int], *, filled: bool
-) -> None:
-    """What DCP's `_validate_global_plan` checks of a tensor.
-
-    Args:
-        fqn: name of the tensor.
-        size: shape of the tensor.
-        chunks: its chunks.
-        ranks: rank of each.
-        filled: whether they must fill the tensor.
-
-    Raises:
-        ShardingError: a chunk is outside of the tensor, two overlap, or they do not fill it.
-    """
-    if not size:
-        return
-    for chunk, rank in zip(chunks, ranks, strict=True):
-        places = zip(chunk.offsets, chunk.sizes, size, strict=False)
-        if not len(chunk.offsets) == len(chunk.sizes) == len(size) or any(a + b > c for a, b, c in places):
-            raise ShardingError(
-                f"{fqn!r} has shape {tuple(size)}, but {_box(chunk)} of rank {rank} is outside of it", fqn=fqn
-            )
-    if pair := _find_overlap(size, chunks):
-        one, other = sorted(pair)
-        raise ShardingError(
-            f"{_box(chunks[one])} of rank {ranks[one]} and {_box(chunks[other])} of rank {ranks[other]} of {fqn!r} "
-            "overlap",
-            fqn=fqn,
-        )
-    volume, whole = sum(math.prod(chunk.sizes) for chunk in chunks), math.prod(size)
-    if filled and volume != whole:
-        raise ShardingError(
-            f"{fqn!r} has {whole} elements, but the chunks of ranks {_some(ranks)} have {volume}. A rank may have "
-            "saved another state",
-            fqn=fqn,
-        )
-
-
-def _find_overlap(size: torch.Size, chunks: Sequence[ChunkStorageMetadata]) -> tuple[int, int] | None:
-    """Positions of two chunks that overlap: a sweep along the longest dimension, as DCP does it."""
-    dim = max(range(len(size)), key=lambda each: size[each])
-    active: list[tuple[int, int]] = []
-    for number in sorted(range(len(chunks)), key=lambda each: (chunks[each].offsets[dim], *chunks[each].offsets)):
-        start = chunks[number].offsets[dim]
-        del active[: bisect_right(active, (start, len(chunks)))]
-        for _, other in active:
-            if _overlap(chunks[number], chunks[other]):
-                return number, other
-        insort(active, (start + chunks[number].sizes[dim], number))
-    return None
-
-
-def _overlap(one: ChunkStorageMetadata, other: ChunkStorageMetadata) -> bool:
-    return all(
-        start < other_start + other_length and other_start < start + length
-        for start, length, other_start, other_length in zip(
-            one.offsets, one.sizes, other.offsets, other.sizes, strict=True
-        )
-    )
-
-
-def _box(chunk: ChunkStorageMetadata) -> str:
-    return f"the chunk of shape {tuple(chunk.sizes)} at {tuple(chunk.offsets)}"
-
-
-def _text(dtype: torch.dtype, size: torch.Size) -> str:
-    return f"{dtype} of shape {tuple(size)}"
-
-
-def _some(ranks: Collection[int]) -> str:
-    found = sorted(set(ranks))
-    return ", ".join(map(str, found[:8])) + (f" and {len(found) - 8} more" if len(found) > 8 else "")

@@ -15,14 +15,16 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from dcp_s3.format.blocks import Blocks
 from dcp_s3.format.part import Part, WrittenItem, item_hash
 from dcp_s3.format.part_columns import (
-    DOTS,
+    CRC,
+    CRCS,
     HAS_BLOCKS,
     HAS_CRC,
     HAS_RAW_OFFSET,
     IS_SHARD,
-    ITEM,
     Columns,
     pack,
+    path_code,
+    path_from,
     unpack,
 )
 from dcp_s3.format.storage_info import make_storage_info
@@ -53,8 +55,9 @@ def encode(part: Part) -> bytes:
     names, shapes = _Table[str](), _Table[tuple[int, ...]]()
     properties, descriptors = _Table[tuple[Any, ...]](), _Table[tuple[str, ...]]()
     crcs: list[bytes] = []
-    items = np.zeros(len(part.written), ITEM)
-    for row, item in enumerate(part.written):
+    numbers: list[tuple[int, ...]] = []
+    ranges: list[tuple[int, ...]] = []
+    for item in part.written:
         facts, data = vars(item.storage), item.tensor
         if unknown := facts.keys() - _STORAGE:
             raise ValueError(f"{item.index.fqn!r} has storage data that a part cannot hold: {min(unknown)}")
@@ -62,44 +65,41 @@ def encode(part: Part) -> bytes:
             raise ValueError(f"{item.index.fqn!r} lies in {item.storage.relative_path!r}, no object of the part")
         kind, hash_ = _kind_and_hash(item, positions)
         raw_offset, crc = facts.get("raw_offset"), facts.get("crc64nvme")
-        block, block_crcs = facts.get("crc64nvme_block"), facts.get("crc64nvme_blocks")
+        block, transforms, place = facts.get("crc64nvme_block"), item.storage.transform_descriptors, item.index.offset
         flags = HAS_RAW_OFFSET * (raw_offset is not None) + HAS_CRC * (crc is not None)
         flags += HAS_BLOCKS * (block is not None) + IS_SHARD * (kind is WriteItemType.SHARD)
-        transforms, place = item.storage.transform_descriptors, item.index.offset
-        crcs.append(block_crcs or b"")
-        items[row] = (
-            names[item.index.fqn],
-            0 if data is None else 1 + properties[_properties_text(data.properties)],
-            0 if place is None else 1 + shapes[tuple(place)],
-            *(
-                (0, 0, 0)
-                if data is None
-                else (1 + shapes[tuple(each)] for each in (data.chunk.offsets, data.chunk.sizes, data.size))
-            ),
-            objects[item.storage.relative_path],
-            0 if transforms is None else 1 + descriptors[tuple(transforms)],
-            positions[hash_],
-            flags,
-            len(crcs[-1]),
-            item.storage.offset,
-            item.storage.length,
-            raw_offset or 0,
-            crc or 0,
-            block or 0,
+        crcs.append(facts.get("crc64nvme_blocks") or b"")
+        chunk = () if data is None else (data.chunk.offsets, data.chunk.sizes, data.size)
+        numbers.append(
+            (
+                names[item.index.fqn],
+                0 if data is None else 1 + properties[_properties_text(data.properties)],
+                0 if place is None else 1 + shapes[tuple(place)],
+                *((1 + shapes[tuple(each)] for each in chunk) if chunk else (0, 0, 0)),
+                0 if transforms is None else 1 + descriptors[tuple(transforms)],
+                objects[item.storage.relative_path],
+                positions[hash_],
+                flags,
+                len(crcs[-1]),
+            )
         )
+        ranges.append((item.storage.offset, item.storage.length, raw_offset or 0, block or 0, crc or 0))
     paths = None
     if part.paths is not None:
         for name in part.paths:
             names[name]
-        paths = [_path_value(name, part.paths.get(name)) for name in names]
+        paths = [path_code(name, part.paths[name]) if name in part.paths else None for name in names]
     packed = pack(
         Columns(
             save=part.save, rank=part.rank, world_size=part.world_size, number=part.number, facts=part.facts,
             objects=part.objects, names=list(names), paths=paths, properties=list(properties), shapes=list(shapes),
-            descriptors=list(descriptors), items=items, crcs=memoryview(b"".join(crcs)), held=np.array(held, ">u8"),
+            descriptors=list(descriptors), numbers=np.array(numbers, np.uint32).reshape(-1, 11).T,
+            ranges=np.array(ranges, np.uint64).reshape(-1, 5).T.view(np.int64), held=np.array(held, np.uint64),
+            crcs=memoryview(b"".join(crcs)),
         )
     )  # fmt: skip
-    unpack(packed)  # what no other rank would take is found out here
+    if _paths_of(unpack(packed)) != part.paths:  # what no other rank would take is found out here
+        raise ValueError("a path in the nested state has other elements than text and numbers")
     return packed
 
 
@@ -112,11 +112,11 @@ def decode(data: bytes) -> Part:
     columns = unpack(data)
     shapes = list(map(torch.Size, columns.shapes))
     properties = [make_properties(each) for each in columns.properties]
-    ends = itertools.accumulate(columns.items["crcs"].tolist(), initial=0)
-    ranges = itertools.pairwise(ends)
+    ends = itertools.accumulate(columns.numbers[CRCS].tolist(), initial=0)
+    rows = (columns.numbers.T.tolist(), columns.ranges.T.tolist(), columns.ranges[CRC].view(np.uint64).tolist())
     written = tuple(
-        _item(columns, shapes, properties, item, bytes(columns.crcs[start:stop]))
-        for item, (start, stop) in zip(columns.items.tolist(), ranges, strict=True)
+        _item(columns, shapes, properties, numbers, [*ranges[:CRC], crc], bytes(columns.crcs[slice(*blocks)]))
+        for numbers, ranges, crc, blocks in zip(*rows, itertools.pairwise(ends), strict=True)
     )
     return Part(
         save=columns.save,
@@ -125,18 +125,18 @@ def decode(data: bytes) -> Part:
         written=written,
         objects=columns.objects,
         held=frozenset(columns.held.tolist()),
-        paths=paths_of(columns),
+        paths=_paths_of(columns),
         number=columns.number,
         facts=columns.facts,
     )
 
 
-def paths_of(columns: Columns) -> dict[str, tuple[str | int, ...]] | None:
+def _paths_of(columns: Columns) -> dict[str, tuple[str | int, ...]] | None:
     """Paths by name; None if the planner does not flatten."""
     if columns.paths is None:
         return None
     pairs = zip(columns.names, columns.paths, strict=True)
-    return {name: tuple(name.split(".")) if path == DOTS else tuple(path) for name, path in pairs if path is not None}
+    return {name: path_from(name, code) for name, code in pairs if code is not None}
 
 
 def make_properties(text: Sequence[Any]) -> TensorProperties:
@@ -182,17 +182,16 @@ def _properties_text(properties: TensorProperties) -> tuple[Any, ...]:
     return text
 
 
-def _path_value(name: str, path: Sequence[str | int] | None) -> Any:
-    if path is None:
-        return None
-    return DOTS if tuple(path) == tuple(name.split(".")) else list(path)
-
-
 def _item(
-    columns: Columns, shapes: list[torch.Size], properties: list[TensorProperties], item: tuple[int, ...], crcs: bytes
+    columns: Columns,
+    shapes: list[torch.Size],
+    properties: list[TensorProperties],
+    numbers: list[int],
+    ranges: list[int],
+    crcs: bytes,
 ) -> WrittenItem:
-    name, kind, place, offsets, sizes, whole, object_, transforms, _, flags, _, *numbers = item
-    offset, length, raw_offset, crc, block = numbers
+    name, kind, place, offsets, sizes, whole, transforms, object_, _, flags, _ = numbers
+    offset, length, raw_offset, block, crc = ranges
     storage = make_storage_info(
         columns.objects[object_].path,
         offset,

@@ -1,9 +1,8 @@
 """The bytes of a part, as columns. Pure.
 
-A part is: 8 bytes that name the format and its version; the length of the head, 4 bytes; the head, JSON; a record of
-`ITEM` for each item; the items' CRCs of blocks, end to end; the hashes of what the rank holds, in ascending order, 8
-bytes each, the most significant first; the CRC-64/NVME of all that, 8 bytes, the most significant first. Other numbers
-have their least significant byte first.
+A part is: 8 bytes that name the format and its version; the length of the head, 4 bytes; the head, JSON; `ranges`;
+`held`; `numbers`; `crcs`; the CRC-64/NVME of all that, 8 bytes. Of hashes and of that CRC, the most significant byte is
+first, of other numbers the least significant.
 
 Whoever can write to the bucket can write a part: everything is checked.
 """
@@ -16,7 +15,7 @@ import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,28 +26,20 @@ from dcp_s3.format.manifest import AttachmentEntry, ObjectEntry
 
 MAGIC = b"dcppart\x01"
 
-ITEM = np.dtype([
-    ("name", "<u4"),  # in `names`
-    ("properties", "<u4"),  # in `properties`, from 1 on; 0: no tensor
-    ("place", "<u4"),  # offset in the item's index: in `shapes`, from 1 on; 0: none
-    ("offsets", "<u4"), ("sizes", "<u4"), ("whole", "<u4"),  # chunk and whole tensor, likewise
-    ("object", "<u4"),  # in `objects`
-    ("descriptors", "<u4"),  # in `descriptors`, from 1 on; 0: none
-    ("held", "<u4"),  # its hash, in `held`
-    ("flags", "<u4"),
-    ("crcs", "<u4"),  # bytes of its CRCs of blocks
-    ("offset", "<i8"), ("length", "<i8"), ("raw_offset", "<i8"), ("crc", "<u8"), ("block", "<i8"),
-])  # fmt: skip
+# Rows of `numbers`. Tables are counted from 0, those of `OPTIONAL` from 1: 0 is none.
+NAME, PROPERTIES, PLACE, OFFSETS, SIZES, WHOLE, DESCRIPTORS, OBJECT, HELD, FLAGS, CRCS = range(11)
+# Rows of `ranges`. CRC is unsigned, whatever the type of the rows says.
+OFFSET, LENGTH, RAW_OFFSET, BLOCK, CRC = range(5)
 HAS_RAW_OFFSET, HAS_CRC, HAS_BLOCKS, IS_SHARD = 1, 2, 4, 8
+"""Flags."""
 
 _MAX_ITEM_BYTES = 2**44  # as format/metadata.py has it
 _MAX_INT = 2**63
+_MAX_DIM = 2**61  # so that the sum of an offset and a size is no overflow
 _MAX_DIMS = 64
 _HEAD = struct.Struct("<I")
 _SAVE = re.compile("[0-9a-f]{1,64}")
-_CRC = re.compile("[0-9a-f]{16}")
-DOTS = 1
-"""In `paths`: the name, split at its dots."""
+_CRC_HEX = re.compile("[0-9a-f]{16}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,18 +53,22 @@ class Columns:
     facts: Mapping[str, object]
     objects: tuple[ObjectEntry, ...]
     names: Sequence[str]
-    paths: Sequence[Any] | None
-    """By name: `DOTS`, or a list of text and numbers; None for a name without a path."""
+    paths: Sequence[str | None] | None
+    """By name: see `path_code`; None for a name without a path."""
     properties: Sequence[tuple[Any, ...]]
     """dtype, layout, requires_grad, memory format, pin_memory; torch's values as text."""
     shapes: Sequence[tuple[int, ...]]
     descriptors: Sequence[tuple[str, ...]]
-    items: npt.NDArray[np.void]
-    """Records of `ITEM`."""
+    numbers: npt.NDArray[np.uint32]
+    """Of shape (11, items). Rows: name; properties, 0 if it is no tensor; offsets in its index, offsets and sizes of
+    its chunk, size of the whole tensor, in `shapes`; descriptors; object; its hash, in `held`; flags; bytes of its CRCs
+    of blocks."""
+    ranges: npt.NDArray[np.int64]
+    """Of shape (5, items). Rows: offset and length in the object; raw offset; bytes of a block; CRC."""
+    held: npt.NDArray[np.uint64]
+    """Hashes of what the rank holds, ascending."""
     crcs: memoryview
     """CRCs of blocks of all items, end to end."""
-    held: npt.NDArray[np.uint64]
-    """Hashes of what the rank holds, ascending, the most significant byte first."""
 
 
 def pack(part: Columns) -> bytes:
@@ -90,13 +85,45 @@ def pack(part: Columns) -> bytes:
         "properties": part.properties,
         "shapes": part.shapes,
         "descriptors": part.descriptors,
-        "items": len(part.items),
-        "crcs": len(part.crcs),
+        "items": part.numbers.shape[1],
         "held": len(part.held),
+        "crcs": len(part.crcs),
     }
     text = json.dumps(head, separators=(",", ":")).encode("ascii")
-    data = b"".join((MAGIC, _HEAD.pack(len(text)), text, part.items.tobytes(), part.crcs, part.held.tobytes()))
+    text += b" " * (-(len(MAGIC) + _HEAD.size + len(text)) % 8)  # what follows is aligned
+    sections = (part.ranges.astype("<i8"), part.held.astype(">u8"), part.numbers.astype("<u4"))
+    data = b"".join((MAGIC, _HEAD.pack(len(text)), text, *(each.tobytes() for each in sections), part.crcs))
     return data + crc64nvme(data).to_bytes(8, "big")
+
+
+def path_code(name: str, path: Sequence[str | int]) -> str:
+    """A path as text: the lengths of its elements, where their texts with dots between them are the name (``i`` after
+    that of a number); otherwise JSON."""
+    if path and ".".join(map(str, path)) == name:
+        return " ".join(f"{len(str(each))}{'i' if isinstance(each, int) else ''}" for each in path)
+    return json.dumps(list(path), separators=(",", ":"))
+
+
+def path_from(name: str, code: str) -> tuple[str | int, ...]:
+    """The path with this `path_code`.
+
+    Raises:
+        ValueError: it is none.
+    """
+    found: list[str | int] = []
+    if code.startswith("["):
+        found = _list(json.loads(code))
+        if not all(type(each) is str or type(each) is int for each in found):
+            raise ValueError(f"the path of {name!r} has other elements than text and numbers")
+        return tuple(found)
+    start = 0
+    for each in code.split(" "):
+        text = name[start : (start := start + int(each.removesuffix("i")))]
+        found.append(int(text) if each.endswith("i") else text)
+        start += 1
+    if path_code(name, found) != code:
+        raise ValueError(f"{code[:80]!r} is no path of {name!r}")
+    return tuple(found)
 
 
 def unpack(data: bytes) -> Columns:
@@ -131,10 +158,9 @@ def _entry_fields(entry: ObjectEntry) -> list[Any]:
 
 
 def _checked(head: dict[str, Any], body: memoryview) -> Columns:
-    counts = [_count(head[name]) for name in ("items", "crcs", "held")]
-    items_end = counts[0] * ITEM.itemsize
-    crcs_end = items_end + counts[1]
-    if len(body) != crcs_end + 8 * counts[2]:
+    count, held, crcs = (_count(head[name]) for name in ("items", "held", "crcs"))
+    ends = 40 * count, 40 * count + 8 * held, 84 * count + 8 * held
+    if len(body) != ends[2] + crcs:
         raise ValueError(f"{len(body)} bytes after its head, not those of the items that the head says")
     found = Columns(
         save=_text(head["save"]),
@@ -143,74 +169,58 @@ def _checked(head: dict[str, Any], body: memoryview) -> Columns:
         number=_count(head["number"]),
         facts=_dict(head["facts"]),
         objects=tuple(map(_entry, _list(head["objects"]))),
-        names=_list(head["names"]),
+        names=_texts(head["names"]),
         paths=head["paths"],
         properties=[tuple(_list(each)) for each in _list(head["properties"])],
         shapes=list(map(_shape, _list(head["shapes"]))),
-        descriptors=[tuple(map(_text, _list(each))) for each in _list(head["descriptors"])],
-        items=np.frombuffer(body[:items_end], ITEM),
-        crcs=body[items_end:crcs_end],
-        held=np.frombuffer(body[crcs_end:], ">u8"),
+        descriptors=[tuple(_texts(each)) for each in _list(head["descriptors"])],
+        ranges=np.frombuffer(body[: ends[0]], "<i8").reshape(5, count),
+        held=np.frombuffer(body[ends[0] : ends[1]], ">u8"),
+        numbers=np.frombuffer(body[ends[1] : ends[2]], "<u4").reshape(11, count),
+        crcs=body[ends[2] :],
     )
     if _SAVE.fullmatch(found.save) is None or found.rank >= found.world_size:
         raise ValueError(f"rank {found.rank} of {found.world_size} in save {found.save[:64]!r}")
-    if not all(map(_is_text, found.names)):
-        raise ValueError("a name is no text")
     if found.paths is not None:
-        _check_paths(_list(found.paths), len(found.names))
-    if np.any(found.held[1:] <= found.held[:-1]):
+        paths = _list(found.paths)
+        if len(paths) != len(found.names) or not set(map(type, paths)) <= {str, type(None)}:
+            raise ValueError("its paths are not those of its names")
+    if (found.held[1:] <= found.held[:-1]).any():
         raise ValueError("the hashes of what it holds are not in order")
-    _check_items(found)
+    if int(found.numbers[CRCS].sum(dtype=np.int64)) != crcs:
+        raise ValueError("CRCs of blocks are missing, or left over")
+    if count:
+        _check_items(found)
     return found
 
 
 def _check_items(part: Columns) -> None:
-    items = part.items
-    if not len(items):
-        if len(part.crcs):
-            raise ValueError("CRCs of blocks of no item")
-        return
-    tensors = np.minimum(items["properties"], 1)
-    bounds = {
-        "name": len(part.names), "object": len(part.objects), "held": len(part.held),
-        "properties": len(part.properties) + 1, "descriptors": len(part.descriptors) + 1,
-        "place": len(part.shapes) + 1, "offsets": len(part.shapes) + 1, "sizes": len(part.shapes) + 1,
-        "whole": len(part.shapes) + 1, "flags": 16,
-    }  # fmt: skip
-    for column, bound in bounds.items():
-        if int(items[column].max()) >= bound:
-            raise ValueError(f"an item's {column} is none of the {bound} in the part")
-    for column in ("offsets", "sizes", "whole"):
-        if not np.array_equal(np.minimum(items[column], 1), tensors):
-            raise ValueError(f"a tensor without {column}, or {column} of what is no tensor")
-    for column in ("offset", "length", "raw_offset", "block"):
-        if int(items[column].min()) < 0:
-            raise ValueError(f"an item's {column} is negative")
-    lengths, offsets = items["length"], items["offset"]
-    if int(lengths.max()) > _MAX_ITEM_BYTES or np.any(items["raw_offset"] > lengths):
-        raise ValueError("an item lies at no possible range of bytes")
+    numbers, ranges, shapes = part.numbers, part.ranges, len(part.shapes) + 1
+    bounds = (
+        len(part.names), len(part.properties) + 1, shapes, shapes, shapes, shapes, len(part.descriptors) + 1,
+        len(part.objects), len(part.held), 16, 2**32,
+    )  # fmt: skip
+    for found, bound in zip(numbers.max(axis=1).tolist(), bounds, strict=True):
+        if found >= bound:
+            raise ValueError(f"an item refers to number {found} of {bound}")
+    if ((numbers[OFFSETS : WHOLE + 1] > 0) != (numbers[PROPERTIES] > 0)).any():
+        raise ValueError("a tensor without a chunk, or a chunk of what is no tensor")
     sizes = np.array([each.size for each in part.objects], np.int64)
-    if np.any(lengths > sizes[items["object"]] - offsets):
-        raise ValueError("an item ends after the end of its object")
-    if int(items["crcs"].sum(dtype=np.int64)) != len(part.crcs):
-        raise ValueError("CRCs of blocks are missing, or left over")
-
-
-def _check_paths(paths: Sequence[Any], count: int) -> None:
-    if len(paths) != count:
-        raise ValueError(f"{len(paths)} paths of {count} names")
-    for path in paths:
-        if path is None or (type(path) is int and path == DOTS):
-            continue
-        if not all(type(each) is str or type(each) is int for each in _list(path)):
-            raise ValueError("a path has other elements than text and numbers")
+    offsets, lengths = ranges[OFFSET], ranges[LENGTH]
+    if (
+        int(ranges[:CRC].min()) < 0
+        or int(lengths.max()) > _MAX_ITEM_BYTES
+        or (ranges[RAW_OFFSET] > lengths).any()
+        or (lengths > sizes[numbers[OBJECT]] - offsets).any()
+    ):
+        raise ValueError("an item lies at no possible range of its object's bytes")
 
 
 def _entry(fields: Any) -> ObjectEntry:
     path, size, crc, *more = _list(fields)
     if not is_inside(_text(path)) or classify(path).what is not What.DATA:
         raise ValueError(f"{path!r} is no data object of the checkpoint")
-    if crc is not None and _CRC.fullmatch(_text(crc)) is None:
+    if crc is not None and _CRC_HEX.fullmatch(_text(crc)) is None:
         raise ValueError(f"{crc!r} is no CRC-64/NVME")
     if not more:
         return ObjectEntry(path, _count(size), crc)
@@ -219,7 +229,9 @@ def _entry(fields: Any) -> ObjectEntry:
 
 
 def _shape(sizes: Any) -> tuple[int, ...]:
-    shape = tuple(map(_count, _list(sizes)))
+    shape = tuple(_list(sizes))
+    if not set(map(type, shape)) <= {int} or min(shape, default=0) < 0 or max(shape, default=0) > _MAX_DIM:
+        raise ValueError(f"{str(shape)[:80]} is no shape")
     if len(shape) > _MAX_DIMS or math.prod(shape) > _MAX_INT // 16:
         raise ValueError(f"a shape with {len(shape)} dimensions, or too many elements")
     return shape
@@ -240,11 +252,15 @@ def _list(value: Any) -> list[Any]:
 def _dict(value: Any) -> dict[str, Any]:
     if type(value) is not dict:
         raise ValueError(f"a {type(value).__name__}, expected an object")
-    return cast(dict[str, Any], value)
+    found: dict[str, Any] = value
+    return found
 
 
-def _is_text(value: Any) -> bool:
-    return type(value) is str
+def _texts(value: Any) -> list[str]:
+    if not set(map(type, _list(value))) <= {str}:
+        raise ValueError("a list with something else than text")
+    found: list[str] = value
+    return found
 
 
 def _text(value: Any) -> str:

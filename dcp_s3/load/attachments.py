@@ -9,6 +9,7 @@ from typing import Any
 
 from dcp_s3.checkpoint.attachments import check_bytes, find_attachments, missing_error, read_attachment, read_extra
 from dcp_s3.format.manifest import Manifest
+from dcp_s3.load.uncommitted import find_uncommitted
 from dcp_s3.s3.download import ReadTarget
 from dcp_s3.settings import Settings
 from dcp_s3.spill.local import LocalObjects, WaitingCommit
@@ -81,13 +82,11 @@ class AttachmentReader(ABC):
 
     def _where(self) -> tuple[CheckpointURL, WaitingCommit | None]:
         """URL of the checkpoint, and its commit if that waits on this host's disk."""
-        return self._require_url(), self._find_uncommitted(None) if self.include_uncommitted else None
+        url = self._require_url()
+        return url, find_uncommitted(self._store(), self.settings, url) if self.include_uncommitted else None
 
     @abstractmethod
     def _require_url(self) -> CheckpointURL: ...
-
-    @abstractmethod
-    def _find_uncommitted(self, rank: int | None) -> WaitingCommit | None: ...
 
     @abstractmethod
     def _store(self) -> Store: ...

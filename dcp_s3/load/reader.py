@@ -16,7 +16,6 @@ from torch.futures import Future
 
 from dcp_s3 import errors, ranks
 from dcp_s3.boundary import called_by_dcp, check_role
-from dcp_s3.checkpoint.commit_state import CommitState, SaveIdentity, find_state
 from dcp_s3.checkpoint.lease import ReaderLease
 from dcp_s3.checkpoint.listing import list_directory
 from dcp_s3.checkpoint.previous import look_for_previous
@@ -30,19 +29,30 @@ from dcp_s3.limit import Deadline, Limit
 from dcp_s3.load.attachments import AttachmentReader
 from dcp_s3.load.check_state import check_state
 from dcp_s3.load.engine import Source
+from dcp_s3.load.host_metadata import fetch_metadata_for_host
 from dcp_s3.load.peers.agree import LoadGroup, join_load
 from dcp_s3.load.peers.assign import MAX_PIECE, plan_sharing
 from dcp_s3.load.peers.assignment import Assignment, Offer, all_offered
 from dcp_s3.load.peers.shared_read import SharedRead, decline
 from dcp_s3.load.progress import LoadProgress
 from dcp_s3.load.read import LoadExecutor
+from dcp_s3.load.uncommitted import find_uncommitted
 from dcp_s3.load.unreadable import UnreadableMetadata
 from dcp_s3.reprs import one_line
 from dcp_s3.s3.store import S3Store
-from dcp_s3.settings import Settings, SettingsLike, resolve_settings
-from dcp_s3.spill.local import LocalObjects, WaitingCommit, find_commits
+from dcp_s3.settings import Settings, SettingsLike, launch, most_ranks_on_host, resolve_settings
+from dcp_s3.spill.local import LocalObjects
 from dcp_s3.spill.session import open_store
-from dcp_s3.torch_private import Caller, ExtensionRegistry, ReaderTransforms, find_load_group, is_first_look, is_loading
+from dcp_s3.store import StoredObject
+from dcp_s3.torch_private import (
+    Caller,
+    ExtensionRegistry,
+    ReaderTransforms,
+    find_load_group,
+    is_first_look,
+    is_load_without_group,
+    is_loading,
+)
 from dcp_s3.uncaught import install
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
 
@@ -114,6 +124,7 @@ class S3StorageReader(AttachmentReader, StorageReader):
         self._is_new = True
         self._metadata: Metadata | None = None
         self._error: errors.DcpS3Error | None = None
+        self._saved_ranks: list[int] | None = None
         self._deadline: Deadline | None = None
         self._lease: ReaderLease | None = None
         self._group: LoadGroup | None = None
@@ -172,6 +183,7 @@ class S3StorageReader(AttachmentReader, StorageReader):
             if self._error is not None and not isinstance(self._error, errors.CheckpointNotFoundError):
                 return UnreadableMetadata(self._error)
             try:
+                rank = self._own_rank(rank)
                 metadata = self._fetch_metadata(rank)
             except errors.CheckpointDeletedError as error:
                 return UnreadableMetadata(error)
@@ -195,10 +207,10 @@ class S3StorageReader(AttachmentReader, StorageReader):
         if group is None:
             return caller
         if caller is not None:
-            ranks, given = dist.get_process_group_ranks(caller.group), dist.get_process_group_ranks(group)
-            if ranks != given:
+            theirs, given = dist.get_process_group_ranks(caller.group), dist.get_process_group_ranks(group)
+            if theirs != given:
                 raise errors.SettingsError(
-                    f"S3StorageReader has a process_group of ranks {given}, dcp.load one of ranks {ranks}. Remedy: "
+                    f"S3StorageReader has a process_group of ranks {given}, dcp.load one of ranks {theirs}. Remedy: "
                     "give both the same"
                 )
             return caller._replace(group=group)
@@ -210,7 +222,7 @@ class S3StorageReader(AttachmentReader, StorageReader):
 
     def _fetch_metadata(self, rank: int | None) -> Metadata:
         url = self._require_url()
-        waiting = self._find_uncommitted(rank) if self.include_uncommitted else None
+        waiting = find_uncommitted(self._store(), self.settings, url, rank) if self.include_uncommitted else None
         if waiting is not None:
             return load_metadata(waiting.metadata, url=str(url))
         store, group = self._store(), self._group if rank is None else None
@@ -225,7 +237,7 @@ class S3StorageReader(AttachmentReader, StorageReader):
             failure = error  # raised later: the others wait for this rank
         try:
             if group is None:
-                stored = fetch_metadata(store, url, rank)
+                stored = self._fetch_alone(store, url, rank)
             else:
                 stored = group.fetch_once(lambda: fetch_metadata(store, url), str(url), failure)
             metadata = check_metadata(stored, url)
@@ -238,44 +250,36 @@ class S3StorageReader(AttachmentReader, StorageReader):
         self._lease = lease
         return metadata
 
-    def _find_uncommitted(self, rank: int | None) -> WaitingCommit | None:
-        """This checkpoint's newest commit that is spilled on this host; None if S3 has a newer one."""
-        spill = open_store(self.settings)
-        found = None
-        for waiting in find_commits(spill) if spill else ():
-            journal = waiting.journal
-            if journal.url == self.checkpoint_id and journal.commit is not None and journal.commit.rank == rank:
-                found = waiting
-        if found is None:
-            return None
-        journal = found.journal
-        identity = SaveIdentity(self._require_url(), journal.save_id, rank)
-        try:
-            state = find_state(self._store(), identity, path=None, started_at=journal.created_at)
-        except errors.TransferError as error:
-            logger.warning("S3 does not say whether it has a newer checkpoint than this host: %s", error)
-            return found
-        return found if state is CommitState.WAITING else None
+    def _fetch_alone(self, store: S3Store, url: CheckpointURL, rank: int | None) -> StoredObject:
+        if rank is not None or not self.settings.load_sharing:
+            return fetch_metadata(store, url, rank)
+        return fetch_metadata_for_host(store, url, store.client.meta.endpoint_url, ranks=most_ranks_on_host())
 
     def _find_ranks(self) -> list[int] | None:
         """The ranks of a save without collectives that have metadata on S3; None if S3 does not answer."""
-        try:
-            return list_directory(self._store(), self._require_url(), "__").ranks
-        except errors.StorageError:
-            return None
+        if self._saved_ranks is None:
+            with contextlib.suppress(errors.StorageError):
+                self._saved_ranks = list_directory(self._store(), self._require_url(), "__").ranks
+        return self._saved_ranks
+
+    def _own_rank(self, rank: int) -> int:
+        """The rank whose metadata to read when torch asks for that of ``rank``, which is 0 without a process group."""
+        if not is_load_without_group() or self._find_ranks() == [rank]:
+            return rank
+        return ranks.rank() if ranks.is_initialized() else launch().rank
 
     def _may_be_of_ranks(self, error: errors.DcpS3Error) -> bool:
         """Whether single ranks may have metadata although ``error`` says that the global one is missing."""
-        missing = isinstance(error, errors.CheckpointNotFoundError)
-        return missing and (self.include_uncommitted or self._find_ranks() != [])
+        is_missing = isinstance(error, errors.CheckpointNotFoundError)
+        return is_missing and (self.include_uncommitted or self._find_ranks() != [])
 
     def _explain_missing(self, rank: int) -> errors.CheckpointNotFoundError | None:
         """The error for a checkpoint saved without collectives that lacks this rank; None if it has no ranks."""
-        url, ranks = self._require_url(), self._find_ranks()
-        if not ranks:
+        url, found = self._require_url(), self._find_ranks()
+        if not found:
             return None
         return errors.CheckpointNotFoundError(
-            f"{url} was saved without collectives and has no {metadata_object(rank)}, only those of ranks {ranks}. "
+            f"{url} was saved without collectives and has no {metadata_object(rank)}, only those of ranks {found}. "
             "Remedy: load it with as many ranks as saved it; if one of them is missing, the save was cut off",
             url=str(url),
         )

@@ -23,6 +23,8 @@ class Run(NamedTuple):
     """Whether nothing is saved."""
     asks: bool
     """Whether the ranks have to tell each other which steps to save."""
+    save_on_sigterm: bool
+    """Whether they have to tell each other of SIGTERM, and end."""
 
 
 def agree_on_run(
@@ -36,11 +38,16 @@ def agree_on_run(
     told = ranks.agree(configure, refuse)
     runs = {rank: tuple(run) for rank, (run, _) in enumerate(told)}
     if len(set(runs.values())) > 1:
-        raise errors.CheckpointError(
-            "the ranks have different roots, step formats (here of step 12), read_only or should_save (whether it "
-            f"needs more than the step): {runs} (by rank). Remedy: pass the same on all"
-        )
+        raise differing(runs, " (by rank)")
     return {url: step for _, waiting in told for url, step in waiting.items()}
+
+
+def differing(runs: Mapping[Any, object], how: str = "") -> errors.CheckpointError:
+    """The error for managers that differ from rank to rank."""
+    return errors.CheckpointError(
+        "the ranks have different roots, step formats (here of step 12), read_only, save_on_sigterm or should_save "
+        f"(whether it needs more than the step): {dict(runs)}{how}. Remedy: pass the same on all"
+    )
 
 
 def agree_on_save(

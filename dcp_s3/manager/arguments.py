@@ -162,6 +162,23 @@ def check_coordination(coordination: object, process_group: object) -> None:
         )
 
 
+def read_only_error(what: str, root: CheckpointURL) -> errors.CheckpointError:
+    """The error of a manager that only reads; ``what`` it was to do."""
+    return errors.CheckpointError(
+        f"{what}: the CheckpointManager of {root} was made with read_only=True. Remedy: make one without, for the root "
+        "of this run",
+        url=str(root),
+    )
+
+
+def closed_error(root: CheckpointURL) -> errors.CheckpointError:
+    """The error of a manager that was closed."""
+    return errors.CheckpointError(
+        f"the CheckpointManager of {root} was closed. Remedy: close it after the last save, or make a new one",
+        url=str(root),
+    )
+
+
 @dataclass(frozen=True)
 class Configuration:
     """The checked arguments of a manager."""

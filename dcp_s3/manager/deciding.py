@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dcp_s3.errors import CheckpointError, PolicyError, SaveProtocolError
+from dcp_s3.manager.notes import Notes
 from dcp_s3.manager.ranks import Ranks
 from dcp_s3.manager.save_policy import (
     SaveMoment,
@@ -24,7 +25,6 @@ from dcp_s3.manager.save_policy import (
     parts,
     steps_until_next_look,
 )
-from dcp_s3.manager.separate import Notes
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +66,8 @@ class SigtermWatch:
 
     def __init__(self) -> None:
         self.seen = False
+        self.at: float | None = None
+        """When it came first, in seconds of time.monotonic."""
         self._process: int | None = os.getpid()
         self._before = signal.signal(signal.SIGTERM, self._handle) or signal.SIG_DFL
 
@@ -73,7 +75,8 @@ class SigtermWatch:
         # Not in a process that was forked since, for example to load data: it has to end. Nor after the watch: whoever
         # set a handler meanwhile may still call this one.
         watching = os.getpid() == self._process
-        self.seen = self.seen or watching
+        if watching and not self.seen:
+            self.seen, self.at = True, time.monotonic()
         if callable(self._before):
             self._before(number, frame)
         elif self._before == signal.SIG_DFL and not watching:
@@ -98,6 +101,7 @@ class SaveDecisions:
         policy: the policy; None: every step that is asked about.
         ranks: the ranks that save together, with a group that no save uses meanwhile.
         notes: where ranks that are not `collective` tell each other.
+        most_steps: most steps from one time that they tell each other to the next.
     """
 
     def __init__(
@@ -105,9 +109,11 @@ class SaveDecisions:
         policy: SavePolicyFunction | None,
         ranks: Ranks,
         notes: Notes | None = None,
+        most_steps: int = 100,
         *,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._most_steps = most_steps
         given = () if policy is None else parts(policy)
         self._always = policy is None
         self._by_step = tuple(each for each in given if _is_by_step(each))
@@ -151,6 +157,11 @@ class SaveDecisions:
     def restored(self, step: int) -> None:
         """Tell that the run goes on from a step, on all ranks."""
         self._begin(step)
+
+    @property
+    def sigterm_at(self) -> float | None:
+        """When SIGTERM came to this process, in seconds of time.monotonic; None: it has not, or nobody watches."""
+        return None if self._watch is None else self._watch.at
 
     def close(self) -> None:
         """End the watch for SIGTERM."""
@@ -216,7 +227,8 @@ class SaveDecisions:
         pace: float | None = None
         if self._look is not None and step > self._look[0]:
             pace = (self._now() - self._look[1]) / (step - self._look[0])
-        return _NO, steps_until_next_look(self._told, moment, step_seconds=pace, last=self._gap)
+        gap = steps_until_next_look(self._told, moment, step_seconds=pace, last=self._gap)
+        return _NO, min(gap, self._most_steps)
 
     def _tell(self, step: int, answer: int, gap: int, seen: bool) -> tuple[int, int, bool]:
         if self._ranks.size == 1:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from dcp_s3 import errors
+from dcp_s3.coordination.ownership import Replicas
 from dcp_s3.events import Listener
 from dcp_s3.failures import name_failed
 from dcp_s3.manager import arguments
@@ -20,6 +22,7 @@ from dcp_s3.manager.background import BackgroundRetention, commit_of, retain
 from dcp_s3.manager.choosing import ChosenCheckpoint
 from dcp_s3.manager.deciding import SaveDecisions, asks_ranks
 from dcp_s3.manager.names import DEFAULT_FORMAT, StepFormat, step_name
+from dcp_s3.manager.preemption import Preemption, check_sigterm, watch_for_sigterm
 from dcp_s3.manager.ranks import Failures, Ranks
 from dcp_s3.manager.reading import RunReader
 from dcp_s3.manager.restore import Restoring
@@ -53,6 +56,10 @@ class CheckpointManager(RunReader):
 
     An error on one rank is an error on all. The other ranks raise a CheckpointError that names it.
 
+    With ``coordination="s3"`` there are no collectives and no process groups: no rank waits for another one, and what
+    fails on one rank alone fails there alone. A save that cannot be whole without it is not committed, which the others
+    find out after ``DCP_S3_RANK_TIMEOUT``. Ranks are those of torch.distributed, or what the launcher says.
+
     >>> with CheckpointManager("s3://bucket/run", retention="latest:3 best:1:val_loss:min") as manager:
     ...     first = manager.restore(state) or 0
     ...     for step in range(first + 1, first + 101):
@@ -76,11 +83,17 @@ class CheckpointManager(RunReader):
         settings: a `Settings`, or a mapping of settings that override the environment.
         process_group: a group with a CPU backend, used only for these saves and loads. None: a new gloo group of all
             ranks.
-        coordination: ``collectives``, or ``s3``: no collectives at all. The ranks save apart and come together on S3.
-            ``process_group`` must be None, and what waits on disks does not count.
+        coordination: how the ranks come together: in ``collectives``, or on ``s3``, which needs no ``process_group``.
+            Then what waits on disks does not count.
+        replicas: with ``coordination="s3"``: which ranks hold the same plain tensors and objects, see
+            `S3StorageWriter`.
         overwrite: replace a committed checkpoint of the same step. Otherwise the save fails with CheckpointExistsError.
         separate: FQN prefixes that get their own objects, see `S3StorageWriter`.
         weights_only: see `S3StorageReader`.
+        save_on_sigterm: when SIGTERM has come to a rank, all save at their next call of `save` or `should_save`, soon
+            at the same step, and end: `save` raises SystemExit, with status 0 if the step is committed, else 143.
+            Nothing half is left. The manager must be made in the main thread.
+        grace: seconds from SIGTERM to the kill that follows it, for ``save_on_sigterm``: what the scheduler allows.
         retention_timeout: seconds for which `close` waits for retention.
         drain_timeout: seconds for which `restore` waits for a checkpoint on the disks of several hosts to reach S3,
             counted from the last progress. After that it takes an older one.
@@ -89,6 +102,9 @@ class CheckpointManager(RunReader):
     Raises:
         InvalidURLError, SettingsError
         PolicyError: ``retention`` or ``should_save`` is not a policy.
+        SaveProtocolError: with ``coordination="s3"``: nothing tells this attempt of the job from others, see
+            ``DCP_S3_RUN_ID``.
+        CheckpointError: an argument is wrong, or differs from rank to rank.
     """
 
     def __init__(
@@ -102,9 +118,12 @@ class CheckpointManager(RunReader):
         settings: SettingsLike = None,
         process_group: dist.ProcessGroup | None = None,
         coordination: Literal["collectives", "s3"] = "collectives",
+        replicas: Replicas = None,
         overwrite: bool = False,
         separate: Separate | None = None,
         weights_only: bool = True,
+        save_on_sigterm: bool = False,
+        grace: float = 30.0,
         retention_timeout: float = 60.0,
         drain_timeout: float = 600.0,
         on_event: Listener | None = None,
@@ -114,7 +133,7 @@ class CheckpointManager(RunReader):
         self.read_only = read_only
         self._should_save = None if read_only else should_save
         self.overwrite = overwrite
-        self.separate = separate
+        self.separate, self.replicas = separate, replicas
         self.weights_only = weights_only
         self.retention_timeout = retention_timeout
         self.drain_timeout = drain_timeout
@@ -125,24 +144,34 @@ class CheckpointManager(RunReader):
         disks = self._ranks.collective and not read_only
 
         def configure() -> tuple[Run, dict[str, int | None]]:
-            timeouts = {"retention_timeout": retention_timeout, "drain_timeout": drain_timeout}
+            timeouts = {"retention_timeout": retention_timeout, "drain_timeout": drain_timeout, "grace": grace}
+            check_sigterm(save_on_sigterm)
             found = arguments.configure(root, retention, settings, separate, timeouts, step_format, self._should_save)
             self.root, self.settings, self.retention = found.root, found.settings, found.retention
             self._step_format = found.step_format
             self._catalog = CheckpointCatalog(str(found.root), settings=found.settings)
             self._stager = None if read_only else S3Stager(found.settings, on_event=on_event)
             waiting = look_at_disk(self._catalog).commits if disks else ()
-            run = Run(self.root_url, step_name(12, found.step_format), read_only, asks_ranks(self._should_save))
-            return run, {each.info.url: each.info.step for each in waiting}
+            self._run = Run(
+                self.root_url,
+                step_name(12, found.step_format),
+                read_only,
+                asks_ranks(self._should_save),
+                save_on_sigterm,
+            )
+            return self._run, {each.info.url: each.info.step for each in waiting}
 
         self._left = agree_on_run(self._ranks, configure, self._refuse("no CheckpointManager is made"))
         """Steps by URL that an earlier run left on disk and this run has not reached yet. If this run saves one of
         them, it has diverged from that run, and replaces the old checkpoint."""
-        self._notes = None if self._ranks.collective else open_notes(self.root, self.settings, self._ranks, read_only)
+        self._notes = None if self._ranks.collective else open_notes(self._run, self.root, self.settings, self._ranks)
         self._saving = Saving(self._ranks.rank)
         # Beside a save under way, whose collectives must not mix with these.
         deciding = self._ranks.apart() if asks_ranks(self._should_save) else self._ranks
         self._decisions = SaveDecisions(self._should_save, deciding, self._notes)
+        self._preemption: Preemption | None = None
+        if save_on_sigterm and not read_only:
+            self._preemption = watch_for_sigterm(self.root, self.settings, self._ranks, grace)
         self._restoring = Restoring(
             self._catalog,
             self._ranks,
@@ -184,7 +213,8 @@ class CheckpointManager(RunReader):
             extra: what else belongs to the checkpoint: text, numbers, bools, None, lists and dicts of these, at most 64
                 KiB as JSON. The first rank's is stored. `extra` reads it, ``dcp-s3 show`` and ``ls --json`` show it.
             force: save whatever ``should_save`` says.
-            blocking: return only when the save is committed; the state is not copied.
+            blocking: return only when the save is committed; the state is not copied. With ``coordination="s3"``:
+                return when this rank's own part is on S3, `wait` when the whole is committed; the state is copied.
             planner: see `dcp.save`.
 
         Returns:
@@ -194,16 +224,22 @@ class CheckpointManager(RunReader):
             SaveFailedError: with ``blocking``: this save failed. Otherwise: an earlier save failed, and this state was
                 not saved. Or a rank cannot go on, or a ``state_dict`` in the state raised on a rank.
             SaveProtocolError: the ranks save different steps, or a metric cannot be stored.
+            SystemExit: SIGTERM has come, see ``save_on_sigterm``.
             MetricsError: something in ``extra`` cannot be stored.
             StagingError: the state cannot be copied.
             CheckpointError: the manager is read_only or closed, or an argument is wrong.
         """
         stager = self._stager
         if stager is None:
-            raise self._read_only_error(f"step {step} is not saved" if isinstance(step, int) else "nothing is saved")
+            what = f"step {step} is not saved" if isinstance(step, int) else "nothing is saved"
+            raise arguments.read_only_error(what, self.root)
+        if self._preemption is not None and self._preemption.is_due(step):
+            last = partial(self.save, step, state, metrics, extra=extra, force=True, blocking=True, planner=planner)
+            self._preemption.end(step, self._saving, last, self.close)
         if not force and self._should_save is not None and not self.should_save(step):
             return False
         made: list[S3StorageWriter] = []
+        passed = None if self._notes is None else self._notes.saving(step)
 
         def begin() -> None:
             self._saving.settle()
@@ -217,7 +253,8 @@ class CheckpointManager(RunReader):
                 metrics=metrics,
                 extra=extra,
                 separate=self.separate,
-                settings=self.settings,
+                replicas=self.replicas,
+                settings=self.settings if self._preemption is None else self._preemption.bound(self.settings),
                 on_event=self.on_event,
             )
             writer.caller_reports = True
@@ -230,7 +267,6 @@ class CheckpointManager(RunReader):
             del self._left[url]
             if self._ranks.is_first:
                 logger.warning("%s waited on disk from an earlier run: it is saved again and replaced", url)
-        passed = None if self._notes is None else self._notes.passed()
         self._saving.run(
             step, url, collected, writer, self._ranks, stager, planner,
             blocking=blocking, on_success=lambda: self._saved(writer, passed),
@@ -240,6 +276,9 @@ class CheckpointManager(RunReader):
     def should_save(self, step: int) -> bool:
         """Whether `save` saves a step, by the policy ``should_save``; True without one. The same on all ranks, all of
         which call it, with the same steps. The step that was saved or restored last is not saved again.
+
+        With ``coordination="s3"`` they do not meet: the first rank to ask decides, and the others read what it said, in
+        the store of the process group or, without one, on S3.
 
         What depends on steps alone costs nothing. For the clock and for SIGTERM the ranks meet in one all-reduce of 40
         bytes over gloo, in which all wait for the slowest. They do so rarely: at half of the steps that are left until
@@ -261,7 +300,8 @@ class CheckpointManager(RunReader):
         if self.read_only:
             return False
         self._check_open()
-        return self._decisions.should_save(step)
+        due = self._preemption is not None and self._preemption.is_due(step)
+        return due or self._decisions.should_save(step)
 
     @property
     def preempted(self) -> bool:
@@ -307,7 +347,7 @@ class CheckpointManager(RunReader):
             CheckpointNotFoundError: there is no committed checkpoint of this step.
         """
         if self.read_only:
-            raise self._read_only_error("nothing is annotated")
+            raise arguments.read_only_error("nothing is annotated", self.root)
         arguments.check_annotate(step, metrics)
         if not self._ranks.is_first:
             return
@@ -343,6 +383,8 @@ class CheckpointManager(RunReader):
             return
         self._saving.settle()
         self._closed = True
+        if self._preemption is not None:
+            self._preemption.close()  # first: its handler calls that of the other watch
         self._decisions.close()
         if self._retention is not None:
             self._retention.close(self.retention_timeout)
@@ -375,17 +417,6 @@ class CheckpointManager(RunReader):
         self._saving.last_good = found.step
         self._decisions.restored(found.step)
 
-    def _read_only_error(self, what: str) -> errors.CheckpointError:
-        return errors.CheckpointError(
-            f"{what}: the CheckpointManager of {self.root} was made with read_only=True. Remedy: make one without, for "
-            "the root of this run",
-            url=self.root_url,
-        )
-
     def _check_open(self) -> None:
         if self._closed:
-            raise errors.CheckpointError(
-                f"the CheckpointManager of {self.root} was closed. Remedy: close it after the last save, or make a new "
-                "one",
-                url=self.root_url,
-            )
+            raise arguments.closed_error(self.root)

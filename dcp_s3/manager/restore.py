@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import warnings
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -18,8 +19,8 @@ from dcp_s3.failures import Failed, explain, name_failed, panel, real_causes
 from dcp_s3.load.reader import S3StorageReader
 from dcp_s3.manager.arguments import load_into, to_state_dict
 from dcp_s3.manager.choosing import ChosenCheckpoint, NotReady, Order, Patience, find, impatient
+from dcp_s3.manager.notes import Notes
 from dcp_s3.manager.ranks import Failures, Ranks, for_others
-from dcp_s3.manager.separate import Notes
 from dcp_s3.manager.waiting import Disk, look_at_disk
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.spill.background import drain_in_background
@@ -180,9 +181,12 @@ class Restoring:
 def _load(state: dict[str, Any], reader: S3StorageReader, ranks: Ranks, planner: LoadPlanner | None) -> Failures:
     """Run `dcp.load` in place. Returns the failures by rank."""
     try:
-        state_dict_loader.load(
-            state, storage_reader=reader, process_group=ranks.group, planner=planner, no_dist=not ranks.collective
-        )
+        with warnings.catch_warnings():
+            if not ranks.collective:
+                warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # as meant
+            state_dict_loader.load(
+                state, storage_reader=reader, process_group=ranks.group, planner=planner, no_dist=not ranks.collective
+            )
     except CheckpointException as error:
         failures = _failures_of(error)
         # Without collectives, torch takes each rank for the only one.

@@ -7,7 +7,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from dcp_s3.boundary import frames_of_others, left_by_save, log_failed_save
-from dcp_s3.errors import SaveFailedError
-from dcp_s3.failures import Failed, panel
+from dcp_s3.errors import SaveFailedError, SaveProtocolError
+from dcp_s3.failures import Failed, first_cause, panel
 from dcp_s3.manager.ranks import Ranks, for_others
 from dcp_s3.save.separately import begin_separately
 from dcp_s3.save.writer import S3StorageWriter
@@ -144,8 +144,8 @@ class Saving:
             self.begin(step, url, save.committed, on_success=on_success)
             save.committed.add_done_callback(release)  # after its failure was told, with its frames
             if blocking:
-                wait(save, return_when=FIRST_COMPLETED)
-                if not save.durable.done():
+                save.durable.wait()
+                if save.committed.done():
                     self.settle()
                     self.raise_failure()
             return
@@ -212,7 +212,10 @@ class Saving:
             resume="" if self.last_good is None else "manager.restore(state)",
         )
         failure = SaveFailedError(panel(told), url=url, step=step, failures=failures, rank=self._rank)
-        log_failed_save(str(failure) + frames, failure, others_know=shared, rank=self._rank)
+        if self._rank > 0 and isinstance(error, SaveProtocolError):  # without collectives: each rank that is left knows
+            logger.error("step %d is not saved: %s", step, first_cause(failures))
+        else:
+            log_failed_save(str(failure) + frames, failure, others_know=shared, rank=self._rank)
         return failure
 
     def settle(self) -> None:

@@ -20,7 +20,7 @@ from dcp_s3.s3 import times
 from dcp_s3.s3.diagnosis import answered_code, answered_status
 from dcp_s3.s3.quirks import Place, Quirk, knows, learn
 from dcp_s3.settings import Settings
-from dcp_s3.store import Expect, ObjectHead, StoredObject
+from dcp_s3.store import Expect, ObjectHead, ObjectStart, StoredObject
 
 T = TypeVar("T")
 
@@ -148,6 +148,26 @@ def get(key: str) -> Operation[StoredObject]:
     """Read a small object, whole."""
     found: StoredObject = yield Request("GetObject", key, {"Key": key}, _stored_object, reads_body=True)
     return found
+
+
+def get_start(key: str, most: int) -> Operation[ObjectStart]:
+    """Read an object's first ``most`` bytes, and learn its size."""
+    try:
+        found: ObjectStart | None = yield Request(
+            "GetObject", key, {"Key": key, "Range": f"bytes=0-{most - 1}"}, _object_start, reads_body=True
+        )
+    except errors.OutOfRangeError:
+        found = None  # an empty object
+    if found is None:
+        whole = yield from get(key)
+        found = ObjectStart(whole, len(whole.data))
+    return found
+
+
+def _object_start(answer: Mapping[str, Any]) -> ObjectStart | None:
+    """None if the answer does not say how large the object is, as from a store without ranges."""
+    size = answer.get("ContentRange", "").rpartition("/")[2]
+    return ObjectStart(_stored_object(answer), int(size)) if size.isdecimal() else None
 
 
 def get_range(key: str, byte_range: str, etag: str | None = None) -> Request:

@@ -23,7 +23,7 @@ from dcp_s3.s3.operations import Operation, Request, request_arguments
 from dcp_s3.s3.ranged import ReadTarget
 from dcp_s3.s3.throttle import Gate, gate_of
 from dcp_s3.settings import Settings
-from dcp_s3.store import DeleteTarget, Expect, ObjectHead, Page, Store, StoredObject, Upload, target_of
+from dcp_s3.store import DeleteTarget, Expect, ObjectHead, ObjectStart, Page, Store, StoredObject, Upload, target_of
 
 logger = logging.getLogger(__name__)
 
@@ -143,6 +143,9 @@ class S3Store(Store):
 
     def get(self, key: str) -> StoredObject:
         return self.run(operations.get(key))
+
+    def get_start(self, key: str, most: int) -> ObjectStart:
+        return self.run(operations.get_start(key, most))
 
     def put(
         self,

@@ -6,6 +6,7 @@ That ends with a barrier, and `dcp.async_save` needs a process group with a CPU 
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
 
+from dcp_s3.save.without_collectives import SaveWithoutCollectives
 from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.stage.failure import FailedStaging, forget
 from dcp_s3.stage.stager import S3Stager
@@ -25,8 +27,8 @@ T = TypeVar("T")
 class SeparateSave(NamedTuple):
     """A save under way on this rank."""
 
-    durable: Future[None]
-    """Done when this rank's own part is on S3; never, if that fails."""
+    durable: threading.Event
+    """Set when all that this rank writes is on S3, or the save has failed."""
     committed: Future[None]
     """Done when the whole is committed, or the save has failed."""
 
@@ -50,8 +52,9 @@ def begin_separately(
     staged = _told(writer, _stage, stager, state)
     stalled = time.monotonic() - began
     writer.stall_since = lambda _: stalled
-    durable: Future[None] = Future()
+    durable = threading.Event()
     committed = InTurn("dcp_s3-save").submit(save_separately, staged, writer, rank, planner, durable)
+    committed.add_done_callback(lambda _: durable.set())
     return SeparateSave(durable, committed)
 
 
@@ -64,7 +67,7 @@ def _stage(stager: S3Stager, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_separately(
-    state: dict[str, Any], writer: S3StorageWriter, rank: int, planner: SavePlanner | None, durable: Future[None]
+    state: dict[str, Any], writer: S3StorageWriter, rank: int, planner: SavePlanner | None, durable: threading.Event
 ) -> None:
     """Save this rank's part of a state, and wait until the whole is committed.
 
@@ -73,7 +76,7 @@ def save_separately(
         writer: writer of this save.
         rank: rank of this process in the job.
         planner: see `dcp.save`.
-        durable: is done when this rank's own part is on S3.
+        durable: is set when all that this rank writes is on S3.
 
     Raises:
         CheckpointExistsError, DeadlineExceededError, SaveProtocolError, StorageError
@@ -84,13 +87,14 @@ def save_separately(
     writer.reset()
     ask(planner.set_up_planner, state_dict=state, storage_meta=writer.storage_meta(), is_coordinator=is_first)
     writer.set_up_storage_writer(is_first, rank=rank, use_collectives=False)
+    if isinstance(writer._save, SaveWithoutCollectives):  # not of a single rank, which is done with its commit
+        writer._save.durable = durable
     plan = writer.prepare_local_plan(ask(planner.create_local_plan))
     plans, metadata = ask(planner.create_global_plan, [plan])
     plan = ask(planner.finish_plan, writer.prepare_global_plan(plans)[0])
     written = writer.write_data(plan, planner)
     written.wait()
     writer.finish(metadata, [written.value()])
-    durable.set_result(None)
 
 
 def _told(writer: S3StorageWriter, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:

@@ -280,7 +280,7 @@ def test_metrics_that_json_cannot_hold(memory_server: Any, root: str) -> None:
 
 
 def save_by_rank(url: str, seed: int, **arguments: Any) -> None:
-    writer = S3StorageWriter(url, settings=SMALL, **arguments)
+    writer = S3StorageWriter(url, settings={**SMALL, "merge_ranks": False}, **arguments)
     dcp.save(state_of(seed), storage_writer=writer, use_collectives=False, no_dist=True)
 
 

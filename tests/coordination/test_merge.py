@@ -2,22 +2,66 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
+import itertools
 import pickle
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from benchmarks.coordinator import State, local_plan, results_of
-from dcp_s3.coordination.merge import Merging
+from dcp_s3.coordination.merge import MergedSave, Merging
+from dcp_s3.errors import DcpS3Error, SaveProtocolError, ShardingError
+from dcp_s3.format.manifest import ObjectEntry
 from dcp_s3.format.metadata import load_metadata
-from dcp_s3.format.part import Part, WrittenItem, item_hash
-from dcp_s3.format.part_codec import decode, encode
+from dcp_s3.format.part import Part, WrittenItem, digest_of, item_hash
+from dcp_s3.format.part_codec import encode
+from tests.coordination import oracle
+from tests.coordination.making_parts import SAVE, other, part_of, plain, tensor
 
-SAVE = "ab12"
+URL = "s3://bucket/run/step-1"
+SAVE_ID = SAVE + "0a1b2c3d"
 
 
-def part_of(rank: int, ranks: int, held: SavePlan, written: SavePlan) -> Part:
+def merging_of(parts: Sequence[Part]) -> Merging:
+    merging = Merging(SAVE, parts[0].world_size)
+    for part in parts:
+        merging.add(encode(part))
+    return merging
+
+
+def merge(parts: Sequence[Part]) -> MergedSave:
+    return merging_of(parts).merged(save_id=SAVE_ID, checkpoint_id=URL)
+
+
+def assert_same(merged: MergedSave, parts: Sequence[Part], directory: Path | None = None) -> Metadata:
+    """Our reader and Python's find what the oracle says, to the last attribute."""
+    expected = oracle.merge(parts, save_id=SAVE_ID, checkpoint_id=URL)
+    found = load_metadata(merged.metadata, url=URL)
+    for each in (found, pickle.loads(merged.metadata)):
+        assert each == expected
+        assert list(each.state_dict_metadata) == list(expected.state_dict_metadata)
+        hints = {index: index.index for index in expected.storage_data}
+        assert {index: index.index for index in each.storage_data} == hints
+        for index, info in each.storage_data.items():
+            assert vars(info) == {k: v for k, v in vars(expected.storage_data[index]).items() if v is not None}
+    assert merged.items == len(expected.storage_data)
+    return found
+
+
+# --- as DCP does it -------------------------------------------------------------------------------
+
+
+def dcp_part(rank: int, ranks: int, held: SavePlan, written: SavePlan) -> Part:
     """The part of a rank with these plans before and after deduplication."""
     results = results_of(rank, written)
     items = tuple(
@@ -29,33 +73,230 @@ def part_of(rank: int, ranks: int, held: SavePlan, written: SavePlan) -> Part:
     return Part(SAVE, rank, ranks, items, objects, frozenset(map(item_hash, held.items)), paths)
 
 
-def test_the_metadata_is_that_of_dcp_s_coordinator() -> None:
+def test_the_metadata_is_that_of_dcp_s_coordinator(tmp_path: Path) -> None:
     state = State.of(50)
     held = [local_plan(state, 4, rank) for rank in range(4)]
     written, expected = DefaultSavePlanner().create_global_plan(held)
-    parts = [part_of(rank, 4, *plans) for rank, plans in enumerate(zip(held, written, strict=True))]
-    merging = Merging(SAVE, 4)
-    for part in reversed(parts):
-        assert decode(encode(part)) == part
-        merging.add(encode(part))
-        merging.add(encode(part))
+    parts = [dcp_part(rank, 4, *plans) for rank, plans in enumerate(zip(held, written, strict=True))]
+    merging = merging_of(parts[::-1])
     assert merging.ranks == {0, 1, 2, 3}
+    assert merging.digests == {rank: digest_of(part.held) for rank, part in enumerate(parts)}
     assert merging.unwritten() == {}
-    merged = merging.merged(save_id=SAVE + "00", checkpoint_id="s3://bucket/step-1")
-    found = load_metadata(merged.metadata, url="s3://bucket/step-1")
-    assert found == pickle.loads(merged.metadata)
-    assert found.state_dict_metadata == expected.state_dict_metadata
-    assert found.planner_data == expected.planner_data
-    assert found.storage_data == {item.index: item.storage for part in parts for item in part.written}
-    assert merged.items == len(found.storage_data) == state.stored(4)
+    merged = merging.merged(save_id=SAVE_ID, checkpoint_id=URL)
+    (tmp_path / ".metadata").write_bytes(merged.metadata)
+    for found in (assert_same(merged, parts), FileSystemReader(tmp_path).read_metadata()):
+        assert found.state_dict_metadata == expected.state_dict_metadata
+        assert list(found.state_dict_metadata) == list(expected.state_dict_metadata)
+        assert found.planner_data == expected.planner_data
+        assert found.storage_data == {item.index: item.storage for part in parts for item in part.written}
+    assert merged.items == state.stored(4)
     assert merged.objects == tuple(entry for part in parts for entry in part.objects)
 
 
-def test_a_part_of_another_save_is_refused() -> None:
-    state = State.of(50)
-    plan = local_plan(state, 1, 0)
-    data = encode(part_of(0, 1, plan, plan))
-    with pytest.raises(ValueError, match="expected cd34 of 1"):
-        Merging("cd34", 1).add(data)
-    with pytest.raises(ValueError, match="expected ab12 of 2"):
-        Merging(SAVE, 2).add(data)
+# --- in any order, again and again ----------------------------------------------------------------
+
+
+def _cut(whole: Sequence[int], cuts: Sequence[Sequence[int]]) -> list[tuple[list[int], list[int]]]:
+    """All boxes between cuts along each dimension."""
+    edges = [[0, *sorted(cut), size] for cut, size in zip(cuts, whole, strict=True)]
+    spans = [list(itertools.pairwise(each)) for each in edges]
+    return [([a for a, _ in box], [b - a for a, b in box]) for box in itertools.product(*spans)]
+
+
+@st.composite
+def saves(draw: st.DrawFn) -> list[Part]:
+    """Parts of ranks that wrote the boxes of some tensors, and other things; some of them more than once, or in a
+    second part, and some of them wrong."""
+    ranks = draw(st.integers(1, 4))
+    items: list[WriteItem] = []
+    for fqn in draw(st.lists(st.sampled_from(["a", "b.c", "d", "e\ud800", "f"]), unique=True, max_size=4)):
+        whole = draw(st.lists(st.integers(0, 6), max_size=3))
+        cuts = [draw(st.lists(st.integers(0, size), max_size=2)) for size in whole]
+        dtype = draw(st.sampled_from([torch.float32, torch.float16]))
+        boxes = _cut(whole, cuts)
+        if draw(st.integers(0, 7)) == 0:  # one is wrong, perhaps
+            where, what = draw(st.integers(0, len(boxes) - 1)), draw(st.integers(0, 1))
+            size = len(whole) + (draw(st.integers(0, 9)) == 0)
+            boxes[where][what][:] = draw(st.lists(st.integers(0, 6), min_size=size, max_size=size))
+        items += [tensor(fqn, whole, *box, TensorProperties(dtype)) for box in boxes]
+        if draw(st.integers(0, 9)) == 0:
+            again = draw(st.sampled_from([other(fqn), plain(fqn, whole), tensor(fqn, [7], [0], [7])]))
+            items.append(again)
+    items += [other(fqn) for fqn in draw(st.lists(st.sampled_from(["step", "lr", "g"]), max_size=3))]
+    owners = [draw(st.integers(0, ranks - 1)) for _ in items]
+    parts = []
+    for rank in range(ranks):
+        mine = [item for item, owner in zip(items, owners, strict=True) if owner == rank]
+        mine += draw(st.lists(st.sampled_from(items), max_size=2)) if items else []
+        held = draw(st.lists(st.sampled_from(items), max_size=3)) if items else []
+        half = draw(st.integers(0, len(mine)))
+        paths = draw(st.none() | st.just({item.index.fqn: (item.index.fqn, rank) for item in mine}))
+        parts.append(part_of(rank, ranks, mine[half:], [*mine, *held], paths=paths))
+        if half:
+            parts.append(part_of(rank, ranks, mine[:half], [*mine, *held], number=1, paths=paths))
+    return parts
+
+
+@settings(max_examples=60)
+@given(saves(), st.randoms(use_true_random=False))
+def test_the_columns_say_what_the_items_say_one_by_one(parts: list[Part], random: object) -> None:
+    """Right or wrong."""
+    try:
+        oracle.merge(parts, save_id=SAVE_ID, checkpoint_id=URL)
+    except DcpS3Error:
+        with pytest.raises((ShardingError, SaveProtocolError)):
+            merge(parts)
+        return
+    merged = merge(parts)
+    assert_same(merged, parts)
+    random.shuffle(shuffled := [*parts, *parts])  # type: ignore[attr-defined]
+    assert merge(shuffled) == merged
+
+
+def test_offsets_beyond_4_gib_and_large_shapes_survive() -> None:
+    part = part_of(0, 1, [tensor("w", [2**40, 3], [2**33, 0], [5, 3]), other("step")])
+    first = dataclasses.replace(part.written[0].storage, offset=2**35, length=2**34)
+    vars(first).update(raw_offset=2**33, crc64nvme=2**64 - 1, crc64nvme_block=2**32, crc64nvme_blocks=b"\0" * 300)
+    written = (dataclasses.replace(part.written[0], storage=first), part.written[1])
+    objects = (ObjectEntry(part.objects[0].path, 2**40),)
+    parts = [dataclasses.replace(part, written=written, objects=objects)]
+    assert_same(merge(parts), parts)
+
+
+def test_stream_extensions_are_named() -> None:
+    part = part_of(0, 1, [plain("w", [2]), other("step")])
+    for number, item in enumerate(part.written):
+        item.storage.transform_descriptors = [["zstd", "stream"], []][number]
+    found = assert_same(merge([part]), [part])
+    descriptors = {index.fqn: info.transform_descriptors for index, info in found.storage_data.items()}
+    assert descriptors == {"w": ["zstd", "stream"], "step": []}
+
+
+def test_a_save_of_nothing_has_metadata() -> None:
+    found = assert_same(merge([part_of(0, 1, [])]), [part_of(0, 1, [])])
+    assert found.state_dict_metadata == found.storage_data == {}
+
+
+def test_the_pickle_has_no_more_globals_than_dcp_s() -> None:
+    merged = merge([part_of(0, 1, [plain("w", [2]), other("step")])])
+    names = set()
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module: str, name: str) -> object:
+            names.add(name)
+            return super().find_class(module, name)
+
+    Unpickler(io.BytesIO(merged.metadata)).load()
+    assert names == {
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata", "MetadataIndex", "Size",
+        "_StorageInfo", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING", "float32", "_get_layout",
+    }  # fmt: skip
+
+
+def test_parts_of_another_save_are_refused() -> None:
+    data = encode(part_of(0, 1, [other("step")]))
+    for merging, match in ((Merging("cd34", 1), "expected cd34 of 1"), (Merging(SAVE, 2), f"expected {SAVE} of 2")):
+        with pytest.raises(ValueError, match=match):
+            merging.add(data)
+        assert merging.parts == frozenset()
+
+
+def test_two_different_parts_of_one_rank_are_refused() -> None:
+    merging = merging_of([part_of(0, 1, [other("step")])])
+    merging.add(encode(part_of(0, 1, [other("step")])))
+    with pytest.raises(ValueError, match="rank 0 wrote two different parts with number 0"):
+        merging.add(encode(part_of(0, 1, [other("lr")])))
+
+
+# --- what is wrong --------------------------------------------------------------------------------
+
+W = "model.w"
+WRONG: dict[str, tuple[list[list[WriteItem]], str]] = {
+    "another shape": (
+        [[tensor(W, [4], [0], [2])], [tensor(W, [5], [2], [2])]],
+        r"float32 of shape \(4,\) on rank 0, but torch.float32 of shape \(5,\) on rank 1",
+    ),
+    "another shape, same offset": (
+        [[tensor(W, [4], [0], [4])], [tensor(W, [5], [0], [4])]],
+        r"shape \(4,\) on rank 0, but torch.float32 of shape \(5,\) on rank 1",
+    ),
+    "another dtype": (
+        [[tensor(W, [4], [0], [2])], [tensor(W, [4], [2], [2], TensorProperties(torch.int8))]],
+        "torch.float32 of .* on rank 0, but torch.int8 of .* on rank 1",
+    ),
+    "outside": (
+        [[tensor(W, [4], [0], [2])], [tensor(W, [4], [2], [3])]],
+        r"outside of it: .*\(3,\) at \(2,\) of rank 1",
+    ),
+    "dimensions": ([[tensor(W, [4], [0], [2])], [tensor(W, [4], [2, 0], [2, 1])]], "outside of it: .* of rank 1"),
+    "overlap": (
+        [[tensor(W, [4], [0], [3])], [tensor(W, [4], [2], [2])]],
+        r"overlap: .*\(3,\) at \(0,\) of rank 0, and .*\(2,\) at \(2,\) of rank 1",
+    ),
+    "hole": (
+        [[tensor(W, [4], [0], [1])], [tensor(W, [4], [2], [2])]],
+        "4 elements, but the chunks of ranks 0, 1 have 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_chunks_that_do_not_fit_are_named_with_their_ranks(what: str) -> None:
+    written, match = WRONG[what]
+    with pytest.raises(ShardingError, match=f"'{W}' .*{match}") as caught:
+        merge([part_of(rank, 2, items) for rank, items in enumerate(written)])
+    assert caught.value.fqn == W
+
+
+def test_one_rank_may_save_a_part_of_a_tensor() -> None:
+    parts = [part_of(0, 1, [tensor(W, [4], [0], [1])])]
+    assert_same(merge(parts), parts)
+
+
+def test_a_name_is_a_tensor_on_all_ranks_or_on_none() -> None:
+    match = f"'{W}' is no tensor on rank 0, but torch.float32 of shape .* on rank 1"
+    with pytest.raises(SaveProtocolError, match=match):
+        merge([part_of(0, 2, [other(W)]), part_of(1, 2, [plain(W, [4])])])
+
+
+def test_many_ranks_are_not_all_named() -> None:
+    parts = [part_of(rank, 20, [tensor(W, [40], [rank], [1])]) for rank in range(20)]
+    with pytest.raises(ShardingError, match="ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more have 20"):
+        merge(parts)
+
+
+# --- what is missing ------------------------------------------------------------------------------
+
+
+def test_what_no_rank_wrote_is_spread_over_its_holders() -> None:
+    items = [plain(f"t{n}", [4]) for n in range(9)]
+    lonely = other("loader.rank_2")
+    parts = [part_of(0, 3, items[:3], items), part_of(1, 3, items[3:5], items), part_of(2, 3, [], [lonely, *items[5:]])]
+    merging = merging_of(parts)
+    unwritten = merging.unwritten()
+    assert sorted(itertools.chain(*unwritten.values())) == sorted(map(item_hash, [*items[5:], lonely]))
+    assert item_hash(lonely) in unwritten[2]
+    assert sorted(map(len, unwritten.values())) == [1, 2, 2]
+    assert merging_of(parts[::-1]).unwritten() == unwritten
+    with pytest.raises(SaveProtocolError, match="5 items that ranks 0, 1, 2 hold were written by no rank"):
+        merging.merged(save_id=SAVE_ID, checkpoint_id=URL)
+
+    without = merging.unwritten(excluded={1})
+    assert set(without) == {0, 2}
+    with pytest.raises(SaveProtocolError, match="items that only ranks 2 hold"):
+        merging.unwritten(excluded={2})
+
+    by_hash = {item_hash(item): item for item in (*items, lonely)}
+    for rank, hashes in unwritten.items():
+        held = [[*items], [*items], [lonely, *items[5:]]][rank]
+        parts.append(part_of(rank, 3, [by_hash[each] for each in hashes], held, number=1))
+        merging.add(encode(parts[-1]))
+    assert merging.unwritten() == {}
+    assert merging.ranks == {0, 1, 2}
+    assert merging.parts == {(rank, number) for rank in range(3) for number in range(2)}
+    assert_same(merging.merged(save_id=SAVE_ID, checkpoint_id=URL), parts)
+
+
+def test_facts_are_those_of_each_part() -> None:
+    parts = [dataclasses.replace(part_of(0, 2, [], number=number), facts={"throttled": number}) for number in (0, 1)]
+    assert merging_of(parts).facts == {(0, 0): {"throttled": 0}, (0, 1): {"throttled": 1}}

@@ -1,4 +1,4 @@
-"""Without collectives each rank commits, and loads, for itself."""
+"""Without collectives, and without merging, each rank commits, and loads, for itself."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _own_state(seed: int) -> dict[str, Any]:
 
 
 def _save_alone(url: str, seed: int, overwrite: bool = False) -> BaseException | None:
-    writer = S3StorageWriter(url, overwrite=overwrite)
+    writer = S3StorageWriter(url, overwrite=overwrite, settings={"merge_ranks": False})
     try:
         dcp.save(_own_state(seed), storage_writer=writer, use_collectives=False)
     except BaseException as error:  # noqa: BLE001 - CheckpointException is no Exception

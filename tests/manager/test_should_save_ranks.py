@@ -169,7 +169,7 @@ def test_all_ranks_read_only_or_none(memory_server: Any, root: str) -> None:
         assert found == 1
         assert loaded["step"] == 1
     for told in run_ranks(2, _disagrees, root):
-        assert "different roots, step formats (here of step 12), read_only or should_save" in told
+        assert "different roots, step formats (here of step 12), read_only, save_on_sigterm or should_save" in told
 
 
 def _asked_meanwhile(root: str) -> list[int]:

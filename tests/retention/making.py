@@ -49,7 +49,7 @@ def save_foreign(s3: Any, url: str, directory: Path) -> str:
 
 
 def _save_without_collectives(url: str, overwrite: bool) -> None:
-    writer = S3StorageWriter(url, overwrite=overwrite, metrics={"loss": 0.5})
+    writer = S3StorageWriter(url, overwrite=overwrite, metrics={"loss": 0.5}, settings={"merge_ranks": False})
     dcp.save(state(), storage_writer=writer, use_collectives=False)
 
 

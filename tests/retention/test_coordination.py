@@ -87,6 +87,7 @@ def test_what_lies_beside_a_checkpoint_goes_when_all_of_it_is_old(
 
 def test_a_claim_that_another_save_took_meanwhile_stays(faulty: FaultyServer, client: Any, clock: Clock) -> None:
     save(URL)
+    clock.now += 1
     put(client, URL, CLAIM, b"old")
     clock.now += 2 * DAY
 
@@ -225,3 +226,26 @@ def test_old_boards_go(faulty: FaultyServer, client: Any, clock: Clock) -> None:
         ".dcp_s3/board-cd-queue",
         ".dcp_s3/other",
     }
+
+
+def test_the_claim_of_a_checkpoint_stays_and_goes_with_it(faulty: FaultyServer, client: Any, clock: Clock) -> None:
+    put(client, URL, CLAIM)
+    save(URL)
+    before = keys(client, URL)
+    assert prune(ROOT).leftovers == ()
+    clock.now += 2 * DAY
+    assert prune(ROOT).leftovers == ()
+    assert keys(client, URL) == before
+    put(client, f"{ROOT}/step-9", CLAIM)
+    save(f"{ROOT}/step-9")
+    assert [each.name for each in prune(ROOT, "latest:1").deleted] == ["step-2"]
+    assert keys(client, URL) == {}
+
+
+def test_a_checkpoint_of_a_moment_ago_is_pruned_though_it_was_claimed(
+    faulty: FaultyServer, client: Any, clock: Clock
+) -> None:
+    for name in ("step-2", "step-9"):
+        put(client, f"{ROOT}/{name}", CLAIM)
+        save(f"{ROOT}/{name}")
+    assert [each.name for each in prune(ROOT, "latest:1").deleted] == ["step-2"]

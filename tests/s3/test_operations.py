@@ -179,3 +179,15 @@ def test_a_marker_of_one_page_is_not_sent_for_the_page_after_the_next() -> None:
 def test_a_listing_that_does_not_go_on_is_an_error(answers: list[dict[str, Any]]) -> None:
     with pytest.raises(errors.TransferError, match="does not say where to go on"):
         carry_out(listing.versions(""), *({"IsTruncated": True} | each for each in answers))
+
+
+def test_the_start_of_an_object_is_one_request_but_where_there_are_no_ranges() -> None:
+    answer = {"Body": b"0123", "ETag": '"e"', "Metadata": {"A": "1"}, "ContentRange": "bytes 0-3/10"}
+    start, (asked,) = carry_out(operations.get_start("k", 4), answer)
+    assert (start.size, start.object.data, start.object.etag, start.object.metadata) == (10, b"0123", '"e"', {"a": "1"})
+    assert request_arguments(asked) == {"Key": "k", "Range": "bytes=0-3"}
+    whole = {"Body": b"0123456789", "ETag": '"e"'}
+    for first in (whole, {**answer, "ContentRange": "bytes 0-3/*"}, errors.OutOfRangeError("416")):
+        start, asked = carry_out(operations.get_start("k", 4), first, whole)
+        assert (start.size, start.object.data) == (10, b"0123456789")
+        assert [request_arguments(each).get("Range") for each in asked] == ["bytes=0-3", None]

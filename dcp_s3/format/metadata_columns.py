@@ -1,0 +1,273 @@
+"""``.metadata`` made of columns: the same pickle as `dump_metadata`'s of as many objects, without making any. Pure.
+
+Millions of items are alike but for a few numbers, and so are their pickles: records of fixed width, which numpy fills.
+What items have in common is pickled first, by Python's pickler; records refer to it by its number in the pickle's memo.
+"""
+
+from __future__ import annotations
+
+import io
+import itertools
+import pickle
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from dcp_s3.format.part_columns import (
+    BLOCK,
+    CRC,
+    CRCS,
+    DESCRIPTORS,
+    FLAGS,
+    HAS_BLOCKS,
+    HAS_CRC,
+    HAS_RAW_OFFSET,
+    LENGTH,
+    NAME,
+    OBJECT,
+    OFFSET,
+    OFFSETS,
+    PLACE,
+    PROPERTIES,
+    RAW_OFFSET,
+    SIZES,
+    WHOLE,
+)
+from dcp_s3.torch_private import CURRENT_DCP_VERSION, StorageInfo
+
+Ints: TypeAlias = npt.NDArray[np.integer[Any]]
+
+_SLAB = 2**13  # records at a time: a few MB
+_PROTOCOL = 4
+_KEYS = (
+    "state_dict_metadata", "planner_data", "storage_data", "storage_meta", "version", "properties", "size", "chunks",
+    "offsets", "sizes", "fqn", "offset", "index", "relative_path", "length", "transform_descriptors", "raw_offset",
+    "crc64nvme", "crc64nvme_block", "crc64nvme_blocks",
+)  # fmt: skip
+_CLASSES = (
+    Metadata, TensorStorageMetadata, BytesStorageMetadata, ChunkStorageMetadata, MetadataIndex, StorageInfo, torch.Size,
+)  # fmt: skip
+_BEGIN, _END = b")\x81}(", b"ub"  # of an instance, after its class; of its state and the instance
+_NONE = b"N"
+
+
+@dataclass(frozen=True, eq=False)
+class StoredItems:
+    """All items of a checkpoint. Tables hold each value once; the items refer to them by number."""
+
+    names: Sequence[str]
+    """In the order of their entries. Each has an item."""
+    shapes: Sequence[tuple[int, ...]]
+    properties: Sequence[TensorProperties]
+    descriptors: Sequence[list[str]]
+    paths: Sequence[str]
+    """Relative paths of objects."""
+    numbers: Ints
+    """As in `Columns`, of all ranks. The chunks of a tensor have this order."""
+    ranges: npt.NDArray[np.int64]
+    """As in `Columns`."""
+    copy_crcs: Callable[[Ints, npt.NDArray[np.uint8]], None]
+    """Copies the CRCs of blocks of items (ascending) with as many bytes of them into rows of memory."""
+
+
+def dump_items(
+    items: StoredItems, *, planner_data: dict[str, tuple[str | int, ...]] | None, storage_meta: StorageMeta
+) -> bytes:
+    """``.metadata`` of a checkpoint with these items, as torch's FileSystemReader and `load_metadata` read it."""
+    stream = io.BytesIO()
+    memo = _Memo(stream, items, planner_data, storage_meta)
+    order = stable_order(items.numbers[NAME])
+    starts = group_starts(items.numbers[NAME][order])
+    get = memo.get
+    stream.write(get(Metadata) + _BEGIN + get("state_dict_metadata") + b"}")
+    _write_entries(stream, memo, items, order, starts)
+    stream.write(get("planner_data") + (_NONE if planner_data is None else get(planner_data)))
+    stream.write(get("storage_meta") + get(storage_meta) + get("version") + get(CURRENT_DCP_VERSION))
+    stream.write(get("storage_data") + b"}")
+    _write_storage(stream, memo, items, order, starts)
+    stream.write(_END + b".")
+    return stream.getvalue()
+
+
+def stable_order(values: Ints) -> Ints:
+    """The order that sorts values from 0 on. The same values keep theirs."""
+    if len(values) and int(values.max()) < 2**16:
+        values = values.astype(np.uint16)  # numpy sorts those in linear time
+    return values.argsort(kind="stable")
+
+
+def group_starts(ordered: Ints) -> Ints:
+    """Where a run of the same values begins, in values in order."""
+    return np.flatnonzero(np.concatenate(([True], ordered[1:] != ordered[:-1]))) if len(ordered) else np.zeros(0, int)
+
+
+class _Memo:
+    """Writes the beginning of the pickle, with all that items refer to, and knows the numbers of that."""
+
+    def __init__(self, stream: io.BytesIO, items: StoredItems, planner_data: Any, storage_meta: StorageMeta) -> None:
+        self._common = (
+            _CLASSES, _KEYS, CURRENT_DCP_VERSION, list(items.properties), items.descriptors, list(items.names),
+            planner_data, list(items.paths), storage_meta,
+        )  # fmt: skip
+        pickler = pickle.Pickler(stream, _PROTOCOL)
+        pickler.dump(self._common)
+        memo = cast(Any, pickler).memo.copy()
+        self._numbers = {key: number for key, (number, _) in memo.items()}
+        stream.seek(-1, io.SEEK_END)
+        stream.write(b"0")  # instead of the end: takes the value off the stack, and the memo stays
+        self.names, self.paths = self._numbers_of(items.names), self._numbers_of(items.paths)
+        self.properties, self.descriptors = self._numbers_of(items.properties), self._numbers_of(items.descriptors)
+        self.shapes = _write_shapes(stream, self.get(torch.Size), items.shapes, len(memo))
+
+    def get(self, value: Any) -> bytes:
+        """What puts a value of `common` on the stack."""
+        value = _SAME.get(value, value) if isinstance(value, str) else value
+        number = self._numbers[id(value)]
+        return b"h" + bytes((number,)) if number < 256 else b"j" + number.to_bytes(4, "little")
+
+    def _numbers_of(self, values: Sequence[Any]) -> npt.NDArray[np.uint32]:
+        return np.array([self._numbers[id(each)] for each in values], np.uint32)
+
+
+_SAME = {each: each for each in (*_KEYS, CURRENT_DCP_VERSION)}
+
+
+def _write_shapes(stream: io.BytesIO, get_size: bytes, shapes: Sequence[tuple[int, ...]], first: int) -> Ints:
+    """Put shapes into the memo, whose next number is ``first``. Returns their numbers."""
+    numbers = np.zeros(len(shapes), np.uint32)
+    dims = np.array([len(each) for each in shapes], np.uint8)
+    for count in sorted(set(dims.tolist())):
+        which = np.flatnonzero(dims == count)
+        numbers[which] = np.arange(first, first + len(which))
+        first += len(which)
+        values = np.array([shapes[each] for each in which.tolist()], np.int64).reshape(len(which), count)
+        sizes = [each for dim in range(count) for each in _integer(values[:, dim])]
+        _write_records(stream, len(which), [get_size + b"(", *sizes, b"t\x85R\x940"])
+    return numbers
+
+
+def _write_entries(stream: io.BytesIO, memo: _Memo, items: StoredItems, order: Ints, starts: Ints) -> None:
+    """``state_dict_metadata``: what each name is, in the order of the table of names."""
+    get, numbers = memo.get, items.numbers
+    chunks = io.BytesIO()
+    tensors = order[numbers[PROPERTIES][order] > 0]
+    width = _write_records(
+        chunks,
+        len(tensors),
+        [
+            get(ChunkStorageMetadata) + _BEGIN,
+            get("offsets") + b"j", memo.shapes[numbers[OFFSETS][tensors] - 1],
+            get("sizes") + b"j", memo.shapes[numbers[SIZES][tensors] - 1],
+            _END + b"a",
+        ],
+    )  # fmt: skip
+    records, done = chunks.getbuffer(), 0
+    firsts, counts = order[starts], np.diff(starts, append=len(order)).tolist()
+    begin = get(TensorStorageMetadata) + _BEGIN + get("properties")
+    properties = [get(each) for each in items.properties]
+    size, between, other = get("size") + b"j", get("chunks") + b"]", get(BytesStorageMetadata) + b")\x81s"
+    rows = zip(
+        memo.names[numbers[NAME][firsts]].tolist(),
+        numbers[PROPERTIES][firsts].tolist(),
+        memo.shapes[numbers[WHOLE][firsts] - 1].tolist() if len(memo.shapes) else [0] * len(firsts),
+        counts,
+        strict=True,
+    )
+    for name, kind, whole, count in rows:
+        stream.write(b"j" + name.to_bytes(4, "little"))
+        if kind:
+            stream.write(begin + properties[kind - 1] + size + whole.to_bytes(4, "little") + between)
+            stream.write(records[done * width : (done + count) * width])
+            stream.write(_END + b"s")
+            done += count
+        else:
+            stream.write(other)
+
+
+def _write_storage(stream: io.BytesIO, memo: _Memo, items: StoredItems, order: Ints, starts: Ints) -> None:
+    """``storage_data``: where each item lies. Items whose pickles have the same width follow each other."""
+    numbers = items.numbers
+    hints = np.empty(len(order), np.int32)
+    hints[order] = np.arange(len(order)) - np.repeat(starts, np.diff(starts, append=len(order)))
+    kinds = (numbers[FLAGS] & (HAS_RAW_OFFSET | HAS_CRC | HAS_BLOCKS)).astype(np.int64)
+    for bit, number in ((8, PROPERTIES), (16, PLACE), (32, DESCRIPTORS)):
+        kinds |= np.where(numbers[number] > 0, bit, 0)
+    kinds |= numbers[CRCS].astype(np.int64) << 6
+    by_kind = stable_order(kinds)
+    bounds = [*group_starts(kinds[by_kind]).tolist(), len(by_kind)]
+    for start, stop in itertools.pairwise(bounds):
+        for slab in range(start, stop, _SLAB):
+            chosen = by_kind[slab : min(slab + _SLAB, stop)]
+            _write_slab(stream, memo, items, chosen, hints[chosen], int(kinds[chosen[0]]))
+
+
+def _write_slab(stream: io.BytesIO, memo: _Memo, items: StoredItems, chosen: Ints, hints: Ints, kind: int) -> None:
+    get = memo.get
+    numbers, ranges = items.numbers[:, chosen], items.ranges[:, chosen]
+    layout: list[bytes | Ints] = [
+        get(MetadataIndex) + _BEGIN + get("fqn") + b"j", memo.names[numbers[NAME]],
+        get("index"), *([b"J", hints] if kind & 8 else [_NONE]),
+    ]  # fmt: skip
+    if kind & 16:
+        layout += [get("offset") + b"j", memo.shapes[numbers[PLACE] - 1]]
+    layout += [
+        _END + get(StorageInfo) + _BEGIN + get("relative_path") + b"j", memo.paths[numbers[OBJECT]],
+        get("offset"), *_integer(ranges[OFFSET]),
+        get("length"), *_integer(ranges[LENGTH]),
+    ]  # fmt: skip
+    if kind & 32:
+        layout += [get("transform_descriptors") + b"j", memo.descriptors[numbers[DESCRIPTORS] - 1]]
+    if kind & HAS_RAW_OFFSET:
+        layout += [get("raw_offset"), *_integer(ranges[RAW_OFFSET])]
+    if kind & HAS_CRC:
+        layout += [get("crc64nvme") + b"\x8a\x09", ranges[CRC].view(np.uint64), b"\0"]
+    if kind & HAS_BLOCKS:
+        length = kind >> 6
+        blocks = np.empty((len(chosen), length), np.uint8)
+        items.copy_crcs(chosen, blocks)
+        layout += [get("crc64nvme_block"), *_integer(ranges[BLOCK])]
+        layout += [get("crc64nvme_blocks") + b"B" + length.to_bytes(4, "little"), blocks]
+    _write_records(stream, len(chosen), [*layout, _END + b"s"])
+
+
+def _integer(values: Ints) -> list[bytes | Ints]:
+    """Integers, all in the same number of bytes."""
+    if len(values) and int(values.max()) < 2**31:
+        return [b"J", values.astype(np.int32)]
+    return [b"\x8a\x08", values]
+
+
+def _write_records(stream: io.BytesIO, count: int, layout: Sequence[bytes | Ints]) -> int:
+    """Write records of the same bytes and of values, the least significant byte first. Returns the bytes of one."""
+    template = b""
+    fields: list[tuple[np.dtype[Any], int, npt.NDArray[Any]]] = []
+    for part in layout:
+        if isinstance(part, bytes):
+            template += part
+            continue
+        width = part.dtype.itemsize * (part.shape[1] if part.ndim == 2 else 1)
+        if width:
+            kind = part.dtype.newbyteorder("<") if part.ndim == 1 else np.dtype((np.void, width))
+            values = part if part.ndim == 1 else part.view(kind).reshape(len(part))
+            fields.append((kind, len(template), values))
+            template += bytes(width)
+    records = np.empty(count, np.dtype((np.void, len(template))))
+    records[:] = np.void(template)
+    for kind, start, values in fields:
+        view = np.ndarray((count,), kind, records.data, start, (len(template),)) if count else values
+        view[...] = values
+    stream.write(records.data)
+    return len(template)

@@ -1,0 +1,103 @@
+"""What `Merging` must say, item by item: DCP's objects, pickled by Python, checked one by one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+
+from dcp_s3.errors import SaveProtocolError, ShardingError
+from dcp_s3.format.part import Part, WrittenItem, item_hash
+from dcp_s3.torch_private import CURRENT_DCP_VERSION, StorageInfo
+
+
+def merge(parts: Sequence[Part], *, save_id: str, checkpoint_id: str) -> Metadata:
+    """The metadata of all parts of a save.
+
+    Raises:
+        ShardingError, SaveProtocolError: as `Merging.merged`.
+    """
+    parts = sorted(parts, key=lambda part: (part.rank, part.number))
+    written = {_hash(part, item) for part in parts for item in part.written}
+    if {each for part in parts if part.number == 0 for each in part.held} - written:
+        raise SaveProtocolError("unwritten")
+    storage_data: dict[MetadataIndex, StorageInfo] = {}
+    entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    wholes: dict[str, tuple[torch.Size, torch.dtype]] = {}
+    paths: dict[str, tuple[str | int, ...]] = {}
+    for part, item in _items(parts):
+        fqn, data, index = item.index.fqn, item.tensor, item.index
+        if data is not None and _hash(part, item, WriteItemType.SHARD) in part.held:
+            _check_whole(wholes, fqn, data.size, data.properties.dtype)
+        if index in storage_data:
+            continue
+        entry = entries.get(fqn)
+        if data is None and entry is None:
+            entries[fqn] = BytesStorageMetadata()
+        elif data is not None and not isinstance(entry, BytesStorageMetadata):
+            if entry is None:
+                entry = entries[fqn] = TensorStorageMetadata(data.properties, data.size, [])
+            _check_whole(wholes, fqn, data.size, data.properties.dtype)
+            index = MetadataIndex(fqn, index.offset, len(entry.chunks))
+            entry.chunks.append(data.chunk)
+        else:
+            raise SaveProtocolError(f"{fqn!r} is a tensor and something else")
+        storage_data[index] = item.storage
+    for part in parts:
+        for name, path in (part.paths or {}).items():
+            paths.setdefault(name, path)
+    for fqn, entry in entries.items():
+        if isinstance(entry, TensorStorageMetadata):
+            _check_chunks(fqn, entry.size, entry.chunks, filled=parts[0].world_size > 1)
+    return Metadata(
+        entries,
+        planner_data=None if all(part.paths is None for part in parts) else paths,
+        storage_data=storage_data,
+        storage_meta=StorageMeta(checkpoint_id=checkpoint_id, save_id=save_id),
+        version=CURRENT_DCP_VERSION,
+    )
+
+
+def _items(parts: Sequence[Part]) -> Iterator[tuple[Part, WrittenItem]]:
+    for part in parts:
+        for item in part.written:
+            yield part, item
+
+
+def _hash(part: Part, item: WrittenItem, *kinds: WriteItemType) -> int:
+    """Hash of an item that the rank holds, if it is of one of these kinds (default: any)."""
+    hashes = [item_hash(WriteItem(item.index, kind, tensor_data=item.tensor)) for kind in kinds or WriteItemType]
+    return next((each for each in hashes if each in part.held), 0)
+
+
+def _check_whole(
+    wholes: dict[str, tuple[torch.Size, torch.dtype]], fqn: str, size: torch.Size, dtype: torch.dtype
+) -> None:
+    if wholes.setdefault(fqn, (size, dtype)) != (size, dtype):
+        raise ShardingError("different", fqn=fqn)
+
+
+def _check_chunks(fqn: str, size: torch.Size, chunks: Sequence[ChunkStorageMetadata], *, filled: bool) -> None:
+    if not size:
+        return
+    for number, chunk in enumerate(chunks):
+        if not len(chunk.offsets) == len(chunk.sizes) == len(size):
+            raise ShardingError("dimensions", fqn=fqn)
+        if any(a + b > c for a, b, c in zip(chunk.offsets, chunk.sizes, size, strict=True)):
+            raise ShardingError("outside", fqn=fqn)
+        for other in chunks[:number]:
+            boxes = zip(chunk.offsets, chunk.sizes, other.offsets, other.sizes, strict=True)
+            if all(a < c + d and c < a + b for a, b, c, d in boxes):
+                raise ShardingError("overlap", fqn=fqn)
+    if filled and sum(math.prod(chunk.sizes) for chunk in chunks) != math.prod(size):
+        raise ShardingError("holes", fqn=fqn)
