@@ -12,82 +12,22 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from types import TracebackType
-from typing import Any, TypeVar
-
-from hypothesis import strategies as st
+from typing import TypeVar
 
 from dcp_s3 import errors
-from dcp_s3.limit import Limit
-from dcp_s3.store import DeleteTarget, Expect, ObjectHead, Page, Store, StoredObject, Upload, target_of
+from dcp_s3.store import Store
 from dcp_s3.stores.memory import MemoryStore
+from tests.coordination.actor_store import ActorStore
+from tests.coordination.moves import Kind, Move
 
 T = TypeVar("T")
 
 _LATENCY = 0.01  # virtual seconds of a request
 _MOST_STEPS = 20_000
-_STEPS = (*range(16), 20, 25, 30, 40, 60, 100)
-_ACTORS = 8
 _STUCK = 60.0  # real seconds: a rank that waits for something else than the store and the clock
-
-
-class Kind(Enum):
-    """What the adversary does to one rank, or to all."""
-
-    RUN = "run"
-    """Nothing."""
-    REFUSE = "refuse"
-    """Its next request fails without effect."""
-    LOSE = "lose"
-    """Its next write is carried out, and the answer is lost."""
-    DELAY = "delay"
-    """Its next write seems to fail, and is carried out later."""
-    REPEAT = "repeat"
-    """Its next write is carried out, and once more later, as after a retry."""
-    LAND = "land"
-    """A write that is still under way is carried out now."""
-    KILL = "kill"
-    """It ends here, for good."""
-    HOLD = "hold"
-    """It stands still until `FREE`, or until nobody else goes on."""
-    FREE = "free"
-    """All that stand still go on."""
-    RESTART = "restart"
-    """The job begins again, while all ranks of before stand still."""
-    CRASH = "crash"
-    """All ranks end, and the job begins again."""
-
-
-@dataclass(frozen=True)
-class Move:
-    """One decision of the adversary, and what runs after it."""
-
-    kind: Kind = Kind.RUN
-    actor: int = 0
-    """Number of the rank among those that live, or of the write among those under way, modulo how many there are."""
-    steps: int = 0
-    """Points that are passed after it."""
-    alone: bool = False
-    """Whether only that rank passes them; otherwise all take turns."""
-
-
-def moves(kinds: Collection[Kind], *, most: int = 10, longest: int = 100) -> st.SearchStrategy[list[Move]]:
-    """Lists of at most so many moves of these kinds, each of at most ``longest`` steps."""
-    allowed = [Kind.RUN, *kinds]
-    steps_of = [each for each in _STEPS if each <= longest]
-
-    def decode(number: int) -> Move:
-        number, steps = divmod(number, len(steps_of))
-        number, alone = divmod(number, 2)
-        kind, actor = divmod(number, _ACTORS)
-        return Move(allowed[kind], actor, steps_of[steps], bool(alone))
-
-    # One number for a move: drawing is what takes hypothesis longest.
-    numbers = st.lists(st.integers(0, len(allowed) * _ACTORS * 2 * len(steps_of) - 1), max_size=most)
-    return numbers.map(lambda each: list(map(decode, each)))
 
 
 class Killed(BaseException):
@@ -127,7 +67,7 @@ class Actor:
     @property
     def store(self) -> Store:
         """The store as this rank reaches it."""
-        return _ActorStore(self.adversary, self)
+        return ActorStore(self.adversary, self)
 
     def now(self) -> float:
         """Virtual seconds."""
@@ -423,68 +363,3 @@ class Adversary:
         if self.changed:
             self.changed = False
             self._check(self)
-
-
-class _ActorStore(Store):
-    """The store as one rank reaches it."""
-
-    def __init__(self, adversary: Adversary, actor: Actor, limit: Limit | None = None) -> None:
-        self.adversary, self._actor = adversary, actor
-        self._stored = adversary.stored
-        self.name, self.limit = self._stored.name, limit or self._stored.limit
-
-    def within(self, limit: Limit) -> _ActorStore:
-        return _ActorStore(self.adversary, self._actor, limit)
-
-    def _ask(self, text: str, call: Callable[[], T]) -> T:
-        return self._actor.request(text, call, changes=False)
-
-    def read(self, key: str, start: int, into: memoryview, etag: str | None = None) -> None:
-        self._ask(f"read {key}", lambda: self._stored.read(key, start, into, etag))
-
-    def get(self, key: str) -> StoredObject:
-        return self._ask(f"get {key}", lambda: self._stored.get(key))
-
-    def put(
-        self,
-        key: str,
-        data: bytes | memoryview,
-        *,
-        expect: Expect | None = None,
-        content_type: str = "application/octet-stream",
-        metadata: Mapping[str, str] | None = None,
-    ) -> None:
-        condition = "" if expect is None else f" if-match {expect.etag}" if expect.etag else " if-none-match"
-        expect, data = expect if self.adversary.honours_conditions else None, bytes(data)
-        self._actor.request(
-            f"put {key}{condition}",
-            lambda: self._stored.put(key, data, expect=expect, content_type=content_type, metadata=metadata),
-            changes=True,
-        )
-
-    def head(self, key: str, *, checksum: bool = False) -> ObjectHead:
-        return self._ask(f"head {key}", lambda: self._stored.head(key, checksum=checksum))
-
-    def exists(self, key: str) -> bool:
-        return self._ask(f"exists {key}", lambda: self._stored.exists(key))
-
-    def page(self, prefix: str, delimiter: str = "", *, token: str | None = None) -> Page:
-        return self._ask(f"list {prefix}", lambda: self._stored.page(prefix, delimiter, token=token))
-
-    def delete(self, targets: Iterable[str | DeleteTarget]) -> Sequence[str]:
-        wanted = [target_of(each) for each in targets]
-        if not self.adversary.honours_conditions:
-            wanted = [DeleteTarget(each.key, version_id=each.version_id) for each in wanted]
-        names = " ".join(each.key for each in wanted)
-        return self._actor.request(f"delete {names}", lambda: self._stored.delete(wanted), changes=True)
-
-    def uploads(self, prefix: str) -> Sequence[Upload]:
-        return ()
-
-    def abort(self, upload: Upload) -> None:
-        pass
-
-
-def ended_well(actors: Iterable[Actor]) -> list[Any]:
-    """Results of the ranks that ended without an error, and were not killed."""
-    return [each.result for each in actors if each.has_ended and not each.killed and each.error is None]

@@ -21,42 +21,24 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from dcp_s3 import errors
-from dcp_s3.coordination.claim import Claim, claim_of, parse_claim
+from dcp_s3.coordination.claim import Claim, claim_of
 from dcp_s3.coordination.identity import Attempt
 from dcp_s3.coordination.joint import Clock, JointSave, find_commit
 from dcp_s3.coordination.participant import Participant
 from dcp_s3.coordination.told import make_facts
-from dcp_s3.format.layout import (
-    CLAIM,
-    DATA_SUFFIX,
-    METADATA,
-    PART_PREFIX,
-    SAVE_ID_KEY,
-    data_object,
-    intent_object,
-    manifest_object,
-    new_nonce,
-)
-from dcp_s3.format.manifest import Manifest, ObjectEntry
-from dcp_s3.format.metadata import load_metadata
+from dcp_s3.format.layout import data_object, intent_object, new_nonce
+from dcp_s3.format.manifest import ObjectEntry
 from dcp_s3.format.part import Part, WrittenItem, digest_of, item_hash
 from dcp_s3.format.storage_info import make_storage_info
-from dcp_s3.url import CheckpointURL, parse_url
+from dcp_s3.url import CheckpointURL
 from tests.coordination.adversary import Actor, Adversary
+from tests.coordination.invariants import ONE, Invariants, Violation
+from tests.coordination.moves import Move
 
 T = TypeVar("T")
 
-ONE, TWO = parse_url("s3://memory/run/step-1"), parse_url("s3://memory/run/step-2")
-
 _ITEM_BYTES = 8
 _TRIES = 4  # of a request that S3 does not answer
-
-
-class Violation(AssertionError):
-    """Something that must hold does not."""
-
-
-# --- what is saved ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -124,6 +106,9 @@ class World:
         rank_timeout: see `JointSave`.
         knows_before: whether each rank knows what all held before the first save, from a save before it.
         signs: whether ranks say what they hold before they write.
+        overlaps: whether a rank begins its saves without waiting for the one before.
+        attempt_of: the attempts, by number.
+        newest_stays: whether their identities say which attempt is newer.
     """
 
     ranks: int
@@ -132,6 +117,9 @@ class World:
     rank_timeout: float = 3.0
     knows_before: bool = False
     signs: bool = True
+    overlaps: bool = False
+    attempt_of: Callable[[int], Attempt] = lambda number: Attempt("run", (number,), "", None, 0, 0)
+    newest_stays: bool = True
     reports: list[tuple[Actor, Claim, Turn, str | Exception, str | None]] = field(default_factory=list)
     """Of each rank that came to the end of a save: who, which, what it said (save id or error), and the commit that
     stood at the URL then."""
@@ -145,13 +133,18 @@ class World:
 
     def job(self, attempt: int) -> Mapping[str, Callable[[Actor], object]]:
         """What the ranks of an attempt do."""
-        return {f"rank{rank}": self._work(rank, attempt) for rank in range(self.ranks)}
+        turns = range(len(self.turns))
+        if self.overlaps:
+            return {
+                f"rank{rank}.{turn}": self._work(rank, attempt, [turn]) for rank in range(self.ranks) for turn in turns
+            }
+        return {f"rank{rank}": self._work(rank, attempt, turns) for rank in range(self.ranks)}
 
     def claim(self, attempt: int, turn: int) -> Claim:
         """The claim of a save."""
         url = self.turns[turn].url
         number = sum(each.url == url for each in self.turns[: turn + 1])
-        return claim_of(Attempt("run", (attempt,), "", None, self.ranks, 0), str(url), number, turn)
+        return claim_of(replace(self.attempt_of(attempt), world_size=self.ranks), str(url), number, turn)
 
     def is_needed(self, adversary: Adversary, actor: Actor) -> bool:
         """Whether an actor of the first attempt holds what no other living one does."""
@@ -163,10 +156,11 @@ class World:
         """What a rank holds, by hash."""
         return {item_hash(each.planned): each for each in self.items if rank in each.holders}
 
-    def _work(self, rank: int, attempt: int) -> Callable[[Actor], object]:
+    def _work(self, rank: int, attempt: int, turns: Sequence[int]) -> Callable[[Actor], object]:
         def work(actor: Actor) -> None:
             known = self.knows_before
-            for turn, what in enumerate(self.turns):
+            for turn in turns:
+                what = self.turns[turn]
                 saving = _Saving(self, actor, rank, attempt, turn, known)
                 outcome: str | Exception
                 try:
@@ -240,135 +234,6 @@ def persistently(request: Callable[[], T]) -> T:
     return request()
 
 
-# --- what must hold -----------------------------------------------------------------------------------
-
-
-@dataclass
-class _Commit:
-    save_id: str
-    order: tuple[int, int]
-    needed: dict[str, str]
-    """Key and content (see `_contents`) of all that it consists of."""
-
-
-class Invariants:
-    """What must hold after each change of the store."""
-
-    def __init__(self, world: World, *, newest_stays: bool = True) -> None:
-        self._world, self._newest_stays = world, newest_stays
-        self._overwrites = {url: any(each.overwrite for each in world.turns if each.url == url) for url in (ONE, TWO)}
-        self._now: dict[CheckpointURL, _Commit] = {}
-        self._before: dict[str, str] = {}
-        self._claims: dict[CheckpointURL, tuple[int, int]] = {}
-        self.committed: dict[CheckpointURL, list[str]] = {ONE: [], TWO: []}
-        """Save ids of all commits, in order."""
-
-    def check(self, adversary: Adversary) -> None:
-        """Raises Violation."""
-        found = {each.key: each.etag.strip('"').partition("-")[0] for each in adversary.stored.list("").objects}
-        for url in (ONE, TWO):
-            self._check_commit(adversary, url, found)
-            self._check_claim(adversary, url, found)
-        self._check_removed(self._before.keys() - found.keys())
-        self._before = found
-
-    def check_reports(self) -> None:
-        """What ranks said was so."""
-        for actor, claim, turn, outcome, stood in self._world.reports:
-            if isinstance(outcome, str):
-                if not outcome.startswith(claim.save):
-                    raise Violation(f"{actor.name} takes {outcome} for its own")
-                if outcome not in self.committed[turn.url]:
-                    raise Violation(f"{actor.name} says that {outcome} was committed")
-            elif stood is not None:
-                raise Violation(f"{actor.name} says {outcome!r}, but {stood} was committed")
-
-    def _check_commit(self, adversary: Adversary, url: CheckpointURL, found: Mapping[str, str]) -> None:
-        key, before = url.key(METADATA), self._now.get(url)
-        if key not in found:
-            if before is not None:
-                raise Violation(f"{url} had a checkpoint")
-            return
-        if before is None or before.needed[key] != found[key]:
-            commit = self._now[url] = self._read(adversary, url, found)
-            self.committed[url].append(commit.save_id)
-            if before is not None and not self._overwrites[url]:
-                raise Violation(f"{before.save_id} was replaced by {commit.save_id}, without overwrite")
-            if before is not None and self._newest_stays and before.order >= commit.order:
-                raise Violation(f"{before.save_id} {before.order} was replaced by {commit.save_id} {commit.order}")
-        for each, content in self._now[url].needed.items():
-            if found.get(each) != content:
-                raise Violation(f"{each} of {self._now[url].save_id} {'is another' if each in found else 'is gone'}")
-
-    def _read(self, adversary: Adversary, url: CheckpointURL, found: Mapping[str, str]) -> _Commit:
-        stored = adversary.stored.get(url.key(METADATA))
-        save_id = stored.metadata[SAVE_ID_KEY]
-        metadata = load_metadata(stored.data, url=str(url))
-        order = self._world.claims.get(save_id[:16])
-        if order is None:
-            raise Violation(f"nobody's save {save_id}")
-        manifest_key = url.key(manifest_object(save_id))
-        if manifest_key not in found:
-            raise Violation(f"{save_id} has no manifest")
-        manifest = Manifest.from_json(adversary.stored.get(manifest_key).data)
-        paths = {info.relative_path for info in metadata.storage_data.values()}
-        if manifest.save_id != save_id or getattr(metadata.storage_meta, "save_id", None) != save_id:
-            raise Violation(f"the manifest of {save_id} is of {manifest.save_id}")
-        if manifest.items != len(metadata.storage_data) or not paths <= {each.path for each in manifest.objects}:
-            raise Violation(f"the manifest of {save_id} does not fit")
-        if manifest.metrics != {"turn": order[1]}:
-            raise Violation(f"the metrics of {save_id} are {manifest.metrics}")
-        self._check_bytes(adversary, url, metadata, order)
-        keys = [url.key(METADATA), manifest_key, *(url.key(each.path) for each in manifest.objects)]
-        if missing := [each for each in keys if each not in found]:
-            raise Violation(f"{save_id} lacks {missing}")
-        return _Commit(save_id, order, {each: found[each] for each in keys})
-
-    def _check_bytes(self, adversary: Adversary, url: CheckpointURL, metadata: Any, order: tuple[int, int]) -> None:
-        """Every item is there once, with the bytes of this save."""
-        expected = {(each.fqn, each.planned.index.offset): each.bytes_in(*order) for each in self._world.items}
-        stored = {(index.fqn, index.offset): info for index, info in metadata.storage_data.items()}
-        if stored.keys() != expected.keys() or len(stored) != len(metadata.storage_data):
-            raise Violation(f"{url} has items {sorted(map(str, stored))}, expected {sorted(map(str, expected))}")
-        for each in self._world.items:
-            entry = metadata.state_dict_metadata[each.fqn]
-            if each.chunk is not None and len(entry.chunks) != each.chunks:
-                raise Violation(f"{each.fqn} has {len(entry.chunks)} chunks")
-        for name, info in stored.items():
-            try:
-                data = adversary.stored.get(url.key(info.relative_path)).data
-            except errors.ObjectNotFoundError:
-                raise Violation(f"{url} lacks {info.relative_path}") from None
-            if data[info.offset : info.offset + info.length] != expected[name]:
-                raise Violation(f"{name} of {order} has other bytes")
-
-    def _check_claim(self, adversary: Adversary, url: CheckpointURL, found: Mapping[str, str]) -> None:
-        """Claims only go on to newer saves."""
-        key, before = url.key(CLAIM), self._claims.get(url)
-        if key not in found:
-            if before is not None:
-                raise Violation(f"the claim of {before} is gone")
-            return
-        if found[key] == self._before.get(key):
-            return
-        claim = parse_claim(adversary.stored.get(key).data)
-        if claim is None:
-            raise Violation(f"{key} cannot be read")
-        order = self._claims[url] = self._world.claims[claim.save]
-        if before is not None and self._newest_stays and before > order:
-            raise Violation(f"the claim of {before} was replaced by that of {order}")
-
-    def _check_removed(self, removed: Sequence[str] | set[str]) -> None:
-        """Nothing that a save without commit needs is removed."""
-        done = {save_id[:16] for each in self.committed.values() for save_id in each}
-        for key in removed:
-            _, prefix, name = key.partition(PART_PREFIX)
-            if prefix and name.partition(".")[0] not in done:
-                raise Violation(f"{key} was removed, and its save is not committed")
-            if key.endswith(DATA_SUFFIX) and not done:
-                raise Violation(f"{key} was removed before any commit")
-
-
 # --- playing ------------------------------------------------------------------------------------------
 
 
@@ -402,10 +267,14 @@ def repeatable() -> Iterator[None]:
         yield
 
 
-def play(
-    world: World, moves: Sequence[Any], *, invariants: Invariants | None = None, **options: Any
-) -> tuple[World, Adversary]:
+def play(world: World, moves: Sequence[Move], *, clean: bool = False, **options: Any) -> tuple[World, Adversary]:
     """Play moves against a new world.
+
+    Args:
+        world: as it is before.
+        moves: what the adversary does.
+        clean: whether nothing must be left over.
+        options: for the adversary.
 
     Returns:
         The world after it, and the adversary.
@@ -414,11 +283,13 @@ def play(
         Violation: something does not hold; with the story of how it came about.
     """
     world = replace(world, reports=[])
-    invariants = invariants or Invariants(world)
+    invariants = Invariants(world)
     with repeatable(), Adversary(world.job, check=invariants.check, **options) as adversary:
         try:
             adversary.play(moves)
             invariants.check_reports()
+            if clean:
+                invariants.check_clean(adversary)
             for each in adversary.actors:
                 if each.error is not None:
                     raise Violation(f"{each.name} fails with {each.error!r}") from each.error

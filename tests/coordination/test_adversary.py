@@ -12,11 +12,13 @@ from hypothesis.errors import NoSuchExample
 
 from dcp_s3 import errors
 from dcp_s3.store import ABSENT, Expect
-from tests.coordination.adversary import Actor, Adversary, Kind, Move, moves
+from tests.coordination.adversary import Actor, Adversary
+from tests.coordination.moves import Kind, Move, moves
 
-_SEARCH = settings(
-    max_examples=60, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
+_LONG = settings(
+    max_examples=300, derandomize=True, database=None, deadline=None, suppress_health_check=list(HealthCheck)
 )
+_SHORT = settings(_LONG, max_examples=40)
 
 
 class Broken(Exception):
@@ -27,7 +29,9 @@ Check = Callable[[Adversary], None]
 Work = Callable[[Actor], object]
 
 
-def shortest(work: Work, check: Check, kinds: Collection[Kind], **options: bool) -> list[Move] | None:
+def shortest(
+    work: Work, check: Check, kinds: Collection[Kind], search: settings = _LONG, **options: bool
+) -> list[Move] | None:
     """The shortest moves found that break two ranks which do ``work``; None: none were found."""
 
     def breaks(schedule: list[Move]) -> bool:
@@ -39,7 +43,7 @@ def shortest(work: Work, check: Check, kinds: Collection[Kind], **options: bool)
         return False
 
     try:
-        return find(moves(kinds, most=5), breaks, settings=_SEARCH)
+        return find(moves(kinds, most=5), breaks, settings=search)
     except NoSuchExample:
         return None
 
@@ -242,12 +246,12 @@ def test_a_race_is_found_by_the_moves_that_it_takes_and_gone_when_mended(
     assert len(found) <= 3
     assert {each.kind for each in found} <= {*kinds, Kind.RUN}
     if kinds:
-        assert shortest(broken, check, []) is None
-    assert shortest(mended, check, kinds) is None
+        assert shortest(broken, check, [], _SHORT) is None
+    assert shortest(mended, check, kinds, _SHORT) is None
 
 
 def test_a_store_that_ignores_conditions_breaks_what_relies_on_them() -> None:
-    assert shortest(commits_if_absent, first_stays, []) is None
+    assert shortest(commits_if_absent, first_stays, [], _SHORT) is None
     assert shortest(commits_if_absent, first_stays, [], honours_conditions=False) is not None
 
 
