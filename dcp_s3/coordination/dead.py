@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+_NOT_BEGUN = 10
+"""Rank timeouts for which a rank that was never heard of may still begin, if nobody can make up for it."""
+
 
 @dataclass(frozen=True)
 class Seen:
@@ -14,7 +17,7 @@ class Seen:
     parts: Mapping[int, str]
     """Digest of what it holds, by rank, of those that have written their part."""
     intents: Mapping[int, str]
-    """Digest by rank, of those that said what they hold before they wrote."""
+    """Digest by rank, of those that said what they hold. They show that they live while they write."""
     silent: Mapping[int, float]
     """Seconds since the last sign of each rank without a part."""
     before: Sequence[str] | None = None
@@ -54,7 +57,8 @@ def judge(seen: Seen, rank_timeout: float) -> Verdict:
 
     Args:
         seen: what was seen.
-        rank_timeout: seconds without a sign after which a rank counts as dead.
+        rank_timeout: seconds without a sign after which a rank counts as dead, if another one can make up for it, or if
+            it had begun. Without both it has ten times as long.
     """
     waiting = tuple(rank for rank in seen.missing if seen.silent.get(rank, 0.0) < rank_timeout)
     if waiting:
@@ -69,4 +73,8 @@ def judge(seen: Seen, rank_timeout: float) -> Verdict:
             made_up[rank] = alike[number % len(alike)]
         else:
             lost.append(rank)
-    return Verdict(lost=tuple(lost)) if lost else Verdict(made_up=made_up)
+    if not lost:
+        return Verdict(made_up=made_up)
+    # They may be at something that takes long, an evaluation for example, and save afterwards.
+    not_begun = [rank for rank in lost if rank not in seen.intents and seen.silent[rank] < _NOT_BEGUN * rank_timeout]
+    return Verdict(waiting=tuple(not_begun)) if not_begun else Verdict(lost=tuple(lost))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dcp_s3 import errors
@@ -14,6 +14,9 @@ from dcp_s3.failures import name_ranks
 from dcp_s3.format.layout import INTENT_PREFIX, PART_PREFIX
 from dcp_s3.store import Store
 from dcp_s3.url import CheckpointURL
+
+FAILED = b"failed: "
+"""Begin of an intent that says why its rank has failed."""
 
 
 @dataclass(frozen=True)
@@ -80,8 +83,21 @@ def find_commit(store: Store, joint: JointSave) -> str | None:
     return save_id if save_id is not None and save_id.startswith(joint.save) else None
 
 
-def lost_error(joint: JointSave, lost: Sequence[int]) -> errors.SaveProtocolError:
-    """The error for a save some of whose ranks are dead, when no other rank holds the same."""
+def lost_error(joint: JointSave, lost: Sequence[int], causes: Mapping[int, str]) -> errors.SaveProtocolError:
+    """The error for a save some of whose ranks are dead, when no other rank holds the same.
+
+    Args:
+        joint: the save.
+        lost: ranks without a part.
+        causes: what failed, by rank, as far as they could say so.
+    """
+    if causes:
+        told = "; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items())
+        return errors.SaveProtocolError(
+            f"{joint.url} is not committed: {name_ranks(lost)} could not write; what was there before is untouched. "
+            f"{told}",
+            url=str(joint.url),
+        )
     return errors.SaveProtocolError(
         f"{joint.url} is not committed: {name_ranks(lost)} wrote nothing for DCP_S3_RANK_TIMEOUT = "
         f"{joint.rank_timeout:g} s, and no other rank is known to hold the same; what was there before is untouched. "

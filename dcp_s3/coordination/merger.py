@@ -7,6 +7,7 @@ read, with a manifest of its own name; one commit wins.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import time
@@ -19,10 +20,10 @@ from dcp_s3.checkpoint.commit_state import Previous, SaveIdentity, exists_error,
 from dcp_s3.checkpoint.completeness import Beginning
 from dcp_s3.coordination.claim import is_still_ours
 from dcp_s3.coordination.dead import Seen, judge
-from dcp_s3.coordination.joint import Clock, JointSave, find_commit, lost_error, taken_over_error
+from dcp_s3.coordination.joint import FAILED, Clock, JointSave, find_commit, lost_error, taken_over_error
 from dcp_s3.coordination.merge import Merging
 from dcp_s3.coordination.told import Facts, describe
-from dcp_s3.format.layout import new_save_id, notice_object
+from dcp_s3.format.layout import intent_object, new_save_id, notice_object
 from dcp_s3.format.manifest import Manifest
 from dcp_s3.format.notice import Notice
 from dcp_s3.store import Store, StoredObject
@@ -93,7 +94,7 @@ class Merger:
             before = self._joint.before() if self._is_anyone_silent() else None
             verdict = judge(self._seen(before), self._joint.rank_timeout)
             if verdict.lost:
-                raise lost_error(self._joint, verdict.lost)
+                raise lost_error(self._joint, verdict.lost, self._causes(verdict.lost))
             if verdict.made_up is None:
                 return None
             made_up = verdict.made_up
@@ -145,6 +146,18 @@ class Merger:
             sign = (each.etag, each.modified_at, each.size)
             if self._signs.get(int(rank), (None, 0.0))[0] != sign:
                 self._signs[int(rank)] = sign, self._clock.now()
+
+    def _causes(self, ranks: Sequence[int]) -> dict[int, str]:
+        """What failed on ranks that could still say so."""
+        found = {}
+        for rank in ranks[:8]:
+            if rank in self._intents:
+                with contextlib.suppress(errors.StorageError):
+                    key = self._joint.url.key(intent_object(self._joint.save, rank, self._intents[rank]))
+                    data = self._store.get(key).data
+                    if data.startswith(FAILED):
+                        found[rank] = data[len(FAILED) :].decode("utf-8", "replace")
+        return found
 
     def _silence(self, rank: int) -> float:
         return self._clock.now() - max(self._began, self._signs.get(rank, (None, 0.0))[1])

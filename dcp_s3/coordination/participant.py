@@ -13,7 +13,7 @@ from dcp_s3.checkpoint.commit import delete_quietly
 from dcp_s3.checkpoint.commit_state import SaveIdentity, check_absent
 from dcp_s3.checkpoint.completeness import Beginning
 from dcp_s3.coordination.claim import claim
-from dcp_s3.coordination.joint import Clock, JointSave, find_commit
+from dcp_s3.coordination.joint import FAILED, Clock, JointSave, find_commit
 from dcp_s3.coordination.merger import READERS, Merger
 from dcp_s3.format.layout import intent_object, notice_object, part_object
 from dcp_s3.format.notice import Notice
@@ -82,7 +82,7 @@ class Participant:
         """
         digest = digest_of(held)
         if not is_known:
-            self._sign(digest, 0)
+            self._sign(digest, b"0")
         ended = threading.Event()
 
         def show() -> None:
@@ -90,7 +90,7 @@ class Participant:
             while not ended.wait(self._joint.rank_timeout / _SIGNS):
                 count += 1
                 try:
-                    self._sign(digest, count)
+                    self._sign(digest, b"%d" % count)
                 except Exception as error:  # noqa: BLE001 - the upload itself finds out
                     without_tracebacks(error)
                     logger.warning("the sign that rank %d is alive: %s", self._joint.rank, error)
@@ -99,6 +99,12 @@ class Participant:
         thread.start()
         try:
             yield
+        except Exception as error:
+            ended.set()
+            thread.join()
+            with contextlib.suppress(errors.StorageError):
+                self._sign(digest, FAILED + f"{type(error).__name__}: {error}".encode("utf-8", "replace")[:2000])
+            raise
         finally:
             ended.set()
             thread.join()
@@ -156,9 +162,8 @@ class Participant:
 
     # --- internal ------------------------------------------------------------------------------------
 
-    def _sign(self, digest: str, count: int) -> None:
-        key = self._joint.url.key(intent_object(self._joint.save, self._joint.rank, digest))
-        self._store.put(key, b"%d" % count)
+    def _sign(self, digest: str, data: bytes) -> None:
+        self._store.put(self._joint.url.key(intent_object(self._joint.save, self._joint.rank, digest)), data)
 
     def _look(self, write_missing: WriteMissing) -> None:
         """See whether the save is committed, and what the others want of this rank."""

@@ -124,6 +124,7 @@ class SaveWithoutCollectives(Save):
         Raises:
             CheckpointExistsError, SaveProtocolError, StorageError
         """
+        self._deadline = self._start_deadline()
         self._taking_part.begin()
         return plan
 
@@ -139,7 +140,9 @@ class SaveWithoutCollectives(Save):
             DeadlineExceededError: `save_timeout` has passed.
             StorageError, SaveProtocolError
         """
-        self._deadline, began = self._start_deadline(), time.monotonic()
+        began = time.monotonic()
+        if self._taking_part.committed is not None:
+            return []  # others have made up for this rank
         with collector_paused():
             self._items = {item_hash(item): item for item in plan.items}
             own = own_items(
@@ -169,7 +172,8 @@ class SaveWithoutCollectives(Save):
         """
         self._paths = _paths_in(metadata)
         try:
-            self._taking_part.publish(self._make_part([each for rank in results for each in rank], 0))
+            if self._taking_part.committed is None:
+                self._taking_part.publish(self._make_part([each for rank in results for each in rank], 0))
             self.durable.set()
             committed = self._taking_part.wait(self._write_missing, abandoned=lambda: self._give_up)
         finally:

@@ -25,16 +25,18 @@ def test_what_nobody_else_holds_is_lost() -> None:
     assert found == Verdict(lost=(3,))
 
 
-def test_what_nobody_knows_is_lost() -> None:
-    assert _judge({0: _A, 1: _A, 2: _A}, {3: 61.0}) == Verdict(lost=(3,))
+def test_what_nobody_knows_is_lost_in_the_end() -> None:
+    parts = {0: _A, 1: _A, 2: _A}
+    assert _judge(parts, {3: 61.0}) == Verdict(waiting=(3,))  # it may not have begun
+    assert _judge(parts, {3: 601.0}) == Verdict(lost=(3,))
 
 
 def test_a_rank_holds_what_it_held_before_if_all_others_do() -> None:
     before = [_A, _B, _A, _B]
     assert _judge({0: _A, 1: _B, 2: _A}, {3: 61.0}, before=before).made_up == {3: 1}
-    assert _judge({0: _A, 1: _A, 2: _A}, {3: 61.0}, before=before) == Verdict(lost=(3,))
-    assert _judge({0: _A, 1: _B}, {2: 61.0, 3: 61.0}, before=before, intents={2: _B}) == Verdict(lost=(3,))
-    assert _judge({0: _A, 1: _B, 2: _A}, {3: 61.0}, before=before[:3]) == Verdict(lost=(3,))
+    assert _judge({0: _A, 1: _A, 2: _A}, {3: 601.0}, before=before) == Verdict(lost=(3,))
+    assert _judge({0: _A, 1: _B}, {2: 61.0, 3: 601.0}, before=before, intents={2: _B}) == Verdict(lost=(3,))
+    assert _judge({0: _A, 1: _B, 2: _A}, {3: 601.0}, before=before[:3]) == Verdict(lost=(3,))
 
 
 def test_several_dead_ranks_are_spread_over_those_that_live() -> None:
