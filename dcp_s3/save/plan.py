@@ -169,8 +169,8 @@ def check_no_holes(items: Iterable[WriteItem]) -> None:
     for fqn, elements in missing.items():
         if elements > 0:
             raise ShardingError(
-                f"{fqn!r}: the shards to save lack {elements} elements of the tensor, and this rank saves alone, though "
-                "the launcher started others. Remedy: initialize torch.distributed, or save on all ranks with "
+                f"{fqn!r}: the shards to save lack {elements} elements of the tensor, and this rank saves alone, "
+                "though the launcher started others. Remedy: initialize torch.distributed, or save on all ranks with "
                 "use_collectives=False",
                 fqn=fqn,
             )

@@ -16,12 +16,10 @@ import torch
 from tests.killing import access_key, begin, say
 
 Layout = Literal["sharded", "boxes", "plain", "fsdp", "hsdp"]
-"""``sharded`` and ``boxes`` are made by `dcp_s3.shard`: each rank its own rows, or each two ranks the same. ``plain``: all
-ranks have all. ``fsdp`` and ``hsdp`` are DTensors, with rows as in ``sharded`` and ``boxes``."""
+"""``sharded`` and ``boxes`` are made by `dcp_s3.shard`: each rank its own rows, or each two ranks the same. ``plain``:
+all ranks have all. ``fsdp`` and ``hsdp`` are DTensors, with rows as in ``sharded`` and ``boxes``."""
 
 _ROWS = 8
-_COLUMNS = 6 * 2**20 // 8 // _ROWS + 5
-"""A rank's rows are one object of two parts."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +42,13 @@ class Job:
     rank: int
     world_size: int
     attempt: int = 0
+    large: bool = False
+    """Whether a rank's rows are an object of two parts, rather than a small one."""
+
+    @property
+    def columns(self) -> int:
+        """Numbers of 8 bytes in a row."""
+        return 6 * 2**20 // 8 // _ROWS + 5 if self.large else 1000
 
     @property
     def group(self) -> bool:
@@ -67,7 +72,7 @@ class Job:
 def make_whole_state(job: Job, number: int) -> dict[str, Any]:
     """The state of all ranks in a save, in one process."""
     shares = _shares(job)
-    state: dict[str, Any] = {"number": number, "rows": _rows(0, _ROWS * shares, number + 100 * job.attempt)}
+    state: dict[str, Any] = {"number": number, "rows": _rows(job, shares, number)}
     state["small"] = {f"{each}": torch.arange(1000) * (number + each) for each in range(4)}
     if job.layout == "sharded":
         state |= {f"own-{rank}": torch.full((1000,), number * 8 + rank) for rank in range(job.world_size)}
@@ -78,8 +83,9 @@ def _shares(job: Job) -> int:
     return {"sharded": job.world_size, "fsdp": job.world_size, "plain": 1}.get(job.layout, 2)
 
 
-def _rows(first: int, count: int, number: int) -> torch.Tensor:
-    return torch.arange(first * _COLUMNS, (first + count) * _COLUMNS).reshape(count, _COLUMNS) * 7 + number
+def _rows(job: Job, shares: int, number: int) -> torch.Tensor:
+    values = torch.arange(_ROWS * shares * job.columns).reshape(_ROWS * shares, job.columns)
+    return values * 7 + number + 100 * job.attempt
 
 
 def _make_state(job: Job, number: int, mesh: Any) -> dict[str, Any]:

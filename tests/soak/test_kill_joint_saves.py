@@ -26,6 +26,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from dcp_s3 import S3StorageReader, latest, list_checkpoints, verify
 from dcp_s3.format.layout import manifest_object
+from dcp_s3.s3.client import close_clients
 from dcp_s3.url import parse_url
 from tests.end_to_end.states import assert_same, blank
 from tests.faulty import BUCKET, FaultyServer, serve
@@ -79,7 +80,7 @@ def test_without_replicas_a_checkpoint_is_whole_or_the_one_before_stays(
 ) -> None:
     rng = random.Random(seed)
     layout, by = [("sharded", "dcp"), ("fsdp", "separately"), ("sharded", "manager"), ("fsdp", "manager")][seed % 4]
-    jobs = make_jobs(tmp_path, 3, layout, by, overwrite=by != "manager" and rng.random() < 0.5)
+    jobs = make_jobs(tmp_path, 3, layout, by, overwrite=by != "manager" and rng.random() < 0.5, large=seed % 3 == 0)
     shots = [draw_shot(rng, 3)]
     with ended(faulty, jobs, rng, shots) as (shooting, told):
         record_property("hit", describe(jobs[0], shots))
@@ -105,7 +106,7 @@ def test_with_replicas_a_checkpoint_is_whole_every_time(
     ][seed % 5]  # fmt: skip
     overwrite = by != "manager" and rng.random() < 0.5
     ranks = 3 if layout == "plain" and rng.random() < 0.5 else 4
-    jobs = make_jobs(tmp_path, ranks, layout, by, overwrite=overwrite)
+    jobs = make_jobs(tmp_path, ranks, layout, by, overwrite=overwrite, large=seed % 3 == 0)
     shots = [draw_shot(rng, ranks)]
     if rng.random() < 0.5:
         # What the others do about the first one: answer the notice, merge in its place.
@@ -189,12 +190,13 @@ def test_a_stopped_rank_of_an_older_attempt_is_refused_when_it_goes_on(
 
 def make_jobs(
     directory: Path, ranks: int, layout: Any, by: Any, *, overwrite: bool, attempt: int = 0,
-    numbers: tuple[int, ...] = (1, 2), environment: dict[str, str] | None = None,
+    numbers: tuple[int, ...] = (1, 2), environment: dict[str, str] | None = None, large: bool = False,
 ) -> list[Job]:  # fmt: skip
     known = dict(os.environ) if environment is None else environment
     return [
-        Job(ROOT, directory, known, layout, by, overwrite, numbers, rank, ranks, attempt) for rank in range(ranks)
-    ]  # fmt: skip
+        Job(ROOT, directory, known, layout, by, overwrite, numbers, rank, ranks, attempt, large)
+        for rank in range(ranks)
+    ]
 
 
 def draw_shot(rng: random.Random, ranks: int, kinds: Sequence[tuple[str, str]] = _KINDS) -> Shot:
@@ -229,8 +231,11 @@ def ended(
             join_all(processes)
         server.rule = lambda request: None
         assert {process.exitcode for rank, process in enumerate(processes) if rank in shooting.hit} <= {-9}
+        close_clients()  # of the reader
         wait_until_quiet(server)
-        last = {rank: read_lines(jobs[rank].report)[-1].split() for rank in range(len(jobs)) if rank not in shooting.hit}
+        last = {
+            rank: read_lines(jobs[rank].report)[-1].split() for rank in range(len(jobs)) if rank not in shooting.hit
+        }
         yield shooting, last
 
 
