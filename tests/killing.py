@@ -6,12 +6,15 @@ import contextlib
 import ctypes
 import logging
 import multiprocessing
+import multiprocessing.connection
 import os
+import re
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +105,111 @@ class AtRequest:
         finally:
             server.rule = rule
             self._over.set()
+
+
+@dataclass
+class Shot:
+    """What becomes of one of several processes, at one of its requests.
+
+    The processes tell themselves apart by their access keys, see `access_key`.
+    """
+
+    rank: int | None
+    """Which process; None: the one whose request it is."""
+    count: int
+    """Which of the requests that fit, from 1."""
+    applied: bool
+    """Whether the server does what was asked."""
+    operation: str = ""
+    """S3's name; empty: any."""
+    key: str = ""
+    """Only requests for keys that contain this."""
+    signal_number: int = signal.SIGKILL
+    held: bool = False
+    """Whether the request of a stopped process waits until it may go on."""
+    hit: int | None = None
+    """The process that it hit."""
+
+    def fits(self, rank: int, request: Any) -> bool:
+        """Whether a request of a rank counts."""
+        return self.rank in (None, rank) and self.operation in ("", request.operation) and self.key in request.key
+
+
+def access_key(rank: int) -> str:
+    """What a rank signs its requests with."""
+    return f"RANK{rank}KEY"
+
+
+def rank_of(request: Any) -> int | None:
+    """The rank that sent a request, by its access key."""
+    found = re.search(r"Credential=RANK(\d+)KEY/", request.headers.get("authorization", ""))
+    return int(found[1]) if found else None
+
+
+class Shooting:
+    """Stops or kills processes at their requests, one after the other: a shot counts from the one before it.
+
+    Args:
+        processes: by rank.
+        shots: the first one counts from the beginning.
+        spares: whether a rank must not be hit, given those that were.
+    """
+
+    def __init__(
+        self,
+        processes: Sequence[Any],
+        shots: Sequence[Shot],
+        spares: Callable[[int, Sequence[int]], bool] = lambda rank, hit: rank in hit,
+    ) -> None:
+        self._processes, self._left, self._spares = processes, list(shots), spares
+        self._lock, self._released = threading.Lock(), threading.Event()
+        self.hit: list[int] = []
+        self.done: dict[int, list[tuple[str, str]]] = {rank: [] for rank in range(len(processes))}
+        """Operations and keys of the requests that were let through, by rank."""
+        self.over = threading.Event()
+        """Set when all have hit."""
+
+    @contextlib.contextmanager
+    def on(self, server: FaultyServer) -> Iterator[None]:
+        """Look for the moments; at the end requests that were held up go on."""
+        rule, server.rule = server.rule, self._look
+        try:
+            yield
+        finally:
+            server.rule = rule
+            self.release()
+
+    def release(self) -> None:
+        """Let the requests of stopped processes go on."""
+        self._released.set()
+
+    def _look(self, request: Any) -> Fault | None:
+        rank = rank_of(request)
+        if rank is None or rank >= len(self._processes):
+            return None
+        with self._lock:
+            shot = self._take(rank, request)
+            if shot is None or shot.applied:
+                self.done[rank].append((request.operation, request.key))
+            if shot is None:
+                return None
+            self.hit.append(rank)
+            shot.hit = rank
+            process = self._processes[rank]
+            os.kill(process.pid, shot.signal_number)
+            if shot.signal_number == signal.SIGKILL:
+                assert multiprocessing.connection.wait([process.sentinel], 30)
+            if not self._left:
+                self.over.set()
+        if shot.signal_number == signal.SIGSTOP and shot.held:
+            self._released.wait(60)
+        return None if shot.applied else Fault.reset()
+
+    def _take(self, rank: int, request: Any) -> Shot | None:
+        if not self._left or not self._left[0].fits(rank, request) or self._spares(rank, self.hit):
+            return None
+        self._left[0].count -= 1
+        return self._left.pop(0) if self._left[0].count <= 0 else None
 
 
 def wait_until_quiet(server: FaultyServer) -> None:

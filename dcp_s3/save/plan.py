@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from dcp_s3.checkpoint.attachments import Attachment
 from dcp_s3.errors import ShardingError
+from dcp_s3.ranks import world_size
 
 # Framing of one item by torch.save, and a guess for an item whose size is unknown until it is pickled.
 _FRAMING_BYTES = 2048
@@ -150,3 +151,26 @@ def check_shapes(plans: Sequence[SavePlan]) -> None:
                     f"{rank}. Remedy: pass the same global_shape on all ranks",
                     fqn=item.index.fqn,
                 )
+
+
+def check_no_holes(items: Iterable[WriteItem]) -> None:
+    """Check that the shards of a rank that saves without a process group add up to whole tensors.
+
+    Raises:
+        ShardingError: they do not.
+    """
+    if world_size() > 1:
+        return
+    missing: dict[str, int] = {}
+    for item in items:
+        if item.type == WriteItemType.SHARD and (data := item.tensor_data) is not None:
+            left = missing.setdefault(item.index.fqn, math.prod(data.size))
+            missing[item.index.fqn] = left - math.prod(data.chunk.sizes)
+    for fqn, elements in missing.items():
+        if elements > 0:
+            raise ShardingError(
+                f"{fqn!r}: the shards to save lack {elements} elements of the tensor, and this rank saves alone, "
+                "though the launcher started others. Remedy: initialize torch.distributed, or save on all ranks with "
+                "use_collectives=False",
+                fqn=fqn,
+            )

@@ -42,7 +42,7 @@ from dcp_s3.limit import Deadline, Limit
 from dcp_s3.ranks import world_size
 from dcp_s3.s3.store import S3Store
 from dcp_s3.save.objects import ItemWriteResult, ObjectNames, refused_by_both, write_buckets
-from dcp_s3.save.plan import WriteBucket, plan_buckets
+from dcp_s3.save.plan import WriteBucket, check_no_holes, plan_buckets
 from dcp_s3.save.progress import Progress, StallSince, spilled_bytes, unknown_stall
 from dcp_s3.settings import Settings
 from dcp_s3.spill.background import drain_in_background, wait_until_drained
@@ -153,8 +153,9 @@ class Save:
         """Check the URL, and mark the plan with this save's URL.
 
         Raises:
-            CheckpointExistsError, StorageError
+            CheckpointExistsError, ShardingError, StorageError
         """
+        check_no_holes(plan.items)
         if self._is_coordinator or not self._use_collectives:
             try:
                 if self._overwrite:

@@ -222,6 +222,20 @@ def test_a_hole_is_an_error_where_there_are_no_other_ranks(root: str, bucket: st
     assert not memory_server.handle.objects(bucket)
 
 
+def test_a_hole_is_an_error_where_only_the_launcher_knows_of_other_ranks(
+    root: str, bucket: str, memory_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save({"a": {"w": in_boxes(FULL, grid(SHAPE, (6, 1))[1:])}}, storage_writer=S3StorageWriter(root))
+    error = caught.value.failures[0][0]
+    assert isinstance(error, errors.ShardingError)
+    assert "'a.w': the shards to save lack 5 elements" in str(error)
+    assert "use_collectives=False" in str(error)
+    assert not memory_server.handle.objects(bucket)
+
+
 def test_shards_of_other_wholes_are_told_apart() -> None:
     """Rank 0 takes the tensor for (3, 5), and holds all of that."""
     plans = [
