@@ -1,0 +1,88 @@
+"""Saves without collectives are what the same saves with collectives are, for torch's own reader and for any ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dcp_s3 import verify
+from tests.end_to_end import foreign, merged, meshes
+from tests.end_to_end.meshes import Mesh
+from tests.end_to_end.states import assert_same
+from tests.end_to_end.test_interchange import download, run_foreign
+from tests.ranks import run_ranks
+from tests.servers import S3Server
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+CASES = (
+    Mesh("tp", (2, 2)),
+    Mesh("hsdp", (2, 2)),
+    Mesh("fsdp", (1, 3)),
+    Mesh("ddp", (2, 1)),
+    Mesh("stages", (2, 2)),
+    Mesh("hand", (2, 2)),
+    Mesh("sharded", (1, 2)),
+    Mesh("kinds", (1, 2)),
+    Mesh("tp", (4, 2)),
+)
+MORE = (
+    *(Mesh(kind, (1, ranks)) for kind in ("fsdp", "plain", "hand") for ranks in range(1, 9)),
+    *(Mesh("ddp", (ranks, 1)) for ranks in range(1, 9)),
+    *(Mesh("stages", shape) for shape in ((2, 1), (3, 1), (3, 2), (2, 4), (4, 2))),
+    *(Mesh("hand", shape) for shape in ((3, 2), (2, 3), (4, 2), (8, 1))),
+    *(Mesh("tp", shape) for shape in ((1, 4), (4, 1), (2, 3), (3, 2), (2, 4))),
+    *(Mesh("hsdp", shape) for shape in ((2, 1), (2, 3), (3, 2), (4, 2), (2, 4))),
+)
+"""The wide product."""
+WITHOUT_GROUP = (Mesh("plain", (1, 2)), Mesh("stages", (2, 1)), Mesh("hand", (2, 2)))
+
+
+def _check(server: S3Server, s3: Any, bucket: str, root: str, ways: dict[str, str], tmp_path: Path) -> None:
+    """Each way stored the same, which is what the names say, for torch and for us."""
+    urls = {way: merged.url_of(at, way) for way, at in ways.items()}
+    stored = {way: merged.look(server, bucket, url) for way, url in urls.items()}
+    reference = stored["together"]
+    for way, each in stored.items():
+        assert each == reference, way
+        report = verify(urls[way], full=True)
+        assert report.ok, report.problems
+
+    directories = {}
+    for way, url in urls.items():
+        directories[way] = str(download(s3, bucket, url.split("/", 3)[3], tmp_path / way))
+    read = run_foreign(server, foreign.read_directories, directories)
+    assert set(read) == set(ways)
+    for way, state in read.items():
+        assert_same(state, read["together"], way)
+    for name, value in read["together"].items():
+        if isinstance(value, torch.Tensor) and merged.is_known(name):
+            assert torch.equal(meshes.bits(value), meshes.bits(meshes.full(name, value))), name
+
+    known = sum(map(merged.is_known, reference.tensors))
+    for compared in run_ranks(3, merged.load_resharded, list(urls.values())):
+        assert len(compared) == known * len(urls) * 2 > 0
+
+
+@pytest.mark.parametrize("mesh", [*CASES, *(pytest.param(each, marks=pytest.mark.soak) for each in MORE)], ids=str)
+def test_without_collectives_the_same_is_stored(
+    root: str, bucket: str, s3: Any, memory_server: S3Server, tmp_path: Path, mesh: Mesh
+) -> None:
+    for called in run_ranks(mesh.ranks, merged.save_in, merged.WAYS, mesh, root):
+        assert called["alone"] == (["barrier"], 1), "torch's own barrier, at its end"
+        assert called["managed"] == ([], 0)
+        assert mesh.ranks == 1 or called["together"][1] > 1
+    _check(memory_server, s3, bucket, root, dict.fromkeys(merged.WAYS, root), tmp_path)
+
+
+@pytest.mark.parametrize("mesh", WITHOUT_GROUP, ids=str)
+def test_without_a_process_group_the_same_is_stored(
+    root: str, bucket: str, s3: Any, memory_server: S3Server, tmp_path: Path, mesh: Mesh
+) -> None:
+    run_ranks(mesh.ranks, merged.save_in, ["together"], mesh, root)
+    ways = ("alone", "managed")
+    run_ranks(mesh.ranks, merged.save_in, ways, mesh, root, group=False, env={"DCP_S3_RUN_ID": "a-run"})
+    _check(memory_server, s3, bucket, root, dict.fromkeys(("together", *ways), root), tmp_path)
