@@ -120,12 +120,15 @@ class Participant:
         self._own.append(key)
         self._store.put(key, encode(part))
 
-    def wait(self, write_missing: WriteMissing, *, abandoned: Callable[[], str] = lambda: "") -> str:
+    def wait(
+        self, write_missing: WriteMissing, *, abandoned: Callable[[], str] = lambda: "", turn: int | None = None
+    ) -> str:
         """Wait until the save is committed; commit it if it is this rank's turn.
 
         Args:
             write_missing: writes what dead ranks left out.
             abandoned: looked at again and again: why the save is given up; empty: it is not.
+            turn: place of this rank in the order in which they merge; None: as the save's id says.
 
         Returns:
             Save id of the commit.
@@ -137,13 +140,14 @@ class Participant:
         """
         joint, clock = self._joint, self._clock
         began, merger, pause = clock.now(), None, _SHORTEST_PAUSE
-        turn = began + min(joint.turn_of(joint.rank), _MOST_TURNS) * joint.rank_timeout
+        place = joint.turn_of(joint.rank) if turn is None else turn
+        due = began + min(place, _MOST_TURNS) * joint.rank_timeout
         longest = max(0.5, _PAUSE_PER_RANK * joint.world_size)
         while self.committed is None:
             if reason := abandoned():
                 self._abandon(reason)
             try:
-                if merger is None and clock.now() >= turn:
+                if merger is None and clock.now() >= due:
                     merger = Merger(self._store, joint, self._beginning, clock, self._readers)
                 self._look(write_missing)
                 if self.committed is None and merger is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -46,7 +47,12 @@ _histories: dict[tuple[str, tuple[int, ...]], History] = {}
 
 
 def begin_without_collectives(
-    url: CheckpointURL, save_id: str, options: SaveOptions, replicas: Replicas, ranks: Sequence[int] | None = None
+    url: CheckpointURL,
+    save_id: str,
+    options: SaveOptions,
+    replicas: Replicas,
+    ranks: Sequence[int] | None = None,
+    kind: type[SaveWithoutCollectives] | None = None,
 ) -> Save:
     """A save of this rank and others.
 
@@ -56,6 +62,7 @@ def begin_without_collectives(
         options: the writer's options.
         replicas: see `S3StorageWriter`.
         ranks: the ranks of the save's process group; None: all ranks of the job.
+        kind: class of the save; None: `SaveWithoutCollectives`.
 
     Raises:
         SaveProtocolError: nothing tells the ranks of this attempt from those of others.
@@ -71,7 +78,8 @@ def begin_without_collectives(
     joint = dataclasses.replace(attempt, world_size=len(ranks), rank=place)
     claim = claim_of(joint, str(url), count_save(joint, str(url)), find_step(url.name, options.settings))
     history = _histories.setdefault((attempt.id, ranks), History())
-    return SaveWithoutCollectives(url, options, claim, ranks=ranks, place=place, replicas=replicas, history=history)
+    kind = SaveWithoutCollectives if kind is None else kind
+    return kind(url, options, claim, ranks=ranks, place=place, replicas=replicas, history=history)
 
 
 def tell_superseded(url: CheckpointURL, settings: Settings, *, step: int, by: int) -> None:
@@ -166,16 +174,10 @@ class SaveWithoutCollectives(Save):
             return []  # others have made up for this rank
         with collector_paused():
             self._items = {item_hash(item): item for item in plan.items}
-            own = own_items(
-                plan.items,
-                lookup_in(planner),
-                world=self._ranks,
-                rank=self._ranks[self._rank],
-                replicas=self._replicas,
-            )
+            own = self._find_own(plan, planner)
             own += self._learned(own)
         self._planner, self._held = planner, frozenset(self._items)
-        with self._taking_part.alive(self._held, is_known=self._is_known()):
+        with self._alive():
             results = self._write(own, attachments=True)
         self.written = True
         self._progress.written(results, time.monotonic() - began)
@@ -240,6 +242,16 @@ class SaveWithoutCollectives(Save):
         if self._participant is None:
             self._participant = Participant(self._store(), self._joint)
         return self._participant
+
+    def _find_own(self, plan: SavePlan, planner: SavePlanner) -> Sequence[WriteItem]:
+        """The items of the plan that this rank is to write."""
+        return own_items(
+            plan.items, lookup_in(planner), world=self._ranks, rank=self._ranks[self._rank], replicas=self._replicas
+        )
+
+    def _alive(self) -> contextlib.AbstractContextManager[None]:
+        """Shows while this rank writes that it is alive."""
+        return self._taking_part.alive(self._held, is_known=self._is_known())
 
     def _write(self, items: Sequence[WriteItem], *, attachments: bool) -> list[WriteResult]:
         if self._planner is None:

@@ -30,7 +30,7 @@ from dcp_s3.save.plan import check_shapes
 from dcp_s3.save.progress import StallSince, stall_of, unknown_stall
 from dcp_s3.save.save import Save, SaveOptions
 from dcp_s3.save.waiting import wait_committed
-from dcp_s3.save.without_collectives import begin_without_collectives
+from dcp_s3.save.without_collectives import SaveWithoutCollectives, begin_without_collectives
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.spill.session import open_store
 from dcp_s3.stage.failure import raise_if_failed
@@ -99,6 +99,8 @@ class S3StorageWriter(StorageWriter, AsyncStager):
     """How long a save has held the training up, if the caller knows better than DCP's callers."""
     _stages_here = True
     """Whether the states that it saves are staged in this process."""
+    _joint_save: type[SaveWithoutCollectives] = SaveWithoutCollectives
+    """Class of its saves without collectives."""
 
     def __init__(
         self,
@@ -191,7 +193,8 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         )  # fmt: skip
         save: Save | None = None
         if not use_collectives and self.settings.merge_ranks:
-            save = begin_without_collectives(url, save_id, options, self.replicas, find_save_ranks())
+            kind = self._joint_save
+            save = begin_without_collectives(url, save_id, options, self.replicas, find_save_ranks(), kind)
         if save is None:
             save = Save(
                 url, save_id, options, rank=int(rank), is_coordinator=is_coordinator, use_collectives=use_collectives

@@ -28,7 +28,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_s3 import ranks
 from dcp_s3.errors import CheckpointError, DcpS3Error, SaveProtocolError
+from dcp_s3.integrations.megatron.merged import MergedSave
 from dcp_s3.save.save import Save
+from dcp_s3.save.without_collectives import SaveWithoutCollectives
 from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.torch_private import wrap_exception
@@ -64,6 +66,7 @@ class MegatronS3Writer(S3StorageWriter):
     """
 
     can_run_decentralized_global_plan = True
+    _joint_save: type[SaveWithoutCollectives] = MergedSave
 
     def __init__(
         self,
@@ -84,6 +87,8 @@ class MegatronS3Writer(S3StorageWriter):
         self._failure: DcpS3Error | None = None
         self._prepared: Prepared | None = None
         self._is_sent = False
+        self.is_merged = False
+        """Whether the save goes without gathering, see `merged`."""
         self._has_attachments = bool(attachments)
         for name, data in (attachments or {}).items():
             try:
@@ -93,12 +98,20 @@ class MegatronS3Writer(S3StorageWriter):
 
     # --- planning ----------------------------------------------------------------------------------------
 
+    def begin_merged(self, is_coordinator: bool) -> None:
+        """Begin a save that goes without gathering. A failure is kept."""
+        self.is_merged = True
+        try:
+            self.set_up_storage_writer(is_coordinator, use_collectives=False)
+        except DcpS3Error as error:
+            self._failure = self._failure or error
+
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Check the URL. A failure is kept: Megatron has other ranks wait for this one's plan."""
         try:
-            return super().prepare_local_plan(plan)
+            return plan if self._failure is not None else super().prepare_local_plan(plan)
         except DcpS3Error as error:
-            self._failure = self._failure or error
+            self._failure = error
             return plan
 
     def prepare_decentralized_global_plan(self, local_plan: SavePlan) -> SavePlan:
@@ -109,6 +122,8 @@ class MegatronS3Writer(S3StorageWriter):
 
     def prepare_write_data(self, plan: SavePlan, planner: SavePlanner) -> None:
         """Collect what this rank writes. Tensors stay where they are until the preload."""
+        if self._failure is not None:
+            return
         data = {item.index: _own_memory(planner.resolve_data(item)) for item in plan.items}
         self._prepared = Prepared(self._save, plan, data)
 
@@ -121,10 +136,12 @@ class MegatronS3Writer(S3StorageWriter):
             The function that saves; the one that brings the data to host memory, whose result takes the place of the
             second argument; the three arguments. None, None and no arguments if this rank writes nothing.
         """
+        if self._failure is not None:
+            return None, None, []
         prepared, self._prepared = self._prepared, None
         if prepared is None:
             raise SaveProtocolError("there is nothing to save: Megatron calls prepare_write_data first")
-        if self._failure is not None or not (prepared.plan.items or self._has_attachments):
+        if not (prepared.plan.items or self._has_attachments):
             return None, None, []
         self._is_sent = True
         return write, functools.partial(preload, prepared), [ranks.rank(), prepared, write_results_queue()]
@@ -140,7 +157,8 @@ class MegatronS3Writer(S3StorageWriter):
 
     def _retrieve(self) -> list[WriteResult]:
         if not self._is_sent:
-            return []
+            # A merge waits for the part of every rank.
+            return self._save.write_data(SavePlan([]), cast(SavePlanner, _Resolved({}))) if self.is_merged else []
         outcome = _take_outcome(self._save.save_id)
         if outcome is None:
             raise CheckpointError(
@@ -160,7 +178,7 @@ def finalize(writer: MegatronS3Writer, metadata: Metadata | None, ranks_of_save:
 
     Args:
         writer: this rank's writer.
-        metadata: the checkpoint's metadata; None on ranks other than the coordinator.
+        metadata: the checkpoint's metadata; None on ranks other than the coordinator, and if the save is merged.
         ranks_of_save: torch's ``_DistWrapper`` of the save.
 
     Raises:
@@ -178,7 +196,15 @@ def finalize(writer: MegatronS3Writer, metadata: Metadata | None, ranks_of_save:
             raise SaveProtocolError("Megatron planned this save without metadata")
         writer.finish(metadata, all_results)
 
-    ranks_of_save.all_reduce("write", results, commit)
+    def wrote_part() -> str:
+        results()
+        return writer.save_id
+
+    def merge(saves: list[str]) -> None:
+        cast(MergedSave, writer._save).commit(saves)
+
+    # Of a merged save the ranks tell each other no more than that they have written, or why they have not.
+    ranks_of_save.all_reduce("write", *((wrote_part, merge) if writer.is_merged else (results, commit)))
 
 
 # --- what runs in the process that saves --------------------------------------------------------------------

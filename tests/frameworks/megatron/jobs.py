@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.msc_utils import MultiStorageClientFeature
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.utils import _DistWrapper
 
 from dcp_s3 import S3StorageReader, latest
 from dcp_s3.integrations import megatron
@@ -153,6 +155,35 @@ def fail_to_save(url: str, mode: str) -> dict[int, str]:
         except CheckpointException as error:
             return {number: f"{type(cause).__name__}: {cause}" for number, (cause, _) in error.failures.items()}
     raise AssertionError("it was saved")
+
+
+def count_what_ranks_say(root: str, settings: dict[str, Any]) -> list[int]:
+    """A save; returns the bytes of each object that this rank gave to rank 0."""
+    sent: list[int] = []
+    with trainer() as rank, pytest.MonkeyPatch.context() as patch:
+        megatron.install(settings=settings)
+        gather = _DistWrapper.gather_object
+
+        def count(self: Any, found: Any) -> Any:
+            sent.append(len(pickle.dumps(found)))
+            return gather(self, found)
+
+        patch.setattr(_DistWrapper, "gather_object", count)
+        rank.save(f"{root}/iter_1", 1)
+        rank.load(f"{root}/iter_1", 1, "columns")
+    return sent
+
+
+def save_cached_here_and_there(root: str, directory: str) -> None:
+    with trainer(cached_metadata=True) as rank:
+        for path in (f"{root}/iter_1", f"{root}/iter_2", directory, f"{root}/iter_3"):
+            rank.save(path, 1)
+        for path in (directory, f"{root}/iter_3"):
+            rank.load(path, 1)
+
+
+def save_apart(root: str) -> dict[int, str]:
+    return fail_to_save(f"{root}/iter_{dist.get_rank()}", "sync")
 
 
 def lose_the_process(url: str) -> dict[int, str]:
