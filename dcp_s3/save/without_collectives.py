@@ -175,7 +175,7 @@ class SaveWithoutCollectives(Save):
         with collector_paused():
             self._items = {item_hash(item): item for item in plan.items}
             own = self._find_own(plan, planner)
-            own += self._learned(own)
+            own = [*own, *self._learned(own)]
         self._planner, self._held = planner, frozenset(self._items)
         with self._alive():
             results = self._write(own, attachments=True)
