@@ -27,9 +27,9 @@ from dcp_s3.errors import SaveProtocolError
 from dcp_s3.torch_private import compute_offset
 
 Replicas: TypeAlias = Sequence[int] | Callable[[str], Sequence[int]] | None
-"""Ranks that hold the plain tensors and objects that this rank holds: all of the save (None), these, or by FQN.
+"""Ranks that hold the plain tensors and objects that this rank holds: by default (None), these, or by FQN.
 
-An empty answer is this rank alone.
+A function is asked for shards that are no DTensors, too. An empty answer is this rank alone.
 """
 Lookup: TypeAlias = Callable[[MetadataIndex], Any]
 """What the flat state holds under an index's name (not the chunk); LookupError if nothing is known of it."""
@@ -85,8 +85,9 @@ def holders_of(
     """The global ranks that hold the same item, ascending; this one is among them.
 
     A chunk of a DTensor: the ranks of its mesh that have the same, also where that is nothing. If the mesh is a slice
-    of one in ``meshes``: those of the other slices, too. Other shards (ShardedTensor, `shard`): this rank alone, for
-    nothing says who else has them. Plain tensors and objects: as ``replicas`` says.
+    of one in ``meshes``: those of the other slices, too. Other shards (ShardedTensor, `shard`): as ``replicas`` says if
+    it is a function, otherwise this rank alone, for nothing says who else has them. Plain tensors and objects: as
+    ``replicas`` says.
 
     Args:
         item: of this rank's plan.
@@ -211,7 +212,7 @@ class _Holders:
         if item.type != WriteItemType.SHARD:
             return self._of_plain(item.index.fqn)
         if not isinstance(value, DTensor) or item.tensor_data is None or _has_own_chunks(value):
-            return self._alone
+            return self._answer(item.index.fqn, self._replicas) if callable(self._replicas) else self._alone
         mesh, shape = value.device_mesh, tuple(value.shape)
         empty = tuple((dim, shape[dim]) for dim, size in enumerate(item.tensor_data.chunk.sizes) if not size)
         layout = (id(mesh), value.placements, empty)
@@ -221,10 +222,11 @@ class _Holders:
         return self._of_layout[layout][1]
 
     def _of_plain(self, fqn: str) -> tuple[int, ...]:
-        if self._replicas is None:
-            return self._world
+        return self._world if self._replicas is None else self._answer(fqn, self._replicas)
+
+    def _answer(self, fqn: str, replicas: Sequence[int] | Callable[[str], Sequence[int]]) -> tuple[int, ...]:
         try:
-            answer = tuple(map(operator.index, self._replicas(fqn) if callable(self._replicas) else self._replicas))
+            answer = tuple(map(operator.index, replicas(fqn) if callable(replicas) else replicas))
         except TypeError as error:
             raise SaveProtocolError(
                 f"replicas does not say which ranks hold {fqn!r} ({error}). Remedy: pass ranks, a function of the name "

@@ -85,8 +85,8 @@ class CheckpointManager(RunReader):
             ranks.
         coordination: how the ranks come together: in ``collectives``, or on ``s3``, which needs no ``process_group``.
             Then what waits on disks does not count.
-        replicas: with ``coordination="s3"``: which ranks hold the same plain tensors and objects, see
-            `S3StorageWriter`.
+        replicas: with ``coordination="s3"``: which ranks hold the same plain tensors, objects and shards made by hand,
+            see `S3StorageWriter`.
         overwrite: replace a committed checkpoint of the same step. Otherwise the save fails with CheckpointExistsError.
         separate: FQN prefixes that get their own objects, see `S3StorageWriter`.
         weights_only: see `S3StorageReader`.
