@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -150,3 +151,25 @@ def check_shapes(plans: Sequence[SavePlan]) -> None:
                     f"{rank}. Remedy: pass the same global_shape on all ranks",
                     fqn=item.index.fqn,
                 )
+
+
+def check_filled(plans: Sequence[SavePlan]) -> None:
+    """Check that the plans have all of each tensor that they have shards of. torch asks that of several ranks only.
+
+    Raises:
+        ShardingError: a part of a tensor is in no shard.
+    """
+    wholes: dict[str, int] = {}
+    saved: Counter[str] = Counter()
+    for item in (item for plan in plans for item in plan.items):
+        if item.tensor_data is not None and item.type == WriteItemType.SHARD:
+            wholes[item.index.fqn] = math.prod(item.tensor_data.size)
+            saved[item.index.fqn] += math.prod(item.tensor_data.chunk.sizes)
+    for fqn, whole in wholes.items():
+        if saved[fqn] != whole:
+            raise ShardingError(
+                f"{fqn!r}: the shards to save hold {saved[fqn]} of its {whole} elements, and this process saves "
+                "without the others. Remedy: save on all ranks that hold a part of it, with torch.distributed "
+                "initialized or with use_collectives=False",
+                fqn=fqn,
+            )

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from dcp_s3 import ranks
 from dcp_s3.errors import ShardingError
+from dcp_s3.settings import launch
 from dcp_s3.torch_private import ShardedTensor, is_traceable_wrapper_subclass, make_wrapper
 
 _aten = torch.ops.aten
@@ -55,10 +56,12 @@ class LocalShards(torch.Tensor):
 
         Raises:
             ShardingError: there are no other ranks, and the boxes leave out a part of the tensor.
+            SettingsError: see `read_launch`.
         """
         chunks = self.__create_chunk_list__()
         saved = sum(math.prod(chunk.sizes) for chunk in chunks)
-        if ranks.world_size() == 1 and saved != math.prod(self.shape):
+        # Other ranks that no process group knows may save with this one, without collectives; the merge checks that.
+        if saved != math.prod(self.shape) and ranks.world_size() == launch().world_size == 1:
             raise ShardingError(
                 f"{fqn!r}: the shards to save hold {saved} of the {math.prod(self.shape)} elements of a tensor of "
                 f"shape {tuple(self.shape)}, and there are no other ranks. Remedy: save on all ranks that hold a part "
