@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -48,6 +51,23 @@ def rank_of(key: str) -> int:
     match = re.search(r"__(\d+)_\d+-[0-9a-f]+\.distcp$", key)
     assert match, key
     return int(match[1])
+
+
+def sharded_tensors(value: Callable[..., torch.Tensor]) -> tuple[Any, Any]:
+    """A ShardedTensor of given shards (3 + 5 rows), and one of a sharding spec (7 rows: 4 + 3)."""
+    rank = dist.get_rank()
+    start, rows = ((0, 3), (3, 5))[rank]
+    shard = sharded_tensor.Shard(
+        tensor=value(0, 8, 6)[start : start + rows].clone(),
+        metadata=ShardMetadata([start, 0], [rows, 6], f"rank:{rank}/cpu"),
+    )
+    given = sharded_tensor.init_from_local_shards([shard], 8, 6)
+    spec = ChunkShardingSpec(dim=0, placements=["rank:0/cpu", "rank:1/cpu"])
+    by_spec = sharded_tensor.zeros(spec, 7, 3)
+    for local in by_spec.local_shards():
+        first = local.metadata.shard_offsets[0]
+        local.tensor.copy_(value(1, 7, 3)[first : first + local.metadata.shard_sizes[0]])
+    return given, by_spec
 
 
 def save_together(url: str, seed: int, overwrite: bool = False) -> BaseException | None:

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
@@ -224,3 +225,19 @@ def read_tensors_from_directory(directory: str, shapes: dict[str, tuple[int, ...
         state = {name: torch.zeros(shape) for name, shape in shapes.items()}
         dcp.load(state, storage_reader=dcp.FileSystemReader(directory))
         return state
+
+
+def convert_directories(directories: list[str], file: str) -> None:
+    """All that is in checkpoints, in full, by its name, as torch's own reader reads it; for torch.load."""
+    with without_dcp_s3():
+        torch.save([_read_directory(directory) for directory in directories], file)
+
+
+def _read_directory(directory: str) -> dict[str, Any]:
+    reader = dcp.FileSystemReader(directory)
+    state: dict[str, Any] = dict.fromkeys(reader.read_metadata().state_dict_metadata)
+    for name, entry in reader.read_metadata().state_dict_metadata.items():
+        if isinstance(entry, TensorStorageMetadata):
+            state[name] = torch.zeros(entry.size, dtype=entry.properties.dtype)
+    dcp.load(state, storage_reader=reader)
+    return state

@@ -13,7 +13,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed._shard import sharded_tensor
-from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -24,7 +23,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from dcp_s3 import S3StorageReader, S3StorageWriter
 from dcp_s3.format.metadata import load_metadata
-from tests.end_to_end.distributed import SMALL_PARTS, assert_same, distribute, manifests, random_values, rank_of
+from tests.end_to_end.distributed import (
+    SMALL_PARTS,
+    assert_same,
+    distribute,
+    manifests,
+    random_values,
+    rank_of,
+    sharded_tensors,
+)
 from tests.ranks import run_ranks
 from tests.servers import S3Server
 
@@ -242,25 +249,8 @@ def test_fsdp_with_tensor_parallelism_loads_without(root: str, memory_server: S3
 # --- ShardedTensor ---------------------------------------------------------------------------------------
 
 
-def _sharded(value: Any) -> tuple[Any, Any]:
-    """A ShardedTensor of given shards (3 + 5 rows), and one of a sharding spec (7 rows: 4 + 3)."""
-    rank = dist.get_rank()
-    start, rows = ((0, 3), (3, 5))[rank]
-    shard = sharded_tensor.Shard(
-        tensor=value(0, 8, 6)[start : start + rows].clone(),
-        metadata=ShardMetadata([start, 0], [rows, 6], f"rank:{rank}/cpu"),
-    )
-    given = sharded_tensor.init_from_local_shards([shard], 8, 6)
-    spec = ChunkShardingSpec(dim=0, placements=["rank:0/cpu", "rank:1/cpu"])
-    by_spec = sharded_tensor.zeros(spec, 7, 3)
-    for local in by_spec.local_shards():
-        first = local.metadata.shard_offsets[0]
-        local.tensor.copy_(value(1, 7, 3)[first : first + local.metadata.shard_sizes[0]])
-    return given, by_spec
-
-
 def _save_sharded(url: str) -> None:
-    given, by_spec = _sharded(random_values)
+    given, by_spec = sharded_tensors(random_values)
     dcp.save({"given": given, "spec": by_spec}, storage_writer=S3StorageWriter(url))
 
 
@@ -269,7 +259,7 @@ def _load_sharded(url: str, swap: bool) -> None:
         spec = ChunkShardingSpec(dim=1, placements=["rank:1/cpu", "rank:0/cpu"])
         given, by_spec = sharded_tensor.zeros(spec, 8, 6), sharded_tensor.zeros(spec, 7, 3)
     else:
-        given, by_spec = _sharded(lambda seed, *shape: torch.zeros(*shape))
+        given, by_spec = sharded_tensors(lambda seed, *shape: torch.zeros(*shape))
     state = {"given": given, "spec": by_spec}
     dcp.load(state, storage_reader=S3StorageReader(url))
     for name, full in (("given", random_values(0, 8, 6)), ("spec", random_values(1, 7, 3))):
