@@ -170,8 +170,9 @@ def count_what_ranks_say(root: str, settings: dict[str, Any]) -> list[int]:
 
         patch.setattr(_DistWrapper, "gather_object", count)
         rank.save(f"{root}/iter_1", 1)
+        of_save = list(sent)
         rank.load(f"{root}/iter_1", 1, "columns")
-    return sent
+    return of_save
 
 
 def save_cached_here_and_there(root: str, directory: str) -> None:
