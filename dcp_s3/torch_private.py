@@ -53,6 +53,7 @@ __all__ = [
     "MEMORY_FORMAT_ENCODING",
     "AsyncCollectiveTensor",
     "Caller",
+    "DistWrapper",
     "ExtensionRegistry",
     "FailedCall",
     "FakeTensorMode",
