@@ -198,7 +198,7 @@ def assign(holders: Mapping[int, Sequence[int]], excluded: frozenset[int]) -> di
         if not live:
             raise SaveProtocolError(
                 f"items that only ranks {_some(holders[each])} hold were written by no rank, and these ranks no longer "
-                "answer, so nothing was committed. Remedy: load the checkpoint before this one"
+                "answer. Remedy: load the checkpoint before this one"
             )
         found.setdefault(min(live, key=lambda rank: (len(found.get(rank, ())), rank)), []).append(each)
     return dict(sorted(found.items()))
