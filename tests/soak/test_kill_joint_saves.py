@@ -74,7 +74,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
 # --- the tests -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick("4", "5")
+@pytest.mark.quick("5", "7")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_without_replicas_a_checkpoint_is_whole_or_the_one_before_stays(
     faulty: FaultyServer, tmp_path: Path, record_property: Callable[[str, object], None], seed: int
