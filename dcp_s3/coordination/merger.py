@@ -81,10 +81,14 @@ class Merger:
                 raise
             # Perhaps another merger has committed, and has removed what this one looked for.
             found = find_commit(self._store, self._joint)
-            if found is None:
-                self._put_notice(Notice(self._joint.save, failed=str(error)))
-                raise
-            return found
+            if found is not None:
+                return found
+            if isinstance(error, errors.SaveProtocolError) and not is_still_ours(
+                self._store, self._joint.url, self._joint.claim
+            ):
+                error = taken_over_error(self._joint)  # that is why, whatever it looks like from here
+            self._put_notice(Notice(self._joint.save, failed=str(error)))
+            raise error from None
 
     def _step(self) -> str | None:
         self._read_parts()
@@ -98,7 +102,7 @@ class Merger:
             if verdict.made_up is None:
                 return None
             made_up = verdict.made_up
-        wanted = self._merging.unwritten(excluded=self._slow)
+        wanted = self._find_unwritten()
         needed = {rank: wanted.get(rank, []) for rank in {*wanted, *self._carriers(made_up)}}
         if needed:
             self._ask(needed)
@@ -177,6 +181,14 @@ class Merger:
         has_told = 0 not in made_up or any(number > 0 for _, number in self._merging.parts)
         return set() if has_told else {made_up[0]}
 
+    def _find_unwritten(self) -> dict[int, list[int]]:
+        """See `Merging.unwritten`."""
+        try:
+            return self._merging.unwritten(excluded=self._slow)
+        except errors.SaveProtocolError as error:
+            url = str(self._joint.url)
+            raise errors.SaveProtocolError(f"{url} is not committed: {error}", url=url) from None
+
     def _ask(self, wanted: Mapping[int, Sequence[int]]) -> None:
         """Ask ranks to write what is missing, once; others if they do not."""
         if self._notice is not None:
@@ -184,7 +196,7 @@ class Merger:
                 return
             asked = self._notice.wanted
             self._slow.update(each for each in asked if (each, self._notice.number) not in self._merging.parts)
-            wanted = self._merging.unwritten(excluded=self._slow)
+            wanted = self._find_unwritten()
         round_number = 0 if self._notice is None else self._notice.number // self._joint.world_size + 1
         number = round_number * self._joint.world_size + self._joint.rank + 1
         self._notice, self._asked_at = Notice(self._joint.save, number, wanted), self._clock.now()

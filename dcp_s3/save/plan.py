@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from dcp_s3.checkpoint.attachments import Attachment
 from dcp_s3.errors import ShardingError
-from dcp_s3.ranks import world_size
 
 # Framing of one item by torch.save, and a guess for an item whose size is unknown until it is pickled.
 _FRAMING_BYTES = 2048

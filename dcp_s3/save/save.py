@@ -153,9 +153,8 @@ class Save:
         """Check the URL, and mark the plan with this save's URL.
 
         Raises:
-            CheckpointExistsError, ShardingError, StorageError
+            CheckpointExistsError, StorageError
         """
-        check_no_holes(plan.items)
         if self._is_coordinator or not self._use_collectives:
             try:
                 if self._overwrite:
