@@ -70,10 +70,11 @@ def cases(every: int, seconds: float) -> list[Case]:
     return [*timed, Case("continuously", "wait")]
 
 
-def train(root: str, options: argparse.Namespace, case: Case, log: str) -> None:
+def train(root: str, options: argparse.Namespace, case: Case, log: str, environment: dict[str, str]) -> None:
     """Train until killed. Each step adds a line to the log: its number and the time."""
     import torch
 
+    os.environ.update(environment)  # a fork server has that of its own start
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     weight = torch.zeros(parse_size(options.size) // 4)
     policy = case.policy(options.every, options.seconds)
@@ -104,7 +105,9 @@ def run(root: str, options: argparse.Namespace, case: Case) -> Lost:
     with tempfile.TemporaryDirectory() as directory:
         for number in range(options.kills + 1):
             log = Path(directory) / str(number)
-            process: Any = context.Process(target=train, args=(root, options, case, str(log)), daemon=True)
+            process: Any = context.Process(
+                target=train, args=(root, options, case, str(log), dict(os.environ)), daemon=True
+            )
             process.start()
             restored, began = _wait_for_restore(log, process)
             if number:
