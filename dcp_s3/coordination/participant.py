@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.commit import delete_quietly
@@ -16,6 +16,7 @@ from dcp_s3.coordination.claim import claim
 from dcp_s3.coordination.joint import FAILED, Clock, JointSave, find_commit
 from dcp_s3.coordination.merger import READERS, Merger
 from dcp_s3.format.layout import intent_object, notice_object, part_object
+from dcp_s3.format.manifest import attachments_of
 from dcp_s3.format.notice import Notice
 from dcp_s3.format.part import Part, digest_of
 from dcp_s3.format.part_codec import encode
@@ -73,14 +74,15 @@ class Participant:
                 raise
 
     @contextlib.contextmanager
-    def alive(self, held: frozenset[int], *, is_known: bool) -> Iterator[None]:
+    def alive(self, held: frozenset[int], attached: Iterable[str] = (), *, is_known: bool) -> Iterator[None]:
         """Show while this rank writes that it is alive, and what it holds, so that others can make up for it.
 
         Args:
             held: hashes of all items that it holds.
+            attached: names of its attachments.
             is_known: whether the save before this one says so. Then there is a sign only if it takes long.
         """
-        digest = digest_of(held)
+        digest = digest_of(held, attached)
         if not is_known:
             self._sign(digest, b"0")
         ended = threading.Event()
@@ -115,7 +117,8 @@ class Participant:
         Raises:
             StorageError
         """
-        path = part_object(part.save, part.rank, part.number, digest_of(part.held))
+        digest = digest_of(part.held, attachments_of(part.objects))
+        path = part_object(part.save, part.rank, part.number, digest)
         key = self._joint.url.key(path)
         self._own.append(key)
         self._store.put(key, encode(part))

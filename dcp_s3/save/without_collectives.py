@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_s3.checkpoint.commit import Commit
@@ -77,6 +77,8 @@ def begin_without_collectives(
     place = ranks.index(attempt.rank)
     joint = dataclasses.replace(attempt, world_size=len(ranks), rank=place)
     claim = claim_of(joint, str(url), count_save(joint, str(url)), find_step(url.name, options.settings))
+    for key in [each for each in list(_histories) if each[0] != attempt.id]:
+        _histories.pop(key, None)  # a process may outlive many process groups
     history = _histories.setdefault((attempt.id, ranks), History())
     kind = SaveWithoutCollectives if kind is None else kind
     return kind(url, options, claim, ranks=ranks, place=place, replicas=replicas, history=history)
@@ -175,7 +177,10 @@ class SaveWithoutCollectives(Save):
         with collector_paused():
             self._items = {item_hash(item): item for item in plan.items}
             own = self._find_own(plan, planner)
-            own = [*own, *self._learned(own)]
+            learned = self._learned(own)
+            # What one rank alone has is learned for good. An owner of shards may have been slow only once.
+            self._asked |= {item_hash(item) for item in learned if item.type != WriteItemType.SHARD}
+            own = [*own, *learned]
         self._planner, self._held = planner, frozenset(self._items)
         with self._alive():
             results = self._write(own, attachments=True)
@@ -202,7 +207,7 @@ class SaveWithoutCollectives(Save):
             committed = self._taking_part.wait(self._write_missing, abandoned=lambda: self._give_up)
         finally:
             self._planner = None  # with the state
-        self._history.committed(Last(self._number, self.url, committed, digest_of(self._held), self._asked))
+        self._history.committed(Last(self._number, self.url, committed, self._digest, self._asked))
         self._report(committed)
 
     def give_up(self, reason: str) -> None:
@@ -243,6 +248,14 @@ class SaveWithoutCollectives(Save):
             self._participant = Participant(self._store(), self._joint)
         return self._participant
 
+    @property
+    def _attached(self) -> list[str]:
+        return [each.name for each in self._options.attachments]
+
+    @property
+    def _digest(self) -> str:
+        return digest_of(self._held, self._attached)
+
     def _find_own(self, plan: SavePlan, planner: SavePlanner) -> Sequence[WriteItem]:
         """The items of the plan that this rank is to write."""
         return own_items(
@@ -251,7 +264,7 @@ class SaveWithoutCollectives(Save):
 
     def _alive(self) -> contextlib.AbstractContextManager[None]:
         """Shows while this rank writes that it is alive."""
-        return self._taking_part.alive(self._held, is_known=self._is_known())
+        return self._taking_part.alive(self._held, self._attached, is_known=self._is_known())
 
     def _write(self, items: Sequence[WriteItem], *, attachments: bool) -> list[WriteResult]:
         if self._planner is None:
@@ -276,7 +289,7 @@ class SaveWithoutCollectives(Save):
             raise SaveProtocolError(f"{self.url}: rank {self._rank} is asked for {len(missing)} items that it lacks")
         logger.info("%s: rank %d writes %d items that no other rank has written", self.url, self._rank, len(hashes))
         self._asked |= frozenset(hashes)
-        with self._taking_part.alive(self._held, is_known=True):
+        with self._taking_part.alive(self._held, self._attached, is_known=True):
             results = self._write([self._items[each] for each in hashes], attachments=False)
         return self._make_part(results, number)
 
@@ -320,7 +333,7 @@ class SaveWithoutCollectives(Save):
     def _is_known(self) -> bool:
         """Whether the save before this one says what this rank holds."""
         last = self._history.before(self._number)
-        return last is not None and last.digest == digest_of(self._held)
+        return last is not None and last.digest == self._digest
 
     def _find_digests_before(self) -> Sequence[str] | None:
         """What the ranks held in the save before this one, by rank; None: not known."""
