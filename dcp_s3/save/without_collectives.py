@@ -26,7 +26,7 @@ from dcp_s3.coordination.joint import JointSave, find_commit
 from dcp_s3.coordination.ownership import Replicas, lookup_in, own_items
 from dcp_s3.coordination.participant import Participant
 from dcp_s3.coordination.told import make_facts
-from dcp_s3.errors import SaveProtocolError, StorageError
+from dcp_s3.errors import CheckpointError, SaveProtocolError, StorageError
 from dcp_s3.failures import name_ranks
 from dcp_s3.format.layout import manifest_object, new_nonce, notice_object
 from dcp_s3.format.manifest import Manifest
@@ -144,6 +144,7 @@ class SaveWithoutCollectives(Save):
         self._asked: frozenset[int] = frozenset()
         self._paths: Mapping[str, tuple[str | int, ...]] | None = None
         self._give_up = ""
+        self._was_committed = False
         self.durable = threading.Event()
         """Set when all that this rank writes is in the store, though the save may not be committed yet."""
 
@@ -220,9 +221,16 @@ class SaveWithoutCollectives(Save):
         """Whether the save is committed, and was not replaced since.
 
         Raises:
+            CheckpointError: it was committed, and is no longer there.
             StorageError
         """
-        return find_commit(S3Store(self.url.bucket, self._settings), self._joint) is not None
+        if find_commit(S3Store(self.url.bucket, self._settings), self._joint) is not None:
+            return True
+        if self._was_committed:
+            raise CheckpointError(
+                f"{self.url} no longer holds this save: it was replaced or deleted", url=str(self.url)
+            )
+        return False
 
     def __getstate__(self) -> dict[str, Any]:
         # For a process of its own, which writes and does not commit.
@@ -352,7 +360,7 @@ class SaveWithoutCollectives(Save):
 
     def _report(self, save_id: str) -> None:
         """Tell what was committed: on the first rank, for all."""
-        self.save_id = save_id
+        self.save_id, self._was_committed = save_id, True
         if self._rank != 0:
             return
         try:

@@ -218,6 +218,19 @@ def test_a_dead_stand_in_of_a_dead_rank_is_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
+def test_an_id_that_an_earlier_start_has_used_is_no_save_that_is_done(overwrite: bool) -> None:
+    store = MemoryStore()
+    for _ in range(2):
+        ranks = [Rank(store, number, ["a"], ranks=2, overwrite=overwrite) for number in range(2)]
+        if find_commit(store, ranks[0].joint) is None:
+            _together(ranks, Rank.begin_and_write)
+            _together(ranks, Rank.wait)
+        else:
+            with pytest.raises(errors.SaveProtocolError, match="DCP_S3_RUN_ID"):
+                ranks[0].taking_part.begin()
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
 def test_two_mergers_do_no_harm(overwrite: bool) -> None:
     for _ in range(10):
         store = MemoryStore()
