@@ -81,10 +81,14 @@ class Merger:
                 raise
             # Perhaps another merger has committed, and has removed what this one looked for.
             found = find_commit(self._store, self._joint)
-            if found is None:
-                self._put_notice(Notice(self._joint.save, failed=str(error)))
-                raise
-            return found
+            if found is not None:
+                return found
+            if isinstance(error, errors.SaveProtocolError) and not is_still_ours(
+                self._store, self._joint.url, self._joint.claim
+            ):
+                error = taken_over_error(self._joint)  # that is why, whatever it looks like from here
+            self._put_notice(Notice(self._joint.save, failed=str(error)))
+            raise error from None
 
     def _step(self) -> str | None:
         self._read_parts()
@@ -172,7 +176,7 @@ class Merger:
 
     def _needed(self, made_up: Mapping[int, int]) -> dict[int, list[int]]:
         """Hashes of what is to be written, by the rank that is to write it."""
-        wanted = self._merging.unwritten(excluded=self._slow)
+        wanted = self._find_unwritten()
         return {rank: wanted.get(rank, []) for rank in {*wanted, *self._carriers(made_up)}}
 
     def _carriers(self, made_up: Mapping[int, int]) -> set[int]:
@@ -181,6 +185,14 @@ class Merger:
         if has_told:
             return set()
         return {made_up[0]} if made_up[0] not in self._slow else {self._joint.rank}  # this one answers
+
+    def _find_unwritten(self) -> dict[int, list[int]]:
+        """See `Merging.unwritten`."""
+        try:
+            return self._merging.unwritten(excluded=self._slow)
+        except errors.SaveProtocolError as error:
+            url = str(self._joint.url)
+            raise errors.SaveProtocolError(f"{url} is not committed: {error}", url=url) from None
 
     def _ask(self, wanted: Mapping[int, Sequence[int]], made_up: Mapping[int, int]) -> None:
         """Ask ranks to write what is missing, once; others if they do not."""

@@ -87,8 +87,8 @@ class CheckpointManager(RunReader):
             ranks.
         coordination: how the ranks come together: in ``collectives``, or on ``s3``, which needs no ``process_group``.
             Then what waits on disks does not count.
-        replicas: with ``coordination="s3"``: which ranks hold the same plain tensors and objects, see
-            `S3StorageWriter`.
+        replicas: with ``coordination="s3"``: which ranks hold the same plain tensors, objects and shards made by hand,
+            see `S3StorageWriter`.
         overwrite: replace a committed checkpoint of the same step. Otherwise the save fails with CheckpointExistsError.
         overlap: what `save` does while an earlier save uploads. ``wait``: it waits for it. ``queue``: it stages the
             state, which is uploaded afterwards; as many wait as DCP_S3_STAGING_GENERATIONS leaves, usually one, then

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,6 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 
 from dcp_s3.checkpoint.attachments import Attachment
 from dcp_s3.errors import ShardingError
-from dcp_s3.ranks import world_size
 
 # Framing of one item by torch.save, and a guess for an item whose size is unknown until it is pickled.
 _FRAMING_BYTES = 2048
@@ -153,24 +153,23 @@ def check_shapes(plans: Sequence[SavePlan]) -> None:
                 )
 
 
-def check_no_holes(items: Iterable[WriteItem]) -> None:
-    """Check that the shards of a rank that saves without a process group add up to whole tensors.
+def check_filled(plans: Sequence[SavePlan]) -> None:
+    """Check that the plans have all of each tensor that they have shards of. torch asks that of several ranks only.
 
     Raises:
-        ShardingError: they do not.
+        ShardingError: a part of a tensor is in no shard.
     """
-    if world_size() > 1:
-        return
-    missing: dict[str, int] = {}
-    for item in items:
-        if item.type == WriteItemType.SHARD and (data := item.tensor_data) is not None:
-            left = missing.setdefault(item.index.fqn, math.prod(data.size))
-            missing[item.index.fqn] = left - math.prod(data.chunk.sizes)
-    for fqn, elements in missing.items():
-        if elements > 0:
+    wholes: dict[str, int] = {}
+    saved: Counter[str] = Counter()
+    for item in (item for plan in plans for item in plan.items):
+        if item.tensor_data is not None and item.type == WriteItemType.SHARD:
+            wholes[item.index.fqn] = math.prod(item.tensor_data.size)
+            saved[item.index.fqn] += math.prod(item.tensor_data.chunk.sizes)
+    for fqn, whole in wholes.items():
+        if saved[fqn] != whole:
             raise ShardingError(
-                f"{fqn!r}: the shards to save lack {elements} elements of the tensor, and this rank saves alone, "
-                "though the launcher started others. Remedy: initialize torch.distributed, or save on all ranks with "
-                "use_collectives=False",
+                f"{fqn!r}: the shards to save hold {saved[fqn]} of its {whole} elements, and this process saves "
+                "without the others. Remedy: save on all ranks that hold a part of it, with torch.distributed "
+                "initialized or with use_collectives=False",
                 fqn=fqn,
             )

@@ -42,9 +42,9 @@ from dcp_s3.limit import Deadline, Limit
 from dcp_s3.ranks import world_size
 from dcp_s3.s3.store import S3Store
 from dcp_s3.save.objects import ItemWriteResult, ObjectNames, refused_by_both, write_buckets
-from dcp_s3.save.plan import WriteBucket, check_no_holes, plan_buckets
+from dcp_s3.save.plan import WriteBucket, check_filled, plan_buckets
 from dcp_s3.save.progress import Progress, StallSince, spilled_bytes, unknown_stall
-from dcp_s3.settings import Settings
+from dcp_s3.settings import Settings, launch
 from dcp_s3.spill.background import drain_in_background, wait_until_drained
 from dcp_s3.spill.session import SpillSession, spill_commit
 from dcp_s3.spill.store import SpillStore
@@ -153,9 +153,8 @@ class Save:
         """Check the URL, and mark the plan with this save's URL.
 
         Raises:
-            CheckpointExistsError, ShardingError, StorageError
+            CheckpointExistsError, StorageError
         """
-        check_no_holes(plan.items)
         if self._is_coordinator or not self._use_collectives:
             try:
                 if self._overwrite:
@@ -175,7 +174,10 @@ class Save:
 
         Raises:
             SaveProtocolError: a plan is of another save.
+            ShardingError: this process saves without the other ranks, and they hold a part of a tensor.
         """
+        if self._use_collectives and world_size() == 1 < launch().world_size:
+            check_filled(plans)
         for plan in plans:
             origin = plan.storage_data
             if isinstance(origin, _PlanOrigin) and origin.url is not None:

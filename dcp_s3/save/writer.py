@@ -75,8 +75,8 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         extra: whatever else belongs to the checkpoint: text, numbers, bools, None, lists and dicts of these, at most
             64 KiB as JSON. That of the first rank is stored. Read by `S3StorageReader.extra`.
         replicas: for saves without collectives: ranks that hold the same plain tensors and objects as this one, or a
-            function of the FQN that returns them. None: all ranks of the save. What nobody wrote for it is written
-            later than the rest, and nothing twice. DTensors say themselves which ranks hold the same.
+            function of the FQN that returns them, also for shards that are no DTensors (these know). None: all ranks of
+            the save. What nobody wrote for it is written later than the rest, and nothing twice.
         separate: FQN prefixes that get their own objects, for example ``["model", "optimizer"]``. An entry may be a
             list of prefixes that share objects. Everything else shares the remaining objects. A prefix ends where a
             name in the FQN does; with a star at its end, ``"optim*"``, anywhere.

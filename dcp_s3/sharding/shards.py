@@ -56,11 +56,12 @@ class LocalShards(torch.Tensor):
 
         Raises:
             ShardingError: there are no other ranks, and the boxes leave out a part of the tensor.
+            SettingsError: see `read_launch`.
         """
         chunks = self.__create_chunk_list__()
         saved = sum(math.prod(chunk.sizes) for chunk in chunks)
-        # Without a process group, ranks that the launcher knows of can save together without collectives.
-        if ranks.world_size() == 1 and saved != math.prod(self.shape) and launch().world_size == 1:
+        # Other ranks that no process group knows may save with this one, without collectives; the merge checks that.
+        if saved != math.prod(self.shape) and ranks.world_size() == launch().world_size == 1:
             raise ShardingError(
                 f"{fqn!r}: the shards to save hold {saved} of the {math.prod(self.shape)} elements of a tensor of "
                 f"shape {tuple(self.shape)}, and there are no other ranks. Remedy: save on all ranks that hold a part "

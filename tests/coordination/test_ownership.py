@@ -168,6 +168,11 @@ def _by_hand(rank: int, world_size: int) -> State:
     return {"weight": weight, "norms": {f"{n}": _meta(20 * KIB) for n in range(16)}, "step": 7}
 
 
+def _by_hand_twice(rank: int, world_size: int) -> State:
+    """Two replicas of shards."""
+    return _by_hand(rank % (world_size // 2), world_size // 2)
+
+
 def _edges(rank: int, world_size: int) -> State:
     """What is empty on some ranks, on all, in one dimension or in two."""
     line, both = init_device_mesh("cpu", (world_size,)), _two(world_size, ("a", "b"))
@@ -237,6 +242,23 @@ def test_the_ranks_write_what_dcp_would_have_them_write(make: Callable[[int, int
             ours.append(own_items(plan.items, lookup_in(planner), world=range(world_size), rank=rank))
     theirs = [plan.items for plan in DefaultSavePlanner().create_global_plan(plans)[0]]
     _check(ours, theirs)
+
+
+def test_replicas_of_shards_made_by_hand_share_the_work_if_a_function_says_who_they_are() -> None:
+    def plan(rank: int) -> tuple[list[WriteItem], SavePlan]:
+        planner, plan = _plan(_by_hand_twice(rank, 6))
+        lookup, same = lookup_in(planner), range(rank % 3, 6, 3)
+        told = own_items(
+            plan.items, lookup, world=range(6), rank=rank, replicas=lambda n: same if n == "weight" else range(6)
+        )
+        return told, plan
+
+    found = []
+    for rank in range(6):
+        with _as_rank(rank, 6):
+            found.append(plan(rank))
+    theirs = [plan.items for plan in DefaultSavePlanner().create_global_plan([plan for _, plan in found])[0]]
+    _check([items for items, _ in found], theirs)
 
 
 def _check(ours: list[list[WriteItem]], theirs: list[list[WriteItem]]) -> None:
@@ -335,7 +357,12 @@ def test_chunks_that_no_mesh_tells_are_held_by_one_rank() -> None:
         wrapped = DTensor.from_local(local, mesh, [Replicate()], run_check=False)
         by_hand = shard(torch.zeros(8), global_shape=(32,), offsets=(8,))
         for value in (wrapped, by_hand, torch.zeros(8), None):
-            assert holders_of(item, value, world=range(4), rank=1) == (1,), type(value)
+            for unasked in (None, [0, 1]):
+                assert holders_of(item, value, world=range(4), rank=1, replicas=unasked) == (1,), type(value)
+            assert holders_of(item, value, world=range(4), rank=1, replicas={"w": [3, 1]}.__getitem__) == (1, 3)
+            assert holders_of(item, value, world=range(4), rank=1, replicas=lambda _: []) == (1,)
+        known = _place(mesh, [Shard(0)], 8)
+        assert holders_of(item, known, world=range(4), rank=1, replicas=lambda _: [1, 3]) == (1,), "a DTensor knows"
 
 
 @pytest.mark.parametrize(

@@ -227,10 +227,10 @@ def read_tensors_from_directory(directory: str, shapes: dict[str, tuple[int, ...
         return state
 
 
-def read_directories(directories: dict[str, str]) -> dict[str, dict[str, Any]]:
-    """All that is in checkpoints, in full, by its name: as torch's own reader gives it to one process."""
+def convert_directories(directories: list[str], file: str) -> None:
+    """All that is in checkpoints, in full, by its name, as torch's own reader reads it; for torch.load."""
     with without_dcp_s3():
-        return {name: _read_directory(directory) for name, directory in directories.items()}
+        torch.save([_read_directory(directory) for directory in directories], file)
 
 
 def _read_directory(directory: str) -> dict[str, Any]:

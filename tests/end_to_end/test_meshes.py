@@ -25,7 +25,7 @@ LOADING = (*SAVING, Mesh("tp", (2, 1)), Mesh("plain"))
 FLATTENED = (False, True)
 
 
-def _save_and_load(root: str, saving: Mesh) -> list[str]:
+def _save_and_load(root: str, saving: Mesh, use_collectives: bool) -> list[str]:
     """Saves, and loads on every mesh. Returns the loads that gave every bit back."""
     jobs = {mesh: Job(mesh) for mesh in LOADING}
     # What makes this mesh: the shards of a rank are not neighbours.
@@ -36,7 +36,12 @@ def _save_and_load(root: str, saving: Mesh) -> list[str]:
         url = f"{root}/{saving}-{flattened}"
         state = jobs[saving].state(flattened)
         fill(state)
-        dcp.save(state, storage_writer=S3StorageWriter(url), process_group=jobs[saving].group)
+        dcp.save(
+            state,
+            storage_writer=S3StorageWriter(url),
+            process_group=jobs[saving].group,
+            use_collectives=use_collectives,
+        )
         for mesh, job in jobs.items():
             if job.inside:
                 state = job.state(flattened)
@@ -50,7 +55,17 @@ def _save_and_load(root: str, saving: Mesh) -> list[str]:
 
 @pytest.mark.parametrize("saving", SAVING, ids=str)
 def test_uneven_meshes_are_resharded_onto_each_other(root: str, memory_server: S3Server, saving: Mesh) -> None:
-    found = run_ranks(4, _save_and_load, root, saving)
+    _reshard(root, saving, use_collectives=True)
+
+
+@pytest.mark.quick("tp-2x2")
+@pytest.mark.parametrize("saving", SAVING, ids=str)
+def test_what_is_saved_without_collectives_is_resharded_too(root: str, memory_server: S3Server, saving: Mesh) -> None:
+    _reshard(root, saving, use_collectives=False)
+
+
+def _reshard(root: str, saving: Mesh, use_collectives: bool) -> None:
+    found = run_ranks(4, _save_and_load, root, saving, use_collectives)
     assert found == [[f"{mesh}-{flattened}" for flattened in FLATTENED for mesh in LOADING]] * 4
     for flattened in FLATTENED:
         stored = {n: t for n, t in read_tensors(f"{root}/{saving}-{flattened}").items() if isinstance(t, torch.Tensor)}

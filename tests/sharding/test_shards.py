@@ -222,18 +222,19 @@ def test_a_hole_is_an_error_where_there_are_no_other_ranks(root: str, bucket: st
     assert not memory_server.handle.objects(bucket)
 
 
-def test_a_hole_is_an_error_where_only_the_launcher_knows_of_other_ranks(
+def test_a_rank_that_saves_without_the_others_finds_the_hole(
     root: str, bucket: str, memory_server: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RANK", "1")
+    """A launcher has started several, and none of them has called init_process_group."""
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
+    state = {"w": in_boxes(FULL, grid(SHAPE, (6, 1))[1:]), "whole": in_boxes(FULL, grid(SHAPE, (6, 1)))}
     with pytest.raises(CheckpointException) as caught:
-        dcp.save({"a": {"w": in_boxes(FULL, grid(SHAPE, (6, 1))[1:])}}, storage_writer=S3StorageWriter(root))
-    error = caught.value.failures[0][0]
-    assert isinstance(error, errors.ShardingError)
-    assert "'a.w': the shards to save lack 5 elements" in str(error)
-    assert "use_collectives=False" in str(error)
+        dcp.save(state, storage_writer=S3StorageWriter(root))
+    assert "'w': the shards to save hold 25 of its 30 elements" in str(caught.value.failures[0][0])
     assert not memory_server.handle.objects(bucket)
+    del state["w"]
+    dcp.save(state, storage_writer=S3StorageWriter(root))
 
 
 def test_shards_of_other_wholes_are_told_apart() -> None:

@@ -1,7 +1,7 @@
-"""Saves whose ranks gather neither plans nor results: what each has written stands in a part on S3, and rank 0 merges them.
+"""Saves whose ranks gather neither plans nor results: what each wrote stands in a part on S3, and rank 0 merges these.
 
-Megatron's plan is decentralized: each rank writes all of its own plan, which holds what it is the main replica of. So no
-rank has to know another one's plan before the commit, and that reads them from S3 (`dcp_s3.coordination`).
+Megatron's plan is decentralized: each rank writes all of its own plan, which holds what it is the main replica of. So
+no rank has to know another one's plan before the commit, and that reads the parts (`dcp_s3.coordination`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def merges(settings: SettingsLike) -> bool:
 
 
 class MergedSave(SaveWithoutCollectives):
-    """One rank's part in such a save. Ranks wait for each other as Megatron has them wait, so none is taken for dead."""
+    """One rank's part in such a save. Megatron has its ranks wait for each other, so none is taken for dead."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Claim the URL, on rank 0.

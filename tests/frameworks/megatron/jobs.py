@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 from dcp_s3 import S3StorageReader, latest
 from dcp_s3.integrations import megatron
-from dcp_s3.save.save import Save
+from dcp_s3.integrations.megatron.merged import MergedSave
 from tests.frameworks.megatron import cpu, states
 from tests.killing import begin
 
@@ -170,8 +170,9 @@ def count_what_ranks_say(root: str, settings: dict[str, Any]) -> list[int]:
 
         patch.setattr(_DistWrapper, "gather_object", count)
         rank.save(f"{root}/iter_1", 1)
+        of_save = list(sent)
         rank.load(f"{root}/iter_1", 1, "columns")
-    return sent
+    return of_save
 
 
 def save_cached_here_and_there(root: str, directory: str) -> None:
@@ -189,7 +190,7 @@ def save_apart(root: str) -> dict[int, str]:
 def lose_the_process(url: str) -> dict[int, str]:
     """The process that saves is killed on rank 1."""
     if int(os.environ["RANK"]) == 1:
-        Save.write_data = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        MergedSave.write_data = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     return fail_to_save(url, "forked")
 
 

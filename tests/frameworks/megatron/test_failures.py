@@ -55,8 +55,8 @@ def test_a_process_that_is_killed_while_it_saves(faulty: FaultyServer) -> None:
 @pytest.mark.parametrize(
     ("mode", "moment"),
     [
-        ("forked", AtRequest("PutObject", 10, applied=True)),  # of the second checkpoint's data
-        ("sync", AtRequest("PutObject", 16, applied=False)),  # around its commit
+        ("forked", AtRequest("PutObject", 14, applied=True)),  # of the second checkpoint's data
+        ("sync", AtRequest("PutObject", 22, applied=False)),  # around its commit
     ],
     ids=str,
 )
