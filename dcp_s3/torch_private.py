@@ -194,7 +194,8 @@ def find_save_ranks() -> list[int] | None:
     else calls it."""
     wrapper: Any = (_local_step_variables(_SAVER_MODULE) or {}).get("distW")
     if not getattr(wrapper, "use_dist", False):
-        return None
+        alone = wrapper is not None and dist.is_available() and dist.is_initialized()  # with no_dist=True
+        return [dist.get_rank()] if alone else None
     return dist.get_process_group_ranks(wrapper.group)
 
 

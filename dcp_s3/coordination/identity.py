@@ -124,7 +124,7 @@ class _Current:
         self._lock = threading.Lock()
         self._attempt: Attempt | None = None
         self._of: tuple[Any, ...] = ()
-        self._saves: dict[bytes, int] = {}
+        self._saves: dict[bytes, int] = {}  # of all attempts: after a group has ended, that of the launcher is back
 
     def attempt(self, settings: Settings) -> Attempt:
         store = default_store()
@@ -138,7 +138,6 @@ class _Current:
             if self._attempt is None or of != self._of:
                 self._attempt = make_attempt(settings, found, rank=rank, world_size=world_size, store=store)
                 self._of = of
-                self._saves.clear()
             return self._attempt
 
     def count(self, attempt: Attempt, url: str) -> int:

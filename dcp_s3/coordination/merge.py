@@ -6,7 +6,6 @@ the same checks. All of it works on columns: thousands of ranks have millions of
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +16,8 @@ from dcp_s3.collector import collector_paused
 from dcp_s3.coordination.chunk_checks import some
 from dcp_s3.coordination.merge_items import AddedPart, Tables, merge_items
 from dcp_s3.errors import SaveProtocolError
-from dcp_s3.format.manifest import ObjectEntry
+from dcp_s3.format.manifest import ObjectEntry, attachments_of
+from dcp_s3.format.part import digest_of_bytes
 from dcp_s3.format.part_columns import HELD, unpack
 
 
@@ -83,7 +83,7 @@ class Merging:
     def digests(self) -> dict[int, str]:
         """Digest (`digest_of`) of what each of these ranks holds."""
         return {
-            rank: hashlib.blake2b(part.held.tobytes(), digest_size=8).hexdigest()
+            rank: digest_of_bytes(part.held.tobytes(), attachments_of(part.objects))
             for (rank, number), part in sorted(self._parts.items())
             if number == 0
         }

@@ -102,10 +102,8 @@ class Merger:
             if verdict.made_up is None:
                 return None
             made_up = verdict.made_up
-        wanted = self._find_unwritten()
-        needed = {rank: wanted.get(rank, []) for rank in {*wanted, *self._carriers(made_up)}}
-        if needed:
-            self._ask(needed)
+        if needed := self._needed(made_up):
+            self._ask(needed, made_up)
             return None
         return self._commit(made_up)
 
@@ -176,10 +174,17 @@ class Merger:
 
     # --- what is missing -----------------------------------------------------------------------------
 
+    def _needed(self, made_up: Mapping[int, int]) -> dict[int, list[int]]:
+        """Hashes of what is to be written, by the rank that is to write it."""
+        wanted = self._find_unwritten()
+        return {rank: wanted.get(rank, []) for rank in {*wanted, *self._carriers(made_up)}}
+
     def _carriers(self, made_up: Mapping[int, int]) -> set[int]:
         """The rank that stands in for the first one, until it has said what belongs to the save as a whole."""
         has_told = 0 not in made_up or any(number > 0 for _, number in self._merging.parts)
-        return set() if has_told else {made_up[0]}
+        if has_told:
+            return set()
+        return {made_up[0]} if made_up[0] not in self._slow else {self._joint.rank}  # this one answers
 
     def _find_unwritten(self) -> dict[int, list[int]]:
         """See `Merging.unwritten`."""
@@ -189,14 +194,14 @@ class Merger:
             url = str(self._joint.url)
             raise errors.SaveProtocolError(f"{url} is not committed: {error}", url=url) from None
 
-    def _ask(self, wanted: Mapping[int, Sequence[int]]) -> None:
+    def _ask(self, wanted: Mapping[int, Sequence[int]], made_up: Mapping[int, int]) -> None:
         """Ask ranks to write what is missing, once; others if they do not."""
         if self._notice is not None:
             if self._clock.now() - self._asked_at < self._joint.rank_timeout:
                 return
             asked = self._notice.wanted
             self._slow.update(each for each in asked if (each, self._notice.number) not in self._merging.parts)
-            wanted = self._find_unwritten()
+            wanted = self._needed(made_up)
         round_number = 0 if self._notice is None else self._notice.number // self._joint.world_size + 1
         number = round_number * self._joint.world_size + self._joint.rank + 1
         self._notice, self._asked_at = Notice(self._joint.save, number, wanted), self._clock.now()

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.commit import delete_quietly
@@ -15,7 +15,8 @@ from dcp_s3.checkpoint.completeness import Beginning
 from dcp_s3.coordination.claim import claim
 from dcp_s3.coordination.joint import FAILED, Clock, JointSave, find_commit
 from dcp_s3.coordination.merger import READERS, Merger
-from dcp_s3.format.layout import intent_object, notice_object, part_object
+from dcp_s3.format.layout import intent_object, manifest_object, notice_object, part_object
+from dcp_s3.format.manifest import Manifest, attachments_of
 from dcp_s3.format.notice import Notice
 from dcp_s3.format.part import Part, digest_of
 from dcp_s3.format.part_codec import encode
@@ -59,28 +60,30 @@ class Participant:
 
         Raises:
             CheckpointExistsError: another save is committed at the URL, and is not to be replaced.
-            SaveProtocolError: the save is of another attempt, or has another number of ranks.
+            SaveProtocolError: the save is of another attempt, has another number of ranks, or its id was used before.
             StorageError
         """
+        joint = self._joint
+        if joint.overwrite and self._is_late():
+            return
         try:
-            if not self._joint.overwrite:
-                check_absent(self._store, SaveIdentity(self._joint.url, self._joint.save))
-            claim(self._store, self._joint.url, self._joint.claim)
+            if not joint.overwrite:
+                check_absent(self._store, SaveIdentity(joint.url, joint.save))
+            claim(self._store, joint.url, joint.claim)
         except errors.CheckpointError:
-            # Perhaps this rank is so late that others have made up for it.
-            self.committed = find_commit(self._store, self._joint)
-            if self.committed is None:
+            if not self._is_late():
                 raise
 
     @contextlib.contextmanager
-    def alive(self, held: frozenset[int], *, is_known: bool) -> Iterator[None]:
+    def alive(self, held: frozenset[int], attached: Iterable[str] = (), *, is_known: bool) -> Iterator[None]:
         """Show while this rank writes that it is alive, and what it holds, so that others can make up for it.
 
         Args:
             held: hashes of all items that it holds.
+            attached: names of its attachments.
             is_known: whether the save before this one says so. Then there is a sign only if it takes long.
         """
-        digest = digest_of(held)
+        digest = digest_of(held, attached)
         if not is_known:
             self._sign(digest, b"0")
         ended = threading.Event()
@@ -115,7 +118,8 @@ class Participant:
         Raises:
             StorageError
         """
-        path = part_object(part.save, part.rank, part.number, digest_of(part.held))
+        digest = digest_of(part.held, attachments_of(part.objects))
+        path = part_object(part.save, part.rank, part.number, digest)
         key = self._joint.url.key(path)
         self._own.append(key)
         self._store.put(key, encode(part))
@@ -165,6 +169,29 @@ class Participant:
         return self.committed
 
     # --- internal ------------------------------------------------------------------------------------
+
+    def _is_late(self) -> bool:
+        """Whether the save is committed already: others have made up for this rank, which has not begun.
+
+        Raises:
+            SaveProtocolError: nobody has: it is another save with the same id.
+            StorageError: cannot tell.
+        """
+        joint = self._joint
+        found = find_commit(self._store, joint)
+        if found is None:
+            return False
+        with contextlib.suppress(errors.ObjectNotFoundError, ValueError):
+            manifest = Manifest.from_json(self._store.get(joint.url.key(manifest_object(found))).data)
+            if str(joint.rank) not in manifest.coordination.get("made_up", {}):
+                raise errors.SaveProtocolError(
+                    f"{joint.url} is not saved: an earlier start of the job has committed a save with the same id "
+                    f"there (run {joint.claim.run!r}). Remedy: give each start of the job a new DCP_S3_RUN_ID, or call "
+                    "torch.distributed.init_process_group",
+                    url=str(joint.url),
+                )
+        self.committed = found
+        return True
 
     def _sign(self, digest: str, data: bytes) -> None:
         self._store.put(self._joint.url.key(intent_object(self._joint.save, self._joint.rank, digest)), data)

@@ -61,9 +61,19 @@ def item_hash(item: WriteItem) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big")
 
 
-def digest_of(held: Iterable[int]) -> str:
-    """Digest (16 hex digits) of what a rank holds: the same on ranks that hold the same."""
-    found = hashlib.blake2b(digest_size=8)
-    for each in sorted(held):
-        found.update(each.to_bytes(8, "big"))
+def digest_of(held: Iterable[int], attached: Iterable[str] = ()) -> str:
+    """Digest (16 hex digits) of what a rank holds: the same on ranks that hold the same.
+
+    Args:
+        held: hashes of its items.
+        attached: names of its attachments. No other rank can write what only a dead one has attached.
+    """
+    return digest_of_bytes(b"".join(each.to_bytes(8, "big") for each in sorted(held)), attached)
+
+
+def digest_of_bytes(held: bytes, attached: Iterable[str]) -> str:
+    """`digest_of` hashes in ascending order, 8 bytes each, the most significant first."""
+    found = hashlib.blake2b(held, digest_size=8)
+    for name in sorted(set(attached)):
+        found.update(name.encode("utf-8", "surrogatepass") + b"\0")
     return found.hexdigest()

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_s3.checkpoint.commit import Commit
@@ -26,7 +26,7 @@ from dcp_s3.coordination.joint import JointSave, find_commit
 from dcp_s3.coordination.ownership import Replicas, lookup_in, own_items
 from dcp_s3.coordination.participant import Participant
 from dcp_s3.coordination.told import make_facts
-from dcp_s3.errors import SaveProtocolError, StorageError
+from dcp_s3.errors import CheckpointError, SaveProtocolError, StorageError
 from dcp_s3.failures import name_ranks
 from dcp_s3.format.layout import manifest_object, new_nonce, notice_object
 from dcp_s3.format.manifest import Manifest
@@ -77,6 +77,8 @@ def begin_without_collectives(
     place = ranks.index(attempt.rank)
     joint = dataclasses.replace(attempt, world_size=len(ranks), rank=place)
     claim = claim_of(joint, str(url), count_save(joint, str(url)), find_step(url.name, options.settings))
+    for key in [each for each in list(_histories) if each[0] != attempt.id]:
+        _histories.pop(key, None)  # a process may outlive many process groups
     history = _histories.setdefault((attempt.id, ranks), History())
     kind = SaveWithoutCollectives if kind is None else kind
     return kind(url, options, claim, ranks=ranks, place=place, replicas=replicas, history=history)
@@ -142,6 +144,7 @@ class SaveWithoutCollectives(Save):
         self._asked: frozenset[int] = frozenset()
         self._paths: Mapping[str, tuple[str | int, ...]] | None = None
         self._give_up = ""
+        self._was_committed = False
         self.durable = threading.Event()
         """Set when all that this rank writes is in the store, though the save may not be committed yet."""
 
@@ -175,7 +178,10 @@ class SaveWithoutCollectives(Save):
         with collector_paused():
             self._items = {item_hash(item): item for item in plan.items}
             own = self._find_own(plan, planner)
-            own = [*own, *self._learned(own)]
+            learned = self._learned(own)
+            # What one rank alone has is learned for good. An owner of shards may have been slow only once.
+            self._asked |= {item_hash(item) for item in learned if item.type != WriteItemType.SHARD}
+            own = [*own, *learned]
         self._planner, self._held = planner, frozenset(self._items)
         with self._alive():
             results = self._write(own, attachments=True)
@@ -202,7 +208,7 @@ class SaveWithoutCollectives(Save):
             committed = self._taking_part.wait(self._write_missing, abandoned=lambda: self._give_up)
         finally:
             self._planner = None  # with the state
-        self._history.committed(Last(self._number, self.url, committed, digest_of(self._held), self._asked))
+        self._history.committed(Last(self._number, self.url, committed, self._digest, self._asked))
         self._report(committed)
 
     def give_up(self, reason: str) -> None:
@@ -215,9 +221,16 @@ class SaveWithoutCollectives(Save):
         """Whether the save is committed, and was not replaced since.
 
         Raises:
+            CheckpointError: it was committed, and is no longer there.
             StorageError
         """
-        return find_commit(S3Store(self.url.bucket, self._settings), self._joint) is not None
+        if find_commit(S3Store(self.url.bucket, self._settings), self._joint) is not None:
+            return True
+        if self._was_committed:
+            raise CheckpointError(
+                f"{self.url} no longer holds this save: it was replaced or deleted", url=str(self.url)
+            )
+        return False
 
     def __getstate__(self) -> dict[str, Any]:
         # For a process of its own, which writes and does not commit.
@@ -243,6 +256,14 @@ class SaveWithoutCollectives(Save):
             self._participant = Participant(self._store(), self._joint)
         return self._participant
 
+    @property
+    def _attached(self) -> list[str]:
+        return [each.name for each in self._options.attachments]
+
+    @property
+    def _digest(self) -> str:
+        return digest_of(self._held, self._attached)
+
     def _find_own(self, plan: SavePlan, planner: SavePlanner) -> Sequence[WriteItem]:
         """The items of the plan that this rank is to write."""
         return own_items(
@@ -251,7 +272,7 @@ class SaveWithoutCollectives(Save):
 
     def _alive(self) -> contextlib.AbstractContextManager[None]:
         """Shows while this rank writes that it is alive."""
-        return self._taking_part.alive(self._held, is_known=self._is_known())
+        return self._taking_part.alive(self._held, self._attached, is_known=self._is_known())
 
     def _write(self, items: Sequence[WriteItem], *, attachments: bool) -> list[WriteResult]:
         if self._planner is None:
@@ -276,7 +297,7 @@ class SaveWithoutCollectives(Save):
             raise SaveProtocolError(f"{self.url}: rank {self._rank} is asked for {len(missing)} items that it lacks")
         logger.info("%s: rank %d writes %d items that no other rank has written", self.url, self._rank, len(hashes))
         self._asked |= frozenset(hashes)
-        with self._taking_part.alive(self._held, is_known=True):
+        with self._taking_part.alive(self._held, self._attached, is_known=True):
             results = self._write([self._items[each] for each in hashes], attachments=False)
         return self._make_part(results, number)
 
@@ -320,7 +341,7 @@ class SaveWithoutCollectives(Save):
     def _is_known(self) -> bool:
         """Whether the save before this one says what this rank holds."""
         last = self._history.before(self._number)
-        return last is not None and last.digest == digest_of(self._held)
+        return last is not None and last.digest == self._digest
 
     def _find_digests_before(self) -> Sequence[str] | None:
         """What the ranks held in the save before this one, by rank; None: not known."""
@@ -339,7 +360,7 @@ class SaveWithoutCollectives(Save):
 
     def _report(self, save_id: str) -> None:
         """Tell what was committed: on the first rank, for all."""
-        self.save_id = save_id
+        self.save_id, self._was_committed = save_id, True
         if self._rank != 0:
             return
         try:

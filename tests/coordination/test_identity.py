@@ -128,6 +128,14 @@ def test_saves_are_counted_by_url_whatever_the_thread(monkeypatch: pytest.Monkey
     assert count_save(attempt, _URL + "0") == 1
 
 
+def test_an_attempt_that_is_back_does_not_use_an_id_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    one, other = Settings(run_id="one"), Settings(run_id="other")
+    numbers = [count_save(current_attempt(each), _URL) for each in (one, other, one)]
+    assert numbers == [1, 1, 2]
+
+
 def test_a_store_that_does_not_answer_is_an_error_of_ours() -> None:
     class Gone:
         def compare_set(self, *_: object) -> bytes:

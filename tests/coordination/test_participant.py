@@ -148,14 +148,20 @@ def test_the_save_before_says_what_a_silent_rank_holds() -> None:
     assert _names(store) == {"a", "b"}
 
 
-@pytest.mark.parametrize("held", [("a", "own-0"), None], ids=["other things", "unknown"])
-def test_a_dead_rank_whose_state_nobody_holds_ends_the_save(held: tuple[str, ...] | None) -> None:
+@pytest.mark.parametrize(
+    ("held", "attached"),
+    [(("a", "own-0"), ()), (("a", "b"), ("common.pt",)), (None, ())],
+    ids=["other things", "an attachment", "unknown"],
+)
+def test_a_dead_rank_whose_state_nobody_holds_ends_the_save(
+    held: tuple[str, ...] | None, attached: tuple[str, ...]
+) -> None:
     store = MemoryStore()
     ranks = [Rank(store, number, ["a", "b"], ranks=3) for number in range(3)]
     _together(ranks, lambda rank: rank.taking_part.begin())
     if held is not None:
         dead = Rank(store, 0, held, ranks=3)
-        with dead.taking_part.alive(dead.held, is_known=False):
+        with dead.taking_part.alive(dead.held, attached, is_known=False):
             pass
     ranks[1].write("a")
     ranks[2].write("b")
@@ -196,6 +202,32 @@ def test_the_turn_to_merge_passes_on_from_a_dead_rank() -> None:
     last = max(ranks, key=lambda rank: rank.joint.turn_of(rank.number))
     last.wait()  # all others are dead
     assert _names(store) == {"a"}
+
+
+def test_a_dead_stand_in_of_a_dead_rank_is_not_waited_for() -> None:
+    store = MemoryStore()
+    ranks = [Rank(store, number, ["a"], ranks=4, rank_timeout=0.1) for number in range(4)]
+    with ranks[0].taking_part.alive(ranks[0].held, is_known=False):
+        pass  # and dies, as those below do
+    for rank in ranks[1:]:
+        rank.begin_and_write("a")
+    save_id = ranks[3].taking_part.wait(ranks[3].part, turn=0)
+    manifest = _manifest(store, save_id)
+    assert manifest.coordination["made_up"] == {"0": 1}
+    assert manifest.metrics == {"loss": 3}
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_an_id_that_an_earlier_start_has_used_is_no_save_that_is_done(overwrite: bool) -> None:
+    store = MemoryStore()
+    for _ in range(2):
+        ranks = [Rank(store, number, ["a"], ranks=2, overwrite=overwrite) for number in range(2)]
+        if find_commit(store, ranks[0].joint) is None:
+            _together(ranks, Rank.begin_and_write)
+            _together(ranks, Rank.wait)
+        else:
+            with pytest.raises(errors.SaveProtocolError, match="DCP_S3_RUN_ID"):
+                ranks[0].taking_part.begin()
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
