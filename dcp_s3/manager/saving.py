@@ -133,8 +133,13 @@ class Saving:
         """Whether a save has not ended."""
         return any(not save.ended.is_set() for save in self._saves)
 
+    @property
+    def drops(self) -> bool:
+        """Whether a save may be dropped for a newer one: the line must be held while the ranks decide."""
+        return self._overlap == "supersede"
+
     def look(self) -> LineView:
-        """What this rank knows when another save is to begin, while the line is held.
+        """What this rank knows when another save is to begin.
 
         Raises:
             SaveFailedError: if saves do not overlap: an earlier save has failed.
@@ -145,7 +150,7 @@ class Saving:
             return LineView()
         self._collect()
         failed = max((number for number, _ in self._failures), default=None)
-        return LineView(failed, self.line.droppable if self._overlap == "supersede" else None)
+        return LineView(failed, self.line.droppable if self.drops else None)
 
     def supersede(self, number: int, by: int) -> None:
         """Drop a save that waits, on all ranks, while the line is held.

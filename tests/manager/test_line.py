@@ -431,6 +431,28 @@ def test_no_rank_waits_for_an_upload(gate: Gate, tmp_path: Path, overlap: Overla
     assert first == second == [(step, step + 1) for step in range(2, last)][: last - len(saved)]
 
 
+def _wait_on_one_rank(root: str, overlap: Overlap, opens: str) -> None:
+    with CheckpointManager(root, overlap=overlap) as manager:
+        for step in (1, 2):
+            assert manager.save(step, _of_rank(step))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            manager.annotate(2, {"val_loss": 1.0})  # waits for step 2, which waits for step 1
+        else:
+            threading.Timer(1.0, Path(opens).touch).start()  # the next save has come to where it waits for rank 0
+        assert manager.save(3, _of_rank(3))
+
+
+@pytest.mark.parametrize("overlap", ["queue", "supersede"])
+def test_a_rank_that_waits_for_a_save_is_not_held_up_by_one_that_comes_to_the_next(
+    gate: Gate, tmp_path: Path, overlap: Overlap
+) -> None:
+    opens = tmp_path / "open"
+    gate.is_open = opens.exists
+    run_ranks(2, _wait_on_one_rank, ROOT, overlap, str(opens))
+    assert committed() == [1, 2, 3]
+
+
 def _save_unevenly(root: str) -> tuple[list[int], int]:
     heard: list[events.Event] = []
     noise = random.Random(dist.get_rank())
