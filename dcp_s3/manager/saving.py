@@ -124,11 +124,6 @@ class Saving:
         return self._rank == 0
 
     @property
-    def steps(self) -> list[int]:
-        """The steps being saved."""
-        return [save.step for save in self._saves]
-
-    @property
     def is_under_way(self) -> bool:
         """Whether a save has not ended."""
         return any(not save.ended.is_set() for save in self._saves)
@@ -360,6 +355,12 @@ class Saving:
             if up_to is None or save.number <= up_to:
                 save.ended.wait()
         self._collect()
+
+    def settle_step(self, step: int) -> None:
+        """Wait for the saves of a step that are under way, and for those before them. Failures are kept."""
+        numbers = [save.number for save in self._saves if save.step == step]
+        if numbers:
+            self.settle(max(numbers))
 
     def _collect(self) -> None:
         """Forget the saves that have ended, but not their failures."""

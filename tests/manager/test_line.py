@@ -365,6 +365,19 @@ def test_restore_and_extra_wait_for_the_line(gate: Gate) -> None:
         assert is_of(loaded, 4)
 
 
+def test_who_waits_for_a_step_does_not_wait_for_newer_ones() -> None:
+    saving = Saving(0, "queue", 1)
+    futures: list[Future[None]] = [Future(), Future()]
+    for step, future in enumerate(futures, 1):
+        saving.begin(step, f"{ROOT}/{step}", future, on_success=lambda: None)
+    futures[0].set_result(None)
+    thread = threading.Thread(target=saving.settle_step, args=(1,), daemon=True)
+    thread.start()
+    thread.join(_PATIENCE_SECONDS)
+    assert not thread.is_alive()
+    assert saving.is_under_way
+
+
 _SCRIPT = """
 import sys, torch
 from dcp_s3 import CheckpointManager
