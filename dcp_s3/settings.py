@@ -13,66 +13,31 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BeforeValidator, Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from dcp_s3.errors import SettingsError
 from dcp_s3.launcher import Launch, read_launch
 from dcp_s3.reprs import one_line
-from dcp_s3.units import parse_duration, parse_size, parse_size_or_fraction
+from dcp_s3.setting_values import (
+    Connections,
+    Directory,
+    PartSize,
+    RequestSeconds,
+    Seconds,
+    Size,
+    SizeOrFraction,
+    check_endpoint,
+    compile_step_pattern,
+)
 
 logger = logging.getLogger(__name__)
 
 ENV_PREFIX = "DCP_S3_"
 
-# https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html
-MIN_PART_SIZE = 5 * 2**20
-MAX_PART_SIZE = 5 * 2**30
-
-Size = Annotated[int, BeforeValidator(parse_size)]
-SizeOrFraction = Annotated[int | float, BeforeValidator(parse_size_or_fraction)]
-Seconds = Annotated[float, BeforeValidator(parse_duration)]
-# For one request. Sockets wait in poll(2), which counts milliseconds in 31 bits: 24 days at most.
-RequestSeconds = Annotated[Seconds, Field(gt=0, le=86400)]
-
-
-def _parse_directory(value: object) -> object:
-    path = os.path.expanduser(value) if isinstance(value, (str, os.PathLike)) else value
-    if isinstance(path, str) and not os.path.isabs(path):
-        raise ValueError(
-            "expected an absolute path like /nvme/spill (or ~/spill): after a restart from elsewhere, a relative one "
-            "is another directory, and what waits in the old one is not found"
-        )
-    return path
-
-
-Directory = Annotated[str, BeforeValidator(_parse_directory)]
-
-
-def _parse_part_size(value: object) -> object:
-    if value == "auto":
-        return value
-    size = parse_size(value)
-    if isinstance(size, int) and not MIN_PART_SIZE <= size <= MAX_PART_SIZE:
-        raise ValueError("expected auto, or a size from 5MiB to 5GiB (S3's limits)")
-    return size
-
-
-def _parse_connections(value: object) -> object:
-    if value == "auto":
-        return value
-    if isinstance(value, str) and value.strip().isdecimal():
-        value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= 512:
-        raise ValueError("expected auto, or a whole number from 1 to 512")
-    return value
-
-
-PartSize = Annotated[int | Literal["auto"], BeforeValidator(_parse_part_size)]
-Connections = Annotated[int | Literal["auto"], BeforeValidator(_parse_connections)]
 _MOST_CONNECTIONS = 64
 _LARGE_PART = 64 * 2**20
 
@@ -278,22 +243,6 @@ class Settings(BaseSettings):
         return value.rstrip("/")
 
 
-def check_endpoint(url: str) -> None:
-    """Check that S3 requests can be sent to a URL.
-
-    Raises:
-        ValueError: the URL has no scheme, a scheme other than http and https, no host, or an invalid port.
-    """
-    try:
-        parts = urlsplit(url)
-        good = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        good = False
-    if not good:
-        guess = f"http://{url}" if re.fullmatch(r"[\w.-]+(:\d{1,5})?", url) else "http://localhost:9000"
-        raise ValueError(f"expected http://host[:port] or https://host[:port], for example {guess}")
-
-
 def aws_variable(*names: str) -> tuple[str, str] | None:
     """The first of ``names``, environment variables of AWS's own chain, that is set: its name and value."""
     return next(((name, value) for name in names if (value := os.environ.get(name))), None)
@@ -315,22 +264,6 @@ def require_endpoint(source: str, url: str) -> None:
         check_endpoint(url)
     except ValueError as error:
         raise SettingsError(f"{source} = {url!r} is not allowed: {error}") from None
-
-
-def compile_step_pattern(pattern: str) -> re.Pattern[str]:
-    """Compile a `step_pattern`.
-
-    Raises:
-        ValueError: the pattern is not a regular expression, or does not have exactly one group.
-    """
-    example = r"expected a regular expression with one group around the digits, for example step-(\d+)"
-    try:
-        compiled = re.compile(pattern)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"{example} ({error})") from None
-    if compiled.groups != 1:
-        raise ValueError(f"{example}; this one has {compiled.groups} groups (others: (?:...))")
-    return compiled
 
 
 def _explain(error: ValidationError, given: Mapping[str, Any]) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dcp_s3.format.layout import step_by_patterns, step_of
-from dcp_s3.settings import Settings, compile_step_pattern
+from dcp_s3.setting_values import compile_step_pattern
+from dcp_s3.settings import Settings
 
 
 def find_step(name: str, settings: Settings) -> int | None:

@@ -45,8 +45,8 @@ class Board(ABC):
         """
 
     @abstractmethod
-    def remove(self, key: str) -> None:
-        """Remove a note that nobody needs any more. A failure leaves a few bytes behind."""
+    def remove(self, *keys: str) -> None:
+        """Remove notes that nobody needs any more. A failure leaves a few bytes behind."""
 
 
 class GroupBoard(Board):
@@ -69,9 +69,10 @@ class GroupBoard(Board):
             raise store_error(error) from error
         return None if found is None else found.decode()
 
-    def remove(self, key: str) -> None:
+    def remove(self, *keys: str) -> None:
         with contextlib.suppress(RuntimeError):
-            self._store.delete_key(STORE_PREFIX + self._prefix + key)
+            for key in keys:
+                self._store.delete_key(STORE_PREFIX + self._prefix + key)
 
 
 class StoredBoard(Board):
@@ -95,9 +96,9 @@ class StoredBoard(Board):
         except errors.ObjectNotFoundError:
             return None
 
-    def remove(self, key: str) -> None:
+    def remove(self, *keys: str) -> None:
         with contextlib.suppress(errors.StorageError):
-            self._store.delete([self._key(key)])
+            self._store.delete(map(self._key, keys))
 
     def _key(self, key: str) -> str:
         return self._root.key(board_object(self._attempt.id, key))

@@ -72,22 +72,26 @@ def agree_on_save(
     """
 
     def first() -> tuple[int, bool, LineView]:
-        view = saving.look()
+        view = LineView() if saving.drops else saving.look()
         begin()
         return step, has_stateful(state), view
 
-    with saving.line.held():
-        told = ranks.agree(first, refuse)
-        steps = {rank: each for rank, (each, _, _) in enumerate(told)}
-        if len(set(steps.values())) > 1:
-            raise errors.SaveProtocolError(
-                f"the ranks save different steps to {root}: {steps} (by rank). Remedy: call save with the same step on "
-                "all",
-                url=root,
-            )
-        decision = decide([view for _, _, view in told])
-        if decision.drop is not None:
-            saving.supersede(decision.drop, by=step)
+    told = ranks.agree(first, refuse)
+    steps = {rank: each for rank, (each, _, _) in enumerate(told)}
+    if len(set(steps.values())) > 1:
+        raise errors.SaveProtocolError(
+            f"the ranks save different steps to {root}: {steps} (by rank). Remedy: call save with the same step on all",
+            url=root,
+        )
+    views = [view for _, _, view in told]
+    if saving.drops:
+        # Only now that all have come. Before, one may wait for a save that waits (`wait`, `annotate`), whose upload no
+        # other rank may hold up.
+        with saving.line.held():
+            views = ranks.agree(saving.look, refuse)
+            if (drop := decide(views).drop) is not None:
+                saving.supersede(drop, by=step)
+    decision = decide(views)
     if decision.raise_up_to is not None:
         failed = decision.raise_up_to
 

@@ -349,7 +349,7 @@ class CheckpointManager(RunReader):
     def annotate(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Add metrics to a saved checkpoint, see `dcp_s3.annotate`. Every rank may call it; only the first one writes.
 
-        Waits for the save of this step if it is still going on.
+        Waits for the save of this step, and those before it, if it is still going on.
 
         >>> with CheckpointManager("s3://bucket/run") as manager:
         ...     manager.annotate(2000, {"val_loss": 1.0})
@@ -423,8 +423,7 @@ class CheckpointManager(RunReader):
         self._check_open()
 
     def _settle_step(self, step: int) -> None:
-        if step in self._saving.steps:
-            self._saving.settle()
+        self._saving.settle_step(step)
 
     def _restored(self, found: ChosenCheckpoint) -> None:
         # Up to this step, what an earlier run left is this run's own past.

@@ -124,8 +124,8 @@ class Notes:
         read, self._read = self._read, []
 
         def remove() -> None:
-            for key in read if self._tidies else ():
-                self._board.remove(key)
+            if self._tidies and read:
+                self._board.remove(*read)  # at once: there may be hundreds, and the save ends after that
 
         return remove
 

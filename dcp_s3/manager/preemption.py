@@ -38,6 +38,8 @@ _CLEANUP = 5.0
 """Seconds at most, of the grace period, for what a save that is given up removes."""
 
 _GUARD_SECONDS = 0.25
+_LAST_WORDS = 2.0
+"""Seconds at most for what the end of the process writes."""
 
 _LOOK_SECONDS = 1.0
 _LOOKS_PER_SECOND = 256
@@ -321,12 +323,20 @@ class Preemption:
                 break
         else:
             return
+        # In another thread: the main one may hold the lock of a log or of stdout, and be stuck in it.
+        telling = threading.Thread(target=self._tell_end, name="dcp_s3-last-words", daemon=True)
+        with contextlib.suppress(RuntimeError):  # no thread can be started
+            telling.start()
+            telling.join(_LAST_WORDS)
+        os._exit(self._status)
+
+    def _tell_end(self) -> None:
         if not self._committed:
             self._tell_failed("the time is over")
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        os._exit(self._status)
+            with contextlib.suppress(Exception):  # there is none, it is closed, or nobody reads it
+                stream.flush()
 
 
 def watch_for_sigterm(root: CheckpointURL, settings: Settings, ranks: Ranks, grace: float) -> Preemption:

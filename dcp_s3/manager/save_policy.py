@@ -29,11 +29,12 @@ class SaveMoment:
     last_step: int | None
     """The step that the manager has saved or restored last; None if there is none."""
     seconds: float
-    """Seconds since that, or since the manager was made, on the clock of the first rank."""
+    """Seconds since that, or since the manager was made, on the clock of the rank that decides: the first one, or with
+    ``coordination="s3"`` the one that comes first."""
     preempted: bool
     """Whether SIGTERM has come, and nothing was saved since. Always False without `SaveOnPreemption`."""
     saving: bool = False
-    """Whether a save is under way, on the first rank: it is not committed yet, and has not failed."""
+    """Whether a save is under way, on the rank that decides: it is not committed yet, and has not failed."""
 
 
 SavePolicyFunction = Callable[[SaveMoment], bool]
@@ -160,8 +161,8 @@ class SaveFirst(SavePolicy):
 class SaveContinuously(SavePolicy):
     """Saves as soon as the last save is committed, so that a failure costs as little work as the link to S3 allows.
 
-    The first rank says when it is committed. The ranks ask it about four times a second, or at each step that takes
-    longer.
+    The first rank says when it is committed (with ``coordination="s3"`` the one that comes first). The ranks ask it
+    about four times a second, or at each step that takes longer.
 
     >>> SaveContinuously() | SaveOnPreemption()
     SaveContinuously() | SaveOnPreemption()

@@ -124,17 +124,17 @@ class Saving:
         return self._rank == 0
 
     @property
-    def steps(self) -> list[int]:
-        """The steps being saved."""
-        return [save.step for save in self._saves]
-
-    @property
     def is_under_way(self) -> bool:
         """Whether a save has not ended."""
         return any(not save.ended.is_set() for save in self._saves)
 
+    @property
+    def drops(self) -> bool:
+        """Whether a save may be dropped for a newer one: the line must be held while the ranks decide."""
+        return self._overlap == "supersede"
+
     def look(self) -> LineView:
-        """What this rank knows when another save is to begin, while the line is held.
+        """What this rank knows when another save is to begin.
 
         Raises:
             SaveFailedError: if saves do not overlap: an earlier save has failed.
@@ -145,7 +145,7 @@ class Saving:
             return LineView()
         self._collect()
         failed = max((number for number, _ in self._failures), default=None)
-        return LineView(failed, self.line.droppable if self._overlap == "supersede" else None)
+        return LineView(failed, self.line.droppable if self.drops else None)
 
     def supersede(self, number: int, by: int) -> None:
         """Drop a save that waits, on all ranks, while the line is held.
@@ -355,6 +355,12 @@ class Saving:
             if up_to is None or save.number <= up_to:
                 save.ended.wait()
         self._collect()
+
+    def settle_step(self, step: int) -> None:
+        """Wait for the saves of a step that are under way, and for those before them. Failures are kept."""
+        numbers = [save.number for save in self._saves if save.step == step]
+        if numbers:
+            self.settle(max(numbers))
 
     def _collect(self) -> None:
         """Forget the saves that have ended, but not their failures."""

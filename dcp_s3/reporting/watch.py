@@ -19,7 +19,7 @@ from dcp_s3.coroutines import map_bounded
 from dcp_s3.format.layout import CONTROL_PREFIX, step_by_patterns, step_of
 from dcp_s3.retention.scan import open_upload
 from dcp_s3.s3.async_store import AsyncS3Store
-from dcp_s3.settings import compile_step_pattern
+from dcp_s3.setting_values import compile_step_pattern
 from dcp_s3.store import Upload
 from dcp_s3.url import CheckpointURL
 

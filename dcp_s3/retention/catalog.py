@@ -27,7 +27,8 @@ from dcp_s3.reprs import one_line
 from dcp_s3.retention.policy import Mode, best_first
 from dcp_s3.retention.scan import CatalogSnapshot, list_root, merge_local, scan_root
 from dcp_s3.s3.async_store import AsyncS3Store, open_async_store
-from dcp_s3.settings import Settings, SettingsLike, compile_step_pattern, resolve_settings
+from dcp_s3.setting_values import compile_step_pattern
+from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.spill.local import find_commits
 from dcp_s3.spill.session import open_store
 from dcp_s3.url import CheckpointURL, URLLike, parse_url

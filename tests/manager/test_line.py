@@ -365,6 +365,19 @@ def test_restore_and_extra_wait_for_the_line(gate: Gate) -> None:
         assert is_of(loaded, 4)
 
 
+def test_who_waits_for_a_step_does_not_wait_for_newer_ones() -> None:
+    saving = Saving(0, "queue", 1)
+    futures: list[Future[None]] = [Future(), Future()]
+    for step, future in enumerate(futures, 1):
+        saving.begin(step, f"{ROOT}/{step}", future, on_success=lambda: None)
+    futures[0].set_result(None)
+    thread = threading.Thread(target=saving.settle_step, args=(1,), daemon=True)
+    thread.start()
+    thread.join(_PATIENCE_SECONDS)
+    assert not thread.is_alive()
+    assert saving.is_under_way
+
+
 _SCRIPT = """
 import sys, torch
 from dcp_s3 import CheckpointManager
@@ -429,6 +442,28 @@ def test_no_rank_waits_for_an_upload(gate: Gate, tmp_path: Path, overlap: Overla
     first, second = run_ranks(2, _save_all_then_open, ROOT, overlap, str(opens), last)
     assert committed() == saved
     assert first == second == [(step, step + 1) for step in range(2, last)][: last - len(saved)]
+
+
+def _wait_on_one_rank(root: str, overlap: Overlap, opens: str) -> None:
+    with CheckpointManager(root, overlap=overlap) as manager:
+        for step in (1, 2):
+            assert manager.save(step, _of_rank(step))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            manager.annotate(2, {"val_loss": 1.0})  # waits for step 2, which waits for step 1
+        else:
+            threading.Timer(1.0, Path(opens).touch).start()  # the next save has come to where it waits for rank 0
+        assert manager.save(3, _of_rank(3))
+
+
+@pytest.mark.parametrize("overlap", ["queue", "supersede"])
+def test_a_rank_that_waits_for_a_save_is_not_held_up_by_one_that_comes_to_the_next(
+    gate: Gate, tmp_path: Path, overlap: Overlap
+) -> None:
+    opens = tmp_path / "open"
+    gate.is_open = opens.exists
+    run_ranks(2, _wait_on_one_rank, ROOT, overlap, str(opens))
+    assert committed() == [1, 2, 3]
 
 
 def _save_unevenly(root: str) -> tuple[list[int], int]:

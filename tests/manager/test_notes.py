@@ -23,8 +23,9 @@ class _Board(Board):
     def look(self, key: str) -> str | None:
         return self.notes.get(key)
 
-    def remove(self, key: str) -> None:
-        self.notes.pop(key, None)
+    def remove(self, *keys: str) -> None:
+        for key in keys:
+            self.notes.pop(key, None)
 
 
 @pytest.fixture

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -239,6 +241,29 @@ def test_a_rank_that_waits_for_a_dead_one_ends_when_the_time_is_over(
         process.join(60)
         assert process.exitcode == status
     assert ("the time is over" in output.read_text()) == (not committed)
+
+
+class _Stuck(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        threading.Event().wait(600)
+
+
+def _hang_with_a_log(output: Path, environment: dict[str, str], stuck: bool) -> None:
+    begin(environment, output)
+    if stuck:
+        logging.getLogger("dcp_s3").addHandler(_Stuck())
+    else:
+        sys.stdout.close()
+    last = Preemption(_Told(), 1.0, is_first=False)
+    last.is_due(7)
+    last.end(7, Saving(1), lambda: threading.Event().wait(600), lambda: None)
+
+
+@pytest.mark.parametrize("stuck", [False, True], ids=["stdout is closed", "the log is stuck"])
+def test_what_cannot_be_written_does_not_keep_the_process_from_ending(tmp_path: Path, stuck: bool) -> None:
+    with running([new_process(_hang_with_a_log, tmp_path / "output", dict(os.environ), stuck)]) as [process]:
+        process.join(60)
+        assert process.exitcode == 143
 
 
 def test_the_last_save_is_bounded_by_what_is_left() -> None:

@@ -15,7 +15,8 @@ from dcp_s3.checksum import combine_crc64nvme, crc64nvme
 from dcp_s3.s3.parts import MAX_PARTS, Piece, choose_part_size
 from dcp_s3.s3.store import S3Store
 from dcp_s3.s3.upload import Uploader
-from dcp_s3.settings import MAX_PART_SIZE, MIN_PART_SIZE, Settings
+from dcp_s3.setting_values import MAX_PART_SIZE, MIN_PART_SIZE
+from dcp_s3.settings import Settings
 from tests.faulty import FaultyServer
 from tests.memory_s3 import Fault
 
