@@ -9,7 +9,8 @@ from typing import Any
 
 from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme, crc_hex
-from dcp_s3.coordination.identity import STORE_PREFIX, Attempt, set_once, store_error
+from dcp_s3.coordination.handshake import STORE_PREFIX, store_error
+from dcp_s3.coordination.identity import Attempt
 from dcp_s3.format.layout import board_object
 from dcp_s3.limit import UNLIMITED, Limit
 from dcp_s3.s3.store import S3Store
@@ -58,7 +59,11 @@ class GroupBoard(Board):
         self._store, self._prefix = store, f"board/{attempt.id}/"
 
     def offer(self, key: str, value: str) -> str:
-        return set_once(self._store, self._prefix + key, value)
+        try:
+            found: bytes = self._store.compare_set(STORE_PREFIX + self._prefix + key, "", value)
+        except RuntimeError as error:
+            raise store_error(error) from error
+        return found.decode()
 
     def look(self, key: str) -> str | None:
         name = STORE_PREFIX + self._prefix + key

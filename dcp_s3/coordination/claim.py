@@ -115,8 +115,8 @@ class FoundClaim:
 def decide(found: FoundClaim | None, ours: Claim) -> Join | Write | Refuse:
     """What a rank does about the claim that it finds, if any. Pure.
 
-    Of two attempts of a run the one after more restarts is newer. Of others, the one that began later; where that is
-    not known, or not by more than clocks differ, the one that comes later.
+    Of two attempts the one that began later is newer. Where that is not known, or not by more than clocks differ, the
+    one of a run after more restarts; of different runs, the one that comes later.
     """
     if found is None:
         return Write(ABSENT)
@@ -150,9 +150,10 @@ def decide(found: FoundClaim | None, ours: Claim) -> Join | Write | Refuse:
 
 
 def _is_newer(one: Claim, other: Claim) -> bool:
-    if one.run == other.run and one.restart != other.restart:
-        return one.restart > other.restart
-    return one.began is not None and other.began is not None and one.began - other.began > _CLOCKS_DIFFER
+    # The clock first: many give each start of a job the same id, and restarts count from 0 in each.
+    if one.began is not None and other.began is not None and abs(one.began - other.began) > _CLOCKS_DIFFER:
+        return one.began > other.began
+    return one.run == other.run and one.restart > other.restart
 
 
 def _describe(claim: Claim) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-_NOT_BEGUN = 10
+NOT_BEGUN = 10
 """Rank timeouts for which a rank that was never heard of may still begin, if nobody can make up for it."""
 
 
@@ -76,5 +76,5 @@ def judge(seen: Seen, rank_timeout: float) -> Verdict:
     if not lost:
         return Verdict(made_up=made_up)
     # They may be at something that takes long, an evaluation for example, and save afterwards.
-    not_begun = [rank for rank in lost if rank not in seen.intents and seen.silent[rank] < _NOT_BEGUN * rank_timeout]
+    not_begun = [rank for rank in lost if rank not in seen.intents and seen.silent[rank] < NOT_BEGUN * rank_timeout]
     return Verdict(waiting=tuple(not_begun)) if not_begun else Verdict(lost=tuple(lost))

@@ -1,8 +1,7 @@
-"""Who saves: the attempt that this process is part of, and the ids of its saves. No rank asks another one.
+"""Who saves: the attempt that this process is part of, and the ids of its saves.
 
-All ranks of an attempt compute the same ids, and no other attempt computes one of them. With a process group, the first
-rank to come puts the attempt's identity into the store through which the group was made, and all take what stands
-there. Without one, what the launcher says must suffice.
+All ranks of an attempt compute the same ids, and no other attempt computes one of them. With a process group, its first
+rank says once who they are (`handshake`). Without one, what the launcher says must suffice.
 """
 
 from __future__ import annotations
@@ -17,13 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from dcp_s3 import ranks
-from dcp_s3.errors import SaveProtocolError, StorageError
+from dcp_s3.coordination.dead import NOT_BEGUN
+from dcp_s3.coordination.handshake import ask, tell
+from dcp_s3.errors import SaveProtocolError
 from dcp_s3.launcher import Launch
 from dcp_s3.settings import Settings, launch
 from dcp_s3.torch_private import default_store
-
-STORE_PREFIX = "dcp_s3/"
-"""Begin of our keys in the store of a process group."""
 
 
 @dataclass(frozen=True)
@@ -73,16 +71,25 @@ def make_attempt(settings: Settings, found: Launch, *, rank: int, world_size: in
         found: what the launcher says.
         rank: rank of this process.
         world_size: number of ranks.
-        store: a store of torch that all ranks share and no other attempt has used; None if there is none.
+        store: a store of torch that all ranks share; None if there is none.
 
     Raises:
-        SaveProtocolError: there are several ranks, and nothing tells this attempt from others.
+        SaveProtocolError: there are several ranks, and nothing tells this attempt from others; or rank 0 does not come.
         StorageError: the store does not answer.
     """
     run = settings.run_id or found.run
     if store is not None:
-        mine = {"run": run, "restart": found.restart, "token": secrets.token_hex(8), "began": time.time()}
-        said = json.loads(set_once(store, "attempt", json.dumps(mine)))
+        mine: dict[str, Any] = {
+            "run": run,
+            "restart": found.restart,
+            "token": secrets.token_hex(8),
+            "began": time.time(),
+        }
+        if rank == 0:
+            tell(store, json.dumps(mine), world_size - 1)
+            said = mine
+        else:
+            said = json.loads(ask(store, NOT_BEGUN * settings.rank_timeout))
         # Not what is in this rank's environment: it may differ, for example by the step of SLURM.
         return Attempt(said["run"], tuple(said["restart"]), said["token"], said["began"], world_size, rank)
     if world_size == 1:
@@ -94,27 +101,6 @@ def make_attempt(settings: Settings, found: Launch, *, rank: int, world_size: in
             "each start of the job, or call torch.distributed.init_process_group"
         )
     return Attempt(run, found.restart, "", found.began, world_size, rank)
-
-
-def set_once(store: Any, key: str, value: str) -> str:
-    """Put a value into a store of torch, unless there is one. Returns what stands there.
-
-    Raises:
-        StorageError: the store does not answer.
-    """
-    try:
-        found: bytes = store.compare_set(STORE_PREFIX + key, "", value)
-    except RuntimeError as error:
-        raise store_error(error) from error
-    return found.decode()
-
-
-def store_error(error: RuntimeError) -> StorageError:
-    """The error of a store of torch as one of ours."""
-    return StorageError(
-        f"the store of the process group does not answer: {error}. Remedy: the process that holds it, mostly rank 0 or "
-        "torchrun's agent on the first host, has to live as long as the ranks"
-    )
 
 
 class _Current:

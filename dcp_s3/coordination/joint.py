@@ -99,9 +99,9 @@ def lost_error(joint: JointSave, lost: Sequence[int], causes: Mapping[int, str])
             url=str(joint.url),
         )
     return errors.SaveProtocolError(
-        f"{joint.url} is not committed: {name_ranks(lost)} wrote nothing for DCP_S3_RANK_TIMEOUT = "
-        f"{joint.rank_timeout:g} s, and no other rank is known to hold the same; what was there before is untouched. "
-        "Remedy: see what happened to them, and save again",
+        f"{joint.url} is not committed: {name_ranks(lost)} wrote nothing for at least "
+        f"DCP_S3_RANK_TIMEOUT = {joint.rank_timeout:g} s, and no other rank is known to hold the same; what was there "
+        "before is untouched. Remedy: see what happened there (all ranks of the job have to save), and save again",
         url=str(joint.url),
     )
 

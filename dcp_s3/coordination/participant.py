@@ -106,6 +106,7 @@ class Participant:
             ended.set()
             thread.join()
             with contextlib.suppress(errors.StorageError):
+                self._store = self._store.within(self._store.limit.for_cleanup())
                 self._sign(digest, FAILED + f"{type(error).__name__}: {error}".encode("utf-8", "replace")[:2000])
             raise
         finally:
@@ -159,6 +160,8 @@ class Participant:
                 self._refused_since = None
             except errors.TransferError as error:
                 self._bear(error)
+            except (errors.AccessDeniedError, errors.CredentialsError) as error:
+                self._abandon(f"rank {joint.rank}, which merges what the ranks wrote: {error}", error)
             if self.committed is None:
                 clock.sleep(pause)
                 has_moved = merger is not None and merger.has_moved
@@ -218,14 +221,18 @@ class Participant:
             self.publish(part)
             self._answered.add(notice.number)
 
-    def _abandon(self, reason: str) -> None:
+    def _abandon(self, reason: str, cause: errors.StorageError | None = None) -> None:
         """Give the save up, and tell the others."""
         text = f"{self._joint.url} is not committed: {reason}"
         notice = Notice(self._joint.save, failed=text)
-        self._store.put(self._joint.url.key(notice_object(self._joint.save)), notice.to_json())
-        self.committed = find_commit(self._store, self._joint)
+        store = self._store.within(self._store.limit.for_cleanup())
+        try:
+            store.put(self._joint.url.key(notice_object(self._joint.save)), notice.to_json())
+            self.committed = find_commit(store, self._joint)
+        except errors.StorageError as error:
+            raise (cause or error) from None
         if self.committed is None:
-            raise errors.SaveProtocolError(text, url=str(self._joint.url))
+            raise cause or errors.SaveProtocolError(text, url=str(self._joint.url))
 
     def _bear(self, error: errors.TransferError) -> None:
         """Go on in spite of a request that failed, but not for ever."""

@@ -75,7 +75,9 @@ def begin_without_collectives(
     if options.settings.spill_dir is not None:
         _warn_of_spilling(str(options.settings.spill_dir))
     place = ranks.index(attempt.rank)
-    joint = dataclasses.replace(attempt, world_size=len(ranks), rank=place)
+    # Ranks that are not all of the job have ids of their own: two such groups must not be taken for one.
+    token = attempt.token + ("" if len(ranks) == attempt.world_size else f" of {ranks}")
+    joint = dataclasses.replace(attempt, token=token, world_size=len(ranks), rank=place)
     claim = claim_of(joint, str(url), count_save(joint, str(url)), find_step(url.name, options.settings))
     for key in [each for each in list(_histories) if each[0] != attempt.id]:
         _histories.pop(key, None)  # a process may outlive many process groups
@@ -200,10 +202,11 @@ class SaveWithoutCollectives(Save):
             ShardingError: what the ranks wrote does not fit together.
             StorageError
         """
-        self._paths = _paths_in(metadata)
         try:
             if self._taking_part.committed is None:
-                self._taking_part.publish(self._make_part([each for rank in results for each in rank], 0))
+                with self._taking_part.alive(self._held, self._attached, is_known=True):
+                    self._paths = _paths_in(metadata)
+                    self._taking_part.publish(self._make_part([each for rank in results for each in rank], 0))
             self.durable.set()
             committed = self._taking_part.wait(self._write_missing, abandoned=lambda: self._give_up)
         finally:

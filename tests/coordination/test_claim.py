@@ -49,7 +49,7 @@ def _put(store: MemoryStore, found: Claim | bytes) -> None:
 _OURS = _claim()
 _OLDER = [
     _claim(restart=(0,)),
-    _claim(restart=(0,), began=9000.0),  # restarts count more than clocks
+    _claim(restart=(2,), began=0.0, world_size=8),  # an earlier start of the job, by its clock
     _claim(run="slurm-0"),
     _claim(run="slurm-0", began=1050.0),  # as far as clocks can tell
     _claim(run="slurm-0", began=None, restart=(7,)),
@@ -58,7 +58,7 @@ _OLDER = [
 ]
 _NEWER = [
     _claim(restart=(2,)),
-    _claim(restart=(2,), began=0.0, world_size=8),
+    _claim(restart=(0,), began=9000.0),  # a later start of the job, which counts its restarts anew
     _claim(restart=(1, 1)),
     _claim(run="slurm-2", began=1100.0),
     _claim(token="u", began=1100.0),

@@ -138,11 +138,13 @@ def test_an_attempt_that_is_back_does_not_use_an_id_again(monkeypatch: pytest.Mo
 
 def test_a_store_that_does_not_answer_is_an_error_of_ours() -> None:
     class Gone:
-        def compare_set(self, *_: object) -> bytes:
+        def set(self, *_: object) -> None: ...
+
+        def add(self, *_: object) -> int:
             raise dist.DistNetworkError("connection reset")
 
     with pytest.raises(StorageError, match="store of the process group"):
-        make_attempt(Settings(), read_launch({}), rank=0, world_size=2, store=Gone())
+        make_attempt(Settings(), read_launch({}), rank=1, world_size=2, store=Gone())
 
 
 # --- real ranks ----------------------------------------------------------------------------------
@@ -161,9 +163,11 @@ def _identify(directory: str) -> list[tuple[str, str, int, int, int]]:
     os.environ["SLURM_JOB_ID"], os.environ["SLURM_STEP_ID"] = "71", os.environ["RANK"]  # one step a host
     note()
     rank, size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # the first rank has to be there for the others
     dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{directory}/again", rank=rank, world_size=size)
     note()
+    dist.barrier()
     dist.destroy_process_group()
     os.environ["DCP_S3_RUN_ID"] = "mine"
     note()
@@ -189,4 +193,5 @@ def test_a_group_of_torch_has_a_token_even_if_the_ids_are_used_again() -> None:
 def _token() -> str:
     attempt = current_attempt(Settings())
     assert attempt.run == "mine"
+    dist.barrier()  # the first rank has to be there for the others
     return save_of(attempt, _URL, 1)

@@ -167,7 +167,7 @@ def test_a_dead_rank_whose_state_nobody_holds_ends_the_save(
     ranks[2].write("b")
 
     def fails(rank: Rank) -> str:
-        with pytest.raises(errors.SaveProtocolError, match="rank 0 wrote nothing for DCP_S3_RANK_TIMEOUT") as e:
+        with pytest.raises(errors.SaveProtocolError, match="rank 0 wrote nothing for at least") as e:
             rank.wait()
         return str(e.value)
 
