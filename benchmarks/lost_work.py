@@ -78,7 +78,7 @@ def train(root: str, options: argparse.Namespace, case: Case, log: str, environm
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     weight = torch.zeros(parse_size(options.size) // 4)
     policy = case.policy(options.every, options.seconds)
-    settings = {**_SETTINGS, "endpoint_url": options.endpoint_url}
+    settings = {**_SETTINGS, **({} if options.endpoint_url is None else {"endpoint_url": options.endpoint_url})}
     with (
         CheckpointManager(root, overlap=case.overlap, should_save=policy, settings=settings) as manager,
         open(log, "a", buffering=1) as report,
