@@ -12,10 +12,10 @@ import math
 import secrets
 import threading
 import time
-import weakref
 from typing import Any
 
 from dcp_s3.errors import SaveProtocolError, StorageError
+from dcp_s3.torch_private import default_store
 
 STORE_PREFIX = "dcp_s3/"
 """Begin of our keys in the store of a process group."""
@@ -23,7 +23,7 @@ STORE_PREFIX = "dcp_s3/"
 logger = logging.getLogger(__name__)
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5  # seconds between two looks
-_LINGER = 5.0  # seconds that the first rank's process stays for the others at its end
+_LINGER = 10.0  # seconds for which the first rank answers after the end of its group or its program
 _ASKS = STORE_PREFIX + "asks"
 
 _lock = threading.Lock()
@@ -43,7 +43,7 @@ def tell(store: Any, said: str, others: int) -> None:
     with _lock:
         _telling[:] = [turn]
     if others:
-        threading.Thread(target=_answer, args=(weakref.ref(store), turn, said, others), name="dcp_s3-attempt").start()
+        threading.Thread(target=_answer, args=(store, turn, said, others), name="dcp_s3-attempt").start()
 
 
 def ask(store: Any, timeout: float) -> str:
@@ -92,15 +92,12 @@ def _heard(said: str) -> str:
     return f"{STORE_PREFIX}heard-{said}"
 
 
-def _answer(of: weakref.ref[Any], turn: object, said: str, others: int) -> None:
+def _answer(store: Any, turn: object, said: str, others: int) -> None:
     """Answer who asks. Also ranks of earlier attempts, which are gone: they do not hear it."""
     seen, waiting, pause, end = 0, list[int](), _SHORTEST_PAUSE, math.inf
     while time.monotonic() < end:
-        if end == math.inf and not threading.main_thread().is_alive():
-            end = time.monotonic() + _LINGER
-        store = of()  # not kept meanwhile: a store that is not closed keeps its port
-        if store is None:
-            return
+        if end == math.inf and not (threading.main_thread().is_alive() and default_store() is store):
+            end = time.monotonic() + _LINGER  # no longer: a store that is not closed keeps its port
         try:
             asked = store.add(_ASKS, 0)
             waiting += range(seen + 1, asked + 1)
@@ -116,9 +113,8 @@ def _answer(of: weakref.ref[Any], turn: object, said: str, others: int) -> None:
                 pause = _SHORTEST_PAUSE
             if store.add(_heard(said), 0) >= others:
                 return
-        except RuntimeError as error:  # the group has ended
+        except RuntimeError as error:  # the process that holds the store has ended
             logger.debug("the ranks are not answered any more: %s", error)
             return
-        del store
         time.sleep(pause)
         pause = min(1.5 * pause, _LONGEST_PAUSE)

@@ -90,7 +90,9 @@ def _offer(root: str) -> tuple[str, str | None, bool]:
     attempt = current_attempt(Settings())
     board = open_board(parse_url(root), attempt, Settings())
     said = board.offer("stop", str(attempt.rank))
-    return said, board.look("stop"), board.nearby
+    found = said, board.look("stop"), board.nearby
+    dist.barrier()  # the first rank has to be there for the others
+    return found
 
 
 @pytest.mark.servers("memory")
