@@ -68,22 +68,23 @@ def begin_without_collectives(
         SaveProtocolError: nothing tells the ranks of this attempt from those of others.
         SettingsError, StorageError
     """
-    attempt = current_attempt(options.settings)
-    ranks = tuple(range(attempt.world_size) if ranks is None else ranks)
-    if len(ranks) == 1:
+    alone = ranks is not None and len(ranks) == 1
+    attempt = None if alone else current_attempt(options.settings)  # which waits for the first rank
+    if attempt is None or attempt.world_size == 1:
         return Save(url, save_id, options, rank=0, is_coordinator=True, use_collectives=True)
+    members = tuple(range(attempt.world_size) if ranks is None else ranks)
     if options.settings.spill_dir is not None:
         _warn_of_spilling(str(options.settings.spill_dir))
-    place = ranks.index(attempt.rank)
+    place = members.index(attempt.rank)
     # Ranks that are not all of the job have ids of their own: two such groups must not be taken for one.
-    token = attempt.token + ("" if len(ranks) == attempt.world_size else f" of {ranks}")
-    joint = dataclasses.replace(attempt, token=token, world_size=len(ranks), rank=place)
+    token = attempt.token + ("" if len(members) == attempt.world_size else f" of {members}")
+    joint = dataclasses.replace(attempt, token=token, world_size=len(members), rank=place)
     claim = claim_of(joint, str(url), count_save(joint, str(url)), find_step(url.name, options.settings))
     for key in [each for each in list(_histories) if each[0] != attempt.id]:
         _histories.pop(key, None)  # a process may outlive many process groups
-    history = _histories.setdefault((attempt.id, ranks), History())
+    history = _histories.setdefault((attempt.id, members), History())
     kind = SaveWithoutCollectives if kind is None else kind
-    return kind(url, options, claim, ranks=ranks, place=place, replicas=replicas, history=history)
+    return kind(url, options, claim, ranks=members, place=place, replicas=replicas, history=history)
 
 
 def tell_superseded(url: CheckpointURL, settings: Settings, *, step: int, by: int) -> None:

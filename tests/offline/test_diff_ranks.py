@@ -25,7 +25,7 @@ def _save(root: str, name: str, change: float, use_collectives: bool = False, ch
         "alike": torch.ones(3),
         "only": {str(rank): torch.ones(2)},
     }
-    writer = S3StorageWriter(f"{root}/{name}", settings={"checksum": checksum})
+    writer = S3StorageWriter(f"{root}/{name}", settings={"checksum": checksum, "merge_ranks": False})
     dcp.save(state, storage_writer=writer, use_collectives=use_collectives)
 
 

@@ -93,6 +93,7 @@ def serve_catalog(monkeypatch: pytest.MonkeyPatch, directory: Path) -> Iterator[
         catalog.keep = {key for key in catalog.keys if key.startswith("run/step-9/")}
         delete(client, save(f"{ROOT}/step-5"), ".metadata")
         put(client, f"{ROOT}/step-9", "__0_0-abcdef.distcp")
+        clock.now += 60  # a claim that is no newer than the commit is of the save that committed
         for name in ("step-5", "step-9"):  # of saves without collectives
             for path in (CLAIM, part_object("ab", 1, 0, "ef"), intent_object("ab", 2, "ef"), notice_object("ab")):
                 put(client, f"{ROOT}/{name}", path)

@@ -66,7 +66,7 @@ def _use(directories: list[str], *, drain: bool) -> None:
 
 def _save(directories: list[str], durability: str, drain: bool, options: dict[str, Any]) -> None:
     _use(directories, drain=drain)
-    writer = S3StorageWriter(URL, settings={"durability": durability})
+    writer = S3StorageWriter(URL, settings={"durability": durability, "merge_ranks": False})
     dcp.save(_shard(), storage_writer=writer, **options)
 
 
