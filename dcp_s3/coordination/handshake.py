@@ -24,34 +24,35 @@ logger = logging.getLogger(__name__)
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5  # seconds between two looks
 _LINGER = 10.0  # seconds for which the first rank answers after the end of its group or its program
-_ASKS = STORE_PREFIX + "asks"
 
 _lock = threading.Lock()
-_telling: list[object] = []
-"""What this process says now: one value at most. It may have said another one for an earlier group."""
+_telling: dict[str, object] = {}
+"""What this process says now, by group. It may have said something else for an earlier group of the same ranks."""
 
 
-def tell(store: Any, said: str, others: int) -> None:
+def tell(store: Any, said: str, others: int, group: str = "") -> None:
     """On the first rank: answer the others with ``said``, in the background, until all have heard it.
 
     Args:
         store: torch's store of the group.
         said: what they are told. No earlier attempt has said the same.
         others: number of the other ranks.
+        group: name of a group that is a part of the ranks.
     """
     turn = object()
     with _lock:
-        _telling[:] = [turn]
+        _telling[group] = turn
     if others:
-        threading.Thread(target=_answer, args=(store, turn, said, others), name="dcp_s3-attempt").start()
+        threading.Thread(target=_answer, args=(store, turn, said, others, group), name="dcp_s3-attempt").start()
 
 
-def ask(store: Any, timeout: float) -> str:
+def ask(store: Any, timeout: float, group: str = "") -> str:
     """On another rank: what the first one says.
 
     Args:
         store: torch's store of the group.
         timeout: seconds in which the first rank has to come to its save.
+        group: name of a group that is a part of the ranks.
 
     Raises:
         SaveProtocolError: the first rank did not answer in time.
@@ -59,7 +60,7 @@ def ask(store: Any, timeout: float) -> str:
     """
     word, deadline, pause = secrets.token_hex(8), time.monotonic() + timeout, _SHORTEST_PAUSE
     try:
-        store.set(f"{STORE_PREFIX}ask-{store.add(_ASKS, 1)}", word)
+        store.set(_ask(group, store.add(_asks(group), 1)), word)
         while not store.check([_answer_to(word)]):
             if time.monotonic() > deadline:
                 raise SaveProtocolError(
@@ -84,6 +85,14 @@ def store_error(error: RuntimeError) -> StorageError:
     )
 
 
+def _asks(group: str) -> str:
+    return f"{STORE_PREFIX}{group}asks"
+
+
+def _ask(group: str, number: int) -> str:
+    return f"{STORE_PREFIX}{group}ask-{number}"
+
+
 def _answer_to(word: str) -> str:
     return f"{STORE_PREFIX}answer-{word}"
 
@@ -92,23 +101,23 @@ def _heard(said: str) -> str:
     return f"{STORE_PREFIX}heard-{said}"
 
 
-def _answer(store: Any, turn: object, said: str, others: int) -> None:
+def _answer(store: Any, turn: object, said: str, others: int, group: str) -> None:
     """Answer who asks. Also ranks of earlier attempts, which are gone: they do not hear it."""
     seen, waiting, pause, end = 0, list[int](), _SHORTEST_PAUSE, math.inf
     while time.monotonic() < end:
         if end == math.inf and not (threading.main_thread().is_alive() and default_store() is store):
             end = time.monotonic() + _LINGER  # no longer: a store that is not closed keeps its port
         try:
-            asked = store.add(_ASKS, 0)
+            asked = store.add(_asks(group), 0)
             waiting += range(seen + 1, asked + 1)
             seen = asked
             for number in list(waiting):
                 with _lock:
-                    if turn not in _telling:
+                    if _telling.get(group) is not turn:
                         return
-                    if not store.check([f"{STORE_PREFIX}ask-{number}"]):
+                    if not store.check([_ask(group, number)]):
                         continue
-                    store.set(_answer_to(store.get(f"{STORE_PREFIX}ask-{number}").decode()), said)
+                    store.set(_answer_to(store.get(_ask(group, number)).decode()), said)
                 waiting.remove(number)
                 pause = _SHORTEST_PAUSE
             if store.add(_heard(said), 0) >= others:

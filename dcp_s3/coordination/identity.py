@@ -12,6 +12,7 @@ import secrets
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,7 +64,15 @@ def _digest(*values: object) -> str:
     return hashlib.blake2b(json.dumps(values).encode(), digest_size=8).hexdigest()
 
 
-def make_attempt(settings: Settings, found: Launch, *, rank: int, world_size: int, store: Any = None) -> Attempt:
+def make_attempt(
+    settings: Settings,
+    found: Launch,
+    *,
+    rank: int,
+    world_size: int,
+    store: Any = None,
+    members: Sequence[int] = (),
+) -> Attempt:
     """The attempt that a process is part of.
 
     Args:
@@ -72,6 +81,7 @@ def make_attempt(settings: Settings, found: Launch, *, rank: int, world_size: in
         rank: rank of this process.
         world_size: number of ranks.
         store: a store of torch that all ranks share; None if there is none.
+        members: the ranks that save, if they are not all.
 
     Raises:
         SaveProtocolError: there are several ranks, and nothing tells this attempt from others; or rank 0 does not come.
@@ -85,11 +95,12 @@ def make_attempt(settings: Settings, found: Launch, *, rank: int, world_size: in
             "token": secrets.token_hex(8),
             "began": time.time(),
         }
-        if rank == 0:
-            tell(store, json.dumps(mine), world_size - 1)
+        group = "" if not members else f"{','.join(map(str, members))}/"
+        if rank == (members[0] if members else 0):
+            tell(store, json.dumps(mine), (len(members) or world_size) - 1, group)
             said = mine
         else:
-            said = json.loads(ask(store, NOT_BEGUN * settings.rank_timeout))
+            said = json.loads(ask(store, NOT_BEGUN * settings.rank_timeout, group))
         # Not what is in this rank's environment: it may differ, for example by the step of SLURM.
         return Attempt(said["run"], tuple(said["restart"]), said["token"], said["began"], world_size, rank)
     if world_size == 1:
@@ -108,11 +119,10 @@ class _Current:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._attempt: Attempt | None = None
-        self._of: tuple[Any, ...] = ()
+        self._attempts: dict[tuple[int, ...], tuple[tuple[Any, ...], Attempt]] = {}
         self._saves: dict[bytes, int] = {}  # of all attempts: after a group has ended, that of the launcher is back
 
-    def attempt(self, settings: Settings) -> Attempt:
+    def attempt(self, settings: Settings, members: tuple[int, ...]) -> Attempt:
         store = default_store()
         rank, world_size = ranks.rank(), ranks.world_size()
         found = launch()
@@ -120,11 +130,13 @@ class _Current:
             rank, world_size = found.rank, found.world_size
         # Weak: a store that is not closed keeps its port. What stands in it does not change with the environment.
         of = (settings.run_id, found, rank, world_size) if store is None else (weakref.ref(store),)
+        members = () if members == tuple(range(world_size)) else members
         with self._lock:
-            if self._attempt is None or of != self._of:
-                self._attempt = make_attempt(settings, found, rank=rank, world_size=world_size, store=store)
-                self._of = of
-            return self._attempt
+            known = self._attempts.get(members)
+            if known is None or known[0] != of:
+                made = make_attempt(settings, found, rank=rank, world_size=world_size, store=store, members=members)
+                known = self._attempts[members] = of, made
+            return known[1]
 
     def count(self, attempt: Attempt, url: str) -> int:
         key = hashlib.blake2b(f"{attempt.id} {url}".encode(), digest_size=8).digest()
@@ -136,16 +148,20 @@ class _Current:
 _current = _Current()
 
 
-def current_attempt(settings: Settings) -> Attempt:
+def current_attempt(settings: Settings, members: Sequence[int] = ()) -> Attempt:
     """The attempt that this process is part of: the same one until its process group is another one.
 
     Rank and world size are those of the default process group, without one those that the launcher says.
+
+    Args:
+        settings: for ``run_id`` and ``rank_timeout``.
+        members: the ranks that save, if they are not all: only these need to come.
 
     Raises:
         SaveProtocolError, StorageError: see `make_attempt`.
         SettingsError: the launcher's rank or world size is none.
     """
-    return _current.attempt(settings)
+    return _current.attempt(settings, tuple(members))
 
 
 def count_save(attempt: Attempt, url: str) -> int:

@@ -69,7 +69,7 @@ def begin_without_collectives(
         SettingsError, StorageError
     """
     alone = ranks is not None and len(ranks) == 1
-    attempt = None if alone else current_attempt(options.settings)  # which waits for the first rank
+    attempt = None if alone else current_attempt(options.settings, ranks or ())
     if attempt is None or attempt.world_size == 1:
         return Save(url, save_id, options, rank=0, is_coordinator=True, use_collectives=True)
     members = tuple(range(attempt.world_size) if ranks is None else ranks)
