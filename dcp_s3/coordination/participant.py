@@ -50,7 +50,6 @@ class Participant:
         self._beginning = Beginning()
         self._own: list[str] = []  # keys of this rank's parts
         self._answered: set[int] = set()  # numbers of notices
-        self._told = False
         self._refused_since: float | None = None
         self.committed: str | None = None
         """Save id of the commit; None: not known to be committed."""
@@ -125,14 +124,11 @@ class Participant:
         self._own.append(key)
         self._store.put(key, encode(part))
 
-    def wait(
-        self, write_missing: WriteMissing, *, abandoned: Callable[[], str] = lambda: "", turn: int | None = None
-    ) -> str:
+    def wait(self, write_missing: WriteMissing, *, turn: int | None = None) -> str:
         """Wait until the save is committed; commit it if it is this rank's turn.
 
         Args:
             write_missing: writes what dead ranks left out.
-            abandoned: looked at again and again: why the save is given up; empty: it is not.
             turn: place of this rank in the order in which they merge; None: as the save's id says.
 
         Returns:
@@ -149,8 +145,6 @@ class Participant:
         due = began + min(place, _MOST_TURNS) * joint.rank_timeout
         longest = max(0.5, _PAUSE_PER_RANK * joint.world_size)
         while self.committed is None:
-            if reason := abandoned():
-                self._abandon(reason)
             try:
                 if merger is None and clock.now() >= due:
                     merger = Merger(self._store, joint, self._beginning, clock, self._readers)
@@ -221,7 +215,7 @@ class Participant:
             self.publish(part)
             self._answered.add(notice.number)
 
-    def _abandon(self, reason: str, cause: errors.StorageError | None = None) -> None:
+    def _abandon(self, reason: str, cause: errors.StorageError) -> None:
         """Give the save up, and tell the others."""
         text = f"{self._joint.url} is not committed: {reason}"
         notice = Notice(self._joint.save, failed=text)
@@ -229,10 +223,10 @@ class Participant:
         try:
             store.put(self._joint.url.key(notice_object(self._joint.save)), notice.to_json())
             self.committed = find_commit(store, self._joint)
-        except errors.StorageError as error:
-            raise (cause or error) from None
+        except errors.StorageError:
+            raise cause from None
         if self.committed is None:
-            raise cause or errors.SaveProtocolError(text, url=str(self._joint.url))
+            raise cause
 
     def _bear(self, error: errors.TransferError) -> None:
         """Go on in spite of a request that failed, but not for ever."""

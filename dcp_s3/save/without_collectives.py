@@ -146,7 +146,6 @@ class SaveWithoutCollectives(Save):
         self._held: frozenset[int] = frozenset()
         self._asked: frozenset[int] = frozenset()
         self._paths: Mapping[str, tuple[str | int, ...]] | None = None
-        self._give_up = ""
         self._was_committed = False
         self.durable = threading.Event()
         """Set when all that this rank writes is in the store, though the save may not be committed yet."""
@@ -209,15 +208,11 @@ class SaveWithoutCollectives(Save):
                     self._paths = _paths_in(metadata)
                     self._taking_part.publish(self._make_part([each for rank in results for each in rank], 0))
             self.durable.set()
-            committed = self._taking_part.wait(self._write_missing, abandoned=lambda: self._give_up)
+            committed = self._taking_part.wait(self._write_missing)
         finally:
             self._planner = None  # with the state
         self._history.committed(Last(self._number, self.url, committed, self._digest, self._asked))
         self._report(committed)
-
-    def give_up(self, reason: str) -> None:
-        """Give the save up on all ranks, unless it is committed meanwhile. From any thread; `finish` raises."""
-        self._give_up = reason
 
     # --- after the save -----------------------------------------------------------------------------
 

@@ -269,19 +269,23 @@ def test_an_older_attempt_neither_begins_nor_commits() -> None:
     assert _names(store) == {"b"}
 
 
-def test_a_save_that_is_given_up_ends_on_all_ranks() -> None:
-    store = MemoryStore()
-    ranks = [Rank(store, number, ["a"], ranks=3, rank_timeout=60.0) for number in range(3)]
-    ranks[0].begin_and_write("a")
-    ranks[1].begin_and_write("a")
+class _MayNotList(MemoryStore):
+    def page(self, *_: Any, **__: Any) -> Any:
+        raise errors.AccessDeniedError("ListBucket is denied")
 
-    def fails(rank: Rank) -> str:
-        with pytest.raises(errors.SaveProtocolError) as caught:
-            rank.taking_part.wait(rank.part, abandoned=lambda: "it is late" if rank.number == 1 else "")
-        return str(caught.value)
 
-    for told in _together(ranks[:2], fails):
-        assert "s3://bucket/run/step-1 is not committed: it is late" in told
+def test_what_the_merging_rank_may_not_do_ends_the_save_on_all_ranks() -> None:
+    store, denied = MemoryStore(), _MayNotList()
+    denied._storage = store._storage  # the same objects
+    ranks = [Rank(store, number, ["a"], ranks=2, rank_timeout=60.0) for number in range(2)]
+    for rank in ranks:
+        rank.begin_and_write("a")
+    merging, other = sorted(ranks, key=lambda rank: rank.joint.turn_of(rank.number))
+    merging.taking_part._store = denied
+    with pytest.raises(errors.AccessDeniedError, match="ListBucket"):
+        merging.wait()
+    with pytest.raises(errors.SaveProtocolError, match=r"which merges what the ranks wrote: .*ListBucket is denied"):
+        other.wait()
 
 
 def test_a_damaged_part_ends_the_save() -> None:
