@@ -28,7 +28,7 @@ from dcp_s3.manager.ranks import Failures, Ranks
 from dcp_s3.manager.reading import RunReader
 from dcp_s3.manager.restore import Restoring
 from dcp_s3.manager.save_policy import SavePolicyFunction
-from dcp_s3.manager.saving import Saving
+from dcp_s3.manager.saving import SaveRequest, Saving
 from dcp_s3.manager.separate import open_notes, separate_ranks, tell_superseded
 from dcp_s3.manager.waiting import look_at_disk
 from dcp_s3.reprs import one_line
@@ -281,10 +281,8 @@ class CheckpointManager(RunReader):
             del self._left[url]
             if self._ranks.is_first:
                 logger.warning("%s waited on disk from an earlier run: it is saved again and replaced", url)
-        self._saving.run(
-            step, url, collected, writer, self._ranks, stager, planner,
-            blocking=blocking, on_success=lambda: self._saved(writer, passed),
-        )  # fmt: skip
+        request = SaveRequest(step, url, writer, self._ranks, stager, planner, lambda: self._saved(writer, passed))
+        self._saving.run(request, collected, blocking=blocking)
         return True
 
     def should_save(self, step: int) -> bool:

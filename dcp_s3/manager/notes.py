@@ -57,7 +57,8 @@ class Notes:
         self._restores = self._looks = 0
         self._last_save = "none"
         self._tried: str | None = None
-        self._read: list[str] = []
+        self._read: list[str] = []  # since the last save began
+        self._read_before: list[str] = []  # between that and the one before it
 
     def choose(self, request: object, find: Callable[[], ChosenCheckpoint | None]) -> ChosenCheckpoint | None:
         """The checkpoint to restore; None: there is none. The same until `restored`, for a rank that tries again.
@@ -118,10 +119,10 @@ class Notes:
         return answer, gap, known
 
     def saving(self, step: object) -> Callable[[], None]:
-        """The save of a step begins. Returns what removes the notes so far, to be called when it is committed: all
-        ranks have come past them."""
+        """The save of a step begins. Returns what removes the notes from before the last one, to be called when this
+        one is committed: all ranks have come past them, a rank that a save was committed without, too."""
         self._last_save = str(step) if isinstance(step, int) else self._last_save  # arguments are checked later
-        read, self._read = self._read, []
+        read, self._read_before, self._read = self._read_before, self._read, []
 
         def remove() -> None:
             if self._tidies and read:

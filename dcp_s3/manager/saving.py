@@ -79,6 +79,25 @@ def upload_of(begun: Future[None] | AsyncSaveResponse) -> Future[None]:
     return begun.upload_completion if isinstance(begun, AsyncSaveResponse) else begun
 
 
+@dataclass(frozen=True)
+class SaveRequest:
+    """A save that the training asks for, without its state."""
+
+    step: int
+    url: str
+    """URL of the checkpoint."""
+    writer: S3StorageWriter
+    """Writer of this save alone."""
+    ranks: Ranks
+    """The ranks that save together."""
+    stager: S3Stager
+    """Copies the state."""
+    planner: SavePlanner | None
+    """See `dcp.save`."""
+    on_success: Callable[[], None]
+    """Called when the save is done, perhaps in another thread."""
+
+
 @dataclass(eq=False)
 class _SaveUnderWay:
     """A save that waits for its upload, or uploads. ``ended`` is set when its end has been handled, shortly after the
@@ -87,6 +106,8 @@ class _SaveUnderWay:
     number: int
     step: int
     url: str
+    place: int | None
+    """See `S3StorageWriter.number`."""
     ended: threading.Event = field(default_factory=threading.Event)
     failure: SaveFailedError | None = None
 
@@ -113,9 +134,10 @@ class Saving:
         """The saves whose uploads have not begun."""
         self.last_good: int | None = None
         """The last step that was saved or restored."""
-        self.on_superseded: Callable[[str, int, int], object] = lambda url, step, by: None
-        """Called with the URL and step of a save that this rank drops, and the newer step: where each rank decides for
-        itself, to tell those that have begun it. Their saves end with `SaveSupersededError`, which is no failure."""
+        self.on_superseded: Callable[[str, int, int, int], object] | None = None
+        """Called with URL, number and step of a save that this rank drops, and the newer step: where each rank decides
+        for itself, to tell those that have begun it. Their saves end with `SaveSupersededError`, which is no failure.
+        """
         _open.add(self)
 
     @property
@@ -159,7 +181,8 @@ class Saving:
         self._saves.remove(save)
         save.ended.set()
         self._superseded(save, by)
-        self.on_superseded(save.url, save.step, by)
+        if self.on_superseded is not None and save.place is not None:
+            self.on_superseded(save.url, save.place, save.step, by)
 
     def _superseded(self, save: _SaveUnderWay, by: int | None) -> None:
         if self.is_first:
@@ -172,42 +195,27 @@ class Saving:
         if self._overlap != "wait":
             self.line.wait_for_room()
 
-    def run(
-        self,
-        step: int,
-        url: str,
-        state: dict[str, Any],
-        writer: S3StorageWriter,
-        ranks: Ranks,
-        stager: S3Stager,
-        planner: SavePlanner | None,
-        *,
-        blocking: bool,
-        on_success: Callable[[], None],
-    ) -> None:
+    def run(self, request: SaveRequest, state: dict[str, Any], *, blocking: bool) -> None:
         """Save on all ranks, in the background, as soon as the previous saves have ended.
 
         Args:
-            step: training step.
-            url: URL of the checkpoint.
+            request: the save.
             state: the state, collected.
-            writer: writer of this save.
-            ranks: ranks that save together.
-            stager: copies the state.
-            planner: see `dcp.save`.
             blocking: return when it is committed, and do not copy the state. Of ranks that are not `collective`: return
                 when this rank's part is on S3; the state is copied, as what a dead rank leaves is made up for later.
-            on_success: called when the save is done, perhaps in another thread.
 
         Raises:
             SaveFailedError: the save has failed, or could not begin.
             StagingError: the state cannot be copied, and there are no other ranks, or they are not `collective`.
         """
+        step, url, writer, ranks = request.step, request.url, request.writer, request.ranks
         if blocking:
             self.settle()
         if not ranks.collective and (blocking or self._overlap == "wait"):
-            save = begin_separately(stage_separately(state, writer, stager), writer, rank=ranks.rank, planner=planner)
-            self.begin(step, url, save.committed, on_success=on_success)
+            save = begin_separately(
+                stage_separately(state, writer, request.stager), writer, rank=ranks.rank, planner=request.planner
+            )
+            self.begin(step, url, save.committed, on_success=request.on_success)
             save.committed.add_done_callback(release)  # after its failure was told, with its frames
             if blocking:
                 save.durable.wait()
@@ -217,38 +225,28 @@ class Saving:
             return
         if blocking:
             try:
-                state_dict_saver.save(state, storage_writer=writer, process_group=ranks.group, planner=planner)
+                state_dict_saver.save(state, storage_writer=writer, process_group=ranks.group, planner=request.planner)
             except CheckpointException as error:
                 raise self.fail(step, url, error) from None
             self.last_good = step
-            on_success()
+            request.on_success()
             return
         if self._overlap != "wait":
-            self._put_in_line(step, url, state, writer, ranks, stager, planner, on_success=on_success)
+            self._put_in_line(request, state)
             return
         try:
-            future = upload_of(save_in_background(state, writer, ranks, stager, planner))
+            future = upload_of(save_in_background(state, writer, ranks, request.stager, request.planner))
         except CheckpointException as error:
             raise self.fail(step, url, error) from error.__cause__
-        self.begin(step, url, future, on_success=on_success)
+        self.begin(step, url, future, on_success=request.on_success)
 
-    def _put_in_line(
-        self,
-        step: int,
-        url: str,
-        state: dict[str, Any],
-        writer: S3StorageWriter,
-        ranks: Ranks,
-        stager: S3Stager,
-        planner: SavePlanner | None,
-        *,
-        on_success: Callable[[], None],
-    ) -> None:
+    def _put_in_line(self, request: SaveRequest, state: dict[str, Any]) -> None:
         """Stage the state now, and begin the upload when its turn comes."""
+        writer, ranks, planner = request.writer, request.ranks, request.planner
         droppable = True
         if ranks.collective:
             began = time.monotonic()
-            copied = stager.stage_now(state)
+            copied = request.stager.stage_now(state)
             staged = StagedBefore(copied, time.monotonic() - began)
             droppable = not isinstance(copied, FailedStaging)  # that has to fail on all ranks
             del copied
@@ -257,14 +255,14 @@ class Saving:
                 return upload_of(save_in_background({}, writer, ranks, staged, planner))
 
         else:
-            copies = [stage_separately(state, writer, stager)]
+            copies = [stage_separately(state, writer, request.stager)]
 
             def upload() -> Future[None]:
                 future = begin_separately(copies.pop(), writer, rank=ranks.rank, planner=planner).committed
                 future.add_done_callback(release)
                 return future
 
-        save = self._track(step, url)
+        save = self._track(request.step, request.url, writer.number)
 
         def begin() -> Future[None]:
             future: Future[None] = Future()
@@ -275,7 +273,7 @@ class Saving:
                 if not isinstance(error, (Exception, CheckpointException)):
                     raise
             finally:
-                self._end_with(save, future, on_success)
+                self._end_with(save, future, request.on_success)
             return future
 
         self.line.add(save.number, begin, droppable=droppable)
@@ -291,9 +289,9 @@ class Saving:
         """
         self._end_with(self._track(step, url), future, on_success)
 
-    def _track(self, step: int, url: str) -> _SaveUnderWay:
+    def _track(self, step: int, url: str, place: int | None = None) -> _SaveUnderWay:
         self._begun += 1
-        save = _SaveUnderWay(self._begun, step, url)
+        save = _SaveUnderWay(self._begun, step, url, place)
         self._saves.append(save)
         return save
 

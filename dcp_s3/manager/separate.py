@@ -90,19 +90,20 @@ def separate_ranks(settings: SettingsLike, read_only: bool) -> SeparateRanks:
     return SeparateRanks(attempt.rank, attempt.world_size)
 
 
-def tell_superseded(settings: Settings, url: str, step: int, by: int) -> None:
+def tell_superseded(settings: Settings, url: str, number: int, step: int, by: int) -> None:
     """Tell the other ranks, in the background, that this one drops a save.
 
     Args:
         settings: settings of the manager.
         url: URL of the checkpoint.
+        number: see `S3StorageWriter.number`.
         step: step of the save.
         by: the newer step.
     """
 
     def tell() -> None:
         try:
-            tell_others(parse_url(url), settings, step=step, by=by)
+            tell_others(parse_url(url), settings, number=number, step=step, by=by)
         except DcpS3Error as error:
             logger.warning("the other ranks are not told that step %d is superseded: %s", step, error)
 

@@ -53,6 +53,7 @@ def begin_without_collectives(
     replicas: Replicas,
     ranks: Sequence[int] | None = None,
     kind: type[SaveWithoutCollectives] | None = None,
+    number: int | None = None,
 ) -> Save:
     """A save of this rank and others.
 
@@ -63,6 +64,7 @@ def begin_without_collectives(
         replicas: see `S3StorageWriter`.
         ranks: the ranks of the save's process group; None: all ranks of the job.
         kind: class of the save; None: `SaveWithoutCollectives`.
+        number: see `S3StorageWriter.number`.
 
     Raises:
         SaveProtocolError: nothing tells the ranks of this attempt from those of others.
@@ -79,7 +81,9 @@ def begin_without_collectives(
     # Ranks that are not all of the job have ids of their own: two such groups must not be taken for one.
     token = attempt.token + ("" if len(members) == attempt.world_size else f" of {members}")
     joint = dataclasses.replace(attempt, token=token, world_size=len(members), rank=place)
-    claim = claim_of(joint, str(url), count_save(joint, str(url)), find_step(url.name, options.settings))
+    if number is None:
+        number = count_save(joint, str(url))
+    claim = claim_of(joint, str(url), number, find_step(url.name, options.settings))
     for key in [each for each in list(_histories) if each[0] != attempt.id]:
         _histories.pop(key, None)  # a process may outlive many process groups
     history = _histories.setdefault((attempt.id, members), History())
@@ -87,12 +91,28 @@ def begin_without_collectives(
     return kind(url, options, claim, ranks=members, place=place, replicas=replicas, history=history)
 
 
-def tell_superseded(url: CheckpointURL, settings: Settings, *, step: int, by: int) -> None:
+def number_save(url: CheckpointURL, settings: Settings) -> int:
+    """Count a save of all ranks before anything of it can fail on this rank alone.
+
+    The ranks tell the saves to one URL apart by counting them. Returns how many there are, this one included.
+
+    Args:
+        url: URL of the checkpoint.
+        settings: the writer's settings.
+
+    Raises:
+        SaveProtocolError, SettingsError, StorageError
+    """
+    return count_save(current_attempt(settings), str(url))
+
+
+def tell_superseded(url: CheckpointURL, settings: Settings, *, number: int, step: int, by: int) -> None:
     """Tell the other ranks that this one makes no part of a save, before it has begun it: it can never be whole.
 
     Args:
         url: URL of the checkpoint.
         settings: the writer's settings.
+        number: number of the save (`number_save`).
         step: step of the save.
         by: step that is saved instead.
 
@@ -100,7 +120,7 @@ def tell_superseded(url: CheckpointURL, settings: Settings, *, step: int, by: in
         SaveProtocolError, SettingsError, StorageError
     """
     attempt = current_attempt(settings)
-    save = save_of(attempt, str(url), count_save(attempt, str(url)))
+    save = save_of(attempt, str(url), number)
     reason = f"step {step} is not saved to {url}: rank {attempt.rank} saves step {by} instead"
     S3Store(url.bucket, settings).put(url.key(notice_object(save)), Notice(save, 0, {}, reason, by).to_json())
 

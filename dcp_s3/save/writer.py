@@ -97,6 +97,8 @@ class S3StorageWriter(StorageWriter, AsyncStager):
     the future."""
     stall_since: StallSince | None = None
     """How long a save has held the training up, if the caller knows better than DCP's callers."""
+    number: int | None = None
+    """Which save of its ranks to its URL the next one is, from 1, if the caller has counted it (`number_save`)."""
     _stages_here = True
     """Whether the states that it saves are staged in this process."""
     _joint_save: type[SaveWithoutCollectives] = SaveWithoutCollectives
@@ -194,7 +196,10 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         save: Save | None = None
         if not use_collectives and self.settings.merge_ranks:
             kind = self._joint_save
-            save = begin_without_collectives(url, save_id, options, self.replicas, find_save_ranks(), kind)
+            save = begin_without_collectives(
+                url, save_id, options, self.replicas, find_save_ranks(), kind, number=self.number
+            )
+            self.number = None
         if save is None:
             save = Save(
                 url, save_id, options, rank=int(rank), is_coordinator=is_coordinator, use_collectives=use_collectives

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import dcp_s3
-from dcp_s3 import CheckpointManager
+from dcp_s3 import CheckpointManager, errors
 from tests.ranks import run_ranks
 
 
@@ -38,3 +38,35 @@ def test_what_any_rank_supersedes_ends_quietly_on_all(server: Any, root: str) ->
         with CheckpointManager(root, read_only=True) as manager:
             assert manager.restore(state, step=step) == step
         assert all(torch.equal(each, torch.full_like(each, float(step))) for each in state.values())
+
+
+class _Uncopyable:
+    def __reduce__(self) -> Any:
+        raise RuntimeError("not this one")
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError("not this one")
+
+
+def _stage_badly_then_save_again(root: str, overlap: Any) -> str:
+    rank, told = dist.get_rank(), ""
+    settings = {"rank_timeout": 0.3}
+    with CheckpointManager(root, coordination="s3", overlap=overlap, overwrite=True, settings=settings) as manager:
+        for bad in (True, False):
+            state = {"shared": torch.ones(4), f"own-{rank}": torch.full((2,), float(rank))}
+            if bad and rank == 1:
+                state["bad"] = _Uncopyable()  # type: ignore[assignment]
+            try:
+                manager.save(1, state)
+                manager.wait()
+            except errors.DcpS3Error as error:
+                told += f"{type(error).__name__} "
+            dist.barrier()
+    return told.strip()
+
+
+@pytest.mark.servers("memory")
+@pytest.mark.parametrize("overlap", ["wait", "queue"])
+def test_after_staging_failed_on_one_rank_all_can_save_that_step_again(server: Any, root: str, overlap: str) -> None:
+    assert run_ranks(2, _stage_badly_then_save_again, root, overlap) == ["SaveFailedError", "StagingError"]
+    assert [info.committed for info in dcp_s3.list_checkpoints(root)] == [True]

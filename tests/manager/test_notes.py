@@ -106,15 +106,29 @@ def test_the_notes_that_all_have_read_are_removed_by_one_rank(ranks: list[Notes]
         each.choose("latest", lambda: _at(5))
         each.restored()
         each.decide(10, lambda _: (1, 1), seen=False)
-    committed = [each.saving(10) for each in ranks]
+    first = [each.saving(10) for each in ranks]
     for each in ranks:
-        each.decide(11, lambda _: (0, 1), seen=False)
+        each.decide(11, lambda _: (1, 1), seen=False)
     before = dict(board.notes)
-    for each in reversed(committed):
+    for each in first:
+        each()
+    assert board.notes == before, "the save may be committed without a rank that has not read them"
+    second = [each.saving(11) for each in ranks]
+    for each in ranks:
+        each.decide(12, lambda _: (0, 1), seen=False)
+    before = dict(board.notes)
+    for each in reversed(second):
         assert board.notes == before
         each()
-    (left,) = board.notes
-    assert left.endswith("look-1")
+    assert sorted(left.rsplit("-", 2)[1:] for left in board.notes) == [["look", "1"], ["look", "2"]]
+
+
+def test_a_rank_that_a_save_was_committed_without_hears_what_was_decided(ranks: list[Notes]) -> None:
+    for each in ranks[:2]:
+        each.decide(10, lambda _: (1, 1), seen=False)
+    for each in ranks[:2]:
+        each.saving(10)()
+    assert ranks[2].decide(10, _never, seen=False) == (1, 1, False)
 
 
 def test_managers_of_a_process_have_notes_of_their_own(board: _Board) -> None:

@@ -1,0 +1,409 @@
+"""Saves that begin while another one uploads, by real managers: they wait, queue, or supersede the one that waits."""
+
+from __future__ import annotations
+
+import logging
+import random
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from dcp_s3 import CheckpointManager, SaveContinuously, errors, events, list_checkpoints, stats
+from dcp_s3.manager.line import Line, Overlap
+from tests.faulty import BUCKET, FaultyServer, serve
+from tests.manager.making import blank, is_of, state
+from tests.memory_s3 import Fault
+from tests.ranks import run_ranks
+
+ROOT = f"s3://{BUCKET}/run"
+_PATIENCE_SECONDS = 60
+REFUSED = Fault.error(403, "AccessDenied")
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+
+# --- one process ------------------------------------------------------------------------------------------
+
+
+class Gate(FaultyServer):
+    """Uploads wait here: the server answers no write of data before the gate is open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reached, self.open = threading.Event(), threading.Event()
+        self.refused: tuple[str, ...] = ()
+        """Parts of the keys that cannot be written."""
+        self.is_open: Callable[[], bool] = self.open.is_set
+        self.rule = self._look
+
+    def _look(self, request: Any) -> Fault | None:
+        if request.operation not in ("PutObject", "CreateMultipartUpload"):
+            return None
+        self.reached.set()
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while not self.is_open() and time.monotonic() < deadline:
+            self.open.wait(0.02)
+        return REFUSED if any(each in request.key for each in self.refused) else None
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
+    monkeypatch.setenv("DCP_S3_RETRY_ATTEMPTS", "1")
+    gate = Gate()
+    with serve(monkeypatch, gate):
+        yield gate
+        gate.open.set()
+
+
+def committed() -> list[int | None]:
+    return [info.step for info in list_checkpoints(ROOT)]
+
+
+def of(heard: list[events.Event]) -> list[tuple[int, int | None]]:
+    return [(event.step, event.by) for event in heard if isinstance(event, events.Superseded)]
+
+
+def train(manager: CheckpointManager, *steps: int) -> None:
+    """Save steps of a state that goes on changing in place."""
+    shared = blank()
+    for step in steps:
+        shared["weight"].fill_(float(step))
+        assert manager.save(step, {**shared, "step": step})
+        shared["weight"].fill_(-1.0)
+
+
+def load(step: int) -> dict[str, Any]:
+    loaded = blank()
+    with CheckpointManager(ROOT, read_only=True) as manager:
+        assert manager.restore(loaded, step) == step
+    return loaded
+
+
+def test_a_queued_save_returns_while_another_one_uploads(gate: Gate) -> None:
+    with CheckpointManager(ROOT, overlap="queue") as manager:
+        train(manager, 1, 2)  # no data can be written yet
+        assert gate.reached.wait(_PATIENCE_SECONDS)
+        assert committed() == []
+        gate.open.set()
+        manager.wait()
+        assert committed() == [1, 2]
+    assert is_of(load(1), 1)
+    assert is_of(load(2), 2)
+
+
+def test_the_queue_is_bounded_by_the_staged_copies(gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+    full, was_open = threading.Event(), []
+    wait = Line.wait_for_room
+
+    def waiting(line: Line) -> None:
+        if len(line._waiting) >= line.room:
+            full.set()
+        wait(line)
+
+    monkeypatch.setattr(Line, "wait_for_room", waiting)
+    with CheckpointManager(ROOT, overlap="queue", settings={"staging_generations": 3}) as manager:
+
+        def one_too_many() -> None:
+            train(manager, 1, 2, 3)
+            assert not full.is_set()
+            train(manager, 4)
+            was_open.append(gate.open.is_set())
+
+        thread = threading.Thread(target=one_too_many)
+        thread.start()
+        assert full.wait(_PATIENCE_SECONDS)
+        assert manager._stager is not None
+        assert manager._stager._pool.in_use == 3
+        gate.open.set()
+        thread.join(_PATIENCE_SECONDS)
+        assert was_open == [True]
+    assert committed() == [1, 2, 3, 4]
+    assert all(is_of(load(step), step) for step in (1, 2, 3, 4))
+
+
+def test_the_newest_staged_save_supersedes_the_one_that_waits(gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
+    heard: list[events.Event] = []
+    before = stats().saves.superseded
+    with (
+        caplog.at_level(logging.INFO, "dcp_s3"),
+        CheckpointManager(ROOT, overlap="supersede", on_event=heard.append) as manager,
+    ):
+        for step in range(1, 7):
+            train(manager, step)
+            assert manager._stager is not None
+            assert manager._stager._pool.in_use <= 2
+        gate.open.set()
+    assert committed() == [1, 6]
+    assert is_of(load(1), 1)
+    assert is_of(load(6), 6)
+    assert of(heard) == [(2, 3), (3, 4), (4, 5), (5, 6)]
+    assert stats().saves.superseded - before == 4
+    assert f"step 2 is not saved to {ROOT}/step-00000002: step 3 is saved instead" in caplog.messages
+    staged = [event for event in heard if isinstance(event, events.Staged)]
+    done = [event for event in heard if isinstance(event, events.Committed)]
+    assert [event.step for event in done] == [1, 6]
+    assert all(event.stall_seconds is not None and event.stall_seconds < event.seconds for event in done)
+    assert len(staged) == 6
+
+
+def test_without_overlap_a_save_waits_for_the_one_before(gate: Gate) -> None:
+    was_open = []
+    with CheckpointManager(ROOT) as manager:
+
+        def two() -> None:
+            train(manager, 1)
+            threading.Timer(0.1, gate.open.set).start()
+            train(manager, 2)
+            was_open.append(gate.open.is_set())
+
+        thread = threading.Thread(target=two)
+        thread.start()
+        thread.join(_PATIENCE_SECONDS)
+    assert was_open == [True]
+    assert committed() == [1, 2]
+
+
+@pytest.mark.parametrize("overlap", ["queue", "supersede"])
+def test_what_waits_is_saved_although_the_one_before_failed(gate: Gate, overlap: Overlap) -> None:
+    gate.refused = ("step-00000001/",)
+    manager = CheckpointManager(ROOT, overlap=overlap)
+    train(manager, 1, 2)
+    gate.open.set()
+    with pytest.raises(errors.SaveFailedError, match="step 1") as caught:
+        manager.wait()
+    assert caught.value.step == 1
+    assert committed() == [2]
+    train(manager, 3)  # it was raised once
+    manager.close()
+    assert committed() == [2, 3]
+
+
+def test_each_failure_is_raised_once_and_none_is_forgotten(gate: Gate) -> None:
+    gate.refused = ("step-00000001/", "step-00000002/")
+    manager = CheckpointManager(ROOT, overlap="queue")
+    train(manager, 1, 2)
+    gate.open.set()
+    with pytest.raises(errors.SaveFailedError, match="step 2") as caught:
+        manager.close()
+    assert isinstance(caught.value.__context__, errors.SaveFailedError)
+    assert caught.value.__context__.step == 1
+    assert manager._saving.left == ""
+    manager.close()
+
+
+def test_the_next_save_raises_what_failed_and_drops_nothing_for_it(gate: Gate) -> None:
+    gate.refused = ("step-00000001/",)
+    with CheckpointManager(ROOT, overlap="supersede") as manager:
+        train(manager, 1)
+        gate.open.set()
+        manager._saving.settle()
+        gate.open.clear()
+        with pytest.raises(errors.SaveFailedError, match="step 1"):
+            manager.save(2, state(2))
+        train(manager, 3, 4)
+        gate.open.set()
+    assert committed() == [3, 4]
+
+
+def test_a_blocking_save_comes_after_those_that_wait(gate: Gate) -> None:
+    with CheckpointManager(ROOT, overlap="queue") as manager:
+        train(manager, 1, 2)
+        threading.Timer(0.1, gate.open.set).start()
+        assert manager.save(3, state(3), blocking=True)
+        assert committed() == [1, 2, 3]
+
+
+def test_restore_and_extra_wait_for_the_line(gate: Gate) -> None:
+    with CheckpointManager(ROOT, overlap="queue") as manager:
+        train(manager, 1)
+        manager.save(2, state(2), extra={"tokens": 5})
+        threading.Timer(0.1, gate.open.set).start()
+        assert manager.extra(2) == {"tokens": 5}
+        train(manager, 3, 4)
+        loaded = blank()
+        assert manager.restore(loaded) == 4
+        assert is_of(loaded, 4)
+
+
+_SCRIPT = """
+import sys, torch
+from dcp_s3 import CheckpointManager
+manager = CheckpointManager(sys.argv[1], overlap="queue")
+for step in (1, 2):
+    manager.save(step, {"weight": torch.full((1000,), float(step))})
+open(sys.argv[2], "w").close()
+"""
+
+
+def test_a_process_that_does_not_close_its_manager_is_told_what_is_lost(gate: Gate, tmp_path: Path) -> None:
+    """The save under way is completed. At the end of a process no thread can start: what waits is lost, and named."""
+    ended = tmp_path / "ended"
+    gate.is_open = ended.exists
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _SCRIPT, ROOT, str(ended)],
+        capture_output=True, text=True, timeout=_PATIENCE_SECONDS,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert committed() == [1]
+    assert f"the process ends: step 2 was not saved to {ROOT}/step-00000002" in done.stderr
+
+
+# --- as soon as the last one is committed -------------------------------------------------------------------
+
+
+def test_continuous_saves_begin_when_the_last_one_is_committed(gate: Gate) -> None:
+    with CheckpointManager(ROOT, should_save=SaveContinuously()) as manager:
+        assert [step for step in range(1, 50) if manager.save(step, state(step))] == [1]
+        gate.open.set()
+        manager.wait()
+        assert manager.save(50, state(50))
+    assert committed() == [1, 50]
+
+
+# --- ranks ----------------------------------------------------------------------------------------------------
+
+
+def _of_rank(step: int) -> dict[str, Any]:
+    rank = dist.get_rank()
+    return {f"of-{rank}": torch.full((1000,), 10.0 * step + rank), "step": step}
+
+
+def _save_all_then_open(root: str, overlap: Overlap, opens: str, last: int) -> list[tuple[int, int | None]]:
+    heard: list[events.Event] = []
+    with CheckpointManager(root, overlap=overlap, on_event=heard.append) as manager:
+        for step in range(1, last + 1):
+            assert manager.save(step, _of_rank(step))
+        dist.barrier()
+        Path(opens).touch()
+        manager.wait()
+        loaded = _of_rank(0)
+        assert manager.restore(loaded) == last
+        assert torch.equal(loaded[f"of-{dist.get_rank()}"], _of_rank(last)[f"of-{dist.get_rank()}"])
+    return of(heard)
+
+
+@pytest.mark.parametrize(("overlap", "last", "saved"), [("queue", 2, [1, 2]), ("supersede", 5, [1, 5])])
+def test_no_rank_waits_for_an_upload(gate: Gate, tmp_path: Path, overlap: Overlap, last: int, saved: list[int]) -> None:
+    opens = tmp_path / "open"
+    gate.is_open = opens.exists
+    first, second = run_ranks(2, _save_all_then_open, ROOT, overlap, str(opens), last)
+    assert committed() == saved
+    assert first == second == [(step, step + 1) for step in range(2, last)][: last - len(saved)]
+
+
+def _wait_on_one_rank(root: str, overlap: Overlap, opens: str) -> None:
+    with CheckpointManager(root, overlap=overlap) as manager:
+        for step in (1, 2):
+            assert manager.save(step, _of_rank(step))
+        dist.barrier()
+        if dist.get_rank() == 0:
+            manager.annotate(2, {"val_loss": 1.0})  # waits for step 2, which waits for step 1
+        else:
+            threading.Timer(1.0, Path(opens).touch).start()  # the next save has come to where it waits for rank 0
+        assert manager.save(3, _of_rank(3))
+
+
+@pytest.mark.parametrize("overlap", ["queue", "supersede"])
+def test_a_rank_that_waits_for_a_save_is_not_held_up_by_one_that_comes_to_the_next(
+    gate: Gate, tmp_path: Path, overlap: Overlap
+) -> None:
+    opens = tmp_path / "open"
+    gate.is_open = opens.exists
+    run_ranks(2, _wait_on_one_rank, ROOT, overlap, str(opens))
+    assert committed() == [1, 2, 3]
+
+
+def _save_unevenly(root: str) -> tuple[list[int], int]:
+    heard: list[events.Event] = []
+    noise = random.Random(dist.get_rank())
+    with CheckpointManager(root, overlap="supersede", on_event=heard.append) as manager:
+        for step in range(1, 41):
+            assert manager.save(step, _of_rank(step))
+            time.sleep(noise.random() * 0.01)
+        manager.wait()
+        return [step for step, _ in of(heard)], manager.restore(_of_rank(0)) or 0
+
+
+def test_ranks_decide_alike_at_whatever_moment_a_save_begins(memory_server: Any, root: str) -> None:
+    """Uploads take about as long as steps, so they begin on some ranks while the others decide."""
+    results = run_ranks(3, _save_unevenly, root)
+    superseded, newest = results[0]
+    assert results == [(superseded, newest)] * 3
+    assert newest == 40
+    assert [info.step for info in list_checkpoints(root)] == [step for step in range(1, 41) if step not in superseded]
+
+
+def _fail_first(root: str, opens: str) -> tuple[list[int], list[int]]:
+    saved, raised = [], []
+    with CheckpointManager(root, overlap="queue") as manager:
+        for step in range(1, 8):
+            try:
+                manager.save(step, _of_rank(step))
+                saved.append(step)
+            except errors.SaveFailedError as error:
+                raised.append(error.step or 0)
+            if step == 2:
+                dist.barrier()
+                Path(opens).touch()
+    return saved, raised
+
+
+def test_all_ranks_raise_a_failure_at_the_same_save(gate: Gate, tmp_path: Path) -> None:
+    opens = tmp_path / "open"
+    gate.is_open, gate.refused = opens.exists, ("step-00000001/",)
+    first, second = run_ranks(2, _fail_first, ROOT, str(opens))
+    saved, raised = first
+    assert first == second
+    assert raised == [1]
+    assert len(saved) == 6
+    assert committed() == saved[1:]
+
+
+class _Uncopyable:
+    def __reduce__(self) -> Any:
+        raise RuntimeError("not this one")
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError("not this one")
+
+
+def _stage_badly_on_a_rank(root: str, opens: str) -> int | None:
+    with CheckpointManager(root, overlap="supersede") as manager:
+        manager.save(1, _of_rank(1))
+        bad = {"bad": _Uncopyable()} if dist.get_rank() == 1 else {}
+        manager.save(2, {**_of_rank(2), **bad})
+        if dist.get_rank() == 0:
+            Path(opens).touch()
+
+        def save_and_wait() -> None:
+            manager.save(3, _of_rank(3))
+            manager.wait()
+
+        with pytest.raises(errors.SaveFailedError) as caught:
+            save_and_wait()
+        return caught.value.step
+
+
+def test_a_save_whose_staging_failed_on_a_rank_is_not_dropped_in_silence(gate: Gate, tmp_path: Path) -> None:
+    opens = tmp_path / "open"
+    gate.is_open = opens.exists
+    assert run_ranks(2, _stage_badly_on_a_rank, ROOT, str(opens)) == [2, 2]
+
+
+def _overlap_of_rank(root: str) -> str:
+    with pytest.raises(errors.CheckpointError) as caught:
+        CheckpointManager(root, overlap="queue" if dist.get_rank() else "wait")
+    return str(caught.value)
+
+
+def test_all_ranks_overlap_alike(memory_server: Any, root: str) -> None:
+    for told in run_ranks(2, _overlap_of_rank, root):
+        assert "overlap or should_save" in told
