@@ -121,10 +121,7 @@ class NoteTelling(Telling):
         if self._board.nearby:
             self._look()
         if self._stop is None and self._watch.seen and (seconds := self._pace.step_seconds) is not None:
-            try:
-                self._leave(step + steps_ahead(seconds))
-            except StorageError as error:
-                logger.warning("SIGTERM has come, but the other ranks could not be told yet: %s", error)
+            self._leave(step + steps_ahead(seconds))
         return self._stop is not None and step >= self._stop
 
     @property
@@ -140,11 +137,29 @@ class NoteTelling(Telling):
             self._board.remove(self.KEY)
 
     def _leave(self, stop: int) -> None:
-        stands = _number(self._board.offer(self.KEY, str(stop)))
-        self._offered = True
+        stands = self._offer(stop)
         self._stop = stands
         if stands == stop and not self._board.nearby:
             self._closed.wait(self._look_seconds + _MARGIN)
+
+    def _offer(self, stop: int) -> int | None:
+        """The step in the note that stands. While that is unknown, this rank must not go on: the note may have been
+        written, though the answer was lost, and the others stop where it says."""
+        told = False
+        while not self._closed.is_set():
+            try:
+                stands = _number(self._board.offer(self.KEY, str(stop)))
+            except StorageError as error:
+                logger.log(
+                    logging.DEBUG if told else logging.WARNING,
+                    "SIGTERM has come, but the other ranks could not be told yet: %s", error,
+                )  # fmt: skip
+                told = True
+                self._closed.wait(self._look_seconds)
+            else:
+                self._offered = True
+                return stands
+        return None
 
     def _look(self) -> None:
         if self._stop is not None:

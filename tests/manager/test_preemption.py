@@ -322,28 +322,41 @@ def test_how_far_a_rank_may_be_ahead() -> None:
     ]  # fmt: skip
 
 
-def test_a_board_that_does_not_answer_is_tried_again(
+def test_a_board_that_does_not_answer_is_tried_again_before_the_rank_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Down(MemoryStore):
-        down = True
+        lost = 3
+
+        def put(self, *args: Any, **kwargs: Any) -> Any:
+            written = super().put(*args, **kwargs)
+            if self.lost:
+                self.lost -= 1
+                raise errors.TransferError("the answer is lost")
+            return written
 
         def get(self, key: str) -> Any:
-            if self.down:
+            if 0 < self.lost < 3:
+                self.lost -= 1
                 raise errors.TransferError("it does not answer")
             return super().get(key)
 
     store = Down()
     monkeypatch.setattr(preemption, "_MARGIN", 0.0)
     telling = NoteTelling(StoredBoard(store, parse_url("s3://bucket/run"), Attempt("run", (), "", None, 2, 0)), 0.01)
+    telling._closed.set()  # the thread that looks would find it, too
+    assert telling._thread is not None
+    telling._thread.join()
+    telling._closed.clear()
     try:
         telling._watch.seen = True
         assert not telling.is_due(1), "a margin needs a step's time"
         assert not telling.is_due(2)
-        assert "could not be told yet" in caplog.text
-        store.down = False
-        telling.is_due(3)
-        assert telling._stop is not None
+        assert store.lost == 0
+        assert [record.levelname for record in caplog.records if "could not be told yet" in record.message] == [
+            "WARNING"
+        ]
+        assert telling._stop == 2 + steps_ahead(0.0), "the step that it said first"
     finally:
         telling.close()
 
