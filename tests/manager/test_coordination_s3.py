@@ -128,7 +128,7 @@ def _train_plainly(root: str) -> int | None:
     return found
 
 
-def test_the_environment_says_who_the_ranks_are(memory_server: Any, root: str, tmp_path: Path) -> None:
+def test_the_environment_says_who_the_ranks_are(server: Any, root: str, tmp_path: Path) -> None:
     assert run_ranks(3, _train_plainly, root, group=False, env={"DCP_S3_RUN_ID": "first"}) == [3, 3, 3]
     assert run_ranks(2, _train_plainly, root, group=False, env={"DCP_S3_RUN_ID": "second"}) == [6, 6]
     found = _committed(root)
@@ -265,7 +265,7 @@ def _lose_a_replica(root: str) -> int | None:
     return manager.latest_step()
 
 
-def test_a_replica_that_is_gone_is_made_up_for_save_after_save(memory_server: Any, root: str, tmp_path: Path) -> None:
+def test_a_replica_that_is_gone_is_made_up_for_save_after_save(server: Any, root: str, tmp_path: Path) -> None:
     assert run_ranks(2, _lose_a_replica, root, group=False, env={"DCP_S3_RUN_ID": "run"}) == [3, None]
     found = _committed(root)
     assert [info.step for info in found] == [1, 2, 3]
@@ -320,7 +320,7 @@ def _save_alone(root: str, step: int) -> None:
 
 
 @pytest.mark.parametrize("group", [True, False])
-def test_all_ranks_restore_what_the_first_one_chose(memory_server: Any, root: str, tmp_path: Path, group: bool) -> None:
+def test_all_ranks_restore_what_the_first_one_chose(server: Any, root: str, tmp_path: Path, group: bool) -> None:
     _save_alone(root, 1)
     env = {"DCP_S3_RUN_ID": "run", "MEETING": str(tmp_path)}
     assert run_ranks(2, _restore_beside_a_commit, root, group=group, env=env) == [[1, 2], [1, 2]]

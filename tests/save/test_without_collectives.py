@@ -58,6 +58,5 @@ def _over_another(root: str) -> None:
         first.wait_committed(60)
 
 
-@pytest.mark.servers("memory")
 def test_a_save_that_was_replaced_is_not_waited_for(root: str) -> None:
     run_ranks(2, _over_another, root)
