@@ -26,6 +26,8 @@ from dcp_s3.units import format_size
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 0.1
+_NOTICE_SECONDS = 1.0
+"""Less is no matter for a warning: in a queue of saves a copy is often given back just as the next one is made."""
 _REPORT_SECONDS = 30.0
 _MAX_SLACK = 2  # a free buffer may be this many times larger than the request
 
@@ -247,6 +249,7 @@ class _Waiting:
     def __init__(self) -> None:
         self._collected = -1
         self._started: float | None = None
+        self._noticed = False
         self._reported = 0.0
         self._reason = ""
 
@@ -260,7 +263,10 @@ class _Waiting:
             return False
         if self._started is None:
             self._started = self._reported = now
-            logger.warning("staging waits: %s", reason)
+            logger.info("staging waits: %s", reason)
+        elif not self._noticed and now - self._started >= _NOTICE_SECONDS:
+            self._noticed = True
+            logger.warning("staging has waited for %.0f s: %s", now - self._started, reason)
         elif now - self._reported >= _REPORT_SECONDS:
             self._reported = now
             gc.collect()
@@ -274,7 +280,8 @@ class _Waiting:
     def end(self) -> None:
         """Log how long the wait took, if there was one."""
         if self._started is not None:
-            logger.warning("staging waited for %.1f s: %s", time.monotonic() - self._started, self._reason)
+            level = logging.WARNING if self._noticed else logging.INFO
+            logger.log(level, "staging waited for %.1f s: %s", time.monotonic() - self._started, self._reason)
 
 
 def _give_back(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from typing import Any
@@ -23,6 +24,7 @@ class Waiter:
 
     def __init__(self, pool: BufferPool, sizes: list[int], caplog: pytest.LogCaptureFixture) -> None:
         self._caplog = caplog
+        caplog.set_level(logging.INFO, "dcp_s3.stage.pool")
         self._before = self._reports()
         self.slots: list[Slot] = []
         self.error: BaseException | None = None

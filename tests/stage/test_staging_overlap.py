@@ -242,9 +242,12 @@ class _WhenStagingWaits(logging.Handler):
 def _when_staging_waits(act: Callable[[], Any]) -> Iterator[None]:
     logger, handler = logging.getLogger("dcp_s3.stage.pool"), _WhenStagingWaits(act)
     logger.addHandler(handler)
+    before = logger.level
+    logger.setLevel(logging.INFO)
     try:
         yield
     finally:
+        logger.setLevel(before)
         logger.removeHandler(handler)
 
 
