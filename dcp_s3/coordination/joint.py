@@ -38,12 +38,15 @@ class JointSave:
     claim: Claim
     """Its identity, the same on all ranks."""
     rank: int
+    """This one, as its place among the ranks of the save."""
     overwrite: bool
     rank_timeout: float
     """Seconds without a sign of a rank after which it counts as dead."""
     step: int | None = None
     before: Callable[[], Sequence[str] | None] = lambda: None
     """Digests by rank of what the ranks held in the save before this one, if it was committed (`dead.Seen.before`)."""
+    members: Sequence[int] = ()
+    """The ranks of the save as numbers of the whole job; empty: all of the job. For messages."""
 
     @property
     def save(self) -> str:
@@ -59,6 +62,10 @@ class JointSave:
     def prefixes(self) -> tuple[str, str]:
         """Prefixes of the keys of parts and of intents."""
         return self.url.key(f"{PART_PREFIX}{self.save}."), self.url.key(f"{INTENT_PREFIX}{self.save}.")
+
+    def number(self, rank: int) -> int:
+        """The number of a rank of the save in the whole job."""
+        return self.members[rank] if self.members else rank
 
     def turn_of(self, rank: int) -> int:
         """Place of a rank in the order in which they merge, from 0."""
@@ -91,15 +98,15 @@ def lost_error(joint: JointSave, lost: Sequence[int], causes: Mapping[int, str])
         lost: ranks without a part.
         causes: what failed, by rank, as far as they could say so.
     """
+    names = name_ranks(map(joint.number, lost))
     if causes:
-        told = "; ".join(f"rank {rank}: {cause}" for rank, cause in causes.items())
+        told = "; ".join(f"rank {joint.number(rank)}: {cause}" for rank, cause in causes.items())
         return errors.SaveProtocolError(
-            f"{joint.url} is not committed: {name_ranks(lost)} could not write; what was there before is untouched. "
-            f"{told}",
+            f"{joint.url} is not committed: {names} could not write; what was there before is untouched. {told}",
             url=str(joint.url),
         )
     return errors.SaveProtocolError(
-        f"{joint.url} is not committed: {name_ranks(lost)} wrote nothing for at least "
+        f"{joint.url} is not committed: {names} wrote nothing for at least "
         f"DCP_S3_RANK_TIMEOUT = {joint.rank_timeout:g} s, and no other rank is known to hold the same; what was there "
         "before is untouched. Remedy: see what happened there (all ranks of the job have to save), and save again",
         url=str(joint.url),

@@ -155,7 +155,7 @@ class Participant:
             except errors.TransferError as error:
                 self._bear(error)
             except (errors.AccessDeniedError, errors.CredentialsError) as error:
-                self._abandon(f"rank {joint.rank}, which merges what the ranks wrote: {error}", error)
+                self._abandon(f"rank {joint.number(joint.rank)}, which merges what the ranks wrote: {error}", error)
             if self.committed is None:
                 clock.sleep(pause)
                 has_moved = merger is not None and merger.has_moved

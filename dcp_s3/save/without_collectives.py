@@ -267,6 +267,7 @@ class SaveWithoutCollectives(Save):
             rank_timeout=self._settings.rank_timeout,
             step=self._progress.step,
             before=self._find_digests_before,
+            members=self._ranks,
         )
 
     @property
@@ -313,7 +314,9 @@ class SaveWithoutCollectives(Save):
         """Write what another rank, now dead, was to write."""
         missing = [each for each in hashes if each not in self._items]
         if missing:
-            raise SaveProtocolError(f"{self.url}: rank {self._rank} is asked for {len(missing)} items that it lacks")
+            raise SaveProtocolError(
+                f"{self.url}: rank {self._joint.number(self._rank)} is asked for {len(missing)} items that it lacks"
+            )
         logger.info("%s: rank %d writes %d items that no other rank has written", self.url, self._rank, len(hashes))
         self._asked |= frozenset(hashes)
         with self._taking_part.alive(self._held, self._attached, is_known=True):
@@ -389,7 +392,8 @@ class SaveWithoutCollectives(Save):
             return
         made_up = manifest.coordination.get("made_up")
         if made_up:
-            logger.warning("%s is committed without %s, which is made up for", self.url, name_ranks(map(int, made_up)))
+            names = name_ranks(self._ranks[int(place)] for place in made_up)
+            logger.warning("%s is committed without %s, which is made up for", self.url, names)
         identity = SaveIdentity(self.url, save_id)
         commit = Commit(identity, b"", b"", manifest.objects)
         self._progress.committed(commit, ranks=self._world_size, spilled=0, throttled=self._progress.throttled)

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from dcp_s3 import errors
 from dcp_s3.coordination.claim import Claim
-from dcp_s3.coordination.joint import JointSave, find_commit
+from dcp_s3.coordination.joint import JointSave, find_commit, lost_error
 from dcp_s3.coordination.participant import Participant
 from dcp_s3.coordination.told import make_facts
 from dcp_s3.format.layout import CONTROL_PREFIX, data_object, manifest_object, new_nonce
@@ -173,6 +173,14 @@ def test_a_dead_rank_whose_state_nobody_holds_ends_the_save(
 
     assert len(set(_together(ranks[1:], fails))) == 1
     assert find_commit(store, ranks[1].joint) is None
+
+
+@pytest.mark.parametrize("causes", [{}, {1: "the disk is full"}])
+def test_ranks_that_are_a_part_of_the_job_have_their_numbers_in_the_job(causes: dict[int, str]) -> None:
+    said = str(lost_error(Rank(MemoryStore(), 0, ["a"], ranks=3, members=(4, 5, 6)).joint, [1, 2], causes))
+    assert "ranks 5 to 6" in said
+    assert "rank 1" not in said
+    assert ("rank 5: the disk is full" in said) == bool(causes)
 
 
 def test_a_slow_rank_that_shows_that_it_lives_is_waited_for() -> None:

@@ -11,7 +11,6 @@ import contextlib
 import json
 import os
 import random
-import shutil
 import signal
 import sys
 import threading
@@ -19,19 +18,26 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import FileSystemReader
 
-from dcp_s3 import S3StorageReader, latest, list_checkpoints, verify
+from dcp_s3 import S3StorageReader, list_checkpoints
 from dcp_s3.format.layout import manifest_object
 from dcp_s3.s3.client import close_clients
 from dcp_s3.url import parse_url
-from tests.end_to_end.states import assert_same, blank
+from tests.end_to_end.states import assert_same
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.killing import Shooting, Shot, new_process, rank_of, read_lines, running, wait_until_quiet
+from tests.soak.joint_saves import (
+    ENVIRONMENT,
+    check_whole,
+    committed_number,
+    join_all,
+    load,
+    make_jobs,
+    said,
+    wait_until,
+)  # fmt: skip
 from tests.soak.joint_worker import Job, make_whole_state, save_when_told
 
 pytestmark = [
@@ -45,7 +51,6 @@ KILLS = int(os.environ.get("DCP_S3_TEST_KILLS", "10"))
 FIRST_SEED = int(os.environ.get("DCP_S3_TEST_SEED", "0"))
 SEEDS = range(FIRST_SEED, FIRST_SEED + KILLS)
 
-_LONGEST = 120.0  # seconds: many times rank_timeout, for a busy machine
 _PART = "/.dcp_s3/part-"
 _KINDS = (
     ("PutObject", "claim.json"), ("PutObject", "/.dcp_s3/intent-"), ("PutObject", _PART), ("PutObject", "manifest-"),
@@ -57,15 +62,7 @@ _KINDS = (
 
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
-    for name, value in {
-        "DCP_S3_PART_SIZE": "5MiB",
-        "DCP_S3_BUCKETS_PER_RANK": "2",
-        "DCP_S3_CONCURRENCY": "4",
-        "DCP_S3_RANK_TIMEOUT": "1.5",
-        "DCP_S3_RUN_ID": "training",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "MASTER_ADDR": "127.0.0.1",
-    }.items():
+    for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     with serve(monkeypatch) as server:
         yield server
@@ -81,7 +78,9 @@ def test_without_replicas_a_checkpoint_is_whole_or_the_one_before_stays(
 ) -> None:
     rng = random.Random(seed)
     layout, by = [("sharded", "dcp"), ("fsdp", "separately"), ("sharded", "manager"), ("fsdp", "manager")][seed % 4]
-    jobs = make_jobs(tmp_path, 3, layout, by, overwrite=by != "manager" and rng.random() < 0.5, large=seed % 3 == 0)
+    jobs = make_jobs(
+        ROOT, tmp_path, 3, layout, by, overwrite=by != "manager" and rng.random() < 0.5, large=seed % 3 == 0
+    )
     shots = [draw_shot(rng, 3)]
     with ended(faulty, jobs, rng, shots) as (shooting, told):
         record_property("hit", describe(jobs[0], shots))
@@ -107,7 +106,7 @@ def test_with_replicas_a_checkpoint_is_whole_every_time(
     ][seed % 5]  # fmt: skip
     overwrite = by != "manager" and rng.random() < 0.5
     ranks = 3 if layout == "plain" and rng.random() < 0.5 else 4
-    jobs = make_jobs(tmp_path, ranks, layout, by, overwrite=overwrite, large=seed % 3 == 0)
+    jobs = make_jobs(ROOT, tmp_path, ranks, layout, by, overwrite=overwrite, large=seed % 3 == 0)
     shots = [draw_shot(rng, ranks)]
     if rng.random() < 0.5:
         # What the others do about the first one: answer the notice, merge in its place.
@@ -134,7 +133,7 @@ def test_a_stopped_rank_of_an_older_attempt_is_refused_when_it_goes_on(
     layout, overwrite = rng.choice(["sharded", "plain"]), rng.random() < 0.5
     old, new = (
         make_jobs(
-            tmp_path, 2, layout, "dcp", overwrite=overwrite, attempt=attempt, numbers=numbers,
+            ROOT, tmp_path, 2, layout, "dcp", overwrite=overwrite, attempt=attempt, numbers=numbers,
             environment={**environment, "TORCHELASTIC_RESTART_COUNT": str(attempt)},
         )
         for attempt, numbers in ((0, (1, 2)), (1, (2,)))
@@ -187,17 +186,6 @@ def test_a_stopped_rank_of_an_older_attempt_is_refused_when_it_goes_on(
 
 
 # --- ranks, and what happens to them ------------------------------------------------------------------------
-
-
-def make_jobs(
-    directory: Path, ranks: int, layout: Any, by: Any, *, overwrite: bool, attempt: int = 0,
-    numbers: tuple[int, ...] = (1, 2), environment: dict[str, str] | None = None, large: bool = False,
-) -> list[Job]:  # fmt: skip
-    known = dict(os.environ) if environment is None else environment
-    return [
-        Job(ROOT, directory, known, layout, by, overwrite, numbers, rank, ranks, attempt, large)
-        for rank in range(ranks)
-    ]
 
 
 def draw_shot(rng: random.Random, ranks: int, kinds: Sequence[tuple[str, str]] = _KINDS) -> Shot:
@@ -271,25 +259,6 @@ def readable(job: Job) -> Iterator[None]:
         raise torn[0]
 
 
-def wait_until(done: Callable[[], bool], processes: Sequence[Any] = ()) -> None:
-    deadline = time.monotonic() + _LONGEST
-    while not done():
-        assert time.monotonic() < deadline, "the ranks did not come so far"
-        assert all(process.exitcode is None for process in processes), "a rank ended before"
-        time.sleep(0.005)
-
-
-def join_all(processes: Sequence[Any]) -> None:
-    deadline = time.monotonic() + _LONGEST
-    for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-        assert process.exitcode is not None, "a save does not end"
-
-
-def said(job: Job, line: str) -> bool:
-    return line in read_lines(job.report)
-
-
 # --- what is there afterwards -------------------------------------------------------------------------------
 
 
@@ -306,50 +275,6 @@ def read_made_up(server: FaultyServer, job: Job) -> set[int]:
     assert found.save_id is not None
     data = server.s3.read(BUCKET, parse_url(job.url(2)).key(manifest_object(found.save_id)))
     return set(map(int, json.loads(data)["coordination"]["made_up"]))
-
-
-def committed_number(job: Job) -> int:
-    """Which save is the newest one."""
-    newest = latest(ROOT)
-    assert newest is not None
-    if not job.overwrite:
-        assert newest.step is not None
-        return newest.step
-    found = {"number": 0}
-    dcp.load(found, storage_reader=S3StorageReader(job.url(1)), no_dist=True)
-    return found["number"]
-
-
-def check_whole(job: Job, number: int, directory: Path) -> None:
-    """The checkpoint of a save is what was saved, for our reader and for torch's, and nothing newer is there."""
-    url = job.url(number)
-    newest = latest(ROOT)
-    assert newest is not None
-    assert newest.url == url
-    expected = make_whole_state(job, number)
-    assert_same(load(job, url, S3StorageReader(url)), expected)
-    report = verify(url, full=True)
-    assert report.ok, report
-    download(url, directory / "download")
-    assert_same(load(job, url, FileSystemReader(directory / "download")), expected)
-    shutil.rmtree(directory / "download")  # of many tests, whose directories pytest keeps
-
-
-def load(job: Job, url: str, reader: Any) -> dict[str, Any]:
-    found: dict[str, Any] = blank(make_whole_state(job, 0))
-    dcp.load(found, storage_reader=reader, no_dist=True)
-    return found
-
-
-def download(url: str, directory: Path) -> None:
-    import boto3
-
-    place, client = parse_url(url), boto3.client("s3", endpoint_url=os.environ["DCP_S3_ENDPOINT_URL"])
-    prefix = place.key("")
-    for found in client.list_objects_v2(Bucket=place.bucket, Prefix=prefix)["Contents"]:
-        path = directory / found["Key"].removeprefix(prefix)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        client.download_file(place.bucket, found["Key"], str(path))
 
 
 def describe(job: Job, shots: Sequence[Shot]) -> str:
