@@ -98,7 +98,7 @@ def load(job: Job, url: str, reader: Any) -> dict[str, Any]:
 
 
 def download(url: str, directory: Path) -> None:
-    place, client = parse_url(url), boto3.client("s3", endpoint_url=os.environ["DCP_S3_ENDPOINT_URL"])
+    place, client = parse_url(url), boto3.Session().client("s3", endpoint_url=os.environ["DCP_S3_ENDPOINT_URL"])
     prefix = place.key("")
     for found in client.list_objects_v2(Bucket=place.bucket, Prefix=prefix)["Contents"]:
         path = directory / found["Key"].removeprefix(prefix)
