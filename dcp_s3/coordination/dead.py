@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 NOT_BEGUN = 10
@@ -20,6 +20,8 @@ class Seen:
     """Digest by rank, of those that said what they hold. They show that they live while they write."""
     silent: Mapping[int, float]
     """Seconds since the last sign of each rank without a part."""
+    failed: Collection[int] = ()
+    """Ranks that said that they failed before they knew what they would hold."""
     before: Sequence[str] | None = None
     """Digests by rank in the save before this one, if it was committed; None: not known."""
 
@@ -76,5 +78,6 @@ def judge(seen: Seen, rank_timeout: float) -> Verdict:
     if not lost:
         return Verdict(made_up=made_up)
     # They may be at something that takes long, an evaluation for example, and save afterwards.
-    not_begun = [rank for rank in lost if rank not in seen.intents and seen.silent[rank] < NOT_BEGUN * rank_timeout]
+    not_heard_of = [rank for rank in lost if rank not in seen.intents and rank not in seen.failed]
+    not_begun = [rank for rank in not_heard_of if seen.silent[rank] < NOT_BEGUN * rank_timeout]
     return Verdict(waiting=tuple(not_begun)) if not_begun else Verdict(lost=tuple(lost))

@@ -11,12 +11,15 @@ from dcp_s3 import errors
 from dcp_s3.checkpoint.commit_state import SaveIdentity, save_id_in
 from dcp_s3.coordination.claim import Claim
 from dcp_s3.failures import name_ranks
-from dcp_s3.format.layout import INTENT_PREFIX, PART_PREFIX
+from dcp_s3.format.layout import INTENT_PREFIX, PART_PREFIX, intent_object
 from dcp_s3.store import Store
 from dcp_s3.url import CheckpointURL
 
 FAILED = b"failed: "
 """Begin of an intent that says why its rank has failed."""
+
+UNSAID = "0"
+"""In the place of a digest in the intent of a rank that failed before it knew what it would hold."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,16 @@ def find_commit(store: Store, joint: JointSave) -> str | None:
     except errors.ObjectNotFoundError:
         return None
     return save_id if save_id is not None and save_id.startswith(joint.save) else None
+
+
+def sign_failed(store: Store, joint: JointSave, error: BaseException, digest: str = UNSAID) -> None:
+    """Say that this rank has failed, and why: the others need not wait for it.
+
+    Raises:
+        StorageError
+    """
+    text = FAILED + f"{type(error).__name__}: {error}".encode("utf-8", "replace")[:2000]
+    store.put(joint.url.key(intent_object(joint.save, joint.rank, digest)), text)
 
 
 def lost_error(joint: JointSave, lost: Sequence[int], causes: Mapping[int, str]) -> errors.SaveProtocolError:

@@ -170,7 +170,7 @@ def assign(
         if not live:
             raise SaveProtocolError(
                 f"items that only ranks {some(by_hash[each])} hold were written by no rank, and these ranks no longer "
-                "answer. Remedy: load the checkpoint before this one"
+                "answer. Remedy: see what happened there, and save again; what was there before is untouched"
             )
         found.setdefault(min(live, key=lambda rank: (len(found.get(rank, ())), rank)), []).append(each)
     return dict(sorted(found.items()))

@@ -20,7 +20,7 @@ from dcp_s3.checkpoint.commit_state import Previous, SaveIdentity, exists_error,
 from dcp_s3.checkpoint.completeness import Beginning
 from dcp_s3.coordination.claim import is_still_ours
 from dcp_s3.coordination.dead import Seen, judge
-from dcp_s3.coordination.joint import FAILED, Clock, JointSave, find_commit, lost_error, taken_over_error
+from dcp_s3.coordination.joint import FAILED, UNSAID, Clock, JointSave, find_commit, lost_error, taken_over_error
 from dcp_s3.coordination.merge import Merging
 from dcp_s3.coordination.told import Facts, describe
 from dcp_s3.format.layout import intent_object, new_save_id, notice_object
@@ -56,7 +56,9 @@ class Merger:
         self.has_moved = False
         """Whether the last step found parts that had not been there."""
         self._intents: dict[int, str] = {}
-        self._signs: dict[int, tuple[object, float]] = {}  # by rank: what its intent was like, and since when
+        self._failed: set[int] = set()  # ranks whose intent has no digest
+        self._signs: dict[str, object] = {}  # by key of an intent: what it was like
+        self._signed_at: dict[int, float] = {}  # by rank: when one of its intents was another one than before
         self._began = clock.now()
         self._notice: Notice | None = None
         self._asked_at = 0.0
@@ -144,25 +146,29 @@ class Merger:
             rank, _, digest = each.key[len(prefix) :].partition(".")
             if not rank.isdecimal() or int(rank) >= self._joint.world_size:
                 continue
-            self._intents[int(rank)] = digest
+            if digest == UNSAID:
+                self._failed.add(int(rank))
+            else:
+                self._intents[int(rank)] = digest
             sign = (each.etag, each.modified_at, each.size)
-            if self._signs.get(int(rank), (None, 0.0))[0] != sign:
-                self._signs[int(rank)] = sign, self._clock.now()
+            if self._signs.get(each.key) != sign:
+                self._signs[each.key], self._signed_at[int(rank)] = sign, self._clock.now()
 
     def _causes(self, ranks: Sequence[int]) -> dict[int, str]:
         """What failed on ranks that could still say so."""
         found = {}
         for rank in ranks[:8]:
-            if rank in self._intents:
+            if rank in self._intents or rank in self._failed:
                 with contextlib.suppress(errors.StorageError):
-                    key = self._joint.url.key(intent_object(self._joint.save, rank, self._intents[rank]))
+                    digest = self._intents.get(rank, UNSAID)
+                    key = self._joint.url.key(intent_object(self._joint.save, rank, digest))
                     data = self._store.get(key).data
                     if data.startswith(FAILED):
                         found[rank] = data[len(FAILED) :].decode("utf-8", "replace")
         return found
 
-    def _silence(self, rank: int) -> float:
-        return self._clock.now() - max(self._began, self._signs.get(rank, (None, 0.0))[1])
+    def _silence(self, rank: int, since: float = 0.0) -> float:
+        return self._clock.now() - max(self._began, since, self._signed_at.get(rank, 0.0))
 
     def _is_anyone_silent(self) -> bool:
         return self._clock.now() - self._began >= self._joint.rank_timeout
@@ -170,7 +176,7 @@ class Merger:
     def _seen(self, before: Sequence[str] | None) -> Seen:
         ranks = range(self._joint.world_size)
         silent = {rank: self._silence(rank) for rank in ranks if rank not in self._merging.ranks}
-        return Seen(self._joint.world_size, self._merging.digests, self._intents, silent, before)
+        return Seen(self._joint.world_size, self._merging.digests, self._intents, silent, self._failed, before)
 
     # --- what is missing -----------------------------------------------------------------------------
 
@@ -197,11 +203,17 @@ class Merger:
     def _ask(self, wanted: Mapping[int, Sequence[int]], made_up: Mapping[int, int]) -> None:
         """Ask ranks to write what is missing, once; others if they do not."""
         if self._notice is not None:
-            if self._clock.now() - self._asked_at < self._joint.rank_timeout:
-                return
-            asked = self._notice.wanted
-            self._slow.update(each for each in asked if (each, self._notice.number) not in self._merging.parts)
-            wanted = self._needed(made_up)
+            asked, number = self._notice.wanted, self._notice.number
+            late = [each for each in asked if (each, number) not in self._merging.parts]
+            if late:
+                if self._clock.now() - self._asked_at < self._joint.rank_timeout:
+                    return
+                self._look_for_signs()
+                silent = [each for each in late if self._silence(each, self._asked_at) >= self._joint.rank_timeout]
+                if not silent:
+                    return  # what they write is large
+                self._slow.update(silent)
+                wanted = self._needed(made_up)
         round_number = 0 if self._notice is None else self._notice.number // self._joint.world_size + 1
         number = round_number * self._joint.world_size + self._joint.rank + 1
         self._notice, self._asked_at = Notice(self._joint.save, number, wanted), self._clock.now()

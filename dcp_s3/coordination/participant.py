@@ -13,7 +13,7 @@ from dcp_s3.checkpoint.commit import delete_quietly
 from dcp_s3.checkpoint.commit_state import SaveIdentity, check_absent
 from dcp_s3.checkpoint.completeness import Beginning
 from dcp_s3.coordination.claim import claim
-from dcp_s3.coordination.joint import FAILED, Clock, JointSave, find_commit
+from dcp_s3.coordination.joint import Clock, JointSave, find_commit, sign_failed
 from dcp_s3.coordination.merger import READERS, Merger
 from dcp_s3.format.layout import intent_object, manifest_object, notice_object, part_object
 from dcp_s3.format.manifest import Manifest, attachments_of
@@ -106,7 +106,7 @@ class Participant:
             thread.join()
             with contextlib.suppress(errors.StorageError):
                 self._store = self._store.within(self._store.limit.for_cleanup())
-                self._sign(digest, FAILED + f"{type(error).__name__}: {error}".encode("utf-8", "replace")[:2000])
+                sign_failed(self._store, self._joint, error, digest)
             raise
         finally:
             ended.set()

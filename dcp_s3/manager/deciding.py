@@ -124,6 +124,7 @@ class SaveDecisions:
         self._ranks, self._notes, self._now, self._is_saving = ranks, notes, now, is_saving
         self._since = now()
         self._last_step: int | None = None
+        self._again: int | None = None
         self._answer: tuple[int, bool] | None = None
         self._look: tuple[int, float] | None = None  # step and time of the last look
         self._gap = 0
@@ -142,7 +143,7 @@ class SaveDecisions:
         if self._always:
             return True
         if step == self._last_step:
-            return False  # it is there
+            return step == self._again  # otherwise it is there
         if self._answer is None or self._answer[0] != step:
             answer = any(policy(self._moment(step)) for policy in self._by_step)
             if not answer:
@@ -156,6 +157,12 @@ class SaveDecisions:
         """Tell that the save of a step begins, on all ranks."""
         self._saved_preempted = self.preempted
         self._begin(step)
+
+    def failed_here(self, step: int) -> None:
+        """Tell that a step could not be saved on this rank alone: the others go on from it, and here it may be tried
+        again."""
+        self.saved(step)
+        self._again = step
 
     def restored(self, step: int) -> None:
         """Tell that the run goes on from a step, on all ranks."""
@@ -172,7 +179,7 @@ class SaveDecisions:
             self._watch.close()
 
     def _begin(self, step: int) -> None:
-        self._last_step, self._since = step, self._now()
+        self._last_step, self._since, self._again = step, self._now(), None
         self._answer = self._look = None
         self._gap = 0
 

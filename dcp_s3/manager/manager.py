@@ -29,7 +29,7 @@ from dcp_s3.manager.reading import RunReader
 from dcp_s3.manager.restore import Restoring
 from dcp_s3.manager.save_policy import SavePolicyFunction
 from dcp_s3.manager.saving import SaveRequest, Saving
-from dcp_s3.manager.separate import open_notes, separate_ranks, tell_superseded
+from dcp_s3.manager.separate import Dropped, open_notes, separate_ranks, tell_failed
 from dcp_s3.manager.waiting import look_at_disk
 from dcp_s3.reprs import one_line
 from dcp_s3.retention.catalog import CheckpointCatalog
@@ -157,7 +157,8 @@ class CheckpointManager(RunReader):
             room = check_overlap(overlap, self.settings.staging_generations)
             self._saving = Saving(self._ranks.rank, overlap, room, on_event)
             if not self._ranks.collective:
-                self._saving.on_superseded = partial(tell_superseded, self.settings)
+                self._dropped = Dropped(self.settings)
+                self._saving.on_superseded, self._saving.fails_first = self._dropped.tell, False
             self._step_format = found.step_format
             self._catalog = CheckpointCatalog(str(found.root), settings=found.settings)
             self._stager = None if read_only else S3Stager(found.settings, on_event=on_event)
@@ -236,7 +237,8 @@ class CheckpointManager(RunReader):
 
         Raises:
             SaveFailedError: with ``blocking``: this save failed. Otherwise: an earlier save failed, and this state was
-                not saved. Or a rank cannot go on, or a ``state_dict`` in the state raised on a rank.
+                not saved, or with ``coordination="s3"`` is being saved all the same. Or a rank cannot go on, or a
+                ``state_dict`` in the state raised on a rank.
             SaveProtocolError: the ranks save different steps, or a metric cannot be stored.
             SystemExit: SIGTERM has come, see ``save_on_sigterm``.
             MetricsError: something in ``extra`` cannot be stored.
@@ -253,6 +255,7 @@ class CheckpointManager(RunReader):
         if not force and self._should_save is not None and not self.should_save(step):
             return False
         made: list[S3StorageWriter] = []
+        counted = self._ranks.enter(self.url(step), self.settings)
         passed = None if self._notes is None else self._notes.saving(step)
 
         def begin() -> None:
@@ -269,20 +272,29 @@ class CheckpointManager(RunReader):
                 settings=self.settings if self._preemption is None else self._preemption.bound(self.settings),
                 on_event=self.on_event,
             )
-            writer.caller_reports = True
+            writer.caller_reports, writer.counted = True, counted
             made.append(writer)
 
-        collected = agree_on_save(
-            self._beside, self._saving, step, state, self.root_url, begin, self._refuse_save(step)
-        )
-        url, writer = self.url(step), made[0]
-        self._decisions.saved(step)
-        if url in self._left:
-            del self._left[url]
-            if self._ranks.is_first:
-                logger.warning("%s waited on disk from an earlier run: it is saved again and replaced", url)
-        request = SaveRequest(step, url, writer, self._ranks, stager, planner, lambda: self._saved(writer, passed))
-        self._saving.run(request, collected, blocking=blocking)
+        try:
+            collected = agree_on_save(
+                self._beside, self._saving, step, state, self.root_url, begin, self._refuse_save(step)
+            )
+            url, writer = self.url(step), made[0]
+            self._decisions.saved(step)
+            if url in self._left:
+                del self._left[url]
+                if self._ranks.is_first:
+                    logger.warning("%s waited on disk from an earlier run: it is saved again and replaced", url)
+            saved = partial(self._saved, step, writer, passed)
+            request = SaveRequest(step, url, writer, self._ranks, stager, planner, saved)
+            self._saving.run(request, collected, blocking=blocking)
+        except Exception as error:
+            if counted is not None:
+                self._decisions.failed_here(step)
+                tell_failed(self.settings, self.url(step), counted, error)
+            raise
+        if not self._ranks.collective:
+            self._saving.raise_failure()  # of an earlier save: the other ranks, too, have begun this one
         return True
 
     def should_save(self, step: int) -> bool:
@@ -366,11 +378,13 @@ class CheckpointManager(RunReader):
         self._settle_step(step)
         annotate(self.url(step), metrics, settings=self.settings)
 
-    def _saved(self, writer: S3StorageWriter, passed: Callable[[], None] | None) -> None:
+    def _saved(self, step: int, writer: S3StorageWriter, passed: Callable[[], None] | None) -> None:
         if self._retention is not None:
             self._retention.saved(commit_of(writer, self.settings))
         if passed is not None:
             passed()
+        if not self._ranks.collective:
+            self._dropped.committed(step)
 
     def _refuse_save(self, step: int) -> Callable[[Failures], errors.SaveFailedError]:
         """Make the error of a save that did not begin because some ranks cannot go on."""

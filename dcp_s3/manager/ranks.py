@@ -7,7 +7,9 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from dcp_s3.coordination.identity import CountedSave
 from dcp_s3.errors import CheckpointError
+from dcp_s3.settings import Settings
 from dcp_s3.tracebacks import portable
 
 T = TypeVar("T")
@@ -42,6 +44,10 @@ class Ranks:
                 "this process is not in process_group. Remedy: make the CheckpointManager on the ranks of the group "
                 "only, or leave process_group out"
             )
+
+    def enter(self, url: str, settings: Settings) -> CountedSave | None:
+        """Count a save that begins on these ranks, if they are not `collective`: see `enter_save`."""
+        return None
 
     def apart(self) -> Ranks:
         """The same ranks with a gloo group of their own, for collectives beside those of a save under way. All ranks

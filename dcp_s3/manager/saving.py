@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from dcp_s3.boundary import frames_of_others, left_by_save, log_failed_save
+from dcp_s3.coordination.identity import CountedSave
 from dcp_s3.errors import SaveFailedError, SaveProtocolError, SaveSupersededError
 from dcp_s3.events import Listener, Superseded, emit
 from dcp_s3.failures import Failed, first_cause, panel
@@ -106,8 +107,8 @@ class _SaveUnderWay:
     number: int
     step: int
     url: str
-    place: int | None
-    """See `S3StorageWriter.number`."""
+    counted: CountedSave | None
+    """See `S3StorageWriter.counted`."""
     ended: threading.Event = field(default_factory=threading.Event)
     failure: SaveFailedError | None = None
 
@@ -134,10 +135,12 @@ class Saving:
         """The saves whose uploads have not begun."""
         self.last_good: int | None = None
         """The last step that was saved or restored."""
-        self.on_superseded: Callable[[str, int, int, int], object] | None = None
-        """Called with URL, number and step of a save that this rank drops, and the newer step: where each rank decides
-        for itself, to tell those that have begun it. Their saves end with `SaveSupersededError`, which is no failure.
-        """
+        self.on_superseded: Callable[[str, CountedSave, int, int], object] | None = None
+        """Called with URL, save and step of what this rank drops, and the newer step: where each rank decides for
+        itself, to tell those that have begun it. Their saves end with `SaveSupersededError`, which is no failure."""
+        self.fails_first = True
+        """Whether an earlier failure is raised instead of a save. Not where each rank fails alone: the others would
+        save without it."""
         _open.add(self)
 
     @property
@@ -163,10 +166,11 @@ class Saving:
         """
         if self._overlap == "wait":
             self.settle()
-            self.raise_failure()
+            if self.fails_first:
+                self.raise_failure()
             return LineView()
         self._collect()
-        failed = max((number for number, _ in self._failures), default=None)
+        failed = max((number for number, _ in self._failures), default=None) if self.fails_first else None
         return LineView(failed, self.line.droppable if self.drops else None)
 
     def supersede(self, number: int, by: int) -> None:
@@ -181,8 +185,8 @@ class Saving:
         self._saves.remove(save)
         save.ended.set()
         self._superseded(save, by)
-        if self.on_superseded is not None and save.place is not None:
-            self.on_superseded(save.url, save.place, save.step, by)
+        if self.on_superseded is not None and save.counted is not None:
+            self.on_superseded(save.url, save.counted, save.step, by)
 
     def _superseded(self, save: _SaveUnderWay, by: int | None) -> None:
         if self.is_first:
@@ -243,6 +247,7 @@ class Saving:
     def _put_in_line(self, request: SaveRequest, state: dict[str, Any]) -> None:
         """Stage the state now, and begin the upload when its turn comes."""
         writer, ranks, planner = request.writer, request.ranks, request.planner
+        counted = writer.counted
         droppable = True
         if ranks.collective:
             began = time.monotonic()
@@ -262,7 +267,7 @@ class Saving:
                 future.add_done_callback(release)
                 return future
 
-        save = self._track(request.step, request.url, writer.number)
+        save = self._track(request.step, request.url, counted)
 
         def begin() -> Future[None]:
             future: Future[None] = Future()
@@ -289,9 +294,9 @@ class Saving:
         """
         self._end_with(self._track(step, url), future, on_success)
 
-    def _track(self, step: int, url: str, place: int | None = None) -> _SaveUnderWay:
+    def _track(self, step: int, url: str, counted: CountedSave | None = None) -> _SaveUnderWay:
         self._begun += 1
-        save = _SaveUnderWay(self._begun, step, url, place)
+        save = _SaveUnderWay(self._begun, step, url, counted)
         self._saves.append(save)
         return save
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import TypeVar
 
 from dcp_s3 import ranks
 from dcp_s3.coordination.board import open_board
-from dcp_s3.coordination.identity import current_attempt
+from dcp_s3.coordination.identity import CountedSave, begin_save, current_attempt
 from dcp_s3.errors import DcpS3Error, SettingsError
 from dcp_s3.manager.agreement import Run, differing
 from dcp_s3.manager.notes import Notes, numbers
 from dcp_s3.manager.ranks import Failures, Ranks
-from dcp_s3.save.without_collectives import tell_superseded as tell_others
+from dcp_s3.save.without_collectives import enter_save, forget_superseded, tell_superseded
+from dcp_s3.save.without_collectives import tell_failed as tell_others
 from dcp_s3.settings import Settings, SettingsLike, launch, resolve_settings
 from dcp_s3.url import CheckpointURL, parse_url
 from dcp_s3.workers import InTurn
@@ -37,6 +39,10 @@ class SeparateRanks(Ranks):
 
     def __init__(self, rank: int, size: int) -> None:
         self.group, self.rank, self.size = None, rank, size
+
+    def enter(self, url: str, settings: Settings) -> CountedSave:
+        """See `Ranks.enter`."""
+        return enter_save(parse_url(url), settings)
 
     def apart(self) -> Ranks:
         """These ranks: they have no group that a save could be using."""
@@ -90,24 +96,57 @@ def separate_ranks(settings: SettingsLike, read_only: bool) -> SeparateRanks:
     return SeparateRanks(attempt.rank, attempt.world_size)
 
 
-def tell_superseded(settings: Settings, url: str, number: int, step: int, by: int) -> None:
-    """Tell the other ranks, in the background, that this one drops a save.
-
-    Args:
-        settings: settings of the manager.
-        url: URL of the checkpoint.
-        number: see `S3StorageWriter.number`.
-        step: step of the save.
-        by: the newer step.
-    """
+def tell_failed(settings: Settings, url: str, save: CountedSave, error: Exception) -> None:
+    """Tell the other ranks, in the background, that this one failed before it began a save."""
+    where = parse_url(url)
 
     def tell() -> None:
         try:
-            tell_others(parse_url(url), settings, number=number, step=step, by=by)
-        except DcpS3Error as error:
-            logger.warning("the other ranks are not told that step %d is superseded: %s", step, error)
+            tell_others(where, settings, save, error)
+        except DcpS3Error as failed:
+            logger.warning("the other ranks are not told that this one has failed: %s", failed)
 
     _telling.submit(tell)
+
+
+class Dropped:
+    """The saves that this rank drops for newer ones: the other ranks, which may have begun them, are told in the
+    background.
+
+    Args:
+        settings: settings of the manager.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._told: list[tuple[CheckpointURL, CountedSave, int]] = []
+
+    def tell(self, url: str, save: CountedSave, step: int, by: int) -> None:
+        """Tell of a save that step ``by`` is made instead of."""
+        begin_save(save, url)  # never: another one to that URL is not the same
+        if save.attempt.world_size == 1:
+            return
+        where = parse_url(url)
+
+        def tell() -> None:
+            try:
+                tell_superseded(where, self._settings, save, step=step, by=by)
+            except DcpS3Error as error:
+                logger.warning("the other ranks are not told that step %d is superseded: %s", step, error)
+
+        if save.attempt.rank == 0:
+            with self._lock:
+                self._told.append((where, save, step))
+        _telling.submit(tell)
+
+    def committed(self, step: int) -> None:
+        """A step is committed: all ranks have come past what was dropped before it, and need not be told any more."""
+        with self._lock:
+            over = [each for each in self._told if each[2] < step]
+            self._told = [each for each in self._told if each[2] >= step]
+        for where, save, _ in over:
+            _telling.submit(forget_superseded, where, self._settings, save)
 
 
 def open_notes(run: Run, root: CheckpointURL, settings: Settings, of: Ranks) -> Notes | None:

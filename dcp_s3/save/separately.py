@@ -15,11 +15,10 @@ from typing import Any, NamedTuple, TypeVar
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from dcp_s3.save.without_collectives import SaveWithoutCollectives, number_save
+from dcp_s3.save.without_collectives import SaveWithoutCollectives
 from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.stage.failure import FailedStaging, forget
 from dcp_s3.stage.stager import S3Stager
-from dcp_s3.url import parse_url
 from dcp_s3.workers import InTurn
 
 T = TypeVar("T")
@@ -43,13 +42,9 @@ def stage_separately(state: dict[str, Any], writer: S3StorageWriter, stager: S3S
         stager: copies the state.
 
     Raises:
-        SaveProtocolError: nothing tells the ranks of this attempt from those of others.
         StagingError: the state cannot be copied.
     """
     began = time.monotonic()
-    url = writer.checkpoint_id
-    if url is not None:
-        writer.number = _told(writer, number_save, parse_url(url), writer.settings)
     staged = _told(writer, _stage, stager, state)
     stalled = time.monotonic() - began
     writer.stall_since = lambda _: stalled

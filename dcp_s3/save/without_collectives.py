@@ -15,18 +15,25 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp_s3.checkpoint.commit import Commit
+from dcp_s3.checkpoint.commit import Commit, delete_quietly
 from dcp_s3.checkpoint.commit_state import SaveIdentity
 from dcp_s3.checkpoint.steps import find_step
 from dcp_s3.collector import collector_paused
 from dcp_s3.coordination.claim import Claim, claim_of
 from dcp_s3.coordination.history import History, Last
-from dcp_s3.coordination.identity import count_save, current_attempt, save_of
-from dcp_s3.coordination.joint import JointSave, find_commit
+from dcp_s3.coordination.identity import (
+    CountedSave,
+    begin_save,
+    count_save,
+    current_attempt,
+    find_not_begun,
+    save_of,
+)
+from dcp_s3.coordination.joint import JointSave, find_commit, sign_failed
 from dcp_s3.coordination.ownership import Replicas, lookup_in, own_items
 from dcp_s3.coordination.participant import Participant
 from dcp_s3.coordination.told import make_facts
-from dcp_s3.errors import CheckpointError, SaveProtocolError, StorageError
+from dcp_s3.errors import CheckpointError, ObjectNotFoundError, SaveProtocolError, StorageError
 from dcp_s3.failures import name_ranks
 from dcp_s3.format.layout import manifest_object, new_nonce, notice_object
 from dcp_s3.format.manifest import Manifest
@@ -53,7 +60,7 @@ def begin_without_collectives(
     replicas: Replicas,
     ranks: Sequence[int] | None = None,
     kind: type[SaveWithoutCollectives] | None = None,
-    number: int | None = None,
+    counted: CountedSave | None = None,
 ) -> Save:
     """A save of this rank and others.
 
@@ -64,14 +71,14 @@ def begin_without_collectives(
         replicas: see `S3StorageWriter`.
         ranks: the ranks of the save's process group; None: all ranks of the job.
         kind: class of the save; None: `SaveWithoutCollectives`.
-        number: see `S3StorageWriter.number`.
+        counted: see `S3StorageWriter.counted`.
 
     Raises:
         SaveProtocolError: nothing tells the ranks of this attempt from those of others.
         SettingsError, StorageError
     """
     alone = ranks is not None and len(ranks) == 1
-    attempt = None if alone else current_attempt(options.settings, ranks or ())
+    attempt = None if alone else current_attempt(options.settings, ranks or ()) if counted is None else counted.attempt
     if attempt is None or attempt.world_size == 1:
         return Save(url, save_id, options, rank=0, is_coordinator=True, use_collectives=True)
     members = tuple(range(attempt.world_size) if ranks is None else ranks)
@@ -81,48 +88,89 @@ def begin_without_collectives(
     # Ranks that are not all of the job have ids of their own: two such groups must not be taken for one.
     token = attempt.token + ("" if len(members) == attempt.world_size else f" of {members}")
     joint = dataclasses.replace(attempt, token=token, world_size=len(members), rank=place)
-    if number is None:
+    if counted is None:
         number = count_save(joint, str(url))
+    else:
+        number = counted.number
+        begin_save(counted, str(url))
     claim = claim_of(joint, str(url), number, find_step(url.name, options.settings))
-    for key in [each for each in list(_histories) if each[0] != attempt.id]:
+    for key in [each for each in list(_histories) if each[0] != attempt.id and each[1] == members]:
         _histories.pop(key, None)  # a process may outlive many process groups
     history = _histories.setdefault((attempt.id, members), History())
     kind = SaveWithoutCollectives if kind is None else kind
     return kind(url, options, claim, ranks=members, place=place, replicas=replicas, history=history)
 
 
-def number_save(url: CheckpointURL, settings: Settings) -> int:
-    """Count a save of all ranks before anything of it can fail on this rank alone.
+def enter_save(url: CheckpointURL, settings: Settings) -> CountedSave:
+    """Count a save of all ranks before anything of it can fail on this rank alone, and hold on to who they are.
 
-    The ranks tell the saves to one URL apart by counting them. Returns how many there are, this one included.
-
-    Args:
-        url: URL of the checkpoint.
-        settings: the writer's settings.
-
-    Raises:
-        SaveProtocolError, SettingsError, StorageError
-    """
-    return count_save(current_attempt(settings), str(url))
-
-
-def tell_superseded(url: CheckpointURL, settings: Settings, *, number: int, step: int, by: int) -> None:
-    """Tell the other ranks that this one makes no part of a save, before it has begun it: it can never be whole.
+    A save that this rank has counted and not begun, because something failed here, is the same one at the next call,
+    which the other ranks may be waiting for; unless they have given it up.
 
     Args:
         url: URL of the checkpoint.
         settings: the writer's settings.
-        number: number of the save (`number_save`).
-        step: step of the save.
-        by: step that is saved instead.
 
     Raises:
         SaveProtocolError, SettingsError, StorageError
     """
     attempt = current_attempt(settings)
-    save = save_of(attempt, str(url), number)
-    reason = f"step {step} is not saved to {url}: rank {attempt.rank} saves step {by} instead"
-    S3Store(url.bucket, settings).put(url.key(notice_object(save)), Notice(save, 0, {}, reason, by).to_json())
+    last = find_not_begun(attempt, str(url))
+    if last is not None and not _is_given_up(url, settings, last):
+        return last
+    return CountedSave(attempt, count_save(attempt, str(url), begun=False))
+
+
+def _is_given_up(url: CheckpointURL, settings: Settings, save: CountedSave) -> bool:
+    key = url.key(notice_object(save_of(save.attempt, str(url), save.number)))
+    try:
+        notice = Notice.from_json(S3Store(url.bucket, settings).get(key).data)
+    except (ObjectNotFoundError, ValueError):
+        return False
+    return bool(notice.failed)
+
+
+def tell_failed(url: CheckpointURL, settings: Settings, save: CountedSave, error: BaseException) -> None:
+    """Tell the other ranks that this one has failed before it began a save. It may still begin it.
+
+    Args:
+        url: URL of the checkpoint.
+        settings: the writer's settings.
+        save: the save.
+        error: why.
+
+    Raises:
+        StorageError
+    """
+    attempt = save.attempt
+    if attempt.world_size > 1 and find_not_begun(attempt, str(url)) == save:
+        claim = claim_of(attempt, str(url), save.number, None)
+        joint = JointSave(url, claim, attempt.rank, overwrite=False, rank_timeout=settings.rank_timeout)
+        sign_failed(S3Store(url.bucket, settings), joint, error)
+
+
+def tell_superseded(url: CheckpointURL, settings: Settings, save: CountedSave, *, step: int, by: int) -> None:
+    """Tell the other ranks that this one makes no part of a save, before it has begun it: it can never be whole.
+
+    Args:
+        url: URL of the checkpoint.
+        settings: the writer's settings.
+        save: the save.
+        step: its step.
+        by: step that is saved instead.
+
+    Raises:
+        StorageError
+    """
+    reason = f"step {step} is not saved to {url}: rank {save.attempt.rank} saves step {by} instead"
+    notice = Notice(save_of(save.attempt, str(url), save.number), 0, {}, reason, by)
+    S3Store(url.bucket, settings).put(url.key(notice_object(notice.save)), notice.to_json())
+
+
+def forget_superseded(url: CheckpointURL, settings: Settings, save: CountedSave) -> None:
+    """Remove what `tell_superseded` wrote, when all ranks have come past that save."""
+    key = url.key(notice_object(save_of(save.attempt, str(url), save.number)))
+    delete_quietly(S3Store(url.bucket, settings), {key}, "of a save that was superseded")
 
 
 @functools.cache

@@ -19,6 +19,7 @@ from dcp_s3.checkpoint.attachments import make_attachment
 from dcp_s3.checkpoint.commit import check_metrics
 from dcp_s3.checkpoint.previous import look_for_previous
 from dcp_s3.checkpoint.steps import find_step
+from dcp_s3.coordination.identity import CountedSave
 from dcp_s3.coordination.ownership import Replicas
 from dcp_s3.errors import MissingURLError, SaveProtocolError
 from dcp_s3.events import Listener, SaveFailed, emit
@@ -97,8 +98,8 @@ class S3StorageWriter(StorageWriter, AsyncStager):
     the future."""
     stall_since: StallSince | None = None
     """How long a save has held the training up, if the caller knows better than DCP's callers."""
-    number: int | None = None
-    """Which save of its ranks to its URL the next one is, from 1, if the caller has counted it (`number_save`)."""
+    counted: CountedSave | None = None
+    """The next save, which is one without collectives, if the caller has counted it (`enter_save`)."""
     _stages_here = True
     """Whether the states that it saves are staged in this process."""
     _joint_save: type[SaveWithoutCollectives] = SaveWithoutCollectives
@@ -133,6 +134,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         self._unused = set() if self._url is None else {self._url}
         self._attached = Attachments()
         self._last: Save | None = None
+        self._of_group = ranks.world_size() > 1
         self._begin_here()
 
     def __repr__(self) -> str:
@@ -182,6 +184,12 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         """
         here, save_id, group = self._here, self._next_save_id(), find_save_group()
         url = self._settle_url(group)
+        if self._of_group and self.counted is None and not ranks.is_initialized():
+            raise SaveProtocolError(
+                f"the save to {url} does not begin: the process group has been destroyed since its writer was made, "
+                "and what this rank alone holds must not be taken for the whole. Remedy: wait for the saves, or close "
+                "the CheckpointManager, before destroy_process_group(); to save this process's state, make a new writer"
+            )
         self._unused.discard(url)
         use_collectives = bool(kwargs.get("use_collectives", True))
         rank = kwargs.get("rank")
@@ -196,10 +204,9 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         save: Save | None = None
         if not use_collectives and self.settings.merge_ranks:
             kind = self._joint_save
-            save = begin_without_collectives(
-                url, save_id, options, self.replicas, find_save_ranks(), kind, number=self.number
-            )
-            self.number = None
+            members = find_save_ranks() if self.counted is None else None
+            save = begin_without_collectives(url, save_id, options, self.replicas, members, kind, self.counted)
+            self.counted = None
         if save is None:
             save = Save(
                 url, save_id, options, rank=int(rank), is_coordinator=is_coordinator, use_collectives=use_collectives

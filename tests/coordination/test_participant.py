@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -181,6 +182,29 @@ def test_ranks_that_are_a_part_of_the_job_have_their_numbers_in_the_job(causes: 
     assert "ranks 5 to 6" in said
     assert "rank 1" not in said
     assert ("rank 5: the disk is full" in said) == bool(causes)
+
+
+def test_a_rank_that_is_asked_may_take_long_while_it_shows_that_it_lives() -> None:
+    store = MemoryStore()
+    ranks = [Rank(store, number, ["shared", f"own-{number}"], ranks=2) for number in range(2)]
+    _together(ranks, lambda rank: rank.taking_part.begin())
+    ranks[0].write("shared", "own-0")
+    ranks[1].write()
+    asked: list[int] = []
+
+    def slowly(hashes: Sequence[int], number: int) -> Part:
+        asked.extend(hashes)
+        with ranks[1].taking_part.alive(ranks[1].held, is_known=True):
+            time.sleep(4 * ranks[1].joint.rank_timeout)
+        return ranks[1].part(hashes, number)
+
+    with ThreadPoolExecutor(2) as threads:
+        merging = threads.submit(ranks[0].taking_part.wait, ranks[0].part, turn=0)
+        answering = threads.submit(ranks[1].taking_part.wait, slowly, turn=100)
+        first, second = merging.result(60), answering.result(60)
+    assert first == second
+    assert _names(store) == {"shared", "own-0", "own-1"}
+    assert asked == ranks[1].hashes(["own-1"]), "once"
 
 
 def test_a_slow_rank_that_shows_that_it_lives_is_waited_for() -> None:

@@ -246,7 +246,9 @@ def test_a_rank_that_fails_alone_fails_alone_and_the_next_save_is_whole(memory_s
     assert "out of memory" in second[2]
     for text in first[1:3]:
         assert text.startswith("SaveFailedError")
-        assert "rank 1 wrote nothing" in " ".join(text.split())
+        assert "rank 1 could not write" in " ".join(text.split())
+    assert "SaveProtocolError: metric 'loss' is a Tensor" in " ".join(first[1].split())
+    assert "out of memory" in first[2]
     assert [info.step for info in _committed(root)] == [1, 4]
 
 
