@@ -10,9 +10,13 @@ import threading
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from dcp_s3.coordination.board import GroupBoard
+from dcp_s3.coordination.identity import Attempt
 from dcp_s3.errors import PolicyError
 from dcp_s3.manager.deciding import SaveDecisions, SigtermWatch, check_save_policy
+from dcp_s3.manager.notes import Notes
 from dcp_s3.manager.ranks import Ranks
 from dcp_s3.manager.save_policy import (
     SaveContinuously,
@@ -22,6 +26,7 @@ from dcp_s3.manager.save_policy import (
     SaveOnPreemption,
     steps_until_next_look,
 )
+from dcp_s3.manager.separate import SeparateRanks
 
 
 def moment(
@@ -159,6 +164,25 @@ def test_a_signal_is_noticed_within_seconds_and_functions_are_asked_each_time() 
 
 
 # --- signals -------------------------------------------------------------------------------------
+
+
+def test_a_rank_that_failed_alone_looks_when_the_others_do_and_may_try_again() -> None:
+    policy = SaveEvery(steps=1000) | SaveEvery(seconds=900)
+    board = GroupBoard(dist.HashStore(), Attempt("run", (), "", None, 2, 0))
+    one, other = (SaveDecisions(policy, SeparateRanks(rank, 2), Notes(board, "run"), now=Clock()) for rank in (0, 1))
+    # Those of a job are in as many processes: here the second would have numbers of its own.
+    one._notes._number = other._notes._number = 0  # type: ignore[union-attr]
+    for step in range(1, 1001):
+        assert one.should_save(step) == other.should_save(step) == (step == 1000)
+    one.saved(1000)
+    other.failed_here(1000)
+    assert not one.should_save(1000)
+    assert other.should_save(1000)
+    other.saved(1000)
+    assert not other.should_save(1000)
+    other.failed_here(1000)
+    for step in range(1001, 2001):
+        assert one.should_save(step) == other.should_save(step) == (step == 2000)
 
 
 def test_preemption_saves_once_and_is_known_afterwards() -> None:

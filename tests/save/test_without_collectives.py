@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_s3 import S3StorageWriter, errors
+from dcp_s3 import S3StorageWriter, errors, latest
 from dcp_s3.save import without_collectives
 from tests.ranks import run_ranks
 
@@ -60,3 +63,42 @@ def _over_another(root: str) -> None:
 
 def test_a_save_that_was_replaced_is_not_waited_for(root: str) -> None:
     run_ranks(2, _over_another, root)
+
+
+def _in_turn(root: str) -> None:
+    """Two groups of ranks save by turns."""
+    groups = [[0, 1], [0, 1, 2]]
+    made = [dist.new_group(members) for members in groups]
+    for number in range(1, 4):
+        for members, group in zip(groups, made, strict=True):
+            if dist.get_rank() in members:
+                writer = S3StorageWriter(f"{root}/{len(members)}-{number}")
+                dcp.save(_names(), storage_writer=writer, process_group=group, use_collectives=False)
+                [history] = [
+                    each for key, each in without_collectives._histories.items() if len(key[1]) == len(members)
+                ]
+                assert history._count == number, "they do not forget each other"
+
+
+@pytest.mark.servers("memory")
+def test_groups_that_save_in_turn_remember_their_last_saves(root: str) -> None:
+    run_ranks(3, _in_turn, root)
+
+
+def _without_its_group(root: str, use_collectives: bool) -> str:
+    writer, state = S3StorageWriter(root), _names()
+    dist.destroy_process_group()
+    for name in ("RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
+    with pytest.raises((CheckpointException, errors.SaveProtocolError)) as caught:
+        dcp.save(state, storage_writer=writer, use_collectives=use_collectives)
+    return str(caught.value)
+
+
+@pytest.mark.servers("memory")
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("use_collectives", [True, False])
+def test_one_rank_is_not_taken_for_all_when_the_group_is_gone(root: str, use_collectives: bool) -> None:
+    for text in run_ranks(2, _without_its_group, root, use_collectives):
+        assert "before destroy_process_group()" in text
+    assert latest(root) is None
