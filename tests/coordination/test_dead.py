@@ -31,6 +31,14 @@ def test_what_nobody_knows_is_lost_in_the_end() -> None:
     assert _judge(parts, {3: 601.0}) == Verdict(lost=(3,))
 
 
+def test_a_rank_that_failed_before_it_began_is_not_waited_for_any_longer() -> None:
+    parts = {0: _A, 1: _A, 2: _A}
+    assert _judge(parts, {3: 59.0}, failed={3}) == Verdict(waiting=(3,))  # it may try again
+    assert _judge(parts, {3: 61.0}, failed={3}) == Verdict(lost=(3,))
+    assert _judge(parts, {3: 61.0}, failed={3}, before=[_A] * 4).made_up == {3: 0}
+    assert _judge(parts, {3: 61.0}, failed={3}, intents={3: _A}).made_up == {3: 0}, "it has begun since"
+
+
 def test_a_rank_holds_what_it_held_before_if_all_others_do() -> None:
     before = [_A, _B, _A, _B]
     assert _judge({0: _A, 1: _B, 2: _A}, {3: 61.0}, before=before).made_up == {3: 1}
