@@ -49,13 +49,15 @@ class Attempt:
         return _digest(self.run, list(self.restart), self.token)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class CountedSave:
     """A save of an attempt, told apart from its others to that URL."""
 
     attempt: Attempt
     number: int
     """How many saves to the URL the attempt has begun, this one included."""
+    begun: bool = False
+    """Whether this rank has begun its part."""
 
 
 def save_of(attempt: Attempt, url: str, number: int) -> str:
@@ -130,7 +132,7 @@ class _Current:
         self._lock = threading.Lock()
         self._attempts: dict[tuple[int, ...], tuple[tuple[Any, ...], Attempt]] = {}
         self._saves: dict[bytes, int] = {}  # of all attempts: after a group has ended, that of the launcher is back
-        self._not_begun: set[bytes] = set()  # the last one was counted, and this rank has begun nothing of it
+        self._left: dict[bytes, CountedSave] = {}
 
     def attempt(self, settings: Settings, members: tuple[int, ...]) -> Attempt:
         store = default_store()
@@ -148,23 +150,19 @@ class _Current:
                 known = self._attempts[members] = of, made
             return known[1]
 
-    def count(self, attempt: Attempt, url: str, *, begun: bool) -> int:
+    def count(self, attempt: Attempt, url: str) -> int:
         key = self._key(attempt, url)
         with self._lock:
             number = self._saves[key] = self._saves.get(key, 0) + 1
-            (self._not_begun.discard if begun else self._not_begun.add)(key)
             return number
 
-    def begin(self, save: CountedSave, url: str) -> None:
-        key = self._key(save.attempt, url)
+    def leave(self, save: CountedSave, url: str) -> None:
         with self._lock:
-            if self._saves.get(key) == save.number:
-                self._not_begun.discard(key)
+            self._left[self._key(save.attempt, url)] = save
 
-    def not_begun(self, attempt: Attempt, url: str) -> int | None:
-        key = self._key(attempt, url)
+    def take_left(self, attempt: Attempt, url: str) -> CountedSave | None:
         with self._lock:
-            return self._saves[key] if key in self._not_begun else None
+            return self._left.pop(self._key(attempt, url), None)
 
     @staticmethod
     def _key(attempt: Attempt, url: str) -> bytes:
@@ -190,23 +188,16 @@ def current_attempt(settings: Settings, members: Sequence[int] = ()) -> Attempt:
     return _current.attempt(settings, tuple(members))
 
 
-def count_save(attempt: Attempt, url: str, *, begun: bool = True) -> int:
-    """Count a save to a URL. Returns how many there are, this one included.
-
-    Args:
-        attempt: the attempt.
-        url: URL of the checkpoint.
-        begun: whether this process begins it now. Otherwise `begin_save` is called when it does, if it comes so far.
-    """
-    return _current.count(attempt, url, begun=begun)
+def count_save(attempt: Attempt, url: str) -> int:
+    """Count a save to a URL that this process begins. Returns how many there are, this one included."""
+    return _current.count(attempt, url)
 
 
-def begin_save(save: CountedSave, url: str) -> None:
-    """Note that this process begins a save that it has counted, or that it never will."""
-    _current.begin(save, url)
+def leave_save(save: CountedSave, url: str) -> None:
+    """Note that this rank has failed before it began a save: it may try again."""
+    _current.leave(save, url)
 
 
-def find_not_begun(attempt: Attempt, url: str) -> CountedSave | None:
-    """The last save to a URL, if this process has counted it and not begun it."""
-    number = _current.not_begun(attempt, url)
-    return None if number is None else CountedSave(attempt, number)
+def take_left(attempt: Attempt, url: str) -> CountedSave | None:
+    """The save to a URL that was left last, once."""
+    return _current.take_left(attempt, url)

@@ -29,7 +29,7 @@ from dcp_s3.manager.reading import RunReader
 from dcp_s3.manager.restore import Restoring
 from dcp_s3.manager.save_policy import SavePolicyFunction
 from dcp_s3.manager.saving import SaveRequest, Saving
-from dcp_s3.manager.separate import Dropped, open_notes, separate_ranks, tell_failed
+from dcp_s3.manager.separate import Dropped, leave, open_notes, separate_ranks
 from dcp_s3.manager.waiting import look_at_disk
 from dcp_s3.reprs import one_line
 from dcp_s3.retention.catalog import CheckpointCatalog
@@ -291,7 +291,7 @@ class CheckpointManager(RunReader):
         except Exception as error:
             if counted is not None:
                 self._decisions.failed_here(step)
-                tell_failed(self.settings, self.url(step), counted, error)
+                leave(self.settings, self.url(step), counted, error)
             raise
         if not self._ranks.collective:
             self._saving.raise_failure()  # of an earlier save: the other ranks, too, have begun this one

@@ -9,13 +9,12 @@ from typing import TypeVar
 
 from dcp_s3 import ranks
 from dcp_s3.coordination.board import open_board
-from dcp_s3.coordination.identity import CountedSave, begin_save, current_attempt
+from dcp_s3.coordination.identity import CountedSave, current_attempt, leave_save
 from dcp_s3.errors import DcpS3Error, SettingsError
 from dcp_s3.manager.agreement import Run, differing
 from dcp_s3.manager.notes import Notes, numbers
 from dcp_s3.manager.ranks import Failures, Ranks
-from dcp_s3.save.without_collectives import enter_save, forget_superseded, tell_superseded
-from dcp_s3.save.without_collectives import tell_failed as tell_others
+from dcp_s3.save.without_collectives import enter_save, forget_superseded, tell_failed, tell_superseded
 from dcp_s3.settings import Settings, SettingsLike, launch, resolve_settings
 from dcp_s3.url import CheckpointURL, parse_url
 from dcp_s3.workers import InTurn
@@ -96,17 +95,28 @@ def separate_ranks(settings: SettingsLike, read_only: bool) -> SeparateRanks:
     return SeparateRanks(attempt.rank, attempt.world_size)
 
 
-def tell_failed(settings: Settings, url: str, save: CountedSave, error: Exception) -> None:
-    """Tell the other ranks, in the background, that this one failed before it began a save."""
+def leave(settings: Settings, url: str, save: CountedSave, error: Exception) -> None:
+    """Note that this rank failed before it began a save, if it did, and tell the other ranks in the background.
+
+    Args:
+        settings: settings of the manager.
+        url: URL of the checkpoint.
+        save: the save.
+        error: why.
+    """
+    if save.begun:
+        return
+    leave_save(save, url)
     where = parse_url(url)
 
     def tell() -> None:
         try:
-            tell_others(where, settings, save, error)
+            tell_failed(where, settings, save, error)
         except DcpS3Error as failed:
             logger.warning("the other ranks are not told that this one has failed: %s", failed)
 
-    _telling.submit(tell)
+    if save.attempt.world_size > 1:
+        _telling.submit(tell)
 
 
 class Dropped:
@@ -124,7 +134,6 @@ class Dropped:
 
     def tell(self, url: str, save: CountedSave, step: int, by: int) -> None:
         """Tell of a save that step ``by`` is made instead of."""
-        begin_save(save, url)  # never: another one to that URL is not the same
         if save.attempt.world_size == 1:
             return
         where = parse_url(url)

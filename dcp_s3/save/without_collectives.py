@@ -21,14 +21,7 @@ from dcp_s3.checkpoint.steps import find_step
 from dcp_s3.collector import collector_paused
 from dcp_s3.coordination.claim import Claim, claim_of
 from dcp_s3.coordination.history import History, Last
-from dcp_s3.coordination.identity import (
-    CountedSave,
-    begin_save,
-    count_save,
-    current_attempt,
-    find_not_begun,
-    save_of,
-)
+from dcp_s3.coordination.identity import CountedSave, count_save, current_attempt, leave_save, save_of, take_left
 from dcp_s3.coordination.joint import JointSave, find_commit, sign_failed
 from dcp_s3.coordination.ownership import Replicas, lookup_in, own_items
 from dcp_s3.coordination.participant import Participant
@@ -89,11 +82,9 @@ def begin_without_collectives(
     token = attempt.token + ("" if len(members) == attempt.world_size else f" of {members}")
     joint = dataclasses.replace(attempt, token=token, world_size=len(members), rank=place)
     if counted is None:
-        number = count_save(joint, str(url))
-    else:
-        number = counted.number
-        begin_save(counted, str(url))
-    claim = claim_of(joint, str(url), number, find_step(url.name, options.settings))
+        counted = CountedSave(joint, count_save(joint, str(url)))
+    counted.begun = True
+    claim = claim_of(joint, str(url), counted.number, find_step(url.name, options.settings))
     for key in [each for each in list(_histories) if each[0] != attempt.id and each[1] == members]:
         _histories.pop(key, None)  # a process may outlive many process groups
     history = _histories.setdefault((attempt.id, members), History())
@@ -104,8 +95,8 @@ def begin_without_collectives(
 def enter_save(url: CheckpointURL, settings: Settings) -> CountedSave:
     """Count a save of all ranks before anything of it can fail on this rank alone, and hold on to who they are.
 
-    A save that this rank has counted and not begun, because something failed here, is the same one at the next call,
-    which the other ranks may be waiting for; unless they have given it up.
+    A save that this rank has left is the same one at the next call, which the other ranks may be waiting for; unless
+    they have given it up.
 
     Args:
         url: URL of the checkpoint.
@@ -115,10 +106,15 @@ def enter_save(url: CheckpointURL, settings: Settings) -> CountedSave:
         SaveProtocolError, SettingsError, StorageError
     """
     attempt = current_attempt(settings)
-    last = find_not_begun(attempt, str(url))
-    if last is not None and not _is_given_up(url, settings, last):
-        return last
-    return CountedSave(attempt, count_save(attempt, str(url), begun=False))
+    left = take_left(attempt, str(url))
+    if left is not None:
+        try:
+            if not _is_given_up(url, settings, left):
+                return left
+        except StorageError:
+            leave_save(left, str(url))
+            raise
+    return CountedSave(attempt, count_save(attempt, str(url)))
 
 
 def _is_given_up(url: CheckpointURL, settings: Settings, save: CountedSave) -> bool:
@@ -143,10 +139,9 @@ def tell_failed(url: CheckpointURL, settings: Settings, save: CountedSave, error
         StorageError
     """
     attempt = save.attempt
-    if attempt.world_size > 1 and find_not_begun(attempt, str(url)) == save:
-        claim = claim_of(attempt, str(url), save.number, None)
-        joint = JointSave(url, claim, attempt.rank, overwrite=False, rank_timeout=settings.rank_timeout)
-        sign_failed(S3Store(url.bucket, settings), joint, error)
+    claim = claim_of(attempt, str(url), save.number, None)
+    joint = JointSave(url, claim, attempt.rank, overwrite=False, rank_timeout=settings.rank_timeout)
+    sign_failed(S3Store(url.bucket, settings), joint, error)
 
 
 def tell_superseded(url: CheckpointURL, settings: Settings, save: CountedSave, *, step: int, by: int) -> None:
