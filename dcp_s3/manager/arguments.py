@@ -36,13 +36,11 @@ def check_step(step: object) -> int:
     return step
 
 
-def check_save(step: object, state: object, metrics: object, planner: object, extra: object = None) -> None:
-    """Check the arguments of `CheckpointManager.save`.
+def check_save(step: object, state: object) -> None:
+    """Check what is to be saved.
 
     Raises:
         CheckpointError: an argument is wrong.
-        SaveProtocolError: a metric cannot be stored.
-        MetricsError: something in ``extra`` cannot be stored.
     """
     if isinstance(step, Mapping) and not isinstance(state, Mapping):
         raise errors.CheckpointError(
@@ -51,6 +49,16 @@ def check_save(step: object, state: object, metrics: object, planner: object, ex
         )
     check_step(step)
     check_state(state)
+
+
+def check_beside(metrics: object, planner: object, extra: object) -> None:
+    """Check the other arguments of `CheckpointManager.save`.
+
+    Raises:
+        CheckpointError: an argument is wrong.
+        SaveProtocolError: a metric cannot be stored.
+        MetricsError: something in ``extra`` cannot be stored.
+    """
     _check_metrics(metrics)
     check_extra(extra)  # type: ignore[arg-type]
     _check_planner(planner, SavePlanner)

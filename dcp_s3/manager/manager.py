@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from dcp_s3 import errors
+from dcp_s3.coordination.identity import CountedSave
 from dcp_s3.coordination.ownership import Replicas
 from dcp_s3.events import Listener
 from dcp_s3.failures import name_failed
@@ -255,13 +256,16 @@ class CheckpointManager(RunReader):
         if not force and self._should_save is not None and not self.should_save(step):
             return False
         made: list[S3StorageWriter] = []
-        counted = self._ranks.enter(self.url(step), self.settings)
+        counted: CountedSave | None = None
         passed = None if self._notes is None else self._notes.saving(step)
 
         def begin() -> None:
+            nonlocal counted
             self._check_open()
-            arguments.check_save(step, state, metrics, planner, extra)
+            arguments.check_save(step, state)
             url = self.url(step)
+            counted = self._ranks.enter(url, self.settings)  # before anything that may be wrong on this rank alone
+            arguments.check_beside(metrics, planner, extra)
             writer = S3StorageWriter(
                 url,
                 overwrite=self.overwrite or url in self._left,
