@@ -10,11 +10,11 @@ from typing import TypeVar
 from dcp_s3 import ranks
 from dcp_s3.coordination.board import open_board
 from dcp_s3.coordination.identity import CountedSave, current_attempt, leave_save
+from dcp_s3.coordination.not_begun import enter_save, forget_superseded, tell_failed, tell_superseded
 from dcp_s3.errors import DcpS3Error, SettingsError
 from dcp_s3.manager.agreement import Run, differing
 from dcp_s3.manager.notes import Notes, numbers
 from dcp_s3.manager.ranks import Failures, Ranks
-from dcp_s3.save.without_collectives import enter_save, forget_superseded, tell_failed, tell_superseded
 from dcp_s3.settings import Settings, SettingsLike, launch, resolve_settings
 from dcp_s3.url import CheckpointURL, parse_url
 from dcp_s3.workers import InTurn

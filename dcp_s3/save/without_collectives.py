@@ -15,28 +15,26 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from dcp_s3.checkpoint.commit import Commit, delete_quietly
+from dcp_s3.checkpoint.commit import Commit
 from dcp_s3.checkpoint.commit_state import SaveIdentity
 from dcp_s3.checkpoint.steps import find_step
 from dcp_s3.collector import collector_paused
 from dcp_s3.coordination.claim import Claim, claim_of
 from dcp_s3.coordination.history import History, Last
-from dcp_s3.coordination.identity import CountedSave, count_save, current_attempt, leave_save, save_of, take_left
-from dcp_s3.coordination.joint import JointSave, find_commit, sign_failed
+from dcp_s3.coordination.identity import CountedSave, count_save, current_attempt
+from dcp_s3.coordination.joint import JointSave, find_commit
 from dcp_s3.coordination.ownership import Replicas, lookup_in, own_items
 from dcp_s3.coordination.participant import Participant
 from dcp_s3.coordination.told import make_facts
-from dcp_s3.errors import CheckpointError, ObjectNotFoundError, SaveProtocolError, StorageError
+from dcp_s3.errors import CheckpointError, SaveProtocolError, StorageError
 from dcp_s3.failures import name_ranks
-from dcp_s3.format.layout import manifest_object, new_nonce, notice_object
+from dcp_s3.format.layout import manifest_object, new_nonce
 from dcp_s3.format.manifest import Manifest
-from dcp_s3.format.notice import Notice
 from dcp_s3.format.part import Part, WrittenItem, digest_of, item_hash
 from dcp_s3.s3.store import S3Store
 from dcp_s3.save.objects import ItemWriteResult, ObjectNames, write_buckets
 from dcp_s3.save.plan import WriteBucket, plan_buckets
 from dcp_s3.save.save import Save, SaveOptions
-from dcp_s3.settings import Settings
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
@@ -90,82 +88,6 @@ def begin_without_collectives(
     history = _histories.setdefault((attempt.id, members), History())
     kind = SaveWithoutCollectives if kind is None else kind
     return kind(url, options, claim, ranks=members, place=place, replicas=replicas, history=history)
-
-
-def enter_save(url: CheckpointURL, settings: Settings) -> CountedSave:
-    """Count a save of all ranks before anything of it can fail on this rank alone, and hold on to who they are.
-
-    A save that this rank has left is the same one at the next call, which the other ranks may be waiting for; unless
-    they have given it up.
-
-    Args:
-        url: URL of the checkpoint.
-        settings: the writer's settings.
-
-    Raises:
-        SaveProtocolError, SettingsError, StorageError
-    """
-    attempt = current_attempt(settings)
-    left = take_left(attempt, str(url))
-    if left is not None:
-        try:
-            if not _is_given_up(url, settings, left):
-                return left
-        except StorageError:
-            leave_save(left, str(url))
-            raise
-    return CountedSave(attempt, count_save(attempt, str(url)))
-
-
-def _is_given_up(url: CheckpointURL, settings: Settings, save: CountedSave) -> bool:
-    key = url.key(notice_object(save_of(save.attempt, str(url), save.number)))
-    try:
-        notice = Notice.from_json(S3Store(url.bucket, settings).get(key).data)
-    except (ObjectNotFoundError, ValueError):
-        return False
-    return bool(notice.failed)
-
-
-def tell_failed(url: CheckpointURL, settings: Settings, save: CountedSave, error: BaseException) -> None:
-    """Tell the other ranks that this one has failed before it began a save. It may still begin it.
-
-    Args:
-        url: URL of the checkpoint.
-        settings: the writer's settings.
-        save: the save.
-        error: why.
-
-    Raises:
-        StorageError
-    """
-    attempt = save.attempt
-    claim = claim_of(attempt, str(url), save.number, None)
-    joint = JointSave(url, claim, attempt.rank, overwrite=False, rank_timeout=settings.rank_timeout)
-    sign_failed(S3Store(url.bucket, settings), joint, error)
-
-
-def tell_superseded(url: CheckpointURL, settings: Settings, save: CountedSave, *, step: int, by: int) -> None:
-    """Tell the other ranks that this one makes no part of a save, before it has begun it: it can never be whole.
-
-    Args:
-        url: URL of the checkpoint.
-        settings: the writer's settings.
-        save: the save.
-        step: its step.
-        by: step that is saved instead.
-
-    Raises:
-        StorageError
-    """
-    reason = f"step {step} is not saved to {url}: rank {save.attempt.rank} saves step {by} instead"
-    notice = Notice(save_of(save.attempt, str(url), save.number), 0, {}, reason, by)
-    S3Store(url.bucket, settings).put(url.key(notice_object(notice.save)), notice.to_json())
-
-
-def forget_superseded(url: CheckpointURL, settings: Settings, save: CountedSave) -> None:
-    """Remove what `tell_superseded` wrote, when all ranks have come past that save."""
-    key = url.key(notice_object(save_of(save.attempt, str(url), save.number)))
-    delete_quietly(S3Store(url.bucket, settings), {key}, "of a save that was superseded")
 
 
 @functools.cache
