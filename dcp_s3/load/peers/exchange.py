@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import collections
 import logging
+import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -27,7 +28,7 @@ import torch.distributed as dist
 from dcp_s3 import errors
 from dcp_s3.limit import Cancelled, Deadline
 from dcp_s3.load.peers.exchange_header import HEADER_BYTES, pack_header, unpack_header
-from dcp_s3.load.peers.interrupts import wait_through
+from dcp_s3.load.peers.interrupts import Latch, wait_through
 from dcp_s3.workers import Workers
 
 logger = logging.getLogger(__name__)
@@ -156,7 +157,8 @@ class Exchange:
         self._pool: Workers | None = None
         self._dropped = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._running = 2
-        self._begun, self._abandoned, self._ended = threading.Event(), False, threading.Event()
+        self._begun, self._abandoned, self._ended = threading.Event(), False, Latch()
+        self._interrupts: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
     def prepare(self) -> None:
         """Acquire threads and memory; without them the peers would wait forever."""
@@ -166,11 +168,13 @@ class Exchange:
         self._pool = Workers(self._count, "dcp_s3-fetch")
         for name, function in {"send": self._send_all, "receive": self._receive_all}.items():
             threading.Thread(target=self._guard, args=(function,), name=f"dcp_s3-{name}").start()
+        threading.Thread(target=self._take_interrupts, name="dcp_s3-interrupts").start()
 
     def abandon(self) -> None:
         """Undo `prepare`; nothing is sent or received."""
         self._abandoned = True
         self._begun.set()
+        self._interrupts.put(None)
         if self._pool is not None:
             self._pool.close()
 
@@ -180,7 +184,13 @@ class Exchange:
 
     def join(self) -> None:
         """Wait until this rank is done with all pieces, failed or not. An interrupted wait is a failure."""
-        wait_through(self._ended, self.fail)
+        wait_through(self._ended, self._interrupts.put)
+        while not self._interrupts.empty() and (late := self._interrupts.get()) is not None:
+            self.fail(late)
+
+    def interrupt(self, error: BaseException) -> None:
+        """`fail`, for the thread that handles signals: locks nothing, which the next signal would leave locked."""
+        self._interrupts.put(error)
 
     def fail(self, error: BaseException) -> None:
         """Send no more, and tell the peers why. Only the first failure counts."""
@@ -199,6 +209,11 @@ class Exchange:
             self._changed.notify_all()
         self._on_failure()
 
+    def _take_interrupts(self) -> None:
+        while (error := self._interrupts.get()) is not None:
+            self.fail(error)
+        self._ended.set()
+
     def _guard(self, function: Callable[[], None]) -> None:
         self._begun.wait()
         if self._abandoned:
@@ -213,7 +228,7 @@ class Exchange:
                 last = self._running == 0
             if last:
                 self._on_end()
-                self._ended.set()
+                self._interrupts.put(None)
 
     # --- gloo -------------------------------------------------------------------------------------------
 

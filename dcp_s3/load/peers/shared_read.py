@@ -159,7 +159,7 @@ class SharedRead:
                 raise raised
             read()
         except BaseException as error:  # noqa: BLE001 - the peers must be told
-            exchange.fail(error)
+            exchange.interrupt(error)
         finally:
             exchange.join()
         if exchange.error is not None:
@@ -172,7 +172,7 @@ class SharedRead:
         planner: LoadPlanner,
         threads: int,
     ) -> None:
-        self._executor.read(direct, planner, threads=threads, on_error=exchange.fail)
+        self._executor.read(direct, planner, threads=threads, on_error=exchange.interrupt)
         self._commit_finished(exchange, planner)
 
     def _commit_finished(self, exchange: Exchange, planner: LoadPlanner) -> None:

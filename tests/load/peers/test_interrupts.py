@@ -2,40 +2,28 @@
 
 from __future__ import annotations
 
+import queue
 import signal
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from dcp_s3.load.peers.interrupts import run_through
+from dcp_s3.load.peers.interrupts import Latch, run_through, wait_through
+from tests.interrupting import Interrupts
 
 
 class Interrupt(BaseException):
     pass
 
 
-class Interrupts:
-    """Raises `Interrupt` on the main thread, from another."""
-
-    def __init__(self) -> None:
-        self._raised = threading.Semaphore(0)
-
-    def handle(self, *_: object) -> None:
-        self._raised.release()
-        raise Interrupt
-
-    def send(self) -> None:
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
-        assert self._raised.acquire(timeout=60)
-
-
 @pytest.fixture
 def interrupts() -> Iterator[Interrupts]:
-    found = Interrupts()
-    before = signal.signal(signal.SIGUSR1, found.handle)
+    found = Interrupts(Interrupt)
     yield found
-    signal.signal(signal.SIGUSR1, before)
+    found.end()
 
 
 def test_it_ends_whatever_is_raised_meanwhile(interrupts: Interrupts) -> None:
@@ -66,3 +54,33 @@ def test_without_a_thread_it_runs_nevertheless(monkeypatch: pytest.MonkeyPatch) 
     result, raised = run_through(lambda: 2)
     assert result == 2
     assert "can't start" in str(raised)
+
+
+def test_an_interrupt_of_an_interrupt_ends_no_wait(interrupts: Interrupts) -> None:
+    begun: queue.SimpleQueue[None] = queue.SimpleQueue()
+    told: list[tuple[type[BaseException], bool]] = []
+
+    class Begun(Latch):
+        def wait(self) -> None:
+            begun.put(None)
+            super().wait()
+
+    ended = Begun()
+
+    def end() -> None:
+        begun.get()
+        interrupts.send()
+        time.sleep(0.1)
+        ended.set()
+
+    def tell(error: BaseException) -> None:
+        told.append((type(error), ended.is_set))
+        if len(told) == 1:
+            signal.raise_signal(signal.SIGUSR1)
+
+    with ThreadPoolExecutor() as pool:
+        pool.submit(end)
+        wait_through(ended, tell)
+        assert ended.is_set
+    assert len(told) >= 2
+    assert set(told) == {(Interrupt, False)}

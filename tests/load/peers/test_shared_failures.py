@@ -38,6 +38,7 @@ from dcp_s3.settings import Settings
 from dcp_s3.torch_private import Caller
 from dcp_s3.workers import Workers
 from tests.faulty import BUCKET
+from tests.interrupting import Interrupts
 from tests.load.peers.sharing import (
     RUN,
     SMALL,
@@ -204,26 +205,10 @@ def test_ranks_that_fail_anywhere_let_no_other_hang(recording: Recording) -> Non
 # --- interrupts ---------------------------------------------------------------------------------------
 
 
-class _Interrupts:
-    """Raises KeyboardInterrupt on the main thread, from any."""
-
-    def __init__(self) -> None:
-        self._raised = threading.Semaphore(0)
-        signal.signal(signal.SIGUSR1, self._handle)
-
-    def _handle(self, *_: object) -> None:
-        self._raised.release()
-        raise KeyboardInterrupt
-
-    def send(self) -> None:
-        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
-        assert self._raised.acquire(timeout=60)
-
-
 def _interrupted() -> dict[str, dict[int, tuple[str, str]]]:
     url = f"{RUN}/good"
     dcp.save(large_state(False), storage_writer=S3StorageWriter(url, settings=SMALL))
-    interrupts, told = _Interrupts(), {}
+    interrupts, told = Interrupts(), {}
     agree, received = LoadGroup.agree, ReceivedPiece.received
 
     def interrupt_after(number: int) -> Any:
