@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right, insort
-from collections.abc import Collection, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -123,7 +123,7 @@ def box_text(offsets: Shape, sizes: Shape) -> str:
     return f"the one of shape {tuple(sizes)} at {tuple(offsets)}"
 
 
-def some(ranks: Collection[int]) -> str:
+def some(ranks: Iterable[int]) -> str:
     """Ranks, for messages: not more than a few."""
     found = sorted(set(ranks))
     return ", ".join(map(str, found[:8])) + (f" and {len(found) - 8} more" if len(found) > 8 else "")

@@ -6,7 +6,7 @@ the same checks. All of it works on columns: thousands of ranks have millions of
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,10 +39,11 @@ class Merging:
     Args:
         save: id that the ranks of the save have in common.
         world_size: number of its ranks.
+        number: number of a rank of the save in the whole job, for messages.
     """
 
-    def __init__(self, save: str, world_size: int) -> None:
-        self._save, self._world_size = save, world_size
+    def __init__(self, save: str, world_size: int, number: Callable[[int], int] = int) -> None:
+        self._save, self._world_size, self._number = save, world_size, number
         self._tables = Tables()
         self._parts: dict[tuple[int, int], AddedPart] = {}
 
@@ -60,13 +61,15 @@ class Merging:
         key = columns.rank, columns.number
         if (columns.save, columns.world_size) != (self._save, self._world_size):
             raise ValueError(
-                f"part of rank {columns.rank} belongs to save {columns.save} of {columns.world_size} ranks, expected "
-                f"{self._save} of {self._world_size}"
+                f"part of rank {self._number(columns.rank)} belongs to save {columns.save} of {columns.world_size} "
+                f"ranks, expected {self._save} of {self._world_size}"
             )
         if key not in self._parts:
             self._parts[key] = self._tables.add(columns, data[-8:])
         elif self._parts[key].crc != data[-8:]:
-            raise ValueError(f"rank {columns.rank} wrote two different parts with number {columns.number}")
+            raise ValueError(
+                f"rank {self._number(columns.rank)} wrote two different parts with number {columns.number}"
+            )
         return key
 
     @property
@@ -107,7 +110,7 @@ class Merging:
         holders = [(rank, self._left_to_others(rank)) for rank in sorted(self.ranks)]
         written = [part.held[part.numbers[HELD]] for part in self._parts.values()]
         hashes = np.concatenate([_NO_HASHES, *written], dtype=np.uint64)
-        return assign(holders, np.sort(hashes), frozenset(excluded))
+        return assign(holders, np.sort(hashes), frozenset(excluded), self._number)
 
     def _left_to_others(self, rank: int) -> npt.NDArray[np.uint64]:
         """Hashes of what a rank holds and has not written itself."""
@@ -130,15 +133,17 @@ class Merging:
             SaveProtocolError: an item that a rank holds was not written, or a name is a tensor on one rank only.
         """
         if waiting := self.unwritten():
+            ranks = some(map(self._number, waiting))
             raise SaveProtocolError(
-                f"{sum(map(len, waiting.values()))} items that ranks {some(waiting)} hold were written by no rank, so "
-                "nothing was committed"
+                f"{sum(map(len, waiting.values()))} items that ranks {ranks} hold were written by no rank, so nothing "
+                "was committed"
             )
         with collector_paused():
             parts = [self._parts[key] for key in sorted(self._parts)]
             metadata, items = merge_items(
-                parts, self._tables, save_id=save_id, checkpoint_id=checkpoint_id, filled=self._world_size > 1
-            )
+                parts, self._tables, save_id=save_id, checkpoint_id=checkpoint_id, filled=self._world_size > 1,
+                number=self._number,
+            )  # fmt: skip
         return MergedSave(metadata, items, tuple(entry for part in parts for entry in part.objects))
 
 
@@ -146,7 +151,10 @@ _NO_HASHES = np.zeros(0, np.uint64)
 
 
 def assign(
-    holders: Sequence[tuple[int, npt.NDArray[np.uint64]]], written: npt.NDArray[np.uint64], excluded: frozenset[int]
+    holders: Sequence[tuple[int, npt.NDArray[np.uint64]]],
+    written: npt.NDArray[np.uint64],
+    excluded: frozenset[int],
+    number: Callable[[int], int] = int,
 ) -> dict[int, list[int]]:
     """Give each hash that was not written to one of its holders: to one with the fewest so far.
 
@@ -154,6 +162,7 @@ def assign(
         holders: ranks, ascending, and what each holds.
         written: what was written, ascending.
         excluded: ranks that are given nothing.
+        number: number of a rank in the whole job, for messages.
 
     Raises:
         SaveProtocolError: all holders of a hash are ``excluded``.
@@ -169,8 +178,9 @@ def assign(
         live = [rank for rank in by_hash[each] if rank not in excluded]
         if not live:
             raise SaveProtocolError(
-                f"items that only ranks {some(by_hash[each])} hold were written by no rank, and these ranks no longer "
-                "answer. Remedy: see what happened there, and save again; what was there before is untouched"
+                f"items that only ranks {some(map(number, by_hash[each]))} hold were written by no rank, and these "
+                "ranks no longer answer. Remedy: see what happened there, and save again; what was there before is "
+                "untouched"
             )
         found.setdefault(min(live, key=lambda rank: (len(found.get(rank, ())), rank)), []).append(each)
     return dict(sorted(found.items()))

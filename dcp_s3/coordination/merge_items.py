@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -119,7 +119,13 @@ _NONE = np.zeros(1, np.int32)
 
 
 def merge_items(
-    parts: Sequence[AddedPart], tables: Tables, *, save_id: str, checkpoint_id: str, filled: bool
+    parts: Sequence[AddedPart],
+    tables: Tables,
+    *,
+    save_id: str,
+    checkpoint_id: str,
+    filled: bool,
+    number: Callable[[int], int] = int,
 ) -> tuple[bytes, int]:
     """``.metadata`` of all parts, and its number of items.
 
@@ -129,6 +135,7 @@ def merge_items(
         save_id: id of the commit.
         checkpoint_id: URL of the checkpoint.
         filled: whether chunks must fill their tensors.
+        number: number of a rank in the whole job, for messages.
 
     Raises:
         ShardingError, SaveProtocolError: see `Merging.merged`.
@@ -137,7 +144,7 @@ def merge_items(
     numbers = np.concatenate([_NO_ITEMS, *(part.numbers for part in parts)], axis=1)
     numbers[OBJECT] += np.repeat(_sums([len(part.objects) for part in parts]), counts).astype(np.int32)
     which = np.repeat(np.arange(len(parts)), counts)
-    ranks = np.array([part.rank for part in parts], np.int64)[which]
+    ranks = np.array([number(part.rank) for part in parts], np.int64)[which]  # for messages
     names, shapes = list(tables.names), list(tables.shapes)
     kept = _first_of_each(numbers[NAME].astype(np.int64) * (len(shapes) + 1) + numbers[PLACE])
     _check_wholes(numbers, kept, ranks, names, shapes, tables.made)

@@ -51,7 +51,7 @@ class Merger:
     ) -> None:
         self._readers = readers
         self._store, self._joint, self._beginning, self._clock = store, joint, beginning, clock
-        self._merging = Merging(joint.save, joint.world_size)
+        self._merging = Merging(joint.save, joint.world_size, joint.number)
         self._read: set[str] = set()
         self.has_moved = False
         """Whether the last step found parts that had not been there."""

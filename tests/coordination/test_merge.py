@@ -32,8 +32,8 @@ URL = "s3://bucket/run/step-1"
 SAVE_ID = SAVE + "0a1b2c3d"
 
 
-def merging_of(parts: Sequence[Part]) -> Merging:
-    merging = Merging(SAVE, parts[0].world_size)
+def merging_of(parts: Sequence[Part], members: Sequence[int] = range(20)) -> Merging:
+    merging = Merging(SAVE, parts[0].world_size, members.__getitem__)
     for part in parts:
         merging.add(encode(part))
     return merging
@@ -214,38 +214,48 @@ W = "model.w"
 WRONG: dict[str, tuple[list[list[WriteItem]], str]] = {
     "another shape": (
         [[tensor(W, [4], [0], [2])], [tensor(W, [5], [2], [2])]],
-        r"float32 of shape \(4,\) on rank 0, but torch.float32 of shape \(5,\) on rank 1",
+        r"float32 of shape \(4,\) on rank {0}, but torch.float32 of shape \(5,\) on rank {1}",
     ),
     "another shape, same offset": (
         [[tensor(W, [4], [0], [4])], [tensor(W, [5], [0], [4])]],
-        r"shape \(4,\) on rank 0, but torch.float32 of shape \(5,\) on rank 1",
+        r"shape \(4,\) on rank {0}, but torch.float32 of shape \(5,\) on rank {1}",
     ),
     "another dtype": (
         [[tensor(W, [4], [0], [2])], [tensor(W, [4], [2], [2], TensorProperties(torch.int8))]],
-        "torch.float32 of .* on rank 0, but torch.int8 of .* on rank 1",
+        "torch.float32 of .* on rank {0}, but torch.int8 of .* on rank {1}",
     ),
     "outside": (
         [[tensor(W, [4], [0], [2])], [tensor(W, [4], [2], [3])]],
-        r"outside of it: .*\(3,\) at \(2,\) of rank 1",
+        r"outside of it: .*\(3,\) at \(2,\) of rank {1}",
     ),
-    "dimensions": ([[tensor(W, [4], [0], [2])], [tensor(W, [4], [2, 0], [2, 1])]], "outside of it: .* of rank 1"),
+    "dimensions": ([[tensor(W, [4], [0], [2])], [tensor(W, [4], [2, 0], [2, 1])]], "outside of it: .* of rank {1}"),
     "overlap": (
         [[tensor(W, [4], [0], [3])], [tensor(W, [4], [2], [2])]],
-        r"overlap: .*\(3,\) at \(0,\) of rank 0, and .*\(2,\) at \(2,\) of rank 1",
+        r"overlap: .*\(3,\) at \(0,\) of rank {0}, and .*\(2,\) at \(2,\) of rank {1}",
     ),
     "hole": (
         [[tensor(W, [4], [0], [1])], [tensor(W, [4], [2], [2])]],
-        "4 elements, but the chunks of ranks 0, 1 have 3",
+        "4 elements, but the chunks of ranks {0}, {1} have 3",
     ),
 }
 
 
+@pytest.mark.parametrize("members", [(0, 1), (4, 6)])
 @pytest.mark.parametrize("what", WRONG)
-def test_chunks_that_do_not_fit_are_named_with_their_ranks(what: str) -> None:
+def test_chunks_that_do_not_fit_are_named_with_their_ranks(what: str, members: Sequence[int]) -> None:
     written, match = WRONG[what]
-    with pytest.raises(ShardingError, match=f"'{W}' .*{match}") as caught:
-        merge([part_of(rank, 2, items) for rank, items in enumerate(written)])
+    merging = merging_of([part_of(rank, 2, items) for rank, items in enumerate(written)], members)
+    with pytest.raises(ShardingError, match=f"'{W}' .*{match.format(*members)}") as caught:
+        merging.merged(save_id=SAVE_ID, checkpoint_id=URL)
     assert caught.value.fqn == W
+
+
+def test_ranks_whose_items_are_missing_are_named_as_in_the_job() -> None:
+    merging = merging_of([part_of(rank, 2, [], [plain(f"t{rank}", [4])]) for rank in range(2)], (4, 6))
+    with pytest.raises(SaveProtocolError, match="2 items that ranks 4, 6 hold"):
+        merging.merged(save_id=SAVE_ID, checkpoint_id=URL)
+    with pytest.raises(SaveProtocolError, match="items that only ranks 6 hold"):
+        merging.unwritten(excluded={1})
 
 
 def test_one_rank_may_save_a_part_of_a_tensor() -> None:
