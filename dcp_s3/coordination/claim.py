@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from dcp_s3 import errors
@@ -20,6 +20,9 @@ from dcp_s3.url import CheckpointURL
 
 _CLOCKS_DIFFER = 60.0
 """Seconds by which the clocks of hosts may differ: only an attempt that began that much later is surely newer."""
+
+_WITHDRAWN = "withdrawn"
+"""In the place of a save's id."""
 
 _MAX_LOST_RACES = 20
 """Each one was won by another attempt: the ranks of one write the same bytes."""
@@ -136,6 +139,11 @@ def decide(found: FoundClaim | None, ours: Claim) -> Join | Write | Refuse:
                 f"other ranks have begun their save number {theirs.number} to it, this one only its number "
                 f"{ours.number}. Remedy: call save on all ranks, equally often for each URL"
             )
+        if theirs.number == ours.number and theirs.save == _WITHDRAWN:
+            return Refuse(
+                f"another rank has restored a checkpoint since it began its save number {theirs.number} to it. Remedy: "
+                "restore on all ranks, and save again"
+            )
         if theirs.number == ours.number:
             return Refuse(
                 f"the ranks save different steps there: {theirs.step} and {ours.step}. Remedy: call save with the same "
@@ -200,6 +208,37 @@ def is_still_ours(store: Store, url: CheckpointURL, ours: Claim) -> bool:
     """
     found = _find(store, url.key(CLAIM))
     return found is not None and found.claim == ours
+
+
+def has_gone_past(store: Store, url: CheckpointURL, ours: Claim) -> bool:
+    """Whether other ranks of the attempt can no longer take part in a save: they have begun a later one there, or have
+    withdrawn it.
+
+    Raises:
+        StorageError: cannot tell.
+    """
+    found = _find(store, url.key(CLAIM))
+    if found is None or found.claim is None or found.claim.attempt != ours.attempt:
+        return False
+    return found.claim.number > ours.number or found.claim.save == _WITHDRAWN
+
+
+def withdraw(store: Store, url: CheckpointURL, ours: Claim) -> None:
+    """See to it that no rank begins a save any more, and none commits it, if its claim still stands.
+
+    Raises:
+        StorageError: it may still be committed.
+    """
+    key = url.key(CLAIM)
+    while (found := _find(store, key)) is not None and found.claim == ours:
+        try:
+            store.put(
+                key, replace(ours, save=_WITHDRAWN).to_json(), expect=Expect(found.etag),
+                content_type="application/json",
+            )  # fmt: skip
+        except (errors.PreconditionFailedError, errors.ObjectNotFoundError):
+            continue
+        return
 
 
 def _find(store: Store, key: str) -> FoundClaim | None:

@@ -12,8 +12,8 @@ from dcp_s3.url import CheckpointURL
 class Last:
     """A save that was committed."""
 
-    number: int
-    """Its number among the saves of this process, from 1."""
+    order: int
+    """See `CountedSave`."""
     url: CheckpointURL
     save_id: str
     """Id of its commit."""
@@ -24,29 +24,22 @@ class Last:
 
 
 class History:
-    """Counts the saves of the same ranks, and keeps the last one that was committed. Thread safe.
+    """Of the saves of the same ranks, the last one that was committed. Thread safe.
 
     The ranks of a job make the same saves in the same order, so each knows that the others know of that one, too.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._count = 0
         self._last: Last | None = None
-
-    def begin(self) -> int:
-        """The number of the save that begins now."""
-        with self._lock:
-            self._count += 1
-            return self._count
 
     def committed(self, save: Last) -> None:
         """Note that a save is committed."""
         with self._lock:
-            if self._last is None or self._last.number < save.number:
+            if self._last is None or self._last.order < save.order:
                 self._last = save
 
-    def before(self, number: int) -> Last | None:
+    def before(self, order: int) -> Last | None:
         """The save right before this one; None if it is not known to be committed."""
         with self._lock:
-            return self._last if self._last is not None and self._last.number == number - 1 else None
+            return self._last if self._last is not None and self._last.order == order - 1 else None

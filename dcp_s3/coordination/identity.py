@@ -56,8 +56,10 @@ class CountedSave:
     attempt: Attempt
     number: int
     """How many saves to the URL the attempt has begun, this one included."""
+    order: int
+    """How many saves of the attempt to any URL this rank has counted, this one included."""
     begun: bool = False
-    """Whether this rank has begun its part."""
+    """Whether this rank may have told what it holds."""
 
 
 def save_of(attempt: Attempt, url: str, number: int) -> str:
@@ -132,6 +134,7 @@ class _Current:
         self._lock = threading.Lock()
         self._attempts: dict[tuple[int, ...], tuple[tuple[Any, ...], Attempt]] = {}
         self._saves: dict[bytes, int] = {}  # of all attempts: after a group has ended, that of the launcher is back
+        self._orders: dict[str, int] = {}  # by attempt
         self._left: dict[bytes, CountedSave] = {}
 
     def attempt(self, settings: Settings, members: tuple[int, ...]) -> Attempt:
@@ -150,11 +153,12 @@ class _Current:
                 known = self._attempts[members] = of, made
             return known[1]
 
-    def count(self, attempt: Attempt, url: str) -> int:
+    def count(self, attempt: Attempt, url: str) -> CountedSave:
         key = self._key(attempt, url)
         with self._lock:
             number = self._saves[key] = self._saves.get(key, 0) + 1
-            return number
+            order = self._orders[attempt.id] = self._orders.get(attempt.id, 0) + 1
+            return CountedSave(attempt, number, order)
 
     def leave(self, save: CountedSave, url: str) -> None:
         with self._lock:
@@ -163,6 +167,12 @@ class _Current:
     def take_left(self, attempt: Attempt, url: str) -> CountedSave | None:
         with self._lock:
             return self._left.pop(self._key(attempt, url), None)
+
+    def forget_left(self, save: CountedSave, url: str) -> None:
+        key = self._key(save.attempt, url)
+        with self._lock:
+            if self._left.get(key) is save:
+                del self._left[key]
 
     @staticmethod
     def _key(attempt: Attempt, url: str) -> bytes:
@@ -188,8 +198,8 @@ def current_attempt(settings: Settings, members: Sequence[int] = ()) -> Attempt:
     return _current.attempt(settings, tuple(members))
 
 
-def count_save(attempt: Attempt, url: str) -> int:
-    """Count a save to a URL that this process begins. Returns how many there are, this one included."""
+def count_save(attempt: Attempt, url: str) -> CountedSave:
+    """Count a save to a URL that this process begins."""
     return _current.count(attempt, url)
 
 
@@ -201,3 +211,8 @@ def leave_save(save: CountedSave, url: str) -> None:
 def take_left(attempt: Attempt, url: str) -> CountedSave | None:
     """The save to a URL that was left last, once."""
     return _current.take_left(attempt, url)
+
+
+def forget_left(save: CountedSave, url: str) -> None:
+    """Note that this rank does not try a save again that it may have left."""
+    _current.forget_left(save, url)

@@ -93,13 +93,13 @@ def find_commit(store: Store, joint: JointSave) -> str | None:
     return save_id if save_id is not None and save_id.startswith(joint.save) else None
 
 
-def sign_failed(store: Store, joint: JointSave, error: BaseException, digest: str = UNSAID) -> None:
+def sign_failed(store: Store, joint: JointSave, why: str, digest: str = UNSAID) -> None:
     """Say that this rank has failed, and why: the others need not wait for it.
 
     Raises:
         StorageError
     """
-    text = FAILED + f"{type(error).__name__}: {error}".encode("utf-8", "replace")[:2000]
+    text = FAILED + why.encode("utf-8", "replace")[:2000]
     store.put(joint.url.key(intent_object(joint.save, joint.rank, digest)), text)
 
 
@@ -130,6 +130,7 @@ def taken_over_error(joint: JointSave) -> errors.SaveProtocolError:
     """The error for a save that another one has taken the place of."""
     return errors.SaveProtocolError(
         f"{joint.url} is not committed by this save: another attempt of the run, or a later save, has begun to save "
-        "there. Remedy: none if the run was restarted; otherwise save to a URL of its own",
+        "there, or a rank has restored a checkpoint since. Remedy: none if the run was restarted; otherwise save to a "
+        "URL of its own",
         url=str(joint.url),
     )

@@ -1,24 +1,44 @@
-"""A save that this rank has counted and not begun: it may still begin it, or tells the others that it does not."""
+"""A save that this rank has counted and not begun: it may still begin it, or tells the others that it does not.
+
+And one that it has begun and does not stand by any more, as it restored a checkpoint since.
+"""
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Callable
+
 from dcp_s3.checkpoint.commit import delete_quietly
-from dcp_s3.coordination.claim import claim_of
-from dcp_s3.coordination.identity import CountedSave, count_save, current_attempt, leave_save, save_of, take_left
+from dcp_s3.checkpoint.steps import find_step
+from dcp_s3.coordination.claim import Claim, claim_of, has_gone_past, withdraw
+from dcp_s3.coordination.identity import (
+    CountedSave,
+    count_save,
+    current_attempt,
+    forget_left,
+    leave_save,
+    save_of,
+    take_left,
+)
 from dcp_s3.coordination.joint import JointSave, sign_failed
-from dcp_s3.errors import ObjectNotFoundError, StorageError
+from dcp_s3.errors import DcpS3Error, ObjectNotFoundError, StorageError
 from dcp_s3.format.layout import notice_object
 from dcp_s3.format.notice import Notice
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.url import CheckpointURL
+from dcp_s3.workers import InTurn
+
+logger = logging.getLogger(__name__)
+
+_telling = InTurn("dcp_s3-not-begun")
 
 
 def enter_save(url: CheckpointURL, settings: Settings) -> CountedSave:
     """Count a save of all ranks before anything of it can fail on this rank alone, and hold on to who they are.
 
     A save that this rank has left is the same one at the next call, which the other ranks may be waiting for; unless
-    they have given it up.
+    they have given it up, or have begun another one.
 
     Args:
         url: URL of the checkpoint.
@@ -36,34 +56,75 @@ def enter_save(url: CheckpointURL, settings: Settings) -> CountedSave:
         except StorageError:
             leave_save(left, str(url))
             raise
-    return CountedSave(attempt, count_save(attempt, str(url)))
+    return count_save(attempt, str(url))
+
+
+def _claim(url: CheckpointURL, settings: Settings, save: CountedSave) -> Claim:
+    return claim_of(save.attempt, str(url), save.number, find_step(url.name, settings))
 
 
 def _is_given_up(url: CheckpointURL, settings: Settings, save: CountedSave) -> bool:
+    store = S3Store(url.bucket, settings)
     key = url.key(notice_object(save_of(save.attempt, str(url), save.number)))
     try:
-        notice = Notice.from_json(S3Store(url.bucket, settings).get(key).data)
+        if Notice.from_json(store.get(key).data).failed:
+            return True
     except (ObjectNotFoundError, ValueError):
-        return False
-    return bool(notice.failed)
+        pass
+    return has_gone_past(store, url, _claim(url, settings, save))
 
 
-def tell_failed(url: CheckpointURL, settings: Settings, save: CountedSave, error: BaseException) -> None:
+def leave(url: CheckpointURL, settings: Settings, save: CountedSave, error: BaseException) -> None:
+    """Note that this rank has failed before it began a save, if it did: it may still begin it. The other ranks are told
+    in the background.
+
+    Args:
+        url: URL of the checkpoint.
+        settings: the writer's settings.
+        save: the save.
+        error: why. An interrupt is not told: the others find out what becomes of this rank.
+    """
+    if save.begun:
+        return
+    leave_save(save, str(url))
+    if save.attempt.world_size > 1 and isinstance(error, Exception):
+        why = f"{type(error).__name__}: {error}"  # not the error, whose frames hold the state
+        tell_later("that this one has failed", lambda: tell_failed(url, settings, save, why))
+
+
+def tell_later(what: str, tell: Callable[[], None]) -> None:
+    """Tell the other ranks in the background, one after the other.
+
+    Args:
+        what: what they are told, for the log.
+        tell: does it; DcpS3Error is logged.
+    """
+
+    def run() -> None:
+        try:
+            tell()
+        except DcpS3Error as failed:
+            logger.warning("the other ranks are not told %s: %s", what, failed)
+
+    _telling.submit(run)
+
+
+def tell_failed(url: CheckpointURL, settings: Settings, save: CountedSave, why: str) -> None:
     """Tell the other ranks that this one has failed before it began a save. It may still begin it.
 
     Args:
         url: URL of the checkpoint.
         settings: the writer's settings.
         save: the save.
-        error: why.
+        why: the error.
 
     Raises:
         StorageError
     """
     attempt = save.attempt
-    claim = claim_of(attempt, str(url), save.number, None)
+    claim = _claim(url, settings, save)
     joint = JointSave(url, claim, attempt.rank, overwrite=False, rank_timeout=settings.rank_timeout)
-    sign_failed(S3Store(url.bucket, settings), joint, error)
+    sign_failed(S3Store(url.bucket, settings), joint, why)
 
 
 def tell_superseded(url: CheckpointURL, settings: Settings, save: CountedSave, *, step: int, by: int) -> None:
@@ -88,3 +149,19 @@ def forget_superseded(url: CheckpointURL, settings: Settings, save: CountedSave)
     """Remove what `tell_superseded` wrote, when all ranks have come past that save."""
     key = url.key(notice_object(save_of(save.attempt, str(url), save.number)))
     delete_quietly(S3Store(url.bucket, settings), {key}, "of a save that was superseded")
+
+
+def take_back(url: CheckpointURL, settings: Settings, save: CountedSave) -> None:
+    """See to it that what this rank has saved, and nobody has committed, is never merged with what ranks save later.
+
+    Args:
+        url: URL of the checkpoint.
+        settings: the writer's settings.
+        save: the save; begun or not, and ended on this rank.
+
+    Raises:
+        StorageError: it may still be committed.
+    """
+    if save.begun and save.attempt.world_size > 1:
+        withdraw(S3Store(url.bucket, settings), url, _claim(url, settings, save))
+    forget_left(save, str(url))

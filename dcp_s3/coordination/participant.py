@@ -106,7 +106,7 @@ class Participant:
             thread.join()
             with contextlib.suppress(errors.StorageError):
                 self._store = self._store.within(self._store.limit.for_cleanup())
-                sign_failed(self._store, self._joint, error, digest)
+                sign_failed(self._store, self._joint, f"{type(error).__name__}: {error}", digest)
             raise
         finally:
             ended.set()

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 from dcp_s3 import errors
 from dcp_s3.coordination.identity import CountedSave
+from dcp_s3.coordination.not_begun import leave
 from dcp_s3.coordination.ownership import Replicas
 from dcp_s3.events import Listener
 from dcp_s3.failures import name_failed
@@ -30,7 +31,7 @@ from dcp_s3.manager.reading import RunReader
 from dcp_s3.manager.restore import Restoring
 from dcp_s3.manager.save_policy import SavePolicyFunction
 from dcp_s3.manager.saving import SaveRequest, Saving
-from dcp_s3.manager.separate import Dropped, leave, open_notes, separate_ranks
+from dcp_s3.manager.separate import Dropped, open_notes, separate_ranks
 from dcp_s3.manager.waiting import look_at_disk
 from dcp_s3.reprs import one_line
 from dcp_s3.retention.catalog import CheckpointCatalog
@@ -40,6 +41,7 @@ from dcp_s3.save.writer import S3StorageWriter, Separate
 from dcp_s3.settings import SettingsLike
 from dcp_s3.stage.stager import S3Stager
 from dcp_s3.uncaught import install
+from dcp_s3.url import parse_url
 
 logger = logging.getLogger(__name__)
 
@@ -289,13 +291,13 @@ class CheckpointManager(RunReader):
                 del self._left[url]
                 if self._ranks.is_first:
                     logger.warning("%s waited on disk from an earlier run: it is saved again and replaced", url)
-            saved = partial(self._saved, step, writer, passed)
+            saved = partial(self._saved, step, writer, passed, counted)
             request = SaveRequest(step, url, writer, self._ranks, stager, planner, saved)
             self._saving.run(request, collected, blocking=blocking)
-        except Exception as error:
+        except BaseException as error:
             if counted is not None:
                 self._decisions.failed_here(step)
-                leave(self.settings, self.url(step), counted, error)
+                leave(parse_url(self.url(step)), self.settings, counted, error)
             raise
         if not self._ranks.collective:
             self._saving.raise_failure()  # of an earlier save: the other ranks, too, have begun this one
@@ -382,7 +384,10 @@ class CheckpointManager(RunReader):
         self._settle_step(step)
         annotate(self.url(step), metrics, settings=self.settings)
 
-    def _saved(self, step: int, writer: S3StorageWriter, passed: Callable[[], None] | None) -> None:
+    def _saved(
+        self, step: int, writer: S3StorageWriter, passed: Callable[[], None] | None, counted: CountedSave | None
+    ) -> None:
+        self._ranks.committed(counted)
         if self._retention is not None:
             self._retention.saved(commit_of(writer, self.settings))
         if passed is not None:
@@ -437,6 +442,7 @@ class CheckpointManager(RunReader):
     def _settle(self) -> None:
         self._saving.settle()
         self._check_open()
+        self._ranks.go_back(self.settings)
 
     def _settle_step(self, step: int) -> None:
         self._saving.settle_step(step)

@@ -49,6 +49,16 @@ class Ranks:
         """Count a save that begins on these ranks, if they are not `collective`: see `enter_save`."""
         return None
 
+    def committed(self, save: CountedSave | None) -> None:
+        """Note that a save that was entered is committed."""
+
+    def go_back(self, settings: Settings) -> None:
+        """Before an earlier state is restored: what was entered and not committed is never merged with later saves.
+
+        Raises:
+            StorageError: that is not certain.
+        """
+
     def apart(self) -> Ranks:
         """The same ranks with a gloo group of their own, for collectives beside those of a save under way. All ranks
         call it at the same time."""

@@ -191,7 +191,7 @@ class RunReader(ABC):
 
     @abstractmethod
     def _settle(self) -> None:
-        """Wait for the current save, and check that the manager is open."""
+        """Before a restore: wait for the saves under way, and check that the manager is open."""
 
     @abstractmethod
     def _settle_step(self, step: int) -> None:

@@ -219,13 +219,12 @@ class Saving:
             save = begin_separately(
                 stage_separately(state, writer, request.stager), writer, rank=ranks.rank, planner=request.planner
             )
-            self.begin(step, url, save.committed, on_success=request.on_success)
+            begun = self.begin(step, url, save.committed, on_success=request.on_success)
             save.committed.add_done_callback(release)  # after its failure was told, with its frames
             if blocking:
                 save.durable.wait()
                 if save.committed.done():
-                    self.settle()
-                    self.raise_failure()
+                    self._raise_failure_of(begun)
             return
         if blocking:
             try:
@@ -283,7 +282,15 @@ class Saving:
 
         self.line.add(save.number, begin, droppable=droppable)
 
-    def begin(self, step: int, url: str, future: Future[None], *, on_success: Callable[[], None]) -> None:
+    def _raise_failure_of(self, save: _SaveUnderWay) -> None:
+        """Raise the failure of one save, if it has failed. Those of others are kept."""
+        save.ended.wait()
+        self._collect()
+        if save.failure is not None:
+            self._failures = [each for each in self._failures if each[0] != save.number]
+            raise save.failure
+
+    def begin(self, step: int, url: str, future: Future[None], *, on_success: Callable[[], None]) -> _SaveUnderWay:
         """Track a save that has begun. The previous one must have ended.
 
         Args:
@@ -292,7 +299,9 @@ class Saving:
             future: future of `dcp.async_save`.
             on_success: called in another thread when the save is done.
         """
-        self._end_with(self._track(step, url), future, on_success)
+        save = self._track(step, url)
+        self._end_with(save, future, on_success)
+        return save
 
     def _track(self, step: int, url: str, counted: CountedSave | None = None) -> _SaveUnderWay:
         self._begun += 1

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-import logging
+import functools
 import threading
 from collections.abc import Callable
 from typing import TypeVar
 
 from dcp_s3 import ranks
 from dcp_s3.coordination.board import open_board
-from dcp_s3.coordination.identity import CountedSave, current_attempt, leave_save
-from dcp_s3.coordination.not_begun import enter_save, forget_superseded, tell_failed, tell_superseded
-from dcp_s3.errors import DcpS3Error, SettingsError
+from dcp_s3.coordination.identity import CountedSave, current_attempt
+from dcp_s3.coordination.not_begun import enter_save, forget_superseded, take_back, tell_later, tell_superseded
+from dcp_s3.errors import SaveProtocolError, SettingsError
 from dcp_s3.manager.agreement import Run, differing
 from dcp_s3.manager.notes import Notes, numbers
 from dcp_s3.manager.ranks import Failures, Ranks
 from dcp_s3.settings import Settings, SettingsLike, launch, resolve_settings
 from dcp_s3.url import CheckpointURL, parse_url
-from dcp_s3.workers import InTurn
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-_telling = InTurn("dcp_s3-superseded")
 
 
 class SeparateRanks(Ranks):
@@ -38,10 +33,42 @@ class SeparateRanks(Ranks):
 
     def __init__(self, rank: int, size: int) -> None:
         self.group, self.rank, self.size = None, rank, size
+        self._lock = threading.Lock()
+        self._uncommitted: list[tuple[CheckpointURL, CountedSave]] = []
 
     def enter(self, url: str, settings: Settings) -> CountedSave:
-        """See `Ranks.enter`."""
-        return enter_save(parse_url(url), settings)
+        """See `Ranks.enter`.
+
+        Raises:
+            SaveProtocolError: this process is another rank now, or one of another number.
+        """
+        attempt = current_attempt(settings)
+        if (attempt.rank, attempt.world_size) != (self.rank, self.size):
+            raise SaveProtocolError(
+                f"{url} is not saved: the CheckpointManager was made on rank {self.rank} of {self.size}, which is rank "
+                f"{attempt.rank} of {attempt.world_size} now: a process group was made or destroyed since. What this "
+                "process holds must not be taken for the whole. Remedy: make the CheckpointManager after "
+                "init_process_group(), and close it before destroy_process_group()"
+            )
+        where = parse_url(url)
+        save = enter_save(where, settings)
+        with self._lock:
+            if all(known is not save for _, known in self._uncommitted):
+                self._uncommitted.append((where, save))
+        return save
+
+    def committed(self, save: CountedSave | None) -> None:
+        """See `Ranks.committed`."""
+        with self._lock:
+            self._uncommitted = [each for each in self._uncommitted if each[1] is not save]
+
+    def go_back(self, settings: Settings) -> None:
+        """See `Ranks.go_back`."""
+        with self._lock:
+            uncommitted = list(self._uncommitted)
+        for url, save in uncommitted:
+            take_back(url, settings, save)
+            self.committed(save)
 
     def apart(self) -> Ranks:
         """These ranks: they have no group that a save could be using."""
@@ -95,30 +122,6 @@ def separate_ranks(settings: SettingsLike, read_only: bool) -> SeparateRanks:
     return SeparateRanks(attempt.rank, attempt.world_size)
 
 
-def leave(settings: Settings, url: str, save: CountedSave, error: Exception) -> None:
-    """Note that this rank failed before it began a save, if it did, and tell the other ranks in the background.
-
-    Args:
-        settings: settings of the manager.
-        url: URL of the checkpoint.
-        save: the save.
-        error: why.
-    """
-    if save.begun:
-        return
-    leave_save(save, url)
-    where = parse_url(url)
-
-    def tell() -> None:
-        try:
-            tell_failed(where, settings, save, error)
-        except DcpS3Error as failed:
-            logger.warning("the other ranks are not told that this one has failed: %s", failed)
-
-    if save.attempt.world_size > 1:
-        _telling.submit(tell)
-
-
 class Dropped:
     """The saves that this rank drops for newer ones: the other ranks, which may have begun them, are told in the
     background.
@@ -131,31 +134,32 @@ class Dropped:
         self._settings = settings
         self._lock = threading.Lock()
         self._told: list[tuple[CheckpointURL, CountedSave, int]] = []
+        self._over: list[tuple[CheckpointURL, CountedSave, int]] = []
 
     def tell(self, url: str, save: CountedSave, step: int, by: int) -> None:
         """Tell of a save that step ``by`` is made instead of."""
         if save.attempt.world_size == 1:
             return
         where = parse_url(url)
-
-        def tell() -> None:
-            try:
-                tell_superseded(where, self._settings, save, step=step, by=by)
-            except DcpS3Error as error:
-                logger.warning("the other ranks are not told that step %d is superseded: %s", step, error)
-
         if save.attempt.rank == 0:
             with self._lock:
                 self._told.append((where, save, step))
-        _telling.submit(tell)
+        tell_later(
+            f"that step {step} is superseded",
+            lambda: tell_superseded(where, self._settings, save, step=step, by=by),
+        )
 
     def committed(self, step: int) -> None:
-        """A step is committed: all ranks have come past what was dropped before it, and need not be told any more."""
+        """A step is committed: what was told of steps before it is removed at the next commit. A rank that this one was
+        made up for may come past them later."""
         with self._lock:
-            over = [each for each in self._told if each[2] < step]
+            over, self._over = self._over, [each for each in self._told if each[2] < step]
             self._told = [each for each in self._told if each[2] >= step]
-        for where, save, _ in over:
-            _telling.submit(forget_superseded, where, self._settings, save)
+        for where, save, dropped in over:
+            tell_later(
+                f"no more that step {dropped} is superseded",
+                functools.partial(forget_superseded, where, self._settings, save),
+            )
 
 
 def open_notes(run: Run, root: CheckpointURL, settings: Settings, of: Ranks) -> Notes | None:

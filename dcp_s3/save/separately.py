@@ -13,12 +13,16 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple, TypeVar
 
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 
+from dcp_s3.coordination.not_begun import leave
 from dcp_s3.save.without_collectives import SaveWithoutCollectives
 from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.stage.failure import FailedStaging, forget
 from dcp_s3.stage.stager import S3Stager
+from dcp_s3.url import parse_url
 from dcp_s3.workers import InTurn
 
 T = TypeVar("T")
@@ -91,7 +95,19 @@ def save_separately(
     Raises:
         CheckpointExistsError, DeadlineExceededError, SaveProtocolError, StorageError
     """
-    planner = DefaultSavePlanner() if planner is None else planner
+    counted = writer.counted
+    try:
+        written, metadata = _write(state, writer, rank, DefaultSavePlanner() if planner is None else planner, durable)
+    except BaseException as error:
+        if counted is not None:
+            leave(parse_url(str(writer.checkpoint_id)), writer.settings, counted, error)
+        raise
+    writer.finish(metadata, [written])
+
+
+def _write(
+    state: dict[str, Any], writer: S3StorageWriter, rank: int, planner: SavePlanner, durable: threading.Event
+) -> tuple[list[WriteResult], Metadata]:
     ask = functools.partial(_told, writer)
     is_first = rank == 0
     writer.reset()
@@ -104,7 +120,7 @@ def save_separately(
     plan = ask(planner.finish_plan, writer.prepare_global_plan(plans)[0])
     written = writer.write_data(plan, planner)
     written.wait()
-    writer.finish(metadata, [written.value()])
+    return written.value(), metadata
 
 
 def _told(writer: S3StorageWriter, work: Callable[..., T], *args: Any, **kwargs: Any) -> T:

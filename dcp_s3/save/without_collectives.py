@@ -80,14 +80,13 @@ def begin_without_collectives(
     token = attempt.token + ("" if len(members) == attempt.world_size else f" of {members}")
     joint = dataclasses.replace(attempt, token=token, world_size=len(members), rank=place)
     if counted is None:
-        counted = CountedSave(joint, count_save(joint, str(url)))
-    counted.begun = True
+        counted = count_save(joint, str(url))
     claim = claim_of(joint, str(url), counted.number, find_step(url.name, options.settings))
     for key in [each for each in list(_histories) if each[0] != attempt.id and each[1] == members]:
         _histories.pop(key, None)  # a process may outlive many process groups
     history = _histories.setdefault((attempt.id, members), History())
     kind = SaveWithoutCollectives if kind is None else kind
-    return kind(url, options, claim, ranks=members, place=place, replicas=replicas, history=history)
+    return kind(url, options, claim, counted, ranks=members, place=place, replicas=replicas, history=history)
 
 
 @functools.cache
@@ -102,6 +101,7 @@ class SaveWithoutCollectives(Save):
         url: URL of the checkpoint.
         options: the writer's options when the save began.
         claim: identity of the save, the same on all ranks.
+        counted: the same, as this rank has counted it.
         ranks: the ranks that save, as numbers of the whole job.
         place: place of this rank among them.
         replicas: which ranks hold the same plain tensors and objects, see `S3StorageWriter`.
@@ -113,6 +113,7 @@ class SaveWithoutCollectives(Save):
         url: CheckpointURL,
         options: SaveOptions,
         claim: Claim,
+        counted: CountedSave,
         *,
         ranks: Sequence[int],
         place: int,
@@ -124,7 +125,7 @@ class SaveWithoutCollectives(Save):
         self._overwrite = options.overwrite
         self._spill_store = None
         self._world_size = len(ranks)
-        self._number = history.begin()
+        self._counted = counted
         self._participant: Participant | None = None
         self._planner: SavePlanner | None = None
         self._items: dict[int, WriteItem] = {}
@@ -170,6 +171,7 @@ class SaveWithoutCollectives(Save):
             self._asked |= {item_hash(item) for item in learned if item.type != WriteItemType.SHARD}
             own = [*own, *learned]
         self._planner, self._held = planner, frozenset(self._items)
+        self._counted.begun = True
         with self._alive():
             results = self._write(own, attachments=True)
         self.written = True
@@ -196,7 +198,7 @@ class SaveWithoutCollectives(Save):
             committed = self._taking_part.wait(self._write_missing)
         finally:
             self._planner = None  # with the state
-        self._history.committed(Last(self._number, self.url, committed, self._digest, self._asked))
+        self._history.committed(Last(self._counted.order, self.url, committed, self._digest, self._asked))
         self._report(committed)
 
     # --- after the save -----------------------------------------------------------------------------
@@ -318,7 +320,7 @@ class SaveWithoutCollectives(Save):
 
     def _learned(self, own: Sequence[WriteItem]) -> list[WriteItem]:
         """What the rule gives to others, but had to be written by this rank in the save before."""
-        last = self._history.before(self._number) if self._history is not None else None
+        last = self._history.before(self._counted.order) if self._history is not None else None
         if last is None:
             return []
         return [
@@ -327,12 +329,12 @@ class SaveWithoutCollectives(Save):
 
     def _is_known(self) -> bool:
         """Whether the save before this one says what this rank holds."""
-        last = self._history.before(self._number)
+        last = self._history.before(self._counted.order)
         return last is not None and last.digest == self._digest
 
     def _find_digests_before(self) -> Sequence[str] | None:
         """What the ranks held in the save before this one, by rank; None: not known."""
-        last = self._history.before(self._number)
+        last = self._history.before(self._counted.order)
         if last is None:
             return None
         try:

@@ -21,8 +21,10 @@ from dcp_s3.coordination.claim import (
     claim,
     claim_of,
     decide,
+    has_gone_past,
     is_still_ours,
     parse_claim,
+    withdraw,
 )
 from dcp_s3.coordination.identity import Attempt
 from dcp_s3.errors import PreconditionFailedError, SaveProtocolError
@@ -198,6 +200,39 @@ def test_ranks_that_come_at_once_all_join(root: str) -> None:
     with pytest.raises(SaveProtocolError, match="newer attempt"):
         claim(store, url, _OURS)
     assert is_still_ours(store, url, newer)
+
+
+def test_what_is_withdrawn_is_begun_by_nobody_until_the_next_save() -> None:
+    store = MemoryStore()
+    ours, later = _claim(), _claim(2)
+    claim(store, _URL, ours)
+    assert not has_gone_past(store, _URL, ours)
+    withdraw(store, _URL, ours)
+    assert has_gone_past(store, _URL, ours)
+    assert not is_still_ours(store, _URL, ours)
+    with pytest.raises(SaveProtocolError, match="has restored a checkpoint since it began its save number 1"):
+        claim(store, _URL, ours)
+    claim(store, _URL, later)
+    assert has_gone_past(store, _URL, ours)
+    assert not has_gone_past(store, _URL, later)
+    withdraw(store, _URL, ours)
+    assert is_still_ours(store, _URL, later), "another save's claim stays"
+
+
+def test_a_claim_that_another_rank_changes_meanwhile_is_withdrawn_all_the_same() -> None:
+    store, ours = MemoryStore(), _claim()
+    claim(store, _URL, ours)
+    put, raced = store.put, []
+
+    def race(*args: Any, **options: Any) -> Any:
+        if not raced:
+            raced.append(put(_URL.key(CLAIM), ours.to_json() + b"\n"))
+        return put(*args, **options)
+
+    store.put = race  # type: ignore[method-assign]
+    withdraw(store, _URL, ours)
+    assert raced
+    assert not is_still_ours(store, _URL, ours)
 
 
 def test_a_store_with_conditions_lets_one_of_two_attempts_win_each_time() -> None:

@@ -120,20 +120,22 @@ def test_saves_are_counted_by_url_whatever_the_thread(monkeypatch: pytest.Monkey
 
     def count(_: int) -> list[int]:
         start.wait()
-        return [count_save(attempt, _URL) for _ in range(50)]
+        return [count_save(attempt, _URL).number for _ in range(50)]
 
     with ThreadPoolExecutor(8) as threads:
         numbers = [number for found in threads.map(count, range(8)) for number in found]
     assert sorted(numbers) == list(range(1, 401))
-    assert count_save(attempt, _URL + "0") == 1
+    others = [count_save(attempt, f"{_URL}{n}") for n in range(2)]
+    assert [save.number for save in others] == [1, 1]
+    assert others[1].order == others[0].order + 1
 
 
 def test_an_attempt_that_is_back_does_not_use_an_id_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     one, other = Settings(run_id="one"), Settings(run_id="other")
-    numbers = [count_save(current_attempt(each), _URL) for each in (one, other, one)]
-    assert numbers == [1, 1, 2]
+    counted = [count_save(current_attempt(each), _URL) for each in (one, other, one)]
+    assert [save.number for save in counted] == [save.order for save in counted] == [1, 1, 2]
 
 
 def test_a_store_that_does_not_answer_is_an_error_of_ours() -> None:
@@ -157,7 +159,7 @@ def _identify(directory: str) -> list[tuple[str, str, int, int, int]]:
     def note() -> None:
         attempt = current_attempt(Settings())
         assert current_attempt(Settings()) is attempt
-        number = count_save(attempt, _URL)
+        number = count_save(attempt, _URL).number
         found.append((save_of(attempt, _URL, number), attempt.run, attempt.rank, attempt.world_size, number))
 
     os.environ["SLURM_JOB_ID"], os.environ["SLURM_STEP_ID"] = "71", os.environ["RANK"]  # one step a host

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from dcp_s3 import errors
-from dcp_s3.coordination.claim import Claim
+from dcp_s3.coordination.claim import Claim, withdraw
 from dcp_s3.coordination.joint import JointSave, find_commit, lost_error
 from dcp_s3.coordination.participant import Participant
 from dcp_s3.coordination.told import make_facts
@@ -205,6 +205,17 @@ def test_a_rank_that_is_asked_may_take_long_while_it_shows_that_it_lives() -> No
     assert first == second
     assert _names(store) == {"shared", "own-0", "own-1"}
     assert asked == ranks[1].hashes(["own-1"]), "once"
+
+
+def test_what_a_rank_has_taken_back_is_not_committed_though_all_parts_are_there() -> None:
+    store = MemoryStore()
+    ranks = [Rank(store, number, ["a", "b"], ranks=2) for number in range(2)]
+    ranks[0].begin_and_write("a")
+    ranks[1].begin_and_write("b")
+    withdraw(store, ranks[0].joint.url, ranks[0].joint.claim)
+    with pytest.raises(errors.SaveProtocolError, match="another attempt of the run, or a later save"):
+        ranks[1].taking_part.wait(ranks[1].part, turn=0)
+    assert find_commit(store, ranks[1].joint) is None
 
 
 def test_a_slow_rank_that_shows_that_it_lives_is_waited_for() -> None:

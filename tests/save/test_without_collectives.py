@@ -77,7 +77,9 @@ def _in_turn(root: str) -> None:
                 [history] = [
                     each for key, each in without_collectives._histories.items() if len(key[1]) == len(members)
                 ]
-                assert history._count == number, "they do not forget each other"
+                last = history.before(number + 1)
+                assert last is not None, "they do not forget each other"
+                assert last.url.name == f"{len(members)}-{number}"
 
 
 @pytest.mark.servers("memory")

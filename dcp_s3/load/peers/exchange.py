@@ -194,7 +194,11 @@ class Exchange:
 
     def fail(self, error: BaseException) -> None:
         """Send no more, and tell the peers why. Only the first failure counts."""
-        self._fail(_Failure(error, self._rank, f"{type(error).__name__}: {error}"))
+        try:
+            text = f"{type(error).__name__}: {error}"
+        except Exception:  # noqa: BLE001 - its __str__ raises
+            text = type(error).__name__
+        self._fail(_Failure(error, self._rank, text))
 
     @property
     def error(self) -> BaseException | None:
@@ -211,7 +215,10 @@ class Exchange:
 
     def _take_interrupts(self) -> None:
         while (error := self._interrupts.get()) is not None:
-            self.fail(error)
+            try:
+                self.fail(error)
+            except Exception:  # the failure stands; nobody may take the exchange for ended
+                logger.exception("a load was not cancelled at once")
         self._ended.set()
 
     def _guard(self, function: Callable[[], None]) -> None:
@@ -227,8 +234,10 @@ class Exchange:
                 self._running -= 1
                 last = self._running == 0
             if last:
-                self._on_end()
-                self._interrupts.put(None)
+                try:
+                    self._on_end()
+                finally:
+                    self._interrupts.put(None)
 
     # --- gloo -------------------------------------------------------------------------------------------
 

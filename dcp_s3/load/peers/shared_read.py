@@ -53,7 +53,6 @@ class SharedRead:
         synchronize_accelerator(transfer.target for transfer in transfers)
 
     def _run(self, plan: LoadPlan, planner: LoadPlanner, stack: contextlib.ExitStack) -> list[ItemTransfer]:
-        exchange: Exchange | None = None
         try:
             assignment = plan.storage_data
             if not isinstance(assignment, Assignment) or assignment.item_count != len(plan.items):
@@ -65,10 +64,7 @@ class SharedRead:
             direct, *batches = self._executor.in_batches([transfers[n] for n in now if n not in shared])
             exchange, threads = self._make_exchange(owned, received, direct)
             stack.enter_context(counted_as_change(find_changing(transfers, planner)))
-            exchange.prepare()
         except BaseException:
-            if exchange is not None:
-                exchange.abandon()
             decline(self._group)
             raise
         failed, raised = run_through(lambda: self._begin(exchange))
@@ -95,15 +91,26 @@ class SharedRead:
             self._executor.run(LoadPlan(items), planner)
 
     def _begin(self, exchange: Exchange) -> list[int]:
-        """Start the exchange, unless some ranks could not prepare theirs; returns these. Collective."""
-        failed = None
+        """Start the exchange, unless some ranks could not prepare theirs; returns these. Collective.
+
+        Raises:
+            Exception: this one could not.
+        """
+        failed: list[int] | None = None
+        error: Exception | None = None
         try:
-            failed = [rank for rank, (ok,) in enumerate(self._group.agree(True)) if not ok]
+            exchange.prepare()
+        except Exception as raised:  # noqa: BLE001 - raised when the others know
+            error = raised
+        try:
+            failed = [rank for rank, (ok,) in enumerate(self._group.agree(error is None)) if not ok]
         finally:
             if failed == []:
                 exchange.start()
             else:
                 exchange.abandon()
+        if error is not None:
+            raise error
         return failed
 
     def _prepare(
