@@ -304,6 +304,18 @@ def test_processes_that_reserve_at_once_never_exceed_the_limit(store: SpillStore
     assert 10 * MIB <= store.size() <= limit
 
 
+def test_a_file_that_goes_while_others_are_counted_hides_none_of_them(
+    store: SpillStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limited, listdir = SpillStore(store.path, limit=2 * MIB), os.listdir
+    with limited.begin(make_journal(), "0") as writer:
+        os.close(writer.open_file("object-0", MIB))
+        monkeypatch.setattr(os, "listdir", lambda path: ["journal.1234.tmp", *listdir(path)])
+        assert limited.size() > MIB
+        with pytest.raises(SpillError, match="DCP_S3_SPILL_LIMIT"):
+            writer.open_file("object-1", MIB)
+
+
 def test_the_limit_is_free_again_when_a_save_has_gone(store: SpillStore) -> None:
     limited = SpillStore(store.path, limit=2 * MIB)
     with limited.begin(make_journal(), "0") as writer:
