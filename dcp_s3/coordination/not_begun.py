@@ -21,7 +21,7 @@ from dcp_s3.coordination.identity import (
     take_left,
 )
 from dcp_s3.coordination.joint import JointSave, sign_failed
-from dcp_s3.errors import DcpS3Error, ObjectNotFoundError, StorageError
+from dcp_s3.errors import CheckpointExistsError, DcpS3Error, ObjectNotFoundError, StorageError
 from dcp_s3.format.layout import notice_object
 from dcp_s3.format.notice import Notice
 from dcp_s3.s3.store import S3Store
@@ -63,11 +63,14 @@ def _claim(url: CheckpointURL, settings: Settings, save: CountedSave) -> Claim:
     return claim_of(save.attempt, str(url), save.number, find_step(url.name, settings))
 
 
+def _notice_key(url: CheckpointURL, save: CountedSave) -> str:
+    return url.key(notice_object(save_of(save.attempt, str(url), save.number)))
+
+
 def _is_given_up(url: CheckpointURL, settings: Settings, save: CountedSave) -> bool:
     store = S3Store(url.bucket, settings)
-    key = url.key(notice_object(save_of(save.attempt, str(url), save.number)))
     try:
-        if Notice.from_json(store.get(key).data).failed:
+        if Notice.from_json(store.get(_notice_key(url, save)).data).failed:
             return True
     except (ObjectNotFoundError, ValueError):
         pass
@@ -82,12 +85,13 @@ def leave(url: CheckpointURL, settings: Settings, save: CountedSave, error: Base
         url: URL of the checkpoint.
         settings: the writer's settings.
         save: the save.
-        error: why. An interrupt is not told: the others find out what becomes of this rank.
+        error: why. What all ranks find is not told, nor an interrupt: the others find out what becomes of this rank.
     """
     if save.begun:
         return
     leave_save(save, str(url))
-    if save.attempt.world_size > 1 and isinstance(error, Exception):
+    told = isinstance(error, Exception) and not isinstance(error, CheckpointExistsError)
+    if save.attempt.world_size > 1 and told:
         why = f"{type(error).__name__}: {error}"  # not the error, whose frames hold the state
         tell_later("that this one has failed", lambda: tell_failed(url, settings, save, why))
 
@@ -142,13 +146,12 @@ def tell_superseded(url: CheckpointURL, settings: Settings, save: CountedSave, *
     """
     reason = f"step {step} is not saved to {url}: rank {save.attempt.rank} saves step {by} instead"
     notice = Notice(save_of(save.attempt, str(url), save.number), 0, {}, reason, by)
-    S3Store(url.bucket, settings).put(url.key(notice_object(notice.save)), notice.to_json())
+    S3Store(url.bucket, settings).put(_notice_key(url, save), notice.to_json())
 
 
 def forget_superseded(url: CheckpointURL, settings: Settings, save: CountedSave) -> None:
     """Remove what `tell_superseded` wrote, when all ranks have come past that save."""
-    key = url.key(notice_object(save_of(save.attempt, str(url), save.number)))
-    delete_quietly(S3Store(url.bucket, settings), {key}, "of a save that was superseded")
+    delete_quietly(S3Store(url.bucket, settings), {_notice_key(url, save)}, "of a save that was superseded")
 
 
 def take_back(url: CheckpointURL, settings: Settings, save: CountedSave) -> None:

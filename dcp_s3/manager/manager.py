@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.planner import SavePlanner
 
 from dcp_s3 import errors
 from dcp_s3.coordination.identity import CountedSave
-from dcp_s3.coordination.not_begun import leave
 from dcp_s3.coordination.ownership import Replicas
 from dcp_s3.events import Listener
 from dcp_s3.failures import name_failed
@@ -41,7 +40,6 @@ from dcp_s3.save.writer import S3StorageWriter, Separate
 from dcp_s3.settings import SettingsLike
 from dcp_s3.stage.stager import S3Stager
 from dcp_s3.uncaught import install
-from dcp_s3.url import parse_url
 
 logger = logging.getLogger(__name__)
 
@@ -297,7 +295,7 @@ class CheckpointManager(RunReader):
         except BaseException as error:
             if counted is not None:
                 self._decisions.failed_here(step)
-                leave(parse_url(self.url(step)), self.settings, counted, error)
+                self._ranks.leave(counted, self.url(step), self.settings, error)
             raise
         if not self._ranks.collective:
             self._saving.raise_failure()  # of an earlier save: the other ranks, too, have begun this one

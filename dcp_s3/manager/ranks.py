@@ -49,6 +49,9 @@ class Ranks:
         """Count a save that begins on these ranks, if they are not `collective`: see `enter_save`."""
         return None
 
+    def leave(self, save: CountedSave | None, url: str, settings: Settings, error: BaseException) -> None:
+        """Note that this rank has failed in a save that was entered."""
+
     def committed(self, save: CountedSave | None) -> None:
         """Note that a save that was entered is committed."""
 

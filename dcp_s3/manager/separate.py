@@ -10,7 +10,7 @@ from typing import TypeVar
 from dcp_s3 import ranks
 from dcp_s3.coordination.board import open_board
 from dcp_s3.coordination.identity import CountedSave, current_attempt
-from dcp_s3.coordination.not_begun import enter_save, forget_superseded, take_back, tell_later, tell_superseded
+from dcp_s3.coordination.not_begun import enter_save, forget_superseded, leave, take_back, tell_later, tell_superseded
 from dcp_s3.errors import SaveProtocolError, SettingsError
 from dcp_s3.manager.agreement import Run, differing
 from dcp_s3.manager.notes import Notes, numbers
@@ -56,6 +56,11 @@ class SeparateRanks(Ranks):
             if all(known is not save for _, known in self._uncommitted):
                 self._uncommitted.append((where, save))
         return save
+
+    def leave(self, save: CountedSave | None, url: str, settings: Settings, error: BaseException) -> None:
+        """See `Ranks.leave`."""
+        if save is not None:
+            leave(parse_url(url), settings, save, error)
 
     def committed(self, save: CountedSave | None) -> None:
         """See `Ranks.committed`."""

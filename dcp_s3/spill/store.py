@@ -317,10 +317,10 @@ class SpillStore:
         """Bytes of the files of all saves."""
         total = 0
         for directory in self._directories():
-            with contextlib.suppress(FileNotFoundError):
-                for name in os.listdir(directory):
-                    with contextlib.suppress(FileNotFoundError):  # a journal that was just moved over the old one
-                        total += (directory / name).stat().st_size
+            with contextlib.suppress(OSError), os.scandir(directory) as entries:
+                for entry in entries:
+                    with contextlib.suppress(OSError):  # a journal, which was just moved over the old one
+                        total += entry.stat().st_size
         return total
 
     @contextlib.contextmanager

@@ -181,3 +181,18 @@ def test_an_earlier_failure_does_not_make_a_save_fail(memory_server: Any, root: 
         assert dcp_s3.latest(root).step == 50  # type: ignore[union-attr]
         assert not manager.should_save(50)
         manager.wait()
+
+
+def _save_over(root: str) -> str:
+    with CheckpointManager(root, coordination="s3") as manager:
+        return _save(manager, 1, 101.0)
+
+
+def test_where_a_checkpoint_is_nothing_is_left(memory_server: Any, root: str, bucket: str, s3: Any) -> None:
+    def keys() -> list[str]:
+        return [each["Key"] for each in s3.list_objects_v2(Bucket=bucket)["Contents"]]
+
+    assert run_ranks(2, _save_over, root) == ["saved", "saved"]
+    before = keys()
+    assert all("already exists" in told for told in run_ranks(2, _save_over, root))
+    assert keys() == before
