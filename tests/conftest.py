@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import multiprocessing
 import os
 import signal
 import sys
@@ -33,6 +34,7 @@ from hypothesis import settings
 
 import tests.preload
 from dcp_s3.s3 import retry
+from tests.interpreter import Interpreter
 from tests.servers import NAMES, S3Server, Servers, ServerUnavailable
 from tests.servers.external import BUCKET as EXTERNAL_BUCKET
 
@@ -61,6 +63,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if "DCP_S3_TEST_MINUTES" in os.environ:
         os.environ.setdefault(_END, str(time.time() + 60 * float(os.environ["DCP_S3_TEST_MINUTES"])))
         _end = float(os.environ[_END])
+    # Once it runs, by whoever is the first to need it, it is too late.
+    multiprocessing.set_forkserver_preload(tests.preload.MODULES)
     # Background shells start programs with Ctrl-C ignored, and so would be what they start.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -173,6 +177,14 @@ def server(request: pytest.FixtureRequest, _servers: Servers) -> S3Server:
 def memory_server(server: S3Server) -> S3Server:
     """The in-memory server; `.handle` is its MemoryS3: `objects(bucket)`, `counters`, ..."""
     return server
+
+
+@pytest.fixture(scope="session")
+def interpreter(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Interpreter]:
+    """For programs, which would each import torch for seconds otherwise."""
+    interpreter = Interpreter(tmp_path_factory.mktemp("script"))
+    yield interpreter
+    interpreter.close()
 
 
 @pytest.fixture(autouse=True)

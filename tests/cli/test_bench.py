@@ -24,6 +24,7 @@ from dcp_s3.s3.store import S3Store
 from dcp_s3.setting_values import MIN_PART_SIZE
 from dcp_s3.settings import Settings
 from tests.faulty import BUCKET, FaultyServer, serve
+from tests.interpreter import Interpreter, Program
 from tests.memory_s3 import Fault
 from tests.retention.test_prune_servers import versioned, versions
 
@@ -160,19 +161,12 @@ def test_a_save_that_fails_is_the_message_of_its_rank(faulty: FaultyServer) -> N
 # --- interrupted -------------------------------------------------------------------------------------------
 
 
-def start(*arguments: str) -> subprocess.Popen[str]:
-    """The command as a process that Ctrl-C reaches."""
-    return subprocess.Popen(
-        [*_COMMAND, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
+def start(interpreter: Interpreter, *arguments: str) -> Program:
+    return interpreter.popen([*_COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
 @contextlib.contextmanager
-def in_the_middle_of_a_save(server: FaultyServer, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def in_the_middle_of_a_save(interpreter: Interpreter, server: FaultyServer, *arguments: str) -> Iterator[Program]:
     """The command, of whose parts all but the first two get no answer while this lasts."""
     over, parts = threading.Event(), itertools.count(1)
 
@@ -183,7 +177,7 @@ def in_the_middle_of_a_save(server: FaultyServer, *arguments: str) -> Iterator[s
         return None
 
     server.rule = hold
-    process = start(*arguments)
+    process = start(interpreter, *arguments)
     try:
         wait_for(lambda: server.s3.counters.requests.get("UploadPart", 0) > 2, process)
         yield process
@@ -193,7 +187,7 @@ def in_the_middle_of_a_save(server: FaultyServer, *arguments: str) -> Iterator[s
         process.communicate()
 
 
-def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+def wait_for(condition: Callable[[], bool], process: Program) -> None:
     deadline = time.monotonic() + 90
     while not condition():
         assert process.poll() is None, "it ended by itself"
@@ -202,8 +196,10 @@ def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str]) -> N
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted_it_leaves_the_bucket_as_it_was(faulty: FaultyServer, number: signal.Signals) -> None:
-    with in_the_middle_of_a_save(faulty) as process:
+def test_interrupted_it_leaves_the_bucket_as_it_was(
+    faulty: FaultyServer, interpreter: Interpreter, number: signal.Signals
+) -> None:
+    with in_the_middle_of_a_save(interpreter, faulty) as process:
         process.send_signal(number)
         output, messages = process.communicate(timeout=90)
         assert process.returncode != 0
@@ -213,7 +209,9 @@ def test_interrupted_it_leaves_the_bucket_as_it_was(faulty: FaultyServer, number
     assert_as_before(faulty)
 
 
-def test_interrupted_while_it_removes_a_round_it_removes_the_rest(faulty: FaultyServer) -> None:
+def test_interrupted_while_it_removes_a_round_it_removes_the_rest(
+    faulty: FaultyServer, interpreter: Interpreter
+) -> None:
     interrupted = threading.Event()
 
     def interrupt(request: Any) -> Fault | None:
@@ -224,7 +222,7 @@ def test_interrupted_while_it_removes_a_round_it_removes_the_rest(faulty: Faulty
         return Fault.delay(0.5)
 
     faulty.rule = interrupt
-    process = start()
+    process = start(interpreter)
     try:
         output, messages = process.communicate(timeout=90)
     finally:
@@ -237,8 +235,8 @@ def test_interrupted_while_it_removes_a_round_it_removes_the_rest(faulty: Faulty
 
 
 @_ON_LINUX
-def test_a_rank_that_dies_ends_the_others(faulty: FaultyServer) -> None:
-    with in_the_middle_of_a_save(faulty, "--ranks", "2") as process:
+def test_a_rank_that_dies_ends_the_others(faulty: FaultyServer, interpreter: Interpreter) -> None:
+    with in_the_middle_of_a_save(interpreter, faulty, "--ranks", "2") as process:
         ranks = children_of(process)
         assert len(ranks) == 2
         os.kill(ranks[1], signal.SIGKILL)
@@ -250,8 +248,8 @@ def test_a_rank_that_dies_ends_the_others(faulty: FaultyServer) -> None:
 
 
 @_ON_LINUX
-def test_no_rank_survives_the_command(faulty: FaultyServer) -> None:
-    with in_the_middle_of_a_save(faulty, "--ranks", "2") as process:
+def test_no_rank_survives_the_command(faulty: FaultyServer, interpreter: Interpreter) -> None:
+    with in_the_middle_of_a_save(interpreter, faulty, "--ranks", "2") as process:
         ranks = children_of(process)
         assert len(ranks) == 2
         process.kill()
@@ -261,7 +259,7 @@ def test_no_rank_survives_the_command(faulty: FaultyServer) -> None:
             time.sleep(0.05)
 
 
-def children_of(process: subprocess.Popen[str]) -> list[int]:
+def children_of(process: Program) -> list[int]:
     tasks = Path(f"/proc/{process.pid}/task").glob("*/children")
     return [int(child) for task in tasks for child in task.read_text().split()]
 

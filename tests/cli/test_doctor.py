@@ -21,6 +21,7 @@ from dcp_s3.cli.main import app
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from tests.faulty import BUCKET, FaultyServer, serve
+from tests.interpreter import Interpreter
 from tests.memory_s3 import Fault
 from tests.servers.process import free_port
 
@@ -47,18 +48,6 @@ def run(*arguments: str, status: int = 0) -> Any:
         raise result.exception
     assert result.exit_code == status, result.output
     return result
-
-
-def start() -> subprocess.Popen[str]:
-    """The command as a process that Ctrl-C reaches."""
-    return subprocess.Popen(
-        _COMMAND,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=dict(os.environ),
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
 
 
 def test_a_line_for_each_check_a_summary_and_policies_to_paste(faulty: FaultyServer) -> None:
@@ -150,7 +139,7 @@ def test_on_a_terminal_there_are_ticks(faulty: FaultyServer) -> None:
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("operation", ["PutObject", "UploadPart", "CopyObject"])
 def test_interrupted_it_leaves_the_bucket_as_it_was(
-    faulty: FaultyServer, operation: str, number: signal.Signals
+    faulty: FaultyServer, interpreter: Interpreter, operation: str, number: signal.Signals
 ) -> None:
     sent: list[float] = []
 
@@ -162,7 +151,7 @@ def test_interrupted_it_leaves_the_bucket_as_it_was(
         return Fault.delay(0.5)  # it is carried out all the same
 
     faulty.rule = interrupt
-    process = start()
+    process = interpreter.popen(_COMMAND, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         output, messages = process.communicate(timeout=120)
     finally:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -21,6 +19,7 @@ from dcp_s3.cli.main import app
 from dcp_s3.spill.background import stop_draining
 from dcp_s3.spill.store import SpillStore
 from tests.faulty import BUCKET, FaultyServer, serve
+from tests.interpreter import Interpreter, Program
 from tests.spill.test_outage import allow_all, assert_complete, make_state, refuse_all
 
 URL = f"s3://{BUCKET}/run/step-1"
@@ -137,13 +136,13 @@ def test_a_directory_that_is_not_there_is_wrong_usage(tmp_path: Path) -> None:
     assert "there is no directory" in run(tmp_path / "nothing", status=2).output.replace("\n", " ")
 
 
-def test_watch_waits_for_s3_and_ends_with_sigterm(directory: Path, faulty: FaultyServer, tmp_path: Path) -> None:
+def test_watch_waits_for_s3_and_ends_with_sigterm(
+    directory: Path, faulty: FaultyServer, tmp_path: Path, interpreter: Interpreter
+) -> None:
     faulty.rule = refuse_all
     output = tmp_path / "output.json"
-    with (
-        output.open("w") as out,
-        subprocess.Popen([*_COMMAND, str(directory), "--watch", "--json"], stdout=out, env=dict(os.environ)) as process,
-    ):
+    with output.open("w") as out:
+        process = interpreter.popen([*_COMMAND, str(directory), "--watch", "--json"], stdout=out)
         try:
             wait_for(lambda: faulty.s3.counters.requests.get("HeadObject", 0) > 2, process)
             faulty.rule = allow_all
@@ -156,7 +155,7 @@ def test_watch_waits_for_s3_and_ends_with_sigterm(directory: Path, faulty: Fault
     assert_complete(URL, make_state(1))
 
 
-def wait_for(condition: Any, process: subprocess.Popen[bytes]) -> None:
+def wait_for(condition: Any, process: Program) -> None:
     deadline = time.monotonic() + 40
     while not condition():
         assert process.poll() is None, "it ended by itself"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +12,7 @@ from typer.testing import CliRunner
 
 from dcp_s3.cli.main import app
 from tests.faulty import FaultyServer, serve
+from tests.interpreter import Interpreter
 from tests.memory_s3 import MemoryS3
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -28,7 +27,7 @@ def _words(output: str) -> list[list[str]]:
     return [line for line in lines if "".join(line).strip("─")]
 
 
-def test_the_blocks_run_and_print_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_blocks_run_and_print_what_they_say(monkeypatch: pytest.MonkeyPatch, interpreter: Interpreter) -> None:
     assert {language for language, _ in _BLOCKS} == {"python", "sh", "text"}
     server = FaultyServer()
     server.s3 = MemoryS3()
@@ -36,10 +35,7 @@ def test_the_blocks_run_and_print_what_they_say(monkeypatch: pytest.MonkeyPatch)
     with serve(monkeypatch, server):
         program = [block for language, block in _BLOCKS if language == "python"]
         assert len(program) == 2
-        done = subprocess.run(
-            [sys.executable, "-c", "\n".join(program)],
-            env={**os.environ, "PYTHONPATH": str(_ROOT)}, capture_output=True, text=True, timeout=300, check=False,
-        )  # fmt: skip
+        done = interpreter.run([sys.executable, "-c", "\n".join(program)], capture_output=True, timeout=300)
         assert done.returncode == 0, done.stderr
         printed = ""
         for language, block in _BLOCKS:

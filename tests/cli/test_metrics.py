@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 from dcp_s3 import S3StorageWriter
 from dcp_s3.cli.main import app
+from tests.interpreter import Interpreter
 from tests.s3.waiting import until
 
 pytestmark = pytest.mark.servers("memory")
@@ -28,11 +29,11 @@ def scrape(url: str) -> dict[str, float]:
     return {sample.name: sample.value for family in families for sample in family.samples}
 
 
-def test_a_prune_that_repeats_serves_what_it_has_done(root: str) -> None:
+def test_a_prune_that_repeats_serves_what_it_has_done(root: str, interpreter: Interpreter) -> None:
     for step in (1, 2, 3):
         dcp.save({"w": torch.ones(10)}, storage_writer=S3StorageWriter(f"{root}/step-{step}"))
     command = [sys.executable, "-m", "dcp_s3.cli.main", "prune", root, "latest:1", "--yes", "--every", "1h"]
-    process = subprocess.Popen([*command, "--metrics-port", "0"], stderr=subprocess.PIPE, text=True)
+    process = interpreter.popen([*command, "--metrics-port", "0"], stderr=subprocess.PIPE)
     try:
         assert process.stderr is not None
         line = process.stderr.readline()

@@ -19,6 +19,7 @@ from dcp_s3.cli import exits
 from dcp_s3.cli.main import app
 from dcp_s3.s3 import notices
 from tests.faulty import BUCKET, FaultyServer, serve
+from tests.interpreter import Interpreter
 from tests.memory_s3 import Fault
 from tests.retention.making import save
 
@@ -132,12 +133,10 @@ def test_h_is_help_everywhere() -> None:
     assert "--endpoint-url" in run("ls", "-h").stdout
 
 
-def test_completion() -> None:
+def test_completion(interpreter: Interpreter) -> None:
     words = {"_DCP_S3_COMPLETE": "complete_bash", "COMP_WORDS": "dcp-s3 ver", "COMP_CWORD": "1"}
     program = "import sys; sys.argv = ['dcp-s3']; from dcp_s3.cli.main import app; app()"
-    done = subprocess.run(
-        [sys.executable, "-c", program], env={**os.environ, **words}, capture_output=True, text=True, check=False
-    )
+    done = interpreter.run([sys.executable, "-c", program], env={**os.environ, **words}, capture_output=True)
     assert done.stdout.split() == ["verify"]
     assert "--show-completion" in run("--help").stdout
 
@@ -197,17 +196,19 @@ def test_tables_are_columns_for_awk(root: str) -> None:
 
 
 @pytest.mark.parametrize("arguments", [["ls", ROOT], ["show", f"{ROOT}/step-0"], ["ls", ROOT, "--json"], ["config"]])
-def test_a_reader_that_leaves_is_no_traceback(arguments: list[str], faulty: FaultyServer) -> None:
+def test_a_reader_that_leaves_is_no_traceback(
+    arguments: list[str], faulty: FaultyServer, interpreter: Interpreter
+) -> None:
     for step in range(2):
         save(f"{ROOT}/step-{step}")
     reading, writing = os.pipe()
     os.close(reading)
-    done = subprocess.run([*_COMMAND, *arguments], stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    done = interpreter.run([*_COMMAND, *arguments], stdout=writing, stderr=subprocess.PIPE)
     os.close(writing)
     assert (done.stderr, done.returncode) == ("", exits.NOBODY_READS)
 
 
-def test_ctrl_c_ends_a_command_at_once(faulty: FaultyServer) -> None:
+def test_ctrl_c_ends_a_command_at_once(faulty: FaultyServer, interpreter: Interpreter) -> None:
     asked = threading.Event()
 
     def rule(request: Any) -> Fault:
@@ -215,12 +216,10 @@ def test_ctrl_c_ends_a_command_at_once(faulty: FaultyServer) -> None:
         return Fault.error(503, "SlowDown")
 
     faulty.rule = rule
-    process = subprocess.Popen(
+    process = interpreter.popen(
         [*_COMMAND, "show", f"{ROOT}/step-1"],
         stderr=subprocess.PIPE,
         env={**os.environ, "DCP_S3_RETRY_ATTEMPTS": "100"},
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     try:
         assert asked.wait(60)

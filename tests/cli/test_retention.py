@@ -20,6 +20,7 @@ import dcp_s3
 from dcp_s3.cli import app as shared
 from dcp_s3.cli.main import app
 from tests.faulty import BUCKET, FaultyServer, serve
+from tests.interpreter import Interpreter, Program
 from tests.memory_s3 import Fault, MemoryS3
 from tests.retention.making import delete, keys, put, save
 
@@ -205,13 +206,15 @@ def test_the_status_says_what_happened(run_of_four: str, faulty: FaultyServer) -
 # --- prune --every -------------------------------------------------------------------------------
 
 
-def _start(*arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen([*_COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+def _start(interpreter: Interpreter, *arguments: str) -> Program:
+    return interpreter.popen([*_COMMAND, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
-def test_every_goes_on_after_a_failure_and_ends_cleanly(run_of_four: str, faulty: FaultyServer) -> None:
+def test_every_goes_on_after_a_failure_and_ends_cleanly(
+    run_of_four: str, faulty: FaultyServer, interpreter: Interpreter
+) -> None:
     refused = faulty.once("ListObjectsV2", Fault.error(403, "AccessDenied"))
-    process = _start("prune", ROOT, "latest:2", "--every", "1s", "--yes", "--json")
+    process = _start(interpreter, "prune", ROOT, "latest:2", "--every", "1s", "--yes", "--json")
     try:
         assert process.stdout is not None
         first, second = (json.loads(process.stdout.readline()) for _ in range(2))
@@ -232,9 +235,9 @@ def test_every_goes_on_after_a_failure_and_ends_cleanly(run_of_four: str, faulty
 @pytest.mark.quick("2")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_every_ends_cleanly_in_the_middle_of_a_run(
-    run_of_four: str, faulty: FaultyServer, number: signal.Signals
+    run_of_four: str, faulty: FaultyServer, interpreter: Interpreter, number: signal.Signals
 ) -> None:
-    process: subprocess.Popen[str] | None = None
+    process: Program | None = None
     hit: list[str] = []
 
     def rule(request: Any) -> Fault | None:
@@ -245,7 +248,7 @@ def test_every_ends_cleanly_in_the_middle_of_a_run(
         return None
 
     faulty.rule = rule
-    process = _start("prune", ROOT, "latest:1", "--every", "10m", "--yes")
+    process = _start(interpreter, "prune", ROOT, "latest:1", "--every", "10m", "--yes")
     try:
         _, messages = process.communicate(timeout=60)
     finally:
@@ -263,9 +266,9 @@ def test_every_asks_nobody(run_of_four: str, someone: None) -> None:
     assert "--every asks nobody" in run("prune", ROOT, "latest:1", "--every", "1m", status=2).stderr
 
 
-def test_a_real_terminal_is_asked(run_of_four: str) -> None:
+def test_a_real_terminal_is_asked(run_of_four: str, interpreter: Interpreter) -> None:
     ours, theirs = pty.openpty()
-    process = subprocess.Popen([*_COMMAND, "rm", f"{ROOT}/step-1"], stdin=theirs, stdout=theirs, stderr=theirs)
+    process = interpreter.popen([*_COMMAND, "rm", f"{ROOT}/step-1"], stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
     shown = ""
     try:

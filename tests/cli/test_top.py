@@ -32,6 +32,7 @@ from dcp_s3.format.layout import deletion_object, lease_object
 from dcp_s3.reporting.watch import Watcher
 from dcp_s3.spill.background import stop_draining
 from tests.faulty import BUCKET, FaultyServer, serve
+from tests.interpreter import Interpreter
 from tests.memory_s3 import Fault
 from tests.retention.making import delete, put, save
 
@@ -237,13 +238,13 @@ def test_an_empty_root_has_a_status_of_its_own(faulty: FaultyServer) -> None:
     run("--interval", "0s", status=2)
 
 
-def test_on_a_terminal_it_looks_again_until_ctrl_c(faulty: FaultyServer) -> None:
+def test_on_a_terminal_it_looks_again_until_ctrl_c(faulty: FaultyServer, interpreter: Interpreter) -> None:
     save(f"{ROOT}/step-1")
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "dcp_s3.cli.main", "top", ROOT, "--interval", "0.5s"]
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
-    process = subprocess.Popen(
-        command, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, env=environment, close_fds=True
+    process = interpreter.popen(
+        command, stdin=theirs, stdout=theirs, stderr=subprocess.PIPE, env=environment, text=False
     )
     os.close(theirs)
     shown = bytearray()

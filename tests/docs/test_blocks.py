@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 from tests.docs.blocks import DATA, PAGES, ROOT, blocks
 from tests.faulty import BUCKET, FaultyServer, serve
+from tests.interpreter import Interpreter
 from tests.memory_s3 import MemoryS3
 
 _RUN = [page for page in PAGES if any(block.runs for block in blocks(page))]
@@ -42,7 +42,9 @@ def test_most_are_run() -> None:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("page", _RUN, ids=[str(page.relative_to(ROOT)) for page in _RUN])
-def test_a_page_runs_as_pasted(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_page_runs_as_pasted(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, interpreter: Interpreter
+) -> None:
     """The reader has a bucket called `bucket`, and AWS's own variables that lead to it; on the host is /nvme/spill."""
     assert BUCKET == "bucket"
     server = FaultyServer()
@@ -52,9 +54,9 @@ def test_a_page_runs_as_pasted(page: Path, tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.delenv("DCP_S3_ENDPOINT_URL")
         monkeypatch.setenv("PYTHONPATH", str(ROOT))
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
-        done = subprocess.run(
+        done = interpreter.run(
             [sys.executable, "-m", "tests.docs.blocks", str(page), str(tmp_path)],
-            cwd=ROOT, capture_output=True, text=True, timeout=500, check=False,
+            cwd=ROOT, capture_output=True, timeout=500,
         )  # fmt: skip
         output = done.stdout + done.stderr
         assert done.returncode == 0, output

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from tests.faulty import FaultyServer
+from tests.interpreter import Interpreter, Outcome
 from tests.memory_s3 import Fault
-from tests.mistakes.running import Interpreter, Outcome
 
 _MOST_LINES = {1: 15, 8: 30}
 
@@ -213,11 +213,11 @@ def _make(
 ) -> Outcome:  # fmt: skip
     if mistake.before:
         (tmp_path / "before").mkdir()
-        assert interpreter.run(tmp_path / "before", _START + mistake.before, ranks).codes == [0] * ranks
+        assert interpreter.run_script(tmp_path / "before", _START + mistake.before, ranks).codes == [0] * ranks
     faulty.rule = mistake.rule
     for name, value in mistake.environment.items():
         monkeypatch.setenv(name, str(tmp_path / "spill") if value == "SPILL" else value)
-    return interpreter.run(tmp_path, _START + mistake.script, ranks)
+    return interpreter.run_script(tmp_path, _START + mistake.script, ranks)
 
 
 @pytest.mark.parametrize("name", list(_MISTAKES))
@@ -247,7 +247,7 @@ def test_no_gloo_for_an_asynchronous_save_is_told_by_torch(
     interpreter: Interpreter, faulty: FaultyServer, tmp_path: Path
 ) -> None:
     """Before it calls anything of ours: its frames and its words are all there is."""
-    outcome = interpreter.run(tmp_path, _NO_GLOO)
+    outcome = interpreter.run_script(tmp_path, _NO_GLOO)
     assert outcome.codes == [1], outcome.text
     assert outcome.text.count("A CPU backend must be enabled for async save; try initializing process group with") == 1
     assert "cpu:gloo" in outcome.text
