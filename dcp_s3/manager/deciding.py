@@ -145,7 +145,7 @@ class SaveDecisions:
         if step == self._last_step:
             return step == self._again  # otherwise it is there
         if self._answer is None or self._answer[0] != step:
-            answer = any(policy(self._moment(step)) for policy in self._by_step)
+            answer = any(policy(self._moment(step, self.preempted)) for policy in self._by_step)
             if not answer:
                 answer = self._is_due(step) and self._look_at(step)
             elif self._watch is not None:
@@ -183,8 +183,8 @@ class SaveDecisions:
         self._answer = self._look = None
         self._gap = 0
 
-    def _moment(self, step: int) -> SaveMoment:
-        preempted = self.preempted and not self._saved_preempted
+    def _moment(self, step: int, preempted: bool) -> SaveMoment:
+        preempted = preempted and not self._saved_preempted
         return SaveMoment(step, self._last_step, self._now() - self._since, preempted, self._is_saving())
 
     def _is_due(self, step: int) -> bool:
@@ -229,9 +229,9 @@ class SaveDecisions:
         return answer, gap, seen
 
     def _decide(self, step: int, seen: bool) -> tuple[int, int]:
-        """On the rank that decides for all: whether to save, and in how many steps to look again if not."""
-        self.preempted = seen
-        moment = self._moment(step)
+        """On a rank that may decide for all: whether to save, and in how many steps to look again if not. The
+        answer of another one may stand."""
+        moment = self._moment(step, seen)
         if any(policy(moment) for policy in self._told):
             return _YES, 1
         pace: float | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -183,6 +184,27 @@ def test_a_rank_that_failed_alone_looks_when_the_others_do_and_may_try_again() -
     other.failed_here(1000)
     for step in range(1001, 2001):
         assert one.should_save(step) == other.should_save(step) == (step == 2000)
+
+
+def test_a_rank_whose_answer_came_second_goes_by_the_first_one() -> None:
+    """Both decide at once, and only one of them has got SIGTERM."""
+
+    class Raced(GroupBoard):
+        def offer(self, key: str, value: str) -> str:
+            if "look-0" in key:
+                super().offer(key, json.dumps([1, 0, 1, False]))
+            return super().offer(key, value)
+
+    board = Raced(dist.HashStore(), Attempt("run", (), "", None, 2, 0))
+    found = SaveDecisions(SaveOnPreemption(), SeparateRanks(1, 2), Notes(board, "run"), now=Clock())
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not found.should_save(1)
+        assert not found.preempted, "nothing is saved at that step"
+        assert found.should_save(2)
+        assert found.preempted
+    finally:
+        found.close()
 
 
 def test_preemption_saves_once_and_is_known_afterwards() -> None:

@@ -417,9 +417,12 @@ def test_whatever_happens_the_bytes_are_right_and_nothing_is_left(faulty: Faulty
         assert [target.crc for target in targets] == [crc64nvme(bytes(each)) for each in memory]
 
     faulty.rule = rule
-    with ThreadPoolExecutor(6) as pool:
-        list(pool.map(read, range(60)))
-    state = state_of(bucket)
+    for batch in range(10):  # a busy machine hedges less: until there was a race of each outcome
+        with ThreadPoolExecutor(6) as pool:
+            list(pool.map(read, range(60 * batch, 60 * (batch + 1))))
+        state = state_of(bucket)
+        if 0 < state.won < state.started:
+            break
     assert 0 < state.won < state.started
     assert hedges_of(bucket)._running == 0
     assert (bucket.gate.state.in_flight, bucket.gate.state.waiting) == (0, 0)
