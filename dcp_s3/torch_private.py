@@ -7,6 +7,7 @@ and fail when one moves.
 from __future__ import annotations
 
 import copy
+import importlib
 import sys
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -29,7 +30,6 @@ from torch.distributed.checkpoint._async_thread_executor import (
     _ThreadBasedAsyncCheckpointExecutor as ThreadBasedAsyncCheckpointExecutor,
 )
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import _wrap_exception as wrap_exception
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -47,6 +47,12 @@ from torch.distributed.tensor import Placement
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+try:  # since torch 2.15, which warns of the other name
+    _fsspec: Any = importlib.import_module("torch.distributed.checkpoint.fsspec_filesystem")
+except ImportError:
+    _fsspec = importlib.import_module("torch.distributed.checkpoint._fsspec_filesystem")
+
+FsspecReader, FsspecWriter = _fsspec.FsspecReader, _fsspec.FsspecWriter
 FileReader = torch._C.PyTorchFileReader  # reads the archives that torch.save writes
 
 __all__ = [
@@ -93,6 +99,7 @@ __all__ = [
     "offset_in_archive",
     "pin_memory",
     "rebuild_sharded_tensor",
+    "record_size",
     "unpin_memory",
     "wrap_exception",
 ]
@@ -333,6 +340,12 @@ def is_process_starting() -> bool:
                 return True
             each = each.f_back
     return False
+
+
+def record_size(reader: Any, name: str) -> int:
+    """Bytes of a record of an archive, as torch's reader finds it; before torch 2.13 by reading it."""
+    find = getattr(reader, "get_record_size", None)
+    return len(reader.get_record(name)) if find is None else int(find(name))
 
 
 def offset_in_archive(tensor: torch.Tensor) -> int | None:

@@ -6,7 +6,7 @@ import functools
 import importlib.util
 import re
 
-TORCH = "2.13"
+TORCH = "2.9"
 """The oldest torch that the tests have run on; pyproject.toml says the same."""
 
 

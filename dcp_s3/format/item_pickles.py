@@ -16,7 +16,7 @@ from typing import Any
 from dcp_s3.format.pickled_tensors import STORAGE_TYPES, TENSORS, UNUSUAL_TENSORS, PickledStorage, load_storage
 from dcp_s3.format.plain_values import find_plain
 from dcp_s3.format.unpickling import MalformedPickleError, Sealed, unpickle
-from dcp_s3.torch_private import FileReader
+from dcp_s3.torch_private import FileReader, record_size
 
 # Pickles before the bytes of the storages: magic number, protocol, system, value, keys of the storages.
 _OLD_FORMAT_PICKLES = 5
@@ -109,7 +109,7 @@ def unpickle_archive(stream: io.BytesIO, find_global: Callable[[str, str], Any])
             raise BadArchiveError("its archive has two directories")
         if _TORCHSCRIPT in names:
             raise BadArchiveError("it is a TorchScript archive, whose code torch.load would run")
-        sizes = {name: reader.get_record_size(name) for name in names}
+        sizes = {name: record_size(reader, name) for name in names}
         if sum(sizes.values()) > size:
             raise BadArchiveError("its entries overlap")
         pickled = io.BytesIO(reader.get_record("data.pkl"))

@@ -29,12 +29,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from dcp_s3._version import __version__
 from dcp_s3.collector import collector_paused
 from dcp_s3.errors import CorruptMetadataError, UnsafeMetadataError
 from dcp_s3.format.layout import is_inside
 from dcp_s3.format.metadata_mirrors import MIRRORS, find_global
 from dcp_s3.format.settled_values import Settler
-from dcp_s3.format.unpickling import MalformedPickleError, UnsafeGlobalError, unpickle
+from dcp_s3.format.unpickling import MalformedPickleError, UnknownToTorchError, UnsafeGlobalError, unpickle
 from dcp_s3.torch_private import StorageInfo
 
 # Limit of one item. S3's largest object is 50 TiB, but pickled or encoded items go through memory.
@@ -46,7 +47,7 @@ _CHECKED = {
     TensorStorageMetadata: frozenset({"properties", "size", "chunks"}),
     ChunkStorageMetadata: frozenset({"offsets", "sizes"}),
     MetadataIndex: frozenset({"fqn", "offset", "index"}),
-    TensorProperties: frozenset({"dtype", "layout", "requires_grad", "memory_format", "pin_memory"}),
+    TensorProperties: frozenset({"dtype", "layout", "requires_grad", "memory_format", "pin_memory", "strides"}),
     BytesStorageMetadata: frozenset(),
     StorageInfo: frozenset({
         "relative_path", "offset", "length", "transform_descriptors",
@@ -114,6 +115,13 @@ def load_metadata(data: bytes, *, url: str) -> Metadata:
     with collector_paused():
         try:
             return _Checks(url).check(unpickle(io.BytesIO(data), find_global))
+        except UnknownToTorchError as error:
+            raise UnsafeMetadataError(
+                f"the metadata of {url} has {error}, which torch {torch.__version__} and dcp_s3 {__version__} here do "
+                "not know. Nothing was loaded. Remedy: load it with the versions that wrote it, or later ones; if none "
+                "of yours can have written that, it was tampered with",
+                url=url,
+            ) from None
         except UnsafeGlobalError as error:
             raise UnsafeMetadataError(
                 f"the metadata of {url} names the global {error}, which DCP's metadata never needs: loading it could "

@@ -8,9 +8,10 @@ have been checked, `become_torch_s` turns each into an instance of torch's class
 from __future__ import annotations
 
 import functools
+import sys
 from dataclasses import MISSING, fields
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -31,7 +32,14 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from dcp_s3.format.plain_values import find_plain
-from dcp_s3.format.unpickling import Allowed, Deferred, MalformedPickleError, Sealed, UnsafeGlobalError
+from dcp_s3.format.unpickling import (
+    Allowed,
+    Deferred,
+    MalformedPickleError,
+    Sealed,
+    UnknownToTorchError,
+    UnsafeGlobalError,
+)
 from dcp_s3.torch_private import MEMORY_FORMAT_ENCODING, StorageInfo, StoragePrefix
 
 _DCP = "torch.distributed.checkpoint."
@@ -47,28 +55,51 @@ class Mirror(metaclass=Sealed):
         """Called by Python's unpickler for slots. It puts other attributes into ``__dict__``."""
         raise MalformedPickleError(f"the slots of a {type(self).__name__} are set")
 
+    def settled(self) -> None:
+        """Called when its attributes have become what they stand for."""
+
 
 class PropertiesMirror(Mirror):
     """The mirror of `TensorProperties`, whose state is a tuple."""
 
     def __setstate__(self, state: Any) -> None:
-        self.__dict__.update(_read_properties(state))
+        if type(state) is not tuple or len(state) < _FIELDS or type(state[3]) is not Deferred:
+            raise MalformedPickleError("the state of a TensorProperties is no tuple of properties")
+        if all(
+            type(value) is tuple and {int}.issuperset(map(type, value))
+            for value in state[_FIELDS:]
+            if value is not None
+        ):
+            self.__dict__.update(_read_properties(state))
+        else:
+            self.__dict__["state"] = state
+
+    def settled(self) -> None:
+        """See `Mirror`."""
+        if "state" in self.__dict__:
+            self.__dict__.update(_read_properties.__wrapped__(self.__dict__.pop("state")))
+
+
+_FIELDS = 5  # what all versions of torch write; 2.15 adds strides
+_KNOWN_FIELDS = len(cast(Any, TensorProperties()).__getstate__())
 
 
 @functools.lru_cache(maxsize=256)
 def _read_properties(state: Any) -> dict[str, Any]:
-    """The attributes that torch itself makes of a state. Nobody changes them."""
-    if type(state) is not tuple or len(state) != 5 or type(state[3]) is not Deferred:
-        raise MalformedPickleError("the state of a TensorProperties is none that torch writes")
-    dtype, layout, requires_grad, encoding, pin_memory = state
-    memory_format = encoding.make(*encoding.arguments)
+    """The attributes that torch itself makes of a state, of which it gets what it knows. Nobody changes them."""
+    dtype, layout, requires_grad, encoding, pin_memory, *added = state
+    memory_format = encoding.make(*encoding.arguments) if type(encoding) is Deferred else encoding
     right = isinstance(dtype, torch.dtype) and isinstance(layout, torch.layout)
     right = right and isinstance(memory_format, MEMORY_FORMAT_ENCODING)
     if not right or type(requires_grad) is not bool or type(pin_memory) is not bool:
         raise MalformedPickleError("the properties of a tensor are not dtype, layout, flags and memory format")
-    properties = TensorProperties.__new__(TensorProperties)
-    properties.__setstate__((dtype, layout, requires_grad, memory_format, pin_memory))  # type: ignore[no-untyped-call]
-    return vars(properties)
+    properties: Any = TensorProperties.__new__(TensorProperties)
+    known = (dtype, layout, requires_grad, memory_format, pin_memory, *added)[:_KNOWN_FIELDS]
+    try:
+        properties.__setstate__(known)
+    except Exception:  # noqa: BLE001 - whatever a later torch raises
+        raise UnknownToTorchError(f"a TensorProperties of {len(state)} values") from None
+    return dict(vars(properties))
 
 
 def _mirror(cls: type) -> type[Mirror]:
@@ -125,6 +156,8 @@ def _make_member(name: str) -> Allowed:
     def make(*arguments: Any) -> Deferred:
         if len(arguments) != 1 or type(arguments[0]) is not int:
             raise MalformedPickleError(f"{name} is made from other arguments than pickles have")
+        if arguments[0] not in _ENUMS[name]._value2member_map_:
+            raise UnknownToTorchError(f"{name}({arguments[0]})")
         return Deferred(_ENUMS[name], arguments)
 
     return Allowed(name, make)
@@ -135,6 +168,8 @@ def _get_member(*arguments: Any) -> Deferred:
     of = arguments[0].name if arguments and isinstance(arguments[0], Allowed) else ""
     if len(arguments) != 2 or of not in _ENUMS or type(arguments[1]) is not str:
         raise UnsafeGlobalError("builtins", "getattr")
+    if arguments[1] not in _ENUMS[of].__members__:
+        raise UnknownToTorchError(f"{of}.{arguments[1][:100]}")
     return Deferred(_ENUMS[of].__getitem__, arguments[1:])
 
 
@@ -166,4 +201,6 @@ def find_global(module: str, name: str) -> Any:
     # torch gives memory formats no module; pickle names the first one that has them.
     if module.partition(".")[0] == "torch" and "torch." + name.rpartition(".")[2] in _MEMORY_FORMATS:
         return _MEMORY_FORMATS["torch." + name.rpartition(".")[2]]
+    if module.partition(".")[0] == "torch" and not hasattr(sys.modules.get(module), name):
+        raise UnknownToTorchError(f"{module}.{name}")
     raise UnsafeGlobalError(module, name)

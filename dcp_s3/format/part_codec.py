@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Hashable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from dcp_s3.torch_private import StorageInfo
 
 _Key = TypeVar("_Key", bound=Hashable)
 
+_FIELDS = 5  # of a TensorProperties' state, in all versions of torch
 _FORMATS = (torch.contiguous_format, torch.channels_last, torch.preserve_format)  # the others cannot be pickled
 _VALUES: dict[str, dict[str, Any]] = {
     "dtype": {str(each): each for each in vars(torch).values() if isinstance(each, torch.dtype)},
@@ -146,13 +147,16 @@ def make_properties(text: Sequence[Any]) -> TensorProperties:
         ValueError: torch knows no such values.
     """
     try:
-        dtype, layout, requires_grad, memory_format, pin_memory = text
+        dtype, layout, requires_grad, memory_format, pin_memory, *added = text
         if type(requires_grad) is not bool or type(pin_memory) is not bool:
             raise ValueError("flags that are neither true nor false")
         found = _VALUES["dtype"][dtype], _VALUES["layout"][layout], _VALUES["memory format"][memory_format]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"part has properties of a tensor that this torch does not know: {error}") from None
-    return TensorProperties(found[0], found[1], requires_grad, found[2], pin_memory)
+    made: Any = TensorProperties(found[0], found[1], requires_grad, found[2], pin_memory)
+    if added:
+        made.__setstate__((*made.__getstate__()[:_FIELDS], *added))
+    return cast(TensorProperties, made)
 
 
 class _Table(dict[_Key, int]):
@@ -174,9 +178,12 @@ def _kind_and_hash(item: WrittenItem, held: dict[int, int]) -> tuple[WriteItemTy
 
 
 def _properties_text(properties: TensorProperties) -> tuple[Any, ...]:
+    added = list(cast(Any, properties).__getstate__()[_FIELDS:])  # torch 2.15: strides
+    while added and added[-1] is None:
+        added.pop()
     text = (
         str(properties.dtype), str(properties.layout), properties.requires_grad, str(properties.memory_format),
-        properties.pin_memory,
+        properties.pin_memory, *added,
     )  # fmt: skip
     make_properties(text)
     return text

@@ -56,7 +56,8 @@ class Columns:
     paths: Sequence[str | None] | None
     """By name: see `path_code`; None for a name without a path."""
     properties: Sequence[tuple[Any, ...]]
-    """dtype, layout, requires_grad, memory format, pin_memory; torch's values as text."""
+    """dtype, layout, requires_grad, memory format, pin_memory, and what later versions of torch add (2.15: strides);
+    torch's values as text."""
     shapes: Sequence[tuple[int, ...]]
     descriptors: Sequence[tuple[str, ...]]
     numbers: npt.NDArray[np.uint32]
@@ -171,7 +172,7 @@ def _checked(head: dict[str, Any], body: memoryview) -> Columns:
         objects=tuple(map(_entry, _list(head["objects"]))),
         names=_texts(head["names"]),
         paths=head["paths"],
-        properties=[tuple(_list(each)) for each in _list(head["properties"])],
+        properties=[_frozen(_list(each)) for each in _list(head["properties"])],
         shapes=list(map(_shape, _list(head["shapes"]))),
         descriptors=[tuple(_texts(each)) for each in _list(head["descriptors"])],
         ranges=np.frombuffer(body[: ends[0]], "<i8").reshape(5, count),
@@ -247,6 +248,12 @@ def _list(value: Any) -> list[Any]:
     if type(value) is not list:
         raise ValueError(f"a {type(value).__name__}, expected a list")
     return value
+
+
+def _frozen(value: Any) -> Any:
+    if type(value) is dict:
+        raise ValueError("an object where values belong")
+    return tuple(map(_frozen, value)) if type(value) is list else value
 
 
 def _dict(value: Any) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dcp_s3.format.unpickling import Allowed, Deferred, MalformedPickleError
+from dcp_s3.format.unpickling import Allowed, Deferred, MalformedPickleError, UnknownToTorchError
 
 # S3's keys have at most 1024 bytes, local paths 4096.
 _MAX_PATH = 4096
@@ -50,6 +50,8 @@ def _make_device(*arguments: Any) -> torch.device:
 
 def _make_layout(*arguments: Any) -> torch.layout:
     expect(len(arguments) == 1 and type(arguments[0]) is str, "torch.layout")
+    if arguments[0] not in _LAYOUTS:
+        raise UnknownToTorchError(arguments[0])
     return _LAYOUTS[arguments[0]]
 
 

@@ -14,7 +14,7 @@ import torch
 
 from dcp_s3.format.metadata_mirrors import MIRRORS, Mirror, become_torch_s
 from dcp_s3.format.plain_values import PlainDefaultDict
-from dcp_s3.format.unpickling import Deferred, MalformedPickleError
+from dcp_s3.format.unpickling import Deferred, MalformedPickleError, UnsafeGlobalError
 
 _MAX_DEPTH = 50  # a plan of a nested state is flat
 
@@ -40,7 +40,7 @@ class Settler:
         """
         try:
             return self._settle(value, 1)[0]
-        except MalformedPickleError:
+        except (MalformedPickleError, UnsafeGlobalError):
             raise
         except Exception as error:  # an enumeration has no such member, or a hash fails
             raise MalformedPickleError(f"{type(error).__name__}: {str(error)[:200]}") from error
@@ -51,6 +51,7 @@ class Settler:
         for name in attributes.keys() - known:
             _check_name(mirror, name)
             attributes[name] = self.settle(attributes[name])
+        mirror.settled()
 
     def _settle(self, value: Any, depth: int) -> tuple[Any, int]:
         kind = type(value)
@@ -98,6 +99,7 @@ class Settler:
             return value.make(*value.arguments), 0
         if isinstance(value, Mirror):
             height = self._settle_attributes(value, depth)
+            value.settled()
             become_torch_s(value)
             return value, height
         if kind in MIRRORS:  # settled before

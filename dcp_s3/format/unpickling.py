@@ -25,8 +25,15 @@ class UnsafeGlobalError(Exception):
     """A pickle names a global that is not allowed. ``args[0]`` is its name."""
 
     def __init__(self, module: str, name: str) -> None:
-        full_name = f"{module}.{name}"
+        full_name = f"{module}.{name}" if module else name
         super().__init__(full_name if len(full_name) <= 200 else full_name[:200] + "...")
+
+
+class UnknownToTorchError(UnsafeGlobalError):
+    """A pickle has something of torch that the installed torch does not have. ``args[0]`` says what."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(*what.rpartition(".")[::2])
 
 
 class Allowed:
@@ -76,7 +83,7 @@ def unpickle(
 
     Raises:
         MalformedPickleError: it cannot be read.
-        UnsafeGlobalError: raised by ``find_global``.
+        UnsafeGlobalError: raised by ``find_global``, or by what it returned.
     """
     # Without `peek`, Python reads a pickle without frames opcode by opcode, at a microsecond each.
     reader = io.BufferedReader(stream)

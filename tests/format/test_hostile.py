@@ -363,7 +363,6 @@ _META = name("torch.distributed.checkpoint.metadata", "StorageMeta")
         name("collections", "OrderedDict"),
         name("torch.distributed.checkpoint.metadata", "Metadata"),
         b"]" + name("torch.distributed.checkpoint.planner", "WriteItemType") + b"a",
-        call("torch.distributed.checkpoint.planner", "WriteItemType", b"K\x63"),
         _META + b")\x81" + plain({"__reduce_ex__": "x"}) + b"b",
         _META + b")\x81" + plain({1: "x"}) + b"b",
         _META + b")\x81" + plain((None, {"save_id": "x"})) + b"b",
