@@ -1,0 +1,118 @@
+"""What one version of torch wrote, another one reads, to the last bit: ours, and what torch's FileSystemWriter wrote.
+
+Archives in this folder hold what other versions wrote. With DCP_S3_TEST_WRITTEN, a folder, what this version writes is
+left there, and what others have left there is read: `.ci/torch` does that with each version.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorProperties
+
+from dcp_s3 import S3StorageReader, S3StorageWriter
+from dcp_s3.torch_version import release
+from tests.end_to_end.states import assert_same, blank
+from tests.ranks import run_ranks
+from tests.servers import S3Server
+from tests.versions import states
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+
+_HERE = Path(__file__).parent
+_SHARED = os.environ.get("DCP_S3_TEST_WRITTEN")
+_ARCHIVES = sorted([*_HERE.glob("*.zip"), *(Path(_SHARED).glob("*.zip") if _SHARED else ())])
+_STRIDES = hasattr(TensorProperties(), "strides")  # torch 2.15
+_METADATA = "user-metadata.json"
+
+
+def _save_ranks(url: str, folder: str, run: str) -> None:
+    dcp.save(states.ranks(), storage_writer=S3StorageWriter(f"{url}/ranks"))
+    os.environ["DCP_S3_RUN_ID"] = run
+    dcp.save(states.ranks(), storage_writer=S3StorageWriter(f"{url}/merged"), use_collectives=False)
+    dcp.save(states.ranks(), storage_writer=dcp.FileSystemWriter(f"{folder}/ranks"))
+
+
+def test_what_this_torch_writes_it_reads(memory_server: S3Server, s3: Any, bucket: str, root: str, tmp_path: Path) -> None:
+    dcp.save(states.one_rank(), storage_writer=S3StorageWriter(f"{root}/one"))
+    dcp.save(states.one_rank(), storage_writer=dcp.FileSystemWriter(tmp_path / "torch/one"))
+    run_ranks(2, _save_ranks, root, str(tmp_path / "torch"), "written")
+    archive = (Path(_SHARED) if _SHARED else tmp_path) / f"{torch.__version__.partition('+')[0]}.zip"
+    metadata = {}
+    with zipfile.ZipFile(archive, "w", zipfile.ZIP_DEFLATED) as file:
+        for found in s3.list_objects_v2(Bucket=bucket)["Contents"]:
+            stored = s3.get_object(Bucket=bucket, Key=found["Key"])
+            name = "ours/" + found["Key"].removeprefix("run/")
+            if "/board-" not in name:
+                metadata[name] = stored["Metadata"]
+                file.writestr(name, stored["Body"].read())
+        for path in sorted(tmp_path.joinpath("torch").rglob("*")):
+            if path.is_file():
+                file.write(path, str(path.relative_to(tmp_path)))
+        file.writestr(_METADATA, json.dumps(metadata))
+    _check(archive, s3, bucket, root, tmp_path)
+
+
+@pytest.mark.parametrize("archive", _ARCHIVES, ids=lambda path: path.stem)
+def test_what_another_torch_wrote_is_read(
+    memory_server: S3Server, s3: Any, bucket: str, root: str, tmp_path: Path, archive: Path
+) -> None:
+    _check(archive, s3, bucket, root, tmp_path)
+
+
+def _check(archive: Path, s3: Any, bucket: str, root: str, tmp_path: Path) -> None:
+    folder = tmp_path / f"read-{archive.stem}"
+    with zipfile.ZipFile(archive) as file:
+        file.extractall(folder)
+    metadata = json.loads((folder / _METADATA).read_text())
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if path.is_file() and name != _METADATA:
+            s3.put_object(Bucket=bucket, Key=f"run/{archive.stem}/{name}", Body=path.read_bytes(), Metadata=metadata.get(name, {}))  # fmt: skip
+    for writer in ("ours", "torch"):
+        url = f"{root}/{archive.stem}/{writer}"
+        # torch's own reader takes no more values in a state than it knows.
+        stock = _STRIDES or release(archive.stem) < release("2.15")
+        _check_one(dcp.FileSystemReader(folder / writer / "one") if stock else None, f"{url}/one")
+        for name in ("ranks", "merged")[: 2 if writer == "ours" else 1]:
+            for world_size in (1, 2, 3):
+                run_ranks(world_size, _load_ranks, f"{url}/{name}", str(folder / writer / name) if stock else None)
+
+
+def _check_one(stock: Any, url: str) -> None:
+    expected = states.one_rank()
+    for reader in (S3StorageReader(url), *([] if stock is None else [stock])):
+        found = blank(expected)
+        dcp.load(found, storage_reader=reader)
+        assert_same(found, expected)
+    assert_same(_strided(url), expected)
+
+
+def _strided(url: str) -> dict[str, Any]:
+    """What is loaded into memory of the strides that were saved."""
+    found = states.one_rank()
+    for name in ("transposed", "channels_last"):
+        found[name].zero_()
+    dcp.load(found, storage_reader=S3StorageReader(url))
+    return found
+
+
+def _load_ranks(url: str, folder: str | None) -> None:
+    for reader in (S3StorageReader(url), *([] if folder is None else [dcp.FileSystemReader(folder)])):
+        found = states.ranks(blank=True)
+        dcp.load(found, storage_reader=reader)
+        assert found["step"] == 7
+        for name in ("rows", "columns", "replicated"):
+            local, placement = found[name].to_local(), found[name].placements[0]
+            full = states.whole(name)
+            size = dist.get_world_size()
+            expected = full.chunk(size, placement.dim)[dist.get_rank()] if placement.is_shard() else full
+            assert torch.equal(local, expected), (name, type(reader))
