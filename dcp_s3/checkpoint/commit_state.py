@@ -9,9 +9,9 @@ from enum import Enum
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.listing import list_directory
+from dcp_s3.checkpoint.stored_metadata import check_metadata
 from dcp_s3.format.layout import SAVE_ID_KEY, manifest_object, metadata_object
 from dcp_s3.format.manifest import AttachmentEntry, Manifest
-from dcp_s3.format.metadata import load_metadata
 from dcp_s3.store import ObjectHead, Store
 from dcp_s3.url import CheckpointURL
 from dcp_s3.workers import Workers
@@ -146,7 +146,7 @@ def find_previous(store: Store, identity: SaveIdentity) -> Previous:
             stored = store.get(key)
             if rank is None:
                 etag = stored.etag
-            metadata = load_metadata(stored.data, url=str(url))
+            metadata = check_metadata(stored, url, rank)
         except errors.ObjectNotFoundError:
             continue
         except errors.CheckpointError as error:
@@ -213,7 +213,7 @@ def save_id_in(store: Store, identity: SaveIdentity, found: ObjectHead) -> str |
     save_id: str | None = found.metadata.get(SAVE_ID_KEY)
     if save_id is None:  # stores and proxies may lose user metadata
         try:
-            metadata = load_metadata(store.get(identity.metadata_key).data, url=str(identity.url))
+            metadata = check_metadata(store.get(identity.metadata_key), identity.url, identity.rank)
         except errors.CheckpointError:
             return None
         save_id = getattr(metadata.storage_meta, "save_id", None)

@@ -20,6 +20,7 @@ from dcp_s3.checkpoint.directory import Directory, Removal
 from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.checkpoint.lease import DELETION_BEGINS
 from dcp_s3.checkpoint.look import Inspected, find_manifest, inspect, save_id_of
+from dcp_s3.checkpoint.stored_metadata import check_metadata
 from dcp_s3.format.deletion_list import DeletionList
 from dcp_s3.format.layout import (
     CONTROL_PREFIX,
@@ -29,7 +30,6 @@ from dcp_s3.format.layout import (
     metadata_object,
     new_nonce,
 )
-from dcp_s3.format.metadata import load_metadata
 from dcp_s3.format.saved_entries import needed_objects
 from dcp_s3.limit import Deadline, Limit
 from dcp_s3.store import DeleteTarget, same_etag
@@ -210,7 +210,7 @@ class Remover:
                     copies |= set(manifest.attachments)
                     continue
                 stored = await self._deleter.store.get(url.key(metadata_object(rank)))
-                metadata = load_metadata(stored.data, url=str(url))
+                metadata = check_metadata(stored, url, rank)
             except errors.ObjectNotFoundError:
                 raise LeftAloneError("another prune deletes it") from None
             except errors.CheckpointError as error:

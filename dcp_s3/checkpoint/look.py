@@ -27,6 +27,7 @@ from dcp_s3.checkpoint.info import (
     with_step,
 )
 from dcp_s3.checkpoint.listing import list_directory_async
+from dcp_s3.checkpoint.stored_metadata import check_metadata
 from dcp_s3.coroutines import map_bounded
 from dcp_s3.format.added_metrics import AddedMetrics
 from dcp_s3.format.layout import (
@@ -40,7 +41,6 @@ from dcp_s3.format.layout import (
     metadata_object,
 )
 from dcp_s3.format.manifest import Manifest
-from dcp_s3.format.metadata import load_metadata
 from dcp_s3.format.saved_entries import needed_objects
 from dcp_s3.store import ObjectHead, same_etag
 from dcp_s3.url import CheckpointURL
@@ -174,7 +174,7 @@ async def find_manifest(
         [save_id] = manifests
     if save_id is None:
         try:
-            metadata = load_metadata((await store.get(url.key(metadata_object(rank)))).data, url=str(url))
+            metadata = check_metadata(await store.get(url.key(metadata_object(rank))), url, rank)
         except errors.CheckpointError as error:
             logger.warning("cannot tell which manifest of %s is valid: %s", url, error)
             return None
@@ -229,7 +229,7 @@ async def find_damage(store: AsyncS3Store, url: CheckpointURL) -> str | None:
     directory = await list_directory_async(store, url)
     for rank in directory.committing:
         try:
-            metadata = load_metadata((await store.get(url.key(metadata_object(rank)))).data, url=str(url))
+            metadata = check_metadata(await store.get(url.key(metadata_object(rank))), url, rank)
         except (errors.ObjectNotFoundError, errors.CheckpointError) as error:
             return str(error)
         if not isinstance(metadata.storage_data, dict):

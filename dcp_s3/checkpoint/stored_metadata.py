@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from torch.distributed.checkpoint.metadata import Metadata
+from typing import TYPE_CHECKING
 
 from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.layout import METADATA_CRC_KEY, metadata_object
-from dcp_s3.format.metadata import load_metadata
 from dcp_s3.store import Store, StoredObject
 from dcp_s3.url import CheckpointURL
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 
 def fetch_metadata(store: Store, url: CheckpointURL, rank: int | None = None) -> StoredObject:
@@ -37,24 +39,20 @@ def not_found_error(
 
 
 def find_crc_mismatch(stored: StoredObject) -> str | None:
-    """How an object differs from the CRC-64/NVME in its user metadata; None if it does not, or has none there."""
+    """How a manifest differs from the CRC-64/NVME in its user metadata; None if it does not, or has none there."""
     found, recorded = crc_hex(crc64nvme(stored.data)), stored.metadata.get(METADATA_CRC_KEY)
     if recorded is None or recorded == found:
         return None
     return f"its CRC-64/NVME is {found}, recorded was {recorded}"
 
 
-def check_metadata(stored: StoredObject, url: CheckpointURL) -> Metadata:
-    """The metadata in a fetched object.
+def check_metadata(stored: StoredObject, url: CheckpointURL, rank: int | None = None) -> Metadata:
+    """The metadata in a fetched object: ``.metadata``, or the one of ``rank``. See `load_metadata`.
 
     Raises:
         CorruptMetadataError, UnsafeMetadataError: it cannot, or must not, be unpickled.
     """
-    mismatch = find_crc_mismatch(stored)
-    if mismatch is not None:
-        raise errors.CorruptMetadataError(
-            f"the metadata of {url} is damaged: {mismatch}. Remedy: load an earlier checkpoint, or restore the object "
-            "from a backup",
-            url=str(url),
-        )
-    return load_metadata(stored.data, url=str(url))
+    from dcp_s3.format.metadata import load_metadata  # here, for the import of torch takes seconds
+
+    crc = stored.metadata.get(METADATA_CRC_KEY)
+    return load_metadata(stored.data, url=str(url), crc=crc, of_rank=rank is not None)

@@ -7,7 +7,6 @@ Others are compared one by one. Tensors that are cut alike are checked once.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right, insort
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
@@ -15,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp_s3.errors import ShardingError
+from dcp_s3.format.cover import Shape, box_text, find_overlap
 
 Ints: TypeAlias = npt.NDArray[np.integer[Any]]
-Shape: TypeAlias = tuple[int, ...]
 
 
 class ChunkChecks:
@@ -94,33 +93,6 @@ class ChunkChecks:
             if not (same | (end[:-1] <= start[1:])).all():
                 return False
         return True
-
-
-def find_overlap(boxes: Sequence[tuple[Shape, Shape]]) -> tuple[int, int] | None:
-    """Positions of two boxes (offsets, sizes) that overlap, by a sweep along the dimension with the most offsets."""
-    dims = len(boxes[0][0])
-    dim = max(range(dims), key=lambda each: len({offsets[each] for offsets, _ in boxes}))
-    active: list[tuple[int, int]] = []
-    for number in sorted(range(len(boxes)), key=lambda each: (boxes[each][0][dim], *boxes[each][0])):
-        offsets, sizes = boxes[number]
-        del active[: bisect_right(active, (offsets[dim], len(boxes)))]
-        for _, other in active:
-            if _overlap(boxes[number], boxes[other]):
-                return number, other
-        insort(active, (offsets[dim] + sizes[dim], number))
-    return None
-
-
-def _overlap(one: tuple[Shape, Shape], other: tuple[Shape, Shape]) -> bool:
-    return all(
-        start < other_start + other_size and other_start < start + size
-        for start, size, other_start, other_size in zip(*one, *other, strict=True)
-    )
-
-
-def box_text(offsets: Shape, sizes: Shape) -> str:
-    """A chunk, for messages."""
-    return f"the one of shape {tuple(sizes)} at {tuple(offsets)}"
 
 
 def some(ranks: Iterable[int]) -> str:

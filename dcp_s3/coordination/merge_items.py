@@ -11,8 +11,9 @@ import numpy as np
 import numpy.typing as npt
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorProperties
 
-from dcp_s3.coordination.chunk_checks import ChunkChecks, box_text
+from dcp_s3.coordination.chunk_checks import ChunkChecks
 from dcp_s3.errors import SaveProtocolError, ShardingError
+from dcp_s3.format.cover import box_text
 from dcp_s3.format.manifest import ObjectEntry
 from dcp_s3.format.metadata_columns import StoredItems, dump_items, group_starts, stable_order
 from dcp_s3.format.part_codec import make_properties

@@ -3,6 +3,8 @@
 More people can often write to a checkpoint's bucket than may run code on a cluster. Only what DCP's planners and
 storage layers put into metadata is unpickled, as mirrors of their classes. Every field that loading relies on is
 checked, and the rest is made plain data. Only then do mirrors become instances of torch's classes.
+
+A seal follows the pickle: the CRC-64/NVME of its bytes, where no unpickler looks. No copy of the object is without it.
 """
 
 from __future__ import annotations
@@ -30,12 +32,20 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_s3._version import __version__
+from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.collector import collector_paused
 from dcp_s3.errors import CorruptMetadataError, UnsafeMetadataError
+from dcp_s3.format.contradictions import find_contradiction
 from dcp_s3.format.layout import is_inside
 from dcp_s3.format.metadata_mirrors import MIRRORS, find_global
 from dcp_s3.format.settled_values import Settler
-from dcp_s3.format.unpickling import MalformedPickleError, UnknownToTorchError, UnsafeGlobalError, unpickle
+from dcp_s3.format.unpickling import (
+    MalformedPickleError,
+    UnknownToTorchError,
+    UnsafeGlobalError,
+    check_opcodes,
+    unpickle,
+)
 from dcp_s3.torch_private import StorageInfo
 
 # Limit of one item. S3's largest object is 50 TiB, but pickled or encoded items go through memory.
@@ -68,7 +78,7 @@ def dump_metadata(metadata: Metadata) -> bytes:
     pickler = pickle.Pickler(stream)
     pickler.dispatch_table = copyreg.dispatch_table | _reducers()
     pickler.dump(metadata)
-    return stream.getvalue()
+    return seal(stream.getvalue())
 
 
 def _reducers() -> dict[type, Callable[[Any], Any]]:
@@ -101,20 +111,72 @@ def _reducers() -> dict[type, Callable[[Any], Any]]:
     return {MetadataIndex: reduce_index, ChunkStorageMetadata: reduce_chunk, StorageInfo: reduce_info}
 
 
-def load_metadata(data: bytes, *, url: str) -> Metadata:
-    """Unpickle ``.metadata`` with the allow-list, and check it.
+_SEAL = b"\0dcp_s3\1"
+_SEAL_LENGTH = len(_SEAL) + 8
+
+
+def seal(pickled: bytes) -> bytes:
+    """``.metadata`` with this pickle: the pickle, a mark, and its CRC-64/NVME (big-endian)."""
+    return pickled + _SEAL + crc64nvme(pickled).to_bytes(8, "big")
+
+
+def find_damage(data: bytes, crc: str | None = None) -> str | None:
+    """How the bytes of ``.metadata`` differ from their checksum; None: they do not. Empty: they have none.
+
+    Args:
+        data: the object's bytes.
+        crc: their CRC-64/NVME in the object's user metadata, as `crc_hex` writes it, if it has one.
+    """
+    pickled, mark = memoryview(data)[:-_SEAL_LENGTH], data[-_SEAL_LENGTH:-8]
+    if mark == _SEAL:
+        found, recorded = crc_hex(crc64nvme(pickled)), data[-8:].hex()
+    elif crc is not None:
+        found, recorded = crc_hex(crc64nvme(data)), crc
+    else:
+        return ""
+    return None if found == recorded else f"its CRC-64/NVME is {found}, recorded was {recorded}"
+
+
+def load_metadata(data: bytes, *, url: str, crc: str | None = None, of_rank: bool = False) -> Metadata:
+    """Compare ``.metadata`` with its checksum, unpickle it with the allow-list, and check it.
+
+    Without a checksum (other writers', or written before the seal and copied without user metadata), the metadata must
+    also agree with itself, see `find_contradiction`, and `is_unproven`.
 
     Args:
         data: the object's bytes.
         url: URL of the checkpoint, for messages.
+        crc: CRC-64/NVME of the object in its user metadata, if it has one.
+        of_rank: whether it is a single rank's, which describes only a part of each tensor.
 
     Raises:
         UnsafeMetadataError: a global outside the list, or an object outside the checkpoint's prefix.
-        CorruptMetadataError: truncated, empty, not DCP metadata, or with impossible fields.
+        CorruptMetadataError: other bytes than were written, truncated, empty, not DCP metadata, or with impossible
+            fields.
     """
+    damage = find_damage(data, crc)
+    if damage:
+        raise CorruptMetadataError(
+            f"the metadata of {url} is damaged: {damage}. Remedy: load an earlier checkpoint, or restore the object "
+            "from a backup",
+            url=url,
+        )
     with collector_paused():
         try:
-            return _Checks(url).check(unpickle(io.BytesIO(data), find_global))
+            if damage is not None:
+                check_opcodes(data)
+            stream = io.BytesIO(data)
+            loaded = unpickle(stream, find_global)
+            try:
+                metadata = _Checks(url).check(loaded)
+            except (TypeError, KeyError) as error:  # names of attributes that have no hash, and the like
+                raise MalformedPickleError(f"{type(error).__name__}: {str(error)[:200]}") from error
+            if damage is not None:
+                if stream.tell() != len(data):
+                    raise MalformedPickleError("something follows its end")
+                contradiction = find_contradiction(metadata, filled=not of_rank)
+                if contradiction is not None:
+                    raise MalformedPickleError(f"it contradicts itself: {contradiction}")
         except UnknownToTorchError as error:
             raise UnsafeMetadataError(
                 f"the metadata of {url} has {error}, which torch {torch.__version__} and dcp_s3 {__version__} here do "
@@ -135,6 +197,24 @@ def load_metadata(data: bytes, *, url: str) -> Metadata:
                 "It is truncated or damaged: load an earlier checkpoint, or restore the object from a backup",
                 url=url,
             ) from None
+    vars(metadata).pop(_UNPROVEN, None)
+    if damage is not None:
+        mark_unproven(metadata)
+    return metadata
+
+
+_UNPROVEN = "unproven"  # an attribute that only a Metadata has which was loaded
+
+
+def mark_unproven(metadata: Metadata) -> Metadata:
+    """See `is_unproven`. Returns its argument."""
+    setattr(metadata, _UNPROVEN, True)
+    return metadata
+
+
+def is_unproven(metadata: Metadata) -> bool:
+    """Whether metadata was loaded without a checksum, so that items themselves must say what they are."""
+    return getattr(metadata, _UNPROVEN, False)
 
 
 class _Checks:

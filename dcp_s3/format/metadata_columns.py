@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from dcp_s3.format.metadata import seal
 from dcp_s3.format.part_columns import (
     BLOCK,
     CRC,
@@ -99,7 +100,7 @@ def dump_items(
     stream.write(get("storage_data") + b"}")
     _write_storage(stream, memo, items, order, starts)
     stream.write(_END + b".")
-    return stream.getvalue()
+    return seal(stream.getvalue())
 
 
 def stable_order(values: Ints) -> Ints:

@@ -121,6 +121,56 @@ class _RestrictedUnpickler(pickle.Unpickler):
         return self._load_persistent(found)
 
 
+def check_opcodes(data: bytes) -> None:
+    """Refuse a pickle that makes Python's unpickler ask for more memory than fits its size, as damaged ones do.
+
+    Reads it without running it: about 60 ns for each opcode.
+
+    Raises:
+        MalformedPickleError: a length reaches beyond the end, or a number for the memo is larger than the pickle;
+            picklers count from 0.
+    """
+    position, end = 0, len(data)
+    while position < end:
+        opcode = data[position]
+        position += 1
+        length = _ARGUMENTS[opcode]
+        if length >= 0:
+            if opcode == _LONG_BINPUT and int.from_bytes(data[position : position + 4], "little") > end:
+                raise MalformedPickleError("it numbers what it remembers beyond its size")
+            if opcode == _STOP:
+                return
+            position += length
+        elif length in (_LINE, _TWO_LINES):
+            start, position = position, data.find(b"\n", position) + 1 or end
+            if opcode == _PUT and len(data[start:position].strip()) > len(str(end)):
+                raise MalformedPickleError("it numbers what it remembers beyond its size")
+            if length == _TWO_LINES:
+                position = data.find(b"\n", position) + 1 or end
+        else:
+            count = int.from_bytes(data[position : position - length], "little")
+            position -= length
+            if position + count > end:
+                raise MalformedPickleError(f"a length of {count} bytes reaches beyond its end")
+            if opcode != _FRAME:
+                position += count
+
+
+_FRAME, _LONG_BINPUT, _PUT, _STOP = b"\x95rp."
+_LINE, _TWO_LINES = -100, -101
+# What follows an opcode: so many bytes; if negative, a length of so many bytes and then as many bytes as it says.
+_ARGUMENTS = [0] * 256
+for _opcode in pickletools.opcodes:
+    _argument = _opcode.arg
+    if _argument is not None and _argument.n >= 0:
+        _ARGUMENTS[ord(_opcode.code)] = _argument.n
+    elif _argument is not None and _argument.n == pickletools.UP_TO_NEWLINE:
+        _ARGUMENTS[ord(_opcode.code)] = _TWO_LINES if _opcode.code in "ci" else _LINE
+    elif _argument is not None:
+        _ARGUMENTS[ord(_opcode.code)] = -int(_argument.name[-1])  # its name ends with the bytes of its length
+_ARGUMENTS[_FRAME] = -8
+
+
 def _check_extensions(stream: io.BytesIO) -> None:
     """Refuse extension opcodes: the registry's cache bypasses `find_class`, and would keep what it finds."""
     if not vars(copyreg)["_inverted_registry"]:

@@ -7,6 +7,7 @@ of its kind was looked at. Its own head, which is fetched with the bytes, must s
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -88,6 +89,19 @@ class ArchiveHeads:
                 same.append((data[: head.length], head))
                 self._count += 1
         return head
+
+    def find_fault(self, kind: ItemKind, raw_offset: int, data: bytes) -> str | None:
+        """How the head that is ``data`` differs from that of a contiguous tensor of ``kind`` at ``raw_offset``."""
+        with contextlib.suppress(FramingError, RuntimeError, MemoryError):
+            if self._frames.get(kind.dtype, torch.Size(kind.shape)).header == data:
+                return None  # as this torch writes them, also of dtypes that `parse_head` does not know
+        try:
+            head = self.read(kind, data)
+        except HeadError as error:
+            return str(error)
+        if not head.is_row_major or head.raw_offset != raw_offset:
+            return f"its bytes begin at {head.raw_offset}, the metadata has {raw_offset}"
+        return None
 
     def find(self, kind: ItemKind, data: bytes | memoryview) -> ArchiveHead | None:
         """Like `read`, with None instead of an error."""

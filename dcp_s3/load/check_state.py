@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import copy
 import logging
+import math
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.tensor import DTensor
 
 from dcp_s3.errors import CorruptMetadataError
 from dcp_s3.load.names import count_by_prefix, find_mismatch
+from dcp_s3.load.planner import S3LoadPlanner
 from dcp_s3.torch_private import find_load_planner
 
 logger = logging.getLogger(__name__)
@@ -47,6 +52,37 @@ def check_state(metadata: Metadata, url: str | None, is_coordinator: bool) -> No
     if unexpected and is_coordinator:
         count, names = len(unexpected), count_by_prefix(unexpected)
         logger.info("%d names in %s are not in the state and are not loaded: %s", count, url, names)
+
+
+def check_filled(plan: LoadPlan, planner: LoadPlanner, metadata: Metadata, url: str) -> None:
+    """Check that a plan of torch's planner, or ours, fills the tensors of its state: torch itself leaves as it is what
+    no saved chunk covers.
+
+    Raises:
+        CorruptMetadataError
+    """
+    state = getattr(planner, "state_dict", None)
+    if not isinstance(planner, DefaultLoadPlanner) or not isinstance(state, dict):
+        return
+    if type(planner).create_local_plan not in (DefaultLoadPlanner.create_local_plan, S3LoadPlanner.create_local_plan):
+        return
+    planned: dict[str, int] = {}
+    for item in plan.items:
+        fqn = item.dest_index.fqn
+        planned[fqn] = planned.get(fqn, 0) + math.prod(item.lengths)
+    for fqn, entry in state.items():
+        if not isinstance(metadata.state_dict_metadata.get(fqn), TensorStorageMetadata):
+            continue
+        local = entry.to_local() if isinstance(entry, DTensor) else entry
+        if type(local) in _PLAIN and local.numel() != planned.get(fqn, 0):
+            raise CorruptMetadataError(
+                f"the metadata of {url} has chunks with {planned.get(fqn, 0)} of the {local.numel()} elements of "
+                f"{fqn!r} that are to be loaded here. It is damaged, or was merged wrongly: load an earlier checkpoint",
+                url=url,
+            )
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def _with_old_names(planner: DefaultLoadPlanner) -> dict[str, Any]:

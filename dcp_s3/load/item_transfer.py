@@ -6,12 +6,14 @@ They come as ranges of the object (from S3), or as sections of the item's box (f
 from __future__ import annotations
 
 import io
+import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch.distributed.checkpoint.planner import ReadItem
 
+from dcp_s3 import errors
 from dcp_s3.format.archive import ArchiveHead
 from dcp_s3.format.blocks import Range
 from dcp_s3.load.archive_heads import HeadProof
@@ -94,6 +96,23 @@ class ItemTransfer(Transfer):
         with self._lock:
             self.missing -= size
             return self.missing == 0 and size > 0
+
+
+def allocate(sizes: Sequence[int], dtype: torch.dtype, fqn: str, where: str) -> torch.Tensor:
+    """Memory for what metadata says that an item has.
+
+    Raises:
+        CorruptCheckpointError: there is not so much.
+    """
+    try:
+        return torch.empty(tuple(sizes), dtype=dtype)
+    except (RuntimeError, MemoryError) as error:
+        raise errors.CorruptCheckpointError(
+            f"{fqn!r} in {where} should have {math.prod(sizes) * dtype.itemsize} bytes according to the metadata: "
+            f"memory for that cannot be had ({str(error).partition('. ')[0][:200]}). If it cannot be that large, the metadata "
+            "is damaged: load an earlier checkpoint; else load it where there is more memory",
+            url=where,
+        ) from None
 
 
 def is_whole(item: ReadItem, sizes: torch.Size) -> bool:
@@ -262,6 +281,65 @@ class ArchivedTransfer(TensorTransfer):
         return None if self._proof.holds() else self._instead(self._proof.found())
 
 
+class ProvenTransfer(TensorTransfer):
+    """Loads a box of a chunk whose place and dtype are recorded by metadata that no checksum proves.
+
+    The head of the item is fetched too, and must say the same.
+
+    Args:
+        item: item of the load plan.
+        info: place where the item is stored.
+        raw_offset: offset of the chunk in the item, in bytes.
+        ranges: bytes of the chunk to fetch.
+        target: the tensor to load into, with the shape of the box.
+        kind: kind of the item.
+        find_fault: returns how a head differs from what the metadata says; None: it does not.
+        url: URL of the checkpoint, for messages.
+    """
+
+    __slots__ = ("_find_fault", "_head", "_url")
+
+    def __init__(
+        self,
+        item: ReadItem,
+        info: StorageInfo,
+        raw_offset: int,
+        ranges: Sequence[Range],
+        target: torch.Tensor,
+        sizes: torch.Size,
+        dtype: torch.dtype,
+        *,
+        find_fault: Callable[[bytes], str | None],
+        url: str,
+    ) -> None:
+        super().__init__(
+            item, info.relative_path, info.offset + raw_offset, [Range(-raw_offset, 0, None), *ranges], target, sizes,
+            dtype,
+        )  # fmt: skip
+        self._head = bytearray(raw_offset)
+        self._find_fault = find_fault
+        self._url = url
+
+    def put(self, offset: int, data: memoryview) -> None:
+        """See `Transfer`."""
+        if offset >= 0:
+            super().put(offset, data)
+        else:
+            start = len(self._head) + offset
+            self._head[start : start + data.nbytes] = data
+
+    def finish(self) -> ItemTransfer | None:
+        """See `Transfer`."""
+        fault = self._find_fault(bytes(self._head))
+        if fault is not None:
+            raise errors.CorruptMetadataError(
+                f"the metadata of {self._url} is damaged: where it places {self.item.storage_index.fqn!r}, {fault}. "
+                "Remedy: load an earlier checkpoint",
+                url=self._url,
+            )
+        return None
+
+
 def _with_head(ranges: Sequence[Range], head: ArchiveHead) -> list[Range]:
     """Add the head of an item: in one run with the beginning of the chunk, if that is needed."""
     start, stop = -head.raw_offset, head.length - head.raw_offset
@@ -308,7 +386,7 @@ class StreamTransfer(ItemTransfer):
         """See `Transfer`."""
         with self._lock:
             if self._buffer is None:
-                self._buffer = torch.empty(self.sizes[0], dtype=torch.uint8)
+                self._buffer = allocate(self.sizes, torch.uint8, self.item.storage_index.fqn, self.path)
             return view_bytes(self._buffer)[start:stop]
 
     def put(self, offset: int, data: memoryview) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 from collections.abc import Callable, Iterator
 from typing import IO, NamedTuple, cast
@@ -12,15 +13,23 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlanner, ReadItem
 
 from dcp_s3 import errors
-from dcp_s3.format.archive import ArchiveHead
+from dcp_s3.format.archive import MAX_HEAD, ArchiveHead
 from dcp_s3.format.blocks import Range
 from dcp_s3.format.item_pickles import check_storages
+from dcp_s3.format.metadata import is_unproven
 from dcp_s3.format.saved_entries import find_chunk
 from dcp_s3.format.storage_info import get_blocks, get_crc, get_raw_offset
 from dcp_s3.load.archive_heads import SMALL_ITEM, ArchiveHeads, HeadProbe, HeadProof, ItemKind, read_tensor
 from dcp_s3.load.boxes import Box
 from dcp_s3.load.dtypes import Conversion, keeps_values
-from dcp_s3.load.item_transfer import ArchivedTransfer, ItemTransfer, StreamTransfer, TensorTransfer, is_whole
+from dcp_s3.load.item_transfer import (
+    ArchivedTransfer,
+    ItemTransfer,
+    ProvenTransfer,
+    StreamTransfer,
+    TensorTransfer,
+    is_whole,
+)
 from dcp_s3.load.plan import ranges_of_box
 from dcp_s3.tensor_memory import is_direct, view_bytes
 from dcp_s3.torch_private import ReaderTransforms, StorageInfo, narrow_tensor_by_index
@@ -69,6 +78,7 @@ class TransferFactory:
         self._transforms = transforms
         self._allow_dtype_cast = allow_dtype_cast
         self._max_gap = max_gap
+        self._unproven = is_unproven(metadata)
         self.narrowed: dict[str, Conversion] = {}
         self.heads = ArchiveHeads()
         self.unknown: list[UnknownItem] = []
@@ -139,7 +149,18 @@ class TransferFactory:
             blocks = get_blocks(info, nbytes) if nbytes else None
             box = Box(item.storage_offsets, item.lengths)
             ranges = ranges_of_box(sizes, box, dtype.itemsize, blocks=blocks, max_gap=self._max_gap)
-        return TensorTransfer(item, info.relative_path, info.offset + raw_offset, ranges, target, sizes, dtype)
+        if not self._unproven:
+            return TensorTransfer(item, info.relative_path, info.offset + raw_offset, ranges, target, sizes, dtype)
+        if not 0 < raw_offset <= MAX_HEAD:
+            raise errors.CorruptMetadataError(
+                f"the metadata of {self._url} is damaged: {item.storage_index.fqn!r} has {raw_offset} bytes before its "
+                "own. Remedy: load an earlier checkpoint",
+                url=str(self._url),
+            )
+        find_fault = functools.partial(self.heads.find_fault, ItemKind(dtype, sizes, info.length), raw_offset)
+        return ProvenTransfer(
+            item, info, raw_offset, ranges, target, sizes, dtype, find_fault=find_fault, url=str(self._url)
+        )
 
     def _prepare_archived(
         self,

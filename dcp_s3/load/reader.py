@@ -27,7 +27,7 @@ from dcp_s3.format.layout import SAVE_ID_KEY, deletion_id, metadata_object, new_
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.limit import Deadline, Limit
 from dcp_s3.load.attachments import AttachmentReader
-from dcp_s3.load.check_state import check_state
+from dcp_s3.load.check_state import check_filled, check_state
 from dcp_s3.load.engine import Source
 from dcp_s3.load.host_metadata import fetch_metadata_for_host
 from dcp_s3.load.peers.agree import LoadGroup, join_load
@@ -224,7 +224,7 @@ class S3StorageReader(AttachmentReader, StorageReader):
         url = self._require_url()
         waiting = find_uncommitted(self._store(), self.settings, url, rank) if self.include_uncommitted else None
         if waiting is not None:
-            return load_metadata(waiting.metadata, url=str(url))
+            return load_metadata(waiting.metadata, url=str(url), of_rank=rank is not None)
         store, group = self._store(), self._group if rank is None else None
         lease = ReaderLease(store, url, self.settings.reader_lease)
         failure = None if group is None else group.raised
@@ -240,7 +240,7 @@ class S3StorageReader(AttachmentReader, StorageReader):
                 stored = self._fetch_alone(store, url, rank)
             else:
                 stored = group.fetch_once(lambda: fetch_metadata(store, url), str(url), failure)
-            metadata = check_metadata(stored, url)
+            metadata = check_metadata(stored, url, rank)
             save_ids = stored.metadata.get(SAVE_ID_KEY), getattr(metadata.storage_meta, "save_id", None), None
             deletions = {deletion_id(each, stored.etag) for each in save_ids} if rank is None else None
             lease.check_not_deleted(deletions, rank=rank)
@@ -340,6 +340,7 @@ class S3StorageReader(AttachmentReader, StorageReader):
         url, group = self._require_url(), self._group if isinstance(plan.storage_data, Assignment) else None
         with contextlib.ExitStack() as stack:
             try:
+                check_filled(plan, planner, self._metadata, str(url))
                 spill = open_store(self.settings)
                 local = stack.enter_context(contextlib.closing(LocalObjects(spill, str(url)))) if spill else None
                 if self._lease is not None:

@@ -106,7 +106,7 @@ def make_source(where: str, directory: Directory, read: Callable[[str], bytes]) 
             url=where,
         )
     commits = {name: read(name) for name in names}
-    metadata = {name: load_metadata(data, url=where) for name, data in commits.items()}
+    metadata = {name: load_metadata(data, url=where, of_rank=name != METADATA) for name, data in commits.items()}
     needed: dict[str, int] = {}
     for loaded in metadata.values():
         for path, size in needed_objects(loaded).items():

@@ -20,6 +20,7 @@ from dcp_s3 import errors
 from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
 from dcp_s3.limit import Deadline, Limit
 from dcp_s3.load.engine import Source
+from dcp_s3.load.item_transfer import allocate
 from dcp_s3.load.overlaps import find_overlaps
 from dcp_s3.load.read import LoadExecutor
 from dcp_s3.offline.indexing import Selection
@@ -116,7 +117,7 @@ class OpenCheckpoint:
             if selection is None or not isinstance(saved, TensorStorageMetadata):
                 objects.append(fqn)
             else:
-                tensor = torch.empty(selection.lengths, dtype=saved.properties.dtype)
+                tensor = allocate(selection.lengths, saved.properties.dtype, fqn, str(self.url))
                 targets.append(Target(fqn, selection.offsets, tensor))
         with self.reading(weights_only=weights_only) as reading:
             found = reading.fill(targets, objects) | {target.fqn: target.tensor for target in targets}

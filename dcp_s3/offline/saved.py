@@ -15,6 +15,7 @@ from dcp_s3.checkpoint.stored_metadata import check_metadata, not_found_error
 from dcp_s3.coroutines import gather, map_bounded, run
 from dcp_s3.format.layout import metadata_object
 from dcp_s3.format.manifest import AttachmentEntry, Manifest
+from dcp_s3.format.metadata import is_unproven, mark_unproven
 from dcp_s3.s3.async_store import open_async_store
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.store import StoredObject, same_etag
@@ -80,7 +81,7 @@ async def _fetch(url: CheckpointURL, settings: SettingsLike) -> SavedCheckpoint:
                 continue  # deleted or replaced meanwhile: the next look tells
             listed = [found.directory.commits[rank].etag for rank in ranks]
             if all(same_etag(each.etag, etag) for each, etag in zip(stored, listed, strict=True)):
-                of_ranks = tuple(check_metadata(each, url) for each in stored)
+                of_ranks = tuple(check_metadata(each, url, rank) for rank, each in zip(ranks, stored, strict=True))
                 manifests = found.manifests_of_ranks[: len(ranks)] if found.manifest is None else (found.manifest,)
                 return SavedCheckpoint(url, found.info, manifests, merge_metadata(of_ranks), of_ranks)
     raise errors.CheckpointError(
@@ -108,4 +109,5 @@ def merge_metadata(parts: Sequence[Metadata]) -> Metadata:
                     entries[fqn] = replace(before, chunks=before.chunks + added)
         for index, info in (part.storage_data or {}).items():
             storage.setdefault(index, info)
-    return Metadata(state_dict_metadata=entries, storage_data=storage)
+    merged = Metadata(state_dict_metadata=entries, storage_data=storage)
+    return mark_unproven(merged) if any(map(is_unproven, parts)) else merged

@@ -177,7 +177,7 @@ class _Check:
         problems: list[Problem] = []
         self._bytes_read += len(stored.data)
         try:
-            metadata = check_metadata(stored, self._url)
+            metadata = check_metadata(stored, self._url, rank)
         except (errors.CorruptMetadataError, errors.UnsafeMetadataError) as error:
             problems.append(Problem(path, None, str(error)))
         named = stored.metadata.get(SAVE_ID_KEY)
@@ -228,7 +228,7 @@ class _Check:
         items: list[StoredItem] = []
         self._problems += commit.problems
         if commit.metadata is not None:
-            items, problems = find_items(commit.metadata, commit.path)
+            items, problems = find_items(commit.metadata, commit.path, of_rank=commit.rank is not None)
             self._problems += problems
         if commit.manifest is not None:
             self._problems += check_manifest(

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dcp_s3 import errors
 from dcp_s3.checksum import crc_hex
 from dcp_s3.format.blocks import Range
+from dcp_s3.load.archive_heads import ArchiveHeads, ItemKind
 from dcp_s3.load.engine import Engine, Receiver, Source
 from dcp_s3.load.placement import Buffer, Reception
 from dcp_s3.load.plan import ReadRequest, Segment
@@ -166,6 +167,44 @@ class _DecodedItem(_Checked):
             yield Problem(self.path, self._item.fqn, self.damage)
 
 
+class _HeadOfItem(_Checked):
+    """The head of a raw item, which must be of the tensor that the metadata describes.
+
+    Args:
+        item: the item.
+        heads: known heads.
+
+    Attributes:
+        damage: how it differs, None if it does not.
+    """
+
+    __slots__ = ("_data", "_heads", "_item", "damage")
+
+    def __init__(self, item: StoredItem, heads: ArchiveHeads) -> None:
+        super().__init__(item.path, item.start, item.checked_start - item.start)
+        self._data = bytearray(self.length)
+        self._heads = heads
+        self._item = item
+        self.damage: str | None = None
+
+    def memory(self, start: int, stop: int) -> memoryview:
+        """See `Transfer`."""
+        return memoryview(self._data)[start:stop]
+
+    def mismatches(self) -> list[tuple[Range, int]]:
+        """See `Transfer`: compare it."""
+        item = self._item
+        if item.dtype is not None and item.shape is not None:
+            kind = ItemKind(item.dtype, item.shape, item.length)
+            self.damage = self._heads.find_fault(kind, len(self._data), bytes(self._data))
+        return [(self.ranges[0], 0)] if self.damage is not None else []
+
+    def problems(self) -> Iterator[Problem]:
+        """The problem of an item that is another tensor."""
+        if self.damage is not None:
+            yield Problem(self.path, self._item.fqn, f"is not what the metadata says: {self.damage}")
+
+
 class _Scan:
     """The memory of a range of a `_StreamedObject`: a block."""
 
@@ -198,6 +237,7 @@ class ByteCheck:
         self._settings = store.settings
         self._on_progress = on_progress
         self._changed: set[str] = set()
+        self._heads = ArchiveHeads()
         self._left: dict[str, int] = {}  # bytes of each object not read yet
         self.problems: list[Problem] = []
         self.bytes_read = 0
@@ -207,7 +247,8 @@ class ByteCheck:
     def total(objects: Sequence[StoredData]) -> int:
         """Number of bytes that `run` will read."""
         streamed = sum(data.size for data in objects if data.streamed)
-        return streamed + sum(item.length for data in objects for item in data.decoded)
+        heads = sum(item.checked_start - item.start for data in objects for item in data.headed)
+        return streamed + heads + sum(item.length for data in objects for item in data.decoded)
 
     def run(self, objects: Sequence[StoredData]) -> None:
         """Check all objects; what is wrong is then in ``problems``.
@@ -217,7 +258,7 @@ class ByteCheck:
         """
         ranges = sum(1 + data.size // self._settings.max_part_size for data in objects if data.streamed)
         groups = sum(len(group_items(data.decoded, GROUP)) for data in objects)
-        most = ranges + groups
+        most = ranges + groups + sum(len(data.headed) for data in objects)
         if not most:
             return
         self._left = {data.path: self.total([data]) for data in objects}
@@ -236,6 +277,10 @@ class ByteCheck:
                     start, stop = group[0].start, group[-1].stop
                     segments = tuple([Segment(item.start, item.stop, _DecodedItem(item)) for item in group])
                     yield ReadRequest(data.path, start, stop - start, segments)
+            for item in data.headed:
+                if data.path not in self._changed and item.checked_start > item.start:
+                    segment = Segment(item.start, item.checked_start, _HeadOfItem(item, self._heads))
+                    yield ReadRequest(data.path, item.start, item.checked_start - item.start, (segment,))
 
     def _of_ranges(self, scanned: _StreamedObject) -> Iterator[ReadRequest]:
         size, step = scanned.data.size, self._settings.max_part_size
@@ -248,7 +293,7 @@ class ByteCheck:
         """Draw the conclusions from one request."""
         path, looked_at = (
             request.path,
-            [found for found in finished if isinstance(found, _StreamedObject | _DecodedItem)],
+            [found for found in finished if isinstance(found, _StreamedObject | _DecodedItem | _HeadOfItem)],
         )
         if self._on_progress is not None:
             new = min(request.length, self._left[path])

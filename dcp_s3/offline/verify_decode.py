@@ -39,7 +39,7 @@ def find_damage(data: io.BytesIO, item: StoredItem) -> str | None:
         if data.getbuffer()[:4] == _ZIP or zipfile.is_zipfile(data):
             _check_zip(data, item)
         if item.shape is not None:
-            _check_tensor(data, item.shape)
+            _check_tensor(data, item.shape, item.dtype)
         else:
             _check_object(data)
     except (UnknownExtensionError, MemoryError):
@@ -80,11 +80,13 @@ def _check_zip(data: io.BytesIO, item: StoredItem) -> None:
                     pass
 
 
-def _check_tensor(data: io.BytesIO, shape: torch.Size) -> None:
+def _check_tensor(data: io.BytesIO, shape: torch.Size, dtype: torch.dtype | None) -> None:
     data.seek(0)
     tensor = torch.load(data, map_location="cpu", weights_only=True)
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"it is a {type(tensor).__name__}, not a tensor")
+    if dtype is not None and tensor.dtype != dtype:
+        raise ValueError(f"it is a {tensor.dtype}, recorded was {dtype}")
     if tensor.dim() != len(shape):
         raise ValueError(f"it has shape {tuple(tensor.size())}, recorded was {tuple(shape)}")
     found = narrow_tensor_by_index(tensor, [0] * len(shape), shape).size()

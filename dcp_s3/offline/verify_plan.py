@@ -14,8 +14,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from dcp_s3.format.contradictions import find_flaws
 from dcp_s3.format.layout import is_inside
 from dcp_s3.format.manifest import Manifest, ObjectEntry
+from dcp_s3.format.metadata import is_unproven
 from dcp_s3.format.saved_entries import find_chunk
 from dcp_s3.format.storage_info import get_crc, get_raw_offset
 from dcp_s3.offline.verify_report import Problem
@@ -48,6 +50,10 @@ class StoredItem:
     """First byte, in the object, that ``crc`` covers."""
     checked_length: int
     """Bytes that ``crc`` covers."""
+    dtype: torch.dtype | None = None
+    """Dtype of a tensor, None if the item is none."""
+    proven: bool = True
+    """Whether a checksum proves what the metadata says of the item."""
 
     @property
     def stop(self) -> int:
@@ -80,6 +86,12 @@ class StoredData:
         return self.crc is not None or any(item.checked_length for item in self.checked)
 
     @property
+    def headed(self) -> tuple[StoredItem, ...]:
+        """The raw items whose own heads must say what they are."""
+        raw = [item for item in self.items if item.raw and not item.proven]
+        return tuple(item for item in raw if item.crc is not None or self.crc is not None)
+
+    @property
     def decoded(self) -> tuple[StoredItem, ...]:
         """The items that no checksum covers."""
         return () if self.crc is not None else tuple(item for item in self.items if item.crc is None)
@@ -97,8 +109,16 @@ def group_items(items: Iterable[StoredItem], limit: int) -> list[list[StoredItem
     return groups
 
 
-def find_items(metadata: Metadata, metadata_path: str) -> tuple[list[StoredItem], list[Problem]]:
-    """Find the items that metadata places in objects, and where it contradicts itself."""
+def find_items(
+    metadata: Metadata, metadata_path: str, *, of_rank: bool = False
+) -> tuple[list[StoredItem], list[Problem]]:
+    """Find the items that metadata places in objects, and where it contradicts itself.
+
+    Args:
+        metadata: the loaded metadata.
+        metadata_path: its path, for problems.
+        of_rank: whether it is a single rank's, which describes only a part of each tensor.
+    """
     problems: list[Problem] = []
     if not isinstance(metadata.storage_data, dict):
         kind = type(metadata.storage_data).__name__
@@ -109,7 +129,7 @@ def find_items(metadata: Metadata, metadata_path: str) -> tuple[list[StoredItem]
             problems.append(Problem(metadata_path, None, f"names an item {index!r}, which is no DCP index"))
             continue
         saved = metadata.state_dict_metadata.get(index.fqn)
-        found = _make_item(index, info, saved)
+        found = _make_item(index, info, saved, proven=not is_unproven(metadata))
         if isinstance(found, StoredItem):
             items.append(found)
         else:
@@ -124,10 +144,12 @@ def find_items(metadata: Metadata, metadata_path: str) -> tuple[list[StoredItem]
                 problems.append(Problem(metadata_path, fqn, f"has a chunk at {where} that lies in no object"))
         elif isinstance(saved, BytesStorageMetadata) and MetadataIndex(fqn) not in metadata.storage_data:
             problems.append(Problem(metadata_path, fqn, "lies in no object"))
+    for fqn, flaw in find_flaws(metadata, filled=not of_rank):
+        problems.append(Problem(metadata_path, fqn, flaw))
     return items, problems
 
 
-def _make_item(index: MetadataIndex, info: StorageInfo, saved: object) -> StoredItem | str:
+def _make_item(index: MetadataIndex, info: StorageInfo, saved: object, *, proven: bool) -> StoredItem | str:
     """Make the item, or say what is wrong with its metadata."""
     raw_offset, shape, checked = get_raw_offset(info), None, (0, info.length)
     descriptors = getattr(info, "transform_descriptors", None) or ()
@@ -153,6 +175,8 @@ def _make_item(index: MetadataIndex, info: StorageInfo, saved: object) -> Stored
         shape=shape,
         raw=raw_offset is not None,
         transforms=tuple(map(str, descriptors)),
+        dtype=saved.properties.dtype if isinstance(saved, TensorStorageMetadata) else None,
+        proven=proven,
         crc=get_crc(info),
         checked_start=info.offset + checked[0],
         checked_length=checked[1],

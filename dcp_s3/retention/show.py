@@ -9,11 +9,10 @@ from dcp_s3.checkpoint.directory import Directory
 from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.checkpoint.listing import list_directory_async
 from dcp_s3.checkpoint.look import find_manifest, inspect_checkpoint
-from dcp_s3.checkpoint.stored_metadata import not_found_error
+from dcp_s3.checkpoint.stored_metadata import check_metadata, not_found_error
 from dcp_s3.coroutines import gather, run
 from dcp_s3.format.layout import metadata_object
 from dcp_s3.format.manifest import Manifest
-from dcp_s3.format.metadata import load_metadata
 from dcp_s3.format.saved_entries import SavedEntry, needed_objects, saved_entries
 from dcp_s3.s3.async_store import open_async_store
 from dcp_s3.settings import SettingsLike, resolve_settings
@@ -76,10 +75,8 @@ async def _describe(url: CheckpointURL, settings: SettingsLike) -> CheckpointDet
         ranks = directory.committing
         found = await gather(find_manifest(store, url, directory, rank) for rank in ranks)
         manifests = [manifest for manifest in found if manifest is not None]
-        metadata = [
-            load_metadata(stored.data, url=str(url))
-            for stored in await gather(store.get(url.key(metadata_object(rank))) for rank in ranks)
-        ]
+        commits = await gather(store.get(url.key(metadata_object(rank))) for rank in ranks)
+        metadata = [check_metadata(stored, url, rank) for rank, stored in zip(ranks, commits, strict=True)]
     needed: set[str] = set()
     for manifest in manifests:
         needed |= {entry.path for entry in manifest.attachments.values()}

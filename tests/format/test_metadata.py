@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.planner import (
 
 from dcp_s3.errors import CorruptMetadataError, UnsafeMetadataError
 from dcp_s3.format.blocks import Blocks
-from dcp_s3.format.metadata import dump_metadata, load_metadata
+from dcp_s3.format.metadata import dump_metadata, load_metadata, seal
 from dcp_s3.format.storage_info import make_storage_info
 
 URL = "s3://bucket/step-1"
@@ -152,7 +152,7 @@ def test_every_protocol(protocol: int) -> None:
     }
     if protocol >= 4:  # a memory format cannot be pickled before
         metadata.planner_data["format"] = torch.channels_last
-    found = load_metadata(pickle.dumps(metadata, protocol), url=URL)
+    found = load_metadata(seal(pickle.dumps(metadata, protocol)), url=URL)
     assert found == metadata
     assert pickle.loads(pickle.dumps(found)) == metadata
 
@@ -161,7 +161,7 @@ def test_members_of_enumerations_by_name() -> None:
     """The first releases of Python 3.11 pickle ``getattr(class, name)``."""
     metadata = _metadata()
     metadata.planner_data = _Evil(getattr, WriteItemType, "SHARD")
-    assert load_metadata(pickle.dumps(metadata), url=URL).planner_data is WriteItemType.SHARD
+    assert load_metadata(seal(pickle.dumps(metadata)), url=URL).planner_data is WriteItemType.SHARD
 
 
 class _Evil:
@@ -251,7 +251,7 @@ def test_tensors_of_every_number_of_dimensions_and_chunks(protocol: int) -> None
         properties = TensorProperties((torch.bfloat16, torch.float32)[number % 2], requires_grad=number % 3 == 0)
         entries[str(number)] = TensorStorageMetadata(properties, size, chunks)
     metadata = Metadata(entries, {fqn: ("layers", fqn) for fqn in entries}, items, version="1.0.0")
-    found = load_metadata(pickle.dumps(metadata, protocol), url=URL)
+    found = load_metadata(seal(pickle.dumps(metadata, protocol)), url=URL)
     assert repr(found) == repr(metadata)
     assert found == metadata
     assert list(map(vars, found.storage_data.values())) == [info.__getstate__() for info in items.values()]

@@ -41,7 +41,9 @@ def _save_ranks(url: str, folder: str, run: str) -> None:
     dcp.save(states.ranks(), storage_writer=dcp.FileSystemWriter(f"{folder}/ranks"))
 
 
-def test_what_this_torch_writes_it_reads(memory_server: S3Server, s3: Any, bucket: str, root: str, tmp_path: Path) -> None:
+def test_what_this_torch_writes_it_reads(
+    memory_server: S3Server, s3: Any, bucket: str, root: str, tmp_path: Path
+) -> None:
     dcp.save(states.one_rank(), storage_writer=S3StorageWriter(f"{root}/one"))
     dcp.save(states.one_rank(), storage_writer=dcp.FileSystemWriter(tmp_path / "torch/one"))
     run_ranks(2, _save_ranks, root, str(tmp_path / "torch"), "written")
@@ -76,7 +78,8 @@ def _check(archive: Path, s3: Any, bucket: str, root: str, tmp_path: Path) -> No
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
         if path.is_file() and name != _METADATA:
-            s3.put_object(Bucket=bucket, Key=f"run/{archive.stem}/{name}", Body=path.read_bytes(), Metadata=metadata.get(name, {}))  # fmt: skip
+            fields, key = metadata.get(name, {}), f"run/{archive.stem}/{name}"
+            s3.put_object(Bucket=bucket, Key=key, Body=path.read_bytes(), Metadata=fields)
     for writer in ("ours", "torch"):
         url = f"{root}/{archive.stem}/{writer}"
         # torch's own reader takes no more values in a state than it knows.

@@ -9,6 +9,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_s3.format.blocks import MIN_BLOCK, Blocks
+from dcp_s3.format.metadata import is_unproven
 from dcp_s3.format.saved_entries import find_chunk
 from dcp_s3.format.storage_info import get_blocks, get_crc, get_raw_offset
 from dcp_s3.load.boxes import Box
@@ -115,6 +116,8 @@ def find_stored(metadata: Metadata, index: MetadataIndex, kind: LoadItemType) ->
         crc = get_crc(info) if raw_offset is None else None  # else it covers only a part of the item
         blocks = None if crc is None else Blocks(info.length, b"", crc)
         return StoredChunk(info.relative_path, info.offset, info.length, blocks, (info.length,), 1, True)
+    if is_unproven(metadata):
+        return None  # each rank that needs it looks at its head
     if not isinstance(saved, TensorStorageMetadata) or (chunk := find_chunk(saved, index)) is None:
         return None
     itemsize = saved.properties.dtype.itemsize
