@@ -109,8 +109,8 @@ def allocate(sizes: Sequence[int], dtype: torch.dtype, fqn: str, where: str) -> 
     except (RuntimeError, MemoryError) as error:
         raise errors.CorruptCheckpointError(
             f"{fqn!r} in {where} should have {math.prod(sizes) * dtype.itemsize} bytes according to the metadata: "
-            f"memory for that cannot be had ({str(error).partition('. ')[0][:200]}). If it cannot be that large, the metadata "
-            "is damaged: load an earlier checkpoint; else load it where there is more memory",
+            f"memory for that cannot be had ({str(error).partition('. ')[0][:200]}). If it cannot be that large, the "
+            "metadata is damaged: load an earlier checkpoint; else load it where there is more memory",
             url=where,
         ) from None
 
