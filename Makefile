@@ -46,8 +46,10 @@ CYCLES ?= 500
 LOOPS  ?= 1000
 KILLS  ?= 100
 FAULTS ?= 100
+FLIPS  ?= 0
 soak: $(DEV) ## what takes long, in JOBS processes; SOAK_MINUTES=... begins nothing after that; ARGS=... is passed on
 	@DCP_S3_TEST_CYCLES=$(CYCLES) DCP_S3_TEST_LOOPS=$(LOOPS) DCP_S3_TEST_KILLS=$(KILLS) DCP_S3_TEST_FAULTS=$(FAULTS) \
+		DCP_S3_TEST_FLIPS=$(FLIPS) \
 		DCP_S3_TEST_MINUTES=$(SOAK_MINUTES) \
 		$(PY) -m pytest -n $(JOBS) --dist load --maxschedchunk 1 --timeout 5400 -m "soak or counted" $(ARGS)
 

@@ -20,6 +20,7 @@ from dcp_s3._version import __version__
 from dcp_s3.checkpoint.attachments import copy_after_commit, copy_before_commit, remove_copies
 from dcp_s3.checkpoint.commit_state import Previous, SaveIdentity, exists_error, is_committed, save_id_in
 from dcp_s3.checkpoint.completeness import find_loss
+from dcp_s3.checkpoint.readback import check_readable
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.layout import METADATA, METADATA_CRC_KEY, SAVE_ID_KEY
 from dcp_s3.format.manifest import Manifest, ObjectEntry, attachments_of
@@ -64,6 +65,9 @@ def make_commit(
 
     Metrics and ``extra`` are part of the manifest, so they exist exactly when the checkpoint does. Later ones lie in
     ``metrics.json``, which names the save that they belong to.
+
+    Raises:
+        SaveProtocolError: what was written cannot be read back, see `check_readable`.
     """
     manifest = Manifest(
         save_id=identity.save_id,
@@ -78,7 +82,9 @@ def make_commit(
         writer=versions(),
         started_at=started_at,
     )
-    return Commit(identity, manifest.to_json(), dump_metadata(metadata), tuple(objects))
+    data = dump_metadata(metadata)
+    check_readable(data, identity.url, of_rank=identity.rank is not None)
+    return Commit(identity, manifest.to_json(), data, tuple(objects))
 
 
 def publish(

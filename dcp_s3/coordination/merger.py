@@ -18,6 +18,7 @@ from dcp_s3.checkpoint.attachments import check_distinct
 from dcp_s3.checkpoint.commit import Commit, delete_quietly, publish, versions
 from dcp_s3.checkpoint.commit_state import Previous, SaveIdentity, exists_error, find_previous
 from dcp_s3.checkpoint.completeness import Beginning
+from dcp_s3.checkpoint.readback import check_readable
 from dcp_s3.coordination.claim import is_still_ours
 from dcp_s3.coordination.dead import Seen, judge
 from dcp_s3.coordination.joint import FAILED, UNSAID, Clock, JointSave, find_commit, lost_error, taken_over_error
@@ -247,6 +248,7 @@ class Merger:
             started_at=beginning.at,
             coordination=describe(joint, self._merging.digests, made_up),
         )
+        check_readable(merged.metadata, url)
         commit = Commit(identity, manifest.to_json(), merged.metadata, merged.objects)
         while (found := find_commit(self._store, joint)) is None:
             previous = find_previous(self._store, identity) if joint.overwrite else Previous()

@@ -27,7 +27,7 @@ from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
-_FLIPS = int(os.environ.get("DCP_S3_TEST_FLIPS", "60"))
+_FLIPS = int(os.environ.get("DCP_S3_TEST_FLIPS", "20"))
 _MEMORY = 300 * 2**20
 _SEALED = 16  # bytes of the seal
 
