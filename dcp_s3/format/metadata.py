@@ -4,7 +4,7 @@ More people can often write to a checkpoint's bucket than may run code on a clus
 storage layers put into metadata is unpickled, as mirrors of their classes. Every field that loading relies on is
 checked, and the rest is made plain data. Only then do mirrors become instances of torch's classes.
 
-A seal follows the pickle: the CRC-64/NVME of its bytes, where no unpickler looks. No copy of the object is without it.
+A seal follows the pickle, where no unpickler looks: who wrote it, and a CRC-64/NVME. No copy of the object is without.
 """
 
 from __future__ import annotations
@@ -116,8 +116,21 @@ _SEAL_LENGTH = len(_SEAL) + 8
 
 
 def seal(pickled: bytes) -> bytes:
-    """``.metadata`` with this pickle: the pickle, a mark, and its CRC-64/NVME (big-endian)."""
-    return pickled + _SEAL + crc64nvme(pickled).to_bytes(8, "big")
+    """``.metadata`` with this pickle.
+
+    After it: who wrote it (ASCII), the length of that (1 byte), a mark, and the CRC-64/NVME of all that (big-endian).
+    """
+    writer = f"torch {torch.__version__} and dcp_s3 {__version__}".encode("ascii", "replace")[:255]
+    body = b"".join((pickled, writer, bytes([len(writer)]), _SEAL))
+    return body + crc64nvme(body).to_bytes(8, "big")
+
+
+def find_writer(data: bytes) -> str | None:
+    """Who wrote ``.metadata``, for messages; None if it has no seal."""
+    if data[-_SEAL_LENGTH:-8] != _SEAL:
+        return None
+    stop = len(data) - _SEAL_LENGTH - 1
+    return data[stop - data[stop] : stop].decode("ascii", "replace")
 
 
 def find_damage(data: bytes, crc: str | None = None) -> str | None:
@@ -127,9 +140,8 @@ def find_damage(data: bytes, crc: str | None = None) -> str | None:
         data: the object's bytes.
         crc: their CRC-64/NVME in the object's user metadata, as `crc_hex` writes it, if it has one.
     """
-    pickled, mark = memoryview(data)[:-_SEAL_LENGTH], data[-_SEAL_LENGTH:-8]
-    if mark == _SEAL:
-        found, recorded = crc_hex(crc64nvme(pickled)), data[-8:].hex()
+    if data[-_SEAL_LENGTH:-8] == _SEAL:
+        found, recorded = crc_hex(crc64nvme(memoryview(data)[:-8])), data[-8:].hex()
     elif crc is not None:
         found, recorded = crc_hex(crc64nvme(data)), crc
     else:
@@ -178,10 +190,11 @@ def load_metadata(data: bytes, *, url: str, crc: str | None = None, of_rank: boo
                 if contradiction is not None:
                     raise MalformedPickleError(f"it contradicts itself: {contradiction}")
         except UnknownToTorchError as error:
+            writer = find_writer(data) or "an unknown version of torch"
             raise UnsafeMetadataError(
-                f"the metadata of {url} has {error}, which torch {torch.__version__} and dcp_s3 {__version__} here do "
-                "not know. Nothing was loaded. Remedy: load it with the versions that wrote it, or later ones; if none "
-                "of yours can have written that, it was tampered with",
+                f"the metadata of {url}, written by {writer}, has {error}, which torch {torch.__version__} and dcp_s3 "
+                f"{__version__} here do not know. Nothing was loaded. Remedy: load it with the versions that wrote it, "
+                "or later ones; if none of yours can have written that, it was tampered with",
                 url=url,
             ) from None
         except UnsafeGlobalError as error:

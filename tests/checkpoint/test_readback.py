@@ -60,7 +60,7 @@ def test_tensors_that_torch_makes_something_else_of(
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "load", shifted)
-        with pytest.raises(CheckpointException, match="makes another tensor of a torch.int16"):
+        with pytest.raises(CheckpointException, match="makes another tensor"):
             _save(url, {"a": torch.zeros(3, dtype=torch.int16), "step": 2})
     _assert_old_is_there(s3, url, before)
 

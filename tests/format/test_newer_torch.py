@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItemType
 
 from dcp_s3.errors import CorruptMetadataError, UnsafeMetadataError
-from dcp_s3.format.metadata import dump_metadata, load_metadata
+from dcp_s3.format.metadata import dump_metadata, load_metadata, seal
 from tests.hostile import call, decode_metadata, metadata_with, name
 
 _PROPERTIES = TensorProperties(torch.bfloat16, requires_grad=True)
@@ -101,6 +101,15 @@ def test_what_this_torch_does_not_have_is_named(opcodes: bytes, named: str) -> N
         decode_metadata(metadata_with(opcodes))
     assert f"torch {torch.__version__}" in str(caught.value)
     assert "damaged" not in str(caught.value)
+
+
+def test_the_torch_that_wrote_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "__version__", "2.99.1")
+        data = seal(metadata_with(name("torch", "float1")))
+    with pytest.raises(UnsafeMetadataError, match=r"written by torch 2\.99\.1 and dcp_s3 ") as caught:
+        load_metadata(data, url="s3://bucket/step-1")
+    assert f"which torch {torch.__version__}" in str(caught.value)
 
 
 @pytest.mark.parametrize(("module", "attribute"), [("torch", "load"), ("torch.nn.modules.linear", "Linear")])
