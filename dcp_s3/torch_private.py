@@ -6,6 +6,7 @@ and fail when one moves.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
 import sys
@@ -46,6 +47,8 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import Placement
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from dcp_s3.torch_version import release
 
 try:  # since torch 2.15, which warns of the other name
     _fsspec: Any = importlib.import_module("torch.distributed.checkpoint.fsspec_filesystem")
@@ -348,8 +351,13 @@ def record_size(reader: Any, name: str) -> int:
     return len(reader.get_record(name)) if find is None else int(find(name))
 
 
+def without_data() -> contextlib.AbstractContextManager[object]:
+    """In it, ``torch.load(map_location="meta")`` makes tensors for `offset_in_archive`; torch 2.11 does so anywhere."""
+    return contextlib.nullcontext() if release(torch.__version__) >= (2, 11) else FakeTensorMode()
+
+
 def offset_in_archive(tensor: torch.Tensor) -> int | None:
-    """Byte at which the storage of a tensor begins in the archive from which torch.load made it on the meta device.
+    """Byte at which the storage of a tensor begins in the archive from which torch.load made it `without_data`.
 
     None if torch does not say, as for a tensor that was made otherwise.
     """

@@ -20,7 +20,7 @@ from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.store import Store
 from dcp_s3.stores.directory import DirectoryStore
-from dcp_s3.torch_private import flatten_state_dict, offset_in_archive
+from dcp_s3.torch_private import flatten_state_dict, offset_in_archive, without_data
 from dcp_s3.url import is_s3_url, parse_url
 
 _TORCH = (".bin", ".pt", ".pth", ".ckpt")
@@ -202,7 +202,8 @@ def _parse_torch(file: WeightFile) -> FoundWeights:
                 f"{file.name} cannot be imported: it is in torch's format before 1.6, or no torch file. Remedy: load "
                 "it with torch.load and save it again with torch.save"
             )
-        value = torch.load(stream, map_location="meta", weights_only=True)
+        with without_data():
+            value = torch.load(stream, map_location="meta", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise ImportSourceError(
