@@ -20,7 +20,7 @@ DEMO_OR_DEV := $(if $(wildcard $(DEV)),$(DEV),$(DEMO))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-integrations test-pythons soak lint fmt pages docs package bench clean
+.PHONY: help install demo test test-integrations test-pythons test-torch soak lint fmt pages docs package bench clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,6 +40,10 @@ test-integrations: $(FRAMEWORKS) ## the adapters, with the real frameworks in an
 PYTHON_MINUTES ?= 3
 test-pythons: $(DEV) ## a fast part of the tests with the other Pythons of 3.10 to 3.13 that are here; says what is not run
 	@PYTHON_MINUTES=$(PYTHON_MINUTES) .ci/pythons
+
+TORCH ?= 2.15.0
+test-torch: $(DEV) ## what depends on torch, with other versions of it (7 GB each, removed afterwards): TORCH='2.15.0 2.9.0'
+	@IF_ROOM=$(IF_ROOM) JOBS=$(JOBS) .ci/torch $(TORCH)
 
 # What `test` leaves out, then the tests that break things, with these counts. What is not begun in time is named.
 CYCLES ?= 500
@@ -90,7 +94,7 @@ bench: $(DEV) ## save and load (also over a slow link, TLS, by several ranks), t
 	@$(PY) -m benchmarks.export --rounds 3
 
 clean: ## remove the environments, caches and build output
-	rm -rf $(VENV) $(INT) $(CACHE) build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(INT) $(CACHE) .venv-torch build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(DEV): pyproject.toml constraints.txt | $(PY)

@@ -9,6 +9,9 @@ import re
 TORCH = "2.9"
 """The oldest torch that the tests have run on; pyproject.toml says the same."""
 
+TESTED = ("2.9", "2.10", "2.11", "2.12", "2.13", "2.14", "2.15")
+"""All that they have run on; README says which tests."""
+
 
 @functools.cache
 def require_torch() -> None:

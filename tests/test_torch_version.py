@@ -14,7 +14,7 @@ import pytest
 
 import dcp_s3
 from dcp_s3 import torch_version
-from dcp_s3.torch_version import TORCH, release, require_torch
+from dcp_s3.torch_version import TESTED, TORCH, release, require_torch
 
 _ROOT = Path(__file__).resolve().parents[1]
 
@@ -76,4 +76,14 @@ def test_importing_dcp_s3_imports_neither_torch_nor_what_the_check_needs() -> No
 def test_pyproject_and_readme_say_the_same() -> None:
     (declared,) = re.findall(r'^    "torch>=([\d.]+)"', (_ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     assert declared == torch_version.TORCH
-    assert f"torch >= {TORCH}" in (_ROOT / "README.md").read_text()
+    readme = (_ROOT / "README.md").read_text()
+    assert f"torch >= {TORCH}" in readme
+    rows = re.findall(r"^\| ((?:2\.\d+(?:, )?)+) \|", readme, re.MULTILINE)
+    assert {version for row in rows for version in row.split(", ")} == set(TESTED)
+
+
+def test_ci_runs_the_lowest_and_the_newest_beside_the_pinned_one() -> None:
+    (run,) = re.findall(r"^make test-torch .*TORCH='([\d. ]+)'", (_ROOT / ".ci/run").read_text(), re.MULTILINE)
+    assert [".".join(version.split(".")[:2]) for version in run.split()] == [TESTED[-1], TESTED[0]]
+    (pinned,) = re.findall(r"^torch==(\d+\.\d+)", (_ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned in TESTED
