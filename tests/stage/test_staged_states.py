@@ -37,7 +37,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf:UserWarning")
+@pytest.mark.filterwarnings("ignore:B?Complex:UserWarning")
 @pytest.mark.parametrize("dtype", _PLAIN_DTYPES, ids=str)
 def test_every_dtype(dtype: torch.dtype) -> None:
     base = _raw(dtype)
