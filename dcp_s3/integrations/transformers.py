@@ -23,7 +23,7 @@ from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from dcp_s3.format.layout import step_of
 from dcp_s3.integrations.requirement import require
-from dcp_s3.integrations.training_parts import ModelPart, agree
+from dcp_s3.integrations.training_parts import agree
 from dcp_s3.manager.arguments import resolve_policy
 from dcp_s3.manager.manager import CheckpointManager
 from dcp_s3.retention.policy import AnyOf, KeepLatest, PolicyFunction, Reasons
@@ -37,7 +37,7 @@ from transformers import Trainer, TrainerState  # noqa: E402
 from transformers.trainer_callback import ExportableState  # noqa: E402
 from transformers.trainer_utils import HubStrategy  # noqa: E402
 
-from dcp_s3.integrations.accelerate import TrainingPart, check_supported, optimizer_part  # noqa: E402
+from dcp_s3.integrations.accelerate import TrainingPart, check_supported, model_part, optimizer_part  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
@@ -198,7 +198,7 @@ class S3Checkpoints(_AnyTrainer):
     def _everything(self) -> dict[str, Any]:
         model = self.model_wrapped
         return {
-            "model": ModelPart(model),
+            "model": model_part(model),
             "optimizer": optimizer_part(self.optimizer, [model]),
             "training": TrainingPart(self.accelerator, [self.lr_scheduler], [], []),
         }
@@ -245,7 +245,7 @@ class S3Checkpoints(_AnyTrainer):
             return
         self._manager.wait()
         # Not best_global_step: that one may not have been saved.
-        self._manager.restore({"model": ModelPart(self.model_wrapped)}, step_of(best))
+        self._manager.restore({"model": model_part(self.model_wrapped)}, step_of(best))
 
 
 class S3Trainer(S3Checkpoints, Trainer):
