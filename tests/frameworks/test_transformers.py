@@ -139,6 +139,15 @@ def assert_loaded(made: S3Trainer, step: int) -> None:
     assert (made.model.get_parameter(name) == read_tensor(url, f"model.{name}")).all()
 
 
+def test_an_older_checkpoint_in_the_output_directory_is_left_alone(alone: Path) -> None:
+    (alone / "output/checkpoint-500").mkdir(parents=True)
+    made = evaluated("accuracy", {2: 0.9, 4: 0.8, 6: 0.7})
+    made.train()
+    assert_loaded(made, 2)
+    assert files_in(alone) == ["output", "output/checkpoint-500"]
+    assert made.args.save_total_limit == 1
+
+
 @pytest.mark.parametrize("retention", [None, "latest:1"], ids=["of_the_trainer", "own"])
 @pytest.mark.parametrize(
     ("metric", "values"),
@@ -238,6 +247,26 @@ def test_a_checkpoint_of_the_trainer_itself_is_taken_over(alone: Path) -> None:
     made.train(resume_from_checkpoint="output/checkpoint-4")
     assert made.state.log_history[0]["step"] == 1
     assert [info.step for info in list_checkpoints(ROOT)] == [6]
+
+
+def test_a_checkpoint_is_chosen_by_its_url(alone: Path) -> None:
+    everything = KeepLatest(10)
+    first = trainer(Run(ROOT, steps=6), retention=everything)
+    first.train()
+    branch = trainer(Run(f"{ROOT}-branch", steps=6), retention=everything)
+    branch.train(resume_from_checkpoint=f"{ROOT}/step-00000004")
+    assert [entry["loss"] for entry in branch.state.log_history if "loss" in entry] == [
+        entry["loss"] for entry in first.state.log_history if "loss" in entry
+    ]
+    assert [info.step for info in list_checkpoints(f"{ROOT}-branch")] == [6]
+    again = trainer(Run(ROOT, steps=8), retention=everything)
+    again.train(resume_from_checkpoint=f"{ROOT}/step-00000006/")
+    assert [info.step for info in list_checkpoints(ROOT)] == [2, 4, 6, 8]
+
+
+def test_a_url_without_a_step_is_refused(alone: Path) -> None:
+    with pytest.raises(CheckpointError, match=rf"'{ROOT}' names no step. Remedy: .*{ROOT}/step-00001000; or True"):
+        trainer(Run(ROOT)).train(resume_from_checkpoint=ROOT)
 
 
 def test_a_hyperparameter_search_is_refused(alone: Path) -> None:
