@@ -10,6 +10,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from dcp_s3.errors import CorruptMetadataError
+from dcp_s3.load.aliases import without_tied
 from dcp_s3.load.names import count_by_prefix, find_mismatch
 from dcp_s3.torch_private import find_load_planner
 
@@ -19,7 +20,8 @@ logger = logging.getLogger(__name__)
 def check_state(metadata: Metadata, url: str | None, is_coordinator: bool) -> None:
     """Check the metadata, and the state of the calling `dcp.load` if its planner is torch's. Others check it.
 
-    The coordinator logs in one line which saved names are not loaded.
+    A missing name is left out of the planner's state if it has the memory of one that is saved. The coordinator logs in
+    one line which saved names are not loaded.
 
     Raises:
         MissingKeysError, ShapeMismatchError
@@ -35,6 +37,7 @@ def check_state(metadata: Metadata, url: str | None, is_coordinator: bool) -> No
     state = getattr(planner, "state_dict", None)
     if not isinstance(planner, DefaultLoadPlanner) or planner.metadata is not metadata or not isinstance(state, dict):
         return
+    planner.state_dict = state = without_tied(state, metadata.state_dict_metadata)
     if type(planner).create_local_plan is DefaultLoadPlanner.create_local_plan:
         strict = not planner.allow_partial_load
         found = find_mismatch(state, metadata, str(url or ""), strict=strict)
