@@ -11,6 +11,7 @@ comes it has decided where in the data it begins.
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import json
 import logging
@@ -35,7 +36,7 @@ from dcp_s3.url import CheckpointURL, URLLike, is_s3_url, parse_url
 require("transformers", "transformers", "5.23", "6")
 require("transformers", "accelerate", "1.15", "2")
 
-from transformers import Trainer, TrainerState  # noqa: E402
+from transformers import PreTrainedModel, Trainer, TrainerState  # noqa: E402
 from transformers.trainer_callback import ExportableState  # noqa: E402
 from transformers.trainer_utils import HubStrategy  # noqa: E402
 
@@ -64,8 +65,9 @@ class S3Checkpoints(_AnyTrainer):
     """Puts the checkpoints of a Trainer on S3: ``class MyTrainer(S3Checkpoints, SFTTrainer): pass``.
 
     They are saved when the Trainer saves (``save_strategy``, ``save_steps``), in the background, each of them whole or
-    not at all: model, optimizer, scheduler, gradient scaler, random number generators and the TrainerState. The
-    evaluation's metrics of that step are stored with it, for retention and ``dcp-s3 ls``.
+    not at all: model, optimizer, scheduler, gradient scaler, random number generators and the TrainerState; and beside
+    them the files of the model's configuration and tokenizer. The evaluation's metrics of that step are stored with it,
+    for retention and ``dcp-s3 ls``.
 
     ``train(resume_from_checkpoint=True)`` goes on from the latest, on any number of ranks, and begins anew if there is
     none yet; a number is a step under the root, an S3 URL a checkpoint under any root. A path is one of the Trainer's
@@ -97,6 +99,7 @@ class S3Checkpoints(_AnyTrainer):
         self._manager: Any = None
         self._source: Any = None
         self._resumed: _Resumed | None = None
+        self._files: dict[str, bytes] | None = None
         self._best = _KeepBestModel()
 
     def train(self, resume_from_checkpoint: str | int | bool | None = None, **kwargs: Any) -> Any:
@@ -150,7 +153,7 @@ class S3Checkpoints(_AnyTrainer):
                 return super().train(resume_from_checkpoint=found, **kwargs)
             finally:
                 self.args.save_total_limit = limit
-                self._manager = self._source = self._resumed = None
+                self._manager = self._source = self._resumed = self._files = None
 
     def _split(self, url: str) -> tuple[int, str]:
         """The step of a checkpoint's URL, and the root that it is under."""
@@ -241,7 +244,36 @@ class S3Checkpoints(_AnyTrainer):
             each for each in [*self.callback_handler.callbacks, self.control] if isinstance(each, ExportableState)
         ]
         trainer = dataclasses.asdict(dataclasses.replace(state, stateful_callbacks=callbacks))
-        self._manager.save(step, {**self._everything(), "trainer": json.dumps(trainer)}, metrics=_metrics(state))
+        if self._files is None:
+            agree(self._collect_files, f"step {step} is not saved")
+        self._manager.save(
+            step,
+            {**self._everything(), "trainer": json.dumps(trainer)},
+            metrics=_metrics(state),
+            attachments=self._files,
+        )
+
+    def _collect_files(self) -> None:
+        """Read what belongs to the model besides its weights, on the first rank: its configuration and tokenizer, as
+        the Trainer writes them into its checkpoints."""
+        self._files = {}
+        if ranks.rank() > 0:
+            return
+        model = self.accelerator.unwrap_model(self.model)
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        with tempfile.TemporaryDirectory() as folder:
+            if adapters := getattr(model, "peft_config", None):
+                for name, config in adapters.items():
+                    saved = copy.copy(config)
+                    saved.inference_mode = True
+                    saved.save_pretrained(folder if name == "default" else str(Path(folder, name)))
+            elif isinstance(model, PreTrainedModel):
+                model.save_pretrained(folder, state_dict={})
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+            for path in Path(folder).rglob("*"):
+                if path.is_file() and path.suffix not in (".safetensors", ".bin"):
+                    self._files[path.relative_to(folder).as_posix()] = path.read_bytes()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self._resumed is None:

@@ -13,17 +13,15 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from datasets import Dataset
 from peft import AdaLoraConfig, LoraConfig, PeftModel, PrefixTuningConfig, VeraConfig, get_peft_model
 from safetensors import safe_open
-from tokenizers import Tokenizer
-from tokenizers.models import WordLevel
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 from trl import SFTConfig, SFTTrainer
 
-from dcp_s3 import inspect, list_checkpoints, read_tensors
+from dcp_s3 import export, inspect, list_checkpoints, read_tensors
 from dcp_s3.integrations.accelerate import load_state, model_part, save_state
 from dcp_s3.integrations.transformers import S3Checkpoints
 from tests.faulty import BUCKET, FaultyServer
-from tests.frameworks.transformers_runs import Run, train, trainer
+from tests.frameworks.transformers_runs import Run, tiny_tokenizer, train, trainer
 from tests.preload import MODULES
 from tests.ranks import run_ranks
 
@@ -55,6 +53,16 @@ def test_it_saves_what_the_trainer_saves(tmp_path: Path) -> None:
     made.save_model("stock")
     with safe_open("stock/adapter_model.safetensors", "pt") as file:
         assert saved_names(info.url) == set(file.keys())
+
+
+def test_what_is_exported_is_an_adapter() -> None:
+    made = trainer(Run(ROOT, steps=2, adapter=True))
+    made.train()
+    export(f"{ROOT}/step-00000002", "exported", include="model.*", rename={"^model[.]": "", "[.]default[.]": "."})
+    base = trainer(Run(ROOT, adapter=True)).model.unload()
+    found = PeftModel.from_pretrained(base, "exported").state_dict()
+    expected = made.model.state_dict()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 @pytest.mark.parametrize("sharded", [False, True], ids=["ddp", "fsdp2"])
@@ -133,11 +141,6 @@ def test_trl(tmp_path: Path) -> None:
     class S3SFTTrainer(S3Checkpoints, SFTTrainer):
         pass
 
-    words = {"[EOS]": 0, **{f"w{number}": number for number in range(1, 37)}}
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(WordLevel(words, "[EOS]")), eos_token="[EOS]", pad_token="[EOS]"
-    )
-
     def sft(steps: int) -> S3SFTTrainer:
         arguments = SFTConfig(
             output_dir="output", use_cpu=True, bf16=False, max_steps=steps, save_steps=2, report_to="none",
@@ -145,7 +148,7 @@ def test_trl(tmp_path: Path) -> None:
             gradient_checkpointing=False,
         )  # fmt: skip
         return S3SFTTrainer(
-            model=tiny(), args=arguments, processing_class=tokenizer, checkpoint_root=ROOT,
+            model=tiny(), args=arguments, processing_class=tiny_tokenizer(), checkpoint_root=ROOT,
             peft_config=LoraConfig(target_modules=["q_proj"], lora_dropout=0.1),
             train_dataset=Dataset.from_dict({"text": [f"w{number} w{number + 1} w3" for number in range(1, 12)]}),
         )  # fmt: skip

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from transformers import Trainer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 
-from dcp_s3 import KeepLatest, list_checkpoints, read_tensor, remove
+from dcp_s3 import KeepLatest, export, list_checkpoints, read_tensor, remove
 from dcp_s3.checkpoint.info import CheckpointInfo
+from dcp_s3.demo.digest import state_digest
 from dcp_s3.errors import CheckpointError, CheckpointNotFoundError
 from dcp_s3.integrations.transformers import PRIVATE, S3Trainer, _KeepBestModel
 from tests.faulty import BUCKET, FaultyServer
@@ -22,6 +23,7 @@ from tests.frameworks.transformers_runs import (
     evaluate_to,
     refused,
     run_example,
+    tiny_tokenizer,
     train,
     train_for_ever,
     trainer,
@@ -217,6 +219,21 @@ def test_a_step_may_be_chosen_and_nothing_there_is_a_new_training(alone: Path) -
 def test_no_limit_keeps_everything(alone: Path) -> None:
     trainer(Run(ROOT, steps=6, arguments=(("save_total_limit", 0),))).train()  # as the Trainer understands it
     assert [info.step for info in list_checkpoints(ROOT)] == [2, 4, 6]
+
+
+def test_what_is_exported_is_a_model_with_its_tokenizer(alone: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    made = trainer(Run(ROOT, steps=2), processing_class=tokenizer)
+    made.train()
+    made.save_model("stock")
+    [url] = [info.url for info in list_checkpoints(ROOT)]
+    export(url, "exported", include="model.*", rename={"^model[.]": ""})
+    assert set(files_in(alone / "exported")) == set(files_in(alone / "stock")) - {"training_args.bin"}
+    for name in set(files_in(alone / "exported")) - {"model.safetensors"}:
+        assert (alone / "exported" / name).read_bytes() == (alone / "stock" / name).read_bytes()
+    loaded = AutoModelForCausalLM.from_pretrained("exported")
+    assert state_digest(dict(loaded.state_dict())) == state_digest(dict(made.model.state_dict()))
+    assert AutoTokenizer.from_pretrained("exported").get_vocab() == tokenizer.get_vocab()
 
 
 @pytest.mark.parametrize("start", [None, False, 4], ids=["none", "false", "a_step"])

@@ -11,8 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch.distributed.fsdp import FSDPModule
-from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback, TrainingArguments
 
 from dcp_s3.demo.digest import state_digest
 from dcp_s3.errors import CheckpointError
@@ -101,6 +103,13 @@ def trainer(run: Run, **options: Any) -> Trainer:
     if not run.alike and ranks > 1:
         torch.manual_seed(100 + dist.get_rank())
     return made
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    words = {"[EOS]": 0, **{f"w{number}": number for number in range(1, 37)}}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, "[EOS]")), eos_token="[EOS]", pad_token="[EOS]"
+    )
 
 
 def evaluate_to(made: Trainer, metric: str, values: Mapping[int, float]) -> None:
