@@ -20,7 +20,7 @@ from dcp_s3.checkpoint.lease import ReaderLease
 from dcp_s3.errors import ExportError
 from dcp_s3.format.layout import METADATA
 from dcp_s3.format.manifest import AttachmentEntry
-from dcp_s3.format.safetensors import SINGLE_FILE
+from dcp_s3.format.safetensors import PACKED, SINGLE_FILE
 from dcp_s3.offline.destination import Destination, is_temporary, open_destination
 from dcp_s3.offline.export_plan import BATCH, Batch, Format, PlannedFile, Selected, Step, batches_of, room_of
 from dcp_s3.offline.open_checkpoint import OpenCheckpoint, Reading, Target
@@ -102,7 +102,8 @@ def export(
         destination: directory or ``s3://bucket/prefix``.
         include: names or patterns of entries, such as ``model.*``, as for `read_tensors`; None: all tensors.
         rename: regular expressions, and what replaces their matches in the names, in this order: ``{"^model[.]": ""}``.
-        dtype: convert floating-point tensors to this dtype: ``bf16``, ``fp16``, ``fp32``, or torch's name. Others stay.
+        dtype: convert floating-point tensors to this dtype: ``bf16``, ``fp16``, ``fp32``, or torch's name. Others stay,
+            and packed float4.
         max_shard_size: bytes of the tensors of a safetensors file, as ``5GB`` or ``2GiB``; a larger tensor gets a file
             of its own.
         format: ``safetensors`` or ``torch``.
@@ -161,7 +162,7 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     found = _DTYPES.get(dtype) or getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if found is None and dtype is None:
         return None
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    if not isinstance(found, torch.dtype) or not found.is_floating_point or found == PACKED:
         raise ExportError(
             f"dtype {str(dtype)!r} is no floating-point type: expected {', '.join(_DTYPES)} or a name like "
             "torch's, for example float8_e5m2"
