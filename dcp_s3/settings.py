@@ -169,7 +169,7 @@ class Settings(BaseSettings):
     """Seconds for which a load keeps prune from deleting the checkpoint, renewed while it runs. Unset: no lease."""
     step_pattern: str | None = None
     """Regular expression with one group of digits that finds the step in a checkpoint's name, for example
-    ``step-(\\d+)``. Unset: the last number in the name."""
+    ``step-(\\d+)``. Unset: the number after ``step``, ``iter``, ``checkpoint`` or ``epoch``, or the whole name."""
 
     load_sharing: bool = True
     """Whether data that several ranks of a load need is read from S3 once and sent between the ranks. Needs a process

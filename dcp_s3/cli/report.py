@@ -36,7 +36,7 @@ def report(
 ) -> None:
     """Write an HTML page about the checkpoints under ROOT: timeline, metrics, retention, growth, problems.
 
-    The page needs no network. Nothing in the bucket is changed. It needs pip install 'dcp-s3[report]'; --json does not.
+    The page needs no network. Nothing in the bucket is changed. It needs bokeh (3.9 or later); --json does not.
     """
     from dcp_s3.errors import PolicyError
     from dcp_s3.reporting import report as reporting

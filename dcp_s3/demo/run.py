@@ -46,7 +46,7 @@ def run_demo(url: str | None, *, keep: bool, plan_table: Callable[[Plan], Table]
         report.error(f"The demo has failed: {error}")
         return False
     except ModuleNotFoundError as error:
-        report.error(f"{error}. Remedy: pip install 'dcp-s3[demo]'")
+        report.error(f"{error}. Remedy: pip install 'moto[server]>=5.1'")
         return False
     except KeyboardInterrupt:
         report.error("Interrupted; nothing is left running.")

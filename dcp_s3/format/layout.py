@@ -278,12 +278,19 @@ def is_attachment_name(name: str) -> bool:
     )
 
 
-_STEP = re.compile(r"(\d+)(?!.*\d)")
+_STEPS = (
+    re.compile(
+        r"(?i).*(?<![a-z])(?:global)?(?:step|iter|iteration|checkpoint|ckpt|epoch)s?[^a-z0-9]*(\d+)(?![a-z0-9])"
+    ),
+    re.compile(r"^(\d+)$"),
+)
 
 
 def step_of(name: str) -> int | None:
-    """The step in a checkpoint's name: its last run of digits (``step-00001000`` -> 1000); None without digits."""
-    return step_by_patterns(name, (_STEP,))
+    """The step in the last part of a checkpoint's URL or name: the number after ``step``, ``iter``, ``checkpoint`` or
+    ``epoch``, the last of them (``epoch=1-step=1000`` -> 1000); or all of it, if that is a number. None of any other
+    (``llama-8b``): what it was named for is not known."""
+    return step_by_patterns(name.rstrip("/").rpartition("/")[2], _STEPS)
 
 
 def step_by_patterns(name: str, patterns: Iterable[re.Pattern[str]]) -> int | None:

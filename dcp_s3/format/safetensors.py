@@ -31,6 +31,10 @@ DTYPES = {
     "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
 }  # fmt: skip
 """The dtypes that safetensors and its torch reader know, by their names in a header."""
+PACKED: torch.dtype | None = getattr(torch, "float4_e2m1fn_x2", None)
+"""Two numbers in a byte. A header counts the numbers, torch the bytes, and it converts them to no other dtype."""
+_NEWER = {"F8_E8M0": getattr(torch, "float8_e8m0fnu", None), "F4": PACKED}
+DTYPES |= {name: dtype for name, dtype in _NEWER.items() if dtype is not None}
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _METADATA = "__metadata__"
@@ -127,8 +131,16 @@ def _check(tensor: TensorEntry) -> None:
             f"safetensors has no dtype for {tensor.name!r}, which is {tensor.dtype}; it knows "
             f"{', '.join(str(dtype).removeprefix('torch.') for dtype in NAMES)}"
         )
+    if tensor.dtype == PACKED and not tensor.shape:
+        raise SafetensorsError(f"{tensor.name!r} is a single {tensor.dtype}, which safetensors cannot hold")
     if tensor.name == _METADATA:
         raise SafetensorsError(f"no tensor may be called {_METADATA!r}: safetensors keeps its metadata there")
+
+
+def _counted(tensor: TensorEntry) -> list[int]:
+    """The shape as a header has it."""
+    shape = list(tensor.shape)
+    return [*shape[:-1], 2 * shape[-1]] if tensor.dtype == PACKED else shape
 
 
 def make_header(tensors: Iterable[TensorEntry]) -> bytes:
@@ -142,7 +154,7 @@ def make_header(tensors: Iterable[TensorEntry]) -> bytes:
     for tensor in tensors:
         stop = offset + tensor.nbytes
         header[tensor.name] = {
-            "dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [offset, stop],
+            "dtype": NAMES[tensor.dtype], "shape": _counted(tensor), "data_offsets": [offset, stop],
         }  # fmt: skip
         offset = stop
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
@@ -231,6 +243,10 @@ def _parse_entry(name: str, entry: Any) -> tuple[TensorEntry, int, int]:
         raise SafetensorsError(f"its header gives {name!r} no proper shape or place")
     if dtype not in DTYPES:
         raise SafetensorsError(f"{name!r} has the dtype {dtype!r}, which torch does not have")
+    if DTYPES[dtype] == PACKED:
+        if not shape or shape[-1] % 2:
+            raise SafetensorsError(f"{name!r} has the shape {shape} of {dtype}, which is not whole bytes in a row")
+        shape[-1] //= 2
     return TensorEntry(name, DTYPES[dtype], tuple(shape)), start, stop
 
 

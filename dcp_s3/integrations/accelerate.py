@@ -14,6 +14,7 @@ DDP or FSDP2 model, whichever it was saved from.
 from __future__ import annotations
 
 import logging
+import re
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -24,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torch.distributed.checkpoint.stateful import Stateful
 
@@ -52,6 +54,7 @@ require("accelerate", "accelerate", "1.15", "2")
 
 from accelerate import Accelerator, DistributedType  # noqa: E402
 from accelerate.data_loader import SeedableRandomSampler  # noqa: E402
+from accelerate.utils import extract_model_from_parallel  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +149,7 @@ def training_state(accelerator: Accelerator) -> dict[str, Stateful]:
         )
     models, state = accelerator._models, dict[str, Stateful]()
     for number, model in enumerate(models):
-        state[_numbered("model", number)] = ModelPart(model)
+        state[_numbered("model", number)] = model_part(model)
     for number, prepared in enumerate(accelerator._optimizers):
         state[_numbered("optimizer", number)] = optimizer_part(prepared, models)
     # Last also by name, in which order DCP loads: the random number generators come after all else.
@@ -167,6 +170,56 @@ def check_supported(accelerator: Accelerator) -> None:
             f"dcp_s3.integrations.accelerate does not know {accelerator.distributed_type}, which keeps the state "
             "itself. Supported are one process, DDP and FSDP2"
         )
+
+
+def model_part(model: nn.Module) -> ModelPart:
+    """The part of a model that Accelerate has prepared; of one with PEFT adapters these alone."""
+    inner = extract_model_from_parallel(model)
+    return AdapterPart(model, inner) if hasattr(inner, "peft_config") else ModelPart(model)
+
+
+@dataclass(frozen=True)
+class AdapterPart(ModelPart):
+    """What PEFT would save of a model, of all its adapters, and any other parameter that is trained."""
+
+    inner: nn.Module
+    """The model without what Accelerate wraps around it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in DCP."""
+        from peft import get_peft_model_state_dict
+
+        state = super().state_dict()
+        kept = {_WRAPPERS.sub("", name) for name, each in self.inner.named_parameters() if each.requires_grad}
+        resized = _has_other_vocabulary(self.inner)
+        ids = {
+            id(tensor)
+            for adapter in self.inner.peft_config  # type: ignore[union-attr]
+            for tensor in get_peft_model_state_dict(
+                self.inner, state, adapter_name=adapter, save_embedding_layers=resized
+            ).values()
+        }
+        return {name: tensor for name, tensor in state.items() if name in kept or id(tensor) in ids}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As in DCP. The base model stays as it is."""
+        set_model_state_dict(self.model, state_dict, options=StateDictOptions(strict=False))
+
+
+_WRAPPERS = re.compile(r"\b(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)\.")
+
+
+def _has_other_vocabulary(model: Any) -> bool:
+    """Whether the embeddings are not those of the base model, which PEFT saves then. PEFT asks the Hub about it; here
+    the files count that the model was loaded from."""
+    name: str = getattr(model, "name_or_path", "")
+    config: Any = getattr(model, "config", None)
+    if not name or not hasattr(config, "vocab_size"):
+        return False
+    try:
+        return bool(type(config).from_pretrained(name, local_files_only=True).vocab_size != config.vocab_size)
+    except OSError:
+        return False
 
 
 def optimizer_part(prepared: Any, models: Sequence[nn.Module]) -> OptimizerPart:

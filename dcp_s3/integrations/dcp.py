@@ -257,6 +257,8 @@ _MAKERS: dict[type, Any] = {
     FileSystemReader: _make_reader,
     FsspecReader: _make_reader,
 }
+_warned: set[type] = set()
+"""Subclasses that were warned of."""
 _LOCAL_ONLY = (HuggingFaceStorageWriter, HuggingFaceStorageReader)
 
 
@@ -273,6 +275,14 @@ def _new(base: type, cls: type, *args: Any, **kwargs: Any) -> Any:
             f"{cls.__name__} has no S3: it takes {path} for a local directory. Remedy: save with dcp_s3 and make "
             "safetensors of it with `dcp-s3 export URL DEST`; load safetensors after `dcp-s3 import SRC URL`"
         )
+    if found is not None and issubclass(cls, FileSystemWriter) and cls not in _warned:
+        _warned.add(cls)
+        logger.warning(
+            "%s of %s saves to %s by itself: register and redirect leave subclasses of torch's writers alone, and "
+            "nothing that dcp_s3 promises holds for it. Remedy: S3StorageWriter; for Megatron "
+            "dcp_s3.integrations.megatron.install()",
+            cls.__name__, cls.__module__, found[1],
+        )  # fmt: skip
     plain: Any = super(base, cls).__new__  # type: ignore[arg-type]
     return plain(cls) if plain is object.__new__ else plain(cls, *args, **kwargs)
 

@@ -1,4 +1,4 @@
-"""Saves, loads, spills and prunes as OpenTelemetry spans and metrics (``pip install 'dcp-s3[otel]'``).
+"""Saves, loads, spills and prunes as OpenTelemetry spans and metrics (``opentelemetry-api``).
 
     from dcp_s3.integrations import otel
 

@@ -1,4 +1,4 @@
-"""`dcp_s3.stats` for Prometheus (``pip install 'dcp-s3[prometheus]'``).
+"""`dcp_s3.stats` for Prometheus (``prometheus-client``).
 
 ``dcp-s3 drain --watch --metrics-port 9464`` and ``dcp-s3 prune --every 10m --metrics-port 9464`` serve them; a training
 process does with `serve`, or by registering `Collector` in the registry that it serves already.

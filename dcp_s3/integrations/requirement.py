@@ -7,11 +7,11 @@ from importlib import metadata
 from dcp_s3.torch_version import release, require_torch
 
 
-def require(extra: str, package: str, at_least: str, below: str) -> None:
+def require(adapter: str, package: str, at_least: str, below: str) -> None:
     """Check that a framework is installed in a version that its adapter knows.
 
     Args:
-        extra: extra of dcp-s3 that installs it.
+        adapter: name of the adapter.
         package: its name on PyPI.
         at_least: first version that works.
         below: first version that is not known to work.
@@ -25,11 +25,12 @@ def require(extra: str, package: str, at_least: str, below: str) -> None:
         found = metadata.version(package)
     except metadata.PackageNotFoundError:
         raise ImportError(
-            f"dcp_s3.integrations.{extra} needs {wanted}, which is missing. Remedy: pip install 'dcp-s3[{extra}]'",
+            f"dcp_s3.integrations.{adapter} needs {wanted}, which is missing. Remedy: pip install '{wanted}'",
             name=package,
         ) from None
     if not release(at_least) <= release(found) < release(below):
         raise ImportError(
-            f"dcp_s3.integrations.{extra} supports {wanted}, and {found} is installed. Remedy: pip install '{wanted}'",
+            f"dcp_s3.integrations.{adapter} supports {wanted}, and {found} is installed. "
+            f"Remedy: pip install '{wanted}'",
             name=package,
         )

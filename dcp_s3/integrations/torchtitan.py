@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_s3 import errors
-from dcp_s3.failures import name_failed
+from dcp_s3.failures import name_failed, real_causes
 from dcp_s3.format.layout import step_of
 from dcp_s3.integrations.requirement import require
 from dcp_s3.load.planner import S3LoadPlanner
@@ -283,11 +283,33 @@ class S3CheckpointManager(CheckpointManager):
                 state_dict, storage_reader=reader, planner=S3LoadPlanner(), process_group=self._ranks.group
             )
         except CheckpointException as error:
-            raise load_error(error, checkpoint_id, step_of(checkpoint_id)) from None
+            failed = load_error(error, checkpoint_id, step_of(checkpoint_id))
+            raise self._explain_missing(failed) or failed from None
         if MODEL in self.states:
             self.states[MODEL].load_state_dict(state_dict)
         if chosen is not None:
             self._saving.last_good = chosen.step
+
+    def _explain_missing(self, failed: errors.RestoreFailedError) -> errors.RestoreFailedError | None:
+        """The error of a load for which whole states are missing, with torchtitan's options for it; None of another."""
+        causes = real_causes(failed.failures).values()
+        missing = {name for cause in causes if isinstance(cause, errors.MissingKeysError) for name in cause.missing}
+        lost = {name.partition(".")[0] for name in missing}
+        rest = self.states.keys() - {MODEL}
+        if not lost or not lost <= rest:
+            return None
+        if lost == rest - set(self.exclude_from_loading):
+            text = (
+                f"{failed.url} has the model alone, as the last checkpoint of a run with last_save_model_only=True. "
+                "Remedy: to go on with that run, an earlier one that is there (checkpoint.load_step; `dcp-s3 ls "
+                f"{self.folder}`), and last_save_model_only=False from now on; to start a new one from its model, "
+                f"another checkpoint.folder and checkpoint.initial_load_path={failed.url}"
+            )
+        else:
+            text = (
+                f"{failed.url} has no {', '.join(sorted(lost))}. Remedy: checkpoint.exclude_from_loading={sorted(lost)}"
+            )
+        return errors.RestoreFailedError(text, url=failed.url, step=failed.step, failures=failed.failures)
 
     def _initial_path(self) -> str:
         """What a run that has no checkpoint yet starts from; empty if from nothing.

@@ -10,6 +10,8 @@ comes it has decided where in the data it begins.
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import json
 import logging
@@ -20,24 +22,25 @@ from typing import TYPE_CHECKING, Any
 
 from dcp_s3 import ranks
 from dcp_s3.checkpoint.info import CheckpointInfo
+from dcp_s3.checkpoint.steps import find_step
 from dcp_s3.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from dcp_s3.format.layout import step_of
 from dcp_s3.integrations.requirement import require
-from dcp_s3.integrations.training_parts import ModelPart, agree
+from dcp_s3.integrations.training_parts import agree
 from dcp_s3.manager.arguments import resolve_policy
 from dcp_s3.manager.manager import CheckpointManager
 from dcp_s3.retention.policy import AnyOf, KeepLatest, PolicyFunction, Reasons
 from dcp_s3.settings import SettingsLike, resolve_settings
-from dcp_s3.url import URLLike, is_s3_url, parse_url
+from dcp_s3.url import CheckpointURL, URLLike, is_s3_url, parse_url
 
 require("transformers", "transformers", "5.23", "6")
 require("transformers", "accelerate", "1.15", "2")
 
-from transformers import Trainer, TrainerState  # noqa: E402
+from transformers import PreTrainedModel, Trainer, TrainerState  # noqa: E402
 from transformers.trainer_callback import ExportableState  # noqa: E402
 from transformers.trainer_utils import HubStrategy  # noqa: E402
 
-from dcp_s3.integrations.accelerate import TrainingPart, check_supported, optimizer_part  # noqa: E402
+from dcp_s3.integrations.accelerate import TrainingPart, check_supported, model_part, optimizer_part  # noqa: E402
 
 logger = logging.getLogger(__name__)
 
@@ -62,12 +65,13 @@ class S3Checkpoints(_AnyTrainer):
     """Puts the checkpoints of a Trainer on S3: ``class MyTrainer(S3Checkpoints, SFTTrainer): pass``.
 
     They are saved when the Trainer saves (``save_strategy``, ``save_steps``), in the background, each of them whole or
-    not at all: model, optimizer, scheduler, gradient scaler, random number generators and the TrainerState. The
-    evaluation's metrics of that step are stored with it, for retention and ``dcp-s3 ls``.
+    not at all: model, optimizer, scheduler, gradient scaler, random number generators and the TrainerState; and beside
+    them the files of the model's configuration and tokenizer. The evaluation's metrics of that step are stored with it,
+    for retention and ``dcp-s3 ls``.
 
     ``train(resume_from_checkpoint=True)`` goes on from the latest, on any number of ranks, and begins anew if there is
-    none yet; a number is a step. A path is one of the Trainer's own checkpoints. No checkpoint under the root may be
-    later than the step at which the training begins.
+    none yet; a number is a step under the root, an S3 URL a checkpoint under any root. A path is one of the Trainer's
+    own checkpoints. No checkpoint under the root may be later than the step at which the training begins.
 
     Args:
         checkpoint_root: ``s3://bucket/run``. Checkpoints are ``{root}/step-00001000`` and so on.
@@ -93,7 +97,9 @@ class S3Checkpoints(_AnyTrainer):
         self.retention = retention
         self.checkpoint_settings = checkpoint_settings
         self._manager: Any = None
+        self._source: Any = None
         self._resumed: _Resumed | None = None
+        self._files: dict[str, bytes] | None = None
         self._best = _KeepBestModel()
 
     def train(self, resume_from_checkpoint: str | int | bool | None = None, **kwargs: Any) -> Any:
@@ -101,6 +107,7 @@ class S3Checkpoints(_AnyTrainer):
 
         Args:
             resume_from_checkpoint: True: the latest checkpoint under the root, if there is one. A number: that step.
+                The URL of a checkpoint of `S3Checkpoints`: that one.
             kwargs: as for the Trainer.
 
         Raises:
@@ -120,6 +127,9 @@ class S3Checkpoints(_AnyTrainer):
             raise CheckpointError(
                 f"the trials of a hyperparameter search would all save to {self.checkpoint_root}. Remedy: use Trainer"
             )
+        wanted, source = resume_from_checkpoint, self.checkpoint_root
+        if is_s3_url(wanted):
+            wanted, source = self._split(str(wanted))
         self._best = _KeepBestModel()
         policies: list[PolicyFunction | None] = []
         agree(lambda: policies.append(self._policy()), f"the training under {self.checkpoint_root} does not begin")
@@ -127,16 +137,35 @@ class S3Checkpoints(_AnyTrainer):
             CheckpointManager(
                 self.checkpoint_root, retention=policies[0], settings=self.checkpoint_settings, overwrite=True
             ) as self._manager,
+            (
+                contextlib.nullcontext(self._manager)
+                if source == self.checkpoint_root
+                else CheckpointManager(source, read_only=True, settings=self.checkpoint_settings)
+            ) as self._source,
             tempfile.TemporaryDirectory() as folder,
         ):
+            limit = self.args.save_total_limit
             try:
-                wanted = resume_from_checkpoint
                 found = wanted if wanted is None or isinstance(wanted, str) else self._find(wanted, Path(folder))
                 if wanted is not True:  # that is the latest
                     self._refuse_later(found)
+                self.args.save_total_limit = None  # it would be applied to what lies in output_dir
                 return super().train(resume_from_checkpoint=found, **kwargs)
             finally:
-                self._manager = self._resumed = None
+                self.args.save_total_limit = limit
+                self._manager = self._source = self._resumed = self._files = None
+
+    def _split(self, url: str) -> tuple[int, str]:
+        """The step of a checkpoint's URL, and the root that it is under."""
+        checkpoint = parse_url(url)
+        step = find_step(checkpoint.name, resolve_settings(self.checkpoint_settings))
+        if step is None:
+            raise CheckpointError(
+                f"resume_from_checkpoint = {url!r} names no step. Remedy: the URL of a checkpoint, like "
+                f"{checkpoint.child('step-00001000')}; or True for the latest under {self.checkpoint_root}",
+                url=url,
+            )
+        return step, str(CheckpointURL(checkpoint.bucket, checkpoint.prefix.rpartition("/")[0]))
 
     def _policy(self) -> PolicyFunction | None:
         """What to keep. None: everything."""
@@ -170,7 +199,7 @@ class S3Checkpoints(_AnyTrainer):
         if wanted is False:
             return None
         state = {"trainer": ""}
-        step = self._manager.restore(state, None if wanted is True else wanted)
+        step = self._source.restore(state, None if wanted is True else wanted)
         if step is None:
             logger.warning("nothing was saved under %s yet: training begins anew", self.checkpoint_root)
             return None
@@ -198,7 +227,7 @@ class S3Checkpoints(_AnyTrainer):
     def _everything(self) -> dict[str, Any]:
         model = self.model_wrapped
         return {
-            "model": ModelPart(model),
+            "model": model_part(model),
             "optimizer": optimizer_part(self.optimizer, [model]),
             "training": TrainingPart(self.accelerator, [self.lr_scheduler], [], []),
         }
@@ -215,7 +244,36 @@ class S3Checkpoints(_AnyTrainer):
             each for each in [*self.callback_handler.callbacks, self.control] if isinstance(each, ExportableState)
         ]
         trainer = dataclasses.asdict(dataclasses.replace(state, stateful_callbacks=callbacks))
-        self._manager.save(step, {**self._everything(), "trainer": json.dumps(trainer)}, metrics=_metrics(state))
+        if self._files is None:
+            agree(self._collect_files, f"step {step} is not saved")
+        self._manager.save(
+            step,
+            {**self._everything(), "trainer": json.dumps(trainer)},
+            metrics=_metrics(state),
+            attachments=self._files,
+        )
+
+    def _collect_files(self) -> None:
+        """Read what belongs to the model besides its weights, on the first rank: its configuration and tokenizer, as
+        the Trainer writes them into its checkpoints."""
+        self._files = {}
+        if ranks.rank() > 0:
+            return
+        model = self.accelerator.unwrap_model(self.model)
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        with tempfile.TemporaryDirectory() as folder:
+            if adapters := getattr(model, "peft_config", None):
+                for name, config in adapters.items():
+                    saved = copy.copy(config)
+                    saved.inference_mode = True
+                    saved.save_pretrained(folder if name == "default" else str(Path(folder, name)))
+            elif isinstance(model, PreTrainedModel):
+                model.save_pretrained(folder, state_dict={})
+            if tokenizer is not None:
+                tokenizer.save_pretrained(folder)
+            for path in Path(folder).rglob("*"):
+                if path.is_file() and path.suffix not in (".safetensors", ".bin"):
+                    self._files[path.relative_to(folder).as_posix()] = path.read_bytes()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if self._resumed is None:
@@ -227,7 +285,7 @@ class S3Checkpoints(_AnyTrainer):
             return
         # Now everything is wrapped and sharded: the model is loaded here, too.
         state = self._everything()
-        self._manager.restore(state, self._resumed.step)
+        self._source.restore(state, self._resumed.step)
         self._resumed.training = state["training"]
         if self._resumed.best is not None:
             self.state.best_model_checkpoint = self._resumed.best
@@ -245,7 +303,7 @@ class S3Checkpoints(_AnyTrainer):
             return
         self._manager.wait()
         # Not best_global_step: that one may not have been saved.
-        self._manager.restore({"model": ModelPart(self.model_wrapped)}, step_of(best))
+        self._manager.restore({"model": model_part(self.model_wrapped)}, step_of(best))
 
 
 class S3Trainer(S3Checkpoints, Trainer):

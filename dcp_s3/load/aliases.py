@@ -2,19 +2,45 @@
 
 They are received at the same time, and what was saved for them is usually the same. Where it is not (a checkpoint of
 untied parameters is loaded into tied ones), the last one in the plan wins, as with torch's readers, which load one item
-after the other. Here, too, such items are read one after the other.
+after the other. Here, too, such items are read one after the other. Files of Hugging Face have one of the tied names:
+the others are found by it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from dcp_s3.load.item_transfer import ItemTransfer
 from dcp_s3.tensor_memory import is_plain
 
 _Span = tuple[object, int, int, str]  # device, first and last byte, name
+
+
+def without_tied(state: dict[str, Any], saved: Container[str]) -> dict[str, Any]:
+    """A flat state without the names that are not ``saved`` but are the same memory as one that is."""
+    missing = [name for name in state if name not in saved]
+    if not missing:
+        return state
+    found = {_memory(entry) for name, entry in state.items() if name in saved} | {_NOTHING}
+    tied = {name for name in missing if _memory(state[name]) in found - {None}}
+    return {name: entry for name, entry in state.items() if name not in tied} if tied else state
+
+
+_NOTHING = "a shard without elements"
+
+
+def _memory(entry: Any) -> object:
+    """What two entries have in common if they are the same memory; None if that cannot be told."""
+    local = entry.to_local() if isinstance(entry, DTensor) else entry
+    if not isinstance(local, torch.Tensor) or not is_plain(local) or entry.numel() == 0:
+        return None
+    if local.numel() == 0:
+        return _NOTHING  # of this rank; the other ranks tell whether the name is missing
+    return local.data_ptr(), local.shape, local.stride(), local.dtype, local.device, entry.shape
 
 
 def read_in_turn(transfers: Sequence[ItemTransfer]) -> list[list[int]]:

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.tensor import DTensor
 
 from dcp_s3.errors import CorruptMetadataError
+from dcp_s3.load.aliases import without_tied
 from dcp_s3.load.names import count_by_prefix, find_mismatch
 from dcp_s3.load.planner import S3LoadPlanner
 from dcp_s3.torch_private import find_load_planner
@@ -24,7 +25,8 @@ logger = logging.getLogger(__name__)
 def check_state(metadata: Metadata, url: str | None, is_coordinator: bool) -> None:
     """Check the metadata, and the state of the calling `dcp.load` if its planner is torch's. Others check it.
 
-    The coordinator logs in one line which saved names are not loaded.
+    A missing name is left out of the planner's state if it has the memory of one that is saved. The coordinator logs in
+    one line which saved names are not loaded.
 
     Raises:
         MissingKeysError, ShapeMismatchError
@@ -40,6 +42,7 @@ def check_state(metadata: Metadata, url: str | None, is_coordinator: bool) -> No
     state = getattr(planner, "state_dict", None)
     if not isinstance(planner, DefaultLoadPlanner) or planner.metadata is not metadata or not isinstance(state, dict):
         return
+    planner.state_dict = state = without_tied(state, metadata.state_dict_metadata)
     if type(planner).create_local_plan is DefaultLoadPlanner.create_local_plan:
         strict = not planner.allow_partial_load
         found = find_mismatch(state, metadata, str(url or ""), strict=strict)

@@ -209,6 +209,7 @@ class CheckpointManager(RunReader):
         metrics: Mapping[str, Any] | None = None,
         *,
         extra: Mapping[str, Any] | None = None,
+        attachments: Mapping[str, bytes] | None = None,
         force: bool = False,
         blocking: bool = False,
         planner: SavePlanner | None = None,
@@ -228,6 +229,7 @@ class CheckpointManager(RunReader):
             metrics: numbers, text and bools to store with it. The first rank's metrics are used. See also `annotate`.
             extra: what else belongs to the checkpoint: text, numbers, bools, None, lists and dicts of these, at most 64
                 KiB as JSON. The first rank's is stored. `extra` reads it, ``dcp-s3 show`` and ``ls --json`` show it.
+            attachments: bytes of small files by name, see `S3StorageWriter.attach`. One rank is enough.
             force: save whatever ``should_save`` says.
             blocking: return only when the save is committed; the state is not copied. With ``coordination="s3"``:
                 return when this rank's own part is on S3, `wait` when the whole is committed; the state is copied.
@@ -251,7 +253,10 @@ class CheckpointManager(RunReader):
             what = f"step {step} is not saved" if isinstance(step, int) else "nothing is saved"
             raise arguments.read_only_error(what, self.root)
         if self._preemption is not None and self._preemption.is_due(step):
-            last = partial(self.save, step, state, metrics, extra=extra, force=True, blocking=True, planner=planner)
+            last = partial(
+                self.save, step, state, metrics,
+                extra=extra, attachments=attachments, force=True, blocking=True, planner=planner,
+            )  # fmt: skip
             self._preemption.end(step, self._saving, last, self.close)
         if not force and self._should_save is not None and not self.should_save(step):
             return False
@@ -276,6 +281,8 @@ class CheckpointManager(RunReader):
                 settings=self.settings if self._preemption is None else self._preemption.bound(self.settings),
                 on_event=self.on_event,
             )
+            for name, data in (attachments or {}).items():
+                writer.attach(name, data)
             writer.caller_reports, writer.counted = True, counted
             made.append(writer)
 

@@ -28,8 +28,7 @@ def step_name(step: int, step_format: StepFormat = DEFAULT_FORMAT) -> str:
 def check_step_format(step_format: Any, settings: Settings) -> Settings:
     """The settings by which everything finds the steps in the names that ``step_format`` gives.
 
-    They are those given, unless the step is not the last number in the names: then their ``step_pattern`` is that of
-    the format.
+    They are those given, unless `step_of` does not find it: then their ``step_pattern`` is that of the format.
 
     Raises:
         SettingsError: a name is none, or the step cannot be found in it.
@@ -50,13 +49,13 @@ def check_step_format(step_format: Any, settings: Settings) -> Settings:
     lost = _lost(names, None)
     if lost is None:
         return settings
-    pattern = _pattern_of(step_format) if isinstance(step_format, str) else None
+    pattern = _pattern_of(step_format) if isinstance(step_format, str) else _pattern_in(names)
     if pattern is not None and _lost(names, pattern) is None:
         return settings.model_copy(update={"step_pattern": pattern})
     found = step_of(names[lost])
     raise SettingsError(
         f"{_describe(step_format)} names step {lost} {names[lost]!r}, in which {_found(found)}. Remedy: the step in "
-        "decimal digits, as the last number of the name, like 'step-{step:08d}'"
+        "decimal digits after the word, like 'step-{step:08d}'"
         + ("" if isinstance(step_format, str) else "; or set DCP_S3_STEP_PATTERN so that it finds the step")
     )
 
@@ -105,3 +104,12 @@ def _pattern_of(step_format: str) -> str | None:
             pieces.append(r"\d+" if fields else r"(\d+)")
             fields += 1
     return "".join([*pieces, "$"]) if fields else None
+
+
+def _pattern_in(names: dict[int, str]) -> str | None:
+    """A regular expression for names that differ in nothing but the step; None if they differ otherwise."""
+    around = {
+        (before.rstrip("0"), after) for step, name in names.items() for before, _, after in [name.rpartition(str(step))]
+    }
+    [(before, after), *more] = around
+    return None if more else rf"^{re.escape(before)}(\d+){re.escape(after)}$"

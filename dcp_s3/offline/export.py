@@ -11,7 +11,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,6 +20,7 @@ from dcp_s3.checkpoint.lease import ReaderLease
 from dcp_s3.errors import ExportError
 from dcp_s3.format.layout import METADATA
 from dcp_s3.format.manifest import AttachmentEntry
+from dcp_s3.format.safetensors import PACKED, SINGLE_FILE
 from dcp_s3.offline.destination import Destination, is_temporary, open_destination
 from dcp_s3.offline.export_plan import BATCH, Batch, Format, PlannedFile, Selected, Step, batches_of, room_of
 from dcp_s3.offline.open_checkpoint import OpenCheckpoint, Reading, Target
@@ -36,7 +37,8 @@ logger = logging.getLogger(__name__)
 # Elements converted to another dtype at a time: as many as stay in the CPU's cache, and torch converts in one thread.
 _CONVERTED = 2**15
 _LOAD_BUFFERS = 32 * 2**20
-_WEIGHTS = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
+_ADAPTER = "adapter_config.json"
+_WEIGHTS = re.compile(r"(model|adapter_model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 _DTYPES = {
     "bf16": torch.bfloat16, "fp16": torch.float16, "half": torch.float16, "fp32": torch.float32, "fp64": torch.float64,
     "fp8": torch.float8_e4m3fn,
@@ -83,7 +85,8 @@ def export(
     """Write the tensors of a checkpoint as files that Hugging Face's libraries and torch read.
 
     ``safetensors``: ``model.safetensors``; or ``model-00001-of-0000N.safetensors`` and
-    ``model.safetensors.index.json``. ``torch``: ``pytorch_model.bin``, a dict by name as torch.save writes it, with
+    ``model.safetensors.index.json``. With an attachment ``adapter_config.json``, which only adapters of PEFT have,
+    ``adapter_model.safetensors``. ``torch``: ``pytorch_model.bin``, a dict by name as torch.save writes it, with
     entries that are no tensors, too.
 
     Attachments of the checkpoint become files beside them. Needs no process group. Takes at most 512 MiB of host
@@ -99,7 +102,8 @@ def export(
         destination: directory or ``s3://bucket/prefix``.
         include: names or patterns of entries, such as ``model.*``, as for `read_tensors`; None: all tensors.
         rename: regular expressions, and what replaces their matches in the names, in this order: ``{"^model[.]": ""}``.
-        dtype: convert floating-point tensors to this dtype: ``bf16``, ``fp16``, ``fp32``, or torch's name. Others stay.
+        dtype: convert floating-point tensors to this dtype: ``bf16``, ``fp16``, ``fp32``, or torch's name. Others stay,
+            and packed float4.
         max_shard_size: bytes of the tensors of a safetensors file, as ``5GB`` or ``2GiB``; a larger tensor gets a file
             of its own.
         format: ``safetensors`` or ``torch``.
@@ -132,6 +136,8 @@ def export(
             selected = Selected.of(checkpoint, include, rename, wanted, format)
             files = selected.plan(reading, format, most)
             attached = find_attachments(checkpoint.store, checkpoint.url) or {}
+            if _ADAPTER in attached and files[0].name == SINGLE_FILE:
+                files = [replace(files[0], name=f"adapter_{SINGLE_FILE}")]  # as PEFT expects it
             present, small = _check_destination(target, files, attached, overwrite=overwrite)
             if on_total is not None:
                 on_total(sum(file.size for file in files))
@@ -156,7 +162,7 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
     found = _DTYPES.get(dtype) or getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if found is None and dtype is None:
         return None
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+    if not isinstance(found, torch.dtype) or not found.is_floating_point or found == PACKED:
         raise ExportError(
             f"dtype {str(dtype)!r} is no floating-point type: expected {', '.join(_DTYPES)} or a name like "
             "torch's, for example float8_e5m2"

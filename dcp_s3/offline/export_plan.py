@@ -14,7 +14,15 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dcp_s3.errors import ExportError
 from dcp_s3.format.framing import FramingError
-from dcp_s3.format.safetensors import INDEX, SafetensorsError, TensorEntry, make_header, make_index, plan_shards
+from dcp_s3.format.safetensors import (
+    INDEX,
+    PACKED,
+    SafetensorsError,
+    TensorEntry,
+    make_header,
+    make_index,
+    plan_shards,
+)
 from dcp_s3.format.tensor_archive import make_archive
 from dcp_s3.offline.open_checkpoint import OpenCheckpoint, Reading
 from dcp_s3.offline.pieces import Box, cut, new_names
@@ -122,7 +130,7 @@ class Selected:
             if name in tensors:
                 found = checkpoint.find(name)
                 kept = found.properties.dtype
-                new = dtype if dtype is not None and kept.is_floating_point else kept
+                new = dtype if dtype is not None and kept.is_floating_point and kept != PACKED else kept
                 entries[name] = TensorEntry(renamed[name], new, tuple(found.size))
                 saved[renamed[name]] = name, kept
         objects = {name: renamed[name] for name in exported if name not in tensors}

@@ -89,5 +89,5 @@ def require_bokeh() -> None:
     """
     if util.find_spec("bokeh") is None:
         raise ImportError(
-            "a report is drawn with bokeh, which is missing. Remedy: pip install 'dcp-s3[report]'", name="bokeh"
+            "a report is drawn with bokeh, which is missing. Remedy: pip install 'bokeh>=3.9,<4'", name="bokeh"
         )

@@ -47,7 +47,8 @@ class CheckpointCatalog:
         settings: a `Settings`, or a mapping of those that differ from the environment.
         patterns: one or more regular expressions, each with a group of digits, that find the step in a checkpoint's
             name. The first one that matches counts; a name that none matches has no step. The default is the setting
-            ``step_pattern``; without that, the step is the last number in the name.
+            ``step_pattern``; without that, the step is the number after ``step``, ``iter``,
+            ``checkpoint`` or ``epoch``, or the whole name.
 
     Raises:
         InvalidURLError, SettingsError

@@ -72,7 +72,7 @@ def test_json_is_strict_and_needs_no_bokeh(filled: str, monkeypatch: pytest.Monk
 def test_without_bokeh_it_says_what_to_install(filled: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(reporting.util, "find_spec", lambda _: None)
     message = run(filled, "-o", tmp_path / "page.html", status=1).stderr
-    assert "pip install 'dcp-s3[report]'" in message
+    assert "pip install 'bokeh>=3.9,<4'" in message
     assert not (tmp_path / "page.html").exists()
 
 

@@ -97,7 +97,7 @@ for step in (800, 900):
 dcp_s3.export(f"{root}/step-1000", "./Llama-3.1-8B", include="model.*", rename={"^model[.]": ""})
 torch.save(model.state_dict(), "state.pt")
 """,
-    "frameworks.md": _GIVEN + "import types\ntrainer = types.SimpleNamespace(train=lambda: None)\n",
+    "frameworks.md": _GIVEN + _RUN + "import types\ntrainer = types.SimpleNamespace(train=lambda: None)\n",
     "megatron.md": _GIVEN + "dcp.save(state, storage_writer=S3StorageWriter(f'{root}/iter_0001000'), no_dist=True)\n",
 }
 DEFAULT_GIVEN = _GIVEN + _RUN

@@ -158,7 +158,18 @@ def test_paths_that_leave_the_checkpoint(path: str) -> None:
         ("iter_0000100", 100),
         ("global_step7", 7),
         ("run2-step-9", 9),
+        ("checkpoint-500", 500),
+        ("500", 500),
+        ("epoch=3-step=100-val_loss=0.25.ckpt", 100),
+        ("s3://bucket/run-4/step-1000/", 1000),
         ("final", None),
+        ("run-4", None),
+        ("llama-8b", None),
+        ("Meta-Llama-3", None),
+        ("step-8b", None),
+        ("stepfun-3", None),
+        ("s3://bkt/not/there", None),
+        ("s3://bkt/step-3/model", None),
     ],
 )
 def test_step_of_a_name(name: str, step: int | None) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import safetensors
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -45,9 +46,9 @@ def test_what_safetensors_wrote_is_imported(root: str, tmp_path: Path) -> None:
 
 
 def test_the_dtypes_are_the_librarys() -> None:
-    from safetensors.torch import _TYPES
+    from safetensors.torch import _SIZE
 
-    assert DTYPES == _TYPES
+    assert set(DTYPES.values()) == set(_SIZE)
 
 
 @pytest.mark.parametrize("format", ["safetensors", "torch"])
@@ -74,3 +75,13 @@ def test_what_transformers_saved_is_trained_on(root: str, tmp_path: Path, shard:
     state = {"model": loaded.state_dict()}
     torch.distributed.checkpoint.load(state, storage_reader=dcp_s3.S3StorageReader(f"{root}/x"), no_dist=True)
     assert_same(dict(loaded.state_dict()), dict(ours.state_dict()))
+
+
+def test_a_tied_model_is_imported_and_loaded(root: str, tmp_path: Path) -> None:
+    theirs = tiny(tie_word_embeddings=True)
+    theirs.save_pretrained(tmp_path)  # without lm_head.weight
+    dcp_s3.import_weights(tmp_path, f"{root}/x", prefix="model.")
+    torch.manual_seed(6)
+    ours = AutoModelForCausalLM.from_config(theirs.config)
+    dcp.load({"model": ours.state_dict()}, storage_reader=dcp_s3.S3StorageReader(f"{root}/x"))
+    assert_same(dict(ours.state_dict()), dict(theirs.state_dict()))

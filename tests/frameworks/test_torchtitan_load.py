@@ -82,6 +82,13 @@ def start_from_another_run(directory: Path) -> dict[str, Any]:
     )
     with pytest.raises(errors.RestoreFailedError, match=r"step-5 failed on rank 0\s+Cause: CheckpointNotFound"):
         train(directory, 0, folder=f"{ROOT}-2", initial_load_path=f"{ROOT}/step-5")
+    with pytest.raises(errors.RestoreFailedError, match=r"step-4 has the model alone.* Remedy: .*checkpoint.load_step"):
+        train(directory, 6)
+    with pytest.raises(errors.RestoreFailedError, match=r"has the model alone"):
+        train(directory, 6, exclude_from_loading=["dataloader"])
+    missing = errors.MissingKeysError("", url="", missing=["dataloader.dp_rank_0"], unexpected=[])
+    partial = errors.RestoreFailedError("", url=f"{ROOT}/step-2", failures={0: missing})
+    found["partial"] = str(model.checkpointer._explain_missing(partial))
     # A folder that is not on S3 is torchtitan's own.
     local = {"folder": str(directory / "local"), "initial_load_path": f"{ROOT}/step-2", "keep_latest_k": 2}
     found["local"] = train(directory, 4, initial_load_model_only=False, **local)
@@ -99,6 +106,7 @@ def test_a_run_starts_from_another_one(faulty: FaultyServer, tmp_path: Path) -> 
     step, tokens, schedule, number, states = found["everything"]
     assert (step, tokens, schedule, number) == (2, 2 * 4 * 16, {"last_epoch": 0}, 0)
     assert states == len(exported)
+    assert found["partial"].endswith("no dataloader. Remedy: checkpoint.exclude_from_loading=['dataloader']")
     assert found["base"].local_files == ()
     assert found["local"].loaded_step == 2
     assert found["local"].digest == found["base"].digest

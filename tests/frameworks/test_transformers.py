@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from transformers import Trainer
+from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer
 
-from dcp_s3 import KeepLatest, list_checkpoints, read_tensor, remove
+from dcp_s3 import KeepLatest, export, list_checkpoints, read_tensor, remove
 from dcp_s3.checkpoint.info import CheckpointInfo
+from dcp_s3.demo.digest import state_digest
 from dcp_s3.errors import CheckpointError, CheckpointNotFoundError
 from dcp_s3.integrations.transformers import PRIVATE, S3Trainer, _KeepBestModel
 from tests.faulty import BUCKET, FaultyServer
@@ -22,6 +23,7 @@ from tests.frameworks.transformers_runs import (
     evaluate_to,
     refused,
     run_example,
+    tiny_tokenizer,
     train,
     train_for_ever,
     trainer,
@@ -139,6 +141,15 @@ def assert_loaded(made: S3Trainer, step: int) -> None:
     assert (made.model.get_parameter(name) == read_tensor(url, f"model.{name}")).all()
 
 
+def test_an_older_checkpoint_in_the_output_directory_is_left_alone(alone: Path) -> None:
+    (alone / "output/checkpoint-500").mkdir(parents=True)
+    made = evaluated("accuracy", {2: 0.9, 4: 0.8, 6: 0.7})
+    made.train()
+    assert_loaded(made, 2)
+    assert files_in(alone) == ["output", "output/checkpoint-500"]
+    assert made.args.save_total_limit == 1
+
+
 @pytest.mark.parametrize("retention", [None, "latest:1"], ids=["of_the_trainer", "own"])
 @pytest.mark.parametrize(
     ("metric", "values"),
@@ -210,6 +221,21 @@ def test_no_limit_keeps_everything(alone: Path) -> None:
     assert [info.step for info in list_checkpoints(ROOT)] == [2, 4, 6]
 
 
+def test_what_is_exported_is_a_model_with_its_tokenizer(alone: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    made = trainer(Run(ROOT, steps=2), processing_class=tokenizer)
+    made.train()
+    made.save_model("stock")
+    [url] = [info.url for info in list_checkpoints(ROOT)]
+    export(url, "exported", include="model.*", rename={"^model[.]": ""})
+    assert set(files_in(alone / "exported")) == set(files_in(alone / "stock")) - {"training_args.bin"}
+    for name in set(files_in(alone / "exported")) - {"model.safetensors"}:
+        assert (alone / "exported" / name).read_bytes() == (alone / "stock" / name).read_bytes()
+    loaded = AutoModelForCausalLM.from_pretrained("exported")
+    assert state_digest(dict(loaded.state_dict())) == state_digest(dict(made.model.state_dict()))
+    assert AutoTokenizer.from_pretrained("exported").get_vocab() == tokenizer.get_vocab()
+
+
 @pytest.mark.parametrize("start", [None, False, 4], ids=["none", "false", "a_step"])
 def test_a_training_that_begins_before_what_is_there_is_refused(alone: Path, start: Any) -> None:
     trainer(Run(ROOT, steps=6)).train()
@@ -238,6 +264,26 @@ def test_a_checkpoint_of_the_trainer_itself_is_taken_over(alone: Path) -> None:
     made.train(resume_from_checkpoint="output/checkpoint-4")
     assert made.state.log_history[0]["step"] == 1
     assert [info.step for info in list_checkpoints(ROOT)] == [6]
+
+
+def test_a_checkpoint_is_chosen_by_its_url(alone: Path) -> None:
+    everything = KeepLatest(10)
+    first = trainer(Run(ROOT, steps=6), retention=everything)
+    first.train()
+    branch = trainer(Run(f"{ROOT}-branch", steps=6), retention=everything)
+    branch.train(resume_from_checkpoint=f"{ROOT}/step-00000004")
+    assert [entry["loss"] for entry in branch.state.log_history if "loss" in entry] == [
+        entry["loss"] for entry in first.state.log_history if "loss" in entry
+    ]
+    assert [info.step for info in list_checkpoints(f"{ROOT}-branch")] == [6]
+    again = trainer(Run(ROOT, steps=8), retention=everything)
+    again.train(resume_from_checkpoint=f"{ROOT}/step-00000006/")
+    assert [info.step for info in list_checkpoints(ROOT)] == [2, 4, 6, 8]
+
+
+def test_a_url_without_a_step_is_refused(alone: Path) -> None:
+    with pytest.raises(CheckpointError, match=rf"'{ROOT}' names no step. Remedy: .*{ROOT}/step-00001000; or True"):
+        trainer(Run(ROOT)).train(resume_from_checkpoint=ROOT)
 
 
 def test_a_hyperparameter_search_is_refused(alone: Path) -> None:

@@ -10,13 +10,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch.distributed.fsdp import FSDPModule
-from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, TrainerCallback, TrainingArguments
 
 from dcp_s3.demo.digest import state_digest
 from dcp_s3.errors import CheckpointError
-from dcp_s3.integrations.accelerate import optimizer_part
-from dcp_s3.integrations.training_parts import ModelPart
+from dcp_s3.integrations.accelerate import model_part, optimizer_part
 from dcp_s3.integrations.transformers import S3Trainer
 from examples import transformers as example
 from tests.frameworks.accelerate_ranks import pretend_devices
@@ -35,6 +37,8 @@ class Run:
     """FSDP2; otherwise DDP, or on one rank the plain model."""
     alike: bool = True
     """Each rank takes the gradients of the whole batch, and all draw the same random numbers."""
+    adapter: bool = False
+    """LoRA: only an adapter is trained."""
     steps: int = 12
     """Train up to here."""
     arguments: tuple[tuple[str, Any], ...] = ()
@@ -85,10 +89,13 @@ def trainer(run: Run, **options: Any) -> Trainer:
         vocab_size=37, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
         max_position_embeddings=16, tie_word_embeddings=True, attention_dropout=0.1,
     )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    if run.adapter:
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.1))
     texts = torch.randint(37, (SEQUENCES, 8), generator=torch.Generator().manual_seed(1))
     data = [{"input_ids": text, "labels": text} for text in texts]
     made = Trainer(
-        model=LlamaForCausalLM(config), args=arguments, train_dataset=data, eval_dataset=data[:4],
+        model=model, args=arguments, train_dataset=data, eval_dataset=data[:4],
         checkpoint_root=run.root, **options,
     )  # fmt: skip
     made.alike = run.alike
@@ -96,6 +103,13 @@ def trainer(run: Run, **options: Any) -> Trainer:
     if not run.alike and ranks > 1:
         torch.manual_seed(100 + dist.get_rank())
     return made
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    words = {"[EOS]": 0, **{f"w{number}": number for number in range(1, 37)}}
+    return PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel(words, "[EOS]")), eos_token="[EOS]", pad_token="[EOS]"
+    )
 
 
 def evaluate_to(made: Trainer, metric: str, values: Mapping[int, float]) -> None:
@@ -137,7 +151,7 @@ def train(run: Run, directory: Path | None, resume: Any = True) -> tuple[int, st
     model = made.model_wrapped
     assert run.sharded == isinstance(model, FSDPModule)
     state = {
-        "model": ModelPart(model).state_dict(),
+        "model": model_part(model).state_dict(),
         "optimizer": optimizer_part(made.optimizer, [model]).state_dict(),
         "schedule": made.lr_scheduler.state_dict(),
         "random": torch.get_rng_state(),

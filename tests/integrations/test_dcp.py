@@ -18,6 +18,7 @@ from torch.distributed.checkpoint._async_process_executor import _ProcessBasedAs
 from torch.distributed.checkpoint._async_thread_executor import _ThreadBasedAsyncCheckpointExecutor
 from torch.distributed.checkpoint._storage_utils import _storage_setup
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import dcp_s3
@@ -315,6 +316,16 @@ def test_subclasses_of_the_registered_classes_work(tmp_path: Path, registered: N
     dcp.save(_state(3.0), storage_writer=Writer(f"{url}-2", label="later"))
     assert os.path.exists(tmp_path / "run-2" / ".metadata")
     dcp_s3.register()  # for the fixture to undo
+
+
+def test_torchs_conversions_to_and_from_one_file(root: str, tmp_path: Path, registered: None) -> None:
+    dcp.save(_state(3.0), checkpoint_id=f"{root}/step-1")
+    dcp_to_torch_save(f"{root}/step-1", tmp_path / "one.pt")
+    assert torch.load(tmp_path / "one.pt")["w"].tolist() == [3.0] * 100
+    torch_save_to_dcp(tmp_path / "one.pt", f"{root}/step-2")
+    found = _state(0.0)
+    dcp.load(found, checkpoint_id=f"{root}/step-2")
+    _assert_loads(found, 3.0)
 
 
 def test_subclasses_stay_themselves_for_s3_urls_too(registered: None) -> None:

@@ -23,8 +23,10 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return versions
 
 
-def test_a_missing_framework_names_the_extra(installed: dict[str, str]) -> None:
-    with pytest.raises(ImportError, match=r"needs megatron-core>=0\.16,<0\.17.*pip install 'dcp-s3\[megatron\]'"):
+def test_a_missing_framework_is_named_with_its_versions(installed: dict[str, str]) -> None:
+    with pytest.raises(
+        ImportError, match=r"needs megatron-core>=0\.16,<0\.17.*pip install 'megatron-core>=0\.16,<0\.17'"
+    ):
         require("megatron", "megatron-core", "0.16", "0.17")
 
 

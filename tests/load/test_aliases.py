@@ -7,8 +7,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from dcp_s3 import S3StorageReader, S3StorageWriter
+from dcp_s3.errors import MissingKeysError
+from tests.ranks import run_ranks
 from tests.servers import S3Server
 
 _SETTINGS = {"part_size": "5MiB", "concurrency": 16}
@@ -85,3 +89,30 @@ def test_a_tensor_without_memory_of_its_own_is_loaded(memory_server: S3Server, r
     load(f"{root}/wrapped", {"w": wrapped, "x": plain})
     assert torch.equal(wrapped.inner, torch.arange(10.0))
     assert torch.equal(plain, torch.ones(3))
+
+
+@pytest.mark.servers("memory")
+def test_a_name_that_is_not_saved_is_found_by_the_one_that_it_is_tied_to(root: str) -> None:
+    save(f"{root}/one", {"in": torch.arange(6.0)})
+    tied = torch.zeros(6)
+    load(f"{root}/one", {"out": tied, "in": tied})
+    assert tied.tolist() == [0, 1, 2, 3, 4, 5]
+    for other in (tied[1:], tied.view(2, 3), tied.view(torch.int32), tied.clone()):
+        with pytest.raises(CheckpointException) as raised:
+            load(f"{root}/one", {"out": other, "in": tied})
+        assert isinstance(raised.value.failures[0][0], MissingKeysError)
+
+
+@pytest.mark.servers("memory")
+def test_shards_are_tied_too(root: str) -> None:
+    save(f"{root}/one", {"in": torch.arange(8.0).view(2, 4)})
+    assert run_ranks(3, _load_tied, f"{root}/one") == [[[0, 1, 2, 3]], [[4, 5, 6, 7]], []]
+
+
+def _load_tied(url: str) -> list[Any]:
+    """What a rank has got, the last one nothing."""
+    tied, other = (distribute_tensor(torch.zeros(2, 4), init_device_mesh("cpu", (3,)), [Shard(0)]) for _ in range(2))
+    load(url, {"out": tied, "in": tied})
+    with pytest.raises(CheckpointException):
+        load(url, {"out": other, "in": tied})
+    return tied.to_local().tolist()

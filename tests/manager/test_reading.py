@@ -39,6 +39,17 @@ def names(root: str) -> list[str]:
 
 
 @pytest.mark.servers("memory")
+@pytest.mark.parametrize("coordination", ["collectives", "s3"])
+def test_files_are_attached_to_their_step(root: str, coordination: Any) -> None:
+    with CheckpointManager(root, coordination=coordination) as manager:
+        manager.save(1, state(1), attachments={"config.json": b"{}"})
+        manager.save(2, state(2))
+        manager.wait()
+        assert S3StorageReader(manager.url(1)).attachment("config.json") == b"{}"
+        assert S3StorageReader(manager.url(2)).attachments() == []
+
+
+@pytest.mark.servers("memory")
 def test_what_is_saved_with_a_step_is_read_back(root: str) -> None:
     with CheckpointManager(root) as manager:
         manager.save(1, state(1), {"loss": 1.0}, extra=EXTRA)

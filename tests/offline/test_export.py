@@ -116,6 +116,7 @@ def test_a_torch_file_keeps_everything(root: str, place: Place) -> None:
 
 def test_floating_point_tensors_are_converted(root: str, place: Place) -> None:
     whole = {"i": torch.arange(5), "b": torch.tensor([True]), "c": torch.zeros(3, dtype=torch.complex64)}
+    whole["packed"] = torch.arange(6, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
     wide = {"w": torch.randn(export._CONVERTED + 77), "h": torch.randn(3).half(), "scalar": torch.tensor(2.5)}
     save(whole | wide, f"{root}/x")
     dcp_s3.export(f"{root}/x", place.where, dtype="bf16")
@@ -224,6 +225,7 @@ def test_an_attachment_that_is_there_already_stays_if_the_export_fails(root: str
         ({"rename": {r"model\.a": "__metadata__"}}, errors.ExportError, "__metadata__"),
         ({}, errors.ExportError, r"no dtype for 'odd', which is torch\.complex128"),
         ({"dtype": "int8"}, errors.ExportError, "no floating-point type"),
+        ({"dtype": "float4_e2m1fn_x2"}, errors.ExportError, "no floating-point type"),
         ({"dtype": "bf61"}, errors.ExportError, "'bf61' is no floating-point type: expected bf16"),
         ({"max_shard_size": "5 apples"}, errors.ExportError, "max_shard_size = '5 apples'"),
         ({"max_shard_size": 0}, errors.ExportError, "at least 1 byte"),

@@ -176,7 +176,10 @@ def test_latest_passes_over_what_cannot_be_loaded(root: str, s3: Any, caplog: py
     assert [message.split(" ")[0] for message in passed_over] == [unsafe, torn, short, no_data]
 
 
-NAMES = ["sp ace-1", "pl+us-2", "per%20cent-3", "ünï-コード-4", "a&b=c-5", "[bold]-6", "x'\"-7"]
+NAMES = [
+    "sp ace-step-1", "pl+us-step-2", "per%20cent-step-3", "ünï-コード-step-4", "a&b=c-step-5", "[bold]-step-6",
+    "x'\"-step-7",
+]  # fmt: skip
 
 
 def test_names_are_taken_literally(root: str) -> None:
@@ -279,7 +282,7 @@ def test_listings_of_many_pages(root: str, s3: Any, monkeypatch: pytest.MonkeyPa
     for i in range(5):
         put(s3, root, f"dir-{i}/file")
     url = save(f"{root}/step-1", separate=["weight", "half"])
-    torn = f"{root}/zzz-2"
+    torn = f"{root}/zzz-step-2"
     for i in range(5):
         put(s3, torn, f"__{i}_0.distcp")
     found = list_checkpoints(root)

@@ -269,7 +269,7 @@ def test_checkpoints_of_every_kind_go_whole(
 
 def test_a_rank_checkpoint_hidden_by_another_never_comes_back(faulty: FaultyServer, client: Any, clock: Clock) -> None:
     url = save_on_ranks(f"{ROOT}/step-1", 1)
-    put(client, url, ".metadata", get(client, save(f"{ROOT}/other-1"), ".metadata"))
+    put(client, url, ".metadata", get(client, save(f"{ROOT}/other-step-1"), ".metadata"))
     clock.now += 2 * DAY
     steps(2)
     plan = CheckpointCatalog(ROOT).scan(deep=True).plan(KeepLatest(1), grace=DAY)
@@ -285,7 +285,7 @@ def test_a_rank_checkpoint_hidden_by_another_never_comes_back(faulty: FaultyServ
     prune(ROOT, "latest:1", settings={"retry_attempts": 1})
     faulty.rule = lambda _: None
     assert seen
-    assert {"step-1", "other-1"} <= {info.name for info in plan.deleted}
+    assert {"step-1", "other-step-1"} <= {info.name for info in plan.deleted}
     left = keys(client, url)
     assert ".metadata" in left
     assert "__0.metadata" not in left

@@ -323,17 +323,17 @@ def test_steps_of_foreign_names(client: Any) -> None:
 
 def test_a_pattern_decides_alone(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     save(f"{ROOT}/step-100-v2")
-    put(client, f"{ROOT}/final-7", ".metadata")
+    put(client, f"{ROOT}/iter-7", ".metadata")
 
     def steps(**arguments: Any) -> dict[str, int | None]:
         return {info.name: info.step for info in CheckpointCatalog(ROOT, **arguments).checkpoints()}
 
-    assert steps() == {"step-100-v2": 2, "final-7": 7}
-    assert steps(patterns=r"step-(\d+)") == {"step-100-v2": 100, "final-7": None}
-    assert steps(patterns=[r"nothing(\d)", r"v(\w+)", r"final-(\d+)"]) == {"step-100-v2": 2, "final-7": 7}
+    assert steps() == {"step-100-v2": 100, "iter-7": 7}
+    assert steps(patterns=r"step-(\d+)") == {"step-100-v2": 100, "iter-7": None}
+    assert steps(patterns=[r"nothing(\d)", r"v(\w+)", r"iter-(\d+)"]) == {"step-100-v2": 2, "iter-7": 7}
     monkeypatch.setenv("DCP_S3_STEP_PATTERN", r"step-(\d+)")
-    assert steps() == {"step-100-v2": 100, "final-7": None}
-    assert steps(patterns=[]) == {"step-100-v2": 2, "final-7": 7}
+    assert steps() == {"step-100-v2": 100, "iter-7": None}
+    assert steps(patterns=[]) == {"step-100-v2": 100, "iter-7": 7}
 
 
 @pytest.mark.parametrize("pattern", ["step-(", r"step-\d+", r"(\w+)-(\d+)", "a{99999999999}(1)"])

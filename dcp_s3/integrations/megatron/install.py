@@ -24,7 +24,7 @@ from dcp_s3.integrations.megatron.writer import MegatronS3Writer, finalize
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.url import is_s3_url, parse_url
 
-# All seen in megatron-core 0.16.1; tests/frameworks/megatron/test_install.py fails when one moves.
+# All seen in megatron-core 0.16.1; tests/frameworks/megatron/test_beside.py fails when one moves.
 REPLACED = (
     (strategies, "FileSystemWriterAsync"),  # the writer of every save
     (strategies, "save_state_dict_async_plan"),  # what begins a save ...

@@ -15,7 +15,7 @@ from megatron.core.msc_utils import MultiStorageClientFeature, open_file
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from dcp_s3 import latest
+from dcp_s3 import latest, register, unregister
 from dcp_s3.integrations import megatron
 from dcp_s3.integrations.megatron import writer
 from dcp_s3.integrations.megatron.install import REPLACED
@@ -93,6 +93,19 @@ def test_everything_that_install_replaces_is_there_and_comes_back() -> None:
     assert not any(one is other for one, other in zip(before, during, strict=True))
     assert MultiStorageClientFeature.is_enabled() == was_enabled
     assert not vars(MultiStorageClientFeature).keys() & {"is_enabled", "import_package"}
+
+
+def test_a_forgotten_install_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    register()
+    try:
+        for _ in range(2):
+            filesystem_async.FileSystemWriterAsync("s3://bucket/run/iter_7", use_msc=True)
+    finally:
+        unregister()
+    [record] = [each for each in caplog.records if each.name == "dcp_s3.integrations.dcp"]
+    assert "FileSystemWriterAsync of megatron.core" in record.getMessage()
+    assert "s3://bucket/run/iter_7 by itself" in record.getMessage()
+    assert "megatron.install()" in record.getMessage()
 
 
 def test_the_signatures_that_the_adapter_relies_on() -> None:
