@@ -64,6 +64,7 @@ class SpillSession:
         self.unclean: set[str] = set()
         """Keys whose multipart uploads may still be open. A drain looks for them."""
         self.sealed = False
+        self._withdrawn = False
         self.local = settings.durability == "local"
 
     def __enter__(self) -> SpillSession:
@@ -71,7 +72,7 @@ class SpillSession:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self.unclean and not self.sealed:
+        if self.unclean and not (self.sealed or self._withdrawn):
             for spilled in self._objects:
                 self._writer.drop_file(spilled.file)
             self._writer.close()  # as if this process had died: the drain cleans up
@@ -124,6 +125,11 @@ class SpillSession:
             )
         )
         self.sealed = True
+
+    def withdraw(self) -> None:
+        """Forget what was spilled: S3 has it by now. Multipart uploads that are still open are left for a prune."""
+        self._objects.clear()
+        self._withdrawn = True
 
 
 def spill_commit(
