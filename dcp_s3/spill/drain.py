@@ -108,6 +108,8 @@ class Drainer:
     def _drain(self, save: SpilledSave, report: DrainReport) -> None:
         try:
             url = parse_url(save.journal.url)
+            if strange := [key for key in save.journal.keys if not key.startswith(url.key(""))]:
+                raise DamagedFileError(f"its journal names {strange[0]!r}, which is not below {url}")
             store = S3Store(url.bucket, _settings_of(save), Limit(patience=self._patience))
             if save.journal.state is State.WRITING:
                 if save.is_being_written():
