@@ -80,8 +80,8 @@ def _which(url: str) -> str:
 def _other_kinds(kinds: dict[str, str], url: str) -> TensorMismatchError:
     named = _some(f"{fqn} ({kind})" for fqn, kind in kinds.items())
     return TensorMismatchError(
-        f"Saved tensors are no tensors in the state to load into: {named}{_which(url)}. Remedy: build the state as it was "
-        "saved, or leave these entries out of it",
+        f"Saved tensors are no tensors in the state to load into: {named}{_which(url)}. Remedy: build the state as it "
+        "was saved, or leave these entries out of it",
         url=url,
         fqn=next(iter(kinds)),
     )
