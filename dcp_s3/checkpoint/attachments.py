@@ -18,7 +18,6 @@ from dcp_s3.checkpoint.stored_metadata import fetch_metadata
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.layout import METADATA_CRC_KEY, SAVE_ID_KEY, is_attachment_name, manifest_object, metadata_object
 from dcp_s3.format.manifest import AttachmentEntry, Manifest, ObjectEntry, attachments_of
-from dcp_s3.format.metadata import load_metadata
 from dcp_s3.store import ABSENT, DeleteTarget, Store
 from dcp_s3.units import format_size
 from dcp_s3.url import CheckpointURL
@@ -273,6 +272,8 @@ def _find_save_id(store: Store, url: CheckpointURL, rank: int | None) -> str | N
     except errors.ObjectNotFoundError:
         save_id = None  # the answer to a GET says whether the bucket is missing
     if save_id is None:  # or a copy has lost its user metadata
+        from dcp_s3.format.metadata import load_metadata
+
         stored = fetch_metadata(store, url, rank)
         save_id = getattr(load_metadata(stored.data, url=str(url)).storage_meta, "save_id", None)
     return save_id

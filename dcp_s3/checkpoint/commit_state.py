@@ -11,7 +11,6 @@ from dcp_s3 import errors
 from dcp_s3.checkpoint.listing import list_directory
 from dcp_s3.format.layout import SAVE_ID_KEY, manifest_object, metadata_object
 from dcp_s3.format.manifest import AttachmentEntry, Manifest
-from dcp_s3.format.metadata import load_metadata
 from dcp_s3.store import ObjectHead, Store
 from dcp_s3.url import CheckpointURL
 from dcp_s3.workers import Workers
@@ -137,6 +136,8 @@ def find_previous(store: Store, identity: SaveIdentity) -> Previous:
     Raises:
         StorageError: cannot tell.
     """
+    from dcp_s3.format.metadata import load_metadata
+
     url = identity.url
     keys: set[str] = set()
     etag = None
@@ -212,6 +213,8 @@ def save_id_in(store: Store, identity: SaveIdentity, found: ObjectHead) -> str |
     """Save id of the checkpoint whose ``.metadata`` a HEAD has found."""
     save_id: str | None = found.metadata.get(SAVE_ID_KEY)
     if save_id is None:  # stores and proxies may lose user metadata
+        from dcp_s3.format.metadata import load_metadata
+
         try:
             metadata = load_metadata(store.get(identity.metadata_key).data, url=str(identity.url))
         except errors.CheckpointError:

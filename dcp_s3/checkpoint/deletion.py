@@ -29,7 +29,6 @@ from dcp_s3.format.layout import (
     metadata_object,
     new_nonce,
 )
-from dcp_s3.format.metadata import load_metadata
 from dcp_s3.format.saved_entries import needed_objects
 from dcp_s3.limit import Deadline, Limit
 from dcp_s3.store import DeleteTarget, same_etag
@@ -209,6 +208,8 @@ class Remover:
                     needed |= manifest.paths
                     copies |= set(manifest.attachments)
                     continue
+                from dcp_s3.format.metadata import load_metadata
+
                 stored = await self._deleter.store.get(url.key(metadata_object(rank)))
                 metadata = load_metadata(stored.data, url=str(url))
             except errors.ObjectNotFoundError:

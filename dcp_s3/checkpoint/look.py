@@ -27,11 +27,13 @@ from dcp_s3.checkpoint.info import (
     with_step,
 )
 from dcp_s3.checkpoint.listing import list_directory_async
+from dcp_s3.checkpoint.stored_metadata import check_metadata, find_crc_mismatch
 from dcp_s3.coroutines import map_bounded
 from dcp_s3.format.added_metrics import AddedMetrics
 from dcp_s3.format.layout import (
     CONTROL_PREFIX,
     METADATA,
+    METADATA_CRC_KEY,
     METRICS,
     PIN,
     SAVE_ID_KEY,
@@ -40,9 +42,9 @@ from dcp_s3.format.layout import (
     metadata_object,
 )
 from dcp_s3.format.manifest import Manifest
-from dcp_s3.format.metadata import load_metadata
 from dcp_s3.format.saved_entries import needed_objects
-from dcp_s3.store import ObjectHead, same_etag
+from dcp_s3.store import ObjectHead, StoredObject, same_etag
+from dcp_s3.torch_version import is_newer_than_installed
 from dcp_s3.url import CheckpointURL
 
 if TYPE_CHECKING:
@@ -173,6 +175,8 @@ async def find_manifest(
     if save_id is None and len(manifests) == 1:
         [save_id] = manifests
     if save_id is None:
+        from dcp_s3.format.metadata import load_metadata
+
         try:
             metadata = load_metadata((await store.get(url.key(metadata_object(rank)))).data, url=str(url))
         except errors.CheckpointError as error:
@@ -223,21 +227,41 @@ def save_id_of(head: ObjectHead) -> str | None:
 async def find_damage(store: AsyncS3Store, url: CheckpointURL) -> str | None:
     """Why a committed checkpoint cannot be loaded; None if it can. Reads its metadata and lists its objects.
 
+    Metadata is decoded, which takes torch, unless it has the checksum that it was saved with, and a manifest that says
+    what it names and that no newer torch wrote it.
+
     Raises:
         StorageError
     """
     directory = await list_directory_async(store, url)
     for rank in directory.committing:
         try:
-            metadata = load_metadata((await store.get(url.key(metadata_object(rank)))).data, url=str(url))
+            stored = await store.get(url.key(metadata_object(rank)))
+            needed = await _objects_of_manifest(store, url, rank, stored)
+            if needed is None:
+                metadata = check_metadata(stored, url)
+                if not isinstance(metadata.storage_data, dict):
+                    return "its metadata does not say where its items lie"
+                needed = needed_objects(metadata)
         except (errors.ObjectNotFoundError, errors.CheckpointError) as error:
             return str(error)
-        if not isinstance(metadata.storage_data, dict):
-            return "its metadata does not say where its items lie"
-        damage = directory.describe_damage(needed_objects(metadata))
+        damage = directory.describe_damage(needed)
         if damage is not None:
             return damage
     return None if directory.commits else "it was deleted meanwhile"
+
+
+async def _objects_of_manifest(
+    store: AsyncS3Store, url: CheckpointURL, rank: int | None, stored: StoredObject
+) -> dict[str, int] | None:
+    """Path and size of each object of a commit; None if only its metadata tells for certain."""
+    save_id = stored.metadata.get(SAVE_ID_KEY)
+    if save_id is None or METADATA_CRC_KEY not in stored.metadata or find_crc_mismatch(stored) is not None:
+        return None
+    manifest = await _read_manifest(store, url, save_id, rank)
+    if manifest is None or is_newer_than_installed(manifest.writer.get("torch")):
+        return None
+    return {entry.path: entry.size for entry in manifest.objects}
 
 
 async def look_deeper(

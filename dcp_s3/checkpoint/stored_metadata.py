@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from torch.distributed.checkpoint.metadata import Metadata
+from typing import TYPE_CHECKING
 
 from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.layout import METADATA_CRC_KEY, metadata_object
-from dcp_s3.format.metadata import load_metadata
 from dcp_s3.store import Store, StoredObject
 from dcp_s3.url import CheckpointURL
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 
 def fetch_metadata(store: Store, url: CheckpointURL, rank: int | None = None) -> StoredObject:
@@ -50,6 +52,8 @@ def check_metadata(stored: StoredObject, url: CheckpointURL) -> Metadata:
     Raises:
         CorruptMetadataError, UnsafeMetadataError: it cannot, or must not, be unpickled.
     """
+    from dcp_s3.format.metadata import load_metadata  # torch takes seconds to import, and who lists needs none
+
     mismatch = find_crc_mismatch(stored)
     if mismatch is not None:
         raise errors.CorruptMetadataError(

@@ -13,7 +13,6 @@ from dcp_s3.checkpoint.stored_metadata import not_found_error
 from dcp_s3.coroutines import gather, run
 from dcp_s3.format.layout import metadata_object
 from dcp_s3.format.manifest import Manifest
-from dcp_s3.format.metadata import load_metadata
 from dcp_s3.format.saved_entries import SavedEntry, needed_objects, saved_entries
 from dcp_s3.s3.async_store import open_async_store
 from dcp_s3.settings import SettingsLike, resolve_settings
@@ -68,6 +67,8 @@ def describe(url: URLLike, *, settings: SettingsLike = None) -> CheckpointDetail
 
 
 async def _describe(url: CheckpointURL, settings: SettingsLike) -> CheckpointDetails:
+    from dcp_s3.format.metadata import load_metadata
+
     async with open_async_store(url.bucket, resolve_settings(settings)) as store:
         directory = await list_directory_async(store, url)
         info = await inspect_checkpoint(store, url)

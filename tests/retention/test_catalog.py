@@ -314,7 +314,7 @@ def test_two_requests_for_each_checkpoint(faulty: FaultyServer) -> None:
     assert _requests(faulty) == {"ListObjectsV2": 6, "GetObject": 5}
     faulty.s3.reset_counters()
     assert latest(f"s3://{BUCKET}/run") is not None
-    assert _requests(faulty) == {"ListObjectsV2": 7, "GetObject": 6}
+    assert _requests(faulty) == {"ListObjectsV2": 7, "GetObject": 7}
 
 
 @pytest.mark.parametrize(
