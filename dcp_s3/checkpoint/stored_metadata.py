@@ -52,8 +52,6 @@ def check_metadata(stored: StoredObject, url: CheckpointURL) -> Metadata:
     Raises:
         CorruptMetadataError, UnsafeMetadataError: it cannot, or must not, be unpickled.
     """
-    from dcp_s3.format.metadata import load_metadata  # torch takes seconds to import, and who lists needs none
-
     mismatch = find_crc_mismatch(stored)
     if mismatch is not None:
         raise errors.CorruptMetadataError(
@@ -61,4 +59,6 @@ def check_metadata(stored: StoredObject, url: CheckpointURL) -> Metadata:
             "from a backup",
             url=str(url),
         )
+    from dcp_s3.format.metadata import load_metadata  # torch takes seconds to import, and who lists needs none
+
     return load_metadata(stored.data, url=str(url))
