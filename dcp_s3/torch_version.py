@@ -9,6 +9,9 @@ import re
 TORCH = "2.9"
 """The oldest torch that the tests have run on; pyproject.toml says the same."""
 
+TESTED = ("2.9", "2.10", "2.11", "2.12", "2.13", "2.14", "2.15")
+"""The minor versions of torch with which the tests have run."""
+
 
 @functools.cache
 def require_torch() -> None:
@@ -45,6 +48,11 @@ def is_newer_than_installed(version: str | None) -> bool:
         return version is None or release(version)[:2] > release(metadata.version("torch"))[:2]
     except metadata.PackageNotFoundError:
         return True
+
+
+def is_newer_than_tested(version: str) -> bool:
+    """Whether a version of torch is a later minor than all that the tests have run with."""
+    return release(version)[:2] > release(TESTED[-1])
 
 
 def release(version: str) -> tuple[int, ...]:
