@@ -52,12 +52,13 @@ _AWAY = (
     errors.InvalidURLError,
     errors.SettingsError,
 )
+# Nothing is wrong with the checkpoint: the one before would not fit either.
+_STATE_DIFFERS = (errors.EntryNotFoundError, errors.TensorMismatchError)
 _BEFORE_WRITING = (errors.CheckpointExistsError, errors.InvalidURLError, errors.SettingsError, errors.StagingError)
 _BEFORE_READING = (
     errors.CheckpointNotFoundError,
     errors.EntryNotFoundError,
-    errors.ShapeMismatchError,
-    errors.DtypeMismatchError,
+    errors.TensorMismatchError,
     errors.CorruptMetadataError,
     errors.UnsafeMetadataError,
     errors.CredentialsError,
@@ -140,7 +141,11 @@ def describe(error: BaseException, call: FailedCall | None, *, saving: str = "sa
     storage = None if call is None else call.storage
     url = None if call is None else call.url
     what = f"the load of {url}" if loading else f"the {saving}{f' to {url}' if url else ' or load' if not call else ''}"
-    look = None if any(isinstance(cause, _AWAY) for cause in causes) else getattr(storage, "_last_good", None)
+    look = (
+        None
+        if any(isinstance(cause, (*_AWAY, *_STATE_DIFFERS)) for cause in causes)
+        else getattr(storage, "_last_good", None)
+    )
     good = look(url) if callable(look) and url else ""
     return Failed(
         what,

@@ -89,6 +89,10 @@ class Limit:
         """The same limit, with ``hang`` at most the least of ``others``, in seconds."""
         return replace(self, hang=min((each for each in (self.hang, *others) if each is not None), default=None))
 
+    def without_patience(self) -> Limit:
+        """Limit for work that has no other place to go: only the deadline bounds it."""
+        return replace(self, patience=None, hang=None if self.deadline is None else self.deadline.seconds)
+
     def for_cleanup(self) -> Limit:
         """Limit for cleanup after a failure: it is not cancelled, and in all may run a little past the deadline."""
         if self.deadline is None:

@@ -40,6 +40,21 @@ def require_torch() -> None:
         )
 
 
+def is_newer_than_installed(version: str | None) -> bool:
+    """Whether a torch that wrote something, by its version, is a later minor than the one here; True if unknown."""
+    from importlib import metadata
+
+    try:
+        return version is None or release(version)[:2] > release(metadata.version("torch"))[:2]
+    except metadata.PackageNotFoundError:
+        return True
+
+
+def is_newer_than_tested(version: str) -> bool:
+    """Whether a version of torch is a later minor than all that the tests have run with."""
+    return release(version)[:2] > release(TESTED[-1])
+
+
 def release(version: str) -> tuple[int, ...]:
     """The numbers of a version, without trailing zeros and what follows them: ``2.6.0rc1`` -> (2, 6)."""
     match = re.match(r"\d+(?:\.\d+)*", version)

@@ -10,10 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
-from torch.distributed.checkpoint.metadata import Metadata
+from typing import TYPE_CHECKING, Any
 
 from dcp_s3 import errors
 from dcp_s3._version import __version__
@@ -24,8 +21,10 @@ from dcp_s3.checkpoint.readback import check_readable
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.layout import METADATA, METADATA_CRC_KEY, SAVE_ID_KEY
 from dcp_s3.format.manifest import Manifest, ObjectEntry, attachments_of
-from dcp_s3.format.metadata import dump_metadata
 from dcp_s3.store import DeleteTarget, Expect, Store, StoredObject
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +68,8 @@ def make_commit(
     Raises:
         SaveProtocolError: what was written cannot be read back, see `check_readable`.
     """
+    from dcp_s3.format.metadata import dump_metadata
+
     manifest = Manifest(
         save_id=identity.save_id,
         created_at=time.time(),
@@ -288,4 +289,6 @@ def delete_quietly(store: Store, keys: set[str] | frozenset[str], whose: str) ->
 
 def versions() -> dict[str, str]:
     """The libraries that write a checkpoint, for its manifest."""
+    import torch
+
     return {"dcp_s3": __version__, "torch": str(torch.__version__)}

@@ -137,6 +137,7 @@ def find_previous(store: Store, identity: SaveIdentity) -> Previous:
     Raises:
         StorageError: cannot tell.
     """
+
     url = identity.url
     keys: set[str] = set()
     etag = None

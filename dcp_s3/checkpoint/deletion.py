@@ -209,6 +209,7 @@ class Remover:
                     needed |= manifest.paths
                     copies |= set(manifest.attachments)
                     continue
+
                 stored = await self._deleter.store.get(url.key(metadata_object(rank)))
                 metadata = check_metadata(stored, url, rank)
             except errors.ObjectNotFoundError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -27,12 +27,14 @@ from dcp_s3.checkpoint.info import (
     with_step,
 )
 from dcp_s3.checkpoint.listing import list_directory_async
-from dcp_s3.checkpoint.stored_metadata import check_metadata
+from dcp_s3.checkpoint.stored_metadata import check_metadata, find_crc_mismatch
 from dcp_s3.coroutines import map_bounded
+from dcp_s3.forking import reset_in_child
 from dcp_s3.format.added_metrics import AddedMetrics
 from dcp_s3.format.layout import (
     CONTROL_PREFIX,
     METADATA,
+    METADATA_CRC_KEY,
     METRICS,
     PIN,
     SAVE_ID_KEY,
@@ -42,7 +44,8 @@ from dcp_s3.format.layout import (
 )
 from dcp_s3.format.manifest import Manifest
 from dcp_s3.format.saved_entries import needed_objects
-from dcp_s3.store import ObjectHead, same_etag
+from dcp_s3.store import ObjectHead, StoredObject, same_etag
+from dcp_s3.torch_version import is_newer_than_installed
 from dcp_s3.url import CheckpointURL
 
 if TYPE_CHECKING:
@@ -220,8 +223,16 @@ def save_id_of(head: ObjectHead) -> str | None:
     return head.metadata.get(SAVE_ID_KEY)
 
 
-async def find_damage(store: AsyncS3Store, url: CheckpointURL) -> str | None:
+async def find_damage(store: AsyncS3Store, url: CheckpointURL, *, foreign: bool = True) -> str | None:
     """Why a committed checkpoint cannot be loaded; None if it can. Reads its metadata and lists its objects.
+
+    Metadata is decoded, which takes torch, unless it has the checksum that it was saved with, and a manifest that says
+    what it names and that no newer torch wrote it.
+
+    Args:
+        store: store with the checkpoint.
+        url: URL of the checkpoint.
+        foreign: whether to decode metadata without a checksum, which other libraries wrote.
 
     Raises:
         StorageError
@@ -229,15 +240,55 @@ async def find_damage(store: AsyncS3Store, url: CheckpointURL) -> str | None:
     directory = await list_directory_async(store, url)
     for rank in directory.committing:
         try:
-            metadata = check_metadata(await store.get(url.key(metadata_object(rank))), url, rank)
+            stored = await store.get(url.key(metadata_object(rank)))
+            needed = await _objects_of_manifest(store, url, rank, stored)
+            if needed is None and not foreign and METADATA_CRC_KEY not in stored.metadata:
+                continue
+            if needed is None:
+                metadata = check_metadata(stored, url, rank)
+                if not isinstance(metadata.storage_data, dict):
+                    return "its metadata does not say where its items lie"
+                needed = needed_objects(metadata)
         except (errors.ObjectNotFoundError, errors.CheckpointError) as error:
             return str(error)
-        if not isinstance(metadata.storage_data, dict):
-            return "its metadata does not say where its items lie"
-        damage = directory.describe_damage(needed_objects(metadata))
+        damage = directory.describe_damage(needed)
         if damage is not None:
             return damage
     return None if directory.commits else "it was deleted meanwhile"
+
+
+def tell_unreadable(unreadable: Mapping[str, str], loadable: str | None) -> None:
+    """Warn of checkpoints that cannot be loaded though they were to be taken first; once in a process for each.
+
+    Args:
+        unreadable: why, by URL, in the order in which they would have been taken.
+        loadable: URL of the one after them, which can be loaded; None if there is none.
+    """
+    new = [url for url in unreadable if url not in _told]
+    _told.update(new)
+    if not new:
+        return
+    first, *more = unreadable
+    others = f", nor can {len(more)} more (to {more[-1]})" if more else ""
+    then = f"The next one that can be is {loadable}" if loadable else "None of them can be"
+    logger.warning("%s cannot be loaded%s: %s. %s", first, others, unreadable[first].rstrip("."), then)
+
+
+_told: set[str] = set()
+reset_in_child(_told.clear)
+
+
+async def _objects_of_manifest(
+    store: AsyncS3Store, url: CheckpointURL, rank: int | None, stored: StoredObject
+) -> dict[str, int] | None:
+    """Path and size of each object of a commit; None if only its metadata tells for certain."""
+    save_id = stored.metadata.get(SAVE_ID_KEY)
+    if save_id is None or METADATA_CRC_KEY not in stored.metadata or find_crc_mismatch(stored) is not None:
+        return None
+    manifest = await _read_manifest(store, url, save_id, rank)
+    if manifest is None or is_newer_than_installed(manifest.writer.get("torch")):
+        return None
+    return {entry.path: entry.size for entry in manifest.objects}
 
 
 async def look_deeper(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import threading
 
-from dcp_s3.errors import DcpS3Error
-from dcp_s3.format.layout import METADATA, step_of
+from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
+from dcp_s3.errors import CheckpointError, DcpS3Error
+from dcp_s3.format.layout import step_of
 from dcp_s3.limit import Deadline, Limit
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
@@ -16,14 +17,15 @@ from dcp_s3.url import CheckpointURL
 logger = logging.getLogger(__name__)
 
 _MOST_PAGES = 10
-_MOST_HEADS = 3
+_MOST_READ = 5
 _LOOK_SECONDS = 5.0
 
 
 def find_previous(store: Store, url: CheckpointURL) -> CheckpointURL | None:
-    """The committed checkpoint with the highest step beside ``url``, other than it; None if there is none.
+    """The checkpoint with the highest step beside ``url``, other than it, whose metadata can be read; None if there is
+    none.
 
-    Ten pages of a listing and three HEADs at most: whether its data is whole is not checked.
+    Ten pages of a listing and ``.metadata`` of five checkpoints at most: whether the data is whole is not checked.
 
     Args:
         store: store with the checkpoints.
@@ -45,9 +47,14 @@ def find_previous(store: Store, url: CheckpointURL) -> CheckpointURL | None:
     else:
         return None  # the highest step may come last
     steps = {name: step for name in names if (step := step_of(name)) is not None and name != url.name}
-    for name in sorted(steps, key=lambda name: steps[name], reverse=True)[:_MOST_HEADS]:
-        if store.exists(root.child(name).key(METADATA)):
-            return root.child(name)
+    for name in sorted(steps, key=lambda name: steps[name], reverse=True)[:_MOST_READ]:
+        candidate = root.child(name)
+        try:
+            check_metadata(fetch_metadata(store, candidate), candidate)
+        except CheckpointError as error:  # not committed, or not readable either
+            logger.debug("%s is not named as the last good checkpoint: %s", candidate, error)
+        else:
+            return candidate
     return None
 
 

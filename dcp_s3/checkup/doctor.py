@@ -39,8 +39,8 @@ _UPLOAD = (*_S3, "CreateMultipartUpload", "UploadPart")
 CHECKS = (
     Check("settings", host.check_settings, online=False),
     Check("versions", host.check_versions, online=False),
-    Check("credentials", identity.check_credentials, ("settings",), online=False),
     Check("endpoint", network.check_endpoint, ("settings",)),
+    Check("credentials", identity.check_credentials, ("settings",), online=False),
     Check("latency", network.check_latency, ("settings", "credentials", "endpoint")),
     Check("region", network.check_region, ("latency",)),
     Check("clock", network.check_clock, ("latency",)),
@@ -128,7 +128,8 @@ def examine(
         "training": training_policy(arn, prefix, kms_key=exam.kms_key),
         "prune_versions": prune_versions_policy(arn, prefix),
     }
-    return DoctorReport(str(exam.url), read_only, tuple(results.values()), policies, time.monotonic() - began)
+    seconds = time.monotonic() - began
+    return DoctorReport(str(exam.url), read_only, tuple(results.values()), policies, seconds, denied=exam.denied)
 
 
 def _run(check: Check, exam: Examination, results: dict[str, CheckResult]) -> CheckResult:

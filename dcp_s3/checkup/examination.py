@@ -14,6 +14,7 @@ from typing import Any
 from botocore.exceptions import ClientError
 
 from dcp_s3 import errors
+from dcp_s3.checkup.permissions import CONFIGURATION
 from dcp_s3.limit import Limit
 from dcp_s3.s3.client import get_client
 from dcp_s3.s3.diagnosis import answered_status
@@ -56,6 +57,8 @@ class Examination:
     settings: Settings = field(default_factory=Settings.model_construct)
     """Settings in force, once they are known to be valid."""
     hello: Hello | None = None
+    denied: bool = False
+    """Whether a permission of `permissions.PERMISSIONS` was refused."""
     dead: str = ""
     """Why requests make no sense any more."""
     may_delete: bool = True
@@ -117,6 +120,9 @@ class Examination:
 
         try:
             return store.call(operation, key, send, attempts=attempts)
+        except errors.AccessDeniedError:
+            self.denied = self.denied or operation not in CONFIGURATION
+            raise
         except errors.TransferError as error:
             if not answered_status(error) and attempts is None:
                 self.dead = f"the endpoint stopped answering at {operation}"

@@ -21,6 +21,7 @@ from dcp_s3.settings import ENV_PREFIX, local_world_size, resolve_settings, unkn
 from dcp_s3.spill.durable import as_spill_error, flush_directory
 from dcp_s3.spill.store import SpillStore
 from dcp_s3.stage.budget import measure_available, resolve_limit
+from dcp_s3.torch_version import TESTED, is_newer_than_tested
 from dcp_s3.units import format_size
 
 _OTHER_FILES = 256
@@ -58,7 +59,13 @@ def check_versions(name: str, exam: Examination) -> CheckResult:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             return failed(name, f"{package} is not installed", f"pip install {package}")
-    return passed(name, ", ".join(f"{package} {version}" for package, version in versions.items()))
+    found = ", ".join(f"{package} {version}" for package, version in versions.items())
+    if is_newer_than_tested(versions["torch"]):
+        return warned(
+            name, f"{found}: dcp_s3 was never run with this torch, the newest was {TESTED[-1]}",
+            "save and load a small state first; pip install --upgrade dcp-s3, or an earlier torch",
+        )  # fmt: skip
+    return passed(name, found)
 
 
 def check_open_files(name: str, exam: Examination) -> CheckResult:

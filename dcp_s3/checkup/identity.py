@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import botocore.exceptions as boto
 import botocore.session
 from botocore.config import Config
 
+from dcp_s3 import errors
 from dcp_s3.checkup.examination import Examination
 from dcp_s3.checkup.result import CheckResult, failed, from_error, passed, skipped, warned
 from dcp_s3.s3.botocore_private import expiry_of
@@ -32,7 +34,7 @@ _RENEW = "for long runs an instance or pod role, or credential_process in the pr
 
 
 def check_credentials(name: str, exam: Examination) -> CheckResult:
-    """Which credentials AWS's own chain finds, and until when they hold."""
+    """Which credentials AWS's own chain finds, until when they hold, and whether the endpoint takes them."""
     session = botocore.session.get_session()
     try:
         credentials = session.get_credentials()
@@ -48,6 +50,14 @@ def check_credentials(name: str, exam: Examination) -> CheckResult:
     if method in ("shared-credentials-file", "config-file"):
         source += f", profile {session.profile or 'default'!r}"
     found = f"{shorten(frozen.access_key)} from {source}"
+    if not exam.dead:
+        try:
+            exam.ask("ListObjectsV2", Prefix=exam.probes.key(""), MaxKeys=1, attempts=1)
+        except errors.CredentialsError as error:
+            refused = from_error(name, error)
+            return replace(refused, found=f"{found}, which the endpoint refuses: {refused.found}")
+        except errors.StorageError:
+            pass  # later checks say it
     return judge_expiry(name, found, method, expiry_of(credentials), is_temporary=bool(frozen.token), now=time.time())
 
 

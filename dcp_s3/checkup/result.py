@@ -61,6 +61,8 @@ class DoctorReport:
     all versions needs besides."""
     seconds: float = 0.0
     """Seconds that all checks took."""
+    denied: bool = False
+    """Whether a permission was refused, so that a policy helps."""
 
     @property
     def ok(self) -> bool:

@@ -49,4 +49,12 @@ def format_policies(report: DoctorReport) -> str:
 
 def to_text(report: DoctorReport) -> str:
     """The whole report, plainly."""
-    return "\n".join([*map(format_result, report.checks), summarize(report), format_policies(report)])
+    return "\n".join([*map(format_result, report.checks), conclude(report)])
+
+
+def conclude(report: DoctorReport, *, policy: bool = False) -> str:
+    """What follows the checks: policies if asked for or if they help, the summary, and what failed once more."""
+    lines = [summarize(report)]
+    if policy or report.denied:
+        lines.insert(0, format_policies(report))
+    return "\n".join([*lines, *map(format_result, report.failed)])

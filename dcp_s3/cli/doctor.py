@@ -16,6 +16,7 @@ _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": 
 def doctor(
     url: Annotated[str, typer.Argument(metavar="URL", help="s3://bucket/prefix below which checkpoints are to lie.")],
     read_only: Annotated[bool, typer.Option("--read-only", help="Leave out everything that writes.")] = False,
+    policy: Annotated[bool, typer.Option("--policy", help="Print IAM policies also if nothing is refused.")] = False,
     as_json: AsJSON = False,
 ) -> None:
     """Check settings, credentials, endpoint, permissions and what the store can do, before a run starts.
@@ -24,7 +25,7 @@ def doctor(
     """
     from dcp_s3.checkup.doctor import examine
     from dcp_s3.checkup.result import CheckResult
-    from dcp_s3.checkup.show import TICKS, format_policies, format_result, summarize
+    from dcp_s3.checkup.show import TICKS, conclude, format_result
     from dcp_s3.cli import tables
     from dcp_s3.cli.bench import ended_like_ctrl_c
 
@@ -43,7 +44,6 @@ def doctor(
     if as_json:
         print_json(report.to_dict())
     else:
-        print_line(summarize(report))
-        print_line(format_policies(report))
+        print_line(conclude(report, policy=policy))
     if not report.ok:
         raise typer.Exit(exits.FAILED)

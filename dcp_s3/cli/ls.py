@@ -39,7 +39,9 @@ def ls(
     if as_json:
         print_json([info.to_dict() for info in shown])
     elif shown:
-        tables.make_console().print(tables.checkpoints(shown, now=time.time()))
+        console = tables.make_console()
+        width = console.width if console.is_terminal else None
+        console.print(tables.checkpoints(shown, now=time.time(), width=width))
     hidden = len(found) - len(shown)
     if hidden:
         note(f"{hidden} incomplete checkpoint{'s' if hidden > 1 else ''} not shown: see --all")

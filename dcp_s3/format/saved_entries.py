@@ -1,12 +1,17 @@
-"""The contents of a checkpoint, according to its metadata. Pure."""
+"""The contents of a checkpoint, according to its metadata. Pure, and imported without torch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorStorageMetadata,
+    )
 
 
 def needed_objects(metadata: Metadata) -> dict[str, int]:
@@ -21,7 +26,7 @@ def needed_objects(metadata: Metadata) -> dict[str, int]:
 
 def find_chunk(saved: TensorStorageMetadata, index: MetadataIndex) -> ChunkStorageMetadata | None:
     """The saved chunk of a tensor that belongs to the stored item at ``index``; None if there is none."""
-    offset = index.offset if index.offset is not None else torch.Size([0] * len(saved.size))
+    offset = index.offset if index.offset is not None else (0,) * len(saved.size)
     hint = index.index
     if isinstance(hint, int) and 0 <= hint < len(saved.chunks) and saved.chunks[hint].offsets == offset:
         return saved.chunks[hint]
@@ -48,18 +53,19 @@ class SavedEntry:
 
 def saved_entries(metadata: Metadata) -> list[SavedEntry]:
     """The entries that the metadata describes, in their saved order."""
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    def entry(fqn: str, saved: Any, chunks: int, size: int) -> SavedEntry:
+        if isinstance(saved, TensorStorageMetadata):
+            dtype = str(saved.properties.dtype).removeprefix("torch.")
+            return SavedEntry(fqn, "tensor", dtype, tuple(saved.size), chunks, size)
+        return SavedEntry(fqn, "bytes", None, None, chunks, size)
+
     sizes: dict[str, int] = {}
     counts: dict[str, int] = {}
     for index, info in (metadata.storage_data or {}).items():
         fqn = str(getattr(index, "fqn", index))
         sizes[fqn] = sizes.get(fqn, 0) + int(getattr(info, "length", 0))
         counts[fqn] = counts.get(fqn, 0) + 1
-    return [_entry(fqn, saved, counts.get(fqn, 0), sizes.get(fqn, 0))
+    return [entry(fqn, saved, counts.get(fqn, 0), sizes.get(fqn, 0))
             for fqn, saved in metadata.state_dict_metadata.items()]  # fmt: skip
-
-
-def _entry(fqn: str, saved: Any, chunks: int, size: int) -> SavedEntry:
-    if isinstance(saved, TensorStorageMetadata):
-        dtype = str(saved.properties.dtype).removeprefix("torch.")
-        return SavedEntry(fqn, "tensor", dtype, tuple(saved.size), chunks, size)
-    return SavedEntry(fqn, "bytes", None, None, chunks, size)

@@ -29,7 +29,7 @@ def check_state(metadata: Metadata, url: str | None, is_coordinator: bool) -> No
     one line which saved names are not loaded.
 
     Raises:
-        MissingKeysError, ShapeMismatchError
+        MissingKeysError, TensorMismatchError
         CorruptMetadataError: the metadata does not say where items lie.
     """
     if not isinstance(metadata.storage_data, dict):

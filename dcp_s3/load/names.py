@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from dcp_s3.errors import MissingKeysError, ShapeMismatchError
+from dcp_s3.errors import MissingKeysError, ShapeMismatchError, TensorMismatchError
 from dcp_s3.torch_private import ShardedTensor
 
 _NAMED = 5  # names in a message
@@ -29,8 +29,10 @@ _PARTIAL = "or pass planner=DefaultLoadPlanner(allow_partial_load=True) to leave
 
 def find_mismatch(
     state: Mapping[str, Any], metadata: Metadata, url: str = "", *, strict: bool = True
-) -> MissingKeysError | ShapeMismatchError | None:
+) -> MissingKeysError | TensorMismatchError | None:
     """The error of a load of ``state``, with every missing name and every other shape; None if all fits.
+
+    If all is there with its shape, but a saved tensor is to be loaded into something else, a TensorMismatchError.
 
     Args:
         state: flat state dict to load.
@@ -41,17 +43,26 @@ def find_mismatch(
     saved = metadata.state_dict_metadata
     missing: list[str] = []
     shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    kinds: dict[str, str] = {}
     for fqn, entry in state.items():
         found = saved.get(fqn)
         if found is None:
             missing += [fqn] if strict else []
+        elif is_other_kind(found, entry):
+            kinds[fqn] = type(entry).__name__
         elif isinstance(found, TensorStorageMetadata) and (size := _size(entry)) is not None and found.size != size:
             shapes[fqn] = tuple(found.size), tuple(size)
     if not missing and not shapes:
-        return None
+        return _other_kinds(kinds, url) if kinds else None
     if shapes and (not missing or next(fqn for fqn in state if fqn in shapes or fqn not in saved) in shapes):
         return _other_shapes(shapes, missing, url)
     return _missing_keys(missing, [fqn for fqn in saved if fqn not in state], shapes, url)
+
+
+def is_other_kind(saved: object, entry: object) -> bool:
+    """Whether a saved tensor is to be loaded into something that is none, which torch refuses."""
+    tensor_like = isinstance(entry, torch.Tensor) or hasattr(entry, "__create_chunk_list__")
+    return isinstance(saved, TensorStorageMetadata) and not tensor_like
 
 
 def _size(entry: Any) -> Sequence[int] | None:
@@ -60,6 +71,20 @@ def _size(entry: Any) -> Sequence[int] | None:
         size: Sequence[int] = entry.metadata().size
         return size
     return entry.size() if isinstance(entry, torch.Tensor) else None
+
+
+def _which(url: str) -> str:
+    return f"; the checkpoint is {url}" if url else ""
+
+
+def _other_kinds(kinds: dict[str, str], url: str) -> TensorMismatchError:
+    named = _some(f"{fqn} ({kind})" for fqn, kind in kinds.items())
+    return TensorMismatchError(
+        f"Saved tensors are no tensors in the state to load into: {named}{_which(url)}. Remedy: build the state as it "
+        "was saved, or leave these entries out of it",
+        url=url,
+        fqn=next(iter(kinds)),
+    )
 
 
 def _other_shapes(
@@ -72,12 +97,12 @@ def _other_shapes(
         text += f", and for {len(more)} more: {named}{', ...' if len(more) >= _NAMED else ''}"
     if missing:
         text += f"; also {len(missing)} names of the state are not saved: {_some(missing)}"
-    return ShapeMismatchError(f"{text}. {_ADVICE}", url=url, fqn=fqn, shapes=shapes)
+    return ShapeMismatchError(f"{text}{_which(url)}. {_ADVICE}", url=url, fqn=fqn, shapes=shapes)
 
 
 def _missing_keys(missing: list[str], unexpected: list[str], shapes: Collection[str], url: str) -> MissingKeysError:
     more = f" and {len(missing) - 1} more ({_some(missing[1:])})" if len(missing) > 1 else ""
-    text = f"Missing key in checkpoint state_dict: {missing[0]}{more}."  # as torch begins
+    text = f"Missing key in checkpoint state_dict: {missing[0]}{more}{_which(url)}."  # as torch begins
     if unexpected:
         text += f" Saved but not in the state: {len(unexpected)} names ({_some(unexpected)})."
     if shapes:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from dcp_s3.boundary import called_by_dcp
 from dcp_s3.collector import collector_paused
 from dcp_s3.load.fast_items import make_indices, make_tensor_items
-from dcp_s3.load.names import find_mismatch
+from dcp_s3.load.names import find_mismatch, is_other_kind
 from dcp_s3.load.overlaps import Box, find_overlaps
 from dcp_s3.torch_private import ShardedTensor, create_chunk_list, find_storage_reader
 
@@ -94,7 +94,7 @@ def create_load_plan(state_dict: dict[str, Any], metadata: Metadata, *, strict: 
         strict: whether a name missing in the checkpoint is an error.
 
     Raises:
-        ShapeMismatchError: saved tensors have other shapes.
+        TensorMismatchError: saved tensors have other shapes, or no tensor is there for them.
         MissingKeysError: names are missing.
     """
     layouts = _Layouts()
@@ -112,6 +112,8 @@ def create_load_plan(state_dict: dict[str, Any], metadata: Metadata, *, strict: 
             if isinstance(entry, DTensor) and entry.device_mesh.get_coordinate() is None:
                 continue  # its mesh does not have this rank
             layout = layouts.find(saved, entry)
+        elif is_other_kind(saved, entry):
+            raise _mismatch(state_dict, metadata, strict)
         if layout is not None:
             parts.append((fqn, layout))
         else:
@@ -209,5 +211,6 @@ def _local_boxes(entry: torch.Tensor) -> _Boxes:
 
 
 def _mismatch(state_dict: dict[str, Any], metadata: Metadata, strict: bool) -> Exception:
-    found = find_mismatch(state_dict, metadata, strict=strict)
+    url = getattr(metadata.storage_meta, "checkpoint_id", None)
+    found = find_mismatch(state_dict, metadata, str(url or ""), strict=strict)
     return AssertionError("the state fits the checkpoint") if found is None else found

@@ -101,7 +101,7 @@ class TransferFactory:
         if target.size() != item.lengths:
             raise errors.ShapeMismatchError(
                 f"{item.dest_index.fqn}: the planner gave a tensor of shape {tuple(target.size())} for "
-                f"{tuple(item.lengths)}", url=str(self._url), fqn=item.dest_index.fqn,
+                f"{tuple(item.lengths)} of {self._url}", url=str(self._url), fqn=item.dest_index.fqn,
             )  # fmt: skip
         saved = self._metadata.state_dict_metadata[item.storage_index.fqn]
         if not isinstance(saved, TensorStorageMetadata):
@@ -113,7 +113,7 @@ class TransferFactory:
         dtype = saved.properties.dtype
         if dtype != target.dtype and not self._allow_dtype_cast:
             raise errors.DtypeMismatchError(
-                f"{item.dest_index.fqn}: the checkpoint has {dtype}, the state to load into {target.dtype}, and "
+                f"{item.dest_index.fqn} has {dtype} in {self._url}, {target.dtype} in the state to load into, and "
                 "DCP_S3_ALLOW_DTYPE_CAST is off. Remedy: build the state with the saved dtype, or convert on load with "
                 "DCP_S3_ALLOW_DTYPE_CAST=1",
                 url=str(self._url),

@@ -194,6 +194,7 @@ class S3StorageReader(AttachmentReader, StorageReader):
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
+        metadata.storage_meta.checkpoint_id = self.checkpoint_id  # type: ignore[union-attr]  # a copy was saved elsewhere
         return metadata
 
     def _find_caller(self) -> Caller | None:

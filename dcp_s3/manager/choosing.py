@@ -11,7 +11,7 @@ from typing import NamedTuple
 from dcp_s3 import errors
 from dcp_s3.checkpoint.info import CheckpointInfo, age_order
 from dcp_s3.checkpoint.listing import list_directory
-from dcp_s3.checkpoint.look import find_damage
+from dcp_s3.checkpoint.look import find_damage, tell_unreadable
 from dcp_s3.coroutines import run
 from dcp_s3.manager.waiting import Disk, WaitingCheckpoint, find_missing, waiting_checkpoints
 from dcp_s3.retention.catalog import CheckpointCatalog
@@ -146,6 +146,7 @@ def find(
     listing = CheckpointCatalog(str(catalog.root), settings=impatient(catalog.settings)) if waiting else catalog
     unusable: set[str] = set(passed_over)
     not_ready: NotReady | None = None
+    damages: dict[str, str] = {}
     while True:
         away: errors.TransferError | None = None
         try:
@@ -165,14 +166,22 @@ def find(
         if not left:
             break
         for info in left:
-            found = _try_local(listing, local[info], disks, away) if info in local else _try_committed(catalog, info)
+            found: ChosenCheckpoint | NotReady | None
+            if info in local:
+                found = _try_local(listing, local[info], disks, away)
+            elif damage := run(_find_damage(catalog, info)):
+                damages[info.url], found = damage, None
+            else:
+                found = ChosenCheckpoint(info.url, info.step or 0)
             if isinstance(found, NotReady) and not wait:
                 logger.warning("%s is passed over: %s", info.url, found.reason)
                 not_ready, found = not_ready or found, None
             if found is not None:
+                tell_unreadable(damages, found.url)
                 return found
             unusable.add(info.url)
         # A prune may have deleted them meanwhile: then there are newer ones.
+    tell_unreadable(damages, None)
     if away is not None:
         raise away if not_ready is None else errors.TransferError(
             f"{not_ready.url} cannot be restored: {not_ready.reason}", bucket=away.bucket, key=away.key
@@ -201,14 +210,6 @@ def _none_asked_for(catalog: CheckpointCatalog, there: Sequence[CheckpointInfo])
         f"{steps[0]} to {steps[-1]}). Remedy: `dcp-s3 ls {catalog.root}` shows their steps and metrics",
         url=str(catalog.root),
     )
-
-
-def _try_committed(catalog: CheckpointCatalog, info: CheckpointInfo) -> ChosenCheckpoint | None:
-    damage = run(_find_damage(catalog, info))
-    if damage is None:
-        return ChosenCheckpoint(info.url, info.step or 0)
-    logger.warning("%s is passed over: %s", info.url, damage)
-    return None
 
 
 async def _find_damage(catalog: CheckpointCatalog, info: CheckpointInfo) -> str | None:

@@ -128,7 +128,7 @@ class _Job:
     def run(self, overwrite: bool, on_total: Callable[[int], None], on_progress: Callable[[int], None]) -> CopyResult:
         listed = list_objects(self.source, self.origin)
         directory = Directory.of_sizes({path: each.size for path, each in listed.items()})
-        source = make_source(str(self.origin), directory, lambda path: self.source.get(self.origin.key(path)).data)
+        source = make_source(str(self.origin), directory, lambda path: self.source.get(self.origin.key(path)))
         crcs = self._known_crcs(source)
         there = list_objects(self.store, self.url)
         wanted = source.files.keys() - self._finished(source, listed, there, crcs)

@@ -6,12 +6,11 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from torch.distributed.checkpoint.metadata import Metadata
-
 from dcp_s3 import errors
 from dcp_s3.checkpoint.commit_state import SaveIdentity, check_absent, exists_error, find_previous
 from dcp_s3.checkpoint.directory import Directory, DirectoryEntry
 from dcp_s3.checkpoint.listing import list_directory
+from dcp_s3.checkpoint.stored_metadata import find_crc_mismatch
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.layout import (
     CONTROL_PREFIX,
@@ -20,14 +19,14 @@ from dcp_s3.format.layout import (
     SAVE_ID_KEY,
     What,
     classify,
+    is_inside,
     manifest_object,
     metadata_object,
 )
 from dcp_s3.format.manifest import AttachmentEntry, Manifest, attachments_of
-from dcp_s3.format.metadata import load_metadata
 from dcp_s3.format.saved_entries import needed_objects
 from dcp_s3.reprs import one_line
-from dcp_s3.store import ABSENT, ListedObject, Store, same_etag
+from dcp_s3.store import ABSENT, ListedObject, Store, StoredObject, same_etag
 from dcp_s3.units import format_size
 from dcp_s3.url import CheckpointURL
 
@@ -63,8 +62,8 @@ class CopySource:
 
     commits: Mapping[str, bytes]
     """Bytes of ``.metadata``, or of every ``__{rank}.metadata``, by relative path."""
-    metadata: Mapping[str, Metadata]
-    """Loaded metadata, by relative path."""
+    save_ids: Mapping[str, str]
+    """Ids of the saves that made these commits, by relative path."""
     files: Mapping[str, int]
     """Bytes of everything else that belongs to it, by relative path."""
     attachments: Sequence[AttachmentEntry] = ()
@@ -80,15 +79,15 @@ class CopySource:
 
     def manifest_of(self, commit: str) -> str | None:
         """Relative path of the manifest of the save that made a commit, None if it is missing."""
-        path = _manifest_path(commit, self.metadata[commit])
+        path = _manifest_path(commit, self.save_ids[commit])
         return path if path in self.files else None
 
 
-def _manifest_path(commit: str, metadata: Metadata) -> str:
-    return manifest_object(str(getattr(metadata.storage_meta, "save_id", None)), classify(commit).rank)
+def _manifest_path(commit: str, save_id: str) -> str:
+    return manifest_object(save_id, classify(commit).rank)
 
 
-def make_source(where: str, directory: Directory, read: Callable[[str], bytes]) -> CopySource:
+def make_source(where: str, directory: Directory, read: Callable[[str], StoredObject]) -> CopySource:
     """Find the files that belong to the checkpoint in a directory.
 
     Left out are data objects that the metadata does not name (of another save), manifests of other saves, pins, leases,
@@ -105,16 +104,38 @@ def make_source(where: str, directory: Directory, read: Callable[[str], bytes]) 
             f"there is no committed checkpoint at {where}: it has no {METADATA}. Remedy: check the URL or directory",
             url=where,
         )
-    commits = {name: read(name) for name in names}
-    metadata = {name: load_metadata(data, url=where, of_rank=name != METADATA) for name, data in commits.items()}
+    commits: dict[str, bytes] = {}
+    save_ids: dict[str, str] = {}
+    manifests: dict[str, Manifest | None] = {}
     needed: dict[str, int] = {}
-    for loaded in metadata.values():
-        for path, size in needed_objects(loaded).items():
+
+    def manifest_of(name: str, save_id: str) -> Manifest | None:
+        path = _manifest_path(name, save_id)
+        if path not in manifests and path in directory.objects:
+            manifests[path] = _read_manifest(where, read(path).data)
+        return manifests.get(path)
+
+    for name in names:
+        stored = read(name)
+        commits[name], save_id = stored.data, stored.metadata.get(SAVE_ID_KEY)
+        # Bytes with a checksum, and the manifest of their save, tell without torch what there is.
+        known = save_id and METADATA_CRC_KEY in stored.metadata and find_crc_mismatch(stored) is None
+        manifest = manifest_of(name, save_id) if save_id and known else None
+        if save_id and manifest is not None and all(is_inside(entry.path) for entry in manifest.objects):
+            sizes, save_ids[name] = {entry.path: entry.size for entry in manifest.objects}, save_id
+        else:
+            from dcp_s3.format.metadata import load_metadata
+
+            crc = stored.metadata.get(METADATA_CRC_KEY)
+            metadata = load_metadata(stored.data, url=where, crc=crc, of_rank=name != METADATA)
+            sizes, save_ids[name] = needed_objects(metadata), str(getattr(metadata.storage_meta, "save_id", None))
+            manifest_of(name, save_ids[name])
+        for path, size in sizes.items():
             needed[path] = max(size, needed.get(path, 0))
-    manifests = {_manifest_path(name, loaded) for name, loaded in metadata.items()} & directory.objects.keys()
     attachments: list[AttachmentEntry] = []
-    for path in sorted(manifests, key=lambda path: classify(path).rank or 0):
-        attachments += _read_attachments(where, read(path), present=len(names))
+    for _, manifest in sorted(manifests.items(), key=lambda each: classify(each[0]).rank or 0):
+        if manifest is not None:
+            attachments += _attachments(where, manifest, present=len(names))
     needed |= {entry.path: entry.size for entry in attachments}
     damage = directory.describe_damage(needed)
     if damage is not None:
@@ -122,22 +143,25 @@ def make_source(where: str, directory: Directory, read: Callable[[str], bytes]) 
             f"{where} cannot be copied: {damage}. Remedy: it is damaged, or being deleted; copy another checkpoint",
             url=where,
         )
-    belong = needed.keys() | manifests
+    belong = needed.keys() | manifests.keys()
     files = {found.path: found.size for found in directory if found.path in belong or _is_besides(found)}
-    return CopySource(commits, metadata, files, attachments)
+    return CopySource(commits, save_ids, files, attachments)
 
 
-def _read_attachments(where: str, manifest: bytes, *, present: int) -> list[AttachmentEntry]:
+def _read_manifest(where: str, data: bytes) -> Manifest | None:
+    try:
+        return Manifest.from_json(data)
+    except ValueError as error:
+        logger.warning("attachments of %s are not copied: its manifest cannot be read: %s", where, error)
+        return None
+
+
+def _attachments(where: str, parsed: Manifest, *, present: int) -> list[AttachmentEntry]:
     """The attachments that a manifest names.
 
     Raises:
         CheckpointNotFoundError: only ``present`` of the ranks have committed.
     """
-    try:
-        parsed = Manifest.from_json(manifest)
-    except ValueError as error:
-        logger.warning("attachments of %s are not copied: its manifest cannot be read: %s", where, error)
-        return []
     if parsed.rank is not None and parsed.world_size > present:
         raise errors.CheckpointNotFoundError(
             f"the checkpoint at {where} is incomplete: {present} of {parsed.world_size} ranks have committed. Remedy: "
@@ -247,7 +271,7 @@ def commit_copy(store: Store, url: CheckpointURL, source: CopySource, *, overwri
     for name, data in source.commits.items():
         fields = {METADATA_CRC_KEY: crc_hex(crc64nvme(data))}
         if source.manifest_of(name):
-            fields[SAVE_ID_KEY] = str(getattr(source.metadata[name].storage_meta, "save_id", ""))
+            fields[SAVE_ID_KEY] = source.save_ids[name]
         try:
             store.put(url.key(name), data, expect=None if overwrite else ABSENT, metadata=fields)
         except errors.PreconditionFailedError:

@@ -33,6 +33,7 @@ from dcp_s3.offline.copy_source import (
 from dcp_s3.s3.files import FileTransfer, OnProgress, download_files, upload_files
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import SettingsLike, resolve_settings
+from dcp_s3.store import StoredObject
 from dcp_s3.url import CheckpointURL, parse_url
 
 # s3transfer's suffix of an incomplete file.
@@ -79,7 +80,7 @@ def download(
     target = Path(directory)
     listed = list_objects(store, parsed)
     there = Directory.of_sizes({path: each.size for path, each in listed.items()})
-    source = make_source(str(parsed), there, lambda path: store.get(parsed.key(path)).data)
+    source = make_source(str(parsed), there, lambda path: store.get(parsed.key(path)))
     etags = etags_in_place(source, listed)
     _prepare_directory(target, parsed, source, etags, overwrite=overwrite)
     present = {path for path, size in source.files.items() if _size_of(target / path) == size}
@@ -234,7 +235,11 @@ def upload(
     store = S3Store(parsed.bucket, resolve_settings(settings))
     origin = Path(directory)
     sizes = {path.relative_to(origin).as_posix(): path.stat().st_size for path in origin.rglob("*") if path.is_file()}
-    source = make_source(str(origin), Directory.of_sizes(sizes), lambda path: (origin / path).read_bytes())
+
+    def read(path: str) -> StoredObject:
+        return StoredObject((origin / path).read_bytes(), {}, "")
+
+    source = make_source(str(origin), Directory.of_sizes(sizes), read)
     replaced = clear_the_way(store, parsed, source, source.files, overwrite=overwrite)
     total = sum(source.files.values())
     if on_total is not None:

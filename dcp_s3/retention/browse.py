@@ -57,8 +57,10 @@ def browse(url: URLLike, *, settings: SettingsLike = None) -> Contents:
         found = run(_browse(where, settings))
         if str(where) not in {each.root for each in found.roots}:
             return found
-    checkpoints = CheckpointCatalog(url, settings=settings).checkpoints()
+    catalog = CheckpointCatalog(url, settings=settings)
+    checkpoints = catalog.checkpoints()
     if checkpoints:
+        catalog.check_newest(checkpoints)
         return Contents(tuple(checkpoints))
     return found or run(_browse(where, settings))
 

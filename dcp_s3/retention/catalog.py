@@ -6,6 +6,7 @@ touched. `latest` and `best` look closer at the checkpoint that they return.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import re
@@ -20,7 +21,7 @@ from dcp_s3.checkpoint.info import (
     newest_first,
     with_step,
 )
-from dcp_s3.checkpoint.look import find_damage, inspect_checkpoint
+from dcp_s3.checkpoint.look import find_damage, inspect_checkpoint, tell_unreadable
 from dcp_s3.coroutines import run
 from dcp_s3.format.manifest import Manifest
 from dcp_s3.reprs import one_line
@@ -142,6 +143,24 @@ class CheckpointCatalog:
         """
         return [with_step(info, self._patterns) for info in find_local(str(self.root), settings=self.settings)]
 
+    def check_newest(self, infos: Iterable[CheckpointInfo]) -> None:
+        """Warn if the newest of the committed checkpoints cannot be loaded.
+
+        Says nothing where S3 refuses a request, nor of other libraries' checkpoints, as that takes long.
+        """
+        with contextlib.suppress(errors.StorageError):
+            run(self._check_newest(infos))
+
+    async def _check_newest(self, infos: Iterable[CheckpointInfo]) -> None:
+        damages: dict[str, str] = {}
+        async with open_async_store(self.root.bucket, self.settings) as store:
+            for info in newest_first(infos):
+                damage = await find_damage(store, parse_url(info.url), foreign=False)
+                if damage is None:
+                    return tell_unreadable(damages, info.url)
+                damages[info.url] = damage
+        return tell_unreadable(damages, None)
+
     async def _first(self, order: Callable[[Iterable[CheckpointInfo]], list[CheckpointInfo]]) -> CheckpointInfo | None:
         async with open_async_store(self.root.bucket, self.settings) as store:
             return await _first_loadable(store, self.root, self._patterns, order)
@@ -168,17 +187,20 @@ async def _first_loadable(
 ) -> CheckpointInfo | None:
     while True:
         vanished = False
+        damages: dict[str, str] = {}
         for info in order((await list_root(store, root, patterns)).found):
             url = root.child(info.name)
             damage = await find_damage(store, url)
             if damage is None:
+                tell_unreadable(damages, info.url)
                 return info
             now = await inspect_checkpoint(store, url)
             if now is None or not now.committed:
                 vanished = True  # a prune was faster: there is a newer one
                 break
-            logger.warning("%s is passed over: %s", info.url, damage)
+            damages[info.url] = damage
         if not vanished:
+            tell_unreadable(damages, None)
             return None
 
 

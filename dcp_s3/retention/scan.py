@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.info import CheckpointInfo, LeftoverObject, age_order, newest_first
-from dcp_s3.checkpoint.look import find_damage, inspect, look_deeper
+from dcp_s3.checkpoint.look import find_damage, inspect, look_deeper, tell_unreadable
 from dcp_s3.coroutines import map_bounded
 from dcp_s3.format.layout import BOARD_PREFIX, CONTROL_PREFIX, What, classify
 from dcp_s3.reprs import one_line
@@ -167,11 +167,16 @@ async def scan_root(
     listing = await list_root(store, root, patterns, deep=deep)
     found = {info.name: info for info in listing.found}
     if deep:
+        damages: dict[str, str] = {}
+        loadable = None
         for info in newest_first(listing.found):
             damage = info.damage or await find_damage(store, root.child(info.name))
             found[info.name] = dataclasses.replace(info, damage=damage)
             if damage is None:
+                loadable = info.url
                 break
+            damages[info.url] = damage
+        tell_unreadable(damages, loadable)
     return CatalogSnapshot(
         root=str(root),
         now=listing.now,

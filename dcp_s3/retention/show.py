@@ -67,6 +67,7 @@ def describe(url: URLLike, *, settings: SettingsLike = None) -> CheckpointDetail
 
 
 async def _describe(url: CheckpointURL, settings: SettingsLike) -> CheckpointDetails:
+
     async with open_async_store(url.bucket, resolve_settings(settings)) as store:
         directory = await list_directory_async(store, url)
         info = await inspect_checkpoint(store, url)

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -123,14 +123,17 @@ class Uploader:
         except errors.StorageError as error:
             logger.warning("objects of a failed save are left for pruning: %s", error)
 
-    def start(self, key: str, estimated_size: int, *, part_size: int | None = None) -> ObjectUpload:
+    def start(
+        self, key: str, estimated_size: int, *, part_size: int | None = None, last_resort: bool = False
+    ) -> ObjectUpload:
         """Begin an object of about ``estimated_size`` bytes; no request is sent yet.
 
         Parts have ``part_size`` bytes, or the uploader's size, or more where S3's limit on parts requires it.
+        With ``last_resort`` S3 may be slower than the store's patience.
         """
         if part_size is None:
             part_size = choose_part_size(estimated_size, self.part_size)
-        upload = ObjectUpload(self, key, part_size)
+        upload = ObjectUpload(self, key, part_size, last_resort=last_resort)
         with self._lock:
             self._open.add(upload)
             self._all.append(upload)
@@ -204,15 +207,17 @@ class ObjectUpload:
     A multipart upload is created when the second part begins, so that an object of one part is one PutObject.
     """
 
-    def __init__(self, uploader: Uploader, key: str, part_size: int) -> None:
+    def __init__(self, uploader: Uploader, key: str, part_size: int, *, last_resort: bool = False) -> None:
         self.key = key
         self.size = 0
         self.cancel = threading.Event() if uploader.isolated else uploader.cancel
         self.error: BaseException | None = None
         """The failure of one of its parts, if any."""
         self._uploader = uploader
-        limit = replace(uploader.store.limit, cancel=self.cancel)
-        self._store = uploader.store.within(limit)
+        limit = uploader.store.limit
+        if last_resort:
+            limit = limit.without_patience()
+        self._store = uploader.store.within(replace(limit, cancel=self.cancel))
         self._part_size = part_size
         self._pieces: list[Piece] = []
         self._pieces_size = 0
@@ -233,6 +238,21 @@ class ObjectUpload:
         """
         self._upload_id = upload_id
         self._known = dict(parts)
+
+    def resume_failed(self, failed: ObjectUpload) -> None:
+        """Go on with the multipart upload of a try that failed, once its requests have ended."""
+        wait(failed._parts)
+        self._lost_id = failed._lost_id
+        upload_id, failed._upload_id = failed._upload_id, None
+        if upload_id is None:
+            return
+        known = {}
+        for number, part in enumerate(failed._parts, start=1):
+            if part.exception() is None:
+                etag, crc, size = part.result()
+                checksums = {} if crc is None else {"ChecksumCRC64NVME": encode_crc(crc, "crc64nvme")}
+                known[number] = KnownPart(etag, size, checksums)
+        self.resume(upload_id, known)
 
     def leave(self, *, abort_on_failure: bool = False) -> None:
         """Give up, but leave the multipart upload open for somebody to `resume`.

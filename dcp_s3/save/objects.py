@@ -121,11 +121,15 @@ def write_buckets(
     uploader = Uploader(store, part_size=part_size, isolated=session is not None)
     try:
         with uploader:
-            results = _write(buckets, _Targets(item_writer, names, uploader, session), device)
+            targets = _Targets(item_writer, names, uploader, session)
+            written = _write(buckets, targets, device)
             if session is not None:
                 session.unclean.update(uploader.unclean)
                 if session.spilled:
-                    session.seal()
+                    try:
+                        session.seal()
+                    except SpillError as error:
+                        written = targets.withdraw(error, session, buckets, written)
     except DeadlineExceededError as error:
         if store.limit.deadline is None:
             raise
@@ -138,17 +142,18 @@ def write_buckets(
     finally:
         if session is not None:
             session.unclean.update(uploader.unclean)
+    results: list[WriteResult] = [result for bucket in written for result in bucket]
     seconds = time.monotonic() - started
     logger.debug("wrote %d items in %d objects in %.3f s", len(results), len(buckets), seconds)
     return results
 
 
-def _write(buckets: Sequence[WriteBucket], targets: _Targets, device: int | None) -> list[WriteResult]:
+def _write(buckets: Sequence[WriteBucket], targets: _Targets, device: int | None) -> list[list[ItemWriteResult]]:
     """Write all buckets, each in its own thread."""
     producers = Workers(len(buckets), "dcp_s3-bucket")
     uploader = targets.uploader
 
-    def write(number: int, planned: WriteBucket) -> list[WriteResult]:
+    def write(number: int, planned: WriteBucket) -> list[ItemWriteResult]:
         if device is not None:
             torch.accelerator.set_device_index(device)  # a new thread would make a context on device 0
         return targets.write(number, planned)
@@ -161,7 +166,7 @@ def _write(buckets: Sequence[WriteBucket], targets: _Targets, device: int | None
             uploader.stop()
         elif pending and deadline is not None:
             raise deadline.error("the upload")
-        return [result for future in futures for result in future.result()]
+        return [future.result() for future in futures]
     except Cancelled:
         raise _cause(uploader, futures) from None
     except BaseException:
@@ -193,7 +198,7 @@ class _Targets:
         self.uploader = uploader
         self._session = session
 
-    def write(self, number: int, planned: WriteBucket) -> list[WriteResult]:
+    def write(self, number: int, planned: WriteBucket) -> list[ItemWriteResult]:
         """Write one bucket."""
         session = self._session
         if session is None:
@@ -203,7 +208,7 @@ class _Targets:
                 return self._spill(session, number, planned, "DCP_S3_DURABILITY=local")
             except SpillError as error:
                 logger.warning("an object goes straight to S3: %s", error)
-                return self._upload_after(error, self._start(number, planned), number, planned)
+                return self._upload_after(error, number, planned)
         upload = self._start(number, planned)
         outcome = self._try_upload(upload, number, planned)
         if not isinstance(outcome, TransferError):
@@ -212,9 +217,28 @@ class _Targets:
         try:
             return self._spill(session, number, planned, str(outcome))
         except SpillError as error:
-            raise refused_by_both(outcome, error) from outcome
+            logger.warning("an object goes to S3, however long that takes: %s; %s", outcome, error)
+            return self._upload_after(error, number, planned, upload)
 
-    def _try_upload(self, upload: ObjectUpload, number: int, planned: WriteBucket) -> list[WriteResult] | TransferError:
+    def withdraw(
+        self,
+        error: SpillError,
+        session: SpillSession,
+        buckets: Sequence[WriteBucket],
+        written: Sequence[list[ItemWriteResult]],
+    ) -> list[list[ItemWriteResult]]:
+        """Upload the buckets that were spilled, after the disk had no room for the journal."""
+        logger.warning("what was spilled goes to S3: %s", error)
+        results = [
+            self._upload_after(error, number, planned) if any(each.spilled for each in of_bucket) else of_bucket
+            for number, (planned, of_bucket) in enumerate(zip(buckets, written, strict=True))
+        ]
+        session.withdraw()
+        return results
+
+    def _try_upload(
+        self, upload: ObjectUpload, number: int, planned: WriteBucket
+    ) -> list[ItemWriteResult] | TransferError:
         """Upload, or return why S3 refused. The error has no traceback, which would hold the state being saved."""
         try:
             return self._upload(upload, number, planned)
@@ -226,10 +250,10 @@ class _Targets:
             without_tracebacks(error)
             return refusal
 
-    def _start(self, number: int, planned: WriteBucket) -> ObjectUpload:
-        return self.uploader.start(self._names.key(number), planned.size)
+    def _start(self, number: int, planned: WriteBucket, *, last_resort: bool = False) -> ObjectUpload:
+        return self.uploader.start(self._names.key(number), planned.size, last_resort=last_resort)
 
-    def _upload(self, upload: ObjectUpload, number: int, planned: WriteBucket) -> list[WriteResult]:
+    def _upload(self, upload: ObjectUpload, number: int, planned: WriteBucket) -> list[ItemWriteResult]:
         if planned.attachment is not None:
             upload.write(Piece.of(memoryview(planned.attachment.data)))
         written = [self._item_writer.write(item, upload) for item in planned.items]
@@ -237,9 +261,12 @@ class _Targets:
         return self._results(number, planned, written, self._entry(number, planned, uploaded), spilled=False)
 
     def _upload_after(
-        self, spill: SpillError, upload: ObjectUpload, number: int, planned: WriteBucket
-    ) -> list[WriteResult]:
-        """Upload an object that could not be spilled."""
+        self, spill: SpillError, number: int, planned: WriteBucket, failed: ObjectUpload | None = None
+    ) -> list[ItemWriteResult]:
+        """Upload an object that could not be spilled, however slow S3 is; go on with an upload that failed."""
+        upload = self._start(number, planned, last_resort=True)
+        if failed is not None:
+            upload.resume_failed(failed)
         try:
             return self._upload(upload, number, planned)
         except (TransferError, Cancelled) as error:
@@ -248,7 +275,7 @@ class _Targets:
                 raise refused_by_both(refusal, spill) from refusal
             raise refusal from None
 
-    def _spill(self, session: SpillSession, number: int, planned: WriteBucket, reason: str) -> list[WriteResult]:
+    def _spill(self, session: SpillSession, number: int, planned: WriteBucket, reason: str) -> list[ItemWriteResult]:
         part_size = choose_part_size(planned.size, self.uploader.part_size)
         file = session.open(number, self._names.key(number), planned.size)
         try:
@@ -284,7 +311,7 @@ class _Targets:
 
     def _results(
         self, number: int, planned: WriteBucket, written: Sequence[WrittenItem], entry: ObjectEntry, *, spilled: bool
-    ) -> list[WriteResult]:
+    ) -> list[ItemWriteResult]:
         path = self._names.relative_path(number)
         if planned.attachment is not None:
             return [ItemWriteResult(MetadataIndex(planned.attachment.name), entry.size, None, entry, spilled)]
@@ -294,7 +321,7 @@ class _Targets:
         ]
 
 
-def _cause(uploader: Uploader, futures: Sequence[Future[list[WriteResult]]]) -> BaseException:
+def _cause(uploader: Uploader, futures: Sequence[Future[list[ItemWriteResult]]]) -> BaseException:
     """The failure behind a cancellation."""
     errors = [uploader.error, *(future.exception() for future in futures)]
     return next((e for e in errors if e is not None and not isinstance(e, Cancelled)), Cancelled())

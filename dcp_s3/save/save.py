@@ -24,6 +24,7 @@ from dcp_s3.checkpoint.commit_state import (
     check_newest,
     find_previous,
     find_state,
+    is_committed,
 )
 from dcp_s3.checkpoint.completeness import Beginning
 from dcp_s3.checkpoint.steps import find_step
@@ -46,6 +47,7 @@ from dcp_s3.save.plan import WriteBucket, check_filled, plan_buckets
 from dcp_s3.save.progress import Progress, StallSince, spilled_bytes, unknown_stall
 from dcp_s3.settings import Settings, launch
 from dcp_s3.spill.background import drain_in_background, wait_until_drained
+from dcp_s3.spill.drain import commit_if_complete
 from dcp_s3.spill.session import SpillSession, spill_commit
 from dcp_s3.spill.store import SpillStore
 from dcp_s3.torch_private import CURRENT_DCP_VERSION, WriterTransforms
@@ -130,6 +132,7 @@ class Save:
         self._overwrite = options.overwrite and use_collectives
         self._previous = Previous()
         self._unseen = False
+        self._without_disk = False  # the disk takes nothing: S3 may be slow
         self._beginning = Beginning()
         self._an_object: str | None = None  # path of an object that this rank wrote
         self._deadline: Deadline | None = None
@@ -286,7 +289,7 @@ class Save:
 
     def _store(self) -> S3Store:
         # What S3 does not take goes to disk: find out soon.
-        patience = None if self._spill_store is None else self._settings.spill_after
+        patience = None if self._spill_store is None or self._without_disk else self._settings.spill_after
         limit = Limit(deadline=self._deadline, patience=patience).within(patience, self._settings.save_timeout)
         return S3Store(self.url.bucket, self._settings, limit)
 
@@ -311,6 +314,7 @@ class Save:
             session.__enter__()
         except SpillError as error:
             logger.warning("this save cannot spill: %s", error)
+            self._without_disk = True
             try:
                 yield None
             except TransferError as refusal:
@@ -347,14 +351,12 @@ class Save:
                 )
             self._publish(commit)
             return True
-        refusal = None
         if not spilled and not self._unseen:
             try:
                 self._publish(commit)
             except TransferError as error:
                 logger.warning("the commit of %s waits for S3: %s", commit.identity.url, error)
                 without_tracebacks(error)
-                refusal = error
             else:
                 return True
         try:
@@ -362,9 +364,8 @@ class Save:
                 self._spill_store, commit, self._settings, created_at=self._beginning.at, overwrite=self._overwrite
             )
         except SpillError as error:
-            if refusal is None:
-                raise
-            raise refused_by_both(refusal, error) from refusal
+            self._commit_without_disk(commit, error)
+            return True
         self._drain()
         if self._settings.durability == "s3":
             deadline = self._deadline
@@ -378,6 +379,25 @@ class Save:
                     f"it is complete on local disks ({self._settings.spill_dir}), from where it still goes to S3",
                 ) from error
         return False
+
+    def _commit_without_disk(self, commit: Commit, error: SpillError) -> None:
+        """Commit when the objects that wait on local disks are on S3, from memory: the disk did not take the commit."""
+        logger.warning("the commit of %s waits for S3 in memory: %s", commit.identity.url, error)
+        self._without_disk = True
+        self._drain()
+        store, spill_store, created_at = self._store(), self._spill_store, self._beginning.at
+        assert spill_store is not None  # noqa: S101 - it was the disk that refused
+        try:
+            while not is_committed(store, commit.identity) and (
+                reason := commit_if_complete(
+                    store, spill_store, commit, created_at=created_at, overwrite=self._overwrite
+                )
+            ):
+                if self._deadline is not None and self._deadline.passed:
+                    raise self._deadline.error(f"the save to {commit.identity.url}", reason)
+                time.sleep(1)
+        except TransferError as refusal:
+            raise refused_by_both(refusal, error) from refusal
 
     def _publish(self, commit: Commit) -> None:
         look_again = self._look_again if self._overwrite and self._spill_store is not None else None

@@ -108,6 +108,8 @@ class Drainer:
     def _drain(self, save: SpilledSave, report: DrainReport) -> None:
         try:
             url = parse_url(save.journal.url)
+            if strange := [key for key in save.journal.keys if not key.startswith(url.key(""))]:
+                raise DamagedFileError(f"its journal names {strange[0]!r}, which is not below {url}")
             store = S3Store(url.bucket, _settings_of(save), Limit(patience=self._patience))
             if save.journal.state is State.WRITING:
                 if save.is_being_written():
@@ -173,24 +175,14 @@ class Drainer:
             save.remove()  # committed by a drain that died before it could remove the save
             return
         try:
-            previous = Previous()
-            if spilled.overwrite:
-                previous = find_previous(store, identity)
-                check_newest(store, identity, previous, save.journal.created_at)
-            else:
-                check_absent(store, identity)
-            if reason := self._why_incomplete(store, url, spilled):
-                report.waiting[save.name] = reason
-                return
-            late = Beginning(save.journal.created_at, None).is_late
-            publish(store, commit, previous, keep_objects=True, is_late=late)
+            reason = commit_if_complete(
+                store, self._spill_store, commit, created_at=save.journal.created_at, overwrite=spilled.overwrite
+            )
         except errors.CheckpointDeletedError as error:
-            report.waiting[save.name] = str(error)
+            reason = str(error)
+        if reason is not None:
+            report.waiting[save.name] = reason
             return
-        except errors.CheckpointExistsError:
-            # It may be this very commit: S3 may carry out a request long after its client gave up on it.
-            if not is_committed(store, identity):
-                raise
         save.remove()
         report.committed.append(str(url))
         committed = Manifest.from_json(commit.manifest)
@@ -208,24 +200,60 @@ class Drainer:
         logger.info("%s", event)
         emit(event)
 
-    def _why_incomplete(self, store: S3Store, url: CheckpointURL, spilled: SpilledCommit) -> str | None:
-        """What the checkpoint lacks on S3. None if every object is there with the right size.
 
-        Raises:
-            DamagedFileError: a missing object was set aside.
-        """
-        sizes = {entry.path: entry.size for entry in spilled.objects}
-        missing = list_directory(store, url).lacking(sizes, exact=True)
-        if not missing:
-            return None
-        refused = self._spill_store.refused_objects(str(url))
-        for path in missing:
-            if path in refused:
-                raise DamagedFileError(f"it can never be complete: {path} was set aside because {refused[path]}")
-        return (
-            f"{len(missing)} of {len(spilled.objects)} objects are not on S3 yet, the first {missing[0]}; they may "
-            "wait in the spill directories of other hosts"
-        )
+def commit_if_complete(
+    store: S3Store, spill_store: SpillStore, commit: Commit, *, created_at: float, overwrite: bool
+) -> str | None:
+    """Commit a save that spilled, once S3 has all its objects.
+
+    Args:
+        store: the S3 store.
+        spill_store: this host's spill directory.
+        commit: what to write.
+        created_at: beginning of the save, in seconds since the epoch.
+        overwrite: whether an older checkpoint at the URL may be replaced.
+
+    Returns:
+        What the checkpoint still lacks on S3; None if it is committed.
+
+    Raises:
+        DamagedFileError: a missing object was set aside.
+        CheckpointDeletedError: a prune deleted its objects.
+        CheckpointExistsError: another checkpoint is there.
+        StorageError: S3 refuses a request.
+    """
+    identity = commit.identity
+    try:
+        previous = Previous()
+        if overwrite:
+            previous = find_previous(store, identity)
+            check_newest(store, identity, previous, created_at)
+        else:
+            check_absent(store, identity)
+        if reason := _why_incomplete(store, spill_store, commit):
+            return reason
+        publish(store, commit, previous, keep_objects=True, is_late=Beginning(created_at, None).is_late)
+    except errors.CheckpointExistsError:
+        # It may be this very commit: S3 may carry out a request long after its client gave up on it.
+        if not is_committed(store, identity):
+            raise
+    return None
+
+
+def _why_incomplete(store: S3Store, spill_store: SpillStore, commit: Commit) -> str | None:
+    url = commit.identity.url
+    sizes = {entry.path: entry.size for entry in commit.objects}
+    missing = list_directory(store, url).lacking(sizes, exact=True)
+    if not missing:
+        return None
+    refused = spill_store.refused_objects(str(url))
+    for path in missing:
+        if path in refused:
+            raise DamagedFileError(f"it can never be complete: {path} was set aside because {refused[path]}")
+    return (
+        f"{len(missing)} of {len(commit.objects)} objects are not on S3 yet, the first {missing[0]}; they may "
+        "wait in the spill directories of other hosts"
+    )
 
 
 def _settings_of(save: SpilledSave) -> Settings:

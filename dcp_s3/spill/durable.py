@@ -38,7 +38,7 @@ def write_durably(path: Path, data: bytes) -> None:
     """Replace a small file. After a crash or a power failure it has the old bytes or the new ones."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
-        with open(temporary, "xb") as file:
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
@@ -47,6 +47,13 @@ def write_durably(path: Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
         raise
     flush_directory(path.parent)
+
+
+def make_private(directory: Path) -> None:
+    """Make a directory that only its owner can read, also if it exists."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with contextlib.suppress(PermissionError):  # another user's: whether it can be used shows below
+        directory.chmod(0o700)
 
 
 def flush_directory(path: Path) -> None:

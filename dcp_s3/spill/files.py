@@ -95,7 +95,7 @@ def upload_file(
     size = spilled.entry.size
     stored = _find(store, key, size)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
         if stored is None:
             raise DamagedFileError(f"{path.name} is gone") from None

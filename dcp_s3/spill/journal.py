@@ -7,6 +7,7 @@ damaged.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from typing import Any
@@ -16,6 +17,8 @@ from dcp_s3.errors import JournalError
 from dcp_s3.format.manifest import ObjectEntry
 
 FORMAT_VERSION = 1
+MANIFEST, METADATA = "manifest.json", "metadata"
+"""Names of a commit's files."""
 _MAGIC = "dcp_s3 journal"
 
 
@@ -112,6 +115,7 @@ class Journal:
             if version != FORMAT_VERSION:
                 raise JournalError(f"it has format version {version}, this dcp_s3 reads {FORMAT_VERSION}")
             commit = fields["commit"]
+            _check_names(fields)
             return cls(
                 url=fields["url"],
                 save_id=fields["save_id"],
@@ -137,3 +141,18 @@ class Journal:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise JournalError(f"it is not a journal: {error!r}") from error
+
+
+def file_name(number: int) -> str:
+    """Name of the file of object ``number``."""
+    return f"object-{number}"
+
+
+def _check_names(fields: dict[str, Any]) -> None:
+    """Refuse names that no save gives: they could lead out of the save's directory."""
+    commit = fields["commit"]
+    wrong = [each["file"] for each in fields["objects"] if not re.fullmatch(r"object-[0-9]+", each["file"])]
+    if commit and (commit["manifest"], commit["metadata"]) != (MANIFEST, METADATA):
+        wrong += [commit["manifest"], commit["metadata"]]
+    if wrong:
+        raise JournalError(f"it names files that no save writes: {', '.join(map(repr, wrong))}")

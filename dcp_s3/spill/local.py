@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from dcp_s3.checksum import crc_hex
 from dcp_s3.s3.download import ReadTarget
+from dcp_s3.spill.durable import make_private, write_durably
 from dcp_s3.spill.files import crc_of_file
 from dcp_s3.spill.journal import Journal, SpilledObject, State
 from dcp_s3.spill.store import DamagedFileError, SpillStore
@@ -61,10 +62,10 @@ class ReadCache:
             if size > self._limit:
                 file.unlink(missing_ok=True)
                 return
-            self._directory.mkdir(parents=True, exist_ok=True)
+            make_private(self._directory)
             self._evict(size)
             file.rename(self._directory / name)
-            (self._directory / (name + _FACTS)).write_text(json.dumps(asdict(facts)))
+            write_durably(self._directory / (name + _FACTS), json.dumps(asdict(facts)).encode())
         except OSError as error:
             logger.warning("%s is not kept for loads: %s", spilled.entry.path, error)
             file.unlink(missing_ok=True)

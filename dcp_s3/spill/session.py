@@ -14,13 +14,11 @@ from dcp_s3.format.manifest import ObjectEntry
 from dcp_s3.s3.upload import UploadedObject
 from dcp_s3.settings import Settings
 from dcp_s3.spill.files import ObjectFile
-from dcp_s3.spill.journal import Journal, SpilledCommit, SpilledObject
+from dcp_s3.spill.journal import MANIFEST, METADATA, Journal, SpilledCommit, SpilledObject, file_name
 from dcp_s3.spill.store import SpilledSave, SpillStore
 from dcp_s3.units import format_size
 
 logger = logging.getLogger(__name__)
-
-_MANIFEST, _METADATA = "manifest.json", "metadata"
 
 
 def open_store(settings: Settings) -> SpillStore | None:
@@ -64,6 +62,7 @@ class SpillSession:
         self.unclean: set[str] = set()
         """Keys whose multipart uploads may still be open. A drain looks for them."""
         self.sealed = False
+        self._withdrawn = False
         self.local = settings.durability == "local"
 
     def __enter__(self) -> SpillSession:
@@ -71,7 +70,7 @@ class SpillSession:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self.unclean and not self.sealed:
+        if self.unclean and not (self.sealed or self._withdrawn):
             for spilled in self._objects:
                 self._writer.drop_file(spilled.file)
             self._writer.close()  # as if this process had died: the drain cleans up
@@ -84,11 +83,11 @@ class SpillSession:
         Raises:
             SpillError: there is no room.
         """
-        return ObjectFile(self._writer, f"object-{number}", key, estimated_size)
+        return ObjectFile(self._writer, file_name(number), key, estimated_size)
 
     def add(self, number: int, entry: ObjectEntry, uploaded: UploadedObject, part_size: int, reason: str) -> None:
         """Record a complete, flushed file."""
-        spilled = SpilledObject(entry, f"object-{number}", part_size, crc_hex(uploaded.crc64nvme or 0))
+        spilled = SpilledObject(entry, file_name(number), part_size, crc_hex(uploaded.crc64nvme or 0))
         with self._lock:
             self._objects.append(spilled)
         emit(Spilled(url=self._url, path=entry.path, bytes=entry.size, local=self.local, reason=reason), self._on_event)
@@ -125,6 +124,11 @@ class SpillSession:
         )
         self.sealed = True
 
+    def withdraw(self) -> None:
+        """Forget what was spilled: S3 has it by now. Multipart uploads that are still open are left for a prune."""
+        self._objects.clear()
+        self._withdrawn = True
+
 
 def spill_commit(
     store: SpillStore, commit: Commit, settings: Settings, *, created_at: float, overwrite: bool
@@ -141,16 +145,16 @@ def spill_commit(
         created_at,
         settings.model_dump(),
         commit=SpilledCommit(
-            _MANIFEST,
-            _METADATA,
+            MANIFEST,
+            METADATA,
             commit.objects,
             overwrite,
             identity.rank,
-            {_MANIFEST: crc_hex(crc64nvme(commit.manifest)), _METADATA: crc_hex(crc64nvme(commit.metadata))},
+            {MANIFEST: crc_hex(crc64nvme(commit.manifest)), METADATA: crc_hex(crc64nvme(commit.metadata))},
         ),
     )
     with store.begin(journal, "commit") as writer:
-        writer.write_file(_MANIFEST, commit.manifest)
-        writer.write_file(_METADATA, commit.metadata)
+        writer.write_file(MANIFEST, commit.manifest)
+        writer.write_file(METADATA, commit.metadata)
         writer.seal(journal)
         return writer.save

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.errors import JournalError, SpillError
-from dcp_s3.spill.durable import as_spill_error, flush_directory, locked, unlock, write_durably
+from dcp_s3.spill.durable import as_spill_error, flush_directory, locked, make_private, unlock, write_durably
 from dcp_s3.spill.journal import Journal, SpilledCommit, State
 from dcp_s3.units import format_size
 
@@ -126,11 +126,14 @@ class SaveWriter:
         # Made elsewhere and moved: every directory in saves/ has a journal, and a lock while it is being written.
         path, new = self.save.path, self._store.path / "new" / self.save.name
         with as_spill_error(self._store.path, "create a directory"):
-            if not self._store.saves.exists():
-                self._store.saves.mkdir(parents=True, exist_ok=True)
+            self._store.make()
+            is_new = not self._store.saves.exists()
+            make_private(self._store.saves)
+            if is_new:
                 flush_directory(self._store.path)
                 flush_directory(self._store.path.parent)
-            new.mkdir(parents=True)
+            make_private(new.parent)
+            new.mkdir(mode=0o700)
             try:
                 self._lock = os.open(new / _WRITER_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
@@ -223,6 +226,10 @@ class SpillStore:
         self.saves = self.path / "saves"
         self.refused = self.path / "refused"
 
+    def make(self) -> None:
+        """Make the directory, for its owner only, if it is missing. One that is there stays as it is."""
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
     def begin(self, journal: Journal, role: str) -> SaveWriter:
         """Make a directory for one rank's objects of a save, or for its commit: ``role`` is the rank or ``commit``."""
         name = f"{int(journal.created_at * 1000):014d}-{journal.save_id}-{role}-{secrets.token_hex(3)}"
@@ -284,10 +291,10 @@ class SpillStore:
         """Set a save aside for a person, with the reason."""
         target = self.refused / path.name
         try:
-            self.refused.mkdir(parents=True, exist_ok=True)
+            make_private(self.refused)
             path.rename(target)
             with contextlib.suppress(OSError):  # a full disk has no room for it
-                (target / _REASON).write_text(reason + "\n")
+                write_durably(target / _REASON, f"{reason}\n".encode())
             flush_directory(self.refused)
         except OSError as error:
             logger.error("the spilled save %s cannot be drained (%s) or set aside: %s", path, reason, error)  # noqa: TRY400
@@ -348,7 +355,7 @@ class SpillStore:
         """Try to become the only drainer of this directory; yields whether that worked. The lock dies with the
         process."""
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self.make()
             fd = os.open(self.path / "drainer.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise SpillError(f"cannot drain {self.path}: {error.strerror}") from error

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dcp_s3 import S3StorageWriter, Settings
 from dcp_s3.checkpoint import previous
 from dcp_s3.s3 import listing
+from dcp_s3.s3.store import S3Store
 from dcp_s3.url import parse_url
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.memory_s3 import Fault
@@ -46,6 +47,15 @@ def test_it_is_the_committed_one_with_the_highest_step_beside_the_failed_one(fau
         _save(15)  # leaves objects, and no checkpoint
     assert _look(20) == f"{_ROOT}/step-10"
     assert _look(10) == f"{_ROOT}/step-9"
+
+
+def test_it_is_one_whose_metadata_can_be_read(faulty: FaultyServer) -> None:
+    for step in range(5, 9):
+        _save(step)
+    for step in (7, 8):
+        key = f"run/step-{step}/.metadata"
+        S3Store(BUCKET, Settings()).put(key, faulty.s3.read(BUCKET, key)[:-20])
+    assert _look(9) == f"{_ROOT}/step-6"
 
 
 def test_a_store_that_refuses_or_does_not_answer_leaves_it_out(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from dcp_s3 import torch_version
 from dcp_s3.checkup import host
 from dcp_s3.checkup.examination import Examination
 from dcp_s3.checkup.host import filesystem_of, judge_open_files
@@ -144,3 +145,13 @@ def test_versions_are_named() -> None:
     found = host.check_versions("versions", examination())
     assert found.status == "ok"
     assert all(f"{name} " in found.found for name in ("dcp_s3", "torch", "awscrt", "boto3"))
+
+
+def test_a_torch_newer_than_all_that_was_run_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "TESTED", ("2.9", "2.10"))
+    assert not torch_version.is_newer_than_tested(f"{torch_version.TESTED[-1]}.7+cu130")
+    assert torch_version.is_newer_than_tested("99.0.0")
+    monkeypatch.setattr(host, "is_newer_than_tested", lambda _: True)
+    found = host.check_versions("versions", Examination(parse_url("s3://bucket/run"), True, None))
+    assert found.status == "warning"
+    assert "never run with this torch, the newest was 2.10" in found.found

@@ -51,7 +51,8 @@ def run(*arguments: str, status: int = 0) -> Any:
 
 
 def test_a_line_for_each_check_a_summary_and_policies_to_paste(faulty: FaultyServer) -> None:
-    lines = run(URL).stdout.splitlines()
+    assert "IAM policy" not in run(URL).stdout
+    lines = run(URL, "--policy").stdout.splitlines()
     for check in CHECKS:
         assert any(re.match(rf"(ok|skipped) +{re.escape(check.name)} ", line) for line in lines), check.name
     (summary,) = (line for line in lines if line.startswith(f"{URL}: "))
@@ -71,6 +72,9 @@ def test_a_failure_is_status_1_and_names_the_remedy(faulty: FaultyServer) -> Non
     )
     assert re.search(r"^ +Remedy: the credentials need s3:PutObject here", output, re.MULTILINE)
     assert "saves or loads will not work" in output
+    assert "IAM policy to save" in output
+    summary = output[output.index("saves or loads will not work") :]
+    assert re.search(r"^FAIL +PutObject ", summary, re.MULTILINE), "what failed comes last"
 
 
 def test_json_is_strict_and_whole(faulty: FaultyServer) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 import dcp_s3
+from dcp_s3.checkpoint.info import CheckpointInfo
+from dcp_s3.cli import tables
 from dcp_s3.cli.main import app
 from dcp_s3.retention import browse as browsing
 from tests.faulty import BUCKET, serve
@@ -153,3 +157,17 @@ def test_cp_copies_and_goes_on(root: str, s3: Any, tmp_path: Path) -> None:
     for wrong in ("gs://bucket/run", "s3://", "s3://bucket/a/../b"):
         assert wrong in run("cp", wrong, f"{root}/copy", status=2).stderr
         assert wrong in run("cp", url, wrong, status=2).stderr
+
+
+def test_80_columns_break_no_metric() -> None:
+    metrics = {"train/loss": 1.234567, "val_loss": 2.34567, "tokens_per_second": 123456.7}
+    url = f"s3://{BUCKET}/run/step-00001000"
+    info = CheckpointInfo(
+        url=url, name="step-00001000", step=1000, state="committed", world_size=64, objects=128, size=10**11,
+        created_at=0.0, metrics=metrics,
+    )  # fmt: skip
+    console = Console(width=80, file=io.StringIO())
+    console.print(tables.checkpoints([info], now=90000.0, width=80))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    for word in ("step-00001000", "committed", "93.1 GiB", "train/loss=1.23457", "tokens_per_second=123457"):
+        assert word in shown

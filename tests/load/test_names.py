@@ -13,7 +13,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from dcp_s3 import S3LoadPlanner, S3StorageReader, S3StorageWriter, errors
+from dcp_s3.boundary import describe
 from dcp_s3.load.names import closest, count_by_prefix, find_renaming
+from dcp_s3.torch_private import FailedCall
 
 _LAYERS = [f"layers.{i}.{part}" for i in range(12) for part in ("weight", "bias")]
 
@@ -122,6 +124,30 @@ def test_all_other_shapes_are_in_one_error(saved: str, planner: Any) -> None:
     )
     assert "and for 23 more: " in str(error)
     assert "also 1 names of the state are not saved: train.more" in str(error)
+
+
+@pytest.mark.parametrize("planner", [None, S3LoadPlanner])
+@pytest.mark.parametrize(
+    ("entry", "kind"),
+    [
+        ({"other": 1}, errors.MissingKeysError),
+        ({"train": {"model": {_LAYERS[0]: torch.zeros(3, 2)}}}, errors.ShapeMismatchError),
+        ({"train": {"model": {_LAYERS[0]: torch.zeros(2, 3, dtype=torch.int8)}}}, errors.DtypeMismatchError),
+        ({"train": {"model": {_LAYERS[0]: 7}}}, errors.TensorMismatchError),
+    ],
+    ids=["name", "shape", "dtype", "kind"],
+)
+def test_what_does_not_fit_names_the_checkpoint_and_advises_no_other_one(
+    saved: str, planner: Any, entry: dict[str, Any], kind: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DCP_S3_ALLOW_DTYPE_CAST", "0")
+    dcp.save({"epoch": 3}, storage_writer=S3StorageWriter(f"{saved}/step-0"))
+    error = _load(saved, entry, planner=planner() if planner else None)
+    assert type(error) is kind
+    assert f"{saved}/step-1" in str(error)
+    call = FailedCall(S3StorageReader(f"{saved}/step-1"), True, 0, f"{saved}/step-1")
+    assert describe(error, call).last_good == ""
+    assert describe(errors.CorruptMetadataError("damaged"), call).last_good == f"{saved}/step-0"
 
 
 @pytest.mark.parametrize("planner", [None, S3LoadPlanner])

@@ -191,7 +191,7 @@ def test_the_latest_that_is_damaged_or_vanishes_is_passed_over(
         monkeypatch.setattr(manager._restoring, "find", find_and_delete)
         assert manager.restore(loaded) == 2
         assert is_of(loaded, 2)
-        assert "step-00000004 is passed over" in caplog.text
+        assert "step-00000004 cannot be loaded" in caplog.text
         assert "step-00000003 could not be restored" in caplog.text
         assert "Looking for another one" in caplog.text
 

@@ -277,7 +277,7 @@ def test_requests_of_a_scan_are_counted(faulty: FaultyServer, client: Any) -> No
         save(f"{ROOT}/step-{step}")
     for deep, expected in (
         (False, {"ListObjectsV2": 4, "GetObject": 3, "ListMultipartUploads": 1}),
-        (True, {"ListObjectsV2": 8, "GetObject": 4, "HeadObject": 3, "ListMultipartUploads": 1}),
+        (True, {"ListObjectsV2": 8, "GetObject": 5, "HeadObject": 3, "ListMultipartUploads": 1}),
     ):
         faulty.s3.reset_counters()
         found = CheckpointCatalog(ROOT).scan(deep=deep)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from dcp_s3.checksum import crc64nvme, crc_hex
+from dcp_s3.spill.journal import State
 from tests.spill.making import MIB, Spill, damage, large_state
 from tests.spill.test_outage import assert_complete
 
@@ -109,3 +112,62 @@ def test_a_journal_with_a_url_that_is_none_is_refused(faulty_spill: Spill) -> No
     wrong = faulty_spill.data()
     wrong.update(replace(wrong.journal, url="/not/s3"))
     assert list(faulty_spill.drain().refused) == [wrong.name]
+
+
+def test_a_journal_that_names_a_file_elsewhere_uploads_and_deletes_nothing(faulty_spill: Spill, tmp_path: Path) -> None:
+    secret = tmp_path / "secret.txt"
+    secret.write_bytes(b"secret")
+    faulty_spill.save(faulty_spill.url("step-1"), large_state(1))
+    wrong = faulty_spill.data()
+    spilled = replace(wrong.journal.objects[0], file="../../../secret.txt", crc64nvme=crc_hex(crc64nvme(b"secret")))
+    wrong.update(replace(wrong.journal, objects=(replace(spilled, entry=replace(spilled.entry, size=6)),)))
+    assert (wrong.path / spilled.file).read_bytes() == b"secret", "the name leads there"
+    assert wrong.name in faulty_spill.drain().refused
+    assert secret.read_bytes() == b"secret"
+    assert faulty_spill.list(faulty_spill.url("step-1")) == []
+
+
+def test_a_link_in_place_of_a_file_is_not_followed(faulty_spill: Spill, tmp_path: Path) -> None:
+    faulty_spill.save(faulty_spill.url("step-1"), large_state(1))
+    file = faulty_spill.data().path / "object-0"
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    assert faulty_spill.drain().committed == []
+    assert (tmp_path / "elsewhere").exists()
+    assert not faulty_spill.list(faulty_spill.url("step-1"))
+
+
+def test_a_journal_that_names_keys_elsewhere_deletes_nothing(faulty_spill: Spill) -> None:
+    url = faulty_spill.url("step-1")
+    faulty_spill.save_to_s3(url, large_state(1))
+    before = faulty_spill.list(url)
+    faulty_spill.save(faulty_spill.url("step-2"), large_state(2))
+    wrong = faulty_spill.data()
+    wrong.update(replace(wrong.journal, state=State.WRITING, keys=tuple(before)))
+    assert wrong.name in faulty_spill.drain().refused
+    assert faulty_spill.list(url) == before
+
+
+def test_only_the_owner_reads_what_waits_what_is_kept_and_what_is_set_aside(
+    faulty_spill: Spill, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spill = faulty_spill
+    spill.path.mkdir(mode=0o755)  # its owner's choice
+    for name in ("saves", "new", "refused", "cache"):  # as an earlier version made them
+        (spill.path / name).mkdir(mode=0o755)
+    monkeypatch.setenv("DCP_S3_SPILL_KEEP", "1GiB")
+    previous = os.umask(0)
+    try:
+        spill.save(spill.url("step-1"), large_state(1))
+        spill.drain()
+        spill.save(spill.url("step-2"), large_state(2))
+        damage(spill.data().path / "object-0")
+        spill.drain()
+        spill.save(spill.url("step-3"), large_state(3))
+    finally:
+        os.umask(previous)
+    found = list(spill.path.rglob("*"))
+    assert {path.name for path in found} >= {"journal", "object-0", "metadata", "manifest.json", "reason.txt", "cache"}
+    wrong = [str(path) for path in found if path.stat().st_mode & 0o777 != (0o700 if path.is_dir() else 0o600)]
+    assert wrong == []
+    assert spill.path.stat().st_mode & 0o777 == 0o755

@@ -218,24 +218,80 @@ def test_s3_that_fails_in_the_middle_and_a_full_disk_leave_no_upload_open(
     assert faulty.s3.objects(BUCKET) == {}
 
 
-def test_a_journal_that_can_not_be_sealed_leaves_no_upload_open(
+def slow_parts(request: Any) -> Fault | None:
+    """Slower than `spill_after`, but they get through."""
+    return Fault.delay(0.5) if request.operation in ("UploadPart", "PutObject") else None
+
+
+@pytest.mark.parametrize("prepare", [small_disk, a_file_in_its_place], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("durability", ["local", "s3"])
+def test_a_save_that_the_disk_refuses_goes_to_an_s3_that_is_slower_than_spill_after(
+    faulty: FaultyServer, spill_dir: Path, prepare: _Prepare, durability: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = make_state(1)
+    prepare(spill_dir, monkeypatch)
+    monkeypatch.setenv("DCP_S3_SPILL_AFTER", "0.2s")
+    faulty.rule = slow_parts
+    save_to(URL, state, durability)
+    faulty.rule = allow_all
+    assert_complete(URL, state)
+    assert list_left(spill_dir) == []
+    assert faulty.s3.open_uploads(BUCKET) == []
+
+
+def test_parts_that_s3_has_are_not_sent_again_when_the_disk_is_full(
     faulty: FaultyServer, spill_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sent: list[Any] = []
+    monkeypatch.setenv("DCP_S3_CONCURRENCY", "1")
+    taken: list[int] = []
+    refused: list[int] = []
 
     def rule(request: Any) -> Fault | None:
         if request.operation == "UploadPart":
-            sent.append(request)
-            if len(sent) > 2:
+            if request.part_number == 3 and len(refused) < 2:
+                refused.append(3)
                 return Fault.error(503, "SlowDown")
+            taken.append(request.part_number)
         return None
 
-    def full(*_: Any) -> None:
+    faulty.rule = rule
+    no_room_to_reserve(spill_dir, monkeypatch)
+    state = make_state(1)
+    save_to(URL, state, "s3")
+    assert taken == [1, 2, 3, 4]
+    assert_complete(URL, state)
+
+
+@pytest.mark.parametrize("spilled", [True, False])
+def test_a_commit_that_the_disk_refuses_waits_in_memory(
+    faulty: FaultyServer, spill_dir: Path, monkeypatch: pytest.MonkeyPatch, spilled: bool
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        faulty.rule = allow_all
         raise errors.SpillError("the disk is full")
 
-    faulty.rule = rule
+    monkeypatch.setattr("dcp_s3.save.save.spill_commit", full)
+    monkeypatch.setattr("dcp_s3.save.save.drain_in_background", lambda store, **_: Drainer(store).run())
+    if not spilled:
+        faulty.rule = lambda request: refuse_all(request) if "manifest" in request.key else None
+    state = make_state(1)
+    save_to(URL, state, "local" if spilled else "s3")
+    assert_complete(URL, state)
+    assert list_left(spill_dir) == []
+
+
+def test_a_save_whose_journal_can_not_be_sealed_goes_to_s3(
+    faulty: FaultyServer, spill_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        faulty.rule = allow_all
+        raise errors.SpillError("the disk is full")
+
+    faulty.rule = refuse_all
     monkeypatch.setattr("dcp_s3.spill.store.SaveWriter.seal", full)
-    assert isinstance(failure_of(lambda: save_to(URL, make_state(2), "s3")), errors.SpillError)
+    state = make_state(2)
+    save_to(URL, state, "s3")
+    assert_complete(URL, state)
     assert list_left(spill_dir) == []
     assert faulty.s3.open_uploads(BUCKET) == []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,16 +14,25 @@ from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.errors import JournalError
 from dcp_s3.format.manifest import ObjectEntry
 from dcp_s3.settings import Settings
-from dcp_s3.spill.journal import FORMAT_VERSION, Journal, SpilledCommit, SpilledObject, State
+from dcp_s3.spill.journal import (
+    FORMAT_VERSION,
+    MANIFEST,
+    METADATA,
+    Journal,
+    SpilledCommit,
+    SpilledObject,
+    State,
+    file_name,
+)
 
 _TEXT = st.text(max_size=20)
 _CRC = st.integers(0, 2**64 - 1).map(crc_hex)
 _ENTRIES = st.builds(ObjectEntry, _TEXT, st.integers(0, 2**50), st.none() | _CRC)
-_OBJECTS = st.builds(SpilledObject, _ENTRIES, _TEXT, st.integers(1, 2**33), _CRC)
+_OBJECTS = st.builds(SpilledObject, _ENTRIES, st.integers(0, 99).map(file_name), st.integers(1, 2**33), _CRC)
 _COMMITS = st.builds(
     SpilledCommit,
-    _TEXT,
-    _TEXT,
+    st.just(MANIFEST),
+    st.just(METADATA),
     st.lists(_ENTRIES, max_size=3).map(tuple),
     st.booleans(),
     st.none() | st.integers(0, 10**6),
@@ -114,7 +124,7 @@ def test_a_journal_of_another_version_says_so() -> None:
         {"settings": 7},
         {"keys": None},
         {"objects": [{"file": "object-0"}]},
-        {"objects": [{"entry": {"wrong": 1}, "file": "f", "part_size": 1, "crc64nvme": ""}]},
+        {"objects": [{"entry": {"wrong": 1}, "file": "object-0", "part_size": 1, "crc64nvme": ""}]},
         {"commit": {"manifest": "m"}},
         {"commit": [1]},
     ],
@@ -124,6 +134,19 @@ def test_a_field_that_makes_no_sense_is_refused(change: dict[str, Any]) -> None:
     fields = {**json.loads(EXAMPLE.to_bytes().partition(b"\n")[2]), **change}
     with pytest.raises(JournalError, match="not a journal"):
         Journal.from_bytes(sign(json.dumps(fields).encode()))
+
+
+@pytest.mark.parametrize("name", ["../../../secret.txt", "/etc/passwd", "journal", "object-0/../x", "object-0\n", ""])
+def test_a_file_name_that_no_save_gives_is_refused(name: str) -> None:
+    (spilled,), commit = EXAMPLE.objects, EXAMPLE.commit
+    assert commit is not None
+    for journal in (
+        replace(EXAMPLE, objects=(replace(spilled, file=name),)),
+        replace(EXAMPLE, commit=replace(commit, manifest=name)),
+        replace(EXAMPLE, commit=replace(commit, metadata=name)),
+    ):
+        with pytest.raises(JournalError, match="no save writes"):
+            Journal.from_bytes(journal.to_bytes())
 
 
 def test_an_object_that_is_drained_leaves_the_others() -> None:
