@@ -17,7 +17,6 @@ from dcp_s3._version import __version__
 from dcp_s3.checkpoint.attachments import copy_after_commit, copy_before_commit, remove_copies
 from dcp_s3.checkpoint.commit_state import Previous, SaveIdentity, exists_error, is_committed, save_id_in
 from dcp_s3.checkpoint.completeness import find_loss
-from dcp_s3.checkpoint.readback import check_readable
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.layout import METADATA, METADATA_CRC_KEY, SAVE_ID_KEY
 from dcp_s3.format.manifest import Manifest, ObjectEntry, attachments_of
@@ -68,6 +67,7 @@ def make_commit(
     Raises:
         SaveProtocolError: what was written cannot be read back, see `check_readable`.
     """
+    from dcp_s3.checkpoint.readback import check_readable
     from dcp_s3.format.metadata import dump_metadata
 
     manifest = Manifest(

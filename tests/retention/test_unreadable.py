@@ -13,6 +13,7 @@ from dcp_s3 import CheckpointManager, KeepLatest, S3StorageWriter, Settings, lat
 from dcp_s3.checkpoint import look
 from dcp_s3.cli.main import app
 from dcp_s3.format.manifest import Manifest
+from dcp_s3.format.metadata import seal
 from dcp_s3.s3.store import S3Store
 from tests.faulty import BUCKET, FaultyServer, serve
 
@@ -43,7 +44,7 @@ def _is_of_a_newer_torch(store: S3Store, key: str) -> None:
     data = data.replace(b"TensorStorageMetadata", b"NewestStorageMetadata")
     assert data != found.data
     fields = {name: value for name, value in found.metadata.items() if "crc" not in name}
-    store.put(f"{key}/.metadata", data, metadata=fields)
+    store.put(f"{key}/.metadata", seal(data[: -17 - data[-17]]), metadata=fields)
     [manifest] = [each.key for each in store.list(f"{key}/.dcp_s3/manifest-").objects]
     read = Manifest.from_json(store.get(manifest).data)
     read.writer["torch"] = "99.0"
