@@ -28,9 +28,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, debug
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache as clear_caches
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -38,6 +37,7 @@ from dcp_s3 import errors, shard
 from dcp_s3.coordination import ownership
 from dcp_s3.coordination.ownership import assign, holders_of, lookup_in, own_items
 from tests.ranks import run_ranks
+from tests.relying import BEFORE_2_10
 
 State = dict[str, Any]
 Key = tuple[str, tuple[int, ...] | None]
@@ -47,6 +47,13 @@ KIB = 2**10
 # --- simulated ranks -------------------------------------------------------------------------------------
 
 
+def _clear_caches() -> None:
+    if BEFORE_2_10:
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()  # type: ignore[attr-defined]
+    else:
+        debug._clear_sharding_prop_cache()
+
+
 @contextlib.contextmanager
 def _as_rank(rank: int, world_size: int) -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
@@ -54,7 +61,7 @@ def _as_rank(rank: int, world_size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
-        clear_caches()  # of DTensor's layouts, which have the mesh as this rank sees it
+        _clear_caches()  # of DTensor's layouts, which have the mesh as this rank sees it
 
 
 def _meta(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -33,6 +33,7 @@ from tests.end_to_end.distributed import (
     sharded_tensors,
 )
 from tests.ranks import run_ranks
+from tests.relying import BEFORE_2_10
 from tests.servers import S3Server
 
 # --- DTensor ---------------------------------------------------------------------------------------------
@@ -234,6 +235,7 @@ def test_fsdp_model_and_adamw(root: str, memory_server: S3Server, saved_on: int,
             _assert_same_state(found, expected)
 
 
+@pytest.mark.skipif(BEFORE_2_10, reason="full_tensor() of unevenly strided shards is wrong before torch 2.10")
 def test_fsdp_with_tensor_parallelism_loads_without(root: str, memory_server: S3Server) -> None:
     (_, trained, _), *_ = run_ranks(4, _save_job, root, "fsdp+tp")
     for found in run_ranks(2, _load_job, f"{root}/1", "fsdp"):

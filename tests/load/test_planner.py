@@ -34,6 +34,7 @@ from dcp_s3.load import planner as load_planner
 from dcp_s3.load.overlaps import Box
 from tests.load.test_overlaps import chunkings, chunks, grid
 from tests.ranks import run_ranks
+from tests.relying import BEFORE_2_10, in_torchs_order
 from tests.servers import S3Server
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -70,17 +71,17 @@ def make_plan(planner: DefaultLoadPlanner, state: dict[str, Any], metadata: Meta
 def details(items: list[ReadItem]) -> list[Any]:
     """All of the items: equality leaves the hints out, and knows no difference between a tuple and a torch.Size."""
     assert all(type(item) is ReadItem for item in items)
-    return [
+    return in_torchs_order([
         [(name, type(value), vars(value) if isinstance(value, MetadataIndex) else value)
          for name, value in sorted(vars(item).items())]
         for item in items
-    ]  # fmt: skip
+    ])  # fmt: skip
 
 
 def assert_same_plan(state: dict[str, Any], metadata: Metadata, **arguments: Any) -> LoadPlan:
     expected = make_plan(DefaultLoadPlanner(**arguments), state, metadata)
     found = make_plan(S3LoadPlanner(**arguments), state, metadata)
-    assert found == expected
+    assert BEFORE_2_10 or found == expected
     assert details(found.items) == details(expected.items)
     assert pickle.loads(pickle.dumps(found)) == expected
     return found
@@ -238,7 +239,7 @@ def test_an_object_where_a_tensor_was_saved() -> None:
 def test_no_metadata() -> None:
     for planner in (DefaultLoadPlanner(), S3LoadPlanner()):
         planner.set_up_planner({}, None, True)
-        with pytest.raises(AssertionError, match="metadata"):
+        with pytest.raises(AssertionError):
             planner.create_local_plan()
 
 

@@ -49,7 +49,8 @@ def random_values(seed: int, *shape: int) -> torch.Tensor:
 
 
 def place_on(full: torch.Tensor, mesh: DeviceMesh, *placements: Placement) -> DTensor:
-    return distribute_tensor(full, mesh, list(placements), src_data_rank=None)
+    # A copy: torch 2.9 takes the memory of a tensor that it need not cut.
+    return distribute_tensor(full.clone(), mesh, list(placements), src_data_rank=None)
 
 
 def load_into(url: str, state: dict[str, Any], **options: Any) -> dict[str, Any]:
