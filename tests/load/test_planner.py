@@ -83,7 +83,7 @@ def assert_same_plan(state: dict[str, Any], metadata: Metadata, **arguments: Any
     found = make_plan(S3LoadPlanner(**arguments), state, metadata)
     assert BEFORE_2_10 or found == expected
     assert details(found.items) == details(expected.items)
-    assert pickle.loads(pickle.dumps(found)) == expected
+    assert pickle.loads(pickle.dumps(found)) == (found if BEFORE_2_10 else expected)
     return found
 
 
