@@ -298,5 +298,5 @@ def test_paths_that_mean_s3() -> None:
 
 
 def test_without_lightning_it_says_what_to_install() -> None:
-    with pytest.raises(ImportError, match=r"pip install 'dcp-s3\[lightning\]'"):
+    with pytest.raises(ImportError, match=r"pip install 'lightning>=2\.6,<2\.7'"):
         importlib.import_module("dcp_s3.integrations.lightning")
