@@ -26,7 +26,7 @@ from dcp_s3.reprs import one_line
 from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.tensor_memory import view_bytes
-from dcp_s3.units import format_size
+from dcp_s3.units import format_size, plural
 
 PIECE = 8 * 2**20
 """Most bytes of a chunk: larger tensors become several, as if they had been sharded."""
@@ -57,7 +57,9 @@ class ImportResult:
     """Bytes of the tensors."""
 
     def __repr__(self) -> str:
-        return one_line("ImportResult", f"{self.tensors} tensors", format_size(self.size), objects=self.objects or None)
+        return one_line(
+            "ImportResult", f"{plural(self.tensors, 'tensor')}", format_size(self.size), objects=self.objects or None
+        )
 
 
 def import_weights(
