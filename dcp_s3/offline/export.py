@@ -92,7 +92,7 @@ def export(
     what it had written is removed.
 
     >>> export("s3://bucket/run/step-00002000", "weights", include="weight")
-    ExportResult(1 files, 1 tensors, ... B)
+    ExportResult(1 file, 1 tensor, ... B)
 
     Args:
         url: URL of the checkpoint.

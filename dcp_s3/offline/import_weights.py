@@ -80,7 +80,7 @@ def import_weights(
 
     >>> torch.save(state, "model.pt")
     >>> import_weights("model.pt", "s3://bucket/imported/step-0")
-    ImportResult(1 tensors, 32 B, objects=1)
+    ImportResult(1 tensor, 32 B, objects=1)
 
     Args:
         source: directory or ``s3://bucket/prefix`` with ``*.safetensors`` or torch files, with an index or without; or
