@@ -71,7 +71,10 @@ def test_what_can_not_be_told_has_the_status_of_its_reason(
     ):
         for more in ((), ("--json",), ("--full",)):
             result = run(*arguments, *more, status=status)
-            assert result.stdout == ""
+            if "--json" in more:
+                assert json.loads(result.stdout)["status"] == status
+            else:
+                assert result.stdout == ""
             assert result.stderr.startswith("dcp-s3: ")
             assert len(result.stderr.splitlines()) == 1
     monkeypatch.setenv("DCP_S3_PART_SIZE", "much")
