@@ -248,6 +248,30 @@ def aws_variable(*names: str) -> tuple[str, str] | None:
     return next(((name, value) for name in names if (value := os.environ.get(name))), None)
 
 
+_AWS_CHAIN = (
+    "AWS_ENDPOINT_URL_S3",
+    "AWS_ENDPOINT_URL",
+    "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS",
+    "AWS_DEFAULT_REGION",
+    "AWS_PROFILE",
+    "AWS_CONFIG_FILE",
+    "AWS_SHARED_CREDENTIALS_FILE",
+    "AWS_CA_BUNDLE",
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_SESSION_TOKEN",
+    "AWS_ROLE_ARN",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+)
+
+
+def aws_environment() -> int:
+    """A number that changes with the variables from which AWS's own chain takes endpoint, region and credentials."""
+    return hash(tuple(map(os.environ.get, _AWS_CHAIN)))
+
+
 def aws_endpoint_variable() -> tuple[str, str] | None:
     """The environment variable of AWS's own chain that sets the endpoint of S3: its name and value."""
     ignored = os.environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() == "true"

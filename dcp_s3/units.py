@@ -108,3 +108,10 @@ def format_count(count: float) -> str:
         if abs(count) < 999.5:
             return f"{count:.3g}{unit}"
     return f"{count / 1000:.3g}T"
+
+
+def plural(count: int, what: str) -> str:
+    """``1 object``, ``2 objects``, ``0 entries``."""
+    if count == 1:
+        return f"1 {what}"
+    return f"{count} {what[:-1]}ies" if what.endswith("y") else f"{count} {what}s"

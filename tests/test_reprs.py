@@ -74,7 +74,7 @@ SHOWN = [
         "CheckpointManager('s3://bkt/r', retention='latest:3', should_save=SaveEvery(steps=10), step_format='{step}')",
     ),
     (lambda: CheckpointCatalog("s3://bucket/run"), "CheckpointCatalog('s3://bucket/run')"),
-    (lambda: CatalogSnapshot("s3://bkt/r", 1.0, (INFO,)), "CatalogSnapshot('s3://bkt/r', 1 checkpoints)"),
+    (lambda: CatalogSnapshot("s3://bkt/r", 1.0, (INFO,)), "CatalogSnapshot('s3://bkt/r', 1 checkpoint)"),
     (lambda: INFO, f"CheckpointInfo('{URL}', committed, 3.0 GiB, step=100, metrics={{'val_loss': 1.25}})"),
     (lambda: KEEP, "Decision(keep, 'step-00000100', the newest, latest:3, number 1)"),
     (lambda: PLAN, "Plan(1 kept, 1 to delete (3.0 GiB))"),

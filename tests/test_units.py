@@ -2,7 +2,7 @@
 
 import pytest
 
-from dcp_s3.units import format_size, parse_duration, parse_size
+from dcp_s3.units import format_size, parse_duration, parse_size, plural
 
 
 @pytest.mark.parametrize(
@@ -47,3 +47,8 @@ def test_bad_durations_are_refused(text: object) -> None:
 
 def test_sizes_for_people() -> None:
     assert [format_size(n) for n in (5, 1536, 3 * 2**20, 2**40)] == ["5 B", "1.5 KiB", "3.0 MiB", "1.0 TiB"]
+
+
+def test_counts_are_in_the_right_number() -> None:
+    assert [plural(count, "object") for count in (0, 1, 2)] == ["0 objects", "1 object", "2 objects"]
+    assert [plural(count, "entry") for count in (1, 2)] == ["1 entry", "2 entries"]

@@ -215,7 +215,7 @@ async def _read_pin_reason(store: AsyncS3Store, url: CheckpointURL) -> str | Non
         return None
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
-    return reason if isinstance(reason, str) else None
+    return " ".join(reason.split()) if isinstance(reason, str) else None  # one line, wherever it is shown
 
 
 def save_id_of(head: ObjectHead) -> str | None:

@@ -22,7 +22,7 @@ from dcp_s3.spill.durable import as_spill_error, flush_directory
 from dcp_s3.spill.store import SpillStore
 from dcp_s3.stage.budget import measure_available, resolve_limit
 from dcp_s3.torch_version import TESTED, is_newer_than_tested
-from dcp_s3.units import format_size
+from dcp_s3.units import format_size, plural
 
 _OTHER_FILES = 256
 """Open files that a training process has anyway: libraries, shared memory of data loaders, logs."""
@@ -134,7 +134,7 @@ def check_spill(name: str, exam: Examination) -> CheckResult:
     parts += [] if speed is None else [f"{format_size(speed)}/s written and flushed"]
     if waiting:
         size = format_size(sum(save.journal.size for save in waiting))
-        parts.append(f"{len(waiting)} saves ({size}) wait for S3")
+        parts.append(f"{plural(len(waiting), 'save')} ({size}) waiting for S3")
     found = ", ".join(part for part in parts if part)
     return _judge_spill(name, found, kind, free, waiting=bool(waiting), broken=len(broken))
 
@@ -151,7 +151,9 @@ def _judge_spill(name: str, found: str, kind: str, free: int, *, waiting: bool, 
             "set DCP_S3_SPILL_DIR to a directory on a local disk (NVMe)",
         )  # fmt: skip
     if broken:
-        return warned(name, f"{found}; {broken} saves are damaged or set aside", "dcp-s3 drain --status says why")
+        return warned(
+            name, f"{found}; damaged or set aside: {plural(broken, 'save')}", "dcp-s3 drain --status says why"
+        )
     if waiting:
         return warned(name, found, "dcp-s3 drain uploads and commits them; the next save from here does, too")
     if free < _LITTLE_SPACE:

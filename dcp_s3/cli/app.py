@@ -34,7 +34,16 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-AsJSON = Annotated[bool, typer.Option("--json", help="Print JSON; NaN and infinities become text.")]
+
+def _note_json(value: bool) -> bool:
+    Group.owes_json = value
+    return value
+
+
+AsJSON = Annotated[
+    bool,
+    typer.Option("--json", help="Print JSON, also of an error; NaN and infinities become text.", callback=_note_json),
+]
 URL = Annotated[str, typer.Argument(metavar="URL", help="s3://bucket/prefix of the checkpoint.")]
 ROOT = Annotated[str, typer.Argument(metavar="ROOT", help="s3://bucket/prefix above the checkpoints.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Only show what would be done, and why.")]
@@ -97,6 +106,7 @@ def _main(
 
 def print_json(value: Any) -> None:
     """Print JSON, for programs."""
+    Group.owes_json = False
     sys.stdout.write(to_json(value, indent=1) + "\n")
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from dcp_s3.cli.app import AsJSON, Overwrite, app, note, print_json, progress
-from dcp_s3.units import format_size
+from dcp_s3.units import format_size, plural
 
 
 @app.command()
@@ -29,4 +29,7 @@ def cp(
         result = copy(source, destination, overwrite, **callbacks)
     if as_json:
         print_json(asdict(result))
-    note(f"{destination}: {result.files} objects, {format_size(result.size)} ({format_size(result.moved)} copied)")
+    note(
+        f"{destination}: {plural(result.files, 'object')}, {format_size(result.size)} "
+        f"({format_size(result.moved)} copied)"
+    )

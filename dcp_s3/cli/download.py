@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from dcp_s3.cli.app import URL, AsJSON, Overwrite, app, local_directory, note, print_json, progress
-from dcp_s3.units import format_size
+from dcp_s3.units import format_size, plural
 
 
 @app.command()
@@ -30,4 +30,4 @@ def download(
         result = replicate.download(url, directory, overwrite=overwrite, **callbacks)
     if as_json:
         print_json(asdict(result))
-    note(f"{directory}: {result.files} files, {format_size(result.size)} ({format_size(result.moved)} moved)")
+    note(f"{directory}: {plural(result.files, 'file')}, {format_size(result.size)} ({format_size(result.moved)} moved)")

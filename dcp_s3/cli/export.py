@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from dcp_s3.cli.app import URL, Overwrite, Rename, app, note, progress, wrong_usage
-from dcp_s3.units import format_size
+from dcp_s3.units import format_size, plural
 
 
 @app.command()
@@ -54,6 +54,9 @@ def export(
             overwrite=overwrite,
             **callbacks,
         )
-    note(f"{destination}: {result.tensors} tensors, {len(result.files)} files, {format_size(result.size)}")
+    note(
+        f"{destination}: {plural(result.tensors, 'tensor')}, {plural(len(result.files), 'file')}, "
+        f"{format_size(result.size)}"
+    )
     if result.skipped:
-        note(f"{result.skipped} entries that are no tensors were left out (--format torch keeps them)")
+        note(f"left out: {plural(result.skipped, 'entry')} without a tensor (--format torch keeps them)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import unicodedata
@@ -37,6 +38,9 @@ _ANYWHERE = {"--endpoint-url": True, "--profile": True, "--region": True, "--ver
 
 class Group(TyperGroup):
     """The commands. Turns errors into a message and an exit status."""
+
+    owes_json = False
+    """Whether this process's command is to print JSON, and has printed none."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return sorted(self.commands, key=lambda name: ORDER.index(name) if name in ORDER else len(ORDER))
@@ -76,6 +80,7 @@ class Group(TyperGroup):
         return first + rest
 
     def invoke(self, ctx: Any) -> Any:
+        Group.owes_json = False
         try:
             try:
                 return super().invoke(ctx)
@@ -89,9 +94,11 @@ class Group(TyperGroup):
             raise typer.Exit(exits.INTERRUPTED) from None
         except typer.BadParameter as error:
             error.message = self._in_options(ctx, error.message, error.ctx.command if error.ctx is not None else None)
+            _print_error(error, error.message, exits.USAGE)
             raise
         except (DcpS3Error, OSError) as error:
             message = self._in_options(ctx, str(error), self.get_command(ctx, ctx.invoked_subcommand or ""))
+            _print_error(error, message, exits.status_of(error))
             sys.stderr.write(f"dcp-s3: {printable(message, keep=LAYOUT)}\n")
             raise typer.Exit(exits.status_of(error)) from None
 
@@ -126,6 +133,14 @@ def printable(text: str, keep: str = "") -> str:
     return "".join(
         ascii(each)[1:-1] if unicodedata.category(each) in _OBEYED and each not in keep else each for each in text
     )
+
+
+def _print_error(error: Exception, message: str, status: int) -> None:
+    """Print an error for programs, if the command was to print JSON and has not."""
+    if Group.owes_json:
+        document = {"error": message, "kind": type(error).__name__, "status": status}
+        sys.stdout.write(json.dumps(document, indent=1) + "\n")
+        sys.stdout.flush()
 
 
 def _with_values(command: Any) -> set[str]:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from dcp_s3.cli.app import URL, Overwrite, Rename, app, note, progress, wrong_usage
-from dcp_s3.units import format_size
+from dcp_s3.units import format_size, plural
 
 
 @app.command("import")
@@ -30,4 +30,4 @@ def import_(
     with progress("import") as callbacks:
         result = importing.import_weights(source, url, prefix=prefix, rename=rules, overwrite=overwrite, **callbacks)
     others = f", {result.objects} other entries" if result.objects else ""
-    note(f"{url}: {result.tensors} tensors{others}, {format_size(result.size)}")
+    note(f"{url}: {plural(result.tensors, 'tensor')}{others}, {format_size(result.size)}")

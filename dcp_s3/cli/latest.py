@@ -23,6 +23,8 @@ def latest(
 
     found = find_latest(root, include_uncommitted=include_uncommitted)
     if found is None:
+        if as_json:
+            print_json(None)
         note(f"no complete checkpoint under {root}: dcp-s3 ls --all shows what is there")
         raise typer.Exit(exits.NOTHING_THERE)
     if as_json:

@@ -20,7 +20,7 @@ from dcp_s3.retention.plan import Plan
 from dcp_s3.retention.policy import Policy
 from dcp_s3.retention.prune import PruneReport, apply_plan, prune, prune_async
 from dcp_s3.settings import Settings
-from dcp_s3.units import format_size
+from dcp_s3.units import format_size, plural
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +149,8 @@ def say_done(report: PruneReport) -> None:
     for failure in report.failures:
         note(f"failed: {report.root}/{failure.name}: {failure.error}")
     note(
-        f"{report.root}: {len(report.deleted)} checkpoints deleted, {len(report.plan.kept)} kept, "
-        f"{report.objects} objects ({format_size(report.size)}), {len(report.aborted)} uploads aborted, "
-        f"{len(report.failures)} failures"
+        f"{report.root}: {plural(len(report.deleted), 'checkpoint')} deleted, {len(report.plan.kept)} kept, "
+        f"{plural(report.objects, 'object')} ({format_size(report.size)}), "
+        f"{plural(len(report.aborted), 'upload')} aborted, "
+        f"{plural(len(report.failures), 'failure')}"
     )

@@ -41,7 +41,7 @@ def report(
     from dcp_s3.errors import PolicyError
     from dcp_s3.reporting import report as reporting
     from dcp_s3.retention.parse import parse_policy
-    from dcp_s3.units import parse_duration, parse_size
+    from dcp_s3.units import parse_duration, parse_size, plural
 
     with wrong_usage(PolicyError, hint="--policy"):
         keep = None if policy is None else parse_policy(policy) or ""
@@ -61,5 +61,9 @@ def report(
         print_json(found.to_dict())
         return
     bad = sum(problem.severity == "bad" for problem in found.problems)
-    worth = f"{len(found.problems)} things to look at, {bad} of them urgent" if found.problems else "nothing is wrong"
-    note(f"{out}: {len(found.decisions)} checkpoints, {worth}")
+    worth = (
+        f"{plural(len(found.problems), 'thing')} to look at, {bad} of them urgent"
+        if found.problems
+        else "nothing is wrong"
+    )
+    note(f"{out}: {plural(len(found.decisions), 'checkpoint')}, {worth}")

@@ -8,7 +8,7 @@ import typer
 
 from dcp_s3.cli.app import URL, AllVersions, DryRun, Yes, app, ask, note, require_yes
 from dcp_s3.errors import CorruptMetadataError, UnsafeMetadataError
-from dcp_s3.units import format_size
+from dcp_s3.units import format_size, plural
 
 
 @app.command()
@@ -38,4 +38,4 @@ def rm(
         ask("Delete it?")
     done = remove(url, force=force, all_versions=all_versions, dry_run=dry_run)
     what = "would be deleted" if dry_run else "is deleted"
-    note(f"{url} {what}: {done.objects} objects, {format_size(done.size)}")
+    note(f"{url} {what}: {plural(done.objects, 'object')}, {format_size(done.size)}")

@@ -22,7 +22,7 @@ from dcp_s3.retention.plan import Plan
 from dcp_s3.retention.show import CheckpointDetails, ObjectDetails
 from dcp_s3.s3.chain import ChainValue
 from dcp_s3.settings import ENV_PREFIX, Settings
-from dcp_s3.units import format_size
+from dcp_s3.units import format_size, plural
 
 _PIPED_WIDTH = 100_000
 _OTHER_COLUMNS = 75
@@ -86,7 +86,7 @@ def checkpoints(infos: Sequence[CheckpointInfo], *, now: float, width: int | Non
     for info in infos:
         age = "" if info.created_at is None else format_age(now - info.created_at)
         state = format_state(info, now=now)
-        cells = (info.name, state, info.step, info.world_size, info.objects, _size(info.size), age,
+        cells: tuple[Any, ...] = (info.name, state, info.step, info.world_size, info.objects, _size(info.size), age,
                  format_metrics(info.metrics))  # fmt: skip
         shown = tuple(cell for title, cell in zip(titles, cells, strict=True) if title not in left_out)
         add_row(table, shown, style="" if info.committed else "dim")
@@ -125,7 +125,7 @@ def facts(details: CheckpointDetails) -> Table:
         "state": format_state(info, now=time.time()),
         "step": info.step,
         "ranks": info.world_size,
-        "size": None if info.size is None else f"{format_size(info.size)} in {info.objects} objects",
+        "size": None if info.size is None else f"{format_size(info.size)} in {plural(info.objects or 0, 'object')}",
         "items": details.items or None,
         "created": created,
         "metrics": format_metrics(info.metrics),
@@ -153,12 +153,12 @@ def plan(found: Plan) -> Table:
         sizes[left.leftover.checkpoint, left.action, left.reasons] += left.leftover.size
     for (name, action, reasons), count in objects.items():
         size = _size(sizes[name, action, reasons])
-        _plan_row(table, f"{name}: {_count(count, 'leftover object')}", action, reasons, size=size)
+        _plan_row(table, f"{name}: {plural(count, 'leftover object')}", action, reasons, size=size)
     uploads = Counter((each.upload.checkpoint, each.action, each.reasons) for each in found.uploads)
     for (name, action, reasons), count in uploads.items():
-        _plan_row(table, f"{name}: {_count(count, 'open upload')}", action, reasons)
+        _plan_row(table, f"{name}: {plural(count, 'open upload')}", action, reasons)
     if found.boards:
-        what, size = _count(len(found.boards), "old board object"), _size(sum(each.size for each in found.boards))
+        what, size = plural(len(found.boards), "old board object"), _size(sum(each.size for each in found.boards))
         _plan_row(table, what, "delete", ("ranks looked at them long ago",), size=size)
     for unfinished in found.unfinished:
         _plan_row(table, unfinished.checkpoint, "delete", ("its deletion was begun and not finished",))
@@ -186,14 +186,10 @@ def plan_summary(found: Plan) -> str:
         (len(found.unfinished), "unfinished deletion"),
         (len(found.boards), "old board object"),
     ]
-    what = ", ".join(_count(count, noun) for count, noun in parts if count)
-    return f"to keep: {_count(len(found.kept), 'checkpoint')}; to delete: " + (
+    what = ", ".join(plural(count, noun) for count, noun in parts if count)
+    return f"to keep: {plural(len(found.kept), 'checkpoint')}; to delete: " + (
         f"{what} ({format_size(found.freed)})" if what else "nothing"
     )
-
-
-def _count(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def objects(stored: Iterable[ObjectDetails]) -> Table:

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from dcp_s3.cli.app import URL, AsJSON, Overwrite, app, local_directory, note, print_json, progress
-from dcp_s3.units import format_size
+from dcp_s3.units import format_size, plural
 
 
 @app.command()
@@ -30,4 +30,4 @@ def upload(
         result = replicate.upload(directory, url, overwrite=overwrite, **callbacks)
     if as_json:
         print_json(asdict(result))
-    note(f"{url}: {result.files} objects, {format_size(result.size)}")
+    note(f"{url}: {plural(result.files, 'object')}, {format_size(result.size)}")

@@ -11,7 +11,7 @@ import typer
 from dcp_s3.cli import exits
 from dcp_s3.cli.app import URL, AsJSON, app, note, print_json, print_line, progress
 from dcp_s3.errors import CheckpointNotFoundError, DcpS3Error
-from dcp_s3.units import format_size
+from dcp_s3.units import format_size, plural
 
 if TYPE_CHECKING:
     from dcp_s3.offline.verify_report import VerifyReport
@@ -125,7 +125,9 @@ def line(found: VerifyResult) -> str:
     report = found.report
     if report is None:
         return f"{found.url}: could not be verified: {found.error}"
-    counts = f"{report.objects} objects, {report.items} items, {format_size(report.bytes_read)} read"
+    counts = (
+        f"{plural(report.objects, 'object')}, {plural(report.items, 'item')}, {format_size(report.bytes_read)} read"
+    )
     if report.ok:
         return f"{found.url}: good ({report.mode}: {counts}{_unchecked(report)})"
     more = f", the first of {len(report.problems)}" if len(report.problems) > 1 else ""
@@ -142,8 +144,9 @@ def print_report(found: VerifyResult, write: Callable[[str], None]) -> None:
     for problem in report.problems:
         write(f"  {problem}")
     write(
-        f"{report.mode}: {report.objects} objects, {report.items} items, {format_size(report.bytes_read)} read, "
-        f"{len(report.problems)} problems{_unchecked(report)}"
+        f"{report.mode}: {plural(report.objects, 'object')}, {plural(report.items, 'item')}, "
+        f"{format_size(report.bytes_read)} read, "
+        f"{plural(len(report.problems), 'problem')}{_unchecked(report)}"
     )
 
 
@@ -151,5 +154,6 @@ def _unchecked(report: VerifyReport) -> str:
     """How much has no checksum; empty if everything has one."""
     if not report.objects_without_checksum and not report.items_without_checksum:
         return ""
-    text = f"; without checksum: {report.objects_without_checksum} objects, {report.items_without_checksum} items"
+    objects = plural(report.objects_without_checksum, "object")
+    text = f"; without checksum: {objects}, {plural(report.items_without_checksum, 'item')}"
     return text + (f", {report.items_not_decoded} of them not decoded" if report.items_not_decoded else "")

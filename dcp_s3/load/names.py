@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from dcp_s3.errors import MissingKeysError, ShapeMismatchError, TensorMismatchError
 from dcp_s3.torch_private import ShardedTensor
+from dcp_s3.units import plural
 
 _NAMED = 5  # names in a message
 _SAMPLES = 3  # missing names from which a prefix is guessed
@@ -96,7 +97,7 @@ def _other_shapes(
         named = ", ".join(f"{name} (saved {one}, current {other})" for name, (one, other) in more[: _NAMED - 1])
         text += f", and for {len(more)} more: {named}{', ...' if len(more) >= _NAMED else ''}"
     if missing:
-        text += f"; also {len(missing)} names of the state are not saved: {_some(missing)}"
+        text += f"; also not saved: {plural(len(missing), 'name')} of the state ({_some(missing)})"
     return ShapeMismatchError(f"{text}{_which(url)}. {_ADVICE}", url=url, fqn=fqn, shapes=shapes)
 
 
@@ -104,7 +105,7 @@ def _missing_keys(missing: list[str], unexpected: list[str], shapes: Collection[
     more = f" and {len(missing) - 1} more ({_some(missing[1:])})" if len(missing) > 1 else ""
     text = f"Missing key in checkpoint state_dict: {missing[0]}{more}{_which(url)}."  # as torch begins
     if unexpected:
-        text += f" Saved but not in the state: {len(unexpected)} names ({_some(unexpected)})."
+        text += f" Saved but not in the state: {plural(len(unexpected), 'name')} ({_some(unexpected)})."
     if shapes:
         text += f" Of other shapes: {_some(shapes)}."
     advice = find_renaming(missing, unexpected)

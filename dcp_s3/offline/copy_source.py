@@ -27,7 +27,7 @@ from dcp_s3.format.manifest import AttachmentEntry, Manifest, attachments_of
 from dcp_s3.format.saved_entries import needed_objects
 from dcp_s3.reprs import one_line
 from dcp_s3.store import ABSENT, ListedObject, Store, StoredObject, same_etag
-from dcp_s3.units import format_size
+from dcp_s3.units import format_size, plural
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class CopyResult:
     """Bytes that this call moved; less than ``size`` if it continued an earlier one."""
 
     def __repr__(self) -> str:
-        found = f"{self.files} files, {format_size(self.size)}, {format_size(self.moved)} moved"
+        found = f"{plural(self.files, 'file')}, {format_size(self.size)}, {format_size(self.moved)} moved"
         return one_line("CopyResult", found)
 
 

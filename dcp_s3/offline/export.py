@@ -28,7 +28,7 @@ from dcp_s3.reprs import one_line
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.tensor_memory import view_bytes
-from dcp_s3.units import format_size, parse_size
+from dcp_s3.units import format_size, parse_size, plural
 from dcp_s3.url import parse_url
 from dcp_s3.workers import Workers
 
@@ -63,7 +63,7 @@ class ExportResult:
     """Number of entries that are no tensors and were left out."""
 
     def __repr__(self) -> str:
-        what = [f"{len(self.files)} files", f"{self.tensors} tensors", format_size(self.size)]
+        what = [f"{plural(len(self.files), 'file')}", f"{plural(self.tensors, 'tensor')}", format_size(self.size)]
         return one_line("ExportResult", *what, skipped=self.skipped or None)
 
 
@@ -95,7 +95,7 @@ def export(
     what it had written is removed.
 
     >>> export("s3://bucket/run/step-00002000", "weights", include="weight")
-    ExportResult(1 files, 1 tensors, ... B)
+    ExportResult(1 file, 1 tensor, ... B)
 
     Args:
         url: URL of the checkpoint.

@@ -26,7 +26,7 @@ from dcp_s3.reprs import one_line
 from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.tensor_memory import view_bytes
-from dcp_s3.units import format_size
+from dcp_s3.units import format_size, plural
 
 PIECE = 8 * 2**20
 """Most bytes of a chunk: larger tensors become several, as if they had been sharded."""
@@ -57,7 +57,9 @@ class ImportResult:
     """Bytes of the tensors."""
 
     def __repr__(self) -> str:
-        return one_line("ImportResult", f"{self.tensors} tensors", format_size(self.size), objects=self.objects or None)
+        return one_line(
+            "ImportResult", f"{plural(self.tensors, 'tensor')}", format_size(self.size), objects=self.objects or None
+        )
 
 
 def import_weights(
@@ -78,7 +80,7 @@ def import_weights(
 
     >>> torch.save(state, "model.pt")
     >>> import_weights("model.pt", "s3://bucket/imported/step-0")
-    ImportResult(1 tensors, 32 B, objects=1)
+    ImportResult(1 tensor, 32 B, objects=1)
 
     Args:
         source: directory or ``s3://bucket/prefix`` with ``*.safetensors`` or torch files, with an index or without; or

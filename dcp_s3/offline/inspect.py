@@ -16,7 +16,7 @@ from dcp_s3.offline.saved import fetch_saved
 from dcp_s3.offline.tree import TreeNode, build_tree
 from dcp_s3.reprs import one_line
 from dcp_s3.settings import SettingsLike
-from dcp_s3.units import format_count, format_size
+from dcp_s3.units import format_count, format_size, plural
 from dcp_s3.url import URLLike
 
 
@@ -57,7 +57,8 @@ class CheckpointTree:
         return tuple(sorted(self.entries, key=lambda entry: (-entry.size, entry.fqn))[:count])
 
     def __repr__(self) -> str:
-        found = f"{self.tensors} tensors, {format_count(self.parameters)} parameters, {format_size(self.root.size)}"
+        tensors, parameters = plural(self.tensors, "tensor"), format_count(self.parameters)
+        found = f"{tensors}, {parameters} parameters, {format_size(self.root.size)}"
         return one_line("CheckpointTree", repr(self.info.url), found)
 
     def to_dict(self, *, depth: int | None = None, collapse: bool = True) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 from dcp_s3.format.saved_entries import SavedEntry
 from dcp_s3.offline.alike import is_number, ranges
 from dcp_s3.reprs import one_line
-from dcp_s3.units import format_count, format_size
+from dcp_s3.units import format_count, format_size, plural
 
 _MAX_DEPTH = 64
 
@@ -43,7 +43,7 @@ class TreeNode:
     """What the next parts of the names are; none if this is an entry."""
 
     def __repr__(self) -> str:
-        found = f"{self.entries} entries, {format_count(self.parameters)} parameters, {format_size(self.size)}"
+        found = f"{plural(self.entries, 'entry')}, {format_count(self.parameters)} parameters, {format_size(self.size)}"
         return one_line("TreeNode", repr(self.name), found)
 
     def to_dict(self, depth: int | None = None) -> dict[str, Any]:

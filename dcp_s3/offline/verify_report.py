@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from dcp_s3.reprs import one_line
+from dcp_s3.units import plural
 
 Mode = Literal["fast", "full"]
 
@@ -60,7 +61,7 @@ class VerifyReport:
     """Problems found, by object."""
 
     def __repr__(self) -> str:
-        found = "ok" if self.ok else f"{len(self.problems)} problems"
+        found = "ok" if self.ok else f"{plural(len(self.problems), 'problem')}"
         first = str(self.problems[0]) if self.problems else None
         return one_line(
             "VerifyReport", repr(self.url), found, self.mode, objects=self.objects, items=self.items, first=first

@@ -13,6 +13,7 @@ from dcp_s3.reprs import one_line
 from dcp_s3.retention.plan import Decision, Plan
 from dcp_s3.retention.policy import PolicyFunction, metric_value, policy_name
 from dcp_s3.retention.scan import CatalogSnapshot
+from dcp_s3.units import plural
 
 STATES = ("committed", "pinned", "foreign", "damaged", "in progress", "waits on disk", "incomplete", "being deleted")
 """How a checkpoint is shown, one word or two."""
@@ -46,7 +47,7 @@ class ReportData:
     """Number of requests that it took."""
 
     def __repr__(self) -> str:
-        found = f"{len(self.plan.decisions)} checkpoints, {len(self.problems)} problems"
+        found = f"{plural(len(self.plan.decisions), 'checkpoint')}, {plural(len(self.problems), 'problem')}"
         return one_line("ReportData", repr(self.root), found, policy=self.policy)
 
     @property

@@ -24,7 +24,7 @@ from dcp_s3._version import __version__
 from dcp_s3.reporting.charts import MARKERS, Chart, draw, format_time, state_of
 from dcp_s3.reporting.data import ReportData, is_leased, took
 from dcp_s3.reporting.problems import format_span
-from dcp_s3.units import format_size
+from dcp_s3.units import format_size, plural
 
 _MOST_PROBLEMS = 50
 _MOST_TEXT = 300  # characters of all metrics of a checkpoint
@@ -109,7 +109,9 @@ def _tiles(data: ReportData) -> list[_Tile]:
     freed = data.plan.freed
     if data.policy is not None:
         found.append(
-            _Tile("Retention would free", format_size(freed), f"{len(data.plan.deleted)} checkpoints to delete")
+            _Tile(
+                "Retention would free", format_size(freed), f"{plural(len(data.plan.deleted), 'checkpoint')} to delete"
+            )
         )
     if data.forecast is not None:
         per_day = data.forecast.retained_per_day

@@ -9,7 +9,7 @@ from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.checkpoint.look import inspect_checkpoint
 from dcp_s3.coroutines import gather, run
 from dcp_s3.format.layout import CONTROL_PREFIX, What, classify
-from dcp_s3.retention.catalog import CheckpointCatalog
+from dcp_s3.retention.catalog import CheckpointCatalog, check_newest
 from dcp_s3.s3.async_store import AsyncS3Store, open_async_store
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.url import CheckpointURL, URLLike, parse_url
@@ -60,7 +60,7 @@ def browse(url: URLLike, *, settings: SettingsLike = None) -> Contents:
     catalog = CheckpointCatalog(url, settings=settings)
     checkpoints = catalog.checkpoints()
     if checkpoints:
-        catalog.check_newest(checkpoints)
+        check_newest(catalog, checkpoints)
         return Contents(tuple(checkpoints))
     return found or run(_browse(where, settings))
 

@@ -143,27 +143,31 @@ class CheckpointCatalog:
         """
         return [with_step(info, self._patterns) for info in find_local(str(self.root), settings=self.settings)]
 
-    def check_newest(self, infos: Iterable[CheckpointInfo]) -> None:
-        """Warn if the newest of the committed checkpoints cannot be loaded.
-
-        Says nothing where S3 refuses a request, nor of other libraries' checkpoints, as that takes long.
-        """
-        with contextlib.suppress(errors.StorageError):
-            run(self._check_newest(infos))
-
-    async def _check_newest(self, infos: Iterable[CheckpointInfo]) -> None:
-        damages: dict[str, str] = {}
-        async with open_async_store(self.root.bucket, self.settings) as store:
-            for info in newest_first(infos):
-                damage = await find_damage(store, parse_url(info.url), foreign=False)
-                if damage is None:
-                    return tell_unreadable(damages, info.url)
-                damages[info.url] = damage
-        return tell_unreadable(damages, None)
-
     async def _first(self, order: Callable[[Iterable[CheckpointInfo]], list[CheckpointInfo]]) -> CheckpointInfo | None:
         async with open_async_store(self.root.bucket, self.settings) as store:
             return await _first_loadable(store, self.root, self._patterns, order)
+
+
+def check_newest(catalog: CheckpointCatalog, infos: Iterable[CheckpointInfo]) -> None:
+    """Warn if the newest of the committed checkpoints cannot be loaded.
+
+    Says nothing where S3 refuses a request, nor of other libraries' checkpoints, as that takes long.
+    """
+    with contextlib.suppress(errors.StorageError):
+        run(_check_newest(catalog, infos))
+
+
+async def _check_newest(catalog: CheckpointCatalog, infos: Iterable[CheckpointInfo]) -> None:
+    damages: dict[str, str] = {}
+    loadable = None
+    async with open_async_store(catalog.root.bucket, catalog.settings) as store:
+        for info in newest_first(infos):
+            damage = await find_damage(store, parse_url(info.url), foreign=False)
+            if damage is None:
+                loadable = info.url
+                break
+            damages[info.url] = damage
+    tell_unreadable(damages, loadable)
 
 
 def _compile(patterns: str | Sequence[str] | None, settings: Settings) -> tuple[re.Pattern[str], ...]:

@@ -24,7 +24,7 @@ from dcp_s3.retention.policy import PolicyFunction
 from dcp_s3.s3.async_store import open_async_store
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.store import DeleteTarget
-from dcp_s3.units import format_size, parse_duration
+from dcp_s3.units import format_size, parse_duration, plural
 from dcp_s3.url import CheckpointURL, URLLike, parse_url
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ class PruneReport:
     """Failures, none of which stopped the rest of the prune."""
 
     def __repr__(self) -> str:
-        done = f"{len(self.deleted)} deleted ({format_size(self.size)} in {self.objects} objects)"
+        done = f"{len(self.deleted)} deleted ({format_size(self.size)} in {plural(self.objects, 'object')})"
         if self.dry_run:
             done = f"dry run: {len(self.plan.deleted)} to delete"
         failures = [str(failure) for failure in self.failures[:1]]

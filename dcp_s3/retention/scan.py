@@ -20,6 +20,7 @@ from dcp_s3.retention.plan import OpenUpload, Plan, make_plan
 from dcp_s3.retention.policy import PolicyFunction
 from dcp_s3.s3.async_store import AsyncS3Store
 from dcp_s3.store import ListedObject, Upload
+from dcp_s3.units import plural
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class CatalogSnapshot:
 
     def __repr__(self) -> str:
         counts = {"uploads": len(self.uploads) or None, "leftovers": len(self.leftovers) or None}
-        return one_line("CatalogSnapshot", repr(self.root), f"{len(self.checkpoints)} checkpoints", **counts)
+        return one_line("CatalogSnapshot", repr(self.root), f"{plural(len(self.checkpoints), 'checkpoint')}", **counts)
 
     def plan(self, policy: PolicyFunction | None, *, grace: float) -> Plan:
         """`make_plan` for this snapshot.

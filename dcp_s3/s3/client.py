@@ -26,7 +26,7 @@ from dcp_s3.forking import reset_in_child
 from dcp_s3.s3.answers import check_answers
 from dcp_s3.s3.botocore_private import look_once, make_abortable, send_without_copy
 from dcp_s3.s3.chain import check_endpoint_of
-from dcp_s3.settings import Settings
+from dcp_s3.settings import Settings, aws_environment
 
 # A fixed text: botocore builds its own for each request, which takes a sixth of a request's CPU.
 _USER_AGENT = f"dcp_s3/{__version__} Boto3/{boto3.__version__} Python/{platform.python_version()}"
@@ -46,6 +46,8 @@ class _Endpoint(NamedTuple):
     region: str | None
     profile: str | None
     addressing_style: str
+    environment: int
+    """What AWS's own chain has in the environment: of a client, endpoint and credentials never change."""
 
 
 _clients: OrderedDict[_Endpoint, Any] = OrderedDict()
@@ -115,7 +117,10 @@ def get_client(settings: Settings) -> Any:
 
 
 def _endpoint_of(settings: Settings) -> _Endpoint:
-    return _Endpoint(os.getpid(), settings.endpoint_url, settings.region, settings.profile, settings.addressing_style)
+    return _Endpoint(
+        os.getpid(), settings.endpoint_url, settings.region, settings.profile, settings.addressing_style,
+        aws_environment(),
+    )  # fmt: skip
 
 
 def _make_client(settings: Settings) -> Any:

@@ -210,3 +210,18 @@ def test_the_report_is_short_to_look_at_and_whole_in_print(faulty: FaultyServer)
     assert "IAM policy" not in text
     with pytest.raises(KeyError, match="no check 'nothing' was made; there are: settings"):
         report["nothing"]
+
+
+def test_an_endpoint_that_changes_in_the_environment_is_the_one_that_is_asked(
+    faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", faulty.s3.endpoint_url)
+    monkeypatch.delenv("DCP_S3_ENDPOINT_URL")
+    assert doctor(URL, read_only=True).ok
+    with MemoryS3() as other:
+        other.create_bucket(BUCKET)
+        monkeypatch.setenv("AWS_ENDPOINT_URL_S3", other.endpoint_url)
+        asked = sum(faulty.s3.counters.requests.values())
+        assert doctor(URL, read_only=True).ok
+        assert sum(faulty.s3.counters.requests.values()) == asked
+        assert sum(other.counters.requests.values()) > 0

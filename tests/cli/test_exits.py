@@ -354,3 +354,33 @@ def test_the_region_of_a_bucket_elsewhere_is_named(name: str, elsewhere: bool) -
     assert "DCP_S3_REGION" in text
     if elsewhere and (name != "upload" or _Elsewhere.header):  # it begins with a HEAD, whose answer has no body
         assert "eu-central-1" in text
+
+
+@pytest.mark.parametrize("command", ["latest", "ls", "verify", "inspect", "report", "show"])
+def test_json_is_one_document_where_nothing_is(memory_server: S3Server, bucket: str, command: str) -> None:
+    result = CliRunner().invoke(app, [command, "--json", f"s3://{bucket}/nothing/there"])
+    found = json.loads(result.stdout)
+    if result.exit_code and command not in ("latest", "ls"):
+        assert found["status"] == result.exit_code
+        assert found["kind"].endswith("Error")
+        assert found["error"] in result.stderr
+    else:
+        assert found == {"latest": None, "ls": []}.get(command, found)
+
+
+@pytest.mark.parametrize(
+    "command", [["diff", "--json", "s3://b//c", "s3://bucket/x"], ["latest", "--json", "nonsense"]], ids=" ".join
+)
+def test_json_of_a_wrong_url_is_one_document(command: list[str]) -> None:
+    result = CliRunner().invoke(app, command)
+    assert json.loads(result.stdout)["status"] == result.exit_code == 2
+
+
+def test_a_pins_reason_is_one_line(root: str, memory_server: S3Server) -> None:
+    url = save(f"{root}/step-1")
+    dcp_s3.pin(url, "good\ns3://bucket/run/step-2 is deleted\x1b[2J")
+    for command in (["show", url], ["prune", "--dry-run", root, "latest:1"], ["rm", "--yes", url]):
+        result = CliRunner().invoke(app, command)
+        assert "good s3://bucket/run/step-2 is deleted" in " ".join(result.output.split())
+        assert not any(line.startswith("s3://bucket/run/step-2") for line in result.output.splitlines())
+        assert "\x1b" not in result.output

@@ -31,7 +31,7 @@ def test_export_and_import(root: str, tmp_path: Path) -> None:
     save(STATE, f"{root}/x")
     rename = ("--include", "model.*", "--rename", "^model[.]=", "--rename", "^b$=c")
     result = run("export", f"{root}/x", tmp_path, *rename, "--dtype", "bf16")
-    assert f"{tmp_path}: 2 tensors, 1 files, " in result.stderr
+    assert f"{tmp_path}: 2 tensors, 1 file, " in result.stderr
     assert "left out" not in result.stderr
     expected = {"a": torch.arange(4).bfloat16(), "c": torch.arange(5).bfloat16()}
     assert_same(read(tmp_path / "model.safetensors"), expected)
@@ -46,7 +46,7 @@ def test_export_and_import(root: str, tmp_path: Path) -> None:
 def test_what_is_left_out_is_counted(root: str, tmp_path: Path) -> None:
     save(STATE, f"{root}/x")
     result = run("export", f"{root}/x", tmp_path / "a", "--max-shard-size", "28B")
-    assert "1 entries that are no tensors were left out" in result.stderr
+    assert "left out: 1 entry without a tensor" in result.stderr
     assert len(list((tmp_path / "a").glob("model-0000?-of-00002.safetensors"))) == 2
     run("export", f"{root}/x", tmp_path / "b", "--format", "torch")
     assert torch.load(tmp_path / "b" / "pytorch_model.bin", weights_only=True)["step"] == 7

@@ -196,7 +196,7 @@ def test_the_status_says_what_happened(run_of_four: str, faulty: FaultyServer) -
     faulty.rule = lambda request: Fault.error(403, "AccessDenied") if "Delete" in request.operation else None
     result = run("prune", ROOT, "latest:3", "--yes", status=1)
     assert f"failed: {ROOT}/step-1: AccessDeniedError" in result.stderr
-    assert "1 failures" in result.stderr
+    assert "1 failure" in result.stderr
     faulty.rule = lambda _: Fault.error(403, "AccessDenied")
     assert "AccessDenied" in run("prune", ROOT, "latest:3", "--yes", status=1).stderr
     faulty.rule = lambda _: None

@@ -38,12 +38,12 @@ def damage(s3: Any, url: str) -> str:
 def test_a_good_checkpoint_is_one_line(root: str) -> None:
     url = save(f"{root}/step-1")
     (line,) = run(url).stdout.splitlines()
-    assert line.startswith(f"{url}: good (fast: 1 objects, 3 items, ")
+    assert line.startswith(f"{url}: good (fast: 1 object, 3 items, ")
     (line,) = run(url, "--full").stdout.splitlines()
-    assert line.startswith(f"{url}: good (full: 1 objects, 3 items, ")
+    assert line.startswith(f"{url}: good (full: 1 object, 3 items, ")
     assert "without checksum" not in line
     url = save(f"{root}/step-2", settings={"checksum": "none"})
-    assert "without checksum: 1 objects, 3 items" in run(url, "--full").stdout
+    assert "without checksum: 1 object, 3 items" in run(url, "--full").stdout
 
 
 def test_damage_is_status_4_and_named(root: str, s3: Any) -> None:
@@ -53,7 +53,7 @@ def test_damage_is_status_4_and_named(root: str, s3: Any) -> None:
     first, problem, last = run(url, "--full", status=4).stdout.splitlines()
     assert first == f"{url}: damaged"
     assert problem.startswith(f"  {path}: 'weight' has CRC-64/NVME ")
-    assert "1 problems" in last
+    assert "1 problem" in last
     report = json.loads(run(url, "--full", "--json", status=4).stdout)
     assert (report["ok"], report["url"], report["mode"]) == (False, url, "full")
     assert [(found["path"], found["fqn"]) for found in report["problems"]] == [(path, "weight")]
@@ -71,7 +71,10 @@ def test_what_can_not_be_told_has_the_status_of_its_reason(
     ):
         for more in ((), ("--json",), ("--full",)):
             result = run(*arguments, *more, status=status)
-            assert result.stdout == ""
+            if "--json" in more:
+                assert json.loads(result.stdout)["status"] == status
+            else:
+                assert result.stdout == ""
             assert result.stderr.startswith("dcp-s3: ")
             assert len(result.stderr.splitlines()) == 1
     monkeypatch.setenv("DCP_S3_PART_SIZE", "much")

@@ -61,6 +61,19 @@ def test_a_profile_makes_another_client(s3_env: S3Server, tmp_path: Path, monkey
     assert get_client(Settings(profile="lab")).meta.region_name == "eu-north-1"
 
 
+@pytest.mark.parametrize(
+    "name", ["AWS_ENDPOINT_URL_S3", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"]
+)
+def test_what_changes_in_the_environment_makes_another_client(
+    s3_env: S3Server, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    before = get_client(Settings())
+    monkeypatch.setenv(name, "http://127.0.0.1:9")
+    changed = get_client(Settings())
+    assert changed is not before
+    monkeypatch.delenv(name)
+
+
 def test_the_client_that_was_not_used_for_longest_is_let_go(s3_env: S3Server) -> None:
     close_clients()
     first, second = Settings(region="first"), Settings(region="second")
