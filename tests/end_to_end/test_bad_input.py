@@ -106,11 +106,17 @@ def test_existing_checkpoint(root: str, s3: Any, bucket: str) -> None:
     assert contents(s3, bucket) == before
 
 
-@pytest.mark.parametrize("damage", ["truncate", "empty", "garbage", "other"])
+@pytest.mark.parametrize("damage", ["truncate", "seal", "empty", "garbage", "other"])
 def test_unreadable_metadata(memory_server: Any, root: str, s3: Any, bucket: str, damage: str) -> None:
     dcp.save({"x": torch.ones(3)}, storage_writer=S3StorageWriter(root))
     body = s3.get_object(Bucket=bucket, Key="run/.metadata")["Body"].read()
-    body = {"truncate": body[:-50], "empty": b"", "garbage": b"\xffgarbage", "other": pickle.dumps([1])}[damage]
+    body = {
+        "truncate": body[: len(body) // 2],
+        "seal": body[:-10],  # the pickle is whole; what follows it is not
+        "empty": b"",
+        "garbage": b"\xffgarbage",
+        "other": pickle.dumps([1]),
+    }[damage]
     s3.put_object(Bucket=bucket, Key="run/.metadata", Body=body)
     before = contents(s3, bucket)
     error = failure_of_load(root)

@@ -116,10 +116,10 @@ def test_uploads_of_many_pages_are_all_found(bucket: str, monkeypatch: pytest.Mo
     target = S3Store(bucket, Settings())
     uploads = sorted(begin(target, KEY, {}) for _ in range(5))
     more = begin(target, KEY + "-more", {})
-    asked = by_pages(monkeypatch, target, "list_multipart_uploads", MaxUploads=2)
-    assert sorted(list_uploads(target, KEY)) == uploads
+    with monkeypatch.context() as patch:
+        asked = by_pages(patch, target, "list_multipart_uploads", MaxUploads=2)
+        assert sorted(list_uploads(target, KEY)) == uploads
     assert len(asked) == 3
-    monkeypatch.undo()
     for upload_id in uploads:
         target.abort(Upload(KEY, upload_id))
     target.abort(Upload(KEY + "-more", more))
@@ -129,11 +129,11 @@ def test_uploads_of_many_pages_are_all_found(bucket: str, monkeypatch: pytest.Mo
 def test_parts_of_many_pages_are_all_found(bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     target = S3Store(bucket, Settings())
     upload_id = begin(target, KEY, {number: bytes(number) for number in (1, 2, 3, 5, 8)})
-    asked = by_pages(monkeypatch, target, "list_parts", MaxParts=2)
-    parts = list_parts(target, KEY, upload_id)
+    with monkeypatch.context() as patch:
+        asked = by_pages(patch, target, "list_parts", MaxParts=2)
+        parts = list_parts(target, KEY, upload_id)
     assert {number: part.size for number, part in parts.items()} == {1: 1, 2: 2, 3: 3, 5: 5, 8: 8}
     assert len(asked) == 3
-    monkeypatch.undo()
     target.abort(Upload(KEY, upload_id))
 
 

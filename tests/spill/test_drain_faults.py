@@ -112,8 +112,9 @@ def test_with_a_bucket_that_is_missing_all_waits_and_nothing_is_lost(spill: Spil
     url, state = spill.url("step-1"), large_state(1)
     spill.save(url, state)
     saves = spill.store.scan()
+    missing = url.replace(spill.bucket_name, f"no-such-bucket-{spill.bucket_name[-8:]}")
     for save in saves:
-        save.update(replace(save.journal, url=f"s3://no-such-bucket-{spill.bucket_name[-8:]}/step-1"))
+        save.update(replace(save.journal, url=missing))
     report = spill.drain()
     assert set(report.waiting) == {save.name for save in saves}
     assert all("NoSuchBucket" in reason for reason in report.waiting.values())
