@@ -74,7 +74,8 @@ def save_and_load(server: FaultyServer, rule: Narrow) -> None:
 
 
 def test_a_save_and_a_load_end_with_few_refusals(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    rule = Narrow(faulty, places=3)
+    seconds = 0.05  # long beside what a client on a busy machine needs between two requests
+    rule = Narrow(faulty, places=3, seconds=seconds)
     save_and_load(faulty, rule)
     (state,) = throttle.snapshot().values()
     assert state.throttled == rule.refused > 0
@@ -82,7 +83,7 @@ def test_a_save_and_a_load_end_with_few_refusals(faulty: FaultyServer, monkeypat
     assert (state.in_flight, state.waiting) == (0, 0)
     assert state.limit < 16
     monkeypatch.setattr(Aimd, "throttled", lambda *_: False)
-    ungated = Narrow(faulty, places=3)
+    ungated = Narrow(faulty, places=3, seconds=seconds)
     save_and_load(faulty, ungated)
     assert rule.refused < ungated.refused / 2  # about 20 and 230
 
