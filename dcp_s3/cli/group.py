@@ -16,7 +16,7 @@ from dcp_s3.cli import exits
 from dcp_s3.errors import DcpS3Error
 
 ORDER = (
-    "ls", "latest", "show", "inspect", "diff", "verify", "report", "top",
+    "ls", "latest", "show", "inspect", "diff", "verify", "report",
     "cp", "download", "upload", "export", "import", "drain",
     "prune", "pin", "unpin", "annotate", "rm",
     "config", "doctor", "bench",

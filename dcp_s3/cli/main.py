@@ -21,7 +21,6 @@ import dcp_s3.cli.prune
 import dcp_s3.cli.report
 import dcp_s3.cli.rm
 import dcp_s3.cli.show
-import dcp_s3.cli.top
 import dcp_s3.cli.upload
 import dcp_s3.cli.verify  # noqa: F401
 from dcp_s3.cli.app import app
