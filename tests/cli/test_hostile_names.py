@@ -8,8 +8,8 @@ import logging
 import pytest
 from rich.console import Console
 
-from dcp_s3.cli import app, logs, tables
-from dcp_s3.cli.group import LAYOUT, printable
+from dcp_s3.cli import app, tables
+from dcp_s3.cli.group import LAYOUT, printable, show_log
 
 _EVIL = "step-1\x1b[31m\x1b]0;owned\x07\nstep-2  committed\u202e\udc80"
 _SHOWN = r"step-1\x1b[31m\x1b]0;owned\x07\nstep-2  committed\u202e\udc80"
@@ -35,7 +35,7 @@ def test_tables_show_it_escaped(terminal: bool) -> None:
 def test_notes_lines_and_the_log_show_it_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     app.note(f"left alone: {_EVIL}")
     app.print_line(_EVIL)
-    with logs.shown(0):
+    with show_log(0):
         logging.getLogger("dcp_s3.test").warning("%s", _EVIL.replace("\udc80", ""))
     out, err = capsys.readouterr()
     assert "\x1b" not in out + err
