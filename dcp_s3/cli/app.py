@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dcp_s3._version import __version__
-from dcp_s3.cli import exits, logs
-from dcp_s3.cli.group import GIVEN, LAYOUT, Group, printable
+from dcp_s3.cli import exits
+from dcp_s3.cli.group import GIVEN, LAYOUT, Group, printable, show_log
 from dcp_s3.format.manifest import number_to_json
 from dcp_s3.url import is_s3_url
 
@@ -64,6 +64,16 @@ Rename = Annotated[
         "May be repeated: the rules apply one after the other.",
     ),
 ]
+MetricsPort = Annotated[
+    int | None,
+    typer.Option(
+        "--metrics-port", metavar="PORT", min=0, max=65535,
+        help="Serve metrics for Prometheus at this TCP port; 0: one that is free.",
+    ),
+]  # fmt: skip
+MetricsAddress = Annotated[
+    str, typer.Option("--metrics-address", metavar="ADDRESS", help="Address of --metrics-port; 0.0.0.0: all.")
+]
 
 
 def _print_version(value: bool) -> None:
@@ -101,7 +111,7 @@ def _main(
         from dcp_s3.settings import environment
 
         stack.enter_context(environment(**given))
-    stack.enter_context(logs.shown(verbose))
+    stack.enter_context(show_log(verbose))
 
 
 def print_json(value: Any) -> None:
@@ -184,6 +194,28 @@ def stop_on_signals() -> Iterator[threading.Event]:
         stop.set()  # for threads that wait for it, whatever has happened
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def serving(port: int | None, address: str, *, needs: str) -> Iterator[None]:
+    """Serve metrics during the body, if there is a port. ``needs``: the option without which it makes no sense, if that
+    is not given; otherwise empty."""
+    if port is None:
+        yield
+        return
+    if needs:
+        raise typer.BadParameter(f"it is for a process that goes on. Remedy: {needs}", param_hint="--metrics-port")
+    try:
+        from dcp_s3.integrations.prometheus import serve
+    except ImportError as error:
+        raise typer.BadParameter(str(error), param_hint="--metrics-port") from None
+    server = serve(port, address)
+    note(f"metrics: http://{address}:{server.server_port}/metrics")
+    try:
+        yield
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 def someone_is_there() -> bool:

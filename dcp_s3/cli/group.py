@@ -1,12 +1,14 @@
-"""What happens around every command: options that may stand anywhere, errors, Ctrl-C, readers that leave."""
+"""What happens around every command: options that may stand anywhere, errors, Ctrl-C, readers that leave, the log."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 import os
 import sys
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import typer
@@ -16,7 +18,7 @@ from dcp_s3.cli import exits
 from dcp_s3.errors import DcpS3Error
 
 ORDER = (
-    "ls", "latest", "show", "inspect", "diff", "verify", "report", "top",
+    "ls", "latest", "show", "inspect", "diff", "verify", "report",
     "cp", "download", "upload", "export", "import", "drain",
     "prune", "pin", "unpin", "annotate", "rm",
     "config", "doctor", "bench",
@@ -34,6 +36,11 @@ _OBEYED = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 _ANYWHERE = {"--endpoint-url": True, "--profile": True, "--region": True, "--verbose": False, "-v": False}
 """Options of all commands, and whether a value follows."""
+
+_PACKAGE = "dcp_s3"
+_RETRIES = "dcp_s3.s3.notices"
+"""Logs at INFO why a request is tried again; shown in any case, lest a command sits silent."""
+_LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
 
 
 class Group(TyperGroup):
@@ -157,3 +164,34 @@ def _write_no_more() -> None:
         except BrokenPipeError:
             os.dup2(nowhere, stream.fileno())
     os.close(nowhere)
+
+
+class _Lines(logging.Handler):
+    """Writes to what ``sys.stderr`` is at the time: a progress bar puts something else there."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            sys.stderr.write(printable(self.format(record), keep=LAYOUT) + "\n")
+        except (OSError, ValueError):
+            self.handleError(record)
+
+
+@contextlib.contextmanager
+def show_log(verbose: int) -> Iterator[None]:
+    """Show the log while this lasts: warnings, and with ``verbose`` 1 what is done, with 2 also every request."""
+    level = _LEVELS[min(verbose, 2)]
+    handler = _Lines(level=logging.DEBUG)
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s" if verbose else None))
+    package, retries = logging.getLogger(_PACKAGE), logging.getLogger(_RETRIES)
+    handler.addFilter(lambda record: record.levelno >= (logging.INFO if record.name == _RETRIES else level))
+    before = package.level, retries.level
+    package.addHandler(handler)
+    if verbose:
+        package.setLevel(level)
+    retries.setLevel(min(level, logging.INFO))
+    try:
+        yield
+    finally:
+        package.removeHandler(handler)
+        package.setLevel(before[0])
+        retries.setLevel(before[1])

@@ -249,11 +249,6 @@ def _size(size: int | None) -> str | None:
     return None if size is None else format_size(size)
 
 
-def line(text: str, style: str = "") -> Text:
-    """One line, in which names stay what they are: no markup, no newline, nothing for the terminal."""
-    return Text(printable(text), style=style)
-
-
 def make_table(columns: Sequence[str]) -> Table:
     """An empty table; a column whose title begins with ``>`` is flush right."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)

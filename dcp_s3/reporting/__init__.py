@@ -1,1 +1,1 @@
-"""What lies under a root, for people: the report (`dcp-s3 report`) and the live view (`dcp-s3 top`)."""
+"""`dcp-s3 report`: a page about the checkpoints under a root."""

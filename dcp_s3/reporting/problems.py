@@ -103,7 +103,7 @@ def _gaps(infos: Sequence[CheckpointInfo], now: float) -> Iterable[Problem]:
             f"nothing was committed for {format_span(now - last)} since {newest.name}; the usual interval is "
             f"{format_span(cadence.interval)}. Has the run ended, or does it hang?"
         )
-        yield Problem("bad", "no new checkpoint", text, _command("top", newest.url.rpartition("/")[0]), last)
+        yield Problem("bad", "no new checkpoint", text, _command("ls", newest.url.rpartition("/")[0], "--all"), last)
     pairs = [
         (after - before, (newer.step or 0) - (older.step or 0), older, newer, before)
         for (before, older), (after, newer) in pairwise(timed)

@@ -162,14 +162,6 @@ class AsyncS3Store:
         """See `Store.uploads`."""
         return await self.run(listing.uploads(prefix))
 
-    async def uploaded_bytes(self, upload: Upload) -> int:
-        """Bytes of the parts of an open multipart upload so far; 0 if it is open no more.
-
-        Raises:
-            StorageError: the permission s3:ListMultipartUploadParts is missing, ...
-        """
-        return await self.run(listing.uploaded_bytes(upload.key, upload.upload_id))
-
     async def abort(self, upload: Upload) -> None:
         """See `Store.abort`."""
         await self.run(multipart.abort(upload.key, upload.upload_id))

@@ -102,18 +102,6 @@ def uploads(prefix: str) -> Operation[tuple[Upload, ...]]:
     )
 
 
-def uploaded_bytes(key: str, upload_id: str) -> Operation[int]:
-    """Bytes of the parts of an open multipart upload so far; 0 if it is open no more."""
-    markers = {"PartNumberMarker": "NextPartNumberMarker"}
-    try:
-        answers = yield from all_pages("ListParts", key, {"Key": key, "UploadId": upload_id}, markers)
-    except errors.BucketNotFoundError:
-        raise
-    except errors.ObjectNotFoundError:
-        return 0
-    return sum(int(part["Size"]) for answer in answers for part in answer.get("Parts", ()))
-
-
 def versions(prefix: str) -> Operation[list[StoredVersion]]:
     """Every version of every object whose key starts with ``prefix``."""
     markers = {"KeyMarker": "NextKeyMarker", "VersionIdMarker": "NextVersionIdMarker"}

@@ -75,7 +75,7 @@ def _fails(arguments: list[str], status: int) -> str:
 def test_every_command_is_looked_at() -> None:
     elsewhere = {
         *("import", "bench", "drain", "config"),  # with sources, sizes and directories of their own: see their tests
-        *("inspect", "diff", "report", "top", "doctor", "demo"),
+        *("inspect", "diff", "report", "doctor", "demo"),
     }
     names = {name.partition(" ")[0] for name in _ALL | _CP}
     assert set(get_command(app).commands) <= names | elsewhere  # type: ignore[attr-defined]

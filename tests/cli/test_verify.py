@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from dcp_s3.cli.checks import worst
 from dcp_s3.cli.main import app
-from dcp_s3.cli.verify import worst
 from tests.memory_s3 import Fault
 from tests.retention.making import delete, get, keys, put, save
 

@@ -1,4 +1,4 @@
-"""``dcp-s3 drain``: uploads what a crash or an outage left on local disk to S3."""
+"""The commands that move checkpoints: ``cp``, ``download``, ``upload``, ``export``, ``import`` and ``drain``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,167 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dcp_s3.cli import exits
-from dcp_s3.cli.app import AsJSON, app, local_directory, note, print_json, print_line, progress, stop_on_signals
-from dcp_s3.cli.metrics import MetricsAddress, MetricsPort, serving
-from dcp_s3.units import format_size
+from dcp_s3.cli.app import (
+    URL,
+    AsJSON,
+    MetricsAddress,
+    MetricsPort,
+    Overwrite,
+    Rename,
+    app,
+    local_directory,
+    note,
+    print_json,
+    print_line,
+    progress,
+    serving,
+    stop_on_signals,
+    wrong_usage,
+)
+from dcp_s3.units import format_size, plural
 
 if TYPE_CHECKING:
     from dcp_s3.spill.drain import DrainReport
     from dcp_s3.spill.store import SpillStore
+
+
+@app.command()
+def cp(
+    source: Annotated[str, typer.Argument(metavar="FROM", help="s3://bucket/prefix or directory of the checkpoint.")],
+    destination: Annotated[str, typer.Argument(metavar="TO", help="s3://bucket/prefix or directory of the copy.")],
+    overwrite: Overwrite = False,
+    as_json: AsJSON = False,
+) -> None:
+    """Copy a checkpoint; from S3 to S3 without moving its bytes. An interrupted copy goes on when repeated.
+
+    Both URLs are reached through one endpoint with one set of credentials. Elsewhere: copy by way of a directory.
+    """
+    from dcp_s3.offline.copy import copy
+
+    with progress("copy") as callbacks:
+        result = copy(source, destination, overwrite, **callbacks)
+    if as_json:
+        print_json(asdict(result))
+    note(
+        f"{destination}: {plural(result.files, 'object')}, {format_size(result.size)} "
+        f"({format_size(result.moved)} copied)"
+    )
+
+
+@app.command()
+def download(
+    url: URL,
+    directory: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="Empty, or from an interrupted download.", callback=local_directory),
+    ],
+    overwrite: Overwrite = False,
+    as_json: AsJSON = False,
+) -> None:
+    """Copy a checkpoint into DIR, where torch's FileSystemReader reads it."""
+    from dcp_s3.offline import replicate
+
+    with progress("download") as callbacks:
+        result = replicate.download(url, directory, overwrite=overwrite, **callbacks)
+    if as_json:
+        print_json(asdict(result))
+    note(f"{directory}: {plural(result.files, 'file')}, {format_size(result.size)} ({format_size(result.moved)} moved)")
+
+
+@app.command()
+def upload(
+    directory: Annotated[
+        Path,
+        typer.Argument(metavar="DIR", help="Contains .metadata and its data files.", callback=local_directory),
+    ],
+    url: URL,
+    overwrite: Overwrite = False,
+    as_json: AsJSON = False,
+) -> None:
+    """Copy the checkpoint in DIR to S3."""
+    from dcp_s3.offline import replicate
+
+    with progress("upload") as callbacks:
+        result = replicate.upload(directory, url, overwrite=overwrite, **callbacks)
+    if as_json:
+        print_json(asdict(result))
+    note(f"{url}: {plural(result.files, 'object')}, {format_size(result.size)}")
+
+
+@app.command()
+def export(
+    url: URL,
+    destination: Annotated[str, typer.Argument(metavar="DEST", help="Directory or s3://bucket/prefix; must be empty.")],
+    include: Annotated[
+        list[str] | None,
+        typer.Option("--include", metavar="PATTERN", help="Only these entries, as model.*; may be repeated."),
+    ] = None,
+    rename: Rename = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="Convert floating-point tensors: bf16, fp16, fp32, ...")
+    ] = None,
+    max_shard_size: Annotated[
+        str, typer.Option("--max-shard-size", metavar="SIZE", help="Bytes of a safetensors file, as 5GB or 2GiB.")
+    ] = "5GB",
+    format: Annotated[
+        str, typer.Option("--format", metavar="safetensors|torch", help="torch: one file, with all entries.")
+    ] = "safetensors",
+    overwrite: Overwrite = False,
+) -> None:
+    """Write the tensors of a checkpoint as safetensors (or torch) files, as Hugging Face lays them out."""
+    from dcp_s3.offline import export as exporting
+    from dcp_s3.offline.pieces import parse_rules
+
+    with wrong_usage(ValueError, hint="--rename"):
+        rules = parse_rules(rename or [])
+    with wrong_usage(ValueError, hint="--max-shard-size"):
+        most = exporting.parse_shard_size(max_shard_size)
+    with wrong_usage(ValueError, hint="--dtype"):
+        wanted = exporting.parse_dtype(dtype)
+    with wrong_usage(ValueError, hint="--format"):
+        kind = exporting.parse_format(format)
+    with progress("export") as callbacks:
+        result = exporting.export(
+            url,
+            destination,
+            include=include,
+            rename=rules,
+            dtype=wanted,
+            max_shard_size=most,
+            format=kind,
+            overwrite=overwrite,
+            **callbacks,
+        )
+    note(
+        f"{destination}: {plural(result.tensors, 'tensor')}, {plural(len(result.files), 'file')}, "
+        f"{format_size(result.size)}"
+    )
+    if result.skipped:
+        note(f"left out: {plural(result.skipped, 'entry')} without a tensor (--format torch keeps them)")
+
+
+@app.command("import")
+def import_(
+    source: Annotated[
+        str,
+        typer.Argument(metavar="SRC", help="Directory or s3://bucket/prefix with safetensors or torch files, or one."),
+    ],
+    url: URL,
+    prefix: Annotated[str, typer.Option("--prefix", metavar="TEXT", help="Put before every name, as model.")] = "",
+    rename: Rename = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Make a checkpoint of safetensors or torch files."""
+    from dcp_s3.offline import import_weights as importing
+    from dcp_s3.offline.pieces import parse_rules
+
+    with wrong_usage(ValueError, hint="--rename"):
+        rules = parse_rules(rename or [])
+    with progress("import") as callbacks:
+        result = importing.import_weights(source, url, prefix=prefix, rename=rules, overwrite=overwrite, **callbacks)
+    others = f", {result.objects} other entries" if result.objects else ""
+    note(f"{url}: {plural(result.tensors, 'tensor')}{others}, {format_size(result.size)}")
+
 
 _PAUSE = 5.0  # seconds between passes of --watch
 

@@ -1,0 +1,334 @@
+"""The commands that check and try: ``config``, ``doctor``, ``verify``, ``bench`` and ``demo``."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from dcp_s3.cli import exits
+from dcp_s3.cli.app import URL, AsJSON, app, note, print_json, print_line, progress, progress_of_steps, wrong_usage
+from dcp_s3.cli.group import GIVEN
+from dcp_s3.errors import CheckpointNotFoundError, DcpS3Error
+from dcp_s3.units import format_size, parse_size, plural
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from dcp_s3.bench.run import BenchReport
+    from dcp_s3.offline.verify_report import VerifyReport
+
+
+@app.command()
+def config(ctx: typer.Context, as_json: AsJSON = False) -> None:
+    """Show the settings in effect, and the environment variable or AWS profile that each comes from."""
+    from dcp_s3.cli import tables
+    from dcp_s3.retention.parse import policy_from_settings
+    from dcp_s3.s3.chain import find_chain
+    from dcp_s3.settings import resolve_settings
+
+    settings = resolve_settings(None)
+    policy_from_settings(settings)  # raises if it is not a valid policy
+    rows = tables.settings_rows(settings, find_chain(settings))
+    given = ctx.meta.get(GIVEN, {})
+    rows = [row | {"source": given.get(row["name"], row["source"])} for row in rows]
+    if as_json:
+        print_json(rows)
+    else:
+        tables.make_console().print(tables.settings_table(rows))
+
+
+_STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim"}
+
+
+@app.command()
+def doctor(
+    url: Annotated[str, typer.Argument(metavar="URL", help="s3://bucket/prefix below which checkpoints are to lie.")],
+    read_only: Annotated[bool, typer.Option("--read-only", help="Leave out everything that writes.")] = False,
+    policy: Annotated[bool, typer.Option("--policy", help="Print IAM policies also if nothing is refused.")] = False,
+    as_json: AsJSON = False,
+) -> None:
+    """Check settings, credentials, endpoint, permissions and what the store can do, before a run starts.
+
+    Small probe objects are written below URL and removed again.
+    """
+    from dcp_s3.checkup.doctor import examine
+    from dcp_s3.checkup.result import CheckResult
+    from dcp_s3.checkup.show import TICKS, conclude, format_result
+    from dcp_s3.cli import tables
+
+    console = tables.make_console()
+
+    def show(result: CheckResult) -> None:
+        if as_json:
+            return
+        if console.is_terminal:
+            console.print(format_result(result, TICKS), style=_STYLES[result.status], soft_wrap=True)
+        else:
+            print_line(format_result(result))
+
+    with ended_like_ctrl_c():
+        report = examine(url, None, read_only=read_only, on_result=show)
+    if as_json:
+        print_json(report.to_dict())
+    else:
+        print_line(conclude(report, policy=policy))
+    if not report.ok:
+        raise typer.Exit(exits.FAILED)
+
+
+@app.command()
+def verify(
+    url: URL,
+    full: Annotated[bool, typer.Option("--full", help="Read all data and compare checksums.")] = False,
+    root: Annotated[bool, typer.Option("--root", help="Verify every committed checkpoint under URL.")] = False,
+    as_json: AsJSON = False,
+) -> None:
+    """Check whether a checkpoint is still what was saved.
+
+    Without --full: metadata, manifest, and that every object is there with its size. With --full also every byte.
+    """
+    results: list[VerifyResult] = []
+    with progress("verify") as callbacks:
+        if root:
+            for found in verify_all(url, full=full, callbacks=callbacks):
+                results.append(found)
+                if not as_json:
+                    print_line(line(found))
+        else:
+            results.append(verify_one(url, full=full, callbacks=callbacks))
+    if root:
+        if as_json:
+            print_json([found.to_dict() for found in results])
+        if not results:
+            note(f"no committed checkpoints under {url}")
+    elif as_json:
+        print_json(results[0].to_dict())
+    else:
+        print_report(results[0], print_line)
+    status = worst([found.status for found in results])
+    if status:
+        raise typer.Exit(status)
+
+
+@dataclass(frozen=True)
+class VerifyResult:
+    """The result of verifying one checkpoint."""
+
+    url: str
+    """URL of the checkpoint."""
+    report: VerifyReport | None = None
+    """The report. None if the checkpoint could not be verified."""
+    error: Exception | None = None
+    """Why it could not be verified."""
+
+    @property
+    def status(self) -> int:
+        """Exit status."""
+        if self.error is not None:
+            return exits.status_of(self.error)
+        return exits.DONE if self.report is None or self.report.ok else exits.DAMAGED
+
+    def to_dict(self) -> dict[str, Any]:
+        """The result for JSON: the report, or ``url``, ``ok`` (null) and ``error``."""
+        if self.report is None:
+            return {"url": self.url, "ok": None, "error": str(self.error)}
+        return self.report.to_dict()
+
+
+def verify_one(url: str, *, full: bool, callbacks: dict[str, Any]) -> VerifyResult:
+    """Verify one checkpoint.
+
+    Raises:
+        DcpS3Error, OSError: it could not be verified.
+    """
+    from dcp_s3.offline import verify as verifying
+
+    return VerifyResult(url, verifying.verify(url, full=full, **callbacks))
+
+
+def verify_all(root: str, *, full: bool, callbacks: dict[str, Any]) -> Iterator[VerifyResult]:
+    """Verify every committed checkpoint under a root, oldest first. Checkpoints deleted meanwhile are left out.
+
+    Raises:
+        DcpS3Error: the checkpoints cannot be listed.
+    """
+    from dcp_s3.offline import verify as verifying
+    from dcp_s3.retention.catalog import list_checkpoints
+
+    totals: list[int] = []
+
+    def add(total: int) -> None:
+        totals.append(total)
+        callbacks["on_total"](sum(totals))
+
+    for info in list_checkpoints(root):
+        if not info.committed:
+            continue
+        try:
+            yield VerifyResult(
+                info.url, verifying.verify(info.url, full=full, on_total=add, on_progress=callbacks["on_progress"])
+            )
+        except CheckpointNotFoundError:
+            continue
+        except (DcpS3Error, OSError) as error:
+            yield VerifyResult(info.url, error=error)
+
+
+def worst(statuses: list[int]) -> int:
+    """The exit status of several results: damage counts most."""
+    return max(statuses, default=exits.NOTHING_THERE)
+
+
+def line(found: VerifyResult) -> str:
+    """One line for people."""
+    report = found.report
+    if report is None:
+        return f"{found.url}: could not be verified: {found.error}"
+    counts = (
+        f"{plural(report.objects, 'object')}, {plural(report.items, 'item')}, {format_size(report.bytes_read)} read"
+    )
+    if report.ok:
+        return f"{found.url}: good ({report.mode}: {counts}{_unchecked(report)})"
+    more = f", the first of {len(report.problems)}" if len(report.problems) > 1 else ""
+    return f"{found.url}: damaged: {report.problems[0]} ({report.mode}: {counts}{more})"
+
+
+def print_report(found: VerifyResult, write: Callable[[str], None]) -> None:
+    """Print everything about one checkpoint, for people."""
+    report = found.report
+    if report is None or report.ok:
+        write(line(found))
+        return
+    write(f"{found.url}: damaged")
+    for problem in report.problems:
+        write(f"  {problem}")
+    write(
+        f"{report.mode}: {plural(report.objects, 'object')}, {plural(report.items, 'item')}, "
+        f"{format_size(report.bytes_read)} read, "
+        f"{plural(len(report.problems), 'problem')}{_unchecked(report)}"
+    )
+
+
+def _unchecked(report: VerifyReport) -> str:
+    """How much has no checksum; empty if everything has one."""
+    if not report.objects_without_checksum and not report.items_without_checksum:
+        return ""
+    objects = plural(report.objects_without_checksum, "object")
+    text = f"; without checksum: {objects}, {plural(report.items_without_checksum, 'item')}"
+    return text + (f", {report.items_not_decoded} of them not decoded" if report.items_not_decoded else "")
+
+
+_ENDING = ("SIGTERM", "SIGHUP")
+
+
+@app.command()
+def bench(
+    url: Annotated[
+        str, typer.Argument(metavar="URL", help="s3://bucket/prefix to write below; what is there is not touched.")
+    ],
+    size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Bytes per rank; at most a quarter of the free memory.")
+    ] = "4GiB",
+    ranks: Annotated[int, typer.Option(min=1, max=1024, help="Ranks on this host, each its own process.")] = 1,
+    rounds: Annotated[
+        int, typer.Option(min=1, max=1000, help="Saves and loads; the first has connections to find.")
+    ] = 2,
+    as_json: AsJSON = False,
+) -> None:
+    """Measure saves and loads below URL with these settings, say what limits them, and remove everything again."""
+    from dcp_s3.bench.run import bench as run_bench
+
+    with wrong_usage(ValueError, hint="--size"):
+        count = parse_size(size)
+        if not count:
+            raise ValueError("expected at least one byte")
+    with progress_of_steps("bench") as progress, ended_like_ctrl_c():
+        report = run_bench(url, size=count, ranks=ranks, rounds=rounds, note=note, progress=progress)
+    if as_json:
+        print_json(report.to_dict())
+    else:
+        _print_report(report)
+    if not report.removed:
+        raise typer.Exit(exits.FAILED)
+
+
+@contextlib.contextmanager
+def ended_like_ctrl_c() -> Iterator[None]:
+    """Clean up after other signals as after Ctrl-C."""
+
+    def interrupt(*_: Any) -> NoReturn:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, interrupt) for name in _ENDING if (number := getattr(signal, name, None))}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _print_report(report: BenchReport) -> None:
+    from dcp_s3.bench.limits import suggestions
+    from dcp_s3.cli import tables
+
+    host = report.host
+    ranks = "1 rank" if host.ranks == 1 else f"{host.ranks} ranks"
+    print_line(f"{ranks} with {format_size(report.size)} each; what was loaded is what was saved, bit by bit")
+    tables.make_console().print(_table(report))
+    print_line("what limits it")
+    for found in report.findings:
+        print_line(f"  {found.direction}: {found.text}")
+    print_line("suggested settings")
+    for text in suggestions(report.findings) or ["none: the settings fit"]:
+        print_line(f"  {text}")
+
+
+def _table(report: BenchReport) -> Table:
+    from dcp_s3.cli import tables
+
+    columns = (
+        ">round",
+        "direction",
+        ">seconds",
+        ">GiB/s",
+        ">CPU s/GiB",
+        ">connections per rank",
+        ">throttled",
+        ">hedged",
+    )
+    table = tables.make_table(columns)
+    for each in report.transfers:
+        cells = (each.round, each.direction, f"{each.seconds:.2f}", f"{each.bytes_per_second / 2**30:.2f}",
+                 f"{each.cpu_seconds_per_gib:.2f}", each.connections, each.throttled, each.hedged)  # fmt: skip
+        tables.add_row(table, cells)
+    return table
+
+
+@app.command()
+def demo(
+    url: Annotated[
+        str | None,
+        typer.Option(
+            "--url", metavar="URL", help="s3://bucket/prefix to run below; without it, on an S3 server of the demo's."
+        ),
+    ] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep the training's logs and digests.")] = False,
+) -> None:
+    """Kill a training run in the middle of a save, restart it on another number of ranks, and check every bit."""
+    from dcp_s3.cli import tables
+    from dcp_s3.demo.run import run_demo
+
+    # As with Ctrl-C, the training processes must not be left behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    if not run_demo(url, keep=keep, plan_table=tables.plan):
+        raise typer.Exit(exits.FAILED)

@@ -1,0 +1,330 @@
+"""The commands that look at checkpoints: ``ls``, ``latest``, ``show``, ``inspect``, ``diff`` and ``report``."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dcp_s3.cli import exits
+from dcp_s3.cli.app import (
+    ROOT,
+    URL,
+    AsJSON,
+    app,
+    local_directory,
+    note,
+    print_json,
+    print_line,
+    progress,
+    progress_of_steps,
+    wrong_usage,
+)
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from dcp_s3.offline.diff import CheckpointDiff
+    from dcp_s3.offline.inspect import CheckpointTree
+    from dcp_s3.offline.tree import TreeNode
+
+
+@app.command()
+def ls(
+    root: Annotated[
+        str, typer.Argument(metavar="ROOT", help="s3://bucket/prefix above the checkpoints, or of one, or s3://bucket.")
+    ],
+    as_json: AsJSON = False,
+    everything: Annotated[bool, typer.Option("--all", help="Show incomplete ones too.")] = False,
+) -> None:
+    """List the checkpoints under ROOT, oldest first; if there are none, the roots further down that have some."""
+    from dataclasses import asdict
+
+    from dcp_s3.cli import tables
+    from dcp_s3.retention.browse import browse
+
+    contents = browse(root)
+    if contents.roots:
+        if as_json:
+            print_json([asdict(found) for found in contents.roots])
+        else:
+            tables.make_console().print(tables.roots(contents.roots))
+        more = "" if contents.complete else "; not everything was looked at: see dcp-s3 ls on a longer prefix"
+        note(f"no checkpoints right under {root}, but further down{more}")
+        return
+    found = contents.checkpoints if contents.itself is None else (contents.itself,)
+    shown = [info for info in found if everything or info.committed or contents.itself is not None]
+    if as_json:
+        print_json([info.to_dict() for info in shown])
+    elif shown:
+        console = tables.make_console()
+        width = console.width if console.is_terminal else None
+        console.print(tables.checkpoints(shown, now=time.time(), width=width))
+    hidden = len(found) - len(shown)
+    if hidden:
+        note(f"{hidden} incomplete checkpoint{'s' if hidden > 1 else ''} not shown: see --all")
+    elif contents.itself is not None:
+        note(f"this is one checkpoint; what is in it: dcp-s3 show {root}")
+    elif not shown:
+        more = "" if contents.complete else ", as far as was looked: try a longer prefix"
+        note(f"no checkpoints under {root}{more}")
+    if not shown:
+        raise typer.Exit(exits.NOTHING_THERE)
+
+
+@app.command()
+def latest(
+    root: ROOT,
+    as_json: AsJSON = False,
+    include_uncommitted: Annotated[
+        bool, typer.Option("--include-uncommitted", help="Also those that wait in this host's DCP_S3_SPILL_DIR.")
+    ] = False,
+) -> None:
+    """Print the URL of the newest checkpoint under ROOT that can be loaded, and nothing else: $(dcp-s3 latest ROOT)."""
+    from dcp_s3.retention.catalog import latest as find_latest
+
+    found = find_latest(root, include_uncommitted=include_uncommitted)
+    if found is None:
+        if as_json:
+            print_json(None)
+        note(f"no complete checkpoint under {root}: dcp-s3 ls --all shows what is there")
+        raise typer.Exit(exits.NOTHING_THERE)
+    if as_json:
+        print_json(found.to_dict())
+    else:
+        print_line(found.url)
+
+
+@app.command()
+def show(url: URL, as_json: AsJSON = False) -> None:
+    """Show one checkpoint: its properties, its objects and what was saved."""
+    from dcp_s3.cli import tables
+    from dcp_s3.retention.show import describe
+
+    details = describe(url)
+    if as_json:
+        print_json(details.to_dict())
+        return
+    console = tables.make_console()
+    console.print(tables.facts(details))
+    console.print(tables.objects(details.objects))
+    if details.entries:
+        console.print(tables.entries(details.entries))
+
+
+Filter = Annotated[
+    list[str] | None,
+    typer.Option("--filter", metavar="GLOB", help="Only the entries that match, as 'model.*'; may be repeated."),
+]
+
+
+@app.command()
+def inspect(
+    url: URL,
+    depth: Annotated[
+        int | None, typer.Option("--depth", min=1, metavar="N", help="Levels of the tree; without, all of it.")
+    ] = None,
+    filter: Filter = None,
+    top: Annotated[
+        int | None, typer.Option("--top", min=1, metavar="N", help="Show the N largest entries instead of the tree.")
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Show every layer, also those that are alike.")] = False,
+    as_json: AsJSON = False,
+) -> None:
+    """Show what a checkpoint holds: a tree of names with parameters, bytes, dtypes and chunks. Reads no data."""
+    from dcp_s3.cli.tables import make_console, make_table
+    from dcp_s3.offline.inspect import inspect as look
+    from dcp_s3.offline.tree import build_tree, leaf_of
+
+    tree = look(url, filter or None)
+    if as_json:
+        found = tree.to_dict(depth=depth, collapse=not everything)
+        if top is not None:
+            found["largest"] = [vars(entry) for entry in tree.largest(top)]
+        print_json(found)
+        return
+    for line in _head(tree):
+        print_line(line)
+    table = make_table(("name", ">parameters", ">size", "dtype", "shape", ">chunks"))
+    if top is not None:
+        for entry in tree.largest(top):
+            _add_row(table, entry.fqn, leaf_of(entry))
+    else:
+        _add_nodes(table, build_tree(tree.entries, collapse=False) if everything else tree.root, depth, "")
+    make_console().print(table)
+
+
+def _head(tree: CheckpointTree) -> list[str]:
+    """The checkpoint in two lines."""
+    from dcp_s3.cli.tables import format_age, format_metrics
+    from dcp_s3.units import format_count, format_size
+
+    info = tree.info
+    facts = [
+        None if info.step is None else f"step {info.step}",
+        None if info.world_size is None else _count(info.world_size, "rank"),
+        None if info.created_at is None else f"{format_age(time.time() - info.created_at)} old",
+        None if info.size is None else f"{format_size(info.size)} in {_count(info.objects or 0, 'object')}",
+        "written by something other than dcp_s3" if info.foreign else None,
+    ]
+    others = len(tree.entries) - tree.tensors
+    holds = [
+        f"{_count(tree.tensors, 'tensor')} with {format_count(tree.parameters)} parameters",
+        f"{others} other entr{'y' if others == 1 else 'ies'}" if others else None,
+        f"attachments {', '.join(tree.attachments)}" if tree.attachments else None,
+        f"metrics {format_metrics(info.metrics)}" if info.metrics else None,
+    ]
+    return [
+        f"{info.url}: {', '.join(fact for fact in facts if fact)}",
+        "; ".join(part for part in holds if part),
+    ]
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _add_nodes(table: Table, node: TreeNode, depth: int | None, indent: str) -> None:
+    for child in node.children:
+        _add_row(table, f"{indent}{child.name}" + (f"  x{child.repeats}" if child.repeats > 1 else ""), child)
+        if depth is None or depth > 1:
+            _add_nodes(table, child, None if depth is None else depth - 1, indent + "  ")
+
+
+def _add_row(table: Table, name: str, node: TreeNode) -> None:
+    from dcp_s3.cli.tables import add_row
+    from dcp_s3.units import format_count, format_size
+
+    shape = None if node.shape is None else "x".join(map(str, node.shape)) or "scalar"
+    count = format_count(node.parameters) if node.dtypes else None
+    add_row(table, (name, count, format_size(node.size), " ".join(node.dtypes), shape, node.chunks))
+
+
+_LINES = 40
+
+
+@app.command()
+def diff(
+    a: Annotated[str, typer.Argument(metavar="A", help="s3://bucket/prefix of one checkpoint.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="s3://bucket/prefix of the other.")],
+    full: Annotated[
+        bool, typer.Option("--full", help="Read and compare what the checksums cannot tell, and only that.")
+    ] = False,
+    filter: Filter = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="A line for each entry, also for those that are the same.")
+    ] = False,
+    as_json: AsJSON = False,
+) -> None:
+    """Compare two checkpoints: names, shapes, dtypes, and which values changed.
+
+    Without --full no data is read: the checksums that were stored tell, also after another number of ranks. Ends with
+    status 0 if everything is the same, and 5 if something differs or is not known to be the same. Metrics are shown,
+    and do not count.
+    """
+    from dcp_s3.offline.diff import diff as compare
+
+    with progress("diff") as callbacks:
+        found = compare(a, b, full=full, filter=filter or None, **callbacks)
+    if as_json:
+        print_json(found.to_dict(everything=everything))
+    else:
+        print_line(found.summary)
+        _print_table(found, everything=everything)
+        for metric in found.metrics:
+            print_line(f"metric {metric.name}: {metric.a} -> {metric.b}")
+        if found.renaming is not None:
+            print_line(f"hint: {found.renaming}")
+        if not full and any(each.status == "unknown" for each in found.entries):
+            note("what is unknown: --full reads and compares it")
+    if not found.same:
+        raise typer.Exit(exits.DIFFERENT)
+
+
+def _print_table(found: CheckpointDiff, *, everything: bool) -> None:
+    from dcp_s3.cli.tables import add_row, make_console, make_table
+    from dcp_s3.offline.alike import AlikeNames, group_alike
+    from dcp_s3.units import format_size
+
+    entries = {each.fqn: each for each in found.entries if everything or each.status != "same"}
+    if everything:
+        groups = [AlikeNames(fqn, (fqn,)) for fqn in entries]
+    else:
+        groups = group_alike((each.fqn, (each.status, each.what)) for each in entries.values())
+    rows: list[tuple[object, ...]] = []
+    for group in groups:
+        found_here = [entries[name] for name in group.names]
+        first, size = found_here[0], format_size(sum(each.size for each in found_here))
+        count = len(found_here) if len(found_here) > 1 else None
+        rows.append((group.label, count, first.status, first.what, size))
+    attachments = [each for each in found.attachments if everything or each.status != "same"]
+    rows += [(each.name, None, each.status, "attachment", None) for each in attachments]
+    shown = rows if everything else rows[:_LINES]
+    if not shown:
+        return
+    table = make_table(("name", ">entries", "status", "what", ">size"))
+    for row in shown:
+        add_row(table, row)
+    make_console().print(table)
+    if len(rows) > len(shown):
+        note(f"{len(rows) - len(shown)} more lines: see --all, or choose with --filter")
+
+
+@app.command()
+def report(
+    root: ROOT,
+    out: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FILE", help="The page to write.", callback=local_directory)
+    ] = Path("report.html"),
+    policy: Annotated[
+        str | None,
+        typer.Option(metavar="POLICY", help="Show what this policy keeps, as in `prune`; default: DCP_S3_RETENTION."),
+    ] = None,
+    budget: Annotated[
+        str | None,
+        typer.Option(metavar="10TiB", help="Say when storage will exceed this, with and without the policy."),
+    ] = None,
+    grace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="24h",
+            help="How long an uncommitted save counts as in progress; the default is DCP_S3_RETENTION_GRACE.",
+        ),
+    ] = None,
+    as_json: AsJSON = False,
+) -> None:
+    """Write an HTML page about the checkpoints under ROOT: timeline, metrics, retention, growth, problems.
+
+    The page needs no network. Nothing in the bucket is changed. It needs bokeh (3.9 or later); --json does not.
+    """
+    from dcp_s3.errors import PolicyError
+    from dcp_s3.reporting import report as reporting
+    from dcp_s3.retention.parse import parse_policy
+    from dcp_s3.units import parse_duration, parse_size, plural
+
+    with wrong_usage(PolicyError, hint="--policy"):
+        keep = None if policy is None else parse_policy(policy) or ""
+    with wrong_usage(ValueError, hint="--budget"):
+        limit = None if budget is None else parse_size(budget)
+    with wrong_usage(ValueError, hint="--grace"):
+        seconds = None if grace is None else parse_duration(grace)
+    try:
+        with progress_of_steps("report"):
+            found = reporting.report(root, None if as_json else out, keep, grace=seconds, budget=limit)
+    except ImportError as error:
+        if error.name != "bokeh":
+            raise
+        note(f"dcp-s3: {error}")
+        raise typer.Exit(exits.FAILED) from None
+    if as_json:
+        print_json(found.to_dict())
+        return
+    bad = sum(problem.severity == "bad" for problem in found.problems)
+    worth = (
+        f"{plural(len(found.problems), 'thing')} to look at, {bad} of them urgent"
+        if found.problems
+        else "nothing is wrong"
+    )
+    note(f"{out}: {plural(len(found.decisions), 'checkpoint')}, {worth}")
