@@ -90,7 +90,7 @@ class CheckpointCatalog:
         Raises:
             StorageError: missing bucket, credentials, permissions, network.
         """
-        return run(self.scan_async(deep))
+        return run(self._scan(deep))
 
     def latest(self) -> CheckpointInfo | None:
         """The checkpoint to resume from, as in `dcp_s3.latest`: it can be loaded. None if there is none.
@@ -130,7 +130,11 @@ class CheckpointCatalog:
         found = merge_local(listing.found, local)
         return sorted((in_grace(info, now=listing.now, grace=grace) for info in found), key=age_order)
 
-    async def scan_async(self, deep: bool) -> CatalogSnapshot:
+    async def _list(self) -> list[CheckpointInfo]:
+        async with open_async_store(self.root.bucket, self.settings) as store:
+            return list((await list_root(store, self.root, self._patterns)).found)
+
+    async def _scan(self, deep: bool) -> CatalogSnapshot:
         local = self.local()
         async with open_async_store(self.root.bucket, self.settings) as store:
             return await scan_root(store, self.root, self._patterns, deep=deep, local=local)
@@ -225,14 +229,7 @@ def list_checkpoints(root: URLLike, *, settings: SettingsLike = None) -> list[Ch
         InvalidURLError, SettingsError
         StorageError: missing bucket, credentials, permissions, network.
     """
-    return run(list_checkpoints_async(root, settings=settings))
-
-
-async def list_checkpoints_async(root: URLLike, *, settings: SettingsLike = None) -> list[CheckpointInfo]:
-    """`list_checkpoints` for asyncio."""
-    url = parse_url(root)
-    async with open_async_store(url.bucket, resolve_settings(settings)) as store:
-        return list((await list_root(store, url, _compile(None, store.settings))).found)
+    return run(CheckpointCatalog(root, settings=settings)._list())
 
 
 def latest(root: URLLike, *, include_uncommitted: bool = False, settings: SettingsLike = None) -> CheckpointInfo | None:
@@ -261,7 +258,7 @@ def latest(root: URLLike, *, include_uncommitted: bool = False, settings: Settin
     resolved = resolve_settings(settings)
     waiting = find_local(root, settings=resolved) if include_uncommitted else []
     try:
-        found = run(latest_async(root, settings=resolved))
+        found = CheckpointCatalog(root, settings=resolved).latest()
     except errors.TransferError as error:
         if not waiting:
             raise
@@ -279,10 +276,3 @@ def find_local(root: URLLike, *, settings: Settings) -> list[CheckpointInfo]:
         if str(url) == str(parse_url(root).child(url.name)):
             found.append(dataclasses.replace(from_manifest(url, Manifest.from_json(data)), state="local"))
     return sorted(found, key=age_order)
-
-
-async def latest_async(root: URLLike, *, settings: SettingsLike = None) -> CheckpointInfo | None:
-    """`latest` for asyncio."""
-    url = parse_url(root)
-    async with open_async_store(url.bucket, resolve_settings(settings)) as store:
-        return await _first_loadable(store, url, _compile(None, store.settings), newest_first)
