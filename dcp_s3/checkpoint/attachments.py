@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.listing import list_directory
+from dcp_s3.checkpoint.directory import list_directory
 from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.layout import METADATA_CRC_KEY, SAVE_ID_KEY, is_attachment_name, manifest_object, metadata_object
@@ -66,11 +66,7 @@ def make_attachment(name: str, data: bytes | bytearray | memoryview) -> Attachme
 
 
 def check_distinct(objects: Iterable[ObjectEntry]) -> None:
-    """Refuse two attachments of one name, unless ranks attached the same bytes.
-
-    Raises:
-        SaveProtocolError
-    """
+    """Refuse two attachments of one name, unless ranks attached the same bytes."""
     seen: dict[str, AttachmentEntry] = {}
     for entry in objects:
         if isinstance(entry, AttachmentEntry):

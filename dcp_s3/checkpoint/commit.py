@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from dcp_s3 import errors
 from dcp_s3._version import __version__
 from dcp_s3.checkpoint.attachments import copy_after_commit, copy_before_commit, remove_copies
-from dcp_s3.checkpoint.commit_state import Previous, SaveIdentity, exists_error, is_committed, save_id_in
-from dcp_s3.checkpoint.completeness import find_loss
+from dcp_s3.checkpoint.commit_state import Previous, SaveIdentity, exists_error, find_loss, is_committed, save_id_in
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.layout import METADATA, METADATA_CRC_KEY, SAVE_ID_KEY
 from dcp_s3.format.manifest import Manifest, ObjectEntry, attachments_of
@@ -103,8 +102,6 @@ def publish(
     until then.
 
     Args:
-        store: store with the checkpoint.
-        commit: the commit to write.
         previous: the checkpoint to replace.
         look_again: called once if that checkpoint is no longer there; the one that it finds is replaced instead.
         keep_objects: whether the objects of a save that loses stay where they are, invisible.

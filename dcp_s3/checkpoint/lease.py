@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.listing import list_directory
+from dcp_s3.checkpoint.directory import list_directory
 from dcp_s3.format.layout import DELETION_PREFIX, lease_object, metadata_object, new_save_id
 from dcp_s3.limit import Limit
 from dcp_s3.store import Store
@@ -41,8 +41,6 @@ class ReaderLease:
     """One lease. Holds a connection and a thread only in `renewed`.
 
     Args:
-        store: store with the checkpoint.
-        url: URL of the checkpoint.
         seconds: seconds until it ends unless it is renewed. None: there is no lease, and all methods do nothing.
     """
 
@@ -129,8 +127,6 @@ def check_not_deleted(
     A prune that has begun may see it and withdraw; this waits for that.
 
     Args:
-        store: store with the checkpoint.
-        url: URL of the checkpoint.
         deletions: ids that a deletion of the checkpoint may have (`deletion_id`). None: any deletion at the URL counts
             (without collectives a rank does not know the other ranks' save ids).
         rank: the rank whose metadata makes it a checkpoint, without collectives.

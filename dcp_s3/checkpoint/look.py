@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.directory import Directory, spread_prefixes
+from dcp_s3.checkpoint.directory import Directory, list_directory_async, spread_prefixes
 from dcp_s3.checkpoint.info import (
     CheckpointInfo,
     LeftoverObject,
@@ -26,7 +26,6 @@ from dcp_s3.checkpoint.info import (
     with_metrics,
     with_step,
 )
-from dcp_s3.checkpoint.listing import list_directory_async
 from dcp_s3.checkpoint.stored_metadata import check_metadata, find_crc_mismatch
 from dcp_s3.coroutines import map_bounded
 from dcp_s3.forking import reset_in_child
@@ -70,16 +69,7 @@ class Inspected:
 async def inspect_checkpoint(
     store: AsyncS3Store, url: CheckpointURL, patterns: Sequence[re.Pattern[str]] = ()
 ) -> CheckpointInfo | None:
-    """The checkpoint at ``url`` itself; None if there is nothing of one.
-
-    Args:
-        store: store with the checkpoint.
-        url: URL of the checkpoint.
-        patterns: expressions that find the step in its name, instead of the rules of `step_of`.
-
-    Raises:
-        StorageError
-    """
+    """The checkpoint at ``url`` itself; None if there is nothing of one."""
     found = await inspect(store, url, patterns)
     return None if found is None else found.info
 
@@ -230,12 +220,7 @@ async def find_damage(store: AsyncS3Store, url: CheckpointURL, *, foreign: bool 
     what it names and that no newer torch wrote it.
 
     Args:
-        store: store with the checkpoint.
-        url: URL of the checkpoint.
         foreign: whether to decode metadata without a checksum, which other libraries wrote.
-
-    Raises:
-        StorageError
     """
     directory = await list_directory_async(store, url)
     for rank in directory.committing:
@@ -299,9 +284,6 @@ async def look_deeper(
     Without a manifest that is certainly its own, there is neither damage nor leftovers.
 
     Args:
-        store: store with the checkpoint.
-        url: URL of the checkpoint.
-        found: the checkpoint.
         now: seconds since the epoch on the clock of S3. Leases that ended earlier are leftovers.
 
     Raises:

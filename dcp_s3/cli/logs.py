@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dcp_s3.cli.group import LAYOUT, printable
 
 _PACKAGE = "dcp_s3"
-_RETRIES = "dcp_s3.s3.notices"
+_RETRIES = "dcp_s3.s3.diagnosis"
 """Logs at INFO why a request is tried again; shown in any case, lest a command sits silent."""
 _LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
 

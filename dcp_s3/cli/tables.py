@@ -19,7 +19,7 @@ from dcp_s3.cli.group import printable
 from dcp_s3.format.saved_entries import SavedEntry
 from dcp_s3.retention.plan import Plan
 from dcp_s3.retention.show import CheckpointDetails, ObjectDetails
-from dcp_s3.s3.chain import ChainValue
+from dcp_s3.s3.client import ChainValue
 from dcp_s3.settings import ENV_PREFIX, Settings
 from dcp_s3.units import format_size, plural
 

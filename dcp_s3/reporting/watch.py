@@ -11,13 +11,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.directory import LEASE_MARGIN, Directory
+from dcp_s3.checkpoint.directory import LEASE_MARGIN, Directory, list_directory_async
 from dcp_s3.checkpoint.info import CheckpointInfo
-from dcp_s3.checkpoint.listing import list_directory_async
 from dcp_s3.checkpoint.look import inspect_checkpoint
 from dcp_s3.coroutines import map_bounded
 from dcp_s3.format.layout import CONTROL_PREFIX, step_by_patterns, step_of
-from dcp_s3.retention.scan import open_upload
+from dcp_s3.retention.catalog import open_upload
 from dcp_s3.s3.async_store import AsyncS3Store
 from dcp_s3.setting_values import compile_step_pattern
 from dcp_s3.store import Upload

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dcp_s3.errors import PolicyError, SettingsError
-from dcp_s3.retention.period_policy import KeepDaily, KeepHourly, KeepWeekly
 from dcp_s3.retention.policy import (
     AnyOf,
     KeepBest,
+    KeepDaily,
     KeepEvery,
+    KeepHourly,
     KeepLatest,
     KeepSteps,
+    KeepWeekly,
     KeepWithin,
     Policy,
 )

@@ -11,11 +11,10 @@ from functools import partial
 from typing import Any
 
 from dcp_s3 import errors, totals
-from dcp_s3.checkpoint.deleter import Deleter, Deletion, LeftAloneError
-from dcp_s3.checkpoint.deletion import Remover
+from dcp_s3.checkpoint.deletion import Deleter, Deletion, LeftAloneError
 from dcp_s3.checkpoint.info import CheckpointInfo, LeftoverObject, age_order
-from dcp_s3.checkpoint.leftovers import LeftoverRemover
-from dcp_s3.coroutines import map_bounded, run
+from dcp_s3.checkpoint.leftovers import delete_leftovers, delete_uncommitted
+from dcp_s3.coroutines import map_bounded
 from dcp_s3.events import Listener, Pruned, PruneFailed, emit
 from dcp_s3.format.layout import CONTROL_PREFIX
 from dcp_s3.reprs import one_line
@@ -23,9 +22,9 @@ from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.parse import parse_policy, policy_from_settings
 from dcp_s3.retention.plan import OpenUpload, Plan
 from dcp_s3.retention.policy import PolicyFunction
-from dcp_s3.s3.async_store import open_async_store
+from dcp_s3.s3.async_store import AsyncS3Store, run_on_store
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
-from dcp_s3.store import DeleteTarget
+from dcp_s3.store import DeleteTarget, Upload
 from dcp_s3.units import format_size, parse_duration, plural
 from dcp_s3.url import CheckpointURL, URLLike, parse_url
 
@@ -174,7 +173,7 @@ def prune(
 
     def work() -> PruneReport:
         plan = catalog.scan(deep=True).plan(keep, grace=seconds)
-        return run(_apply(catalog.root, plan, resolved, all_versions=all_versions, progress=progress))
+        return _apply(catalog.root, plan, resolved, all_versions=all_versions, progress=progress)
 
     return _tell(work, str(catalog.root), on_event)
 
@@ -222,17 +221,19 @@ def apply_plan(
     """
     where, resolved = parse_url(root), resolve_settings(settings)
     return _tell(
-        lambda: run(_apply(where, plan, resolved, all_versions=all_versions, progress=progress)), str(where), on_event
+        lambda: _apply(where, plan, resolved, all_versions=all_versions, progress=progress), str(where), on_event
     )
 
 
-async def _apply(
+def _apply(
     root: CheckpointURL, plan: Plan, settings: Settings, *, all_versions: bool, progress: Progress | None
 ) -> PruneReport:
-    async with open_async_store(root.bucket, settings) as store:
+    async def apply(store: AsyncS3Store) -> PruneReport:
         if all_versions and not plan.empty:  # fails before anything is deleted
             await store.check_versions(root.key(""))
         return await _Application(root, plan, Deleter(store, all_versions=all_versions), progress).run()
+
+    return run_on_store(root.bucket, settings, apply)
 
 
 def _tell(work: Callable[[], PruneReport], root: str, on_event: Listener | None) -> PruneReport:
@@ -255,7 +256,6 @@ class _Application:
 
     def __init__(self, root: CheckpointURL, plan: Plan, deleter: Deleter, progress: Progress | None) -> None:
         self._root, self._plan, self._deleter = root, plan, deleter
-        self._remover, self._leftover_remover = Remover(deleter), LeftoverRemover(deleter)
         self._progress = progress
         self._since = plan.now - plan.grace
         self._newest = _newest_kept(plan)
@@ -316,24 +316,24 @@ class _Application:
             self._progress(self._done, self._steps)
 
     async def _finish(self, name: str, deletion: str) -> None:
-        self._finished.append(await self._remover.finish(self._root.child(name), deletion))
+        self._finished.append(await self._deleter.finish(self._root.child(name), deletion))
 
     async def _delete(self, info: CheckpointInfo) -> None:
         url = self._root.child(info.name)
         if info.committed:
             newest = None if self._newest is None else self._root.child(self._newest)
-            done = await self._remover.delete_committed(url, info, since=self._since, newest=newest)
+            done = await self._deleter.delete_committed(url, info, since=self._since, newest=newest)
         else:
-            done = await self._leftover_remover.delete_uncommitted(url, since=self._since)
+            done = await delete_uncommitted(self._deleter, url, since=self._since)
         logger.info("deleted %s: %d objects, %d bytes", url, done.objects, done.size)
         self._deleted.append(done)
 
     async def _delete_leftovers(self, name: str, found: Sequence[LeftoverObject]) -> None:
         url = self._root.child(name)
-        self._leftovers.append(await self._leftover_remover.delete_leftovers(url, found, since=self._since))
+        self._leftovers.append(await delete_leftovers(self._deleter, url, found, since=self._since))
 
     async def _abort(self, upload: OpenUpload) -> None:
-        await self._deleter.abort(upload.key, upload.upload_id)
+        await self._deleter.store.abort(Upload(upload.key, upload.upload_id))
         self._aborted.append(upload)
 
     async def _delete_boards(self) -> None:
@@ -343,7 +343,7 @@ class _Application:
         self._leftovers.append(Deletion(_BOARDS, len(gone), sum(each.size for each in gone)))
 
     async def _withdraw(self, info: CheckpointInfo) -> None:
-        await self._remover.withdraw_given_up(self._root.child(info.name), info.deletion_id)
+        await self._deleter.withdraw_given_up(self._root.child(info.name), info.deletion_id)
 
 
 def _sorted(found: Iterable[Deletion]) -> tuple[Deletion, ...]:

@@ -18,15 +18,15 @@ from aiobotocore.session import AioSession
 from botocore import xform_name
 
 from dcp_s3 import errors
+from dcp_s3.coroutines import run
 from dcp_s3.limit import UNLIMITED, Limit
 from dcp_s3.s3 import listing, multipart, operations, retry
 from dcp_s3.s3.answers import check_answers
 from dcp_s3.s3.botocore_private import look_once
 from dcp_s3.s3.client import client_options, config_options, prepare_session
 from dcp_s3.s3.connections import most_connections
-from dcp_s3.s3.delete import delete
 from dcp_s3.s3.diagnosis import REQUEST_ERRORS
-from dcp_s3.s3.listing import StoredVersion
+from dcp_s3.s3.listing import StoredVersion, delete
 from dcp_s3.s3.operations import Operation, Request, request_arguments
 from dcp_s3.s3.throttle import Gate, gate_of
 from dcp_s3.settings import Settings
@@ -43,9 +43,6 @@ class AsyncS3Store:
     """A bucket as these settings reach it, within one event loop. Made by `open_async_store`.
 
     Args:
-        name: bucket name.
-        settings: settings for retries and common arguments.
-        client: an open aiobotocore S3 client.
         max_requests: most requests in flight at once.
     """
 
@@ -74,11 +71,7 @@ class AsyncS3Store:
     # --- carrying out -----------------------------------------------------------------------------------
 
     async def run(self, operation: Operation[T]) -> T:
-        """Carry out an operation.
-
-        Raises:
-            StorageError: raised by the operation.
-        """
+        """Carry out an operation."""
         try:
             request = next(operation)
             while True:
@@ -243,3 +236,17 @@ async def open_async_store(
         check_answers(client)
         look_once(client)
         yield AsyncS3Store(name, settings, client, max_requests=max_requests)
+
+
+def run_on_store(name: str, settings: Settings, work: Callable[[AsyncS3Store], Awaitable[T]]) -> T:
+    """Run a coroutine function on an `open_async_store` of its own, from synchronous code.
+
+    Raises:
+        SettingsError, StorageError: as from `open_async_store`, and what ``work`` raises.
+    """
+
+    async def inside() -> T:
+        async with open_async_store(name, settings) as store:
+            return await work(store)
+
+    return run(inside())

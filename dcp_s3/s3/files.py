@@ -19,8 +19,7 @@ from s3transfer.subscribers import BaseSubscriber
 from dcp_s3.s3.answers import check_answers
 from dcp_s3.s3.botocore_private import look_once
 from dcp_s3.s3.client import client_options, config_options, new_session
-from dcp_s3.s3.diagnosis import error_code, is_passing, to_storage_error
-from dcp_s3.s3.notices import watch
+from dcp_s3.s3.diagnosis import error_code, is_passing, to_storage_error, watch
 from dcp_s3.s3.operations import creation_arguments
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings

@@ -96,7 +96,6 @@ class Gate:
     """Holds data requests back while as many are in flight as the limit allows. First come, first served. Thread safe.
 
     Args:
-        name: name of the endpoint and bucket, for logs.
         ceiling: ceiling of the limit.
     """
 
@@ -123,7 +122,6 @@ class Gate:
         """Wait for a data request's turn; after True, call `leave` once.
 
         Args:
-            cancel: event that ends the wait.
             timeout: most seconds to wait.
 
         Returns:
@@ -315,7 +313,6 @@ def gate_of(endpoint_url: str | None, bucket: str, ceiling: int) -> Gate:
 
     Args:
         endpoint_url: endpoint URL of the settings; None for AWS's own chain.
-        bucket: bucket name.
         ceiling: most data requests that one transfer makes at once; the gate keeps the highest that was given.
     """
     key = (endpoint_url, bucket)

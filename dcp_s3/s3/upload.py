@@ -55,7 +55,6 @@ class Uploader:
     cancels everything else.
 
     Args:
-        store: store to upload to.
         part_size: bytes of a part where `start` is given none; None: the most of the settings.
         isolated: whether a failed part cancels its own object only, for a caller that has another place for it.
 

@@ -45,7 +45,6 @@ class DirectoryStore(Store):
     another object's key by a slash and more.
 
     Args:
-        path: directory; made at the first write.
         page_size: most entries of a page of a listing.
     """
 

@@ -14,7 +14,6 @@ def make_page(
 
     Args:
         objects: the store's objects, in any order.
-        prefix: start of the keys to list.
         delimiter: see `Store.page`.
         token: the last entry of the page before, None for the first page.
         size: most entries of a page.

@@ -46,7 +46,6 @@ class MemoryStore(Store):
     """Objects in memory.
 
     Args:
-        name: name of the store in messages.
         page_size: most entries of a page of a listing.
     """
 

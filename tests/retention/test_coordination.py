@@ -9,10 +9,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from dcp_s3 import CheckpointCatalog, S3StorageReader, copy, latest, list_checkpoints, prune, remove
-from dcp_s3.checkpoint import completeness
+from dcp_s3.checkpoint import commit_state
 from dcp_s3.checkpoint.commit import Commit, make_commit, publish
-from dcp_s3.checkpoint.commit_state import Previous, SaveIdentity
-from dcp_s3.checkpoint.completeness import LATE, Beginning
+from dcp_s3.checkpoint.commit_state import LATE, Beginning, Previous, SaveIdentity
 from dcp_s3.errors import CheckpointDeletedError, CheckpointExistsError, CheckpointProtectedError
 from dcp_s3.format.layout import CLAIM, intent_object, manifest_object, notice_object, part_object
 from dcp_s3.format.manifest import Manifest
@@ -170,7 +169,7 @@ def test_a_merger_that_comes_after_the_checkpoint_was_pruned_does_not_bring_it_b
 
 
 def test_a_merge_is_late_if_any_rank_began_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(completeness.time, "time", lambda: 10_000.0)
+    monkeypatch.setattr(commit_state.time, "time", lambda: 10_000.0)
     begun = Beginning(at=9_999.0)
     assert not begun.is_late()
     assert not begun.at_the_earliest([10_001.0]).is_late()

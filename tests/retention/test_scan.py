@@ -12,7 +12,7 @@ import pytest
 from dcp_s3 import CheckpointCatalog, KeepLatest, KeepSteps, annotate, coroutines, pin
 from dcp_s3.errors import PolicyError, SettingsError
 from dcp_s3.format.layout import deletion_object, lease_object
-from dcp_s3.retention import scan
+from dcp_s3.retention import catalog
 from dcp_s3.s3 import async_store, listing
 from dcp_s3.spill.background import stop_draining
 from dcp_s3.spill.store import SpillStore
@@ -291,7 +291,7 @@ def test_few_checkpoints_are_looked_at_at_a_time(
     for step in range(40):
         put(client, f"{ROOT}/step-{step}", ".metadata")
     at_once = peak = 0
-    original = scan.inspect
+    original = catalog.inspect
 
     async def counted(*arguments: Any) -> Any:
         nonlocal at_once, peak
@@ -302,7 +302,7 @@ def test_few_checkpoints_are_looked_at_at_a_time(
         finally:
             at_once -= 1
 
-    monkeypatch.setattr("dcp_s3.retention.scan.inspect", counted)
+    monkeypatch.setattr("dcp_s3.retention.catalog.inspect", counted)
     monkeypatch.setattr(coroutines.map_bounded, "__kwdefaults__", {"limit": 5})
     assert len(CheckpointCatalog(ROOT).checkpoints()) == 40
     assert peak == 5
