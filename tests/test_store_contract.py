@@ -20,9 +20,9 @@ from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.store import ABSENT, DeleteTarget, Expect, Store
 from dcp_s3.stores.directory import DirectoryStore
-from dcp_s3.stores.memory import MemoryStore
-from dcp_s3.stores.overlay import Overlay
 from tests.faulty_store import FaultyStore
+from tests.memory_store import MemoryStore
+from tests.overlay_store import Overlay
 from tests.servers import NAMES, S3Server
 
 PAGE = 3

@@ -20,10 +20,10 @@ from dcp_s3.format.manifest import Manifest
 from dcp_s3.retention.plan import make_plan
 from dcp_s3.s3 import operations
 from dcp_s3.store import ListedObject, ObjectHead
-from dcp_s3.stores.memory import MemoryStore
 from dcp_s3.url import CheckpointURL
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
+from tests.memory_store import MemoryStore
 from tests.retention import test_prune
 from tests.retention.making import delete, get, is_manifest, keys, put, save, save_locally, save_on_ranks
 from tests.retention.test_prune import DAY, ROOT, Clock, steps

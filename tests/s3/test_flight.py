@@ -37,7 +37,7 @@ NEVER = 1000.0
 def _moved(what: str) -> str:
     return (
         f"botocore {botocore.__version__}, urllib3 {urllib3.__version__}: {what}. What relied on it: "
-        "s3/flight.py, by which a GET that was overtaken ends at once"
+        "s3/botocore_private.py, by which a GET that was overtaken ends at once"
     )
 
 

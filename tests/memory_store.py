@@ -22,7 +22,7 @@ from dcp_s3.store import (
     same_etag,
     target_of,
 )
-from dcp_s3.stores.listings import make_page
+from dcp_s3.stores.directory import make_page
 
 
 @dataclass(frozen=True)
