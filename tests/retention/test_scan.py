@@ -19,7 +19,7 @@ from dcp_s3.spill.store import SpillStore
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.memory_s3 import MemoryS3
 from tests.retention.making import delete, get, is_manifest, keys, put, save, save_foreign, save_on_ranks
-from tests.spread import spreading
+from tests.spread import spread_out
 
 ROOT = f"s3://{BUCKET}/run"
 HOUR = 3600.0
@@ -179,9 +179,8 @@ def test_an_overwrite_is_seen_by_its_objects(client: Any, clock: Clock, tmp_path
 
 
 def test_leftovers_of_other_saves_are_found_and_nothing_else(client: Any, clock: Clock) -> None:
-    with spreading(2):
-        url = save(f"{ROOT}/step-1", separate=["weight"])
-        spread = save(f"{ROOT}/other-2")
+    url = spread_out(client, save(f"{ROOT}/step-1", separate=["weight"]))
+    spread = spread_out(client, save(f"{ROOT}/other-2"))
     stray = next(path for path in keys(client, spread) if "/__" in path)
     ours = {"__0_0-abcdef.distcp", ".dcp_s3/manifest-00000000000000ff.json", stray}
     for path in (
