@@ -62,9 +62,6 @@ def make_commit(
 
     Metrics and ``extra`` are part of the manifest, so they exist exactly when the checkpoint does. Later ones lie in
     ``metrics.json``, which names the save that they belong to.
-
-    Raises:
-        SaveProtocolError: what was written cannot be read back, see `check_readable`.
     """
     from dcp_s3.checkpoint.readback import check_readable
     from dcp_s3.format.metadata import dump_metadata
@@ -102,9 +99,7 @@ def publish(
     until then.
 
     Args:
-        previous: the checkpoint to replace.
         look_again: called once if that checkpoint is no longer there; the one that it finds is replaced instead.
-        keep_objects: whether the objects of a save that loses stay where they are, invisible.
         is_late: whether the save began so long ago that a prune may take its objects for leftovers. If so, it looks
             for them before and after it writes ``.metadata``.
 
@@ -216,11 +211,7 @@ def _check_still_whole(store: Store, commit: Commit, replaced: StoredObject | No
 
 
 def _delete_replaced(store: Store, identity: SaveIdentity, previous: Previous, keys: frozenset[str]) -> None:
-    """Delete what only the old checkpoint needs, once the new one is seen in its place.
-
-    Raises:
-        TransferError: the new one is not there, whatever answered the commit.
-    """
+    """Delete what only the old checkpoint needs, once the new one is seen in its place."""
     try:
         found = store.head(identity.metadata_key)
         etag, committed = found.etag or None, save_id_in(store, identity, found) == identity.save_id
@@ -258,11 +249,7 @@ def _is_committed_after_all(store: Store, identity: SaveIdentity) -> bool:
 
 
 def check_metrics(metrics: Mapping[str, Any]) -> None:
-    """Refuse metrics that JSON cannot hold.
-
-    Raises:
-        SaveProtocolError: a name is not text, or a value not a number, text, bool or None.
-    """
+    """Refuse metrics that JSON cannot hold."""
     for name, value in metrics.items():
         if not isinstance(name, str) or not isinstance(value, (int, float, str, bool, type(None))):
             raise errors.SaveProtocolError(

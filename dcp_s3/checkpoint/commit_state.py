@@ -68,10 +68,6 @@ def check_absent(store: Store, identity: SaveIdentity) -> None:
 
     Also looks for a checkpoint of the other kind: one of a save with collectives hides those of single ranks,
     whichever is saved first.
-
-    Raises:
-        CheckpointExistsError: one is there.
-        StorageError: cannot tell (missing bucket, credentials, ...).
     """
     rank = 0 if identity.rank is None else identity.rank
     with contextlib.closing(Workers(1, "dcp_s3-look")) as other:  # both at once: a save begins with this wait
@@ -100,7 +96,6 @@ def find_state(store: Store, identity: SaveIdentity, *, path: str | None, starte
     """How the commit of a save stands.
 
     Args:
-        identity: the save. S3 has only the coordinator's save id.
         started_at: when the save began, seconds since the epoch.
     """
     try:
@@ -167,12 +162,7 @@ def check_newest(store: Store, identity: SaveIdentity, previous: Previous, start
     """Refuse to let a late save replace one that began after it.
 
     Args:
-        previous: the checkpoint that it would replace.
         started_at: when it began, seconds since the epoch.
-
-    Raises:
-        CheckpointExistsError: the checkpoint at the URL is newer.
-        StorageError: cannot tell.
     """
     if previous.etag is None:
         return
@@ -189,11 +179,7 @@ def check_newest(store: Store, identity: SaveIdentity, previous: Previous, start
 
 
 def _stored_save_id(store: Store, identity: SaveIdentity) -> str | None:
-    """Save id of the checkpoint at the URL; None if it is not ours.
-
-    Raises:
-        ObjectNotFoundError: there is none; other StorageErrors.
-    """
+    """Save id of the checkpoint at the URL; None if it is not ours."""
     return save_id_in(store, identity, store.head(identity.metadata_key))
 
 

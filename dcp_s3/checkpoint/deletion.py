@@ -76,19 +76,12 @@ class Deletion:
 
 
 class Deleter:
-    """Deletes committed checkpoints, and finishes deletions that were cut off.
-
-    Args:
-        store: store with the checkpoints.
-        all_versions: whether to delete all versions of an object in a versioned bucket, not add a delete marker.
-        force: whether to ignore pins, leases and saves in progress.
-        dry_run: whether to only look.
-    """
+    """Deletes committed checkpoints, and finishes deletions that were cut off."""
 
     def __init__(self, store: AsyncS3Store, *, all_versions: bool, force: bool = False, dry_run: bool = False) -> None:
         self.store = store
-        self.all_versions = all_versions
-        self.force = force
+        self.all_versions = all_versions  # of a versioned bucket, rather than add delete markers
+        self.force = force  # ignore pins, leases and saves in progress
         self.dry_run = dry_run
         self._slots = asyncio.Semaphore(_DELETES_AT_ONCE)
 
@@ -100,8 +93,6 @@ class Deleter:
         """Delete a committed checkpoint.
 
         Args:
-            url: URL of the checkpoint.
-            planned: the checkpoint as the plan saw it.
             since: seconds since the epoch on the clock of S3. Objects that were written later and are not the
                 checkpoint's belong to a save in progress.
             newest: URL of the checkpoint that must exist for this one to be deleted.
@@ -222,13 +213,7 @@ class Deleter:
     # --- deletions that were cut off ------------------------------------------------------------
 
     async def finish(self, url: CheckpointURL, deletion: str) -> Deletion:
-        """Finish a deletion (its id) that was cut off: delete exactly what its lists name and is unchanged.
-
-        Raises:
-            LeftAloneError: the checkpoint is still there.
-            CheckpointError: a list cannot be read.
-            StorageError
-        """
+        """Finish a deletion (its id) that was cut off: delete exactly what its lists name and is unchanged."""
         directory = await list_directory_async(self.store, url)
         gone: set[str] = set()
         for found in directory.lists_of(deletion):

@@ -208,9 +208,6 @@ class Directory:
 
         Spread data counts if it lies like the checkpoint's needed data, and not in a directory that is a checkpoint. If
         nothing is needed (it was never committed), it counts if there is no other data and no such directory.
-
-        Args:
-            needed: relative paths that its manifest or metadata names.
         """
         spread = {path: found.kind.spread for path, found in self.data.items() if found.kind.spread}
         plain = self.data.keys() - spread.keys()
@@ -261,12 +258,7 @@ class Directory:
     # --- what is missing -------------------------------------------------------------------------
 
     def lacking(self, sizes: Mapping[str, int], *, exact: bool = False) -> list[str]:
-        """Relative paths of objects that are missing or too short; with ``exact``, also of those that are too long.
-
-        Args:
-            sizes: bytes by relative path, from a manifest or metadata.
-            exact: whether these are the sizes of whole objects.
-        """
+        """Relative paths of objects that are missing or too short; with ``exact``, also of those that are too long."""
         there = self.sizes
         return [
             path
@@ -310,7 +302,6 @@ class Directory:
         objects, and nothing of a checkpoint in a directory below.
 
         Args:
-            needed: relative paths of the data objects and manifests that its metadata names.
             since: seconds since the epoch on the clock of S3. Objects that were written later and are not needed
                 belong to a save in progress.
             copies: relative paths of the plain copies of its attachments. They may be younger than the commit.
@@ -375,7 +366,6 @@ class Directory:
         """The given ETags, by relative path, that are still there.
 
         Args:
-            etags: ETags by relative path, with or without quotes.
             until: seconds since the epoch on the clock of S3. A younger object has changed, even if its bytes are the
                 same.
         """
@@ -407,22 +397,14 @@ def spread_prefixes(prefixes: Iterable[str]) -> list[str]:
 
 
 def list_directory(store: Store, url: CheckpointURL, *prefixes: str) -> Directory:
-    """List a checkpoint's directory with sizes only: without times and ETags.
-
-    Args:
-        prefixes: list only what begins with one of these, relative to the URL; without any, everything.
-    """
+    """List a checkpoint's directory with sizes only: without times and ETags."""
     skip = len(url.key(""))
     listed = (each for prefix in prefixes or ("",) for each in store.list(url.key(prefix)).objects)
     return Directory.of_sizes({each.key[skip:]: each.size for each in listed})
 
 
 async def list_directory_async(store: AsyncS3Store, url: CheckpointURL, *prefixes: str) -> Directory:
-    """List a checkpoint's directory with times and ETags, and the time on S3's clock before the first listing.
-
-    Args:
-        prefixes: see `list_directory`.
-    """
+    """List a checkpoint's directory with times and ETags, and the time on S3's clock before the first listing."""
     pages = [await store.list(url.key(prefix)) for prefix in prefixes or ("",)]
     now = pages[0].server_time
     return Directory.of(url, (each for page in pages for each in page.objects), time.time() if now is None else now)

@@ -213,7 +213,6 @@ def from_rank_manifests(url: CheckpointURL, directory: Directory, manifests: Map
     tell, it has ``damage``.
 
     Args:
-        directory: listing of the checkpoint.
         manifests: manifests by rank. A rank whose manifest is not clear is left out, and counts as not committed.
     """
     present = directory.ranks

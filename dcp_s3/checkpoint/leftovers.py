@@ -33,8 +33,6 @@ async def delete_uncommitted(deleter: Deleter, url: CheckpointURL, *, since: flo
     """Delete what a save that was never committed left.
 
     Args:
-        deleter: deleter of the root.
-        url: URL of the directory.
         since: seconds since the epoch on the clock of S3. Nothing in the directory may have been written later.
 
     Raises:
@@ -94,8 +92,6 @@ async def _look_for_commits(
     """Raises LeftAloneError if a save was committed, or is about to be, since a listing.
 
     Args:
-        deleter, url: as above.
-        seen: ETags of the listed objects, by relative path.
         known: relative paths of the listed commits that may still be there.
     """
     directory = await list_directory_async(deleter.store, url, ".", "__")
@@ -109,12 +105,7 @@ async def _look_for_commits(
 async def delete_leftovers(
     deleter: Deleter, url: CheckpointURL, planned: Sequence[LeftoverObject], *, since: float
 ) -> Deletion:
-    """Delete objects of other saves in the directory of a committed checkpoint.
-
-    Raises:
-        LeftAloneError: a save is in progress.
-        StorageError
-    """
+    """Delete objects of other saves in the directory of a committed checkpoint."""
     now = (await list_directory_async(deleter.store, url, DELETION_PREFIX)).now
     found = await inspect(deleter.store, url)
     unneeded = (await look_deeper(deleter.store, url, found, now))[1] if found and found.info.committed else []

@@ -153,9 +153,6 @@ async def find_manifest(
 ) -> Manifest | None:
     """The manifest of the save that the commit of ``rank`` (None: ``.metadata``) names. None if it is missing, cannot
     be read, or is not clear.
-
-    Raises:
-        ObjectNotFoundError: the commit is gone; other StorageErrors.
     """
     manifests = directory.manifests.get(rank, {})
     if not manifests:
@@ -218,9 +215,6 @@ async def find_damage(store: AsyncS3Store, url: CheckpointURL, *, foreign: bool 
 
     Metadata is decoded, which takes torch, unless it has the checksum that it was saved with, and a manifest that says
     what it names and that no newer torch wrote it.
-
-    Args:
-        foreign: whether to decode metadata without a checksum, which other libraries wrote.
     """
     directory = await list_directory_async(store, url)
     for rank in directory.committing:
@@ -246,7 +240,6 @@ def tell_unreadable(unreadable: Mapping[str, str], loadable: str | None) -> None
     """Warn of checkpoints that cannot be loaded though they were to be taken first; once in a process for each.
 
     Args:
-        unreadable: why, by URL, in the order in which they would have been taken.
         loadable: URL of the one after them, which can be loaded; None if there is none.
     """
     new = [url for url in unreadable if url not in _told]
@@ -285,9 +278,6 @@ async def look_deeper(
 
     Args:
         now: seconds since the epoch on the clock of S3. Leases that ended earlier are leftovers.
-
-    Raises:
-        ObjectNotFoundError: its ``.metadata`` is gone; other StorageErrors.
     """
     head = await store.head(url.key(METADATA)) if found.manifest is not None else None
     directory = replace(await list_directory_async(store, url), now=now)

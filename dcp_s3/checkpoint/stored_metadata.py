@@ -27,12 +27,7 @@ _LOOK_SECONDS = 5.0
 
 
 def fetch_metadata(store: Store, url: CheckpointURL, rank: int | None = None) -> StoredObject:
-    """Fetch the object whose presence is the commit: ``.metadata``, or the one of ``rank``. Not checked yet.
-
-    Raises:
-        CheckpointNotFoundError: there is none.
-        StorageError: missing bucket, credentials, network.
-    """
+    """Fetch the object whose presence is the commit: ``.metadata``, or the one of ``rank``. Not checked yet."""
     try:
         return store.get(url.key(metadata_object(rank)))
     except errors.ObjectNotFoundError:
@@ -59,11 +54,7 @@ def find_crc_mismatch(stored: StoredObject) -> str | None:
 
 
 def check_metadata(stored: StoredObject, url: CheckpointURL, rank: int | None = None) -> Metadata:
-    """The metadata in a fetched object: ``.metadata``, or the one of ``rank``. See `load_metadata`.
-
-    Raises:
-        CorruptMetadataError, UnsafeMetadataError: it cannot, or must not, be unpickled.
-    """
+    """The metadata in a fetched object: ``.metadata``, or the one of ``rank``. See `load_metadata`."""
     from dcp_s3.format.metadata import load_metadata  # here, for the import of torch takes seconds
 
     crc = stored.metadata.get(METADATA_CRC_KEY)

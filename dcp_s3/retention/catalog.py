@@ -348,11 +348,7 @@ class Listing:
 async def list_root(
     store: AsyncS3Store, root: CheckpointURL, patterns: Sequence[re.Pattern[str]] = (), *, deep: bool = False
 ) -> Listing:
-    """The checkpoints directly under ``root``.
-
-    Args:
-        deep: also look for leftovers and damage in committed ones: one more listing and HEAD for each.
-    """
+    """The checkpoints directly under ``root``."""
     listed = await store.list(root.key(""), "/")
     now = listed.server_time
     if now is None:

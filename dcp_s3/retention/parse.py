@@ -37,11 +37,7 @@ def parse_policy(text: str) -> Policy | None:
 
 
 def policy_from_settings(settings: Settings) -> Policy | None:
-    """The policy of the setting ``retention``; None if it is unset.
-
-    Raises:
-        SettingsError: it cannot be parsed.
-    """
+    """The policy of the setting ``retention``; None if it is unset."""
     try:
         return parse_policy(settings.retention or "")
     except PolicyError as error:

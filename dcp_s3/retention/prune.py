@@ -179,11 +179,7 @@ def prune(
 
 
 def check_grace(grace: float | str, *, force: bool) -> float:
-    """The grace period in seconds.
-
-    Raises:
-        PolicyError: not a duration, or under an hour and not forced.
-    """
+    """The grace period in seconds."""
     try:
         seconds = parse_duration(grace)
         if not 0 <= seconds < math.inf:

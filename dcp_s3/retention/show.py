@@ -55,13 +55,7 @@ class CheckpointDetails:
 
 
 def describe(url: URLLike, *, settings: SettingsLike = None) -> CheckpointDetails:
-    """Look at the checkpoint at ``url``: its listing, manifests and metadata, no data.
-
-    Raises:
-        CheckpointNotFoundError: there is nothing of a checkpoint, not even an incomplete one.
-        UnsafeMetadataError, CorruptMetadataError: its metadata cannot, or must not, be read.
-        InvalidURLError, SettingsError, StorageError
-    """
+    """Look at the checkpoint at ``url``: its listing, manifests and metadata, no data."""
     where = parse_url(url)
     return run_on_store(where.bucket, resolve_settings(settings), lambda store: _describe(store, where))
 

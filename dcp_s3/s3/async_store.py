@@ -40,11 +40,7 @@ busy over round trips of tens of milliseconds."""
 
 
 class AsyncS3Store:
-    """A bucket as these settings reach it, within one event loop. Made by `open_async_store`.
-
-    Args:
-        max_requests: most requests in flight at once.
-    """
+    """A bucket as these settings reach it, within one event loop. Made by `open_async_store`."""
 
     def __init__(self, name: str, settings: Settings, client: Any, *, max_requests: int) -> None:
         self.name = name
@@ -156,11 +152,7 @@ class AsyncS3Store:
         return await self.run(listing.uploads(prefix))
 
     async def uploaded_bytes(self, upload: Upload) -> int:
-        """Bytes of the parts of an open multipart upload so far; 0 if it is open no more.
-
-        Raises:
-            StorageError: the permission s3:ListMultipartUploadParts is missing, ...
-        """
+        """Bytes of the parts of an open multipart upload so far; 0 if it is open no more."""
         return await self.run(listing.uploaded_bytes(upload.key, upload.upload_id))
 
     async def abort(self, upload: Upload) -> None:
@@ -168,30 +160,18 @@ class AsyncS3Store:
         await self.run(multipart.abort(upload.key, upload.upload_id))
 
     async def list_versions(self, prefix: str) -> Sequence[StoredVersion]:
-        """Every version of every object whose key starts with ``prefix``.
-
-        Raises:
-            StorageError: the store has no ListObjectVersions, the permission is missing, ...
-        """
+        """Every version of every object whose key starts with ``prefix``."""
         return await self.run(listing.versions(prefix))
 
     async def check_versions(self, prefix: str) -> None:
-        """Check by one request that `list_versions` would be answered.
-
-        Raises:
-            StorageError: as from `list_versions`.
-        """
+        """Check by one request that `list_versions` would be answered."""
         await self.run(listing.check_versions(prefix))
 
 
 async def call(
     request: Callable[[], Awaitable[T]], tries: retry.Tries, *, gate: Gate | None = None, data: bool = False
 ) -> T:
-    """`retry.call` for a coroutine function. Cancelling the task ends it at once.
-
-    Raises:
-        Cancelled, StorageError: as from `Tries`.
-    """
+    """`retry.call` for a coroutine function. Cancelling the task ends it at once."""
     while True:
         tries.check()
         if gate is not None and data and not await gate.enter_async(timeout=tries.seconds_at_gate()):
@@ -217,12 +197,7 @@ async def call(
 async def open_async_store(
     name: str, settings: Settings, *, max_requests: int = MAX_REQUESTS
 ) -> AsyncIterator[AsyncS3Store]:
-    """Open an `AsyncS3Store` with its own client, which is closed on leaving.
-
-    Raises:
-        SettingsError: the endpoint from AWS's own chain is invalid.
-        StorageError: no client can be made from the settings and AWS's own chain.
-    """
+    """Open an `AsyncS3Store` with its own client, which is closed on leaving."""
     options = config_options(settings) | {"max_pool_connections": max_requests}
     async with contextlib.AsyncExitStack() as stack:
 
@@ -239,11 +214,7 @@ async def open_async_store(
 
 
 def run_on_store(name: str, settings: Settings, work: Callable[[AsyncS3Store], Awaitable[T]]) -> T:
-    """Run a coroutine function on an `open_async_store` of its own, from synchronous code.
-
-    Raises:
-        SettingsError, StorageError: as from `open_async_store`, and what ``work`` raises.
-    """
+    """Run a coroutine function on an `open_async_store` of its own, from synchronous code."""
 
     async def inside() -> T:
         async with open_async_store(name, settings) as store:

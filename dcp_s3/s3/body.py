@@ -120,12 +120,7 @@ class Chunks:
 
 
 class BodyReader(io.RawIOBase):
-    """Reads the rest of an answer in place of the `io.BufferedReader` that has read its head.
-
-    Args:
-        head: that reader. It is drained, then only closed.
-        sock: its socket.
-    """
+    """Reads the rest of an answer in place of the `io.BufferedReader` that has read its head."""
 
     def __init__(self, head: io.BufferedReader, sock: Any) -> None:
         self._head = head

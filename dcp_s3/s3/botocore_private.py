@@ -81,11 +81,7 @@ class Flight:
             this_thread.flight = before
 
     def note(self, sock: Any) -> None:
-        """Note the request's socket; called by the thread that uses it.
-
-        Raises:
-            ConnectionAbortedError: the request was broken off before.
-        """
+        """Note the request's socket; called by the thread that uses it."""
         with self._lock:
             self._close()
             self._refuse_broken()

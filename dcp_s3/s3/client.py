@@ -81,11 +81,7 @@ def config_options(settings: Settings) -> dict[str, Any]:
 
 
 def client_options(settings: Settings, session: Any) -> dict[str, Any]:
-    """Endpoint and region as keyword arguments for a client; empty where AWS's own chain decides.
-
-    Raises:
-        SettingsError: the endpoint from AWS's own chain is invalid.
-    """
+    """Endpoint and region as keyword arguments for a client; empty where AWS's own chain decides."""
     options: dict[str, Any] = {}
     if settings.endpoint_url:
         options["endpoint_url"] = settings.endpoint_url
@@ -183,11 +179,7 @@ class ChainValue:
 
 
 def find_endpoint(session: Any) -> ChainValue | None:
-    """The endpoint of S3 that botocore will choose; None for AWS's own.
-
-    Raises:
-        botocore.exceptions.BotoCoreError: the profile is missing or cannot be read.
-    """
+    """The endpoint of S3 that botocore will choose; None for AWS's own."""
     if session.get_config_variable("ignore_configured_endpoint_urls"):
         return None
     variable = aws_endpoint_variable()
@@ -210,11 +202,7 @@ def find_region(session: Any) -> ChainValue | None:
 
 
 def find_chain(settings: Settings) -> dict[str, ChainValue]:
-    """The chain's values for the settings that are left to it, by setting name.
-
-    Raises:
-        SettingsError: the endpoint is invalid, or the profile is missing or cannot be read.
-    """
+    """The chain's values for the settings that are left to it, by setting name."""
     session = botocore.session.Session(profile=settings.profile)
     try:
         session.get_scoped_config()  # raises if the profile is missing, even if nothing of it is needed
@@ -230,12 +218,7 @@ def find_chain(settings: Settings) -> dict[str, ChainValue]:
 
 
 def check_endpoint_of(session: Any) -> None:
-    """Refuse an invalid endpoint early and by its source: botocore raises a bare ValueError for it.
-
-    Raises:
-        SettingsError: the endpoint is invalid.
-        botocore.exceptions.BotoCoreError: the profile is missing or cannot be read.
-    """
+    """Refuse an invalid endpoint early and by its source: botocore raises a bare ValueError for it."""
     found = find_endpoint(session)
     if found is not None:
         require_endpoint(found.source, found.value)

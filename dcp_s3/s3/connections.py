@@ -136,9 +136,7 @@ class Tuning:
     """Adapts the connections of one transfer while it runs. A context manager.
 
     Args:
-        direction: direction of the bytes.
         resize: called from a thread of its own with a new number of connections.
-        is_busy: whether all connections are in use, and there is more to do.
         most: ceiling besides that of the settings; None: none.
     """
 
@@ -225,20 +223,12 @@ def first_width(cores: float, ranks: int) -> int:
 
     32 carry 2.7 GiB/s from S3, which few processes exceed. Where there are few cores, more connections than needed
     cost the most.
-
-    Args:
-        cores: CPU cores of the host.
-        ranks: processes on the host.
     """
     return max(_FEW, min(_MANY, round(2 * cores / ranks)))
 
 
 class Width:
-    """The number of connections to use in one direction. Not thread safe.
-
-    Args:
-        first: number to begin with.
-    """
+    """The number of connections to use in one direction. Not thread safe."""
 
     def __init__(self, first: int) -> None:
         self.connections = first
@@ -271,8 +261,6 @@ class Width:
 
         Args:
             seconds: time since the call before.
-            count: bytes.
-            most: highest number of connections to go on with.
         """
         if self._settling > 0:
             self._settling -= seconds

@@ -121,13 +121,7 @@ class _Idle:
 
 
 class _Hedge:
-    """A second request.
-
-    Args:
-        first: place in the reader's cursor at which the request begins.
-        size: number of bytes.
-        cancel: the reader's event.
-    """
+    """A second request."""
 
     def __init__(self, first: int, size: int, etag: list[str], cancel: threading.Event) -> None:
         self.first = first
@@ -147,10 +141,6 @@ class _Hedge:
 
 class Race:
     """One read of a range. A context manager for one thread; when it is left, its own threads have ended.
-
-    Args:
-        start: first byte of the range.
-        cursor: cursor for the bytes.
 
     Attributes:
         stop: event that is set when the reader's own request is useless: it was overtaken, or ``cancel`` is set.
@@ -201,12 +191,7 @@ class Race:
     # --- the reader -----------------------------------------------------------------------------------
 
     def attempt(self) -> None:
-        """Send one request for what is missing.
-
-        Raises:
-            Cancelled: `stop` is set.
-            Exception: raised by botocore, urllib3 or the socket.
-        """
+        """Send one request for what is missing."""
         if not self._is_watched:
             self._get()
             return
@@ -233,11 +218,7 @@ class Race:
             self._cursor.advance(count)
 
     def take(self, *, wait: bool = False) -> bool:
-        """Fill the rest of the memory with what a second request received; False if none was faster.
-
-        Args:
-            wait: whether to wait until no second request is under way; `stop` and the deadline end the wait.
-        """
+        """Fill the rest of the memory with what a second request received; False if none was faster."""
         while wait and self._hedge is not None and not self.stop.is_set():
             deadline = self._store.limit.deadline
             if deadline is not None and deadline.passed:

@@ -208,7 +208,6 @@ class Latencies:
         Args:
             head: seconds until the head of the answer.
             body: seconds from the head to the end.
-            size: bytes of the body.
         """
         self._heads.append(head)
         if size >= _MIN_BODY:
@@ -233,13 +232,7 @@ def _percentile(samples: collections.deque[float], percentile: float, unknown: f
 
 
 class Budget:
-    """How many requests may be sent twice: a share of all, so that a slow store is not asked for twice as much.
-
-    Args:
-        share: budget that each request earns.
-        start: budget before any request was made.
-        most: highest budget, however many requests there were.
-    """
+    """How many requests may be sent twice: a share of all, so that a slow store is not asked for twice as much."""
 
     def __init__(self, share: float, start: int, most: int) -> None:
         self._share = share

@@ -75,13 +75,7 @@ def _page(answer: Mapping[str, Any]) -> Page:
 def all_pages(
     operation: str, prefix: str, arguments: dict[str, Any], markers: Mapping[str, str]
 ) -> Operation[list[Any]]:
-    """S3's answers to all requests of a listing.
-
-    Args:
-        operation: S3's name of the operation.
-        arguments: arguments of the first request.
-        markers: arguments of the request for the next page, each with the field of the answer that has it.
-    """
+    """S3's answers to all requests of a listing."""
     answers = []
     while True:
         answer: Mapping[str, Any] = yield Request(operation, prefix, arguments)
@@ -158,10 +152,6 @@ def delete(place: Place, targets: Iterable[DeleteTarget], *, data: bool = False)
     """Delete objects, a thousand per request, or one per request if the store has no DeleteObjects.
 
     Those that do not exist count as deleted. Single keys that S3 throttles or that fail temporarily are retried.
-
-    Args:
-        targets: objects to delete.
-        data: whether each request waits for its turn while S3 throttles.
 
     Returns:
         Keys left alone because their objects have another ETag. Stores without conditional deletes ignore ETags.

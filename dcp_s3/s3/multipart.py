@@ -78,12 +78,7 @@ def create(
 def send_part(
     place: Place, key: str, upload_id: str, number: int, body: Any, checksum: Mapping[str, str]
 ) -> Operation[str]:
-    """Send one part; returns its ETag.
-
-    Args:
-        body: bytes of the part, or what botocore takes for a file.
-        checksum: checksum of the part, as an argument of the request; empty for none.
-    """
+    """Send one part; returns its ETag."""
     arguments = {"Key": key, "UploadId": upload_id, "PartNumber": number, "Body": body, **checksum}
     request = Request("UploadPart", key, arguments, data=True)
     answer = yield from with_checksum(place, request)
@@ -104,8 +99,6 @@ def complete(
     If S3 has no such upload, but an object of this size, an earlier attempt succeeded and its answer was lost.
 
     Args:
-        etags: ETags of all parts, in order.
-        size: bytes of the object.
         crc: CRC-64/NVME of the object, None if it is not known.
     """
     parts = [{"PartNumber": number, "ETag": etag} for number, etag in enumerate(etags, start=1)]
@@ -174,11 +167,7 @@ def abort(key: str, upload_id: str) -> Operation[None]:
 
 
 def _expect(place: Place, request: Request, answer: Mapping[str, Any], name: str) -> str:
-    """Return a text field that S3's answer must have.
-
-    Raises:
-        StorageError: it is missing.
-    """
+    """Return a text field that S3's answer must have."""
     value = answer.get(name)
     if not isinstance(value, str) or not value:
         raise errors.StorageError(

@@ -223,10 +223,7 @@ def with_checksum(place: Place, request: Request) -> Operation[Any]:
 
     Stores other than AWS may not know ``x-amz-checksum-*``. Most ignore it; to those that refuse it nobody could
     save otherwise. Only ``DCP_S3_CHECKSUM=auto`` tries without. The CRCs of items and objects are recorded in any
-    case, so that loads are checked.
-
-    Raises:
-        StorageError: both were refused; it is the first refusal, as the checksum was not the reason.
+    case, so that loads are checked. If both are refused, the first refusal is raised.
     """
     arguments = request_arguments(request)
     plain = {name: value for name, value in arguments.items() if not name.startswith("Checksum")}

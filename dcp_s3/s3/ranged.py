@@ -51,8 +51,6 @@ class Cursor:
     """The place in a list of targets up to which bytes have arrived.
 
     Args:
-        targets: targets in order.
-        block: most bytes of one `view`.
         moved: called with the number of bytes that have arrived.
 
     Attributes:
@@ -134,15 +132,7 @@ def get_range(
     """Try once to fetch what ``cursor`` still lacks of the bytes from ``start`` on.
 
     Args:
-        start: byte of the object at which the cursor begins.
-        cursor: cursor that moves on with what arrives, also if the attempt fails.
-        flight: flight that is told of the progress.
-        stop: event that ends the attempt.
         advance: called instead of the cursor's method.
-
-    Raises:
-        Cancelled: ``stop`` was set.
-        Exception: raised by botocore, urllib3 or the socket.
     """
     byte_range = f"bytes={start + cursor.done}-{start + cursor.total - 1}"
     expected = cursor.total - cursor.done

@@ -55,12 +55,7 @@ class S3Store(Store):
     # --- carrying out -----------------------------------------------------------------------------------
 
     def run(self, operation: Operation[T]) -> T:
-        """Carry out an operation.
-
-        Raises:
-            Cancelled: the limit's ``cancel`` was set.
-            StorageError: raised by the operation.
-        """
+        """Carry out an operation."""
         try:
             request = next(operation)
             while True:
@@ -96,9 +91,6 @@ class S3Store(Store):
 
         Returns:
             boto3's answer; its ``Body``, if there is one, has not been read.
-
-        Raises:
-            Exception: raised by botocore, urllib3 or the socket.
         """
         method = getattr(self.client, xform_name(request.operation))
         return method(**operations.common_arguments(self), **request_arguments(request))

@@ -42,9 +42,6 @@ class DirectoryStore(Store):
 
     Keys that no path can express (empty, ``.`` or ``..`` between slashes, a NUL) are refused. So is a key that extends
     another object's key by a slash and more.
-
-    Args:
-        page_size: most entries of a page of a listing.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, page_size: int = 1000) -> None:
@@ -172,11 +169,7 @@ class DirectoryStore(Store):
                     temporary.unlink()
 
     def _holds(self, key: str, expect: Expect, data: bytes | memoryview) -> bool:
-        """Whether an earlier attempt has already written the object.
-
-        Raises:
-            PreconditionFailedError, ObjectNotFoundError: what is there is not as expected.
-        """
+        """Whether an earlier attempt has already written the object."""
         try:
             found = self.get(key)
         except errors.ObjectNotFoundError:
@@ -318,10 +311,7 @@ def make_page(
     """A page as S3 would give it.
 
     Args:
-        objects: the store's objects, in any order.
-        delimiter: see `Store.page`.
         token: the last entry of the page before, None for the first page.
-        size: most entries of a page.
         now: the time, in seconds since the epoch.
     """
     entries: dict[str, ListedObject | None] = {}  # None: a common prefix
