@@ -53,7 +53,7 @@ from dcp_s3.format.part import Part, WrittenItem, digest_of, item_hash
 from dcp_s3.format.part_codec import encode
 from dcp_s3.save.objects import ItemWriteResult
 from dcp_s3.store import Expect, Page, StoredObject
-from dcp_s3.stores.memory import MemoryStore
+from tests.memory_store import MemoryStore
 
 SAVE = "0123456789abcdef"
 _URL = "s3://bench/run/step-1"

@@ -24,7 +24,7 @@ import torch
 from PIL import Image
 
 from dcp_s3 import CheckpointManager, errors, pin
-from dcp_s3.checkpoint.completeness import Beginning
+from dcp_s3.checkpoint.commit_state import Beginning
 from dcp_s3.reporting.report import report
 from dcp_s3.url import parse_url
 from tests.chromium import Page, visit

@@ -144,22 +144,23 @@ if _TYPE_CHECKING:
     from dcp_s3.offline.verify_report import Problem, VerifyReport
     from dcp_s3.reporting.data import ReportData
     from dcp_s3.reporting.report import report
-    from dcp_s3.retention.catalog import CheckpointCatalog, latest, list_checkpoints
+    from dcp_s3.retention.catalog import CatalogSnapshot, CheckpointCatalog, latest, list_checkpoints
     from dcp_s3.retention.marks import annotate, pin, unpin
     from dcp_s3.retention.parse import parse_policy
-    from dcp_s3.retention.period_policy import KeepDaily, KeepHourly, KeepWeekly
     from dcp_s3.retention.plan import Decision, Plan, make_plan
     from dcp_s3.retention.policy import (
         KeepBest,
+        KeepDaily,
         KeepEvery,
+        KeepHourly,
         KeepLatest,
         KeepSteps,
+        KeepWeekly,
         KeepWithin,
         Policy,
     )
     from dcp_s3.retention.prune import PruneReport, apply_plan, prune
     from dcp_s3.retention.remove import remove
-    from dcp_s3.retention.scan import CatalogSnapshot
     from dcp_s3.save.writer import S3StorageWriter
     from dcp_s3.settings import Settings
     from dcp_s3.sharding.shards import shard
@@ -286,19 +287,19 @@ _MODULES = {
     "Plan": "dcp_s3.retention.plan",
     "make_plan": "dcp_s3.retention.plan",
     "KeepBest": "dcp_s3.retention.policy",
-    "KeepDaily": "dcp_s3.retention.period_policy",
+    "KeepDaily": "dcp_s3.retention.policy",
     "KeepEvery": "dcp_s3.retention.policy",
-    "KeepHourly": "dcp_s3.retention.period_policy",
+    "KeepHourly": "dcp_s3.retention.policy",
     "KeepLatest": "dcp_s3.retention.policy",
     "KeepSteps": "dcp_s3.retention.policy",
-    "KeepWeekly": "dcp_s3.retention.period_policy",
+    "KeepWeekly": "dcp_s3.retention.policy",
     "KeepWithin": "dcp_s3.retention.policy",
     "Policy": "dcp_s3.retention.policy",
     "PruneReport": "dcp_s3.retention.prune",
     "apply_plan": "dcp_s3.retention.prune",
     "prune": "dcp_s3.retention.prune",
     "remove": "dcp_s3.retention.remove",
-    "CatalogSnapshot": "dcp_s3.retention.scan",
+    "CatalogSnapshot": "dcp_s3.retention.catalog",
     "S3StorageWriter": "dcp_s3.save.writer",
     "Settings": "dcp_s3.settings",
     "shard": "dcp_s3.sharding.shards",

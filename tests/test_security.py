@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors, latest, list_checkpoints, prune, remove
 from dcp_s3.offline.replicate import download, upload
-from dcp_s3.s3 import quirks, retry
+from dcp_s3.s3 import operations, retry
 from dcp_s3.s3.diagnosis import permission_of
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
@@ -212,7 +212,7 @@ def test_a_drain_that_may_not_look_for_uploads_names_the_permission_and_goes_on(
     caplog: pytest.LogCaptureFixture,
     permission: str,
 ) -> None:
-    quirks.forget()
+    operations.forget()
     deny(faulty, permission)
     report = drain(tmp_path, f"{ROOT}/a")
     assert (report.committed, report.waiting) == ([f"{ROOT}/a"], {})

@@ -15,14 +15,14 @@ import pytest
 from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.limit import Cancelled, Deadline, Limit
-from dcp_s3.s3 import listing, quirks, retry
+from dcp_s3.s3 import listing, operations, retry
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.store import ABSENT, DeleteTarget, Expect, Store
 from dcp_s3.stores.directory import DirectoryStore
-from dcp_s3.stores.memory import MemoryStore
-from dcp_s3.stores.overlay import Overlay
 from tests.faulty_store import FaultyStore
+from tests.memory_store import MemoryStore
+from tests.overlay_store import Overlay
 from tests.servers import NAMES, S3Server
 
 PAGE = 3
@@ -60,7 +60,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(retry, "BACKOFF_BASE", 0.01)
     if request.param in LOCAL:
         return local(request.param, tmp_path)
-    quirks.forget()
+    operations.forget()
     monkeypatch.setattr(listing, "PAGE_SIZE", PAGE)
     return S3Store(request.getfixturevalue("bucket"), Settings())
 
@@ -269,7 +269,7 @@ def test_a_quirk_is_said_where_a_condition_that_holds_is_refused(
 ) -> None:
     store.put("k", b"first")
     store.put("k", b"second", expect=Expect(store.get("k").etag))
-    known = isinstance(store, S3Store) and quirks.knows(quirks.Quirk.NO_CONDITIONAL_WRITES, store)
+    known = isinstance(store, S3Store) and operations.knows(operations.Quirk.NO_CONDITIONAL_WRITES, store)
     assert known == ("conditional writes" in caplog.text)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.listing import list_directory
+from dcp_s3.checkpoint.directory import list_directory
 from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.layout import METADATA_CRC_KEY, SAVE_ID_KEY, is_attachment_name, manifest_object, metadata_object
@@ -41,11 +41,7 @@ class Attachment:
 
 
 def make_attachment(name: str, data: bytes | bytearray | memoryview) -> Attachment:
-    """Check an attachment, and copy its bytes.
-
-    Raises:
-        SaveProtocolError: the name cannot be one, or there is too much data.
-    """
+    """Check an attachment, and copy its bytes."""
     if not isinstance(name, str) or not is_attachment_name(name):
         raise errors.SaveProtocolError(
             f"{name!r} cannot be the name of an attachment: it is a short path relative to the checkpoint, such as "
@@ -66,11 +62,7 @@ def make_attachment(name: str, data: bytes | bytearray | memoryview) -> Attachme
 
 
 def check_distinct(objects: Iterable[ObjectEntry]) -> None:
-    """Refuse two attachments of one name, unless ranks attached the same bytes.
-
-    Raises:
-        SaveProtocolError
-    """
+    """Refuse two attachments of one name, unless ranks attached the same bytes."""
     seen: dict[str, AttachmentEntry] = {}
     for entry in objects:
         if isinstance(entry, AttachmentEntry):
@@ -92,11 +84,7 @@ def check_distinct(objects: Iterable[ObjectEntry]) -> None:
 
 
 def copy_before_commit(store: Store, url: CheckpointURL, objects: Iterable[ObjectEntry]) -> list[AttachmentEntry]:
-    """Make the plain copies where nothing is in their place yet. Returns the attachments that still lack one.
-
-    Raises:
-        CorruptCheckpointError: an attachment is not what was uploaded.
-    """
+    """Make the plain copies where nothing is in their place yet. Returns the attachments that still lack one."""
     left = []
     for entry in attachments_of(objects).values():
         try:
@@ -152,11 +140,7 @@ def _fetch(store: Store, url: CheckpointURL, entry: AttachmentEntry) -> bytes:
 
 
 def check_bytes(data: bytes, url: CheckpointURL, entry: AttachmentEntry) -> bytes:
-    """The bytes of an attachment, if they are those that were attached.
-
-    Raises:
-        CorruptCheckpointError: they are not.
-    """
+    """The bytes of an attachment, if they are those that were attached."""
     found = crc_hex(crc64nvme(data))
     if len(data) == entry.size and entry.crc64nvme in (None, found):
         return data
@@ -172,12 +156,7 @@ def check_bytes(data: bytes, url: CheckpointURL, entry: AttachmentEntry) -> byte
 
 
 def find_attachments(store: Store, url: CheckpointURL) -> Mapping[str, AttachmentEntry] | None:
-    """The attachments of the checkpoint at ``url``, by name; None if it has no manifest, as another library's.
-
-    Raises:
-        CheckpointNotFoundError: no committed checkpoint is there.
-        StorageError, CheckpointError
-    """
+    """The attachments of the checkpoint at ``url``, by name; None if it has no manifest, as another library's."""
     manifests = _find_manifests(store, url)
     if not manifests:
         return None
@@ -185,25 +164,13 @@ def find_attachments(store: Store, url: CheckpointURL) -> Mapping[str, Attachmen
 
 
 def read_extra(store: Store, url: CheckpointURL) -> dict[str, Any]:
-    """What the user stored with the checkpoint at ``url`` (``extra=``). Without collectives: that of the lowest rank.
-
-    Raises:
-        CheckpointNotFoundError: no committed checkpoint is there.
-        StorageError, CheckpointError
-    """
+    """What the user stored with the checkpoint at ``url`` (``extra=``). Without collectives: that of the lowest rank."""
     manifests = _find_manifests(store, url)
     return manifests[0].extra if manifests else {}
 
 
 def read_attachment(store: Store, url: CheckpointURL, name: str) -> bytes:
-    """The bytes of one attachment. Of another library's checkpoint: those of the object with that name.
-
-    Raises:
-        AttachmentNotFoundError: there is none.
-        CorruptCheckpointError: it is damaged.
-        CheckpointNotFoundError: no committed checkpoint is there.
-        StorageError, CheckpointError
-    """
+    """The bytes of one attachment. Of another library's checkpoint: those of the object with that name."""
     known = find_attachments(store, url)
     if known is None:
         try:
@@ -261,12 +228,7 @@ def _manifest_of_save(store: Store, url: CheckpointURL, rank: int | None) -> Man
 
 
 def _find_save_id(store: Store, url: CheckpointURL, rank: int | None) -> str | None:
-    """Save id of the checkpoint; None if another library wrote it. A HEAD is mostly enough: ``.metadata`` may be large.
-
-    Raises:
-        CheckpointNotFoundError: there is none.
-        StorageError, CheckpointError
-    """
+    """Save id of the checkpoint; None if another library wrote it. A HEAD is mostly enough: ``.metadata`` may be large."""
     try:
         save_id = store.head(url.key(metadata_object(rank))).metadata.get(SAVE_ID_KEY)
     except errors.ObjectNotFoundError:

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from dcp_s3 import errors
 from dcp_s3._version import __version__
 from dcp_s3.checkpoint.attachments import copy_after_commit, copy_before_commit, remove_copies
-from dcp_s3.checkpoint.commit_state import Previous, SaveIdentity, exists_error, is_committed, save_id_in
-from dcp_s3.checkpoint.completeness import find_loss
+from dcp_s3.checkpoint.commit_state import Previous, SaveIdentity, exists_error, find_loss, is_committed, save_id_in
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.layout import METADATA, METADATA_CRC_KEY, SAVE_ID_KEY
 from dcp_s3.format.manifest import Manifest, ObjectEntry, attachments_of
@@ -63,9 +62,6 @@ def make_commit(
 
     Metrics and ``extra`` are part of the manifest, so they exist exactly when the checkpoint does. Later ones lie in
     ``metrics.json``, which names the save that they belong to.
-
-    Raises:
-        SaveProtocolError: what was written cannot be read back, see `check_readable`.
     """
     from dcp_s3.checkpoint.readback import check_readable
     from dcp_s3.format.metadata import dump_metadata
@@ -103,11 +99,7 @@ def publish(
     until then.
 
     Args:
-        store: store with the checkpoint.
-        commit: the commit to write.
-        previous: the checkpoint to replace.
         look_again: called once if that checkpoint is no longer there; the one that it finds is replaced instead.
-        keep_objects: whether the objects of a save that loses stay where they are, invisible.
         is_late: whether the save began so long ago that a prune may take its objects for leftovers. If so, it looks
             for them before and after it writes ``.metadata``.
 
@@ -219,11 +211,7 @@ def _check_still_whole(store: Store, commit: Commit, replaced: StoredObject | No
 
 
 def _delete_replaced(store: Store, identity: SaveIdentity, previous: Previous, keys: frozenset[str]) -> None:
-    """Delete what only the old checkpoint needs, once the new one is seen in its place.
-
-    Raises:
-        TransferError: the new one is not there, whatever answered the commit.
-    """
+    """Delete what only the old checkpoint needs, once the new one is seen in its place."""
     try:
         found = store.head(identity.metadata_key)
         etag, committed = found.etag or None, save_id_in(store, identity, found) == identity.save_id
@@ -261,11 +249,7 @@ def _is_committed_after_all(store: Store, identity: SaveIdentity) -> bool:
 
 
 def check_metrics(metrics: Mapping[str, Any]) -> None:
-    """Refuse metrics that JSON cannot hold.
-
-    Raises:
-        SaveProtocolError: a name is not text, or a value not a number, text, bool or None.
-    """
+    """Refuse metrics that JSON cannot hold."""
     for name, value in metrics.items():
         if not isinstance(name, str) or not isinstance(value, (int, float, str, bool, type(None))):
             raise errors.SaveProtocolError(

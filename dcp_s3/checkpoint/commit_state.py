@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from dataclasses import dataclass
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.listing import list_directory
+from dcp_s3.checkpoint.directory import list_directory
 from dcp_s3.checkpoint.stored_metadata import check_metadata
+from dcp_s3.format.deletion_list import DeletionList
 from dcp_s3.format.layout import SAVE_ID_KEY, manifest_object, metadata_object
-from dcp_s3.format.manifest import AttachmentEntry, Manifest
+from dcp_s3.format.manifest import AttachmentEntry, Manifest, ObjectEntry
 from dcp_s3.store import ObjectHead, Store
 from dcp_s3.url import CheckpointURL
 from dcp_s3.workers import Workers
@@ -65,10 +68,6 @@ def check_absent(store: Store, identity: SaveIdentity) -> None:
 
     Also looks for a checkpoint of the other kind: one of a save with collectives hides those of single ranks,
     whichever is saved first.
-
-    Raises:
-        CheckpointExistsError: one is there.
-        StorageError: cannot tell (missing bucket, credentials, ...).
     """
     rank = 0 if identity.rank is None else identity.rank
     with contextlib.closing(Workers(1, "dcp_s3-look")) as other:  # both at once: a save begins with this wait
@@ -97,13 +96,7 @@ def find_state(store: Store, identity: SaveIdentity, *, path: str | None, starte
     """How the commit of a save stands.
 
     Args:
-        store: store with the checkpoint.
-        identity: the save. S3 has only the coordinator's save id.
-        path: path of an object that this rank wrote. Ranks other than the coordinator recognize their save by it.
         started_at: when the save began, seconds since the epoch.
-
-    Raises:
-        StorageError: cannot tell.
     """
     try:
         save_id = _stored_save_id(store, identity)
@@ -120,11 +113,7 @@ def find_state(store: Store, identity: SaveIdentity, *, path: str | None, starte
 
 
 def is_committed(store: Store, identity: SaveIdentity) -> bool:
-    """Whether the checkpoint at the URL is this save's, judged by its id.
-
-    Raises:
-        StorageError: cannot tell.
-    """
+    """Whether the checkpoint at the URL is this save's, judged by its id."""
     try:
         return _stored_save_id(store, identity) == identity.save_id
     except errors.ObjectNotFoundError:
@@ -132,11 +121,7 @@ def is_committed(store: Store, identity: SaveIdentity) -> bool:
 
 
 def find_previous(store: Store, identity: SaveIdentity) -> Previous:
-    """Find what a save with collectives will overwrite: a checkpoint, those of single ranks, or nothing.
-
-    Raises:
-        StorageError: cannot tell.
-    """
+    """Find what a save with collectives will overwrite: a checkpoint, those of single ranks, or nothing."""
 
     url = identity.url
     keys: set[str] = set()
@@ -177,14 +162,7 @@ def check_newest(store: Store, identity: SaveIdentity, previous: Previous, start
     """Refuse to let a late save replace one that began after it.
 
     Args:
-        store: store with the checkpoint.
-        identity: the save.
-        previous: the checkpoint that it would replace.
         started_at: when it began, seconds since the epoch.
-
-    Raises:
-        CheckpointExistsError: the checkpoint at the URL is newer.
-        StorageError: cannot tell.
     """
     if previous.etag is None:
         return
@@ -201,11 +179,7 @@ def check_newest(store: Store, identity: SaveIdentity, previous: Previous, start
 
 
 def _stored_save_id(store: Store, identity: SaveIdentity) -> str | None:
-    """Save id of the checkpoint at the URL; None if it is not ours.
-
-    Raises:
-        ObjectNotFoundError: there is none; other StorageErrors.
-    """
+    """Save id of the checkpoint at the URL; None if it is not ours."""
     return save_id_in(store, identity, store.head(identity.metadata_key))
 
 
@@ -219,3 +193,54 @@ def save_id_in(store: Store, identity: SaveIdentity, found: ObjectHead) -> str |
             return None
         save_id = getattr(metadata.storage_meta, "save_id", None)
     return save_id
+
+
+# --- completeness ----------------------------------------------------------------------------------
+
+
+LATE = 1800.0
+"""Seconds after which a save looks for its objects before and after its commit: half of the shortest grace period."""
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """When a save began."""
+
+    at: float = field(default_factory=time.time)
+    """Seconds since the epoch."""
+    monotonic: float | None = field(default_factory=time.monotonic)
+    """Seconds of time.monotonic; None if another process began the save."""
+
+    def at_the_earliest(self, others: Iterable[float]) -> Beginning:
+        """When the first of several processes began a save that one of them commits: a prune counts from their objects.
+
+        Args:
+            others: when the others began, seconds since the epoch.
+        """
+        return replace(self, at=min([self.at, *others]))
+
+    def is_late(self) -> bool:
+        """Whether `LATE` seconds have passed on either clock: one may be set back, the other stops in host sleep."""
+        ages = [time.time() - self.at]
+        if self.monotonic is not None:
+            ages.append(time.monotonic() - self.monotonic)
+        return max(ages) > LATE
+
+
+def find_loss(store: Store, url: CheckpointURL, objects: Sequence[ObjectEntry]) -> str | None:
+    """Why a save is incomplete: an object is gone, or a deletion's list names it. None if all will stay."""
+    directory = list_directory(store, url)
+    paths = {entry.path for entry in objects}
+    missing = directory.lacking({entry.path: entry.size for entry in objects}, exact=True)
+    if missing:
+        return f"{len(missing)} of its {len(paths)} objects are gone, the first {missing[0]}"
+    for path in directory.deletions:
+        try:
+            named = paths & set(DeletionList.from_json(store.get(url.key(path)).data).objects)
+        except errors.ObjectNotFoundError:
+            return "a prune has just deleted something there"
+        except ValueError as error:
+            return f"a prune deletes something there, and its list {path} cannot be read: {error}"
+        if named:
+            return f"a prune is about to delete {len(named)} of its {len(paths)} objects, the first {min(named)}"
+    return None

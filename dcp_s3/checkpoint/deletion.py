@@ -6,50 +6,86 @@
    for the list.
 4. Delete what makes it a checkpoint, if its ETag is unchanged. From here on it is no checkpoint.
 5. Delete the rest, and finally the list.
+
+`leftovers` deletes what was never committed.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.deleter import Deleter, Deletion, LeftAloneError, commit_steps
-from dcp_s3.checkpoint.directory import Directory, Removal
+from dcp_s3.checkpoint.directory import Directory, Removal, list_directory_async
 from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.checkpoint.lease import DELETION_BEGINS
 from dcp_s3.checkpoint.look import Inspected, find_manifest, inspect, save_id_of
 from dcp_s3.checkpoint.stored_metadata import check_metadata
+from dcp_s3.coroutines import gather
 from dcp_s3.format.deletion_list import DeletionList
 from dcp_s3.format.layout import (
     CONTROL_PREFIX,
     DELETION_PREFIX,
     METADATA,
+    classify,
     deletion_object,
     metadata_object,
     new_nonce,
 )
 from dcp_s3.format.saved_entries import needed_objects
-from dcp_s3.limit import Deadline, Limit
+from dcp_s3.limit import UNLIMITED, Deadline, Limit
+from dcp_s3.s3.listing import batches, old_versions
 from dcp_s3.store import DeleteTarget, same_etag
 from dcp_s3.url import CheckpointURL
+
+if TYPE_CHECKING:
+    from dcp_s3.s3.async_store import AsyncS3Store
 
 logger = logging.getLogger(__name__)
 
 _ATTEMPT_SECONDS = 30.0
 """Seconds for which one attempt to delete a commit may hang."""
 
+# Each request of 1000 keys counts as 1000 for S3, which takes 3500 a second.
+_DELETES_AT_ONCE = 8
 
-class Remover:
-    """Deletes committed checkpoints, and finishes deletions that were cut off.
+_TOO_SLOW = "S3 is too slow for its readers to be seen"
 
-    Args:
-        deleter: deleter of the root.
-    """
+Look = Callable[[], Awaitable[None]]
+"""Called before each request of a deletion; raises if nothing more may be deleted."""
 
-    def __init__(self, deleter: Deleter) -> None:
-        self._deleter = deleter
+
+class LeftAloneError(errors.DcpS3Error):
+    """Something was not deleted because it is not what the plan saw, or is protected."""
+
+
+@dataclass(frozen=True)
+class Deletion:
+    """The objects that were deleted from one checkpoint's directory."""
+
+    name: str
+    """Name of the checkpoint."""
+    objects: int
+    """Number of objects; the deletion's list and other small marks do not count."""
+    size: int
+    """Bytes."""
+
+
+class Deleter:
+    """Deletes committed checkpoints, and finishes deletions that were cut off."""
+
+    def __init__(self, store: AsyncS3Store, *, all_versions: bool, force: bool = False, dry_run: bool = False) -> None:
+        self.store = store
+        self.all_versions = all_versions  # of a versioned bucket, rather than add delete markers
+        self.force = force  # ignore pins, leases and saves in progress
+        self.dry_run = dry_run
+        self._slots = asyncio.Semaphore(_DELETES_AT_ONCE)
+
+    # --- a committed checkpoint -----------------------------------------------------------------
 
     async def delete_committed(
         self, url: CheckpointURL, planned: CheckpointInfo, *, since: float, newest: CheckpointURL | None = None
@@ -57,8 +93,6 @@ class Remover:
         """Delete a committed checkpoint.
 
         Args:
-            url: URL of the checkpoint.
-            planned: the checkpoint as the plan saw it.
             since: seconds since the epoch on the clock of S3. Objects that were written later and are not the
                 checkpoint's belong to a save in progress.
             newest: URL of the checkpoint that must exist for this one to be deleted.
@@ -67,48 +101,47 @@ class Remover:
             LeftAloneError: it changed, it is protected, or a save to its URL is in progress.
             StorageError, CheckpointError
         """
-        found = await inspect(self._deleter.store, url)
+        found = await inspect(self.store, url)
         if found is None or not found.info.committed:
             raise LeftAloneError("it is gone, or no longer committed")
         _check_unchanged(planned, found.info)
         needed, copies = await self._needed(url, found)
-        directory = await self._deleter.list_directory(url)
-        self._deleter.check_protection(directory)
+        directory = await list_directory_async(self.store, url)
+        self.check_protection(directory)
         removal = directory.removal(needed, since=since, copies=copies)
-        if removal.being_saved and not self._deleter.force:
-            raise LeftAloneError(f"a save is in progress: {removal.being_saved} was written")
+        self.check_not_saving(removal)
         commit = directory.commits.get(None)
         if planned.etag is not None and (commit is None or not commit.has_etag(planned.etag)):
             raise LeftAloneError("it was overwritten")
-        if not self._deleter.dry_run:
+        if not self.dry_run:
             await self._delete(url, planned, removal, newest)
         return Deletion(url.name, removal.count, removal.size)
 
     async def _delete(
         self, url: CheckpointURL, planned: CheckpointInfo, removal: Removal, newest: CheckpointURL | None
     ) -> None:
-        listed = removal.to_list(planned.save_id, all_versions=self._deleter.all_versions)
+        listed = removal.to_list(planned.save_id, all_versions=self.all_versions)
         path = deletion_object(planned.deletion_id, new_nonce())
         deadline = _CommitDeadline.begin()
         try:
-            await self._deleter.write_list(url, path, listed)
+            await self.write_list(url, path, listed)
             lists = await self._look_again(url, planned, listed, newest)
             if deadline.passed:
                 raise LeftAloneError(_TOO_SLOW)
         except (LeftAloneError, errors.StorageError):
-            await self._deleter.withdraw(url, [path])
+            await self.withdraw(url, [path])
             raise
         in_time = Limit(deadline=deadline, hang=_ATTEMPT_SECONDS)
         for step in commit_steps(url, listed):
             try:
-                changed = await self._deleter.delete_all(step, limit=in_time)
+                changed = await self.delete_all(step, limit=in_time)
             except errors.StorageError as error:
                 await self._give_up(url, path, listed, error)
                 raise
             if changed:
-                await self._deleter.withdraw(url, [path])
+                await self.withdraw(url, [path])
                 raise LeftAloneError("it was overwritten")
-        await self._deleter.delete_rest(url, listed, {path, *lists})
+        await self.delete_rest(url, listed, {path, *lists})
 
     async def _give_up(self, url: CheckpointURL, path: str, listed: DeletionList, error: errors.StorageError) -> None:
         """Withdraw the list if S3 certainly has not deleted a commit and never will: no reader should wait in vain."""
@@ -117,11 +150,11 @@ class Remover:
             return  # S3 may still carry it out
         try:
             for commit, etag in listed.commits.items():
-                if not same_etag((await self._deleter.store.head(url.key(commit))).etag, etag):
+                if not same_etag((await self.store.head(url.key(commit))).etag, etag):
                     return
         except errors.StorageError:
             return
-        await self._deleter.withdraw(url, [path])
+        await self.withdraw(url, [path])
         if late:
             raise LeftAloneError(_TOO_SLOW)
 
@@ -133,39 +166,60 @@ class Remover:
             raise LeftAloneError(f"{newest}, which was to stay as the newest, is gone")
         if planned.etag is not None:
             try:
-                head = await self._deleter.store.head(url.key(METADATA))
+                head = await self.store.head(url.key(METADATA))
             except errors.ObjectNotFoundError:
                 raise LeftAloneError("another prune deletes it") from None
             if not same_etag(head.etag, planned.etag):
                 raise LeftAloneError("it was overwritten")
-        directory = await self._deleter.list_directory(url, CONTROL_PREFIX)
-        self._deleter.check_protection(directory)
-        if not self._deleter.force:
+        directory = await list_directory_async(self.store, url, CONTROL_PREFIX)
+        self.check_protection(directory)
+        if not self.force:
             metrics = directory.metrics
             if metrics is not None and not metrics.has_etag(listed.objects.get(metrics.path)):
                 raise LeftAloneError("metrics were added to it")
-            if others := directory.other_saves(listed.objects):
-                raise LeftAloneError(f"a save is in progress: it has written {others[0].path}")
+            check_no_other_save(directory, listed.objects)
         return [each.path for each in directory.lists_of(planned.deletion_id)]
 
+    async def _needed(self, url: CheckpointURL, found: Inspected) -> tuple[set[str], set[str]]:
+        """Relative paths of the data objects and manifests that a checkpoint's metadata names, and of the plain copies
+        of its attachments."""
+        if found.manifest is not None:
+            return found.manifest.paths, set(found.manifest.attachments)
+        needed: set[str] = set()
+        copies: set[str] = set()
+        for rank in found.directory.committing:
+            try:
+                manifest = await find_manifest(self.store, url, found.directory, rank)
+                if manifest is not None:
+                    needed |= manifest.paths
+                    copies |= set(manifest.attachments)
+                    continue
+                metadata = check_metadata(await self.store.get(url.key(metadata_object(rank))), url, rank)
+            except errors.ObjectNotFoundError:
+                raise LeftAloneError("another prune deletes it") from None
+            except errors.CheckpointError as error:
+                logger.warning("what %s consists of cannot be read, so that only old objects go: %s", url, error)
+                continue
+            needed |= set(needed_objects(metadata))
+        return needed, copies
+
+    async def _exists(self, url: CheckpointURL) -> bool:
+        for name in (METADATA, metadata_object(0)):
+            page = await self.store.page(url.key(name))
+            if any(each.key == url.key(name) for each in page.objects):
+                return True
+        return False
+
+    # --- deletions that were cut off ------------------------------------------------------------
+
     async def finish(self, url: CheckpointURL, deletion: str) -> Deletion:
-        """Finish a deletion that was cut off: delete exactly what its lists name and is unchanged.
-
-        Args:
-            url: URL of the checkpoint.
-            deletion: id of the deletion.
-
-        Raises:
-            LeftAloneError: the checkpoint is still there.
-            CheckpointError: a list cannot be read.
-            StorageError
-        """
-        directory = await self._deleter.list_directory(url)
+        """Finish a deletion (its id) that was cut off: delete exactly what its lists name and is unchanged."""
+        directory = await list_directory_async(self.store, url)
         gone: set[str] = set()
         for found in directory.lists_of(deletion):
             path = found.path
             try:
-                listed = DeletionList.from_json((await self._deleter.store.get(url.key(path))).data)
+                listed = DeletionList.from_json((await self.store.get(url.key(path))).data)
             except errors.ObjectNotFoundError:
                 continue  # another prune has finished it
             except ValueError as error:
@@ -178,47 +232,22 @@ class Remover:
                 if not listed.commits:  # a list of leftovers, or of a save that was committed after all
                     given_up = found.modified_at < directory.now - DELETION_BEGINS
                     if given_up or not listed.objects.keys() & directory.objects.keys():
-                        await self._deleter.withdraw(url, [path])
+                        await self.withdraw(url, [path])
                     continue
                 raise LeftAloneError("a deletion was begun and given up; the checkpoint is still there")
             rest = still_there(directory, listed, written_at=found.modified_at)
             for step in commit_steps(url, rest):
-                await self._deleter.delete_all(step)
+                await self.delete_all(step)
             # In a versioned bucket, an object that already has its delete marker may still have older versions.
-            await self._deleter.delete_rest(url, rest, [path], purged=listed)
+            await self.delete_rest(url, rest, [path], purged=listed)
             gone |= {*rest.commits, *rest.objects}
         return Deletion(url.name, len(gone), sum(directory.sizes[path] for path in gone))
 
     async def withdraw_given_up(self, url: CheckpointURL, deletion: str) -> None:
         """Remove the lists of a deletion that was cut off before it began: the checkpoint is still there."""
-        directory = await self._deleter.list_directory(url, DELETION_PREFIX)
+        directory = await list_directory_async(self.store, url, DELETION_PREFIX)
         old = [each for each in directory.lists_of(deletion) if each.modified_at < directory.now - DELETION_BEGINS]
-        await self._deleter.delete_all([DeleteTarget(url.key(each.path)) for each in old])
-
-    async def _needed(self, url: CheckpointURL, found: Inspected) -> tuple[set[str], set[str]]:
-        """Relative paths of the data objects and manifests that a checkpoint's metadata names, and of the plain copies
-        of its attachments."""
-        if found.manifest is not None:
-            return found.manifest.paths, set(found.manifest.attachments)
-        needed: set[str] = set()
-        copies: set[str] = set()
-        for rank in found.directory.committing:
-            try:
-                manifest = await find_manifest(self._deleter.store, url, found.directory, rank)
-                if manifest is not None:
-                    needed |= manifest.paths
-                    copies |= set(manifest.attachments)
-                    continue
-
-                stored = await self._deleter.store.get(url.key(metadata_object(rank)))
-                metadata = check_metadata(stored, url, rank)
-            except errors.ObjectNotFoundError:
-                raise LeftAloneError("another prune deletes it") from None
-            except errors.CheckpointError as error:
-                logger.warning("what %s consists of cannot be read, so that only old objects go: %s", url, error)
-                continue
-            needed |= set(needed_objects(metadata))
-        return needed, copies
+        await self.delete_all([DeleteTarget(url.key(each.path)) for each in old])
 
     async def _has_save(self, url: CheckpointURL, save_id: str | None, directory: Directory) -> bool:
         """Whether the checkpoint at the URL is of that save. Its ``.metadata`` may have another ETag, if it was brought
@@ -226,26 +255,86 @@ class Remover:
         if save_id is None or None not in directory.commits:
             return False
         try:
-            return save_id_of(await self._deleter.store.head(url.key(METADATA))) == save_id
+            return save_id_of(await self.store.head(url.key(METADATA))) == save_id
         except errors.ObjectNotFoundError:
             return False
 
-    async def _exists(self, url: CheckpointURL) -> bool:
-        for name in (METADATA, metadata_object(0)):
-            page = await self._deleter.store.page(url.key(name))
-            if any(each.key == url.key(name) for each in page.objects):
-                return True
-        return False
+    # --- steps of each deletion -----------------------------------------------------------------
 
+    def check_protection(self, directory: Directory) -> None:
+        """Raises LeftAloneError if it is pinned, or a reader has a lease."""
+        if not self.force and directory.protection is not None:
+            raise LeftAloneError(directory.protection)
 
-_TOO_SLOW = "S3 is too slow for its readers to be seen"
+    def check_not_saving(self, removal: Removal) -> None:
+        """Raises LeftAloneError if a save is in progress."""
+        if removal.being_saved and not self.force:
+            raise LeftAloneError(f"a save is in progress: {removal.being_saved} was written")
+
+    async def write_list(self, url: CheckpointURL, path: str, listed: DeletionList) -> None:
+        """Write the list of what will be deleted."""
+        await self.store.put(url.key(path), listed.to_json(), content_type="application/json")
+
+    async def withdraw(self, url: CheckpointURL, paths: Iterable[str]) -> None:
+        """Remove the lists of a deletion that was given up. A failure is a warning."""
+        try:
+            await self.delete_all([DeleteTarget(url.key(path)) for path in paths])
+        except errors.StorageError as error:
+            logger.warning("a deletion of %s was given up, and its list stays until the next prune: %s", url, error)
+
+    async def delete_all(
+        self, targets: Sequence[DeleteTarget], *, limit: Limit = UNLIMITED, look: Look | None = None
+    ) -> list[str]:
+        """Delete keys whose ETags are unchanged; ``limit`` bounds each request.
+
+        Returns:
+            Keys that were left alone because they have another ETag.
+        """
+        if look is not None:
+            found: list[str] = []
+            for batch in batches(targets):
+                await look()
+                found += await self._delete_batch(batch, limit)
+            return found
+        changed = await gather([self._delete_batch(batch, limit) for batch in batches(targets)])
+        return [key for each in changed for key in each]
+
+    async def delete_rest(
+        self,
+        url: CheckpointURL,
+        listed: DeletionList,
+        lists: Iterable[str],
+        *,
+        purged: DeletionList | None = None,
+        look: Look | None = None,
+    ) -> None:
+        """Delete the listed objects, and last the lists (relative paths), once the commit is gone.
+
+        ``purged``: objects whose old versions are deleted, if there are more than in ``listed``.
+        """
+        await self.delete_all(other_targets(url, listed), look=look)
+        if listed.all_versions or self.all_versions:
+            await self._purge(url, purged or listed)
+        await self.delete_all([DeleteTarget(url.key(path)) for path in lists])
+        if listed.all_versions or self.all_versions:
+            await self._purge(url, DeletionList(None, {}, dict.fromkeys(lists, "")))
+
+    async def _purge(self, url: CheckpointURL, listed: DeletionList) -> None:
+        """Delete all versions of the listed objects, except a current one, which was written since."""
+        commits, keys = ({url.key(path) for path in paths} for paths in (listed.commits, listed.objects))
+        if commits or keys:
+            for step in old_versions(await self.store.list_versions(url.key("")), commits, keys):
+                await self.delete_all(step)
+
+    async def _delete_batch(self, batch: Sequence[DeleteTarget], limit: Limit) -> Sequence[str]:
+        async with self._slots:
+            return await self.store.within(limit).delete(batch)
 
 
 @dataclass(frozen=True)
 class _CommitDeadline(Deadline):
     """When a deletion's commits must be gone, so that readers may rely on its list. Uses two clocks, because one
-    stops while a host sleeps.
-    """
+    stops while a host sleeps."""
 
     wall: float = 0.0
     """When the deadline passes, seconds since the epoch."""
@@ -258,13 +347,37 @@ class _CommitDeadline(Deadline):
 
     @property
     def left(self) -> float:
-        """Seconds until it passes by either clock, 0 if it has."""
         return max(0.0, min(self.at - time.monotonic(), self.wall - time.time()))
 
     @property
     def passed(self) -> bool:
-        """Whether it has passed by either clock."""
         return self.left <= 0
+
+
+def commit_steps(url: CheckpointURL, listed: DeletionList) -> list[list[DeleteTarget]]:
+    """The commits, which are deleted first, in steps: ``.metadata`` after those of single ranks, which it hides."""
+    targets = [DeleteTarget(url.key(path), etag) for path, etag in sorted(listed.commits.items())]
+    hidden = [each for each in targets if each.key != url.key(METADATA)]
+    return [step for step in (hidden, [each for each in targets if each not in hidden]) if step]
+
+
+def other_targets(url: CheckpointURL, listed: DeletionList) -> list[DeleteTarget]:
+    """The objects to delete after the commits. Names that no other save uses need no condition, and get none."""
+
+    def is_of_one_save(path: str) -> bool:
+        kind = classify(path)
+        return bool(kind.nonce or kind.save_id)  # the claim has neither
+
+    return [
+        DeleteTarget(url.key(path), "" if is_of_one_save(path) else etag)
+        for path, etag in sorted(listed.objects.items())
+    ]
+
+
+def check_no_other_save(directory: Directory, seen: Mapping[str, str]) -> None:
+    """Raises LeftAloneError if a save in progress has written since a listing with these ETags by relative path."""
+    if others := directory.other_saves(seen):
+        raise LeftAloneError(f"a save is in progress: it has written {others[0].path}")
 
 
 def _check_unchanged(planned: CheckpointInfo, now: CheckpointInfo) -> None:

@@ -7,15 +7,20 @@ such a name may also be checkpoints of their own.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from dcp_s3.format.deletion_list import DeletionList
 from dcp_s3.format.layout import CLAIM, Kind, What, classify, is_inside, manifest_object, may_be_spread
 from dcp_s3.format.manifest import Manifest
+from dcp_s3.store import Store
 from dcp_s3.url import CheckpointURL
+
+if TYPE_CHECKING:
+    from dcp_s3.s3.async_store import AsyncS3Store
 
 LEASE_MARGIN = 60.0
 """Seconds for which a lease counts after its end: a renewal may be under way. Both times are by S3's clock."""
@@ -203,9 +208,6 @@ class Directory:
 
         Spread data counts if it lies like the checkpoint's needed data, and not in a directory that is a checkpoint. If
         nothing is needed (it was never committed), it counts if there is no other data and no such directory.
-
-        Args:
-            needed: relative paths that its manifest or metadata names.
         """
         spread = {path: found.kind.spread for path, found in self.data.items() if found.kind.spread}
         plain = self.data.keys() - spread.keys()
@@ -256,12 +258,7 @@ class Directory:
     # --- what is missing -------------------------------------------------------------------------
 
     def lacking(self, sizes: Mapping[str, int], *, exact: bool = False) -> list[str]:
-        """Relative paths of objects that are missing or too short; with ``exact``, also of those that are too long.
-
-        Args:
-            sizes: bytes by relative path, from a manifest or metadata.
-            exact: whether these are the sizes of whole objects.
-        """
+        """Relative paths of objects that are missing or too short; with ``exact``, also of those that are too long."""
         there = self.sizes
         return [
             path
@@ -305,7 +302,6 @@ class Directory:
         objects, and nothing of a checkpoint in a directory below.
 
         Args:
-            needed: relative paths of the data objects and manifests that its metadata names.
             since: seconds since the epoch on the clock of S3. Objects that were written later and are not needed
                 belong to a save in progress.
             copies: relative paths of the plain copies of its attachments. They may be younger than the commit.
@@ -370,7 +366,6 @@ class Directory:
         """The given ETags, by relative path, that are still there.
 
         Args:
-            etags: ETags by relative path, with or without quotes.
             until: seconds since the epoch on the clock of S3. A younger object has changed, even if its bytes are the
                 same.
         """
@@ -396,3 +391,20 @@ class Directory:
 def spread_prefixes(prefixes: Iterable[str]) -> list[str]:
     """The given common prefixes (relative, with slash) that may hold spread data."""
     return [prefix for prefix in prefixes if may_be_spread(prefix.rstrip("/"))]
+
+
+# --- listing ---------------------------------------------------------------------------------------
+
+
+def list_directory(store: Store, url: CheckpointURL, *prefixes: str) -> Directory:
+    """List a checkpoint's directory with sizes only: without times and ETags."""
+    skip = len(url.key(""))
+    listed = (each for prefix in prefixes or ("",) for each in store.list(url.key(prefix)).objects)
+    return Directory.of_sizes({each.key[skip:]: each.size for each in listed})
+
+
+async def list_directory_async(store: AsyncS3Store, url: CheckpointURL, *prefixes: str) -> Directory:
+    """List a checkpoint's directory with times and ETags, and the time on S3's clock before the first listing."""
+    pages = [await store.list(url.key(prefix)) for prefix in prefixes or ("",)]
+    now = pages[0].server_time
+    return Directory.of(url, (each for page in pages for each in page.objects), time.time() if now is None else now)

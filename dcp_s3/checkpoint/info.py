@@ -13,6 +13,8 @@ from dcp_s3.format.added_metrics import AddedMetrics
 from dcp_s3.format.layout import deletion_id, step_by_patterns, step_of
 from dcp_s3.format.manifest import Manifest
 from dcp_s3.reprs import one_line
+from dcp_s3.setting_values import compile_step_pattern
+from dcp_s3.settings import Settings
 from dcp_s3.units import format_size
 from dcp_s3.url import CheckpointURL
 
@@ -149,7 +151,6 @@ def in_grace(info: CheckpointInfo, *, now: float, grace: float) -> CheckpointInf
     """The checkpoint with ``incomplete`` turned into ``in_progress`` or ``leftover``; others are unchanged.
 
     Args:
-        info: the checkpoint.
         now: seconds since the epoch, on the clock of S3.
         grace: seconds for which a save counts as in progress after its newest object.
     """
@@ -212,8 +213,6 @@ def from_rank_manifests(url: CheckpointURL, directory: Directory, manifests: Map
     tell, it has ``damage``.
 
     Args:
-        url: URL of the checkpoint.
-        directory: listing of the checkpoint.
         manifests: manifests by rank. A rank whose manifest is not clear is left out, and counts as not committed.
     """
     present = directory.ranks
@@ -255,3 +254,12 @@ def _untold(commits: Collection[int], manifests: Mapping[int, Manifest]) -> str 
         if all(rank in commits and rank in manifests and manifests[rank].world_size == size for rank in range(size)):
             return f"it may be complete: {size} ranks say so, and others do not"
     return None
+
+
+# --- steps -----------------------------------------------------------------------------------------
+
+
+def find_step(name: str, settings: Settings) -> int | None:
+    """The step that ``DCP_S3_STEP_PATTERN``, or else the usual rule, finds in a name; None if there is none."""
+    pattern = settings.step_pattern
+    return step_of(name) if pattern is None else step_by_patterns(name, [compile_step_pattern(pattern)])

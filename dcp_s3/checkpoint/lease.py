@@ -19,7 +19,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.listing import list_directory
+from dcp_s3.checkpoint.directory import list_directory
 from dcp_s3.format.layout import DELETION_PREFIX, lease_object, metadata_object, new_save_id
 from dcp_s3.limit import Limit
 from dcp_s3.store import Store
@@ -41,8 +41,6 @@ class ReaderLease:
     """One lease. Holds a connection and a thread only in `renewed`.
 
     Args:
-        store: store with the checkpoint.
-        url: URL of the checkpoint.
         seconds: seconds until it ends unless it is renewed. None: there is no lease, and all methods do nothing.
     """
 
@@ -52,11 +50,7 @@ class ReaderLease:
         self._key: str | None = None
 
     def take(self) -> None:
-        """Write the lease. Without the permission there is only a warning.
-
-        Raises:
-            StorageError: it could not be written.
-        """
+        """Write the lease. Without the permission there is only a warning."""
         if self._seconds is None:
             return
         key = self._url.key(lease_object(new_save_id(), self._seconds))
@@ -68,16 +62,7 @@ class ReaderLease:
         self._key = key
 
     def check_not_deleted(self, deletions: Collection[str] | None, *, rank: int | None = None) -> None:
-        """Refuse to read a checkpoint that a prune is deleting, as it may not have seen the lease.
-
-        Args:
-            deletions: see `check_not_deleted`.
-            rank: the rank whose metadata was read, without collectives.
-
-        Raises:
-            CheckpointDeletedError: its deletion has begun.
-            StorageError: cannot tell.
-        """
+        """Refuse to read a checkpoint that a prune is deleting, as it may not have seen the lease."""
         if self._key is not None:
             check_not_deleted(self._store, self._url, deletions, rank=rank)
 
@@ -129,15 +114,8 @@ def check_not_deleted(
     A prune that has begun may see it and withdraw; this waits for that.
 
     Args:
-        store: store with the checkpoint.
-        url: URL of the checkpoint.
         deletions: ids that a deletion of the checkpoint may have (`deletion_id`). None: any deletion at the URL counts
             (without collectives a rank does not know the other ranks' save ids).
-        rank: the rank whose metadata makes it a checkpoint, without collectives.
-
-    Raises:
-        CheckpointDeletedError: a deletion has begun, or is done.
-        StorageError: cannot tell.
     """
     metadata = url.key(metadata_object(rank))
     until = time.monotonic() + _WITHDRAWAL

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.directory import Directory, spread_prefixes
+from dcp_s3.checkpoint.directory import Directory, list_directory_async, spread_prefixes
 from dcp_s3.checkpoint.info import (
     CheckpointInfo,
     LeftoverObject,
@@ -26,7 +26,6 @@ from dcp_s3.checkpoint.info import (
     with_metrics,
     with_step,
 )
-from dcp_s3.checkpoint.listing import list_directory_async
 from dcp_s3.checkpoint.stored_metadata import check_metadata, find_crc_mismatch
 from dcp_s3.coroutines import map_bounded
 from dcp_s3.forking import reset_in_child
@@ -70,16 +69,7 @@ class Inspected:
 async def inspect_checkpoint(
     store: AsyncS3Store, url: CheckpointURL, patterns: Sequence[re.Pattern[str]] = ()
 ) -> CheckpointInfo | None:
-    """The checkpoint at ``url`` itself; None if there is nothing of one.
-
-    Args:
-        store: store with the checkpoint.
-        url: URL of the checkpoint.
-        patterns: expressions that find the step in its name, instead of the rules of `step_of`.
-
-    Raises:
-        StorageError
-    """
+    """The checkpoint at ``url`` itself; None if there is nothing of one."""
     found = await inspect(store, url, patterns)
     return None if found is None else found.info
 
@@ -163,9 +153,6 @@ async def find_manifest(
 ) -> Manifest | None:
     """The manifest of the save that the commit of ``rank`` (None: ``.metadata``) names. None if it is missing, cannot
     be read, or is not clear.
-
-    Raises:
-        ObjectNotFoundError: the commit is gone; other StorageErrors.
     """
     manifests = directory.manifests.get(rank, {})
     if not manifests:
@@ -228,14 +215,6 @@ async def find_damage(store: AsyncS3Store, url: CheckpointURL, *, foreign: bool 
 
     Metadata is decoded, which takes torch, unless it has the checksum that it was saved with, and a manifest that says
     what it names and that no newer torch wrote it.
-
-    Args:
-        store: store with the checkpoint.
-        url: URL of the checkpoint.
-        foreign: whether to decode metadata without a checksum, which other libraries wrote.
-
-    Raises:
-        StorageError
     """
     directory = await list_directory_async(store, url)
     for rank in directory.committing:
@@ -261,7 +240,6 @@ def tell_unreadable(unreadable: Mapping[str, str], loadable: str | None) -> None
     """Warn of checkpoints that cannot be loaded though they were to be taken first; once in a process for each.
 
     Args:
-        unreadable: why, by URL, in the order in which they would have been taken.
         loadable: URL of the one after them, which can be loaded; None if there is none.
     """
     new = [url for url in unreadable if url not in _told]
@@ -299,13 +277,7 @@ async def look_deeper(
     Without a manifest that is certainly its own, there is neither damage nor leftovers.
 
     Args:
-        store: store with the checkpoint.
-        url: URL of the checkpoint.
-        found: the checkpoint.
         now: seconds since the epoch on the clock of S3. Leases that ended earlier are leftovers.
-
-    Raises:
-        ObjectNotFoundError: its ``.metadata`` is gone; other StorageErrors.
     """
     head = await store.head(url.key(METADATA)) if found.manifest is not None else None
     directory = replace(await list_directory_async(store, url), now=now)

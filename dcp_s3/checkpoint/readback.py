@@ -29,14 +29,6 @@ def check_readable(data: bytes, url: CheckpointURL, *, of_rank: bool = False) ->
     """Load ``.metadata``, and an item of each dtype in it and one that is no tensor, as a reader would.
 
     Does nothing if earlier commits of this process had the same names in them.
-
-    Args:
-        data: bytes of ``.metadata``.
-        url: URL of the checkpoint.
-        of_rank: see `load_metadata`.
-
-    Raises:
-        SaveProtocolError: something cannot be read back.
     """
     names = find_names(data)
     if names <= _known:

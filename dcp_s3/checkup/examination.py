@@ -18,9 +18,8 @@ from dcp_s3.checkup.permissions import CONFIGURATION
 from dcp_s3.limit import Limit
 from dcp_s3.s3.client import get_client
 from dcp_s3.s3.diagnosis import answered_status
-from dcp_s3.s3.operations import Request, creation_arguments
+from dcp_s3.s3.operations import Request, creation_arguments, server_time
 from dcp_s3.s3.store import S3Store
-from dcp_s3.s3.times import server_time
 from dcp_s3.settings import Settings
 from dcp_s3.url import CheckpointURL
 

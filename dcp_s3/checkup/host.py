@@ -16,7 +16,7 @@ from dcp_s3._version import __version__
 from dcp_s3.checkup.examination import Examination
 from dcp_s3.checkup.result import CheckResult, failed, from_error, passed, skipped, warned
 from dcp_s3.retention.parse import policy_from_settings
-from dcp_s3.s3.chain import find_chain
+from dcp_s3.s3.client import find_chain
 from dcp_s3.settings import ENV_PREFIX, local_world_size, resolve_settings, unknown_variables
 from dcp_s3.spill.durable import as_spill_error, flush_directory
 from dcp_s3.spill.store import SpillStore

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import random
 import signal
-from collections.abc import Awaitable, Callable
+import threading
+
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -168,7 +168,6 @@ def run_once(job: Job, *, yes: bool, as_json: bool) -> PruneReport:
     """Plan, show the plan, ask (unless ``yes``), act, and report."""
     from dcp_s3.cli import tables
     from dcp_s3.retention import prune as pruning
-    from dcp_s3.retention.counting import counting
 
     with progress_of_steps("plan"):  # without a total: a pulsing bar
         report = pruning.prune(job.root, dry_run=True, **job.arguments)
@@ -179,11 +178,10 @@ def run_once(job: Job, *, yes: bool, as_json: bool) -> PruneReport:
     if not job.dry_run and not report.plan.empty:
         if not yes:
             ask(f"{tables.plan_summary(report.plan)}. Delete?" if as_json else "Delete?")
-        with progress_of_steps("prune") as progress, counting(job.root) as count:
+        with progress_of_steps("prune") as progress:
             report = pruning.apply_plan(
                 job.root, report.plan, all_versions=job.all_versions, settings=job.settings, progress=progress
             )
-            count(report)
     else:
         report = dataclasses.replace(report, dry_run=job.dry_run)
     if as_json:
@@ -201,50 +199,49 @@ def run_every(job: Job, interval: float, *, as_json: bool) -> None:
         interval: seconds between the end of one run and the beginning of the next, plus or minus a tenth.
         as_json: print one line of JSON for each run.
     """
-    import asyncio
 
-    from dcp_s3.cli import tables
-    from dcp_s3.retention.counting import counting
-    from dcp_s3.retention.prune import prune_async
+    stop = threading.Event()
 
-    async def once() -> None:
-        try:
-            with counting(job.root) as count:
-                report = await prune_async(
-                    job.root, dry_run=job.dry_run, all_versions=job.all_versions, **job.arguments
-                )
-                count(report)
-        except (DcpS3Error, OSError) as error:
-            logger.error("the prune of %s failed and is tried again: %s", job.root, error)  # noqa: TRY400
-            return
-        except Exception:
-            logger.exception("the prune of %s failed and is tried again", job.root)
-            return
-        if as_json:
-            print_line(to_json(report.to_dict()))
-        elif job.dry_run:
-            tables.make_console().print(tables.plan(report.plan))
-        else:
-            say_done(report)
+    def end(number: int, _: object) -> None:
+        stop.set()
+        signal.signal(number, signal.SIG_DFL)  # the second one does not wait for the step under way
 
-    asyncio.run(_repeat(once, interval))
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)
+    while not stop.is_set():
+        _run_again(job, stop, as_json=as_json)
+        stop.wait(interval * random.uniform(1 - _JITTER, 1 + _JITTER))
     note("ended")
 
 
-async def _repeat(work: Callable[[], Awaitable[None]], interval: float) -> None:
-    import asyncio
+class _Stopped(Exception):  # noqa: N818 - not an error
+    """Ends a run early; the next prune finishes it."""
 
-    async def repeat() -> None:
-        while True:
-            await work()
-            await asyncio.sleep(interval * random.uniform(1 - _JITTER, 1 + _JITTER))
 
-    task = asyncio.ensure_future(repeat())
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, task.cancel)
-    with contextlib.suppress(asyncio.CancelledError):
-        await task
+def _run_again(job: Job, stop: threading.Event, *, as_json: bool) -> None:
+    from dcp_s3.cli import tables
+    from dcp_s3.retention.prune import prune
+
+    def check(*_: object) -> None:
+        if stop.is_set():
+            raise _Stopped
+
+    try:
+        report = prune(job.root, dry_run=job.dry_run, all_versions=job.all_versions, progress=check, **job.arguments)
+    except _Stopped:
+        return
+    except (DcpS3Error, OSError) as error:
+        logger.error("the prune of %s failed and is tried again: %s", job.root, error)  # noqa: TRY400
+        return
+    except Exception:
+        logger.exception("the prune of %s failed and is tried again", job.root)
+        return
+    if as_json:
+        print_line(to_json(report.to_dict()))
+    elif job.dry_run:
+        tables.make_console().print(tables.plan(report.plan))
+    else:
+        say_done(report)
 
 
 def say_done(report: PruneReport) -> None:

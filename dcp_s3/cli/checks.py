@@ -30,7 +30,7 @@ def config(ctx: typer.Context, as_json: AsJSON = False) -> None:
     """Show the settings in effect, and the environment variable or AWS profile that each comes from."""
     from dcp_s3.cli import tables
     from dcp_s3.retention.parse import policy_from_settings
-    from dcp_s3.s3.chain import find_chain
+    from dcp_s3.s3.client import find_chain
     from dcp_s3.settings import resolve_settings
 
     settings = resolve_settings(None)

@@ -38,7 +38,7 @@ _ANYWHERE = {"--endpoint-url": True, "--profile": True, "--region": True, "--ver
 """Options of all commands, and whether a value follows."""
 
 _PACKAGE = "dcp_s3"
-_RETRIES = "dcp_s3.s3.notices"
+_RETRIES = "dcp_s3.s3.diagnosis"
 """Logs at INFO why a request is tried again; shown in any case, lest a command sits silent."""
 _LEVELS = (logging.WARNING, logging.INFO, logging.DEBUG)
 

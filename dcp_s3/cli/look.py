@@ -33,29 +33,19 @@ if TYPE_CHECKING:
 
 @app.command()
 def ls(
-    root: Annotated[
-        str, typer.Argument(metavar="ROOT", help="s3://bucket/prefix above the checkpoints, or of one, or s3://bucket.")
-    ],
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="s3://bucket/prefix above the checkpoints.")],
     as_json: AsJSON = False,
     everything: Annotated[bool, typer.Option("--all", help="Show incomplete ones too.")] = False,
 ) -> None:
-    """List the checkpoints under ROOT, oldest first; if there are none, the roots further down that have some."""
-    from dataclasses import asdict
-
+    """List the checkpoints under ROOT, oldest first."""
     from dcp_s3.cli import tables
-    from dcp_s3.retention.browse import browse
+    from dcp_s3.retention.catalog import CheckpointCatalog, check_newest
 
-    contents = browse(root)
-    if contents.roots:
-        if as_json:
-            print_json([asdict(found) for found in contents.roots])
-        else:
-            tables.make_console().print(tables.roots(contents.roots))
-        more = "" if contents.complete else "; not everything was looked at: see dcp-s3 ls on a longer prefix"
-        note(f"no checkpoints right under {root}, but further down{more}")
-        return
-    found = contents.checkpoints if contents.itself is None else (contents.itself,)
-    shown = [info for info in found if everything or info.committed or contents.itself is not None]
+    catalog = CheckpointCatalog(root)
+    found = catalog.checkpoints()
+    if found:
+        check_newest(catalog, found)
+    shown = [info for info in found if everything or info.committed]
     if as_json:
         print_json([info.to_dict() for info in shown])
     elif shown:
@@ -65,11 +55,8 @@ def ls(
     hidden = len(found) - len(shown)
     if hidden:
         note(f"{hidden} incomplete checkpoint{'s' if hidden > 1 else ''} not shown: see --all")
-    elif contents.itself is not None:
-        note(f"this is one checkpoint; what is in it: dcp-s3 show {root}")
     elif not shown:
-        more = "" if contents.complete else ", as far as was looked: try a longer prefix"
-        note(f"no checkpoints under {root}{more}")
+        note(f"no checkpoints right under {root}; one checkpoint by its own URL: dcp-s3 show")
     if not shown:
         raise typer.Exit(exits.NOTHING_THERE)
 

@@ -17,10 +17,9 @@ from dcp_s3.checkpoint.directory import LEASE_MARGIN
 from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.cli.group import printable
 from dcp_s3.format.saved_entries import SavedEntry
-from dcp_s3.retention.browse import FoundRoot
 from dcp_s3.retention.plan import Plan
 from dcp_s3.retention.show import CheckpointDetails, ObjectDetails
-from dcp_s3.s3.chain import ChainValue
+from dcp_s3.s3.client import ChainValue
 from dcp_s3.settings import ENV_PREFIX, Settings
 from dcp_s3.units import format_size, plural
 
@@ -90,14 +89,6 @@ def checkpoints(infos: Sequence[CheckpointInfo], *, now: float, width: int | Non
                  format_metrics(info.metrics))  # fmt: skip
         shown = tuple(cell for title, cell in zip(titles, cells, strict=True) if title not in left_out)
         add_row(table, shown, style="" if info.committed else "dim")
-    return table
-
-
-def roots(found: Iterable[FoundRoot]) -> Table:
-    """One line per root of checkpoints."""
-    table = make_table(("root", ">directories"))
-    for each in found:
-        add_row(table, (each.root, each.directories))
     return table
 
 

@@ -16,8 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dcp_s3 import errors
 from dcp_s3.checkpoint.attachments import check_distinct
 from dcp_s3.checkpoint.commit import Commit, delete_quietly, publish, versions
-from dcp_s3.checkpoint.commit_state import Previous, SaveIdentity, exists_error, find_previous
-from dcp_s3.checkpoint.completeness import Beginning
+from dcp_s3.checkpoint.commit_state import Beginning, Previous, SaveIdentity, exists_error, find_previous
 from dcp_s3.checkpoint.readback import check_readable
 from dcp_s3.coordination.claim import is_still_ours
 from dcp_s3.coordination.dead import Seen, judge

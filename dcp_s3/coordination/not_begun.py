@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable
 
 from dcp_s3.checkpoint.commit import delete_quietly
-from dcp_s3.checkpoint.steps import find_step
+from dcp_s3.checkpoint.info import find_step
 from dcp_s3.coordination.claim import Claim, claim_of, has_gone_past, withdraw
 from dcp_s3.coordination.identity import (
     CountedSave,

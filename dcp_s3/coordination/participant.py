@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.commit import delete_quietly
-from dcp_s3.checkpoint.commit_state import SaveIdentity, check_absent
-from dcp_s3.checkpoint.completeness import Beginning
+from dcp_s3.checkpoint.commit_state import Beginning, SaveIdentity, check_absent
 from dcp_s3.coordination.claim import claim
 from dcp_s3.coordination.joint import Clock, JointSave, find_commit, sign_failed
 from dcp_s3.coordination.merger import READERS, Merger

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dcp_s3 import ranks
-from dcp_s3.checkpoint.info import CheckpointInfo
-from dcp_s3.checkpoint.steps import find_step
+from dcp_s3.checkpoint.info import CheckpointInfo, find_step
 from dcp_s3.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from dcp_s3.format.layout import step_of
 from dcp_s3.integrations.requirement import require

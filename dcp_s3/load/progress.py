@@ -6,7 +6,7 @@ import logging
 import time
 
 from dcp_s3 import ranks
-from dcp_s3.checkpoint.steps import find_step
+from dcp_s3.checkpoint.info import find_step
 from dcp_s3.events import Listener, Loaded, LoadStarted, emit
 from dcp_s3.s3.hedge import hedges_of
 from dcp_s3.s3.store import S3Store

@@ -11,7 +11,6 @@ from collections.abc import Callable
 
 from dcp_s3.errors import DcpS3Error
 from dcp_s3.events import Listener
-from dcp_s3.retention.counting import counting
 from dcp_s3.retention.policy import PolicyFunction
 from dcp_s3.retention.prune import prune
 from dcp_s3.save.writer import S3StorageWriter
@@ -126,8 +125,7 @@ def retain(
     """Retention of the checkpoints under ``root`` (a URL) by a policy."""
 
     def work(check: Callable[[], None]) -> None:
-        with counting(root, on_event) as count:
-            count(prune(root, policy, settings=settings, progress=lambda *_: check()))
+        prune(root, policy, settings=settings, progress=lambda *_: check(), on_event=on_event)
 
     return BackgroundRetention(work, root)
 

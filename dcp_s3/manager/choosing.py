@@ -9,8 +9,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 from dcp_s3 import errors
+from dcp_s3.checkpoint.directory import list_directory
 from dcp_s3.checkpoint.info import CheckpointInfo, age_order
-from dcp_s3.checkpoint.listing import list_directory
 from dcp_s3.checkpoint.look import find_damage, tell_unreadable
 from dcp_s3.coroutines import run
 from dcp_s3.manager.waiting import Disk, WaitingCheckpoint, find_missing, waiting_checkpoints

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.commit_state import SaveIdentity, check_absent, exists_error, find_previous
-from dcp_s3.checkpoint.directory import Directory, DirectoryEntry
-from dcp_s3.checkpoint.listing import list_directory
+from dcp_s3.checkpoint.directory import Directory, DirectoryEntry, list_directory
 from dcp_s3.checkpoint.stored_metadata import find_crc_mismatch
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.layout import (

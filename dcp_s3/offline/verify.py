@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.directory import Directory
-from dcp_s3.checkpoint.listing import list_directory
+from dcp_s3.checkpoint.directory import Directory, list_directory
 from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata, find_crc_mismatch
 from dcp_s3.format.layout import (
     SAVE_ID_KEY,

@@ -10,9 +10,9 @@ from dcp_s3.checkpoint.info import CheckpointInfo, age_order, in_grace
 from dcp_s3.reporting.forecast import Forecast, commit_times, make_forecast
 from dcp_s3.reporting.problems import Problem, find_problems
 from dcp_s3.reprs import one_line
+from dcp_s3.retention.catalog import CatalogSnapshot
 from dcp_s3.retention.plan import Decision, Plan
 from dcp_s3.retention.policy import PolicyFunction, metric_value, policy_name
-from dcp_s3.retention.scan import CatalogSnapshot
 from dcp_s3.units import plural
 
 STATES = ("committed", "pinned", "foreign", "damaged", "in progress", "waits on disk", "incomplete", "being deleted")

@@ -6,35 +6,96 @@ touched. `latest` and `best` look closer at the checkpoint that they return.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
 import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.info import (
     CheckpointInfo,
+    LeftoverObject,
     age_order,
     from_manifest,
     in_grace,
     newest_first,
     with_step,
 )
-from dcp_s3.checkpoint.look import find_damage, inspect_checkpoint, tell_unreadable
-from dcp_s3.coroutines import run
+from dcp_s3.checkpoint.look import find_damage, inspect, inspect_checkpoint, look_deeper, tell_unreadable
+from dcp_s3.coroutines import map_bounded
+from dcp_s3.format.layout import BOARD_PREFIX, CONTROL_PREFIX, What, classify
 from dcp_s3.format.manifest import Manifest
 from dcp_s3.reprs import one_line
-from dcp_s3.retention.policy import Mode, best_first
-from dcp_s3.retention.scan import CatalogSnapshot, list_root, merge_local, scan_root
-from dcp_s3.s3.async_store import AsyncS3Store, open_async_store
+from dcp_s3.retention.plan import OpenUpload, Plan, make_plan
+from dcp_s3.retention.policy import Mode, PolicyFunction, best_first
+from dcp_s3.s3.async_store import AsyncS3Store, run_on_store
 from dcp_s3.setting_values import compile_step_pattern
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.spill.local import find_commits
 from dcp_s3.spill.session import open_store
+from dcp_s3.store import ListedObject, Upload
+from dcp_s3.units import plural
 from dcp_s3.url import CheckpointURL, URLLike, parse_url
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Path parts that no checkpoint URL may have, and our own directory: with boards, or of a root that is a checkpoint.
+_CONTROL = CONTROL_PREFIX.rstrip("/")
+_NO_CHILD = frozenset({"", ".", "..", _CONTROL})
+
+# Attempts to look at a checkpoint that was listed, but whose .metadata is gone a moment later.
+_LOOKS = 4
+
+
+@dataclass(frozen=True)
+class CatalogSnapshot:
+    """The contents of a root at one time.
+
+    >>> snapshot = CheckpointCatalog("s3://bucket/run").scan()
+    >>> snapshot
+    CatalogSnapshot('s3://bucket/run', 2 checkpoints)
+    >>> snapshot.plan(KeepLatest(2), grace=86400)
+    Plan(2 kept, 0 to delete (0 B))
+    """
+
+    root: str
+    """URL of the root."""
+    now: float
+    """Seconds since the epoch, on the clock of S3, from before anything else was looked at."""
+    checkpoints: tuple[CheckpointInfo, ...]
+    """Checkpoints, oldest first (`age_order`)."""
+    uploads: tuple[OpenUpload, ...] = ()
+    """Open multipart uploads of data objects in directories right under the root, by key."""
+    leftovers: tuple[LeftoverObject, ...] = ()
+    """Objects in committed checkpoints' directories that the checkpoints do not need, by key; empty unless ``deep``."""
+    deep: bool = False
+    """Whether each committed checkpoint's objects were listed."""
+    requests: int = 0
+    """Number of requests that the scan took."""
+    boards: tuple[ListedObject, ...] = ()
+    """Objects through which ranks told each other something, by key; empty unless ``deep``."""
+
+    def __repr__(self) -> str:
+        counts = {"uploads": len(self.uploads) or None, "leftovers": len(self.leftovers) or None}
+        return one_line("CatalogSnapshot", repr(self.root), f"{plural(len(self.checkpoints), 'checkpoint')}", **counts)
+
+    def plan(self, policy: PolicyFunction | None, *, grace: float) -> Plan:
+        """`make_plan` for this snapshot.
+
+        Raises:
+            PolicyError: the policy failed or answered nonsense.
+        """
+        return make_plan(
+            self.checkpoints, policy, now=self.now, grace=grace, uploads=self.uploads, leftovers=self.leftovers,
+            boards=self.boards,
+        )  # fmt: skip
 
 
 class CheckpointCatalog:
@@ -75,7 +136,11 @@ class CheckpointCatalog:
         Raises:
             StorageError: missing bucket, credentials, permissions, network.
         """
-        return run(self._checkpoints())
+        local = self.local()  # first: a checkpoint drained meanwhile is then seen twice, not missed
+        listing = self._run(lambda store: list_root(store, self.root, self._patterns))
+        grace = self.settings.retention_grace
+        found = merge_local(listing.found, local)
+        return sorted((in_grace(info, now=listing.now, grace=grace) for info in found), key=age_order)
 
     def scan(self, *, deep: bool = False) -> CatalogSnapshot:
         """Everything that a plan needs, including open multipart uploads.
@@ -90,7 +155,8 @@ class CheckpointCatalog:
         Raises:
             StorageError: missing bucket, credentials, permissions, network.
         """
-        return run(self.scan_async(deep))
+        local = self.local()
+        return self._run(lambda store: scan_root(store, self.root, self._patterns, deep=deep, local=local))
 
     def latest(self) -> CheckpointInfo | None:
         """The checkpoint to resume from, as in `dcp_s3.latest`: it can be loaded. None if there is none.
@@ -101,7 +167,7 @@ class CheckpointCatalog:
         Raises:
             StorageError: missing bucket, credentials, permissions, network.
         """
-        return run(self._first(newest_first))
+        return self._first(newest_first)
 
     def best(self, metric: str, mode: Mode = "min") -> CheckpointInfo | None:
         """The loadable committed checkpoint with the best value of a metric; None if there is none.
@@ -120,20 +186,7 @@ class CheckpointCatalog:
             StorageError: missing bucket, credentials, permissions, network.
         """
         best_first((), metric, mode)
-        return run(self._first(lambda infos: best_first([info for info in infos if info.committed], metric, mode)))
-
-    async def _checkpoints(self) -> list[CheckpointInfo]:
-        local = self.local()  # first: a checkpoint drained meanwhile is then seen twice, not missed
-        async with open_async_store(self.root.bucket, self.settings) as store:
-            listing = await list_root(store, self.root, self._patterns)
-        grace = self.settings.retention_grace
-        found = merge_local(listing.found, local)
-        return sorted((in_grace(info, now=listing.now, grace=grace) for info in found), key=age_order)
-
-    async def scan_async(self, deep: bool) -> CatalogSnapshot:
-        local = self.local()
-        async with open_async_store(self.root.bucket, self.settings) as store:
-            return await scan_root(store, self.root, self._patterns, deep=deep, local=local)
+        return self._first(lambda infos: best_first([info for info in infos if info.committed], metric, mode))
 
     def local(self) -> list[CheckpointInfo]:
         """The checkpoints whose commits wait in this host's spill directory, oldest first. Makes no request.
@@ -143,9 +196,11 @@ class CheckpointCatalog:
         """
         return [with_step(info, self._patterns) for info in find_local(str(self.root), settings=self.settings)]
 
-    async def _first(self, order: Callable[[Iterable[CheckpointInfo]], list[CheckpointInfo]]) -> CheckpointInfo | None:
-        async with open_async_store(self.root.bucket, self.settings) as store:
-            return await _first_loadable(store, self.root, self._patterns, order)
+    def _first(self, order: Callable[[Iterable[CheckpointInfo]], list[CheckpointInfo]]) -> CheckpointInfo | None:
+        return self._run(lambda store: _first_loadable(store, self.root, self._patterns, order))
+
+    def _run(self, work: Callable[[AsyncS3Store], Awaitable[T]]) -> T:
+        return run_on_store(self.root.bucket, self.settings, work)
 
 
 def check_newest(catalog: CheckpointCatalog, infos: Iterable[CheckpointInfo]) -> None:
@@ -153,21 +208,19 @@ def check_newest(catalog: CheckpointCatalog, infos: Iterable[CheckpointInfo]) ->
 
     Says nothing where S3 refuses a request, nor of other libraries' checkpoints, as that takes long.
     """
-    with contextlib.suppress(errors.StorageError):
-        run(_check_newest(catalog, infos))
 
-
-async def _check_newest(catalog: CheckpointCatalog, infos: Iterable[CheckpointInfo]) -> None:
-    damages: dict[str, str] = {}
-    loadable = None
-    async with open_async_store(catalog.root.bucket, catalog.settings) as store:
+    async def check(store: AsyncS3Store) -> None:
+        damages: dict[str, str] = {}
         for info in newest_first(infos):
             damage = await find_damage(store, parse_url(info.url), foreign=False)
             if damage is None:
-                loadable = info.url
-                break
+                tell_unreadable(damages, info.url)
+                return
             damages[info.url] = damage
-    tell_unreadable(damages, loadable)
+        tell_unreadable(damages, None)
+
+    with contextlib.suppress(errors.StorageError):
+        catalog._run(check)
 
 
 def _compile(patterns: str | Sequence[str] | None, settings: Settings) -> tuple[re.Pattern[str], ...]:
@@ -225,14 +278,8 @@ def list_checkpoints(root: URLLike, *, settings: SettingsLike = None) -> list[Ch
         InvalidURLError, SettingsError
         StorageError: missing bucket, credentials, permissions, network.
     """
-    return run(list_checkpoints_async(root, settings=settings))
-
-
-async def list_checkpoints_async(root: URLLike, *, settings: SettingsLike = None) -> list[CheckpointInfo]:
-    """`list_checkpoints` for asyncio."""
-    url = parse_url(root)
-    async with open_async_store(url.bucket, resolve_settings(settings)) as store:
-        return list((await list_root(store, url, _compile(None, store.settings))).found)
+    catalog = CheckpointCatalog(root, settings=settings)
+    return list(catalog._run(lambda store: list_root(store, catalog.root, catalog._patterns)).found)
 
 
 def latest(root: URLLike, *, include_uncommitted: bool = False, settings: SettingsLike = None) -> CheckpointInfo | None:
@@ -261,7 +308,7 @@ def latest(root: URLLike, *, include_uncommitted: bool = False, settings: Settin
     resolved = resolve_settings(settings)
     waiting = find_local(root, settings=resolved) if include_uncommitted else []
     try:
-        found = run(latest_async(root, settings=resolved))
+        found = CheckpointCatalog(root, settings=resolved).latest()
     except errors.TransferError as error:
         if not waiting:
             raise
@@ -281,8 +328,116 @@ def find_local(root: URLLike, *, settings: Settings) -> list[CheckpointInfo]:
     return sorted(found, key=age_order)
 
 
-async def latest_async(root: URLLike, *, settings: SettingsLike = None) -> CheckpointInfo | None:
-    """`latest` for asyncio."""
-    url = parse_url(root)
-    async with open_async_store(url.bucket, resolve_settings(settings)) as store:
-        return await _first_loadable(store, url, _compile(None, store.settings), newest_first)
+# --- looking at a root ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The checkpoints under a root."""
+
+    found: tuple[CheckpointInfo, ...]
+    """Checkpoints, oldest first."""
+    now: float
+    """Seconds since the epoch on the clock of S3, from before they were looked at."""
+    leftovers: tuple[LeftoverObject, ...] = ()
+    """Leftover objects, as in `CatalogSnapshot`."""
+    boards: tuple[ListedObject, ...] = ()
+    """As in `CatalogSnapshot`."""
+
+
+async def list_root(
+    store: AsyncS3Store, root: CheckpointURL, patterns: Sequence[re.Pattern[str]] = (), *, deep: bool = False
+) -> Listing:
+    """The checkpoints directly under ``root``."""
+    listed = await store.list(root.key(""), "/")
+    now = listed.server_time
+    if now is None:
+        logger.warning("the S3 endpoint does not tell its time; ages are by the clock of this host")
+        now = time.time()
+    skip = len(root.key(""))
+    names = [prefix[skip:-1] for prefix in listed.prefixes]
+    del listed
+    boards: Sequence[ListedObject] = ()
+    if deep and _CONTROL in names:
+        boards = (await store.list(root.key(BOARD_PREFIX))).objects
+    leftovers: list[LeftoverObject] = []
+
+    async def look(name: str) -> CheckpointInfo | None:
+        url = root.child(name)
+        found = None
+        for attempt in range(_LOOKS):
+            await asyncio.sleep(0.05 * (2**attempt - 1))
+            found = await inspect(store, url, patterns)
+            if found is None or not deep or not found.info.committed:
+                return None if found is None else found.info
+            try:
+                info, unneeded = await look_deeper(store, url, found, now)
+            except errors.ObjectNotFoundError:
+                continue  # deleted meanwhile
+            leftovers.extend(unneeded)
+            return info
+        if found is None:
+            return None
+        return dataclasses.replace(found.info, damage="its .metadata is listed, but cannot be read")
+
+    looked = await map_bounded(look, [name for name in names if name not in _NO_CHILD])
+    found = sorted((info for info in looked if info is not None), key=age_order)
+    return Listing(tuple(found), now, tuple(sorted(leftovers, key=lambda each: each.key)), tuple(boards))
+
+
+async def scan_root(
+    store: AsyncS3Store,
+    root: CheckpointURL,
+    patterns: Sequence[re.Pattern[str]] = (),
+    *,
+    deep: bool,
+    local: Iterable[CheckpointInfo] = (),
+) -> CatalogSnapshot:
+    """Scan ``root`` for everything that a plan needs.
+
+    With ``deep``, it then checks the newest checkpoints like `latest` does, until one can be loaded. ``local``:
+    checkpoints whose commits wait in this host's spill directory.
+    """
+    # Before the objects: an upload that completes meanwhile is then seen as an upload, an object, or both.
+    uploads = sorted(await store.uploads(root.key("")), key=lambda each: (each.key, each.upload_id))
+    listing = await list_root(store, root, patterns, deep=deep)
+    found = {info.name: info for info in listing.found}
+    if deep:
+        damages: dict[str, str] = {}
+        loadable = None
+        for info in newest_first(listing.found):
+            damage = info.damage or await find_damage(store, root.child(info.name))
+            found[info.name] = dataclasses.replace(info, damage=damage)
+            if damage is None:
+                loadable = info.url
+                break
+            damages[info.url] = damage
+        tell_unreadable(damages, loadable)
+    return CatalogSnapshot(
+        root=str(root),
+        now=listing.now,
+        checkpoints=tuple(sorted(merge_local(found.values(), local), key=age_order)),
+        uploads=tuple(each for upload in uploads if (each := open_upload(root, upload)) is not None),
+        leftovers=listing.leftovers,
+        deep=deep,
+        requests=store.requests,
+        boards=listing.boards,
+    )
+
+
+def merge_local(found: Iterable[CheckpointInfo], local: Iterable[CheckpointInfo]) -> list[CheckpointInfo]:
+    """The checkpoints on S3 merged with those whose commits wait on this host, one per name."""
+    merged = {info.name: info for info in found}
+    for info in local:
+        before = merged.get(info.name)
+        keep = before if before is not None and before.committed else info
+        merged[info.name] = dataclasses.replace(keep, waiting=True)
+    return list(merged.values())
+
+
+def open_upload(root: CheckpointURL, upload: Upload) -> OpenUpload | None:
+    """An open upload of a data object in a directory right under ``root``; None if it is of anything else."""
+    name, _, path = upload.key[len(root.key("")) :].partition("/")
+    if not name or classify(path).what is not What.DATA:
+        return None
+    return OpenUpload(upload.key, upload.upload_id, upload.initiated_at, name)

@@ -13,11 +13,10 @@ from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.checkpoint.lease import check_not_deleted
 from dcp_s3.checkpoint.look import inspect_checkpoint
 from dcp_s3.checkpoint.stored_metadata import not_found_error
-from dcp_s3.coroutines import run
 from dcp_s3.format.added_metrics import AddedMetrics, check_added
 from dcp_s3.format.layout import METRICS, PIN
 from dcp_s3.s3 import retry
-from dcp_s3.s3.async_store import open_async_store
+from dcp_s3.s3.async_store import run_on_store
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.store import Expect
@@ -131,11 +130,7 @@ def unpin(url: URLLike, *, settings: SettingsLike = None) -> bool:
 
 
 def _require_committed(url: CheckpointURL, settings: Settings) -> CheckpointInfo:
-    async def inspect() -> CheckpointInfo | None:
-        async with open_async_store(url.bucket, settings) as store:
-            return await inspect_checkpoint(store, url)
-
-    info = run(inspect())
+    info = run_on_store(url.bucket, settings, lambda store: inspect_checkpoint(store, url))
     if info is None or not info.committed:
         raise not_found_error(url)
     return info

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dcp_s3.errors import PolicyError, SettingsError
-from dcp_s3.retention.period_policy import KeepDaily, KeepHourly, KeepWeekly
 from dcp_s3.retention.policy import (
     AnyOf,
     KeepBest,
+    KeepDaily,
     KeepEvery,
+    KeepHourly,
     KeepLatest,
     KeepSteps,
+    KeepWeekly,
     KeepWithin,
     Policy,
 )
@@ -35,11 +37,7 @@ def parse_policy(text: str) -> Policy | None:
 
 
 def policy_from_settings(settings: Settings) -> Policy | None:
-    """The policy of the setting ``retention``; None if it is unset.
-
-    Raises:
-        SettingsError: it cannot be parsed.
-    """
+    """The policy of the setting ``retention``; None if it is unset."""
     try:
         return parse_policy(settings.retention or "")
     except PolicyError as error:

@@ -13,8 +13,8 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Literal, Protocol
+from datetime import datetime, timedelta, timezone
+from typing import Any, ClassVar, Literal, Protocol
 
 from dcp_s3.checkpoint.info import CheckpointInfo, age_order
 from dcp_s3.errors import PolicyError
@@ -247,6 +247,101 @@ class KeepWithin(Policy):
 
     def __str__(self) -> str:
         return f"within:{format_duration(float(self.duration))}"  # type: ignore[arg-type]
+
+
+# --- by the calendar: one checkpoint of each hour, day or week ----------------------------------------
+
+
+@dataclass(frozen=True)
+class _KeepPerPeriod(Policy):
+    """Keeps the newest checkpoint of each of the last ``n`` periods. Their names (`_format`) sort as they do."""
+
+    n: int
+    _word: ClassVar[str]
+    _format: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        check_count(self, "n", self.n)
+
+    def __call__(self, checkpoints: Sequence[CheckpointInfo], now: float, /) -> Reasons:
+        newest: dict[str, CheckpointInfo] = {}
+        reasons: dict[str, list[str]] = {}
+        for info in sorted(checkpoints, key=_time_order):
+            time = _commit_time(info)
+            if time is None:
+                reasons[info.name] = [f"{self}, its time is not known"]
+            else:
+                newest[_utc(min(time, now)).strftime(self._format)] = info
+        for period in sorted(newest, reverse=True)[: self.n]:
+            reasons[newest[period].name] = [f"{self}, last of {period}"]
+        return reasons
+
+    def __str__(self) -> str:
+        return f"{self._word}:{self.n}"
+
+
+class KeepHourly(_KeepPerPeriod):
+    """Keeps the newest checkpoint, by time of commit, of each of the last ``n`` hours (UTC) that have any.
+
+    A run that pauses keeps what it has: hours without checkpoints do not count. A time in the future counts as now.
+    Checkpoints whose time is not known are kept.
+
+    >>> KeepLatest(3) | KeepHourly(24)
+    KeepLatest(k=3) | KeepHourly(n=24)
+
+    Raises:
+        PolicyError: ``n`` is not a whole number above 0.
+    """
+
+    _word, _format = "hourly", "%Y-%m-%d %Hh"
+
+
+class KeepDaily(_KeepPerPeriod):
+    """Keeps the newest checkpoint, by time of commit, of each of the last ``n`` days (UTC) that have any.
+
+    A run that pauses keeps what it has: days without checkpoints do not count. A time in the future counts as now.
+    Checkpoints whose time is not known are kept.
+
+    >>> prune("s3://bucket/run", KeepLatest(3) | KeepDaily(7)).deleted
+    ()
+
+    Raises:
+        PolicyError: ``n`` is not a whole number above 0.
+    """
+
+    _word, _format = "daily", "%Y-%m-%d"
+
+
+class KeepWeekly(_KeepPerPeriod):
+    """Keeps the newest checkpoint, by time of commit, of each of the last ``n`` weeks (UTC) that have any.
+
+    A run that pauses keeps what it has: weeks without checkpoints do not count. A time in the future counts as now.
+    Checkpoints whose time is not known are kept.
+
+    >>> str(KeepDaily(7) | KeepWeekly(8))
+    'daily:7 weekly:8'
+
+    Raises:
+        PolicyError: ``n`` is not a whole number above 0.
+    """
+
+    _word, _format = "weekly", "%G-W%V"
+
+
+def _commit_time(info: CheckpointInfo) -> float | None:
+    time = info.modified_at if info.created_at is None else info.created_at
+    return time if time is not None and math.isfinite(time) else None
+
+
+def _time_order(info: CheckpointInfo) -> tuple[Any, ...]:
+    return (_commit_time(info) or 0.0, *age_order(info))
+
+
+def _utc(time: float) -> datetime:
+    try:
+        return datetime.fromtimestamp(max(time, 0.0), timezone.utc)
+    except (OverflowError, ValueError, OSError):
+        return datetime.max.replace(tzinfo=timezone.utc)
 
 
 # --- running -------------------------------------------------------------------------------------

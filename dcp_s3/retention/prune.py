@@ -4,26 +4,27 @@ from __future__ import annotations
 
 import logging
 import math
+import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from dcp_s3 import errors
-from dcp_s3.checkpoint.deleter import Deleter, Deletion, LeftAloneError
-from dcp_s3.checkpoint.deletion import Remover
+from dcp_s3 import errors, totals
+from dcp_s3.checkpoint.deletion import Deleter, Deletion, LeftAloneError
 from dcp_s3.checkpoint.info import CheckpointInfo, LeftoverObject, age_order
-from dcp_s3.checkpoint.leftovers import LeftoverRemover
-from dcp_s3.coroutines import map_bounded, run
+from dcp_s3.checkpoint.leftovers import delete_leftovers, delete_uncommitted
+from dcp_s3.coroutines import map_bounded
+from dcp_s3.events import Listener, Pruned, PruneFailed, emit
 from dcp_s3.format.layout import CONTROL_PREFIX
 from dcp_s3.reprs import one_line
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.parse import parse_policy, policy_from_settings
 from dcp_s3.retention.plan import OpenUpload, Plan
 from dcp_s3.retention.policy import PolicyFunction
-from dcp_s3.s3.async_store import open_async_store
-from dcp_s3.settings import SettingsLike, resolve_settings
-from dcp_s3.store import DeleteTarget
+from dcp_s3.s3.async_store import AsyncS3Store, run_on_store
+from dcp_s3.settings import Settings, SettingsLike, resolve_settings
+from dcp_s3.store import DeleteTarget, Upload
 from dcp_s3.units import format_size, parse_duration, plural
 from dcp_s3.url import CheckpointURL, URLLike, parse_url
 
@@ -129,6 +130,7 @@ def prune(
     settings: SettingsLike = None,
     patterns: str | Sequence[str] | None = None,
     progress: Progress | None = None,
+    on_event: Listener | None = None,
 ) -> PruneReport:
     """Delete the checkpoints under ``root`` that no policy keeps, and the leftovers of failed saves.
 
@@ -154,48 +156,30 @@ def prune(
         settings: a `Settings`, or a mapping of those that differ from the environment.
         patterns: see `CheckpointCatalog`.
         progress: called with how far the prune is (`Progress`).
+        on_event: gets the event `Pruned` or `PruneFailed`; none comes of a dry run.
 
     Raises:
         PolicyError: not a policy, the policy failed, or the grace period has to be forced. Nothing was deleted.
         InvalidURLError, SettingsError
         StorageError: the root could not be looked at. Nothing was deleted.
     """
-    return run(
-        prune_async(root, policy, grace=grace, dry_run=dry_run, all_versions=all_versions, force=force,
-                    settings=settings, patterns=patterns, progress=progress)
-    )  # fmt: skip
-
-
-async def prune_async(
-    root: URLLike,
-    policy: PolicyFunction | str | None = None,
-    *,
-    grace: float | str | None = None,
-    dry_run: bool = False,
-    all_versions: bool = False,
-    force: bool = False,
-    settings: SettingsLike = None,
-    patterns: str | Sequence[str] | None = None,
-    progress: Progress | None = None,
-) -> PruneReport:
-    """`prune` for asyncio."""
     resolved = resolve_settings(settings)
     keep = parse_policy(policy) if isinstance(policy, str) else policy
     keep = policy_from_settings(resolved) if policy is None else keep
     seconds = check_grace(resolved.retention_grace if grace is None else grace, force=force)
-    snapshot = await CheckpointCatalog(root, settings=resolved, patterns=patterns).scan_async(deep=True)
-    plan = snapshot.plan(keep, grace=seconds)
+    catalog = CheckpointCatalog(root, settings=resolved, patterns=patterns)
     if dry_run:
-        return PruneReport(snapshot.root, plan, dry_run=True)
-    return await apply_plan_async(root, plan, all_versions=all_versions, settings=resolved, progress=progress)
+        return PruneReport(str(catalog.root), catalog.scan(deep=True).plan(keep, grace=seconds), dry_run=True)
+
+    def work() -> PruneReport:
+        plan = catalog.scan(deep=True).plan(keep, grace=seconds)
+        return _apply(catalog.root, plan, resolved, all_versions=all_versions, progress=progress)
+
+    return _tell(work, str(catalog.root), on_event)
 
 
 def check_grace(grace: float | str, *, force: bool) -> float:
-    """The grace period in seconds.
-
-    Raises:
-        PolicyError: not a duration, or under an hour and not forced.
-    """
+    """The grace period in seconds."""
     try:
         seconds = parse_duration(grace)
         if not 0 <= seconds < math.inf:
@@ -217,6 +201,7 @@ def apply_plan(
     all_versions: bool = False,
     settings: SettingsLike = None,
     progress: Progress | None = None,
+    on_event: Listener | None = None,
 ) -> PruneReport:
     """Carry out a plan as far as it still holds (see `prune`). Looks at each thing again before it deletes it.
 
@@ -230,23 +215,36 @@ def apply_plan(
         InvalidURLError, SettingsError
         StorageError: nothing could be begun.
     """
-    return run(apply_plan_async(root, plan, all_versions=all_versions, settings=settings, progress=progress))
-
-
-async def apply_plan_async(
-    root: URLLike,
-    plan: Plan,
-    *,
-    all_versions: bool = False,
-    settings: SettingsLike = None,
-    progress: Progress | None = None,
-) -> PruneReport:
-    """`apply_plan` for asyncio."""
     where, resolved = parse_url(root), resolve_settings(settings)
-    async with open_async_store(where.bucket, resolved) as store:
+    return _tell(
+        lambda: _apply(where, plan, resolved, all_versions=all_versions, progress=progress), str(where), on_event
+    )
+
+
+def _apply(
+    root: CheckpointURL, plan: Plan, settings: Settings, *, all_versions: bool, progress: Progress | None
+) -> PruneReport:
+    async def apply(store: AsyncS3Store) -> PruneReport:
         if all_versions and not plan.empty:  # fails before anything is deleted
-            await store.check_versions(where.key(""))
-        return await _Application(where, plan, Deleter(store, all_versions=all_versions), progress).run()
+            await store.check_versions(root.key(""))
+        return await _Application(root, plan, Deleter(store, all_versions=all_versions), progress).run()
+
+    return run_on_store(root.bucket, settings, apply)
+
+
+def _tell(work: Callable[[], PruneReport], root: str, on_event: Listener | None) -> PruneReport:
+    """Count a prune in `dcp_s3.stats`, and emit its outcome."""
+    totals.add("prunes", runs=1)
+    began = time.monotonic()
+    try:
+        report = work()
+    except BaseException as error:
+        emit(PruneFailed(root=root, error=error), on_event)
+        raise
+    seconds = time.monotonic() - began
+    deleted, freed = len(report.deleted), report.size
+    emit(Pruned(root=root, deleted=deleted, freed_bytes=freed, seconds=seconds, ok=report.ok), on_event)
+    return report
 
 
 class _Application:
@@ -254,7 +252,6 @@ class _Application:
 
     def __init__(self, root: CheckpointURL, plan: Plan, deleter: Deleter, progress: Progress | None) -> None:
         self._root, self._plan, self._deleter = root, plan, deleter
-        self._remover, self._leftover_remover = Remover(deleter), LeftoverRemover(deleter)
         self._progress = progress
         self._since = plan.now - plan.grace
         self._newest = _newest_kept(plan)
@@ -315,24 +312,24 @@ class _Application:
             self._progress(self._done, self._steps)
 
     async def _finish(self, name: str, deletion: str) -> None:
-        self._finished.append(await self._remover.finish(self._root.child(name), deletion))
+        self._finished.append(await self._deleter.finish(self._root.child(name), deletion))
 
     async def _delete(self, info: CheckpointInfo) -> None:
         url = self._root.child(info.name)
         if info.committed:
             newest = None if self._newest is None else self._root.child(self._newest)
-            done = await self._remover.delete_committed(url, info, since=self._since, newest=newest)
+            done = await self._deleter.delete_committed(url, info, since=self._since, newest=newest)
         else:
-            done = await self._leftover_remover.delete_uncommitted(url, since=self._since)
+            done = await delete_uncommitted(self._deleter, url, since=self._since)
         logger.info("deleted %s: %d objects, %d bytes", url, done.objects, done.size)
         self._deleted.append(done)
 
     async def _delete_leftovers(self, name: str, found: Sequence[LeftoverObject]) -> None:
         url = self._root.child(name)
-        self._leftovers.append(await self._leftover_remover.delete_leftovers(url, found, since=self._since))
+        self._leftovers.append(await delete_leftovers(self._deleter, url, found, since=self._since))
 
     async def _abort(self, upload: OpenUpload) -> None:
-        await self._deleter.abort(upload.key, upload.upload_id)
+        await self._deleter.store.abort(Upload(upload.key, upload.upload_id))
         self._aborted.append(upload)
 
     async def _delete_boards(self) -> None:
@@ -342,7 +339,7 @@ class _Application:
         self._leftovers.append(Deletion(_BOARDS, len(gone), sum(each.size for each in gone)))
 
     async def _withdraw(self, info: CheckpointInfo) -> None:
-        await self._remover.withdraw_given_up(self._root.child(info.name), info.deletion_id)
+        await self._deleter.withdraw_given_up(self._root.child(info.name), info.deletion_id)
 
 
 def _sorted(found: Iterable[Deletion]) -> tuple[Deletion, ...]:

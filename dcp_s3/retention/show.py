@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from dcp_s3.checkpoint.directory import Directory
+from dcp_s3.checkpoint.directory import Directory, list_directory_async
 from dcp_s3.checkpoint.info import CheckpointInfo
-from dcp_s3.checkpoint.listing import list_directory_async
 from dcp_s3.checkpoint.look import find_manifest, inspect_checkpoint
 from dcp_s3.checkpoint.stored_metadata import check_metadata, not_found_error
-from dcp_s3.coroutines import gather, run
+from dcp_s3.coroutines import gather
 from dcp_s3.format.layout import metadata_object
 from dcp_s3.format.manifest import Manifest
 from dcp_s3.format.saved_entries import SavedEntry, needed_objects, saved_entries
-from dcp_s3.s3.async_store import open_async_store
+from dcp_s3.s3.async_store import AsyncS3Store, run_on_store
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.url import CheckpointURL, URLLike, parse_url
 
@@ -56,28 +55,21 @@ class CheckpointDetails:
 
 
 def describe(url: URLLike, *, settings: SettingsLike = None) -> CheckpointDetails:
-    """Look at the checkpoint at ``url``: its listing, manifests and metadata, no data.
-
-    Raises:
-        CheckpointNotFoundError: there is nothing of a checkpoint, not even an incomplete one.
-        UnsafeMetadataError, CorruptMetadataError: its metadata cannot, or must not, be read.
-        InvalidURLError, SettingsError, StorageError
-    """
-    return run(_describe(parse_url(url), settings))
+    """Look at the checkpoint at ``url``: its listing, manifests and metadata, no data."""
+    where = parse_url(url)
+    return run_on_store(where.bucket, resolve_settings(settings), lambda store: _describe(store, where))
 
 
-async def _describe(url: CheckpointURL, settings: SettingsLike) -> CheckpointDetails:
-
-    async with open_async_store(url.bucket, resolve_settings(settings)) as store:
-        directory = await list_directory_async(store, url)
-        info = await inspect_checkpoint(store, url)
-        if info is None:
-            raise not_found_error(url, "nothing of a checkpoint")
-        ranks = directory.committing
-        found = await gather(find_manifest(store, url, directory, rank) for rank in ranks)
-        manifests = [manifest for manifest in found if manifest is not None]
-        commits = await gather(store.get(url.key(metadata_object(rank))) for rank in ranks)
-        metadata = [check_metadata(stored, url, rank) for rank, stored in zip(ranks, commits, strict=True)]
+async def _describe(store: AsyncS3Store, url: CheckpointURL) -> CheckpointDetails:
+    directory = await list_directory_async(store, url)
+    info = await inspect_checkpoint(store, url)
+    if info is None:
+        raise not_found_error(url, "nothing of a checkpoint")
+    ranks = directory.committing
+    found = await gather(find_manifest(store, url, directory, rank) for rank in ranks)
+    manifests = [manifest for manifest in found if manifest is not None]
+    commits = await gather(store.get(url.key(metadata_object(rank))) for rank in ranks)
+    metadata = [check_metadata(stored, url, rank) for rank, stored in zip(ranks, commits, strict=True)]
     needed: set[str] = set()
     for manifest in manifests:
         needed |= {entry.path for entry in manifest.attachments.values()}

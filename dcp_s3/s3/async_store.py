@@ -18,15 +18,15 @@ from aiobotocore.session import AioSession
 from botocore import xform_name
 
 from dcp_s3 import errors
+from dcp_s3.coroutines import run
 from dcp_s3.limit import UNLIMITED, Limit
 from dcp_s3.s3 import listing, multipart, operations, retry
 from dcp_s3.s3.answers import check_answers
 from dcp_s3.s3.botocore_private import look_once
 from dcp_s3.s3.client import client_options, config_options, prepare_session
 from dcp_s3.s3.connections import most_connections
-from dcp_s3.s3.delete import delete
 from dcp_s3.s3.diagnosis import REQUEST_ERRORS
-from dcp_s3.s3.listing import StoredVersion
+from dcp_s3.s3.listing import StoredVersion, delete
 from dcp_s3.s3.operations import Operation, Request, request_arguments
 from dcp_s3.s3.throttle import Gate, gate_of
 from dcp_s3.settings import Settings
@@ -40,14 +40,7 @@ busy over round trips of tens of milliseconds."""
 
 
 class AsyncS3Store:
-    """A bucket as these settings reach it, within one event loop. Made by `open_async_store`.
-
-    Args:
-        name: bucket name.
-        settings: settings for retries and common arguments.
-        client: an open aiobotocore S3 client.
-        max_requests: most requests in flight at once.
-    """
+    """A bucket as these settings reach it, within one event loop. Made by `open_async_store`."""
 
     def __init__(self, name: str, settings: Settings, client: Any, *, max_requests: int) -> None:
         self.name = name
@@ -74,11 +67,7 @@ class AsyncS3Store:
     # --- carrying out -----------------------------------------------------------------------------------
 
     async def run(self, operation: Operation[T]) -> T:
-        """Carry out an operation.
-
-        Raises:
-            StorageError: raised by the operation.
-        """
+        """Carry out an operation."""
         try:
             request = next(operation)
             while True:
@@ -167,30 +156,18 @@ class AsyncS3Store:
         await self.run(multipart.abort(upload.key, upload.upload_id))
 
     async def list_versions(self, prefix: str) -> Sequence[StoredVersion]:
-        """Every version of every object whose key starts with ``prefix``.
-
-        Raises:
-            StorageError: the store has no ListObjectVersions, the permission is missing, ...
-        """
+        """Every version of every object whose key starts with ``prefix``."""
         return await self.run(listing.versions(prefix))
 
     async def check_versions(self, prefix: str) -> None:
-        """Check by one request that `list_versions` would be answered.
-
-        Raises:
-            StorageError: as from `list_versions`.
-        """
+        """Check by one request that `list_versions` would be answered."""
         await self.run(listing.check_versions(prefix))
 
 
 async def call(
     request: Callable[[], Awaitable[T]], tries: retry.Tries, *, gate: Gate | None = None, data: bool = False
 ) -> T:
-    """`retry.call` for a coroutine function. Cancelling the task ends it at once.
-
-    Raises:
-        Cancelled, StorageError: as from `Tries`.
-    """
+    """`retry.call` for a coroutine function. Cancelling the task ends it at once."""
     while True:
         tries.check()
         if gate is not None and data and not await gate.enter_async(timeout=tries.seconds_at_gate()):
@@ -216,12 +193,7 @@ async def call(
 async def open_async_store(
     name: str, settings: Settings, *, max_requests: int = MAX_REQUESTS
 ) -> AsyncIterator[AsyncS3Store]:
-    """Open an `AsyncS3Store` with its own client, which is closed on leaving.
-
-    Raises:
-        SettingsError: the endpoint from AWS's own chain is invalid.
-        StorageError: no client can be made from the settings and AWS's own chain.
-    """
+    """Open an `AsyncS3Store` with its own client, which is closed on leaving."""
     options = config_options(settings) | {"max_pool_connections": max_requests}
     async with contextlib.AsyncExitStack() as stack:
 
@@ -235,3 +207,13 @@ async def open_async_store(
         check_answers(client)
         look_once(client)
         yield AsyncS3Store(name, settings, client, max_requests=max_requests)
+
+
+def run_on_store(name: str, settings: Settings, work: Callable[[AsyncS3Store], Awaitable[T]]) -> T:
+    """Run a coroutine function on an `open_async_store` of its own, from synchronous code."""
+
+    async def inside() -> T:
+        async with open_async_store(name, settings) as store:
+            return await work(store)
+
+    return run(inside())

@@ -1,9 +1,8 @@
-"""boto3 clients: one for each endpoint that a process talks to, made when first needed.
+"""boto3 clients: one for each endpoint that a process talks to, made when first needed; and AWS's own configuration.
 
-A client is keyed only by what its connections depend on: saves and loads with other settings, deadlines or limits use
-the connections that are there. How long one request may hang is told with the request (`flight.hang_at_most`). A writer
-is pickled into a spawned process and must survive fork, so nothing above this module holds a client, and a forked child
-makes its own rather than share sockets.
+A client is keyed only by what its connections depend on, so that saves and loads with other settings or limits share
+them. A writer is pickled and must survive fork: nothing above this module holds a client, and a forked child makes its
+own rather than share sockets.
 """
 
 from __future__ import annotations
@@ -14,19 +13,21 @@ import os
 import platform
 import threading
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import boto3
+import botocore.exceptions as boto
 import botocore.loaders
 import botocore.session
 from botocore.config import Config
 
 from dcp_s3._version import __version__
+from dcp_s3.errors import SettingsError
 from dcp_s3.forking import reset_in_child
 from dcp_s3.s3.answers import check_answers
 from dcp_s3.s3.botocore_private import look_once, make_abortable, send_without_copy
-from dcp_s3.s3.chain import check_endpoint_of
-from dcp_s3.settings import Settings, aws_environment
+from dcp_s3.settings import Settings, aws_endpoint_variable, aws_environment, aws_variable, require_endpoint
 
 # A fixed text: botocore builds its own for each request, which takes a sixth of a request's CPU.
 _USER_AGENT = f"dcp_s3/{__version__} Boto3/{boto3.__version__} Python/{platform.python_version()}"
@@ -80,15 +81,7 @@ def config_options(settings: Settings) -> dict[str, Any]:
 
 
 def client_options(settings: Settings, session: Any) -> dict[str, Any]:
-    """Endpoint and region as keyword arguments for a client; empty where AWS's own chain decides.
-
-    Args:
-        settings: settings of the client.
-        session: session of botocore or aiobotocore that will make the client.
-
-    Raises:
-        SettingsError: the endpoint from AWS's own chain is invalid.
-    """
+    """Endpoint and region as keyword arguments for a client; empty where AWS's own chain decides."""
     options: dict[str, Any] = {}
     if settings.endpoint_url:
         options["endpoint_url"] = settings.endpoint_url
@@ -147,7 +140,7 @@ def prepare_session(session: Any) -> None:
     """Let a session of botocore or aiobotocore reuse parsed service descriptions, and leave times as S3 wrote them.
 
     Otherwise each client parses the descriptions for itself: about 70 ms and 8 MB. Parsing a time costs a tenth of a
-    request (`times.timestamp` does it where one is needed).
+    request (`operations.timestamp` does it where one is needed).
     """
     session.register_component("data_loader", _loader(session.get_config_variable("data_path")))
     session.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=str)
@@ -170,3 +163,66 @@ def close_clients() -> None:
         for client in _clients.values():
             client.close()
         _clients.clear()
+
+
+# --- AWS's own chain: its variables, then the profile, where the settings say nothing ------------------
+
+
+@dataclass(frozen=True)
+class ChainValue:
+    """A value from the chain."""
+
+    source: str
+    """Where the value is set: a variable, or a field of a profile."""
+    value: str
+    """The value itself."""
+
+
+def find_endpoint(session: Any) -> ChainValue | None:
+    """The endpoint of S3 that botocore will choose; None for AWS's own."""
+    if session.get_config_variable("ignore_configured_endpoint_urls"):
+        return None
+    variable = aws_endpoint_variable()
+    if variable is not None:
+        return ChainValue(*variable)
+    profile = session.get_scoped_config()
+    services = session.full_config.get("services", {}).get(profile.get("services"), {})
+    of_s3 = services.get("s3")
+    value = (of_s3.get("endpoint_url") if isinstance(of_s3, dict) else None) or profile.get("endpoint_url")
+    return ChainValue(f"endpoint_url of {_profile(session)}", str(value)) if value else None
+
+
+def find_region(session: Any) -> ChainValue | None:
+    """The region that botocore will choose; None if there is none."""
+    variable = aws_variable("AWS_DEFAULT_REGION")
+    if variable is not None:
+        return ChainValue(*variable)
+    value = session.get_config_variable("region")
+    return ChainValue(f"region of {_profile(session)}", str(value)) if value else None
+
+
+def find_chain(settings: Settings) -> dict[str, ChainValue]:
+    """The chain's values for the settings that are left to it, by setting name."""
+    session = botocore.session.Session(profile=settings.profile)
+    try:
+        session.get_scoped_config()  # raises if the profile is missing, even if nothing of it is needed
+        if settings.endpoint_url is None:
+            check_endpoint_of(session)
+        found = {
+            "endpoint_url": find_endpoint(session) if settings.endpoint_url is None else None,
+            "region": find_region(session) if settings.region is None else None,
+        }
+    except boto.BotoCoreError as error:
+        raise SettingsError(f"AWS's own configuration cannot be read: {error}") from None
+    return {name: each for name, each in found.items() if each is not None}
+
+
+def check_endpoint_of(session: Any) -> None:
+    """Refuse an invalid endpoint early and by its source: botocore raises a bare ValueError for it."""
+    found = find_endpoint(session)
+    if found is not None:
+        require_endpoint(found.source, found.value)
+
+
+def _profile(session: Any) -> str:
+    return f"profile {session.profile or 'default'!r} in {session.get_config_variable('config_file')}"

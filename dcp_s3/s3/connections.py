@@ -1,7 +1,9 @@
 """The connections that saves and loads use: as many as fill the link. What one transfer found, the next begins with.
 
-`width.Width` decides; here is what it decides on: bytes that moved while all connections were in use. A transfer counts
-them with `Tuning`, which asks again every 50 ms and tells the transfer when the number changes.
+S3 gives one connection about 90 MB/s whatever the host can take, other stores give one connection all there is. So the
+number of connections grows as long as more of them move more bytes, and goes back where they do not; from time to time
+it is tried again. `Width` decides, by the bytes that moved while all connections were in use. A transfer counts them
+with `Tuning`, which asks again every 50 ms and tells the transfer when the number changes.
 """
 
 from __future__ import annotations
@@ -13,20 +15,26 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 from dcp_s3.forking import reset_in_child
-from dcp_s3.s3.width import Width, first_width
+from dcp_s3.s3.operations import Bucket, Place
 from dcp_s3.settings import local_world_size
 from dcp_s3.units import format_size
-
-if TYPE_CHECKING:
-    from dcp_s3.s3.async_store import AsyncS3Store
-    from dcp_s3.s3.store import S3Store
 
 logger = logging.getLogger(__name__)
 
 Direction = Literal["upload", "download"]
+
+_SETTLE_SECONDS = 0.1
+"""After a change, until new connections are made and answered."""
+_WINDOW_SECONDS = 0.2
+"""For which bytes are counted before one number of connections is compared with another."""
+_FEW, _MANY = 4, 32
+_WORTH = 1.1
+"""The least by which the bytes per second must rise when connections are added."""
+_TRY_AGAIN_SECONDS = 20.0
+"""Of moving bytes, after which more connections are tried again."""
 
 _TICK_SECONDS = 0.05
 _CALM_SECONDS = 1.0  # without throttling before more connections are tried
@@ -54,24 +62,24 @@ def _begin_anew() -> None:
     _links.clear()
 
 
-def connections_of(store: S3Store | AsyncS3Store, direction: Direction) -> int:
+def connections_of(store: Place, direction: Direction) -> int:
     """The number of connections that a transfer begins with."""
     with _lock:
         return min(_link_of(store, direction).width.connections, store.settings.max_connections)
 
 
-def likely_connections(store: S3Store, direction: Direction) -> int:
+def likely_connections(store: Bucket, direction: Direction) -> int:
     """The number of connections that a transfer will likely come to: what its parts are to be shared among."""
     with _lock:
         return min(_link_of(store, direction).width.likely, store.settings.max_connections)
 
 
-def most_connections(store: S3Store | AsyncS3Store) -> int:
+def most_connections(store: Place) -> int:
     """The most data requests that one transfer has in flight now, whatever its direction."""
     return max(connections_of(store, direction) for direction in get_args(Direction))
 
 
-def _link_of(store: S3Store | AsyncS3Store, direction: Direction) -> _Link:
+def _link_of(store: Place, direction: Direction) -> _Link:
     key = (store.settings.endpoint_url, store.name, direction)
     link = _links.get(key)
     if link is None:
@@ -128,16 +136,13 @@ class Tuning:
     """Adapts the connections of one transfer while it runs. A context manager.
 
     Args:
-        store: store of the transfer.
-        direction: direction of the bytes.
         resize: called from a thread of its own with a new number of connections.
-        is_busy: whether all connections are in use, and there is more to do.
         most: ceiling besides that of the settings; None: none.
     """
 
     def __init__(
         self,
-        store: S3Store,
+        store: Bucket,
         direction: Direction,
         *,
         resize: Callable[[int], None],
@@ -208,3 +213,76 @@ class Tuning:
                     logger.warning("%s: %d connections stay: no thread can be started: %s", self._name, kept, error)
                     return
                 self.connections = connections
+
+
+# --- how many: no I/O, no clock --------------------------------------------------------------------
+
+
+def first_width(cores: float, ranks: int) -> int:
+    """The number of connections to begin with, where nothing is known: two for each core of a process.
+
+    32 carry 2.7 GiB/s from S3, which few processes exceed. Where there are few cores, more connections than needed
+    cost the most.
+    """
+    return max(_FEW, min(_MANY, round(2 * cores / ranks)))
+
+
+class Width:
+    """The number of connections to use in one direction. Not thread safe."""
+
+    def __init__(self, first: int) -> None:
+        self.connections = first
+        """Connections to use now."""
+        self.rate = 0.0
+        """Bytes per second when it was last measured; 0 before."""
+        self._smaller: tuple[int, float] | None = None
+        self._held = _TRY_AGAIN_SECONDS
+        self._begin()
+
+    @property
+    def likely(self) -> int:
+        """The number of connections that a transfer which begins now will likely come to. Where cores are few, they are
+        busy before 32 are reached."""
+        if self._held < _TRY_AGAIN_SECONDS:
+            return self.connections
+        return max(self.connections, min(_MANY, 2 * self.connections))
+
+    def _begin(self) -> None:
+        self._settling = _SETTLE_SECONDS
+        self._seconds = 0.0
+        self._moved = 0
+
+    def interrupted(self) -> None:
+        """Note that what was counted so far says nothing: a transfer has begun or is ending, or S3 throttles."""
+        self._begin()
+
+    def moved(self, seconds: float, count: int, most: int) -> None:
+        """Note that all connections were in use for ``seconds``, and moved ``count`` bytes.
+
+        Args:
+            seconds: time since the call before.
+        """
+        if self._settling > 0:
+            self._settling -= seconds
+            return
+        self._seconds += seconds
+        self._moved += count
+        if self._seconds < _WINDOW_SECONDS:
+            return
+        self.rate = self._moved / self._seconds
+        self._held += self._seconds
+        self._begin()
+        self._settling = 0.0
+        smaller, self._smaller = self._smaller, None
+        if smaller is not None and self.rate <= smaller[1] * _WORTH:
+            self._held = 0.0
+            self._change(smaller[0])
+        elif self.connections >= most:
+            self._held = 0.0
+        elif self._held >= _TRY_AGAIN_SECONDS:
+            self._smaller = self.connections, self.rate
+            self._change(min(most, max(2 * self.connections, _MANY)))
+
+    def _change(self, connections: int) -> None:
+        self.connections = connections
+        self._begin()

@@ -19,8 +19,7 @@ from s3transfer.subscribers import BaseSubscriber
 from dcp_s3.s3.answers import check_answers
 from dcp_s3.s3.botocore_private import look_once
 from dcp_s3.s3.client import client_options, config_options, new_session
-from dcp_s3.s3.diagnosis import error_code, is_passing, to_storage_error
-from dcp_s3.s3.notices import watch
+from dcp_s3.s3.diagnosis import error_code, is_passing, to_storage_error, watch
 from dcp_s3.s3.operations import creation_arguments
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
@@ -43,10 +42,6 @@ def download_files(store: S3Store, files: Iterable[FileTransfer], *, on_progress
     """Fetch objects into files; missing directories are made.
 
     Each file appears under its name when it is complete: until then it has another extension. No checksum is compared.
-
-    Raises:
-        StorageError: an object could not be fetched; those under way are given up.
-        OSError: a file could not be written.
     """
     extra = _owner(store.settings)
 
@@ -60,12 +55,7 @@ def download_files(store: S3Store, files: Iterable[FileTransfer], *, on_progress
 
 
 def upload_files(store: S3Store, files: Iterable[FileTransfer], *, on_progress: OnProgress | None = None) -> None:
-    """Store files as data objects, with encryption and storage class from the settings.
-
-    Raises:
-        StorageError: a file could not be stored; those under way are given up, their multipart uploads aborted.
-        OSError: a file could not be read.
-    """
+    """Store files as data objects, with encryption and storage class from the settings."""
     extra = _owner(store.settings) | creation_arguments(store.settings, data=True)
 
     def submit(manager: Any, file: FileTransfer) -> Any:

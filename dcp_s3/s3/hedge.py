@@ -1,24 +1,30 @@
 """When a GET is hedged: the known latencies of a bucket's requests, the budget of second requests, and their outcome.
 
-`Hedges` is shared by the reads of one bucket (`race.Race`). It has the thread that watches them, alive only while there
-are any. A forked child starts afresh.
+`Hedges` is shared by the reads of one bucket (`download.Race`). It has the thread that watches them, alive only while
+there are any. A forked child starts afresh.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import math
 import threading
 import time
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from dcp_s3.forking import reset_in_child
 from dcp_s3.s3.connections import connections_of
-from dcp_s3.s3.latency import Budget, Latencies
+from dcp_s3.s3.operations import Bucket
 from dcp_s3.s3.ranged import Timing
 
-if TYPE_CHECKING:
-    from dcp_s3.s3.store import S3Store
+_WINDOW = 256
+_ENOUGH = 8  # samples; with fewer, `START` counts
+# Shorter bodies say more about the client's scheduling than about the bandwidth.
+_MIN_BODY = 256 * 2**10
+# The rate is of whole bodies; single blocks vary more.
+_BLOCK_FACTOR = 2.0
 
 INTERVAL = 0.02
 """Seconds between two looks at the requests in flight."""
@@ -96,13 +102,13 @@ class Hedges:
         with self._lock:
             self._latencies.add(timing.head, timing.body, timing.size)
 
-    def patience(self, store: S3Store, awaits: int) -> float:
+    def patience(self, store: Bucket, awaits: int) -> float:
         """Seconds within which the next ``awaits`` bytes of a body (0: the head) should come."""
         with self._lock:
             expected = self._latencies.expect(store.settings.hedge_percentile)
         return max(store.settings.hedge_min_delay, expected.seconds(awaits))
 
-    def may_start(self, store: S3Store, *, take: bool) -> bool:
+    def may_start(self, store: Bucket, *, take: bool) -> bool:
         """Whether a second request may be made now. With ``take`` it is charged: one call of `ended` must follow."""
         if not store.gate.is_calm(_CALM):
             return False
@@ -150,7 +156,7 @@ def _begin_anew() -> None:
     _hedges.clear()
 
 
-def hedges_of(store: S3Store) -> Hedges:
+def hedges_of(store: Bucket) -> Hedges:
     """This process's `Hedges` for a bucket. Thread safe."""
     key = (store.settings.endpoint_url, store.name)
     found = _hedges.get(key)
@@ -165,3 +171,86 @@ def snapshot() -> dict[str, HedgeState]:
     with _lock:
         found = dict(_hedges)
     return {f"{endpoint or 's3:/'}/{name}": hedges.state for (endpoint, name), hedges in found.items()}
+
+
+# --- how long a GET should take: no I/O, no clock, not thread safe ---------------------------------
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Times that nearly all requests keep to."""
+
+    head: float
+    """Seconds from the request to the head of the answer."""
+    per_byte: float
+    """Seconds for each byte of the body."""
+
+    def seconds(self, awaits: int) -> float:
+        """Seconds within which the next ``awaits`` bytes of a body should come; 0 for the head."""
+        return _BLOCK_FACTOR * self.per_byte * awaits if awaits else self.head
+
+
+# S3's first byte comes after 30 to 200 ms, the rest at 90 MB/s (docs/performance.md); stores on disks are slower.
+START = Expected(head=0.5, per_byte=1 / 10e6)
+
+
+class Latencies:
+    """The last `_WINDOW` requests that completed."""
+
+    def __init__(self) -> None:
+        self._heads: collections.deque[float] = collections.deque(maxlen=_WINDOW)
+        self._rates: collections.deque[float] = collections.deque(maxlen=_WINDOW)
+        self._known: dict[float, Expected] = {}
+
+    def add(self, head: float, body: float, size: int) -> None:
+        """Add a completed request.
+
+        Args:
+            head: seconds until the head of the answer.
+            body: seconds from the head to the end.
+        """
+        self._heads.append(head)
+        if size >= _MIN_BODY:
+            self._rates.append(body / size)
+        self._known.clear()
+
+    def expect(self, percentile: float) -> Expected:
+        """Head and rate that ``percentile`` percent of requests kept to, each alone; `START` if too few are known."""
+        found = self._known.get(percentile)
+        if found is None:
+            found = self._known[percentile] = Expected(
+                _percentile(self._heads, percentile, START.head), _percentile(self._rates, percentile, START.per_byte)
+            )
+        return found
+
+
+def _percentile(samples: collections.deque[float], percentile: float, unknown: float) -> float:
+    if len(samples) < _ENOUGH:
+        return unknown
+    ranked = sorted(samples)
+    return ranked[min(len(ranked), max(1, math.ceil(len(ranked) * percentile / 100))) - 1]
+
+
+class Budget:
+    """How many requests may be sent twice: a share of all, so that a slow store is not asked for twice as much."""
+
+    def __init__(self, share: float, start: int, most: int) -> None:
+        self._share = share
+        self._most = most
+        self._left = float(start)
+
+    def earn(self) -> None:
+        """Add a request's share."""
+        self._left = min(float(self._most), self._left + self._share)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether a request may be sent twice now."""
+        return self._left >= 1
+
+    def take(self) -> bool:
+        """Whether a request may be sent twice now; if so, it is charged."""
+        if not self.is_left:
+            return False
+        self._left -= 1
+        return True

@@ -1,9 +1,10 @@
-"""Multipart uploads without I/O: create, send and list parts, complete, abort. See `operations`."""
+"""Multipart uploads, and S3's own copies, without I/O. See `operations`."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +12,24 @@ from dcp_s3 import errors
 from dcp_s3.checksum import encode_crc
 from dcp_s3.s3.diagnosis import answered_code
 from dcp_s3.s3.listing import all_pages, uploads
-from dcp_s3.s3.operations import Operation, Request, creation_arguments, head, wire_checksum, with_checksum
-from dcp_s3.s3.quirks import Place, Quirk, learn
+from dcp_s3.s3.operations import (
+    Bucket,
+    Operation,
+    Place,
+    Quirk,
+    Request,
+    creation_arguments,
+    head,
+    learn,
+    wire_checksum,
+    with_checksum,
+)
+from dcp_s3.s3.parts import MAX_PARTS
+from dcp_s3.store import ObjectHead, Upload
+
+COPY_PART_SIZE = 256 * 2**20
+"""Bytes that one request copies, at most: S3 takes up to 5 GiB, but copies parts of one object side by side."""
+_PARTS_AT_ONCE = 8
 
 _CHECKSUMS = ("ChecksumCRC64NVME", "ChecksumCRC32C")
 
@@ -46,14 +63,7 @@ def create(
     metadata: Mapping[str, str] | None = None,
     on_failure: Callable[[Exception], None] | None = None,
 ) -> Operation[str]:
-    """Begin a multipart upload of a data object; returns its id.
-
-    Args:
-        place: bucket of the upload.
-        key: object key.
-        metadata: user metadata of the object.
-        on_failure: called for each attempt that fails.
-    """
+    """Begin a multipart upload of a data object; returns its id."""
     arguments: dict[str, Any] = {**creation_arguments(place.settings, data=True), "Key": key}
     if metadata:
         arguments["Metadata"] = dict(metadata)
@@ -68,16 +78,7 @@ def create(
 def send_part(
     place: Place, key: str, upload_id: str, number: int, body: Any, checksum: Mapping[str, str]
 ) -> Operation[str]:
-    """Send one part; returns its ETag.
-
-    Args:
-        place: bucket of the upload.
-        key: object key.
-        upload_id: ID of the multipart upload.
-        number: part number, from 1.
-        body: bytes of the part, or what botocore takes for a file.
-        checksum: checksum of the part, as an argument of the request; empty for none.
-    """
+    """Send one part; returns its ETag."""
     arguments = {"Key": key, "UploadId": upload_id, "PartNumber": number, "Body": body, **checksum}
     request = Request("UploadPart", key, arguments, data=True)
     answer = yield from with_checksum(place, request)
@@ -98,11 +99,6 @@ def complete(
     If S3 has no such upload, but an object of this size, an earlier attempt succeeded and its answer was lost.
 
     Args:
-        place: bucket of the upload.
-        key: object key.
-        upload_id: ID of the multipart upload.
-        etags: ETags of all parts, in order.
-        size: bytes of the object.
         crc: CRC-64/NVME of the object, None if it is not known.
     """
     parts = [{"PartNumber": number, "ETag": etag} for number, etag in enumerate(etags, start=1)]
@@ -171,11 +167,7 @@ def abort(key: str, upload_id: str) -> Operation[None]:
 
 
 def _expect(place: Place, request: Request, answer: Mapping[str, Any], name: str) -> str:
-    """Return a text field that S3's answer must have.
-
-    Raises:
-        StorageError: it is missing.
-    """
+    """Return a text field that S3's answer must have."""
     value = answer.get(name)
     if not isinstance(value, str) or not value:
         raise errors.StorageError(
@@ -183,3 +175,81 @@ def _expect(place: Place, request: Request, answer: Mapping[str, Any], name: str
             "server?", bucket=place.name, key=request.key, operation=request.operation,
         )  # fmt: skip
     return value
+
+
+# --- copies: no byte passes through this machine ---------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """What is copied."""
+
+    bucket: str
+    head: ObjectHead
+
+    def arguments(self, place: Place) -> dict[str, Any]:
+        owner = place.settings.expected_bucket_owner
+        return {
+            "CopySource": {"Bucket": self.bucket, "Key": self.head.key},
+            **({"CopySourceIfMatch": self.head.etag} if self.head.etag else {}),
+            **({"ExpectedSourceBucketOwner": owner} if owner else {}),
+        }
+
+
+def copy_object(store: Bucket, source: Bucket, source_key: str, key: str) -> None:
+    """Copy an object between buckets of one endpoint; see `Store.copy`."""
+    origin = _Origin(source.name, source.run(head(source_key, checksum=True)))
+    size = origin.head.size
+    if size <= COPY_PART_SIZE:
+        store.run(_copy_whole(store, origin, key))
+        return
+    part = max(COPY_PART_SIZE, -(-size // MAX_PARTS))
+    spans = [(start, min(start + part, size)) for start in range(0, size, part)]
+    upload_id = store.run(create(store, key, metadata=origin.head.metadata))
+    try:
+        etags = _copy_parts(store, origin, key, upload_id, spans)
+        crc = origin.head.crc64nvme
+        known = None if crc is None else int(crc, 16)
+        store.run(complete(store, key, upload_id, etags, size=size, crc=known))
+    except BaseException:
+        store.within(store.limit.for_cleanup()).abort_quietly(Upload(key, upload_id))
+        raise
+
+
+def _copy_parts(store: Bucket, origin: _Origin, key: str, upload_id: str, spans: list[tuple[int, int]]) -> list[str]:
+    def send(number: int, span: tuple[int, int]) -> str:
+        return store.run(_copy_part(store, origin, key, upload_id, number, span))
+
+    with ThreadPoolExecutor(min(_PARTS_AT_ONCE, len(spans)), "dcp_s3-copy-part") as pool:
+        sent = [pool.submit(send, number, span) for number, span in enumerate(spans, start=1)]
+        try:
+            return [each.result() for each in sent]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def _copy_whole(place: Place, origin: _Origin, key: str) -> Operation[None]:
+    arguments = {**creation_arguments(place.settings, data=True), **origin.arguments(place), "Key": key}
+    yield Request("CopyObject", key, arguments, data=True)
+
+
+def _copy_part(
+    place: Place, origin: _Origin, key: str, upload_id: str, number: int, span: tuple[int, int]
+) -> Operation[str]:
+    start, stop = span
+    arguments = {
+        **origin.arguments(place),
+        "CopySourceRange": f"bytes={start}-{stop - 1}",
+        "Key": key,
+        "UploadId": upload_id,
+        "PartNumber": number,
+    }
+    answer = yield Request("UploadPartCopy", key, arguments, data=True)
+    etag = (answer.get("CopyPartResult") or {}).get("ETag")
+    if not isinstance(etag, str) or not etag:
+        raise errors.StorageError(
+            f"UploadPartCopy on s3://{place.name}/{key} answered without ETag: does the store copy parts?",
+            bucket=place.name, key=key, operation="UploadPartCopy",
+        )  # fmt: skip
+    return etag

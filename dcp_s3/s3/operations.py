@@ -2,29 +2,77 @@
 
 An operation is a generator. It yields `Request`s, and returns its result. For each request it is sent S3's answer, or
 thrown the `StorageError` that its attempts ended in. Two drivers run operations: `store.S3Store` through boto3 and
-`async_store.AsyncS3Store` through aiobotocore. Listings are in `listing`, deletions in `delete`, multipart uploads in
-`multipart`.
+`async_store.AsyncS3Store` through aiobotocore. Listings and deletions are in `listing`, multipart
+uploads and copies in `multipart`.
 """
 
 from __future__ import annotations
 
 import base64
+import datetime
+import email.utils
 import enum
+import logging
+import threading
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
+
+import botocore.utils
 
 from dcp_s3 import errors
 from dcp_s3.checksum import ChecksumAlgorithm, crc32c, crc64nvme, encode_crc
-from dcp_s3.s3 import times
+from dcp_s3.forking import reset_in_child
+from dcp_s3.limit import Limit
 from dcp_s3.s3.diagnosis import answered_code, answered_status
-from dcp_s3.s3.quirks import Place, Quirk, knows, learn
+from dcp_s3.s3.throttle import Gate
 from dcp_s3.settings import Settings
-from dcp_s3.store import Expect, ObjectHead, ObjectStart, StoredObject
+from dcp_s3.store import Expect, ObjectHead, ObjectStart, StoredObject, Upload
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 Arguments = Mapping[str, Any]
+
+
+class Place(Protocol):
+    """A bucket as some settings reach it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def settings(self) -> Settings: ...
+
+
+class Bucket(Place, Protocol):
+    """A bucket that carries out operations in the caller's thread: see `store.S3Store`."""
+
+    @property
+    def limit(self) -> Limit: ...
+
+    @property
+    def gate(self) -> Gate: ...
+
+    def within(self, limit: Limit) -> Bucket: ...
+
+    def run(self, operation: Operation[T]) -> T: ...
+
+    def send(self, request: Request) -> Any: ...
+
+    def call(
+        self,
+        operation: str,
+        key: str,
+        request: Callable[[], T],
+        *,
+        cancel: threading.Event | None = None,
+        data: bool = False,
+        attempts: int | None = None,
+    ) -> T: ...
+
+    def abort_quietly(self, upload: Upload) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -54,6 +102,78 @@ Operation = Generator[Request, Any, T]
 def request_arguments(request: Request) -> Arguments:
     """Arguments for the next attempt."""
     return request.arguments() if callable(request.arguments) else request.arguments
+
+
+# --- what a store lacks -----------------------------------------------------------------------------
+
+
+class Quirk(enum.Enum):
+    """Features that a store may lack, with the message that is logged once for each bucket.
+
+    The message has the store's endpoint and answer.
+    """
+
+    NO_CONDITIONAL_WRITES = (
+        "%s does not know conditional writes (If-None-Match, If-Match): two jobs that save to one URL at one time will "
+        "not be told apart%s"
+    )
+    NO_CHECKSUMS = (
+        "%s refuses checksums (x-amz-checksum-*): parts are sent without, so that it cannot notice damage on the way. "
+        "Loads check what they get, as always%s"
+    )
+    NO_BATCH_DELETES = "%s has no DeleteObjects: objects are deleted one by one%s"
+    NO_UPLOAD_LISTS = "%s does not list multipart uploads: those that were left open may cost storage%s"
+
+
+_known: dict[tuple[Quirk, str | None, str], bool] = {}
+reset_in_child(_known.clear)
+
+
+def knows(quirk: Quirk, place: Place) -> bool:
+    """Whether the store of this bucket has shown the quirk."""
+    return (quirk, place.settings.endpoint_url, place.name) in _known
+
+
+def learn(quirk: Quirk, place: Place, why: Exception | None = None) -> None:
+    """Note that the store of this bucket has the quirk; ``why`` is its answer, for the log."""
+    key = (quirk, place.settings.endpoint_url, place.name)
+    if key in _known:
+        return
+    _known[key] = True
+    logger.warning(quirk.value, place.settings.endpoint_url or "the S3 endpoint", "" if why is None else f": {why}")
+
+
+def forget() -> None:
+    """Forget all quirks."""
+    _known.clear()
+
+
+# --- times ----------------------------------------------------------------------------------------
+
+
+def timestamp(value: datetime.datetime | str) -> float:
+    """A time from S3's answer, parsed or not, in seconds since the epoch; without a zone it is in UTC."""
+    time = _parse(value) if isinstance(value, str) else value
+    if time.tzinfo is None:
+        time = time.replace(tzinfo=datetime.timezone.utc)
+    return time.timestamp()
+
+
+def _parse(value: str) -> datetime.datetime:
+    try:
+        return datetime.datetime.fromisoformat(value.replace("Z", "+00:00"))  # as S3 writes it
+    except ValueError:
+        parsed: datetime.datetime = botocore.utils.parse_timestamp(value)
+        return parsed
+
+
+def server_time(answer: Mapping[str, Any]) -> float | None:
+    """When S3 answered by its own clock, in seconds since the epoch; None if it does not tell."""
+    headers = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+    try:
+        return timestamp(email.utils.parsedate_to_datetime(headers["date"]))
+    except (KeyError, ValueError, TypeError):
+        return None
 
 
 # --- arguments that several requests have -------------------------------------------------------------
@@ -103,10 +223,7 @@ def with_checksum(place: Place, request: Request) -> Operation[Any]:
 
     Stores other than AWS may not know ``x-amz-checksum-*``. Most ignore it; to those that refuse it nobody could
     save otherwise. Only ``DCP_S3_CHECKSUM=auto`` tries without. The CRCs of items and objects are recorded in any
-    case, so that loads are checked.
-
-    Raises:
-        StorageError: both were refused; it is the first refusal, as the checksum was not the reason.
+    case, so that loads are checked. If both are refused, the first refusal is raised.
     """
     arguments = request_arguments(request)
     plain = {name: value for name, value in arguments.items() if not name.startswith("Checksum")}
@@ -188,11 +305,11 @@ def _head(key: str, answer: Mapping[str, Any]) -> ObjectHead:
     return ObjectHead(
         key=key,
         size=int(answer["ContentLength"]),
-        modified_at=times.timestamp(answer["LastModified"]),
+        modified_at=timestamp(answer["LastModified"]),
         etag=answer.get("ETag", ""),
         metadata=user_metadata(answer),
         crc64nvme=None if crc is None else base64.b64decode(crc).hex(),
-        server_time=times.server_time(answer),
+        server_time=server_time(answer),
     )
 
 

@@ -29,13 +29,6 @@ def plan_part_size(total: int, *, connections: int, ranks: int, most: int, reque
     Every connection gets two, so that none has much to do when the others are done, or one if two would be small,
     because each costs a millisecond of CPU. Larger ones where otherwise all ranks together would make more requests
     than S3 takes: as many connections as have a part send it in its bytes over 90 MB/s.
-
-    Args:
-        total: bytes of this rank.
-        connections: connections of this rank.
-        ranks: ranks that move as much at the same time.
-        most: highest result, but for S3's limit on requests.
-        requests_per_second: that limit.
     """
     share = -(-total // connections)
     size = min(most, max(_SMALL_PART, min(share, _GOOD_PART), share // 2))
@@ -48,9 +41,6 @@ def plan_part_size(total: int, *, connections: int, ranks: int, most: int, reque
 def choose_part_size(object_size: int, part_size: int) -> int:
     """Part size for an object of about ``object_size`` bytes: ``part_size``, or more where S3's limit of 10,000
     parts requires it (rounded up to whole MiB).
-
-    Raises:
-        errors.SettingsError: the object is larger than S3 can hold (parts of at most 5 GiB).
     """
     if object_size <= part_size * _PLANNED_PARTS:
         return part_size

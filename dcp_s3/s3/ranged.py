@@ -6,20 +6,17 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from botocore.exceptions import ClientError
 
 from dcp_s3.checksum import crc64nvme
 from dcp_s3.limit import Cancelled
 from dcp_s3.s3 import operations
-from dcp_s3.s3.botocore_private import finish_response, readinto_response
+from dcp_s3.s3.botocore_private import Flight, finish_response, readinto_response
 from dcp_s3.s3.diagnosis import TruncatedBodyError
-from dcp_s3.s3.flight import Flight
+from dcp_s3.s3.operations import Bucket
 from dcp_s3.store import same_etag
-
-if TYPE_CHECKING:
-    from dcp_s3.s3.store import S3Store
 
 # Bytes received before they are added to the checksum: most are then still in the CPU's cache. If the connection
 # breaks, what it has received of the block is lost.
@@ -54,8 +51,6 @@ class Cursor:
     """The place in a list of targets up to which bytes have arrived.
 
     Args:
-        targets: targets in order.
-        block: most bytes of one `view`.
         moved: called with the number of bytes that have arrived.
 
     Attributes:
@@ -124,7 +119,7 @@ def _another_version() -> ClientError:
 
 
 def get_range(
-    store: S3Store,
+    store: Bucket,
     key: str,
     start: int,
     cursor: Cursor,
@@ -137,18 +132,7 @@ def get_range(
     """Try once to fetch what ``cursor`` still lacks of the bytes from ``start`` on.
 
     Args:
-        store: store with the object.
-        key: object key.
-        start: byte of the object at which the cursor begins.
-        cursor: cursor that moves on with what arrives, also if the attempt fails.
-        etag: ETag of the version to fetch; empty for any, and then the answer's ETag is put in.
-        flight: flight that is told of the progress.
-        stop: event that ends the attempt.
         advance: called instead of the cursor's method.
-
-    Raises:
-        Cancelled: ``stop`` was set.
-        Exception: raised by botocore, urllib3 or the socket.
     """
     byte_range = f"bytes={start + cursor.done}-{start + cursor.total - 1}"
     expected = cursor.total - cursor.done

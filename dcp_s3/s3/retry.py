@@ -16,8 +16,7 @@ from typing import TypeVar
 
 from dcp_s3 import errors
 from dcp_s3.limit import Cancelled, Deadline, Limit
-from dcp_s3.s3.diagnosis import REQUEST_ERRORS, describe, is_retryable, to_storage_error
-from dcp_s3.s3.notices import tell_retry
+from dcp_s3.s3.diagnosis import REQUEST_ERRORS, describe, is_retryable, tell_retry, to_storage_error
 from dcp_s3.s3.throttle import Gate
 from dcp_s3.tracebacks import without_tracebacks
 
@@ -55,12 +54,7 @@ class Tries:
         logger.debug("%s s3://%s/%s", self.operation, self.bucket, self.key)
 
     def check(self) -> None:
-        """Raise if there may be no further attempt.
-
-        Raises:
-            Cancelled: the limit's ``cancel`` was set.
-            DeadlineExceededError: the limit's deadline has passed.
-        """
+        """Raise if there may be no further attempt."""
         if self.limit.cancel is not None and self.limit.cancel.is_set():
             raise Cancelled
         if self.limit.deadline is not None and self.limit.deadline.passed:
@@ -89,13 +83,7 @@ class Tries:
         )
 
     def wait_after(self, error: Exception) -> float:
-        """Seconds to wait between a failed attempt (``made`` counts it) and the next one.
-
-        Raises:
-            Cancelled: the limit's ``cancel`` is set, which may be why the attempt failed.
-            DeadlineExceededError: the deadline would pass meanwhile.
-            StorageError: the failure is permanent, or of the last attempt; raised as a subclass.
-        """
+        """Seconds to wait between a failed attempt (``made`` counts it) and the next one."""
         if self.limit.cancel is not None and self.limit.cancel.is_set():
             raise Cancelled from None
         if self.made >= self.attempts or not is_retryable(error):
@@ -129,13 +117,7 @@ def call(request: Callable[[], T], tries: Tries, *, gate: Gate | None = None, da
     """Run ``request`` until it succeeds, or `Tries` says that it fails.
 
     Args:
-        request: makes one attempt; raises what botocore, urllib3 or the socket raise.
         tries: attempts that there may be.
-        gate: gate that is told when S3 throttles.
-        data: whether each attempt waits for its turn at the gate.
-
-    Raises:
-        Cancelled, StorageError: as from `Tries`.
     """
     cancel = tries.limit.cancel
     while True:

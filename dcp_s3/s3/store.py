@@ -13,12 +13,12 @@ from botocore import xform_name
 from dcp_s3 import errors
 from dcp_s3.limit import UNLIMITED, Limit
 from dcp_s3.s3 import listing, multipart, operations, retry
+from dcp_s3.s3.botocore_private import hang_at_most
 from dcp_s3.s3.client import forget_client, get_client
 from dcp_s3.s3.connections import most_connections
-from dcp_s3.s3.copy import copy_object
-from dcp_s3.s3.delete import delete
 from dcp_s3.s3.download import fetch_into
-from dcp_s3.s3.flight import hang_at_most
+from dcp_s3.s3.listing import delete
+from dcp_s3.s3.multipart import copy_object
 from dcp_s3.s3.operations import Operation, Request, request_arguments
 from dcp_s3.s3.ranged import ReadTarget
 from dcp_s3.s3.throttle import Gate, gate_of
@@ -55,12 +55,7 @@ class S3Store(Store):
     # --- carrying out -----------------------------------------------------------------------------------
 
     def run(self, operation: Operation[T]) -> T:
-        """Carry out an operation.
-
-        Raises:
-            Cancelled: the limit's ``cancel`` was set.
-            StorageError: raised by the operation.
-        """
+        """Carry out an operation."""
         try:
             request = next(operation)
             while True:
@@ -96,9 +91,6 @@ class S3Store(Store):
 
         Returns:
             boto3's answer; its ``Body``, if there is one, has not been read.
-
-        Raises:
-            Exception: raised by botocore, urllib3 or the socket.
         """
         method = getattr(self.client, xform_name(request.operation))
         return method(**operations.common_arguments(self), **request_arguments(request))

@@ -33,9 +33,6 @@ class Aimd:
 
     Only requests that began after the last decrease count: a burst that was in flight together lowers the limit once.
     Times are seconds of one clock.
-
-    Args:
-        ceiling: initial limit, and the most that it grows to; at least 1.
     """
 
     def __init__(self, ceiling: int) -> None:
@@ -93,12 +90,7 @@ class GateState:
 
 
 class Gate:
-    """Holds data requests back while as many are in flight as the limit allows. First come, first served. Thread safe.
-
-    Args:
-        name: name of the endpoint and bucket, for logs.
-        ceiling: ceiling of the limit.
-    """
+    """Holds data requests back while as many are in flight as the limit allows. First come, first served. Thread safe."""
 
     def __init__(self, name: str, ceiling: int) -> None:
         self._name = name
@@ -123,7 +115,6 @@ class Gate:
         """Wait for a data request's turn; after True, call `leave` once.
 
         Args:
-            cancel: event that ends the wait.
             timeout: most seconds to wait.
 
         Returns:
@@ -315,8 +306,6 @@ def gate_of(endpoint_url: str | None, bucket: str, ceiling: int) -> Gate:
 
     Args:
         endpoint_url: endpoint URL of the settings; None for AWS's own chain.
-        bucket: bucket name.
-        ceiling: most data requests that one transfer makes at once; the gate keeps the highest that was given.
     """
     key = (endpoint_url, bucket)
     gate = _gates.get(key)

@@ -55,9 +55,7 @@ class Uploader:
     cancels everything else.
 
     Args:
-        store: store to upload to.
         part_size: bytes of a part where `start` is given none; None: the most of the settings.
-        isolated: whether a failed part cancels its own object only, for a caller that has another place for it.
 
     Use as a context manager. An exception that leaves it cancels what is under way, aborts every open multipart upload
     and deletes the objects already completed. In any case all threads have ended afterwards.
@@ -66,7 +64,7 @@ class Uploader:
     def __init__(self, store: S3Store, *, part_size: int | None = None, isolated: bool = False) -> None:
         self.store = store
         self.part_size = part_size or store.settings.max_part_size
-        self.isolated = isolated
+        self.isolated = isolated  # a failed part cancels its own object only: the caller has another place for it
         self.cancel = threading.Event()
         self.error: BaseException | None = None
         """The failure that cancelled everything, if one did."""
@@ -145,9 +143,6 @@ class Uploader:
         """Run ``function(pieces, ...)`` for ``upload`` on the pool once there is a slot.
 
         It is called once: the memory of the pieces is released then, whatever happens.
-
-        Raises:
-            Cancelled: the save, or this upload, has failed elsewhere.
         """
         while not (taken := self._slots.acquire(timeout=0.5)) and not upload.cancel.is_set():
             pass
@@ -255,11 +250,7 @@ class ObjectUpload:
         self.resume(upload_id, known)
 
     def leave(self, *, abort_on_failure: bool = False) -> None:
-        """Give up, but leave the multipart upload open for somebody to `resume`.
-
-        Args:
-            abort_on_failure: whether to abort it if an exception leaves the `Uploader`.
-        """
+        """Give up, but leave the multipart upload open for somebody to `resume`."""
         self.cancel.set()
         self._uploader.left(self, abort_on_failure=abort_on_failure)
 
@@ -268,10 +259,6 @@ class ObjectUpload:
 
         Returns:
             The pieces it became, in order; each has its CRC after `finish`.
-
-        Raises:
-            StorageError: a part that was sent meanwhile failed.
-            Cancelled: the save has failed elsewhere.
         """
         if piece.size <= self._part_size - self._pieces_size:
             self._append(piece)
@@ -307,11 +294,7 @@ class ObjectUpload:
         self._parts.append(self._uploader.submit(self, self._send_part, pieces, self._upload_id, number))
 
     def finish(self) -> UploadedObject:
-        """Send the rest, wait for all parts, and complete the object.
-
-        Raises:
-            StorageError, Cancelled: as from `write`.
-        """
+        """Send the rest, wait for all parts, and complete the object."""
         if self._upload_id is None and not self._parts:
             _, crc, _ = self._uploader.submit(self, self._put, self._pieces).result()
             self._pieces = []

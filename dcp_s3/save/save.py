@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from dcp_s3.checkpoint.attachments import Attachment, check_distinct
 from dcp_s3.checkpoint.commit import Commit, make_commit, publish
 from dcp_s3.checkpoint.commit_state import (
+    Beginning,
     CommitState,
     Previous,
     SaveIdentity,
@@ -26,8 +27,7 @@ from dcp_s3.checkpoint.commit_state import (
     find_state,
     is_committed,
 )
-from dcp_s3.checkpoint.completeness import Beginning
-from dcp_s3.checkpoint.steps import find_step
+from dcp_s3.checkpoint.info import find_step
 from dcp_s3.collector import collector_paused
 from dcp_s3.errors import (
     CheckpointError,

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_s3.checkpoint.commit import Commit
 from dcp_s3.checkpoint.commit_state import SaveIdentity
-from dcp_s3.checkpoint.steps import find_step
+from dcp_s3.checkpoint.info import find_step
 from dcp_s3.collector import collector_paused
 from dcp_s3.coordination.claim import Claim, claim_of
 from dcp_s3.coordination.history import History, Last

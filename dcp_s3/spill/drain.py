@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from dcp_s3 import errors
 from dcp_s3.checkpoint.commit import Commit, publish
 from dcp_s3.checkpoint.commit_state import (
+    Beginning,
     Previous,
     SaveIdentity,
     check_absent,
@@ -22,8 +23,7 @@ from dcp_s3.checkpoint.commit_state import (
     find_previous,
     is_committed,
 )
-from dcp_s3.checkpoint.completeness import Beginning
-from dcp_s3.checkpoint.listing import list_directory
+from dcp_s3.checkpoint.directory import list_directory
 from dcp_s3.events import Committed, Drained, emit
 from dcp_s3.format.manifest import Manifest
 from dcp_s3.limit import Limit

@@ -1,1 +1,1 @@
-"""Stores other than S3: memory, a directory, one store in front of another."""
+"""Stores other than S3."""

@@ -27,7 +27,6 @@ from dcp_s3.store import (
     same_etag,
     target_of,
 )
-from dcp_s3.stores.listings import make_page
 
 # Prefix of files that are not objects: files being written, and user metadata.
 _HIDDEN = ".dcp_s3-store-"
@@ -43,10 +42,6 @@ class DirectoryStore(Store):
 
     Keys that no path can express (empty, ``.`` or ``..`` between slashes, a NUL) are refused. So is a key that extends
     another object's key by a slash and more.
-
-    Args:
-        path: directory; made at the first write.
-        page_size: most entries of a page of a listing.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, page_size: int = 1000) -> None:
@@ -174,11 +169,7 @@ class DirectoryStore(Store):
                     temporary.unlink()
 
     def _holds(self, key: str, expect: Expect, data: bytes | memoryview) -> bool:
-        """Whether an earlier attempt has already written the object.
-
-        Raises:
-            PreconditionFailedError, ObjectNotFoundError: what is there is not as expected.
-        """
+        """Whether an earlier attempt has already written the object."""
         try:
             found = self.get(key)
         except errors.ObjectNotFoundError:
@@ -309,3 +300,37 @@ def _flush_directory(path: Path) -> None:
 def _raise_unless_gone(error: OSError) -> None:
     if not isinstance(error, (FileNotFoundError, NotADirectoryError)):
         raise error
+
+
+# --- pages of a listing -----------------------------------------------------------------------------
+
+
+def make_page(
+    objects: Iterable[ListedObject], prefix: str, delimiter: str, token: str | None, size: int, now: float
+) -> Page:
+    """A page as S3 would give it.
+
+    Args:
+        token: the last entry of the page before, None for the first page.
+        now: the time, in seconds since the epoch.
+    """
+    entries: dict[str, ListedObject | None] = {}  # None: a common prefix
+    for each in sorted(objects, key=lambda each: each.key.encode("utf-8", "surrogatepass")):
+        if not each.key.startswith(prefix):
+            continue
+        end = each.key.find(delimiter, len(prefix)) if delimiter else -1
+        name = each.key if end < 0 else each.key[: end + len(delimiter)]
+        if token is None or _order(name) > _order(token):
+            entries.setdefault(name, each if end < 0 else None)
+    names = list(entries)[:size]
+    found = [(name, entries[name]) for name in names]
+    return Page(
+        tuple(each for _, each in found if each is not None),
+        tuple(name for name, each in found if each is None),
+        names[-1] if len(entries) > size else None,
+        now,
+    )
+
+
+def _order(key: str) -> bytes:
+    return key.encode("utf-8", "surrogatepass")

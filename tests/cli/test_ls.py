@@ -11,11 +11,9 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-import dcp_s3
 from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.cli import tables
 from dcp_s3.cli.main import app
-from dcp_s3.retention import browse as browsing
 from tests.faulty import BUCKET, serve
 from tests.retention.making import delete, keys, put, save
 
@@ -33,75 +31,24 @@ def run(*arguments: object, status: int = 0) -> Any:
 # --- ls --------------------------------------------------------------------------------------------------
 
 
-def test_ls_of_one_checkpoint_is_its_line_and_where_to_look_on(root: str, s3: Any) -> None:
-    url = save(f"{root}/step-7", metrics={"loss": 0.25})
-    result = run("ls", url)
-    lines = [line.split("\t") for line in result.stdout.splitlines()]
-    assert [line[:6] for line in lines] == [line.split("\t")[:6] for line in run("ls", root).stdout.splitlines()]
-    assert lines[1][0] == "step-7"
-    assert f"dcp-s3 show {url}" in result.stderr
-    assert [info["url"] for info in json.loads(run("ls", url, "--json").stdout)] == [url]
-    delete(s3, url, ".metadata")
-    assert "in_progress" in run("ls", root, "--all").stdout
-    assert "incomplete" in run("ls", url).stdout
-
-
-def test_ls_of_a_bucket_finds_the_roots(root: str, s3: Any) -> None:
+def test_ls_lists_what_lies_right_under_the_root(root: str, s3: Any) -> None:
     bucket = root.rpartition("/")[0]
-    for url in (f"{root}/step-1", f"{root}/step-2", f"{bucket}/team/b/step-1", f"{bucket}/team/a/c/step-1"):
-        save(url)
     put(s3, f"{bucket}/data", "part/1.bin")
-    expected = {root: 2, f"{bucket}/team/a/c": 1, f"{bucket}/team/b": 1}
-    result = run("ls", bucket)
-    lines = [line.split("\t") for line in result.stdout.splitlines()]
-    assert lines == [["root", "directories"], *([url, str(count)] for url, count in sorted(expected.items()))]
-    assert "further down" in result.stderr
-    found = json.loads(run("ls", f"{bucket}/", "--json").stdout)
-    assert {each["root"]: each["directories"] for each in found} == expected
-    assert {line.split("\t")[0] for line in run("ls", f"{bucket}/team").stdout.splitlines()[1:]} == {
-        f"{bucket}/team/a/c",
-        f"{bucket}/team/b",
-    }
-    assert "no checkpoints" in run("ls", f"{bucket}/data", status=3).stderr
+    url = save(f"{bucket}/step-7", metrics={"loss": 0.25})
+    save(f"{root}/step-1")
+    assert [line.split("\t")[0] for line in run("ls", bucket).stdout.splitlines()] == ["name", "step-7"]
+    assert [info["url"] for info in json.loads(run("ls", f"{bucket}/", "--json").stdout)] == [url]
+    delete(s3, url, ".metadata")
+    assert "in_progress" in run("ls", bucket, "--all").stdout
+    assert "see --all" in run("ls", bucket, status=3).stderr
 
 
-def test_the_search_is_bounded_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    with serve(monkeypatch) as server:
-        for number in range(30):
-            put_key(server, f"deep/{number}/a/b/c/d/e/f")
-        monkeypatch.setattr(browsing, "MOST_LISTINGS", 20)
-        server.s3.reset_counters()
-        result = run("ls", f"s3://{BUCKET}", status=3)
-        assert "as far as was looked" in result.stderr
-        assert server.s3.counters.requests["ListObjectsV2"] <= 20 + 10
-
-
-def test_a_bucket_with_very_many_directories_is_not_looked_through(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with serve(monkeypatch) as server:
-        for number in range(1100):
-            put_key(server, f"{number:04}/part.bin")
-        server.s3.reset_counters()
-        run("ls", f"s3://{BUCKET}", status=3)
-        assert server.s3.counters.requests["ListObjectsV2"] <= browsing.MOST_LISTINGS + 1
-        assert set(server.s3.counters.requests) == {"ListObjectsV2"}
-
-
-@pytest.mark.parametrize("beside", [0, 4])
-def test_checkpoints_directly_in_a_bucket_are_listed(root: str, s3: Any, beside: int) -> None:
-    bucket = root.rpartition("/")[0]
-    save(f"{bucket}/m/step-1")
-    save(f"{bucket}/step-1")
-    for number in range(beside):
-        put(s3, f"{bucket}/{'amxz'[number]}", "part.bin")
-    assert [line.split("\t")[0] for line in run("ls", bucket).stdout.splitlines()] == ["name", "step-1"]
-
-
-def put_key(server: Any, key: str) -> None:
-    from dcp_s3.s3.store import S3Store
-
-    S3Store(BUCKET, dcp_s3.Settings()).put(key, b"x")
+def test_ls_of_one_checkpoint_or_of_nothing_says_where_to_look_on(root: str) -> None:
+    for nothing in (save(f"{root}/step-7"), f"{root}/other"):
+        result = run("ls", nothing, status=3)
+        assert result.stdout == ""
+        assert f"no checkpoints right under {nothing}" in result.stderr
+        assert "dcp-s3 show" in result.stderr
 
 
 # --- latest ----------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from tests.retention.making import (
     state,
     zeros,
 )
-from tests.spread import spreading
+from tests.spread import spread_out
 
 
 def run(*arguments: object, status: int = 0) -> Any:
@@ -162,8 +162,7 @@ def test_show_adds_up_the_ranks_of_a_save_without_collectives(root: str) -> None
 
 
 def test_torch_reads_what_was_downloaded_and_we_what_was_uploaded_again(root: str, s3: Any, tmp_path: Path) -> None:
-    with spreading(1):
-        url = save(f"{root}/step 7+%é", metrics={"loss": 0.25})
+    url = spread_out(s3, save(f"{root}/step 7+%é", metrics={"loss": 0.25}), 1)
     put(s3, url, "tokenizer/vocab.json", b"{}")
     put(s3, url, "__0_9-abcdef.distcp", b"left over")
     others = [".dcp_s3/pin", lease_object("ab", 3600), deletion_object("ab"), "500/.metadata", "500/__0_0.distcp"]

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from dcp_s3.cli import exits
 from dcp_s3.cli.main import app
-from dcp_s3.s3 import notices
+from dcp_s3.s3 import diagnosis
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.interpreter import Interpreter
 from tests.memory_s3 import Fault
@@ -37,9 +37,9 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
 
 @pytest.fixture(autouse=True)
 def _nothing_told() -> Iterator[None]:
-    notices._told.clear()
+    diagnosis._told.clear()
     yield
-    notices._told.clear()
+    diagnosis._told.clear()
 
 
 def run(*arguments: object, status: int = 0) -> Any:
@@ -150,7 +150,7 @@ def test_a_dead_endpoint_is_named_at_the_first_retry_and_once(monkeypatch: pytes
     monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     monkeypatch.setenv("DCP_S3_RETRY_ATTEMPTS", "3")
     for command in (["ls", ROOT], ["unpin", f"{ROOT}/a"]):  # with aiobotocore, with boto3
-        notices._told.clear()
+        diagnosis._told.clear()
         first, *rest = run(*command, "--endpoint-url", "http://127.0.0.1:9", status=1).stderr.splitlines()
         assert first.startswith("127.0.0.1:9 does not answer (connection refused): attempt 2 of 3, waiting ")
         assert len(rest) == 1

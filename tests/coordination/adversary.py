@@ -19,9 +19,9 @@ from typing import TypeVar
 
 from dcp_s3 import errors
 from dcp_s3.store import Store
-from dcp_s3.stores.memory import MemoryStore
 from tests.coordination.actor_store import ActorStore
 from tests.coordination.moves import Kind, Move
+from tests.memory_store import MemoryStore
 
 T = TypeVar("T")
 

@@ -15,8 +15,8 @@ from dcp_s3.coordination.identity import Attempt, current_attempt
 from dcp_s3.errors import StorageError
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
-from dcp_s3.stores.memory import MemoryStore
 from dcp_s3.url import parse_url
+from tests.memory_store import MemoryStore
 from tests.ranks import run_ranks
 from tests.servers import S3Server
 

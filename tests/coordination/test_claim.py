@@ -32,8 +32,8 @@ from dcp_s3.format.layout import CLAIM
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.store import ABSENT, Expect
-from dcp_s3.stores.memory import MemoryStore
 from dcp_s3.url import parse_url
+from tests.memory_store import MemoryStore
 
 _URL = parse_url("s3://bucket/run/step-1")
 _KEY = _URL.key(CLAIM)

@@ -23,8 +23,8 @@ from dcp_s3.format.manifest import Manifest, ObjectEntry
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.format.part import Part, WrittenItem, digest_of, item_hash
 from dcp_s3.format.storage_info import make_storage_info
-from dcp_s3.stores.memory import MemoryStore
 from dcp_s3.url import parse_url
+from tests.memory_store import MemoryStore
 
 _URL = parse_url("s3://bucket/run/step-1")
 _SHAPE = torch.Size((2,))

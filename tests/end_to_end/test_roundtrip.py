@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from dcp_s3 import S3StorageReader, S3StorageWriter
 from tests.end_to_end.states import DTYPES, assert_same, bits, blank, every_kind, random_tensor
-from tests.spread import spreading
+from tests.spread import spread_out
 
 SMALL = {"part_size": "5MiB", "concurrency": 3}
 
@@ -77,10 +77,10 @@ def test_settings_that_change_what_is_written(memory_server: Any, root: str, set
     assert_same(load(blank(state), root), state)
 
 
-def test_what_earlier_versions_spread_over_directories_is_read(memory_server: Any, root: str) -> None:
+def test_what_earlier_versions_spread_over_directories_is_read(memory_server: Any, root: str, s3: Any) -> None:
     state = {**every_kind(), "large": random_tensor((4000, 1000), torch.float32)}
-    with spreading(2):
-        save(state, root, settings=SMALL)
+    save(state, root, settings=SMALL)
+    spread_out(s3, root)
     assert_same(load(blank(state), root), state)
 
 

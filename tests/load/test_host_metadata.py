@@ -13,9 +13,9 @@ from dcp_s3 import errors
 from dcp_s3.load import host_metadata
 from dcp_s3.load.host_metadata import fetch_metadata_for_host
 from dcp_s3.store import ObjectStart, StoredObject
-from dcp_s3.stores.memory import MemoryStore
 from dcp_s3.url import parse_url
 from tests.faulty_store import FaultyStore
+from tests.memory_store import MemoryStore
 
 URL = parse_url("s3://bucket/run/step-1")
 KEY = URL.key(".metadata")

@@ -28,12 +28,12 @@ from dcp_s3.manager.ranks import Ranks
 from dcp_s3.manager.saving import Saving
 from dcp_s3.manager.signal_pipe import SignalPipe
 from dcp_s3.settings import Settings
-from dcp_s3.stores.memory import MemoryStore
 from dcp_s3.url import parse_url
 from tests.faulty import BUCKET, serve
 from tests.killing import begin, new_process, running
 from tests.manager.making import blank, is_of, state
 from tests.memory_s3 import Fault
+from tests.memory_store import MemoryStore
 from tests.ranks import run_ranks
 
 

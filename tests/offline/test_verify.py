@@ -24,7 +24,7 @@ from tests.faulty import BUCKET, FaultyServer, serve
 from tests.flipping import flip_in_flight
 from tests.memory_s3 import Fault
 from tests.offline.damaging import SETTINGS, Saved, small_state
-from tests.spread import spreading
+from tests.spread import spread_out
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -34,8 +34,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:Us
 
 def test_a_good_checkpoint(s3: Any, root: str) -> None:
     state = {**every_kind(), "large": random_tensor((1500, 1000), torch.float32)}
-    with spreading(2):
-        saved = Saved(s3, root).save(state, buckets_per_rank=2)
+    saved = Saved(s3, root).save(state, buckets_per_rank=2)
+    spread_out(s3, root)
     fast, full = saved.verify(full=False), saved.verify()
     items, objects = len(saved.metadata.storage_data), len(saved.data)
     for report in (fast, full):

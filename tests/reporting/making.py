@@ -6,8 +6,8 @@ from typing import Any
 
 from dcp_s3.checkpoint.info import CheckpointInfo, LeftoverObject
 from dcp_s3.reporting.data import ReportData, gather
+from dcp_s3.retention.catalog import CatalogSnapshot
 from dcp_s3.retention.plan import OpenUpload
-from dcp_s3.retention.scan import CatalogSnapshot
 from tests.retention.histories import DAY, NOW, info
 
 HOUR = 3600.0

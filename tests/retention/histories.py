@@ -9,14 +9,16 @@ from hypothesis import strategies as st
 
 from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.format.layout import CLAIM, part_object
-from dcp_s3.retention.period_policy import KeepDaily, KeepHourly, KeepWeekly
 from dcp_s3.retention.plan import LeftoverObject, OpenUpload
 from dcp_s3.retention.policy import (
     AnyOf,
     KeepBest,
+    KeepDaily,
     KeepEvery,
+    KeepHourly,
     KeepLatest,
     KeepSteps,
+    KeepWeekly,
     KeepWithin,
     Policy,
 )

@@ -9,15 +9,18 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from dcp_s3 import CheckpointCatalog, S3StorageReader, copy, latest, list_checkpoints, prune, remove
-from dcp_s3.checkpoint import completeness
+from dcp_s3.checkpoint import commit_state
 from dcp_s3.checkpoint.commit import Commit, make_commit, publish
-from dcp_s3.checkpoint.commit_state import Previous, SaveIdentity
-from dcp_s3.checkpoint.completeness import LATE, Beginning
-from dcp_s3.errors import CheckpointDeletedError, CheckpointExistsError, CheckpointProtectedError
+from dcp_s3.checkpoint.commit_state import LATE, Beginning, Previous, SaveIdentity
+from dcp_s3.errors import (
+    CheckpointDeletedError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CheckpointProtectedError,
+)
 from dcp_s3.format.layout import CLAIM, intent_object, manifest_object, notice_object, part_object
 from dcp_s3.format.manifest import Manifest
 from dcp_s3.format.metadata import load_metadata
-from dcp_s3.retention.browse import browse
 from dcp_s3.retention.show import describe
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import resolve_settings
@@ -170,7 +173,7 @@ def test_a_merger_that_comes_after_the_checkpoint_was_pruned_does_not_bring_it_b
 
 
 def test_a_merge_is_late_if_any_rank_began_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(completeness.time, "time", lambda: 10_000.0)
+    monkeypatch.setattr(commit_state.time, "time", lambda: 10_000.0)
     begun = Beginning(at=9_999.0)
     assert not begun.is_late()
     assert not begun.at_the_earliest([10_001.0]).is_late()
@@ -191,12 +194,11 @@ def test_boards_make_a_run_no_checkpoint(faulty: FaultyServer, client: Any) -> N
     assert latest(ROOT) is None
     assert list_checkpoints(ROOT) == []
     assert list_checkpoints(f"s3://{BUCKET}") == []
-    assert browse(ROOT).itself is None
+    with pytest.raises(CheckpointNotFoundError):
+        describe(ROOT)
     save(URL)
     assert [info.name for info in list_checkpoints(ROOT)] == ["step-2"]
     assert list_checkpoints(f"s3://{BUCKET}") == []
-    assert [each.root for each in browse(f"s3://{BUCKET}").roots] == [ROOT]
-    assert [each.directories for each in browse(f"s3://{BUCKET}").roots] == [1]
 
 
 def test_a_run_with_boards_is_not_listed_whole(faulty: FaultyServer, client: Any) -> None:

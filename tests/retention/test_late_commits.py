@@ -8,7 +8,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 from dcp_s3 import S3StorageReader, latest, pin, prune
-from dcp_s3.checkpoint import completeness, deletion
+from dcp_s3.checkpoint import commit_state, deletion
 from dcp_s3.checkpoint.commit import publish
 from dcp_s3.errors import CheckpointDeletedError
 from dcp_s3.format.layout import lease_object
@@ -41,7 +41,7 @@ def test_a_save_whose_objects_a_prune_took_is_not_committed(
     if overwrite:
         save(URL)
     before = keys(client, URL)
-    monkeypatch.setattr(completeness, "LATE", -1.0)
+    monkeypatch.setattr(commit_state, "LATE", -1.0)
 
     def late(*arguments: Any, **options: Any) -> None:
         clock.now += 2 * DAY
@@ -68,7 +68,7 @@ def test_a_commit_between_a_prunes_look_and_its_deletes_is_withdrawn(
         save(URL)
     before = keys(client, URL)
     metadata = get(client, URL, ".metadata") if overwrite else b""
-    monkeypatch.setattr(completeness, "LATE", -1.0)
+    monkeypatch.setattr(commit_state, "LATE", -1.0)
     real, commits, raised = AsyncS3Store.delete, list[Any](), list[Exception]()
 
     def later(*arguments: Any, **options: Any) -> None:
@@ -78,7 +78,7 @@ def test_a_commit_between_a_prunes_look_and_its_deletes_is_withdrawn(
         if commits:
             arguments, options = commits.pop()
             # Its first look came before the prune's list.
-            looks = iter([None, completeness.find_loss])
+            looks = iter([None, commit_state.find_loss])
             monkeypatch.setattr("dcp_s3.checkpoint.commit.find_loss", lambda *a: (look := next(looks)) and look(*a))
             with pytest.raises(CheckpointDeletedError) as caught:
                 publish(*arguments, **options)

@@ -13,12 +13,14 @@ from hypothesis import given
 from dcp_s3.checkpoint.info import CheckpointInfo, age_order
 from dcp_s3.errors import PolicyError, SettingsError
 from dcp_s3.retention.parse import parse_policy, policy_from_settings
-from dcp_s3.retention.period_policy import KeepDaily, KeepHourly, KeepWeekly
 from dcp_s3.retention.policy import (
     KeepBest,
+    KeepDaily,
     KeepEvery,
+    KeepHourly,
     KeepLatest,
     KeepSteps,
+    KeepWeekly,
     KeepWithin,
     Policy,
     PolicyFunction,

@@ -21,7 +21,7 @@ from tests.faulty import BUCKET, FaultyServer, serve
 from tests.memory_s3 import Fault, MemoryS3
 from tests.retention.catalogs import Clock
 from tests.retention.making import delete, get, keys, put, save, save_foreign, save_on_ranks
-from tests.spread import spreading
+from tests.spread import spread_out
 
 ROOT = f"s3://{BUCKET}/run"
 HOUR = 3600.0
@@ -253,8 +253,9 @@ def test_checkpoints_of_every_kind_go_whole(
     elif kind == "ranks":
         save_on_ranks(url, 2)
     else:
-        with spreading(2 if kind == "spread" else 0):
-            save(url, separate=["weight"])
+        save(url, separate=["weight"])
+    if kind == "spread":
+        spread_out(client, url)
     if kind == "annotated":
         annotate(url, {"loss": 1})
     if kind == "damaged":

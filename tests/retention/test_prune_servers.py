@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from dcp_s3 import CheckpointCatalog, errors, latest, prune, remove
-from dcp_s3.s3 import quirks, retry
-from dcp_s3.s3.delete import old_versions
-from dcp_s3.s3.listing import StoredVersion
+from dcp_s3.s3 import operations, retry
+from dcp_s3.s3.listing import StoredVersion, old_versions
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.store import DeleteTarget
@@ -136,7 +135,7 @@ def test_markers_go_last_and_what_is_current_stays() -> None:
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
     monkeypatch.setattr(retry, "BACKOFF_BASE", 0.001)
-    quirks.forget()
+    operations.forget()
     with serve(monkeypatch) as server:
         yield server
 

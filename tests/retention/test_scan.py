@@ -12,14 +12,14 @@ import pytest
 from dcp_s3 import CheckpointCatalog, KeepLatest, KeepSteps, annotate, coroutines, pin
 from dcp_s3.errors import PolicyError, SettingsError
 from dcp_s3.format.layout import deletion_object, lease_object
-from dcp_s3.retention import scan
+from dcp_s3.retention import catalog
 from dcp_s3.s3 import async_store, listing
 from dcp_s3.spill.background import stop_draining
 from dcp_s3.spill.store import SpillStore
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.memory_s3 import MemoryS3
 from tests.retention.making import delete, get, is_manifest, keys, put, save, save_foreign, save_on_ranks
-from tests.spread import spreading
+from tests.spread import spread_out
 
 ROOT = f"s3://{BUCKET}/run"
 HOUR = 3600.0
@@ -179,9 +179,8 @@ def test_an_overwrite_is_seen_by_its_objects(client: Any, clock: Clock, tmp_path
 
 
 def test_leftovers_of_other_saves_are_found_and_nothing_else(client: Any, clock: Clock) -> None:
-    with spreading(2):
-        url = save(f"{ROOT}/step-1", separate=["weight"])
-        spread = save(f"{ROOT}/other-2")
+    url = spread_out(client, save(f"{ROOT}/step-1", separate=["weight"]))
+    spread = spread_out(client, save(f"{ROOT}/other-2"))
     stray = next(path for path in keys(client, spread) if "/__" in path)
     ours = {"__0_0-abcdef.distcp", ".dcp_s3/manifest-00000000000000ff.json", stray}
     for path in (
@@ -291,7 +290,7 @@ def test_few_checkpoints_are_looked_at_at_a_time(
     for step in range(40):
         put(client, f"{ROOT}/step-{step}", ".metadata")
     at_once = peak = 0
-    original = scan.inspect
+    original = catalog.inspect
 
     async def counted(*arguments: Any) -> Any:
         nonlocal at_once, peak
@@ -302,7 +301,7 @@ def test_few_checkpoints_are_looked_at_at_a_time(
         finally:
             at_once -= 1
 
-    monkeypatch.setattr("dcp_s3.retention.scan.inspect", counted)
+    monkeypatch.setattr("dcp_s3.retention.catalog.inspect", counted)
     monkeypatch.setattr(coroutines.map_bounded, "__kwdefaults__", {"limit": 5})
     assert len(CheckpointCatalog(ROOT).checkpoints()) == 40
     assert peak == 5

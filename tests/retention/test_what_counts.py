@@ -18,12 +18,12 @@ from dcp_s3.errors import CheckpointProtectedError, PolicyError
 from dcp_s3.format.layout import data_object, new_nonce, spread
 from dcp_s3.format.manifest import Manifest
 from dcp_s3.retention.plan import make_plan
-from dcp_s3.s3 import times
+from dcp_s3.s3 import operations
 from dcp_s3.store import ListedObject, ObjectHead
-from dcp_s3.stores.memory import MemoryStore
 from dcp_s3.url import CheckpointURL
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
+from tests.memory_store import MemoryStore
 from tests.retention import test_prune
 from tests.retention.making import delete, get, is_manifest, keys, put, save, save_locally, save_on_ranks
 from tests.retention.test_prune import DAY, ROOT, Clock, steps
@@ -154,7 +154,7 @@ def test_without_the_servers_time_a_save_in_progress_is_not_removed(
     clock: Clock,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(times, "server_time", lambda _: None)
+    monkeypatch.setattr(operations, "server_time", lambda _: None)
     clock.now = time.time()
     path = data_object(0, 0, "ab12")
     put(client, f"{ROOT}/step-1", path)

@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors, verify
-from dcp_s3.s3 import quirks
+from dcp_s3.s3 import operations
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.memory_s3 import Fault
 
@@ -23,7 +23,7 @@ STATE = {"small": torch.arange(10), "large": torch.arange(3 * 2**20, dtype=torch
 
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
-    quirks.forget()
+    operations.forget()
     with serve(monkeypatch) as server:
         yield server
 

@@ -14,11 +14,10 @@ import torch.distributed.checkpoint as dcp
 import dcp_s3
 from dcp_s3 import S3StorageReader, S3StorageWriter
 from dcp_s3.s3 import connections
-from dcp_s3.s3.connections import connections_of
+from dcp_s3.s3.connections import Width, connections_of
 from dcp_s3.s3.parts import GETS_PER_SECOND, PUTS_PER_SECOND, plan_part_size
 from dcp_s3.s3.store import S3Store
 from dcp_s3.s3.upload import WAITING_PARTS
-from dcp_s3.s3.width import Width
 from dcp_s3.settings import Settings
 from dcp_s3.workers import Workers
 from tests.faulty import BUCKET, FaultyServer

@@ -20,11 +20,10 @@ import urllib3
 from urllib3.connection import HTTPConnection
 from urllib3.connectionpool import HTTPConnectionPool
 
-from dcp_s3.s3 import latency
+from dcp_s3.s3 import hedge
+from dcp_s3.s3.botocore_private import Flight
 from dcp_s3.s3.download import ReadTarget, fetch_into
-from dcp_s3.s3.flight import Flight
-from dcp_s3.s3.hedge import hedges_of
-from dcp_s3.s3.latency import Expected
+from dcp_s3.s3.hedge import Expected, hedges_of
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from tests.faulty import FaultyServer
@@ -38,7 +37,7 @@ NEVER = 1000.0
 def _moved(what: str) -> str:
     return (
         f"botocore {botocore.__version__}, urllib3 {urllib3.__version__}: {what}. What relied on it: "
-        "s3/flight.py, by which a GET that was overtaken ends at once"
+        "s3/botocore_private.py, by which a GET that was overtaken ends at once"
     )
 
 
@@ -226,7 +225,7 @@ def tls(faulty: FaultyServer, certificate: Path, monkeypatch: pytest.MonkeyPatch
 def test_over_tls_the_bytes_are_right_too(
     faulty: FaultyServer, tls: str, fault: Fault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(latency, "START", Expected(0.1, 1e-8))
+    monkeypatch.setattr(hedge, "START", Expected(0.1, 1e-8))
     data = os.urandom(12 * 2**20)
     bucket = S3Store("bucket", Settings(endpoint_url=tls, hedge_min_delay=0.1))
     bucket.put("k", data)

@@ -16,11 +16,9 @@ import dcp_s3
 from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme
 from dcp_s3.limit import Cancelled, Deadline, Limit
-from dcp_s3.s3 import client, flight, hedge, latency, retry, throttle
-from dcp_s3.s3.download import ReadTarget, fetch_into
-from dcp_s3.s3.hedge import HedgeState, hedges_of
-from dcp_s3.s3.latency import Budget, Expected
-from dcp_s3.s3.race import Race, _Hedge, _Idle
+from dcp_s3.s3 import botocore_private, client, hedge, retry, throttle
+from dcp_s3.s3.download import Race, ReadTarget, _Hedge, _Idle, fetch_into
+from dcp_s3.s3.hedge import Budget, Expected, HedgeState, hedges_of
 from dcp_s3.s3.ranged import Cursor
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
@@ -39,7 +37,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Of a process that knows nothing yet, and hedges early; it must leave no threads and no sockets of requests."""
     monkeypatch.setattr(hedge, "_hedges", {})
     monkeypatch.setattr(throttle, "_gates", {})
-    monkeypatch.setattr(latency, "START", Expected(0.05, 1e-9))
+    monkeypatch.setattr(hedge, "START", Expected(0.05, 1e-9))
     yield
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("dcp_s3-hedge")]
 
@@ -314,7 +312,7 @@ def test_none_beyond_the_budget(faulty: FaultyServer) -> None:
 
 
 def test_none_of_a_request_that_is_too_long(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dcp_s3.s3.race._MOST_BYTES", len(DATA) - 1)
+    monkeypatch.setattr("dcp_s3.s3.download._MOST_BYTES", len(DATA) - 1)
     bucket = put()
     faulty.rule = script = Script(Fault.straggle(0.4))
     fetch(bucket)
@@ -373,7 +371,7 @@ def test_without_botocores_private_place_it_only_takes_longer(
 
 
 def test_a_process_that_was_held_up_does_not_blame_s3() -> None:
-    flying = flight.Flight()
+    flying = botocore_private.Flight()
     idle = _Idle(flying)
     assert idle.pass_by(1.0) is None
     flying.await_bytes(0)

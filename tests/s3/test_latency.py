@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_s3.s3.latency import START, Budget, Expected, Latencies
+from dcp_s3.s3.hedge import START, Budget, Expected, Latencies
 
 MIB = 2**20
 Seconds = st.floats(1e-4, 100)

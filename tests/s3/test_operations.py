@@ -9,11 +9,10 @@ import pytest
 from botocore.exceptions import ClientError
 
 from dcp_s3 import errors
-from dcp_s3.s3 import listing, multipart, operations, quirks
-from dcp_s3.s3.delete import delete
+from dcp_s3.s3 import listing, multipart, operations
 from dcp_s3.s3.diagnosis import to_storage_error
-from dcp_s3.s3.operations import Operation, Request, request_arguments
-from dcp_s3.s3.quirks import Quirk
+from dcp_s3.s3.listing import delete
+from dcp_s3.s3.operations import Operation, Quirk, Request, request_arguments
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.store import ABSENT, DeleteTarget, Expect
@@ -23,9 +22,9 @@ PLACE = S3Store("b", Settings(retry_attempts=3))
 
 @pytest.fixture(autouse=True)
 def _knowing_nothing() -> Iterator[None]:
-    quirks.forget()
+    operations.forget()
     yield
-    quirks.forget()
+    operations.forget()
 
 
 def refusal(status: int, code: str = "") -> errors.StorageError:
@@ -109,7 +108,7 @@ def test_a_checksum_that_a_store_refuses_is_left_out_from_then_on(caplog: pytest
 def test_a_checksum_that_was_not_why_is_sent_again() -> None:
     with pytest.raises(errors.StorageError, match="InvalidRequest"):
         carry_out(operations.put(PLACE, "k", b""), refusal(400, "InvalidRequest"), refusal(400, "InvalidArgument"))
-    assert not quirks.knows(Quirk.NO_CHECKSUMS, PLACE)
+    assert not operations.knows(Quirk.NO_CHECKSUMS, PLACE)
 
 
 def test_a_condition_that_fails_behind_a_refused_checksum_is_not_written_over() -> None:
@@ -117,7 +116,7 @@ def test_a_condition_that_fails_behind_a_refused_checksum_is_not_written_over() 
         carry_out(
             operations.put(PLACE, "k", b"ours", expect=ABSENT), refusal(501), refusal(412), body(b"theirs")
         )  # fmt: skip
-    assert quirks.knows(Quirk.NO_CHECKSUMS, PLACE)
+    assert operations.knows(Quirk.NO_CHECKSUMS, PLACE)
 
 
 def test_a_batch_of_which_some_keys_are_left() -> None:
@@ -133,7 +132,7 @@ def test_a_batch_of_which_some_keys_are_left() -> None:
 def test_without_batches_each_key_has_a_request(status: int, is_known: bool) -> None:
     left, asked = carry_out(delete(PLACE, map(DeleteTarget, "ab")), refusal(status), {}, {})
     assert [each.operation for each in asked] == ["DeleteObjects", "DeleteObject", "DeleteObject"]
-    assert quirks.knows(Quirk.NO_BATCH_DELETES, PLACE) == is_known
+    assert operations.knows(Quirk.NO_BATCH_DELETES, PLACE) == is_known
     assert left == []
 
 

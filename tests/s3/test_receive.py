@@ -15,7 +15,7 @@ import trustme
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_s3.s3.receive import BodyReader
+from dcp_s3.s3.body import BodyReader
 
 
 class _Socket:

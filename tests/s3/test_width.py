@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_s3.s3.width import Width, first_width
+from dcp_s3.s3.connections import Width, first_width
 
 MIB = 2**20
 TICK = 0.05

@@ -22,7 +22,7 @@ from dcp_s3.store import (
     same_etag,
     target_of,
 )
-from dcp_s3.stores.listings import make_page
+from dcp_s3.stores.directory import make_page
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,6 @@ class MemoryStore(Store):
     """Objects in memory.
 
     Args:
-        name: name of the store in messages.
         page_size: most entries of a page of a listing.
     """
 
