@@ -31,7 +31,7 @@ def diff(
 ) -> None:
     """Compare two checkpoints: names, shapes, dtypes, and which values changed.
 
-    Without --full no data is read: the checksums that were stored tell, also after another number of ranks. Ends with
+    Without --full no data is read: the checksums of chunks tell, where both checkpoints have the same chunks. Ends with
     status 0 if everything is the same, and 5 if something differs or is not known to be the same. Metrics are shown,
     and do not count.
     """
@@ -45,10 +45,8 @@ def diff(
     else:
         print_line(found.summary)
         _print_table(found, everything=everything)
-        for metric in found.metrics:
-            print_line(f"metric {metric.name}: {metric.a} -> {metric.b}")
-        if found.renaming is not None:
-            print_line(f"hint: {found.renaming}")
+        for name, (before, after) in found.metrics.items():
+            print_line(f"metric {name}: {before} -> {after}")
         if not full and any(each.status == "unknown" for each in found.entries):
             note("what is unknown: --full reads and compares it")
     if not found.same:
@@ -58,7 +56,7 @@ def diff(
 def _print_table(found: CheckpointDiff, *, everything: bool) -> None:
     from dcp_s3.cli.app import note
     from dcp_s3.cli.tables import add_row, make_console, make_table
-    from dcp_s3.offline.alike import AlikeNames, group_alike
+    from dcp_s3.offline.names import AlikeNames, group_alike
     from dcp_s3.units import format_size
 
     entries = {each.fqn: each for each in found.entries if everything or each.status != "same"}
@@ -72,8 +70,8 @@ def _print_table(found: CheckpointDiff, *, everything: bool) -> None:
         first, size = found_here[0], format_size(sum(each.size for each in found_here))
         count = len(found_here) if len(found_here) > 1 else None
         rows.append((group.label, count, first.status, first.what, size))
-    attachments = [each for each in found.attachments if everything or each.status != "same"]
-    rows += [(each.name, None, each.status, "attachment", None) for each in attachments]
+    attachments = {name: status for name, status in found.attachments.items() if everything or status != "same"}
+    rows += [(name, None, status, "attachment", None) for name, status in attachments.items()]
     shown = rows if everything else rows[:_LINES]
     if not shown:
         return

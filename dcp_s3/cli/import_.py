@@ -23,7 +23,7 @@ def import_(
 ) -> None:
     """Make a checkpoint of safetensors or torch files."""
     from dcp_s3.offline import import_weights as importing
-    from dcp_s3.offline.pieces import parse_rules
+    from dcp_s3.offline.names import parse_rules
 
     with wrong_usage(ValueError, hint="--rename"):
         rules = parse_rules(rename or [])

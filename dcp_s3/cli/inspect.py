@@ -12,8 +12,7 @@ from dcp_s3.cli.app import URL, AsJSON, app
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from dcp_s3.offline.inspect import CheckpointTree
-    from dcp_s3.offline.tree import TreeNode
+    from dcp_s3.offline.inspect import CheckpointTree, TreeNode
 
 Filter = Annotated[
     list[str] | None,
@@ -37,8 +36,8 @@ def inspect(
     """Show what a checkpoint holds: a tree of names with parameters, bytes, dtypes and chunks. Reads no data."""
     from dcp_s3.cli.app import print_json, print_line
     from dcp_s3.cli.tables import make_console, make_table
+    from dcp_s3.offline.inspect import build_tree, leaf_of
     from dcp_s3.offline.inspect import inspect as look
-    from dcp_s3.offline.tree import build_tree, leaf_of
 
     tree = look(url, filter or None)
     if as_json:

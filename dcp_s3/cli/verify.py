@@ -14,7 +14,7 @@ from dcp_s3.errors import CheckpointNotFoundError, DcpS3Error
 from dcp_s3.units import format_size, plural
 
 if TYPE_CHECKING:
-    from dcp_s3.offline.verify_report import VerifyReport
+    from dcp_s3.offline.verify_plan import VerifyReport
 
 
 @app.command()
