@@ -133,15 +133,13 @@ if _TYPE_CHECKING:
     from dcp_s3.monitoring import Stats, stats
     from dcp_s3.offline.copy import copy
     from dcp_s3.offline.copy_source import CopyResult
-    from dcp_s3.offline.diff import CheckpointDiff, diff
-    from dcp_s3.offline.diff_plan import EntryDiff
+    from dcp_s3.offline.diff import CheckpointDiff, EntryDiff, diff
     from dcp_s3.offline.export import ExportResult, export
     from dcp_s3.offline.import_weights import ImportResult, import_weights
-    from dcp_s3.offline.inspect import CheckpointTree, inspect
-    from dcp_s3.offline.read_tensors import read_tensor, read_tensors
-    from dcp_s3.offline.tree import TreeNode
+    from dcp_s3.offline.inspect import CheckpointTree, TreeNode, inspect
+    from dcp_s3.offline.read import read_tensor, read_tensors
     from dcp_s3.offline.verify import verify
-    from dcp_s3.offline.verify_report import Problem, VerifyReport
+    from dcp_s3.offline.verify_plan import Problem, VerifyReport
     from dcp_s3.reporting.data import ReportData
     from dcp_s3.reporting.report import report
     from dcp_s3.retention.catalog import CatalogSnapshot, CheckpointCatalog, latest, list_checkpoints
@@ -245,10 +243,10 @@ _MODULES = {
     "report": "dcp_s3.reporting.report",
     "CopyResult": "dcp_s3.offline.copy_source",
     "copy": "dcp_s3.offline.copy",
-    "EntryDiff": "dcp_s3.offline.diff_plan",
+    "EntryDiff": "dcp_s3.offline.diff",
     "diff": "dcp_s3.offline.diff",
     "CheckpointDiff": "dcp_s3.offline.diff",
-    "TreeNode": "dcp_s3.offline.tree",
+    "TreeNode": "dcp_s3.offline.inspect",
     "inspect": "dcp_s3.offline.inspect",
     "CheckpointTree": "dcp_s3.offline.inspect",
     "DoctorReport": "dcp_s3.checkup.result",
@@ -270,11 +268,11 @@ _MODULES = {
     "export": "dcp_s3.offline.export",
     "ImportResult": "dcp_s3.offline.import_weights",
     "import_weights": "dcp_s3.offline.import_weights",
-    "read_tensor": "dcp_s3.offline.read_tensors",
-    "read_tensors": "dcp_s3.offline.read_tensors",
+    "read_tensor": "dcp_s3.offline.read",
+    "read_tensors": "dcp_s3.offline.read",
     "verify": "dcp_s3.offline.verify",
-    "Problem": "dcp_s3.offline.verify_report",
-    "VerifyReport": "dcp_s3.offline.verify_report",
+    "Problem": "dcp_s3.offline.verify_plan",
+    "VerifyReport": "dcp_s3.offline.verify_plan",
     "CheckpointCatalog": "dcp_s3.retention.catalog",
     "latest": "dcp_s3.retention.catalog",
     "list_checkpoints": "dcp_s3.retention.catalog",

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import base64
-import functools
 from collections.abc import Iterable
 from typing import Literal
 
 from awscrt import checksums
 
 ChecksumAlgorithm = Literal["crc64nvme", "crc32c", "none"]
-
-_ONES = 2**64 - 1
 
 
 def crc64nvme(data: bytes | memoryview, previous: int = 0) -> int:
@@ -46,21 +43,3 @@ def encode_crc(crc: int, algorithm: ChecksumAlgorithm) -> str:
 def crc_hex(crc: int) -> str:
     """A CRC-64 as 16 hex digits, for manifests and messages."""
     return f"{crc:016x}"
-
-
-def crc64nvme_linear(crc: int, length: int) -> int:
-    """A CRC-64/NVME of ``length`` bytes without its part that depends on the length alone.
-
-    What is left is linear: that of the XOR of two runs is the XOR of theirs, and `shift_crc64nvme` moves it.
-    """
-    return crc ^ _crc64nvme_of_zeros(length)
-
-
-def shift_crc64nvme(linear: int, count: int) -> int:
-    """The linear part of the CRC-64/NVME of a run that is followed by ``count`` bytes of 0."""
-    return int(checksums.combine_crc64nvme(linear, 0, count))
-
-
-@functools.lru_cache(maxsize=2**14)
-def _crc64nvme_of_zeros(length: int) -> int:
-    return int(checksums.combine_crc64nvme(_ONES, 0, length)) ^ _ONES  # the register begins and ends inverted

@@ -91,7 +91,7 @@ SHOWN = [
     (lambda: TreeNode("layers", 8, 32, ("bfloat16",), 2, 2), "TreeNode('layers', 2 entries, 8 parameters, 32 B)"),
     (lambda: CheckpointTree(INFO, {}, (), ()), f"CheckpointTree('{URL}', 0 tensors, 0 parameters, 0 B)"),
     (
-        lambda: CheckpointDiff(INFO, INFO, (), (), ()),
+        lambda: CheckpointDiff(INFO, INFO, (), {}, {}),
         "CheckpointDiff('step-00000100', 'step-00000100', 0 of 0 entries differ)",
     ),
     (lambda: CopyResult(5, 2048, 1024), "CopyResult(5 files, 2.0 KiB, 1.0 KiB moved)"),

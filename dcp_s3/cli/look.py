@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from dcp_s3.offline.diff import CheckpointDiff
-    from dcp_s3.offline.inspect import CheckpointTree
-    from dcp_s3.offline.tree import TreeNode
+    from dcp_s3.offline.inspect import CheckpointTree, TreeNode
 
 
 @app.command()
@@ -122,8 +121,8 @@ def inspect(
 ) -> None:
     """Show what a checkpoint holds: a tree of names with parameters, bytes, dtypes and chunks. Reads no data."""
     from dcp_s3.cli.tables import make_console, make_table
+    from dcp_s3.offline.inspect import build_tree, leaf_of
     from dcp_s3.offline.inspect import inspect as look
-    from dcp_s3.offline.tree import build_tree, leaf_of
 
     tree = look(url, filter or None)
     if as_json:
@@ -207,7 +206,7 @@ def diff(
 ) -> None:
     """Compare two checkpoints: names, shapes, dtypes, and which values changed.
 
-    Without --full no data is read: the checksums that were stored tell, also after another number of ranks. Ends with
+    Without --full no data is read: the checksums of chunks tell, where both checkpoints have the same chunks. Ends with
     status 0 if everything is the same, and 5 if something differs or is not known to be the same. Metrics are shown,
     and do not count.
     """
@@ -220,10 +219,8 @@ def diff(
     else:
         print_line(found.summary)
         _print_table(found, everything=everything)
-        for metric in found.metrics:
-            print_line(f"metric {metric.name}: {metric.a} -> {metric.b}")
-        if found.renaming is not None:
-            print_line(f"hint: {found.renaming}")
+        for name, (before, after) in found.metrics.items():
+            print_line(f"metric {name}: {before} -> {after}")
         if not full and any(each.status == "unknown" for each in found.entries):
             note("what is unknown: --full reads and compares it")
     if not found.same:
@@ -232,7 +229,7 @@ def diff(
 
 def _print_table(found: CheckpointDiff, *, everything: bool) -> None:
     from dcp_s3.cli.tables import add_row, make_console, make_table
-    from dcp_s3.offline.alike import AlikeNames, group_alike
+    from dcp_s3.offline.names import AlikeNames, group_alike
     from dcp_s3.units import format_size
 
     entries = {each.fqn: each for each in found.entries if everything or each.status != "same"}
@@ -246,8 +243,8 @@ def _print_table(found: CheckpointDiff, *, everything: bool) -> None:
         first, size = found_here[0], format_size(sum(each.size for each in found_here))
         count = len(found_here) if len(found_here) > 1 else None
         rows.append((group.label, count, first.status, first.what, size))
-    attachments = [each for each in found.attachments if everything or each.status != "same"]
-    rows += [(each.name, None, each.status, "attachment", None) for each in attachments]
+    attachments = {name: status for name, status in found.attachments.items() if everything or status != "same"}
+    rows += [(name, None, status, "attachment", None) for name, status in attachments.items()]
     shown = rows if everything else rows[:_LINES]
     if not shown:
         return

@@ -121,7 +121,7 @@ def export(
 ) -> None:
     """Write the tensors of a checkpoint as safetensors (or torch) files, as Hugging Face lays them out."""
     from dcp_s3.offline import export as exporting
-    from dcp_s3.offline.pieces import parse_rules
+    from dcp_s3.offline.names import parse_rules
 
     with wrong_usage(ValueError, hint="--rename"):
         rules = parse_rules(rename or [])
@@ -164,7 +164,7 @@ def import_(
 ) -> None:
     """Make a checkpoint of safetensors or torch files."""
     from dcp_s3.offline import import_weights as importing
-    from dcp_s3.offline.pieces import parse_rules
+    from dcp_s3.offline.names import parse_rules
 
     with wrong_usage(ValueError, hint="--rename"):
         rules = parse_rules(rename or [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -12,18 +13,17 @@ from dataclasses import dataclass, replace
 from dcp_s3 import errors
 from dcp_s3.checkpoint.directory import Directory
 from dcp_s3.format.layout import What, classify
-from dcp_s3.format.manifest import Manifest
 from dcp_s3.limit import UNLIMITED, Cancelled
 from dcp_s3.offline.copy_source import (
     CopyResult,
     CopySource,
     check_unchanged,
-    clear_the_way,
     commit_copy,
     etags_in_place,
+    known_crcs,
     list_objects,
     make_source,
-    plain_copies,
+    replacing,
 )
 from dcp_s3.offline.destination import open_destination
 from dcp_s3.offline.replicate import download, upload
@@ -93,23 +93,16 @@ def copy(
             on_progress=on_progress,
         )  # fmt: skip
     origin, target = parse_url(source), parse_url(destination)  # which refuse two directories
-    _check_apart(origin, target)
+    one, other = f"{origin}/", f"{target}/"
+    if one.startswith(other) or other.startswith(one):
+        what = "are the same" if one == other else "lie one inside the other"
+        raise errors.InvalidURLError(f"{origin} and {target} {what}. Remedy: copy to another prefix")
     resolved = resolve_settings(settings)
     stop = threading.Event()
     limit = replace(UNLIMITED, cancel=stop)
     stores = [S3Store(url.bucket, resolved, limit) for url in (origin, target)]
     job = _Job(stores[0], origin, stores[1], target, stop)
-    return job.run(overwrite, on_total or _ignore, on_progress or _ignore)
-
-
-def _ignore(_: int) -> None: ...
-
-
-def _check_apart(source: CheckpointURL, destination: CheckpointURL) -> None:
-    one, other = f"{source}/", f"{destination}/"
-    if one.startswith(other) or other.startswith(one):
-        what = "are the same" if one == other else "lie one inside the other"
-        raise errors.InvalidURLError(f"{source} and {destination} {what}. Remedy: copy to another prefix")
+    return job.run(overwrite, on_total or (lambda _: None), on_progress or (lambda _: None))
 
 
 @dataclass(frozen=True)
@@ -129,40 +122,29 @@ class _Job:
         listed = list_objects(self.source, self.origin)
         directory = Directory.of_sizes({path: each.size for path, each in listed.items()})
         source = make_source(str(self.origin), directory, lambda path: self.source.get(self.origin.key(path)))
-        crcs = self._known_crcs(source)
+        crcs = known_crcs(source, lambda path: self.source.get(self.origin.key(path)).data)
         there = list_objects(self.store, self.url)
         wanted = source.files.keys() - self._finished(source, listed, there, crcs)
-        replaced: frozenset[str] = frozenset()
-        if not self._is_begun(source, there):
-            replaced = clear_the_way(self.store, self.url, source, wanted, overwrite=overwrite)
-        late = {path for path in plain_copies(source) & wanted if self.url.key(path) in replaced}
         on_total(sum(source.files[path] for path in wanted))
 
         def copy_one(path: str) -> None:
             self._copy_object(path, source.files[path], crcs.get(path))
             on_progress(source.files[path])
 
-        _for_each(copy_one, wanted - late, self.stop)
-        self._check_whole(source, late)
-        check_unchanged(self.source, self.origin, source, etags_in_place(source, listed))
-        commit_copy(self.store, self.url, source, overwrite=overwrite)
-        _for_each(copy_one, late, self.stop)
-        kept = {self.url.key(path) for path in (*source.files, *source.commits)}
-        self.store.delete(sorted(replaced - kept))
+        old = (
+            contextlib.nullcontext(set[str]())
+            if self._is_begun(source, there)
+            else replacing(self.store, self.url, source, wanted, overwrite=overwrite)
+        )
+        with old as late:
+            _for_each(copy_one, wanted - late, self.stop)
+            self._check_whole(source, late)
+            check_unchanged(self.source, self.origin, source, etags_in_place(source, listed))
+            commit_copy(self.store, self.url, source, overwrite=overwrite)
+            _for_each(copy_one, late, self.stop)
         return CopyResult(source.count, source.size, sum(source.files[path] for path in wanted))
 
     # --- what is there already ----------------------------------------------------------------------------
-
-    def _known_crcs(self, source: CopySource) -> dict[str, str]:
-        """CRC-64/NVME of data objects by relative path, from the manifests."""
-        found: dict[str, str] = {}
-        for path in filter(None, map(source.manifest_of, source.commits)):
-            try:
-                manifest = Manifest.from_json(self.source.get(self.origin.key(path)).data)
-            except ValueError:
-                continue  # written by a later version
-            found |= {entry.path: entry.crc64nvme for entry in manifest.objects if entry.crc64nvme}
-        return found
 
     def _finished(
         self,

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from dcp_s3 import errors
@@ -91,10 +92,6 @@ def make_source(where: str, directory: Directory, read: Callable[[str], StoredOb
 
     Left out are data objects that the metadata does not name (of another save), manifests of other saves, pins, leases,
     lists of deletions, and checkpoints in directories below.
-
-    Raises:
-        CheckpointNotFoundError: nothing is committed.
-        CorruptCheckpointError: something that the metadata names is missing or too short.
     """
     # The metadata of rank 0 comes last.
     names = [metadata_object(rank) for rank in reversed(directory.committing)]
@@ -156,11 +153,7 @@ def _read_manifest(where: str, data: bytes) -> Manifest | None:
 
 
 def _attachments(where: str, parsed: Manifest, *, present: int) -> list[AttachmentEntry]:
-    """The attachments that a manifest names.
-
-    Raises:
-        CheckpointNotFoundError: only ``present`` of the ranks have committed.
-    """
+    """The attachments that a manifest names, if all of its ranks are among the ``present`` commits."""
     if parsed.rank is not None and parsed.world_size > present:
         raise errors.CheckpointNotFoundError(
             f"the checkpoint at {where} is incomplete: {present} of {parsed.world_size} ranks have committed. Remedy: "
@@ -168,6 +161,18 @@ def _attachments(where: str, parsed: Manifest, *, present: int) -> list[Attachme
             url=where,
         )
     return [entry for entry in parsed.objects if isinstance(entry, AttachmentEntry)]
+
+
+def known_crcs(source: CopySource, read: Callable[[str], bytes]) -> dict[str, str]:
+    """CRC-64/NVME of data objects by relative path, from the manifests."""
+    found: dict[str, str] = {}
+    for path in filter(None, map(source.manifest_of, source.commits)):
+        try:
+            manifest = Manifest.from_json(read(path))
+        except ValueError:
+            continue  # written by a later version
+        found |= {entry.path: entry.crc64nvme for entry in manifest.objects if entry.crc64nvme}
+    return found
 
 
 def _is_besides(found: DirectoryEntry) -> bool:
@@ -200,17 +205,7 @@ def etags_in_place(source: CopySource, listed: Mapping[str, ListedObject]) -> di
 
 
 def check_unchanged(store: Store, url: CheckpointURL, source: CopySource, before: Mapping[str, str]) -> None:
-    """Look, when all is copied, that the parts are of one checkpoint.
-
-    Args:
-        store: store of the source.
-        url: URL of the source.
-        source: what was copied.
-        before: `etags_in_place` before the copy.
-
-    Raises:
-        CheckpointError: something was written or deleted meanwhile.
-    """
+    """Fail if the source changed since ``before`` (its `etags_in_place`): the parts are not of one checkpoint."""
     if not before:
         return
     now = etags_in_place(source, list_objects(store, url))
@@ -228,45 +223,33 @@ def plain_copies(source: CopySource) -> set[str]:
     return attachments_of(source.attachments).keys() & source.files.keys()
 
 
-def clear_the_way(
+@contextlib.contextmanager
+def replacing(
     store: Store, url: CheckpointURL, source: CopySource, paths: Collection[str], *, overwrite: bool
-) -> frozenset[str]:
-    """Refuse to replace a checkpoint, or find the leftovers of replacing it.
+) -> Iterator[set[str]]:
+    """Refuse to replace a checkpoint, or delete what only the replaced one needed when the copy is complete.
 
-    Args:
-        store: store of the new checkpoint.
-        url: URL of the new checkpoint.
-        source: what is copied.
-        paths: relative paths of what will be written. If the old checkpoint needs one of these, its commit is removed.
-        overwrite: whether to replace a checkpoint.
-
-    Returns:
-        Keys that only the old checkpoint needs, to be deleted afterwards.
-
-    Raises:
-        CheckpointExistsError: a checkpoint is there, and may not be replaced.
-        StorageError: cannot tell.
+    Yields the plain copies of attachments among ``paths`` (what is to be written) that the old checkpoint has, too:
+    they wait for the commit. If it needs another of these objects, its commit is removed at once.
     """
     if not overwrite:
         for name in source.commits:
             check_absent(store, SaveIdentity(url, "", classify(name).rank))
-        return frozenset()
+        yield set()
+        return
     # This takes few requests, and only for an overwrite.
     old = [found.path for found in list_directory(store, url, METADATA, "__").commits.values()]
     replaced = find_previous(store, SaveIdentity(url, "")).keys
-    planned = {url.key(path) for path in set(paths) - plain_copies(source)}
+    plain = plain_copies(source)
+    planned = {url.key(path) for path in set(paths) - plain}
     if old and (replaced & planned or old != [METADATA] or METADATA not in source.commits):
         store.delete([url.key(path) for path in old])
-    return replaced
+    yield {path for path in plain & set(paths) if url.key(path) in replaced}
+    store.delete(sorted(replaced - {url.key(path) for path in (*source.files, *source.commits)}))
 
 
 def commit_copy(store: Store, url: CheckpointURL, source: CopySource, *, overwrite: bool) -> None:
-    """Write the metadata of a copy whose objects are all there: it is a checkpoint then.
-
-    Raises:
-        CheckpointExistsError: somebody else committed to this URL meanwhile.
-        StorageError: the copy may or may not be committed.
-    """
+    """Write the metadata of a copy whose objects are all there: it is a checkpoint then."""
     for name, data in source.commits.items():
         fields = {METADATA_CRC_KEY: crc_hex(crc64nvme(data))}
         if source.manifest_of(name):

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
+
 from dcp_s3 import checksum, errors
 from dcp_s3.limit import Cancelled
 from dcp_s3.s3.parts import MAX_PARTS, Piece
@@ -74,11 +76,7 @@ class Destination(abc.ABC):
 
     @abc.abstractmethod
     def check_size(self, size: int) -> None:
-        """Refuse a file that cannot be written.
-
-        Raises:
-            ExportError: it is too large.
-        """
+        """Refuse a file that is too large: ExportError."""
 
     @abc.abstractmethod
     def open(self, name: str, size: int) -> contextlib.AbstractContextManager[WholeFile]:
@@ -90,11 +88,6 @@ class Destination(abc.ABC):
 
 
 def open_destination(where: str | os.PathLike[str], settings: Settings) -> Destination:
-    """The directory or S3 prefix.
-
-    Raises:
-        InvalidURLError: it begins like an S3 URL, but is none.
-    """
     return _S3Prefix(where, settings) if is_s3_url(where) else _LocalDirectory(where)
 
 
@@ -143,7 +136,7 @@ class _LocalDirectory(Destination):
         return _compare_bytes(path.read_bytes(), crc64nvme)
 
     def check_size(self, size: int) -> None:
-        """Whatever the disk takes."""
+        pass  # whatever the disk takes
 
     @contextlib.contextmanager
     def open(self, name: str, size: int) -> Iterator[WholeFile]:
@@ -251,12 +244,7 @@ class _S3Prefix(Destination):
 
 
 class _Blocks:
-    """Blocks of memory of one size, each used again when nobody holds a view of it.
-
-    Args:
-        count: number of blocks.
-        size: bytes of each.
-    """
+    """Blocks of memory of one size, each used again when nobody holds a view of it."""
 
     def __init__(self, count: int, size: int) -> None:
         self.size = size
@@ -265,11 +253,7 @@ class _Blocks:
         self._changed = threading.Condition(threading.RLock())  # a finalizer may run in a thread that holds it
 
     def take(self, cancel: threading.Event) -> memoryview:
-        """A block, when one is free.
-
-        Raises:
-            Cancelled: ``cancel`` was set before.
-        """
+        """A block, when one is free; Cancelled if ``cancel`` is set before."""
         with self._changed:
             while not self._free and not self._unmade:
                 if cancel.is_set():
@@ -280,8 +264,6 @@ class _Blocks:
             else:
                 memory = bytearray(self.size)
                 self._unmade -= 1
-        import numpy as np
-
         block = np.frombuffer(memory, dtype=np.uint8)
         weakref.finalize(block, self._give_back, memory)
         return memoryview(block)

@@ -2,42 +2,66 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from dcp_s3.checkpoint.info import CheckpointInfo
-from dcp_s3.offline.diff_copies import compare_copies
-from dcp_s3.offline.diff_full import compare_values
-from dcp_s3.offline.diff_plan import EntryDiff, Renaming, Status, compare, find_renaming
-from dcp_s3.offline.inspect import matches, no_match_error
-from dcp_s3.offline.saved import SavedCheckpoint, fetch_saved
+from dcp_s3.checkpoint.lease import ReaderLease
+from dcp_s3.collector import collector_paused
+from dcp_s3.format.storage_info import get_crc, get_raw_offset
+from dcp_s3.offline.boxes import BATCH, Piece, in_batches
+from dcp_s3.offline.inspect import SavedCheckpoint, fetch_saved
+from dcp_s3.offline.names import matches, no_match_error
+from dcp_s3.offline.read import OpenCheckpoint, Reading, small_buffers
 from dcp_s3.reprs import one_line
-from dcp_s3.settings import SettingsLike, resolve_settings
+from dcp_s3.settings import Settings, SettingsLike, resolve_settings
+from dcp_s3.torch_private import StorageInfo
 from dcp_s3.url import URLLike
+from dcp_s3.workers import Workers
+
+Status = Literal["same", "changed", "unknown", "only in A", "only in B"]
+
+_ENCODED = "it was encoded before it was stored"
+_GAPS = "its chunks do not cover it"
+_CUT = "its chunks are cut differently"
+_RANKS = "several ranks wrote it, not all the same"
+
+_Offsets = tuple[int, ...] | None
+_Box = tuple[tuple[int, ...], tuple[int, ...]]
+_Copies = Mapping[_Offsets, Sequence[StorageInfo]]
+"""Where an entry lies, by the offsets of its chunks: several times if ranks saved it without collectives."""
 
 
 @dataclass(frozen=True)
-class AttachmentDiff:
-    """How one attachment compares."""
+class EntryDiff:
+    """How one entry of the saved states compares.
 
-    name: str
-    """Its name."""
+    >>> found = diff("s3://bucket/run/step-00001000", "s3://bucket/run/step-00002000")
+    >>> [(entry.fqn, entry.status) for entry in found.entries]
+    [('weight', 'same'), ('step', 'changed')]
+    """
+
+    fqn: str
+    """FQN (fully qualified name) of the entry."""
+    kind: str
+    """``tensor``, or ``bytes`` for any other object; of A if they differ."""
     status: Status
-    """``unknown``: it was attached without a checksum."""
+    """``unknown``: the checksums that are stored do not tell."""
+    what: str = ""
+    """What changed (``shape``, ``dtype``, ``kind``: old -> new; ``values``; ``bytes`` of an object, whose value may be
+    equal), or why it is not known. Empty if nothing did."""
+    size: int = 0
+    """Bytes of the values of a tensor, or of the stored object; in A, or in B where only that has it."""
 
-
-@dataclass(frozen=True)
-class MetricDiff:
-    """A metric that is not the same."""
-
-    name: str
-    """Its name."""
-    a: Any
-    """Its value in A; None if A has none."""
-    b: Any
-    """Its value in B; None if B has none."""
+    def __repr__(self) -> str:
+        return one_line("EntryDiff", repr(self.fqn), self.status, what=self.what or None)
 
 
 @dataclass(frozen=True, repr=False)
@@ -54,12 +78,11 @@ class CheckpointDiff:
     """The other, B."""
     entries: tuple[EntryDiff, ...]
     """All entries that were compared, the same ones too: in the order of A, then those that only B has."""
-    attachments: tuple[AttachmentDiff, ...]
-    """All attachments; none if ``filter`` was given."""
-    metrics: tuple[MetricDiff, ...]
-    """Metrics that differ. They do not count as a difference of the checkpoints: nothing loads them."""
-    renaming: Renaming | None = None
-    """Prefixes by which names that only one of them has would be equal; None if there are none."""
+    attachments: Mapping[str, Status]
+    """How each attachment compares, by name; ``unknown`` without a checksum. Empty if ``filter`` was given."""
+    metrics: Mapping[str, tuple[Any, Any]]
+    """Metrics that differ: their values in A and B, None where there is none. They do not count as a difference of the
+    checkpoints: nothing loads them."""
     bytes_read: int = 0
     """Bytes of data that were read to compare values, of both together."""
 
@@ -71,7 +94,7 @@ class CheckpointDiff:
     @property
     def status(self) -> Status:
         """``changed`` if an entry or attachment differs, else ``unknown`` if one is, else ``same``."""
-        found = {entry.status for entry in self.entries} | {attached.status for attached in self.attachments}
+        found = {entry.status for entry in self.entries} | set(self.attachments.values())
         return "same" if found <= {"same"} else "unknown" if found <= {"same", "unknown"} else "changed"
 
     @property
@@ -92,7 +115,7 @@ class CheckpointDiff:
         parts = [f"{sum(different.values())} of {len(self.entries)} entries differ" + (f" ({how})" if how else "")]
         others: tuple[Status, ...] = ("unknown", "same")
         parts += [f"{counts[status]} {status}" for status in others if status in counts]
-        attached = sum(each.status not in ("same", "unknown") for each in self.attachments)
+        attached = sum(status not in ("same", "unknown") for status in self.attachments.values())
         if attached:
             parts.append(f"{attached} of {len(self.attachments)} attachments differ")
         return ", ".join(parts)
@@ -109,9 +132,8 @@ class CheckpointDiff:
             "status": self.status,
             "counts": self.counts,
             "entries": [asdict(each) for each in self.entries if everything or each.status != "same"],
-            "attachments": [asdict(each) for each in self.attachments if everything or each.status != "same"],
-            "metrics": {each.name: [each.a, each.b] for each in self.metrics},
-            "renaming": None if self.renaming is None else self.renaming.to_dict(),
+            "attachments": {name: how for name, how in self.attachments.items() if everything or how != "same"},
+            "metrics": {name: list(values) for name, values in self.metrics.items()},
             "bytes_read": self.bytes_read,
         }
 
@@ -129,9 +151,9 @@ def diff(
     """Compare two committed checkpoints, without reading their data.
 
     Fetches metadata and manifests, mostly three requests for each checkpoint. Tensors are compared by the checksums
-    that are stored, also if another number of ranks cut them into other rows. Where those cannot tell (saved by rows
-    and by columns, by another writer, with ``DCP_S3_CHECKSUM=none``, or encoded) an entry is ``unknown``. What several
-    ranks saved without collectives under one name is compared rank by rank, by checksums only.
+    of their chunks. Where those cannot tell (chunks that are cut differently, as by another number of ranks, another
+    writer, ``DCP_S3_CHECKSUM=none``, or encoded) an entry is ``unknown``. What several ranks saved without collectives
+    under one name is compared rank by rank, by checksums only.
 
     >>> print(diff("s3://bucket/run/step-00001000", "s3://bucket/run/step-00002000").summary)
     1 of 2 entries differ (1 changed), 1 same
@@ -141,10 +163,9 @@ def diff(
     Args:
         a: URL of one checkpoint.
         b: URL of the other.
-        full: whether to read what is ``unknown``, and the objects whose stored bytes differ, and to compare values:
-            tensors bit for bit, objects as far as they can be unpickled safely. Takes about 160 MiB of host memory,
-            and both values of an object, and holds a reader's lease on both checkpoints. An object that cannot be
-            unpickled keeps its status.
+        full: whether to read what is ``unknown``, and to compare values: tensors bit for bit, of objects the stored
+            bytes. Takes about 160 MiB of host memory, and the bytes of an object twice, and holds a reader's lease on
+            both checkpoints.
         filter: only the entries whose names match, such as ``model.*``; several: any of them.
         settings: a `Settings`, or a mapping of those that differ from the environment.
         on_total: called with the bytes to read, of both checkpoints together; with ``full`` only.
@@ -159,54 +180,262 @@ def diff(
     given = resolve_settings(settings)
     saved_a, saved_b = fetch_saved(a, b, settings=given)
     patterns = None if filter is None else [filter] if isinstance(filter, str) else list(filter)
-    entries = compare(saved_a.metadata, saved_b.metadata, lambda name: patterns is None or matches(name, patterns))
+    entries = compare(
+        saved_a.metadata,
+        saved_b.metadata,
+        lambda name: patterns is None or matches(name, patterns),
+        of_ranks=(saved_a.of_ranks, saved_b.of_ranks),
+    )
     if patterns is not None and not entries:
         names = list(saved_a.metadata.state_dict_metadata)
         raise no_match_error(f"neither {saved_a.url} nor {saved_b.url} has an", patterns, names, str(saved_a.url))
     bytes_read = 0
     if full:
-        entries, bytes_read = compare_values(
-            saved_a, saved_b, entries, given, on_total or (lambda _: None), on_progress or (lambda _: None)
+        nothing: Callable[[int], None] = lambda _: None  # noqa: E731
+        entries, bytes_read = _compare_values(
+            saved_a, saved_b, entries, given, on_total or nothing, on_progress or nothing
         )
-    entries = compare_copies(entries, saved_a.of_ranks, saved_b.of_ranks)
-    return CheckpointDiff(
-        saved_a.info,
-        saved_b.info,
-        tuple(entries),
-        () if patterns is not None else compare_attachments(saved_a, saved_b),
-        compare_metrics(saved_a.info.metrics, saved_b.info.metrics),
-        find_renaming(
-            [each.fqn for each in entries if each.status == "only in A"],
-            [each.fqn for each in entries if each.status == "only in B"],
-        ),
-        bytes_read,
-    )
+    attachments = {} if patterns is not None else _compare_attachments(saved_a, saved_b)
+    metrics = _compare_metrics(saved_a.info.metrics, saved_b.info.metrics)
+    return CheckpointDiff(saved_a.info, saved_b.info, tuple(entries), attachments, metrics, bytes_read)
 
 
-def compare_attachments(a: SavedCheckpoint, b: SavedCheckpoint) -> tuple[AttachmentDiff, ...]:
-    """Compare the attachments of two checkpoints by size and CRC-64."""
+def _compare_attachments(a: SavedCheckpoint, b: SavedCheckpoint) -> dict[str, Status]:
     ours, theirs = a.attachments, b.attachments
-    found = []
+    found: dict[str, Status] = {}
     for name in sorted({*ours, *theirs}):
-        status: Status
-        if name not in theirs:
-            status = "only in A"
-        elif name not in ours:
-            status = "only in B"
+        if name not in theirs or name not in ours:
+            found[name] = "only in B" if name in theirs else "only in A"
         elif ours[name].size != theirs[name].size:
-            status = "changed"
+            found[name] = "changed"
         elif None in (ours[name].crc64nvme, theirs[name].crc64nvme):
-            status = "unknown"
+            found[name] = "unknown"
         else:
-            status = "same" if ours[name].crc64nvme == theirs[name].crc64nvme else "changed"
-        found.append(AttachmentDiff(name, status))
-    return tuple(found)
+            found[name] = "same" if ours[name].crc64nvme == theirs[name].crc64nvme else "changed"
+    return found
 
 
-def compare_metrics(a: Mapping[str, Any], b: Mapping[str, Any]) -> tuple[MetricDiff, ...]:
-    """The metrics that differ; NaN is equal to NaN."""
-    return tuple(
-        MetricDiff(name, a.get(name), b.get(name))
-        for name in dict.fromkeys([*a, *b])
-        if name not in a or name not in b or not (a[name] == b[name] or (a[name] != a[name] and b[name] != b[name]))
-    )
+def _compare_metrics(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    pairs = {name: (a.get(name), b.get(name)) for name in dict.fromkeys([*a, *b])}
+    return {name: (x, y) for name, (x, y) in pairs.items() if x != y and not (x != x and y != y)}  # NaN equals NaN
+
+
+# --- by checksums, pure ------------------------------------------------------------------------------
+
+
+def compare(
+    a: Metadata,
+    b: Metadata,
+    wanted: Callable[[str], bool] = lambda _: True,
+    *,
+    of_ranks: tuple[Sequence[Metadata], Sequence[Metadata]] | None = None,
+) -> list[EntryDiff]:
+    """Compare two checkpoints by their metadata, and that of their ranks if they saved without collectives: entries in
+    the order of ``a``, then those that only ``b`` has."""
+    ranks_a, ranks_b = of_ranks or ((a,), (b,))
+    with collector_paused():
+        copies_a, copies_b = _find_copies(ranks_a), _find_copies(ranks_b)
+        found = []
+        for fqn in dict.fromkeys([*a.state_dict_metadata, *b.state_dict_metadata]):
+            if not wanted(fqn):
+                continue
+            one, two = a.state_dict_metadata.get(fqn), b.state_dict_metadata.get(fqn)
+            at_a, at_b = copies_a.get(fqn, {}), copies_b.get(fqn, {})
+            if one is None:
+                found.append(EntryDiff(fqn, _kind(two), "only in B", size=_size(two, at_b)))
+            elif two is None:
+                found.append(EntryDiff(fqn, _kind(one), "only in A", size=_size(one, at_a)))
+            else:
+                status, what = _compare_entries(one, two, at_a, at_b)
+                found.append(EntryDiff(fqn, _kind(one), status, what, _size(one, at_a)))
+        return found
+
+
+def _find_copies(parts: Sequence[Metadata]) -> dict[str, dict[_Offsets, list[StorageInfo]]]:
+    found: dict[str, dict[_Offsets, list[StorageInfo]]] = {}
+    for part in parts:
+        for index, info in (part.storage_data or {}).items():
+            found.setdefault(index.fqn, {}).setdefault(index.offset, []).append(info)
+    return found
+
+
+def _kind(saved: Any) -> str:
+    return "tensor" if isinstance(saved, TensorStorageMetadata) else "bytes"
+
+
+def _size(saved: Any, copies: _Copies) -> int:
+    if isinstance(saved, TensorStorageMetadata):
+        return math.prod(saved.size) * saved.properties.dtype.itemsize
+    return sum(infos[0].length for infos in copies.values())
+
+
+def _compare_entries(a: Any, b: Any, at_a: _Copies, at_b: _Copies) -> tuple[Status, str]:
+    if _kind(a) != _kind(b):
+        return "changed", f"kind {_kind(a)} -> {_kind(b)}"
+    if not isinstance(a, TensorStorageMetadata):
+        return _compare_places(next(iter(at_a.values()), ()), next(iter(at_b.values()), ()), None)
+    changes = []
+    if a.size != b.size:
+        changes.append(f"shape {_shape(a)} -> {_shape(b)}")
+    if a.properties.dtype != b.properties.dtype:
+        dtypes = [str(each.properties.dtype).removeprefix("torch.") for each in (a, b)]
+        changes.append(f"dtype {dtypes[0]} -> {dtypes[1]}")
+    return ("changed", ", ".join(changes)) if changes else _compare_tensors(a, b, at_a, at_b)
+
+
+def _shape(saved: TensorStorageMetadata) -> str:
+    return "x".join(map(str, saved.size)) or "scalar"
+
+
+def _compare_tensors(
+    a: TensorStorageMetadata, b: TensorStorageMetadata, at_a: _Copies, at_b: _Copies
+) -> tuple[Status, str]:
+    if 0 in a.size:
+        return "same", ""
+    itemsize = a.properties.dtype.itemsize
+    chunks_a, chunks_b = _chunks(a, at_a), _chunks(b, at_b)
+    doubts = []
+    for box in chunks_a.keys() & chunks_b.keys():
+        status, what = _compare_places(chunks_a[box], chunks_b[box], math.prod(box[1]) * itemsize)
+        if status == "changed":
+            return status, what
+        if status == "unknown":
+            doubts.append(what)
+    if chunks_a.keys() != chunks_b.keys():
+        chunks = [*chunks_a.items(), *chunks_b.items()]
+        alone = all(len(_contents(infos, math.prod(box[1]) * itemsize)) < 2 for box, infos in chunks)
+        doubts.append(_CUT if alone else _RANKS)
+    elif sum(math.prod(sizes) for _, sizes in chunks_a) < math.prod(a.size):
+        doubts.append(_GAPS)
+    if not doubts:
+        return "same", ""
+    return "unknown", _RANKS if _RANKS in doubts else min(doubts)
+
+
+def _chunks(saved: TensorStorageMetadata, copies: _Copies) -> dict[_Box, Sequence[StorageInfo]]:
+    """The chunks that have elements, and where they lie."""
+    found: dict[_Box, Sequence[StorageInfo]] = {}
+    for chunk in saved.chunks:
+        if 0 not in chunk.sizes:
+            infos = copies.get(chunk.offsets) or (() if any(chunk.offsets) else copies.get(None, ()))
+            found[chunk.offsets, chunk.sizes] = infos
+    return found
+
+
+class _Content(NamedTuple):
+    """What is known of stored bytes."""
+
+    crc: int | None
+    length: int | None
+    """None: the raw elements of a chunk, whose number is known."""
+    encoding: tuple[str, ...]
+    exact: bool
+    """Whether other bytes are other values, or another object."""
+
+
+def _contents(infos: Sequence[StorageInfo], nbytes: int | None) -> list[_Content]:
+    """What the ranks stored at one place, once if it is known to be the same; ``nbytes`` is None for an object."""
+    found = []
+    for info in infos:
+        encoding, raw_offset = tuple(getattr(info, "transform_descriptors", None) or ()), get_raw_offset(info)
+        crc = get_crc(info)
+        if nbytes is None:
+            found.append(_Content(crc, info.length, encoding, exact=True))
+        elif raw_offset is None or encoding:
+            found.append(_Content(crc, info.length, encoding, exact=False))
+        else:
+            found.append(_Content(crc if raw_offset + nbytes <= info.length else None, None, (), exact=True))
+    return found[:1] if len(set(found)) == 1 and found[0].crc is not None else found
+
+
+def _compare_places(
+    infos_a: Sequence[StorageInfo], infos_b: Sequence[StorageInfo], nbytes: int | None
+) -> tuple[Status, str]:
+    """Compare what was stored of an object, or of a chunk that both sides have."""
+    a, b = _contents(infos_a, nbytes), _contents(infos_b, nbytes)
+    what = "bytes" if nbytes is None else "values"
+    if a and b and _differ(a[0], b[0]):
+        return "changed", what
+    one_each = len(a) < 2 and len(b) < 2
+    unchecked = [not each or any(content.crc is None for content in each) for each in (a, b)]
+    if any(unchecked):
+        sides = " and ".join(side for side, without in zip("AB", unchecked, strict=True) if without)
+        return "unknown", f"no checksum in {sides}" if one_each else _RANKS
+    if a == b:
+        return "same", ""
+    if one_each:
+        return "unknown", _ENCODED
+    if (len(a) == len(b) or 1 in (len(a), len(b))) and all(content.exact for content in (*a, *b)):
+        return "changed", f"{what} of another rank"
+    return "unknown", _RANKS
+
+
+def _differ(a: _Content, b: _Content) -> bool:
+    return a.exact and b.exact and (a.length != b.length or (None not in (a.crc, b.crc) and a.crc != b.crc))
+
+
+# --- by values ---------------------------------------------------------------------------------------
+
+
+def _compare_values(
+    a: SavedCheckpoint,
+    b: SavedCheckpoint,
+    entries: Sequence[EntryDiff],
+    settings: Settings,
+    on_total: Callable[[int], None],
+    on_progress: Callable[[int], None],
+) -> tuple[list[EntryDiff], int]:
+    """Read what is unknown: what is known now, and the bytes that were read."""
+    unknown = {each.fqn: each for each in entries if each.status == "unknown" and each.what != _RANKS}
+    if not unknown:
+        return list(entries), 0
+    on_total(2 * sum(each.size for each in unknown.values()))
+    changed: dict[str, str] = {}
+    bytes_read = 0
+
+    def pieces() -> Iterator[Piece]:
+        for fqn, entry in unknown.items():
+            if entry.kind != "tensor":
+                continue
+            saved: Any = a.metadata.state_dict_metadata[fqn]
+            for piece in Piece.all_of(fqn, saved.size, saved.properties.dtype):
+                if fqn in changed:
+                    on_progress(2 * piece.size)
+                else:
+                    yield piece
+
+    with contextlib.ExitStack() as stack:
+        readings = [stack.enter_context(_reading(each, settings)) for each in (a, b)]
+        workers = stack.enter_context(contextlib.closing(Workers(2, "dcp_s3-diff")))
+        buffers = [torch.empty(BATCH, dtype=torch.uint8) for _ in readings]
+        for batch in in_batches(pieces(), lambda piece: piece.room):
+            jobs = [
+                workers.submit(reading.fill_pieces, batch, buffer)
+                for reading, buffer in zip(readings, buffers, strict=True)
+            ]
+            for piece, one, two in zip(batch, jobs[0].result(), jobs[1].result(), strict=True):
+                bytes_read += 2 * piece.size
+                on_progress(2 * piece.size)
+                if not torch.equal(one.view(-1).view(torch.uint8), two.view(-1).view(torch.uint8)):
+                    changed[piece.fqn] = "values"
+        for fqn, entry in unknown.items():
+            if entry.kind == "bytes":
+                bytes_read += 2 * entry.size
+                on_progress(2 * entry.size)
+                if readings[0].checkpoint.read_stored(fqn) != readings[1].checkpoint.read_stored(fqn):
+                    changed[fqn] = "bytes"
+    for fqn, entry in unknown.items():
+        unknown[fqn] = replace(entry, status="changed" if fqn in changed else "same", what=changed.get(fqn, ""))
+    return [unknown.get(each.fqn, each) for each in entries], bytes_read
+
+
+@contextlib.contextmanager
+def _reading(saved: SavedCheckpoint, settings: Settings) -> Iterator[Reading]:
+    """Reads of a checkpoint that no prune deletes meanwhile."""
+    checkpoint = OpenCheckpoint(str(saved.url), small_buffers(settings), bounded=False, metadata=saved.metadata)
+    lease = ReaderLease(checkpoint.store, saved.url, settings.reader_lease)
+    lease.take()
+    with lease.renewed():
+        lease.check_not_deleted(None, rank=saved.manifests[0].rank if saved.manifests else None)
+        with checkpoint.reading() as reading:
+            yield reading

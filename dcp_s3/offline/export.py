@@ -12,18 +12,32 @@ import os
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
 
 import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dcp_s3.checkpoint.attachments import find_attachments, read_attachment
 from dcp_s3.checkpoint.lease import ReaderLease
 from dcp_s3.errors import ExportError
+from dcp_s3.format.framing import FramingError
 from dcp_s3.format.layout import METADATA
 from dcp_s3.format.manifest import AttachmentEntry
-from dcp_s3.format.safetensors import PACKED, SINGLE_FILE
+from dcp_s3.format.safetensors import (
+    INDEX,
+    PACKED,
+    SINGLE_FILE,
+    SafetensorsError,
+    TensorEntry,
+    make_header,
+    make_index,
+    plan_shards,
+)
+from dcp_s3.format.tensor_archive import make_archive
+from dcp_s3.offline.boxes import BATCH, Piece, in_batches
 from dcp_s3.offline.destination import Destination, is_temporary, open_destination
-from dcp_s3.offline.export_plan import BATCH, Batch, Format, PlannedFile, Selected, Step, batches_of, room_of
-from dcp_s3.offline.open_checkpoint import OpenCheckpoint, Reading, Target
+from dcp_s3.offline.names import new_names
+from dcp_s3.offline.read import OpenCheckpoint, Reading, small_buffers
 from dcp_s3.reprs import one_line
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import SettingsLike, resolve_settings
@@ -34,9 +48,11 @@ from dcp_s3.workers import Workers
 
 logger = logging.getLogger(__name__)
 
+Format = Literal["safetensors", "torch"]
+
 # Elements converted to another dtype at a time: as many as stay in the CPU's cache, and torch converts in one thread.
 _CONVERTED = 2**15
-_LOAD_BUFFERS = 32 * 2**20
+_TORCH_FILE = "pytorch_model.bin"
 _ADAPTER = "adapter_config.json"
 _WEIGHTS = re.compile(r"(model|adapter_model|pytorch_model)(-\d{5}-of-\d{5})?\.(safetensors|bin)(\.index\.json)?")
 _DTYPES = {
@@ -124,7 +140,7 @@ def export(
         InvalidURLError, SettingsError, StorageError, OSError
     """
     given = resolve_settings(settings)
-    reads = given.model_copy(update={"load_buffers": min(given.load_buffers, _LOAD_BUFFERS)})
+    reads = small_buffers(given)
     wanted, most, format = parse_dtype(dtype), parse_shard_size(max_shard_size), parse_format(format)
     target = open_destination(destination, given)
     lease = ReaderLease(S3Store(parse_url(url).bucket, reads), parse_url(url), reads.reader_lease)
@@ -133,7 +149,7 @@ def export(
         checkpoint = OpenCheckpoint(url, reads, bounded=False)
         lease.check_not_deleted(None)
         with checkpoint.reading(weights_only=weights_only) as reading:
-            selected = Selected.of(checkpoint, include, rename, wanted, format)
+            selected = _Selected.of(checkpoint, include, rename, wanted, format)
             files = selected.plan(reading, format, most)
             attached = find_attachments(checkpoint.store, checkpoint.url) or {}
             if _ADAPTER in attached and files[0].name == SINGLE_FILE:
@@ -154,14 +170,10 @@ def export(
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """The dtype that a name stands for.
-
-    Raises:
-        ExportError: it is none, or no floating-point type.
-    """
-    found = _DTYPES.get(dtype) or getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if found is None and dtype is None:
+    """The dtype that a name stands for, or ExportError."""
+    if dtype is None:
         return None
+    found = _DTYPES.get(dtype) or getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point or found == PACKED:
         raise ExportError(
             f"dtype {str(dtype)!r} is no floating-point type: expected {', '.join(_DTYPES)} or a name like "
@@ -171,11 +183,7 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def parse_shard_size(size: int | str) -> int:
-    """The bytes of a file.
-
-    Raises:
-        ExportError: it is no size.
-    """
+    """The bytes of a file, or ExportError."""
     try:
         most = parse_size(size)
     except ValueError as error:
@@ -186,11 +194,7 @@ def parse_shard_size(size: int | str) -> int:
 
 
 def parse_format(format: str) -> Format:
-    """A format by its name.
-
-    Raises:
-        ExportError: there is none of that name.
-    """
+    """A format by its name, or ExportError."""
     for known in ("safetensors", "torch"):
         if format == known:
             return known
@@ -198,14 +202,9 @@ def parse_format(format: str) -> Format:
 
 
 def _check_destination(
-    target: Destination, files: Sequence[PlannedFile], attached: Mapping[str, AttachmentEntry], *, overwrite: bool
+    target: Destination, files: Sequence[_PlannedFile], attached: Mapping[str, AttachmentEntry], *, overwrite: bool
 ) -> tuple[list[str], list[str]]:
-    """The files to remove first, and the attachments to write.
-
-    Raises:
-        ExportError: there are files and ``overwrite`` is off, a checkpoint is there, an attachment has the name of a
-            file or would replace one, or a file is too large.
-    """
+    """The files to remove first, and the attachments to write."""
     for file in files:
         if file.name in attached:
             raise ExportError(f"the checkpoint has an attachment {file.name}, in whose place weights would be written")
@@ -235,22 +234,138 @@ def _check_destination(
     return weights, missing
 
 
+# --- plan ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _PlannedFile:
+    """A file to write: runs of bytes, and tensors between them."""
+
+    name: str
+    parts: Sequence[bytes | TensorEntry]
+    """What it consists of; tensors have their new names."""
+
+    @property
+    def size(self) -> int:
+        return sum(len(part) if isinstance(part, bytes) else part.nbytes for part in self.parts)
+
+
+@dataclass(frozen=True)
+class _Selected:
+    """What is exported, with the names that it gets."""
+
+    url: str
+    tensors: Mapping[str, TensorEntry]
+    """Tensors by their names in the checkpoint."""
+    saved: Mapping[str, tuple[str, torch.dtype]]
+    """Name and dtype in the checkpoint, by new names."""
+    objects: Mapping[str, str]
+    """Names of other entries in the checkpoint, and their new ones."""
+    skipped: int
+    """Number of entries that are left out because they are no tensors."""
+
+    @classmethod
+    def of(
+        cls,
+        checkpoint: OpenCheckpoint,
+        include: str | Iterable[str] | None,
+        rules: Mapping[str, str] | None,
+        dtype: torch.dtype | None,
+        format: Format,
+    ) -> _Selected:
+        """Choose entries and name them. Only ``torch`` has entries that are no tensors."""
+        url = str(checkpoint.url)
+        names = checkpoint.match(include)
+        tensors = {name for name in names if isinstance(checkpoint.find(name), TensorStorageMetadata)}
+        exported = names if format == "torch" else [name for name in names if name in tensors]
+        if not exported:
+            raise ExportError(f"{url} has no tensor to export among {len(names)} entries", url=url)
+        try:
+            renamed = new_names(exported, rules or {})
+        except ValueError as error:
+            raise ExportError(f"the entries of {url} cannot be renamed: {error}", url=url) from None
+        entries, saved = {}, {}
+        for name in exported:
+            if name in tensors:
+                found = checkpoint.find(name)
+                kept = found.properties.dtype
+                new = dtype if dtype is not None and kept.is_floating_point and kept != PACKED else kept
+                entries[name] = TensorEntry(renamed[name], new, tuple(found.size))
+                saved[renamed[name]] = name, kept
+        objects = {name: renamed[name] for name in exported if name not in tensors}
+        return cls(url, entries, saved, objects, len(names) - len(exported))
+
+    def plan(self, reading: Reading, format: Format, most: int) -> list[_PlannedFile]:
+        """The files, in the order in which they are written; of safetensors with at most ``most`` bytes of tensors."""
+        try:
+            if format == "torch":
+                values = reading.fill([], self.objects)
+                found: dict[str, Any] = {entry.name: entry for entry in self.tensors.values()}
+                found |= {new: values[name] for name, new in self.objects.items()}
+                return [_PlannedFile(_TORCH_FILE, make_archive(found).parts)]
+            shards = plan_shards(list(self.tensors.values()), most)
+            files = [_PlannedFile(shard.name, (make_header(shard.tensors), *shard.tensors)) for shard in shards]
+            return files if len(files) == 1 else [*files, _PlannedFile(INDEX, (make_index(shards),))]
+        except SafetensorsError as error:
+            raise ExportError(
+                f"{self.url} cannot be exported: {error}. Remedy: leave it out with include, or format='torch'",
+                url=self.url,
+            ) from None
+        except FramingError as error:
+            raise ExportError(f"{self.url} cannot be exported as a torch file: {error}", url=self.url) from None
+
+
 # --- act -------------------------------------------------------------------------------------------
+
+
+class _Step(NamedTuple):
+    """A piece of a tensor to read, and its dtype in the file."""
+
+    piece: Piece
+    dtype: torch.dtype
+
+
+class _Batch(NamedTuple):
+    """What follows one another in a file: bytes as they are, and pieces that fit into a buffer."""
+
+    file: int
+    steps: Sequence[bytes | _Step]
+
+
+def _batches_of(files: Sequence[_PlannedFile], selected: _Selected) -> Iterator[_Batch]:
+    for number, file in enumerate(files):
+        for steps in in_batches(_steps_of(file, selected), _room):
+            yield _Batch(number, steps)
+
+
+def _room(step: bytes | _Step) -> int:
+    return step.piece.room if isinstance(step, _Step) else 0
+
+
+def _steps_of(file: _PlannedFile, selected: _Selected) -> Iterator[bytes | _Step]:
+    for part in file.parts:
+        if isinstance(part, bytes):
+            yield part
+            continue
+        fqn, saved = selected.saved[part.name]
+        for piece in Piece.all_of(fqn, part.shape, saved):
+            yield _Step(piece, part.dtype)
 
 
 def _write(
     target: Destination,
-    files: Sequence[PlannedFile],
-    selected: Selected,
+    files: Sequence[_PlannedFile],
+    selected: _Selected,
     reading: Reading,
     moved: Callable[[int], None],
 ) -> None:
-    with contextlib.closing(_read_ahead(batches_of(files, selected), reading)) as loaded:
+    with contextlib.closing(_read_ahead(_batches_of(files, selected), reading)) as loaded:
         for number, batches in itertools.groupby(loaded, key=lambda found: found[0].file):
             with target.open(files[number].name, files[number].size) as file:
                 for batch, tensors in batches:
-                    for step, tensor in zip(batch.steps, tensors, strict=True):
-                        for view in _bytes_of(step, tensor):
+                    left = iter(tensors)
+                    for step in batch.steps:
+                        for view in [step] if isinstance(step, bytes) else _bytes_of(next(left), step.dtype):
                             file.write(view)
                             moved(len(view))
                 file.commit()
@@ -263,12 +378,9 @@ def _write_small(target: Destination, name: str, data: bytes) -> None:
 
 
 def _read_ahead(
-    batches: Iterator[Batch], reading: Reading
-) -> Generator[tuple[Batch, Sequence[torch.Tensor | None]], None, None]:
-    """Read batches, each while the caller is busy with the one before.
-
-    The tensors of a batch are valid until the next is asked for.
-    """
+    batches: Iterator[_Batch], reading: Reading
+) -> Generator[tuple[_Batch, Sequence[torch.Tensor]], None, None]:
+    """Read batches, each while the caller is busy with the one before; its tensors are valid until the next."""
     buffers = itertools.cycle([torch.empty(BATCH, dtype=torch.uint8) for _ in range(2)])
     reader = Workers(1, "dcp_s3-export")
     try:
@@ -284,32 +396,16 @@ def _read_ahead(
         reader.close()
 
 
-def _read(reading: Reading, batch: Batch, buffer: torch.Tensor) -> list[torch.Tensor | None]:
-    tensors: list[torch.Tensor | None] = []
-    targets, start = [], 0
-    for step in batch.steps:
-        if isinstance(step, bytes):
-            tensors.append(None)
-            continue
-        lengths = step.box.lengths
-        size = torch.Size(lengths).numel() * step.saved.itemsize
-        tensor = buffer[start : start + size].view(step.saved).view(lengths)
-        start += room_of(step)
-        tensors.append(tensor)
-        targets.append(Target(step.fqn, step.box.offsets, tensor))
-    reading.fill(targets)
-    return tensors
+def _read(reading: Reading, batch: _Batch, buffer: torch.Tensor) -> list[torch.Tensor]:
+    return reading.fill_pieces([step.piece for step in batch.steps if isinstance(step, _Step)], buffer)
 
 
-def _bytes_of(step: bytes | Step, tensor: torch.Tensor | None) -> Iterator[bytes | memoryview]:
-    if isinstance(step, bytes) or tensor is None:
-        if isinstance(step, bytes):
-            yield step
-    elif step.dtype == step.saved:
+def _bytes_of(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[memoryview]:
+    if dtype == tensor.dtype:
         yield view_bytes(tensor)
-    else:
-        flat = tensor.view(-1)
-        converted = torch.empty(min(_CONVERTED, flat.numel()), dtype=step.dtype)
-        for start in range(0, flat.numel(), _CONVERTED):
-            some = flat[start : start + _CONVERTED]
-            yield view_bytes(converted[: some.numel()].copy_(some))
+        return
+    flat = tensor.view(-1)
+    converted = torch.empty(min(_CONVERTED, flat.numel()), dtype=dtype)
+    for start in range(0, flat.numel(), _CONVERTED):
+        some = flat[start : start + _CONVERTED]
+        yield view_bytes(converted[: some.numel()].copy_(some))

@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 
 from dcp_s3.errors import ImportSourceError
 from dcp_s3.format.archive import find_order
-from dcp_s3.offline.pieces import Box, cut, new_names
+from dcp_s3.offline.boxes import Box, cut
+from dcp_s3.offline.names import new_names
 from dcp_s3.offline.weight_files import FoundTensor, FoundWeights, find_weights
 from dcp_s3.reprs import one_line
 from dcp_s3.save.writer import S3StorageWriter
@@ -161,18 +162,13 @@ def _nbytes(data: TensorWriteData) -> int:
 
 
 class _Memory:
-    """Counts the bytes of tensors that are alive, and makes new ones wait.
-
-    Args:
-        size: most bytes; one that is larger is made when no other is alive.
-    """
+    """Counts the bytes of tensors that are alive, and makes new ones wait; one that is larger is made when alone."""
 
     def __init__(self, size: int) -> None:
         self._size, self._used = size, 0
         self._changed = threading.Condition(threading.RLock())  # a finalizer may run in a thread that holds it
 
     def take(self, size: int) -> torch.Tensor:
-        """Uninitialised bytes."""
         with self._changed:
             while self._used and self._used + size > self._size:
                 self._changed.wait(0.5)
@@ -199,11 +195,6 @@ class _Planner(SavePlanner):
         self._memory = _Memory(_MEMORY)
 
     def items(self) -> list[WriteItem]:
-        """What is written, in the order of the files.
-
-        Raises:
-            ImportSourceError: a tensor can only be read whole, and is too large for that.
-        """
         items = []
         for name, tensor in self._tensors.items():
             boxes = _boxes(name, tensor)
@@ -217,7 +208,6 @@ class _Planner(SavePlanner):
         return items
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The piece that an item stands for."""
         name, data = write_item.index.fqn, write_item.tensor_data
         if data is None:
             stream = io.BytesIO()

@@ -1,7 +1,6 @@
-"""Copies of a checkpoint between S3 and a local directory.
+"""Copies of a checkpoint between S3 and a directory with the layout of torch's FileSystemReader and FileSystemWriter.
 
-The directory has the layout of torch's FileSystemReader and FileSystemWriter. In both directions the commit comes last,
-so that an interrupted copy is no checkpoint.
+The commit comes last, so that an interrupted copy is no checkpoint.
 """
 
 from __future__ import annotations
@@ -10,25 +9,25 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.directory import Directory
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.format.layout import CONTROL_PREFIX
-from dcp_s3.format.manifest import Manifest, attachments_of
+from dcp_s3.format.manifest import attachments_of
 from dcp_s3.offline.copy_source import (
     DOWNLOAD_MARKER,
     CopyResult,
     CopySource,
     check_unchanged,
-    clear_the_way,
     commit_copy,
     etags_in_place,
+    known_crcs,
     list_objects,
     make_source,
-    plain_copies,
+    replacing,
 )
 from dcp_s3.s3.files import FileTransfer, OnProgress, download_files, upload_files
 from dcp_s3.s3.store import S3Store
@@ -55,25 +54,10 @@ def download(
     on_total: OnTotal | None = None,
     on_progress: OnProgress | None = None,
 ) -> CopyResult:
-    """Copy a checkpoint into a directory, which torch's FileSystemReader then reads.
+    """Copy a checkpoint into a directory, which torch's FileSystemReader then reads; see `copy`.
 
     An interrupted download continues when it is called again: complete files stay. Sizes are compared with what was
     saved; for checkpoints of dcp_s3 also the CRC-64 of every data object.
-
-    Args:
-        url: URL of the checkpoint.
-        directory: target, made if missing. Must be empty, or hold an interrupted download of the same checkpoint.
-        overwrite: write into a directory that holds something else. A checkpoint in it is lost at once.
-        settings: a `Settings`, or a mapping of those that differ from the environment.
-        on_total: called once with the number of bytes to move.
-        on_progress: called with the number of bytes as they move, from several threads.
-
-    Raises:
-        CheckpointExistsError: the directory is not empty.
-        CheckpointNotFoundError: there is no committed checkpoint at ``url``.
-        CorruptCheckpointError: the checkpoint is damaged, or what arrived is not what was saved.
-        CheckpointError: a checkpoint of another writer was replaced in place meanwhile.
-        StorageError, OSError
     """
     parsed = parse_url(url)
     store = S3Store(parsed.bucket, resolve_settings(settings))
@@ -117,7 +101,7 @@ def _prepare_directory(
         same["etags_sha256"] = hashlib.sha256(json.dumps(sorted(etags.items())).encode()).hexdigest()
     mark = json.dumps(same).encode()
     if target.exists() and any(target.iterdir()):
-        if _read_marker(marker) == mark:
+        if marker.is_file() and marker.read_bytes() == mark:
             _remove_partial(target, source)
             return
         if not overwrite:
@@ -134,13 +118,6 @@ def _prepare_directory(
     _write_whole(marker, mark)
 
 
-def _read_marker(path: Path) -> bytes | None:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        return None
-
-
 def _remove_partial(target: Path, source: CopySource) -> None:
     whole = {target / path for path in source.files}
     for folder in {path.parent for path in whole}:
@@ -150,16 +127,7 @@ def _remove_partial(target: Path, source: CopySource) -> None:
 
 
 def _verify(target: Path, url: CheckpointURL, source: CopySource) -> None:
-    expected: dict[str, str] = {}
-    for name in source.commits:
-        path = source.manifest_of(name)
-        if path is None:
-            continue
-        try:
-            manifest = Manifest.from_json((target / path).read_bytes())
-        except ValueError:
-            continue  # written by a later version
-        expected |= {entry.path: entry.crc64nvme for entry in manifest.objects if entry.crc64nvme}
+    expected = known_crcs(source, lambda path: (target / path).read_bytes())
     for path, size in source.files.items():
         found = _size_of(target / path)
         if found != size:
@@ -214,23 +182,7 @@ def upload(
     on_total: OnTotal | None = None,
     on_progress: OnProgress | None = None,
 ) -> CopyResult:
-    """Copy a checkpoint in a directory (of torch's FileSystemWriter, or a download) to S3.
-
-    Args:
-        directory: source, with ``.metadata`` and what it refers to.
-        url: URL of the new checkpoint.
-        overwrite: replace a checkpoint at ``url``. It stays whole until the new one is committed, unless objects
-            of the two have the same names: then it is lost at once.
-        settings: a `Settings`, or a mapping of those that differ from the environment.
-        on_total: called once with the number of bytes to move.
-        on_progress: called with the number of bytes as they move, from several threads.
-
-    Raises:
-        CheckpointExistsError: a checkpoint is at ``url``.
-        CheckpointNotFoundError: no checkpoint is in the directory.
-        CorruptCheckpointError: a file of the checkpoint is missing or too short. No byte has moved.
-        StorageError, OSError
-    """
+    """Copy a checkpoint in a directory (of torch's FileSystemWriter, or a download) to S3; see `copy`."""
     parsed = parse_url(url)
     store = S3Store(parsed.bucket, resolve_settings(settings))
     origin = Path(directory)
@@ -240,15 +192,15 @@ def upload(
         return StoredObject((origin / path).read_bytes(), {}, "")
 
     source = make_source(str(origin), Directory.of_sizes(sizes), read)
-    replaced = clear_the_way(store, parsed, source, source.files, overwrite=overwrite)
-    total = sum(source.files.values())
+
+    def send(paths: Collection[str]) -> None:
+        files = [FileTransfer(parsed.key(path), origin / path) for path in paths]
+        upload_files(store, files, on_progress=on_progress)
+
     if on_total is not None:
-        on_total(total)
-    late = {path for path in plain_copies(source) if parsed.key(path) in replaced}
-    files = {path: FileTransfer(parsed.key(path), origin / path) for path in source.files}
-    upload_files(store, [file for path, file in files.items() if path not in late], on_progress=on_progress)
-    commit_copy(store, parsed, source, overwrite=overwrite)
-    upload_files(store, [files[path] for path in sorted(late)], on_progress=on_progress)
-    kept = {parsed.key(path) for path in (*source.files, *source.commits)}
-    store.delete(sorted(replaced - kept))
+        on_total(sum(source.files.values()))
+    with replacing(store, parsed, source, source.files, overwrite=overwrite) as late:
+        send(source.files.keys() - late)
+        commit_copy(store, parsed, source, overwrite=overwrite)
+        send(late)
     return CopyResult(source.count, source.size, source.size)

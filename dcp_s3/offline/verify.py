@@ -11,15 +11,18 @@ from torch.distributed.checkpoint.metadata import Metadata
 from dcp_s3 import errors
 from dcp_s3.checkpoint.directory import Directory, list_directory
 from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata, find_crc_mismatch
-from dcp_s3.format.layout import (
-    SAVE_ID_KEY,
-    manifest_object,
-    metadata_object,
-)
+from dcp_s3.format.layout import SAVE_ID_KEY, manifest_object, metadata_object
 from dcp_s3.format.manifest import Manifest, ObjectEntry
 from dcp_s3.offline.verify_bytes import ByteCheck
-from dcp_s3.offline.verify_plan import StoredItem, check_manifest, find_items, is_crc, place_items
-from dcp_s3.offline.verify_report import Problem, VerifyReport
+from dcp_s3.offline.verify_plan import (
+    Problem,
+    StoredItem,
+    VerifyReport,
+    check_manifest,
+    find_items,
+    is_crc,
+    place_items,
+)
 from dcp_s3.s3.files import OnProgress
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import SettingsLike, resolve_settings
@@ -84,15 +87,12 @@ class _CommitRecord:
     rank: int | None
     """Rank that saved it; None with collectives."""
     stored: StoredObject
-    """The object with the metadata."""
     metadata: Metadata | None
-    """The loaded metadata; None if it cannot be loaded."""
+    """None if it cannot be loaded."""
     save_id: str | None
-    """ID of the save; None if unknown."""
     manifest: Manifest | None
-    """The manifest; None if it is missing or unreadable."""
+    """None if it is missing or unreadable."""
     problems: tuple[Problem, ...]
-    """Problems of metadata and manifest."""
 
     @property
     def path(self) -> str:
@@ -140,11 +140,7 @@ class _Check:
         )
 
     def is_current(self) -> bool:
-        """Whether the checkpoint is still the one that was looked at: an overwrite deletes the old one's objects.
-
-        Raises:
-            CheckpointNotFoundError: it was deleted meanwhile.
-        """
+        """Whether the checkpoint is still the one that was looked at: an overwrite deletes the old one's objects."""
         return all(
             fetch_metadata(self._store, self._url, commit.rank).etag == commit.stored.etag for commit in self._commits
         )
@@ -194,17 +190,7 @@ class _Check:
     def _read_manifest(
         self, save_id: str | None, rank: int | None, directory: Directory, *, expected: bool
     ) -> Manifest | None:
-        """The manifest of a save, None if there is none.
-
-        Args:
-            save_id: ID of the save; another library's is no hex number.
-            rank: rank that saved; None with collectives.
-            directory: all objects of the checkpoint.
-            expected: whether the metadata says that there is a manifest.
-
-        Raises:
-            ValueError: the manifest is missing or damaged; the message says how.
-        """
+        """The manifest of a save, None if there is none. ValueError says how it is missing or damaged."""
         found = directory.manifests.get(rank, {}).get(str(save_id))
         if found is None:
             if expected:
@@ -241,11 +227,7 @@ class _Check:
         return items
 
     def _keep_ranks_of_save(self, not_found: errors.CheckpointNotFoundError) -> None:
-        """Drop ranks that the last save did not have.
-
-        Raises:
-            CheckpointNotFoundError: not all of its ranks have committed.
-        """
+        """Drop ranks that the last save did not have; CheckpointNotFoundError if some of its own have not committed."""
         manifests = [commit.manifest for commit in self._commits if commit.manifest is not None]
         present = {commit.rank for commit in self._commits}
         if not manifests:

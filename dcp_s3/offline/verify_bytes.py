@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import io
+import pickle
+import pickletools
+import zipfile
 from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
 
 from dcp_s3 import errors
 from dcp_s3.checksum import crc_hex
@@ -13,29 +19,26 @@ from dcp_s3.load.engine import Engine, Receiver, Source
 from dcp_s3.load.placement import Buffer, Reception
 from dcp_s3.load.plan import ReadRequest, Segment
 from dcp_s3.load.transfer import Transfer
-from dcp_s3.offline.verify_decode import UnknownExtensionError, find_damage
-from dcp_s3.offline.verify_plan import StoredData, StoredItem, group_items
-from dcp_s3.offline.verify_report import Problem
-from dcp_s3.offline.verify_scan import Mismatch, ObjectScan
+from dcp_s3.offline.verify_plan import Mismatch, ObjectScan, Problem, StoredData, StoredItem, group_items
 from dcp_s3.s3.download import ReadTarget
 from dcp_s3.s3.files import OnProgress
 from dcp_s3.s3.store import S3Store
+from dcp_s3.torch_private import ReaderTransforms, narrow_tensor_by_index
 from dcp_s3.url import CheckpointURL
 
 BLOCK = 2**20
 """Bytes of memory that a connection reuses to receive into. They are added to a checksum while still in the CPU's
 cache."""
 
+_ZIP = b"PK\x03\x04"
+_PROTO = b"\x80"  # the first byte of every pickle since protocol 2
+
 GROUP = 8 * 2**20
 """Maximum bytes of neighbouring items to decode that one request fetches."""
 
 
 class _Checked(Transfer):
-    """A transfer that is only checked: damage, or a change meanwhile, is noted and not raised.
-
-    Attributes:
-        change: what happened to the object meanwhile, None if nothing did.
-    """
+    """A transfer that is only checked: damage, or a change of the object meanwhile, is noted and not raised."""
 
     __slots__ = ("change",)
 
@@ -44,14 +47,12 @@ class _Checked(Transfer):
         self.change: str | None = None
 
     def name_of(self, part: Range) -> str:
-        """See `Transfer`."""
         return self.path
 
     def put(self, offset: int, data: memoryview) -> None:
-        """See `Transfer`. Does nothing: everything is received in place."""
+        """Everything is received in place."""
 
     def give_up(self, error: errors.CorruptCheckpointError) -> None:
-        """See `Transfer`."""
         if error.__cause__ is None:
             return  # the mismatch is noted already
         self.change = "became shorter while it was read"
@@ -62,15 +63,7 @@ class _Checked(Transfer):
 
 
 class _StreamedObject(_Checked):
-    """An object whose bytes all go into checksums.
-
-    Args:
-        data: the object to check.
-
-    Attributes:
-        data: the object to check.
-        found: mismatches of each complete reading.
-    """
+    """An object whose bytes all go into checksums; ``found`` has the mismatches of each complete reading."""
 
     __slots__ = ("_scan", "data", "found")
 
@@ -92,16 +85,13 @@ class _StreamedObject(_Checked):
             return self._scan.arrived(runs)
 
     def mismatches(self) -> list[tuple[Range, int]]:
-        """See `Transfer`. The whole object is read again."""
         self.found.append(self._scan.mismatch())
         return [(self.ranges[0], 0)] if self.found[-1].any else []
 
     def forget(self, part: Range) -> None:
-        """See `Transfer`."""
         self._scan = ObjectScan(self.data)
 
     def problems(self) -> Iterator[Problem]:
-        """Problems for everything that did not match twice."""
         first, *again = self.found
         if not again:
             return
@@ -122,15 +112,8 @@ class _StreamedObject(_Checked):
 
 
 class _DecodedItem(_Checked):
-    """An item that no checksum covers, to be decoded.
-
-    Args:
-        item: the item.
-
-    Attributes:
-        damage: why it cannot be decoded, None if it can.
-        unknown: whether it went through a stream extension that is not registered here.
-    """
+    """An item that no checksum covers, to be decoded; ``unknown`` if it went through a stream extension that is not
+    registered here."""
 
     __slots__ = ("_item", "_stream", "damage", "unknown")
 
@@ -142,18 +125,15 @@ class _DecodedItem(_Checked):
         self.unknown = False
 
     def name_of(self, part: Range) -> str:
-        """See `Transfer`."""
         return self._item.fqn
 
     def memory(self, start: int, stop: int) -> memoryview:
-        """See `Transfer`."""
         with self._lock:
             if self._stream is None:
-                self._stream = _empty(self._item.length)
+                self._stream = io.BytesIO(bytes(self._item.length))
         return self._stream.getbuffer()[start:stop]
 
     def mismatches(self) -> list[tuple[Range, int]]:
-        """See `Transfer`: decode it."""
         stream, self._stream = self._stream or io.BytesIO(), None
         try:
             self.damage = find_damage(stream, self._item)
@@ -162,21 +142,12 @@ class _DecodedItem(_Checked):
         return [(self.ranges[0], 0)] if self.damage is not None else []
 
     def problems(self) -> Iterator[Problem]:
-        """The problem of an item that cannot be decoded."""
         if self.damage is not None:
             yield Problem(self.path, self._item.fqn, self.damage)
 
 
 class _HeadOfItem(_Checked):
-    """The head of a raw item, which must be of the tensor that the metadata describes.
-
-    Args:
-        item: the item.
-        heads: known heads.
-
-    Attributes:
-        damage: how it differs, None if it does not.
-    """
+    """The head of a raw item, which must be of the tensor that the metadata describes."""
 
     __slots__ = ("_data", "_heads", "_item", "damage")
 
@@ -188,11 +159,9 @@ class _HeadOfItem(_Checked):
         self.damage: str | None = None
 
     def memory(self, start: int, stop: int) -> memoryview:
-        """See `Transfer`."""
         return memoryview(self._data)[start:stop]
 
     def mismatches(self) -> list[tuple[Range, int]]:
-        """See `Transfer`: compare it."""
         item = self._item
         if item.dtype is not None and item.shape is not None:
             kind = ItemKind(item.dtype, item.shape, item.length)
@@ -200,7 +169,6 @@ class _HeadOfItem(_Checked):
         return [(self.ranges[0], 0)] if self.damage is not None else []
 
     def problems(self) -> Iterator[Problem]:
-        """The problem of an item that is another tensor."""
         if self.damage is not None:
             yield Problem(self.path, self._item.fqn, f"is not what the metadata says: {self.damage}")
 
@@ -214,7 +182,6 @@ class _Scan:
         self.targets = self._object.targets(request.start, request.length, buffer)
 
     def deliver(self) -> list[Transfer]:
-        """See `Receiver`."""
         return [self._object] if self._object.received(self._start, self.targets) else []
 
 
@@ -224,13 +191,7 @@ def _receiver(request: ReadRequest, buffer: Buffer) -> Receiver:
 
 
 class ByteCheck:
-    """Reads data objects and compares their bytes.
-
-    Args:
-        store: store with the checkpoint.
-        url: URL of the checkpoint.
-        on_progress: called with the number of bytes read; not for bytes that are read again.
-    """
+    """Reads data objects and compares their bytes. Progress does not count bytes that are read again."""
 
     def __init__(self, store: S3Store, url: CheckpointURL, on_progress: OnProgress | None = None) -> None:
         self._engine = Engine(Source(store, url), "dcp_s3-verify", _receiver)
@@ -251,11 +212,7 @@ class ByteCheck:
         return streamed + heads + sum(item.length for data in objects for item in data.decoded)
 
     def run(self, objects: Sequence[StoredData]) -> None:
-        """Check all objects; what is wrong is then in ``problems``.
-
-        Raises:
-            StorageError: S3 failed despite retries; there is no verdict.
-        """
+        """Check all objects; what is wrong is then in ``problems``."""
         ranges = sum(1 + data.size // self._settings.max_part_size for data in objects if data.streamed)
         groups = sum(len(group_items(data.decoded, GROUP)) for data in objects)
         most = ranges + groups + sum(len(data.headed) for data in objects)
@@ -290,11 +247,8 @@ class ByteCheck:
                 yield ReadRequest(scanned.path, start, stop - start, (Segment(start, stop, scanned),))
 
     def _take(self, request: ReadRequest, finished: Sequence[Transfer]) -> None:
-        """Draw the conclusions from one request."""
-        path, looked_at = (
-            request.path,
-            [found for found in finished if isinstance(found, _StreamedObject | _DecodedItem | _HeadOfItem)],
-        )
+        path = request.path
+        looked_at = [each for each in finished if isinstance(each, _StreamedObject | _DecodedItem | _HeadOfItem)]
         if self._on_progress is not None:
             new = min(request.length, self._left[path])
             self._left[path] -= new
@@ -311,11 +265,94 @@ class ByteCheck:
             self.items_not_decoded += isinstance(found, _DecodedItem) and found.unknown
 
 
-def _empty(size: int) -> io.BytesIO:
-    """A file in memory of ``size`` bytes."""
-    data = io.BytesIO()
-    if size:
-        data.seek(size - 1)
-        data.write(b"\0")
-        data.seek(0)
-    return data
+# --- items without a checksum ------------------------------------------------------------------------
+
+
+class UnknownExtensionError(ValueError):
+    """An item went through a stream extension that is not registered here."""
+
+
+def find_damage(data: io.BytesIO, item: StoredItem) -> str | None:
+    """Say what is wrong with the bytes of an item; None if it can be decoded. No pickled code is run.
+
+    A tensor is loaded as a reader would load it. For other objects the container is checked; then they are loaded where
+    that runs no code (``weights_only``), otherwise their pickle is read through, not run. Items that went through
+    stream extensions are only read to their end.
+    """
+    try:
+        if item.transforms:
+            _drain(data, item)
+            return None
+        if data.getbuffer()[:4] == _ZIP or zipfile.is_zipfile(data):
+            _check_zip(data, item)
+        if item.shape is not None:
+            _check_tensor(data, item.shape, item.dtype)
+        else:
+            _check_object(data)
+    except (UnknownExtensionError, MemoryError):
+        raise
+    except Exception as error:
+        if "can't allocate memory" in str(error):
+            raise MemoryError(str(error)) from error
+        reason = str(error).partition("\n")[0]
+        return f"cannot be decoded: {type(error).__name__}: {reason}"
+    return None
+
+
+def _drain(data: io.BytesIO, item: StoredItem) -> None:
+    transforms = ReaderTransforms()
+    try:
+        transforms.extension_registry.from_descriptor_list(item.transforms)
+    except ValueError as error:
+        raise UnknownExtensionError(str(error)) from error
+    stream = transforms.transform_load_stream(cast(Any, None), item.transforms, data)
+    while stream.read(BLOCK):
+        pass
+
+
+def _check_zip(data: io.BytesIO, item: StoredItem) -> None:
+    """Check every record of the archive, and its CRC-32 where torch computed one."""
+    data.seek(0)
+    with zipfile.ZipFile(data) as archive:
+        for record in archive.infolist():
+            if record.compress_type != zipfile.ZIP_STORED or record.file_size > item.length:
+                raise ValueError(f"its record {record.filename} pretends to have {record.file_size} bytes")
+            # Not computed under torch.serialization.set_crc32_options(False), nor for raw bytes framed by this package.
+            unknown = record.CRC == 0 or (item.raw and "/data/" in record.filename)
+            with archive.open(record) as stream:  # checks the record's own header
+                while not unknown and stream.read(BLOCK):
+                    pass
+
+
+def _check_tensor(data: io.BytesIO, shape: torch.Size, dtype: torch.dtype | None) -> None:
+    data.seek(0)
+    tensor = torch.load(data, map_location="cpu", weights_only=True)
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"it is a {type(tensor).__name__}, not a tensor")
+    if dtype is not None and tensor.dtype != dtype:
+        raise ValueError(f"it is a {tensor.dtype}, recorded was {dtype}")
+    if tensor.dim() != len(shape):
+        raise ValueError(f"it has shape {tuple(tensor.size())}, recorded was {tuple(shape)}")
+    found = narrow_tensor_by_index(tensor, [0] * len(shape), shape).size()
+    if found != shape:
+        raise ValueError(f"it has shape {tuple(found)}, recorded was {tuple(shape)}")
+
+
+def _check_object(data: io.BytesIO) -> None:
+    if not zipfile.is_zipfile(data):
+        _read_through(data.getbuffer())
+        return
+    data.seek(0)
+    try:
+        torch.load(data, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:  # its classes need code, or it is damaged
+        with zipfile.ZipFile(data) as archive:
+            (name,) = (name for name in archive.namelist() if name.endswith("/data.pkl"))
+            _read_through(archive.read(name))
+
+
+def _read_through(pickled: bytes | memoryview) -> None:
+    if bytes(pickled[:1]) != _PROTO:
+        raise ValueError("it is neither a zip archive nor a pickle")
+    for _ in pickletools.genops(io.BytesIO(pickled)):
+        pass

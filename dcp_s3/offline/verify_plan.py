@@ -1,10 +1,12 @@
-"""Checks a checkpoint's metadata, manifest and listing, and finds what its bytes must be. Pure."""
+"""What a checkpoint's bytes must be, by its metadata, manifest and listing, and what is found instead. Pure."""
 
 from __future__ import annotations
 
 import re
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -14,16 +16,88 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from dcp_s3.checksum import combine_crc64nvme, crc64nvme_between, crc_hex
+from dcp_s3.format.blocks import Range
 from dcp_s3.format.contradictions import find_flaws
 from dcp_s3.format.layout import is_inside
 from dcp_s3.format.manifest import Manifest, ObjectEntry
 from dcp_s3.format.metadata import is_unproven
 from dcp_s3.format.saved_entries import find_chunk
 from dcp_s3.format.storage_info import get_crc, get_raw_offset
-from dcp_s3.offline.verify_report import Problem
+from dcp_s3.reprs import one_line
 from dcp_s3.torch_private import StorageInfo
+from dcp_s3.units import plural
 
 _CRC = re.compile("[0-9a-f]{16}")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something about a checkpoint that is not as it was saved.
+
+    >>> for problem in verify("s3://bucket/run/step-00002000").problems:
+    ...     print(problem)
+    """
+
+    path: str
+    """Path of the object, relative to the checkpoint."""
+    fqn: str | None
+    """Fully qualified name of the affected entry; None for the object as a whole."""
+    what: str
+    """What is wrong."""
+
+    def __repr__(self) -> str:
+        return one_line("Problem", repr(self.path), self.what, fqn=self.fqn)
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.what}" if self.fqn is None else f"{self.path}: {self.fqn!r} {self.what}"
+
+
+@dataclass(frozen=True)
+class VerifyReport:
+    """The things that `verify` checked, and the problems that it found.
+
+    >>> verify("s3://bucket/run/step-00002000")
+    VerifyReport('s3://bucket/run/step-00002000', ok, fast, objects=1, items=2)
+    """
+
+    url: str
+    """URL of the checkpoint."""
+    mode: Literal["fast", "full"]
+    """``fast`` (metadata, manifest, presence of the objects) or ``full`` (their bytes, too)."""
+    objects: int
+    """Number of data objects checked."""
+    items: int
+    """Number of saved items (tensor chunks and others) checked."""
+    bytes_read: int
+    """Bytes read from all objects, metadata included."""
+    objects_without_checksum: int
+    """Number of data objects whose checksum is not recorded."""
+    items_without_checksum: int
+    """Number of items whose checksum is not recorded; ``full`` decodes them, unless their object has one."""
+    items_not_decoded: int
+    """Number of these items that went through a stream extension unknown here: nothing is known of their bytes."""
+    problems: tuple[Problem, ...]
+    """Problems found, by object."""
+
+    def __repr__(self) -> str:
+        found = "ok" if self.ok else f"{plural(len(self.problems), 'problem')}"
+        first = str(self.problems[0]) if self.problems else None
+        return one_line(
+            "VerifyReport", repr(self.url), found, self.mode, objects=self.objects, items=self.items, first=first
+        )
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong, as far as the mode tells."""
+        return not self.problems
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields and ``ok``, for JSON."""
+        return {**asdict(self), "ok": self.ok}
+
+
+# --- what the bytes must be --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -31,13 +105,10 @@ class StoredItem:
     """One saved item."""
 
     fqn: str
-    """FQN of the entry."""
     path: str
-    """Path of the object, relative to the checkpoint."""
     start: int
     """First byte of the item in the object."""
     length: int
-    """Length in bytes."""
     shape: torch.Size | None
     """Shape of the chunk, None if the item is no tensor."""
     raw: bool
@@ -49,15 +120,12 @@ class StoredItem:
     checked_start: int
     """First byte, in the object, that ``crc`` covers."""
     checked_length: int
-    """Bytes that ``crc`` covers."""
     dtype: torch.dtype | None = None
-    """Dtype of a tensor, None if the item is none."""
     proven: bool = True
     """Whether a checksum proves what the metadata says of the item."""
 
     @property
     def stop(self) -> int:
-        """First byte after the item in the object."""
         return self.start + self.length
 
 
@@ -66,18 +134,14 @@ class StoredData:
     """One data object that exists, and what its bytes must be."""
 
     path: str
-    """Path relative to the checkpoint."""
     size: int
-    """Actual size in bytes."""
     crc: str | None
     """Recorded CRC-64/NVME of the whole object (16 hex digits); None if not recorded, or if the object has another size
     and so cannot match."""
     items: tuple[StoredItem, ...]
-    """Items that lie in the object."""
 
     @property
     def checked(self) -> tuple[StoredItem, ...]:
-        """The items that have a checksum."""
         return tuple(item for item in self.items if item.crc is not None)
 
     @property
@@ -112,13 +176,8 @@ def group_items(items: Iterable[StoredItem], limit: int) -> list[list[StoredItem
 def find_items(
     metadata: Metadata, metadata_path: str, *, of_rank: bool = False
 ) -> tuple[list[StoredItem], list[Problem]]:
-    """Find the items that metadata places in objects, and where it contradicts itself.
-
-    Args:
-        metadata: the loaded metadata.
-        metadata_path: its path, for problems.
-        of_rank: whether it is a single rank's, which describes only a part of each tensor.
-    """
+    """The items that metadata places in objects, and where it contradicts itself. That of one rank describes only a
+    part of each tensor."""
     problems: list[Problem] = []
     if not isinstance(metadata.storage_data, dict):
         kind = type(metadata.storage_data).__name__
@@ -192,16 +251,8 @@ def check_manifest(
     metadata: Metadata | None,
     items: Iterable[StoredItem],
 ) -> list[Problem]:
-    """Find where a manifest contradicts itself or the metadata.
-
-    Args:
-        manifest: parsed manifest.
-        path: path of the manifest.
-        save_id: ID of the save that wrote the metadata.
-        rank: rank that the metadata belongs to; None with collectives.
-        metadata: loaded metadata; None if it cannot be loaded.
-        items: items of the metadata.
-    """
+    """Find where a manifest contradicts itself or the metadata, which is of a save and a rank (None with collectives),
+    and None if it cannot be loaded."""
     problems = []
     if manifest.save_id != save_id:
         problems.append(f"is of the save {manifest.save_id!r}, the metadata of {save_id!r}")
@@ -233,16 +284,8 @@ def is_crc(value: object) -> bool:
 def place_items(
     items: Iterable[StoredItem], entries: Iterable[ObjectEntry], sizes: Mapping[str, int]
 ) -> tuple[list[StoredData], list[Problem]]:
-    """Place the items in the objects that exist.
-
-    Args:
-        items: items of all metadata.
-        entries: entries of all manifests.
-        sizes: size in bytes of every object of the checkpoint, by relative path.
-
-    Returns:
-        The data objects, and problems: objects that are missing, of another size, or too short for their items.
-    """
+    """Place items in the objects that exist, whose sizes are given by path: the data objects, and those that are
+    missing, of another size, or too short for their items."""
     by_path: dict[str, list[StoredItem]] = {}
     for item in items:
         by_path.setdefault(item.path, []).append(item)
@@ -265,3 +308,90 @@ def place_items(
         crc = entry.crc64nvme if entry is not None and entry.size == size and is_crc(entry.crc64nvme) else None
         found.append(StoredData(path, size, crc, tuple(inside)))
     return found, problems
+
+
+# --- checksums of an object that is read in ranges -----------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mismatch:
+    """The checksums that do not match, each with the CRC-64/NVME that was found."""
+
+    items: dict[int, int]
+    """CRC of each mismatching item, by its number among the object's checked items."""
+    whole: str | None
+    """CRC of the whole object, None if it matches or is not recorded."""
+
+    @property
+    def any(self) -> bool:
+        return bool(self.items) or self.whole is not None
+
+    def confirmed_by(self, second: Mismatch) -> Mismatch:
+        """The mismatches that a second reading found again."""
+        items = {number: crc for number, crc in second.items.items() if number in self.items}
+        return Mismatch(items, None if self.whole is None else second.whole)
+
+
+class ObjectScan:
+    """The checksums of an object that arrives in ranges, in any order."""
+
+    def __init__(self, data: StoredData) -> None:
+        self.data = data
+        self._items = data.checked
+        cuts = {0, data.size}
+        for item in self._items:
+            cuts |= {item.checked_start, item.checked_start + item.checked_length}
+        self._cuts, self._cut_set = sorted(cuts), cuts
+        self._runs: list[Range] = []
+        self._missing = data.size
+
+    def segments(self, start: int, length: int, block: int) -> list[int]:
+        """Lengths of a range's segments: it is cut at both ends of every checked item, and after ``block`` bytes."""
+        stop = start + length
+        inner = self._cuts[bisect_right(self._cuts, start) : bisect_left(self._cuts, stop)]
+        lengths = []
+        for end in [*inner, stop] if length else []:
+            lengths += [min(block, end - at) for at in range(start, end, block)]
+            start = end
+        return lengths
+
+    def join(self, start: int, crcs: Iterable[tuple[int, int]]) -> list[Range]:
+        """Join the (CRC, length) pairs of a range's `segments` into runs without an item's end inside."""
+        runs: list[Range] = []
+        pending: list[tuple[int, int]] = []
+        begin = at = start
+        for pair in crcs:
+            pending.append(pair)
+            at += pair[1]
+            if at in self._cut_set:
+                runs.append(Range(begin, at, combine_crc64nvme(pending)))
+                pending, begin = [], at
+        if pending:
+            runs.append(Range(begin, at, combine_crc64nvme(pending)))
+        return runs
+
+    def arrived(self, runs: Iterable[Range]) -> bool:
+        """Take the runs of a range; returns True for the last bytes."""
+        for run in runs:
+            self._runs.append(run)
+            self._missing -= run.stop - run.start
+        return self._missing == 0
+
+    def mismatch(self) -> Mismatch:
+        """Compare the checksums. Call it when all bytes have arrived."""
+        crc, at = 0, 0
+        before = {0: 0}  # CRC of all bytes before a cut
+        for run in sorted(self._runs, key=lambda run: run.start):
+            crc = combine_crc64nvme([(crc, at), (run.crc or 0, run.stop - run.start)])
+            at = run.stop
+            before[at] = crc
+        items = {}
+        for number, item in enumerate(self._items):
+            found = self._crc(item, before)
+            if found != item.crc:
+                items[number] = found
+        return Mismatch(items, crc_hex(crc) if self.data.crc not in (None, crc_hex(crc)) else None)
+
+    def _crc(self, item: StoredItem, before: dict[int, int]) -> int:
+        stop = item.checked_start + item.checked_length
+        return crc64nvme_between(before[item.checked_start], before[stop], item.checked_length)

@@ -35,13 +35,9 @@ class WeightFile:
     """One version of a file with weights."""
 
     store: Store
-    """Where it is."""
     key: str
-    """Its key there."""
     size: int
-    """Its bytes."""
     etag: str
-    """ETag of the version."""
 
     @property
     def name(self) -> str:
@@ -49,11 +45,7 @@ class WeightFile:
         return f"{self.store.name}/{self.key}"
 
     def read(self, start: int, into: memoryview) -> None:
-        """Fill memory with the bytes from ``start`` on.
-
-        Raises:
-            StorageError: it cannot be read, or was replaced.
-        """
+        """Fill memory with the bytes from ``start`` on; StorageError if it was replaced."""
         self.store.read(self.key, start, into, self.etag)
 
     def read_bytes(self, start: int, count: int) -> bytes:
@@ -93,10 +85,6 @@ def find_weights(source: str | os.PathLike[str], settings: Settings) -> FoundWei
 
     Of a directory: a model with an index, or ``model.safetensors``, ``pytorch_model.bin``, or all ``*.safetensors``, or
     the only other torch file.
-
-    Raises:
-        ImportSourceError: there are no weights, or they are damaged or cannot be read in pieces.
-        StorageError: a file cannot be read.
     """
     store, prefix, name = _locate(source, settings)
     places: Mapping[str, str] | None = None

@@ -54,11 +54,3 @@ def test_diff_prints_a_bounded_table(root: str) -> None:
     assert len(words(result.stdout)) == 1 + 1 + 40
     assert "80 more lines: see --all" in result.stderr
     assert len(words(run("diff", f"{root}/1", f"{root}/2", "--all", status=5).stdout)) == 1 + 1 + 120
-
-
-def test_diff_hints_at_a_renamed_prefix(root: str) -> None:
-    for name, prefix in (("1", "model"), ("2", "train.model")):
-        state = {f"{prefix}.{n}": torch.ones(1) for n in range(3)}
-        dcp.save(state, storage_writer=S3StorageWriter(f"{root}/{name}"), no_dist=True)
-    lines = run("diff", f"{root}/1", f"{root}/2", status=5).stdout.splitlines()
-    assert lines[-1] == "hint: 3 names would be equal if the prefix '' in A were 'train.'"

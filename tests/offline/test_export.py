@@ -21,7 +21,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import dcp_s3
 from benchmarks.measure import measure
 from dcp_s3 import errors
-from dcp_s3.offline import destination, export, export_plan, replicate
+from dcp_s3.offline import boxes, destination, export, replicate
 from tests.end_to_end.states import assert_same, every_kind, random_tensor
 from tests.killing import new_process, running
 from tests.memory_s3 import Fault
@@ -136,8 +136,8 @@ def _save_sharded(url: str) -> None:
 
 def test_sharded_tensors_in_small_pieces(root: str, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces and parts that end anywhere: within rows, within elements' neighbours, within files."""
-    monkeypatch.setattr(export_plan, "BATCH", 4096)
-    monkeypatch.setattr(export_plan, "_PIECE", 500)
+    monkeypatch.setattr(boxes, "BATCH", 4096)
+    monkeypatch.setattr(boxes, "_PIECE", 500)
     run_ranks(4, _save_sharded, f"{root}/x")
     dcp_s3.export(f"{root}/x", place.where, max_shard_size=60_000, dtype="fp32")
     full = torch.arange(130 * 22 * 3).view(130, 22, 3)

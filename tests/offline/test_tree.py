@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_s3.format.saved_entries import SavedEntry
-from dcp_s3.offline.alike import group_alike, ranges
-from dcp_s3.offline.tree import TreeNode, build_tree
+from dcp_s3.offline.inspect import TreeNode, build_tree
 from dcp_s3.units import format_count
 
 
@@ -114,18 +113,6 @@ def test_sums_add_up_and_nothing_is_lost(names: list[str], kinds: int) -> None:
         check(tree)
         assert tree.entries == len(entries)
         assert tree.size == sum(entry.size for entry in entries)
-
-
-def test_names_that_differ_in_numbers_are_grouped() -> None:
-    names = [(f"layers.{i}.experts.{j}.w", "changed") for i in range(3) for j in (0, 2)] + [("norm", "changed")]
-    found = group_alike([*names, ("layers.3.experts.0.w", "gone")])
-    assert [(each.label, len(each.names)) for each in found] == [
-        ("layers.0..2.experts.0,2.w", 6),
-        ("norm", 1),
-        ("layers.3.experts.0.w", 1),
-    ]
-    assert ranges(map(str, range(0, 100, 2))) == "0,2,4,...,98"
-    assert group_alike([("a.007", 0), ("a.7", 0)])[0].label == "a.007"
 
 
 def test_counts() -> None:

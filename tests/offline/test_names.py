@@ -1,36 +1,10 @@
-"""Pieces of tensors, and new names."""
+"""Names: new ones, and those that are alike."""
 
 from __future__ import annotations
 
-import math
-
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from dcp_s3.offline.pieces import cut, new_names, parse_rules
-
-
-@given(st.lists(st.integers(0, 7), max_size=4), st.integers(1, 60))
-def test_pieces_are_the_elements_in_order(shape: list[int], most: int) -> None:
-    numbers = torch.arange(math.prod(shape)).view(shape)
-    found = []
-    for box in cut(shape, most):
-        assert 0 < math.prod(box.lengths) <= most
-        piece = numbers
-        for dim, (start, length) in enumerate(zip(box.offsets, box.lengths, strict=True)):
-            piece = piece.narrow(dim, start, length)
-        found += piece.flatten().tolist()
-    assert found == list(range(math.prod(shape)))
-
-
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=3), st.integers(1, 60))
-def test_there_are_not_many_more_pieces_than_needed(shape: list[int], most: int) -> None:
-    count = len(list(cut(shape, most)))
-    inner = math.prod(shape[1:])
-    if inner <= most:
-        assert count == math.ceil(shape[0] / (most // inner))
+from dcp_s3.offline.names import group_alike, new_names, parse_rules, ranges
 
 
 def test_rules_apply_one_after_the_other() -> None:
@@ -62,3 +36,15 @@ def test_rules_that_cannot_be_meant(rules: dict[str, str], message: str) -> None
 def test_texts_that_are_no_rules(texts: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse_rules(texts)
+
+
+def test_names_that_differ_in_numbers_are_grouped() -> None:
+    names = [(f"layers.{i}.experts.{j}.w", "changed") for i in range(3) for j in (0, 2)] + [("norm", "changed")]
+    found = group_alike([*names, ("layers.3.experts.0.w", "gone")])
+    assert [(each.label, len(each.names)) for each in found] == [
+        ("layers.0..2.experts.0,2.w", 6),
+        ("norm", 1),
+        ("layers.3.experts.0.w", 1),
+    ]
+    assert ranges(map(str, range(0, 100, 2))) == "0,2,4,...,98"
+    assert group_alike([("a.007", 0), ("a.7", 0)])[0].label == "a.007"

@@ -1,7 +1,8 @@
-"""Indices into saved tensors select what numpy's do."""
+"""Indices into saved tensors select what numpy's do; pieces are all of a tensor."""
 
 from __future__ import annotations
 
+import math
 from types import EllipsisType
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_s3.offline.indexing import select
+from dcp_s3.offline.boxes import cut, select
 
 
 def _part() -> st.SearchStrategy[int | slice]:
@@ -72,3 +73,24 @@ def test_numbers_of_other_libraries(number: Any) -> None:
 def test_what_can_not_be_read(index: Any, reason: str) -> None:
     with pytest.raises(IndexError, match=reason):
         select(index, (2, 3))
+
+
+@given(st.lists(st.integers(0, 7), max_size=4), st.integers(1, 60))
+def test_pieces_are_the_elements_in_order(shape: list[int], most: int) -> None:
+    numbers = torch.arange(math.prod(shape)).view(shape)
+    found = []
+    for box in cut(shape, most):
+        assert 0 < math.prod(box.lengths) <= most
+        piece = numbers
+        for dim, (start, length) in enumerate(zip(box.offsets, box.lengths, strict=True)):
+            piece = piece.narrow(dim, start, length)
+        found += piece.flatten().tolist()
+    assert found == list(range(math.prod(shape)))
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=3), st.integers(1, 60))
+def test_there_are_not_many_more_pieces_than_needed(shape: list[int], most: int) -> None:
+    count = len(list(cut(shape, most)))
+    inner = math.prod(shape[1:])
+    if inner <= most:
+        assert count == math.ceil(shape[0] / (most // inner))

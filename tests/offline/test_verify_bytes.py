@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from dcp_s3.offline.verify_decode import UnknownExtensionError, find_damage
+from dcp_s3.offline.verify_bytes import UnknownExtensionError, find_damage
 from dcp_s3.offline.verify_plan import StoredItem
 from tests.offline.damaging import NeedsCode
 

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_s3.checksum import crc64nvme, crc64nvme_between, crc_hex
-from dcp_s3.offline.verify_plan import StoredData, StoredItem, group_items
-from dcp_s3.offline.verify_scan import Mismatch, ObjectScan
+from dcp_s3.offline.verify_plan import Mismatch, ObjectScan, StoredData, StoredItem, group_items
 
 
 def item(start: int, length: int, crc: int | None) -> StoredItem:

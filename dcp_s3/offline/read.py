@@ -1,10 +1,8 @@
-"""A checkpoint that is read without a process group: its metadata, and the engine for what is wanted of it."""
+"""Reads a checkpoint without a process group: `read_tensor`, `read_tensors`, and what export and diff need."""
 
 from __future__ import annotations
 
 import contextlib
-import difflib
-import fnmatch
 import io
 import math
 import os
@@ -23,28 +21,113 @@ from dcp_s3.load.engine import Source
 from dcp_s3.load.item_transfer import allocate
 from dcp_s3.load.overlaps import find_overlaps
 from dcp_s3.load.read import LoadExecutor
-from dcp_s3.offline.indexing import Selection
+from dcp_s3.offline.boxes import Index, Piece, Selection, select
+from dcp_s3.offline.names import closest, matches
 from dcp_s3.s3.store import S3Store
-from dcp_s3.settings import SettingsLike, resolve_settings
+from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.spill.local import LocalObjects
 from dcp_s3.spill.session import open_store
 from dcp_s3.torch_private import ReaderTransforms
 from dcp_s3.url import CheckpointURL, parse_url
 
-_SUGGESTED = 3
+_LOAD_BUFFERS = 32 * 2**20
+
+
+def read_tensor(
+    url: str | os.PathLike[str],
+    fqn: str,
+    slice: Index = None,
+    *,
+    settings: SettingsLike = None,
+) -> torch.Tensor:
+    """Read one tensor of a committed checkpoint, or a part of it, into host memory.
+
+    Needs no process group, and calls no collective if there is one. Fetches the metadata, and the same bytes of the
+    saved chunks that a load of this part would.
+
+    >>> read_tensor("s3://bucket/run/step-00002000", "weight", (slice(0, 2),))
+    tensor([[0., 1.],
+            [2., 3.]])
+
+    Args:
+        url: URL of the checkpoint.
+        fqn: name of the tensor, as ``dcp-s3 show`` lists it.
+        slice: part to read, as in numpy: ``3``, ``np.s_[:10, ..., -1]``. Numbers, slices with step 1, an Ellipsis.
+        settings: a `Settings`, or a mapping of those that differ from the environment.
+
+    Returns:
+        A contiguous tensor of the saved dtype.
+
+    Raises:
+        EntryNotFoundError: there is no such tensor.
+        TensorIndexError: ``slice`` is out of range or not supported.
+        CheckpointNotFoundError, CorruptMetadataError, CorruptCheckpointError
+        InvalidURLError, SettingsError, StorageError, DeadlineExceededError
+    """
+    checkpoint = OpenCheckpoint(url, settings)
+    saved = checkpoint.find(fqn)
+    if not isinstance(saved, TensorStorageMetadata):
+        raise errors.EntryNotFoundError(
+            f"{fqn!r} in {checkpoint.url} is no tensor. Remedy: read_tensors(url, [{fqn!r}]) reads objects, too",
+            url=str(checkpoint.url),
+            fqn=fqn,
+        )
+    try:
+        selection = select(slice, saved.size)
+    except IndexError as error:
+        raise errors.TensorIndexError(
+            f"{fqn!r} in {checkpoint.url}, of shape {tuple(saved.size)}, cannot be read at {slice!r}: {error}",
+            url=str(checkpoint.url),
+            fqn=fqn,
+        ) from None
+    return checkpoint.read({fqn: selection})[fqn].reshape(selection.shape)  # type: ignore[no-any-return]
+
+
+def read_tensors(
+    url: str | os.PathLike[str],
+    fqns: str | Iterable[str] | None = None,
+    *,
+    weights_only: bool = True,
+    settings: SettingsLike = None,
+) -> dict[str, Any]:
+    """Read entries of a committed checkpoint: tensors into host memory, and objects.
+
+    Works like `read_tensor`, but fetches all entries together and the metadata once.
+
+    >>> read_tensors("s3://bucket/run/step-00002000")["step"]
+    2000
+
+    Args:
+        url: URL of the checkpoint.
+        fqns: names, or patterns such as ``model.*`` (``*`` any text, ``?`` any character, ``[ab]`` one of them); None:
+            everything. An entry with exactly that name takes precedence over a pattern.
+        weights_only: whether to unpickle only objects that cannot run code, as `S3StorageReader` does.
+            False: whoever can write to the bucket can run code here.
+        settings: a `Settings`, or a mapping of those that differ from the environment.
+
+    Returns:
+        Entries by name, in the order of ``fqns``; the matches of a pattern in the order of the checkpoint.
+
+    Raises:
+        EntryNotFoundError: a name is not in the checkpoint, or a pattern matches nothing.
+        UnsafeItemError: an object needs what ``weights_only`` refuses.
+        CheckpointNotFoundError, CorruptMetadataError, CorruptCheckpointError
+        InvalidURLError, SettingsError, StorageError, DeadlineExceededError
+    """
+    checkpoint = OpenCheckpoint(url, settings)
+    wanted: dict[str, Selection | None] = dict.fromkeys(checkpoint.match(fqns))
+    return checkpoint.read(wanted, weights_only=weights_only)
+
+
+# --- the checkpoint ----------------------------------------------------------------------------------
 
 
 class OpenCheckpoint:
     """A checkpoint whose metadata has been read.
 
     Args:
-        url: URL of the checkpoint.
-        settings: a `Settings`, or a mapping of those that differ from the environment.
         bounded: whether ``load_timeout`` bounds all that is read, from now on.
         metadata: its metadata, if it was read before.
-
-    Raises:
-        CheckpointNotFoundError, CorruptMetadataError, StorageError
     """
 
     def __init__(
@@ -67,58 +150,44 @@ class OpenCheckpoint:
             )
 
     def find(self, fqn: str) -> Any:
-        """The metadata of an entry.
-
-        Raises:
-            EntryNotFoundError: there is no such entry.
-        """
+        """The metadata of an entry, or EntryNotFoundError."""
         saved = self._metadata.state_dict_metadata.get(fqn)
         if saved is None:
             raise self._not_found(fqn, f"has no entry {fqn!r}")
         return saved
 
     def match(self, fqns: str | Iterable[str] | None) -> list[str]:
-        """The names that ``fqns`` stands for, each once.
-
-        Raises:
-            EntryNotFoundError: one of them matches no entry.
-        """
+        """The names that names and patterns stand for, each once, or EntryNotFoundError. None: all of them."""
         names = self._metadata.state_dict_metadata
         if fqns is None:
             return list(names)
         found: dict[str, None] = {}
         for fqn in [fqns] if isinstance(fqns, str) else fqns:
             if fqn not in names and any(character in fqn for character in "*?["):
-                matches = [name for name in names if fnmatch.fnmatchcase(name, fqn)]
-                if not matches:
+                matching = [name for name in names if matches(name, [fqn])]
+                if not matching:
                     raise self._not_found(fqn, f"has no entry that matches {fqn!r}")
-                found.update(dict.fromkeys(matches))
+                found.update(dict.fromkeys(matching))
             else:
                 self.find(fqn)
                 found[fqn] = None
         return list(found)
 
     def _not_found(self, fqn: str, what: str) -> errors.EntryNotFoundError:
-        names = self._metadata.state_dict_metadata
-        close = difflib.get_close_matches(fqn, names, _SUGGESTED) or [n for n in names if fqn in n][:_SUGGESTED]
-        hint = f"The closest of its {len(names)}: {', '.join(map(repr, close))}" if close else f"It has {len(names)}"
-        return errors.EntryNotFoundError(f"{self.url} {what}. {hint}", url=str(self.url), fqn=fqn)
-
-    @property
-    def entries(self) -> Mapping[str, Any]:
-        """The metadata of all entries, by name."""
-        return self._metadata.state_dict_metadata
+        near = closest(fqn, list(self._metadata.state_dict_metadata))
+        return errors.EntryNotFoundError(f"{self.url} {what}{near}", url=str(self.url), fqn=fqn)
 
     def read(self, wanted: dict[str, Selection | None], *, weights_only: bool = True) -> dict[str, Any]:
-        """Read tensors, each with the shape of its box, and objects."""
+        """Read entries; of a tensor the selected box, or all of it."""
         targets, objects = [], []
         for fqn, selection in wanted.items():
-            saved = self._metadata.state_dict_metadata[fqn]
-            if selection is None or not isinstance(saved, TensorStorageMetadata):
-                objects.append(fqn)
+            saved = self.find(fqn)
+            if isinstance(saved, TensorStorageMetadata):
+                box = selection or select(None, saved.size)
+                tensor = allocate(box.lengths, saved.properties.dtype, fqn, str(self.url))
+                targets.append(Target(fqn, box.offsets, tensor))
             else:
-                tensor = allocate(selection.lengths, saved.properties.dtype, fqn, str(self.url))
-                targets.append(Target(fqn, selection.offsets, tensor))
+                objects.append(fqn)
         with self.reading(weights_only=weights_only) as reading:
             found = reading.fill(targets, objects) | {target.fqn: target.tensor for target in targets}
         return {fqn: found[fqn] for fqn in wanted}
@@ -132,12 +201,17 @@ class OpenCheckpoint:
             executor = LoadExecutor(source, self._metadata, ReaderTransforms(None), weights_only=weights_only)
             yield Reading(self, executor)
 
-    def items_of(self, target: Target) -> list[ReadItem]:
-        """One item for each saved chunk in the target's box; only one for chunks at the same place.
+    def read_stored(self, fqn: str) -> bytes:
+        """The stored bytes of an object."""
+        info = self._metadata.storage_data.get(MetadataIndex(fqn))
+        if info is None:
+            raise self._contradiction(fqn, "it lies in no object")
+        data = bytearray(info.length)
+        self.store.read(self.url.key(info.relative_path), info.offset, memoryview(data))
+        return bytes(data)
 
-        Raises:
-            CorruptMetadataError: the saved chunks leave out a part of the box.
-        """
+    def items_of(self, target: Target) -> list[ReadItem]:
+        """One item for each saved chunk in the target's box; only one for chunks at the same place."""
         fqn, box, saved = target.fqn, tuple(target.tensor.shape), self.find(target.fqn)
         if 0 in box:
             return []
@@ -175,15 +249,12 @@ class Target:
     """A box of a tensor, and where it goes."""
 
     fqn: str
-    """Name of the tensor."""
     offsets: tuple[int, ...]
-    """First element of the box in each dimension."""
     tensor: torch.Tensor
     """Memory of the saved dtype, and of the box's shape."""
 
     @property
     def index(self) -> MetadataIndex:
-        """What tells it from other targets."""
         return MetadataIndex(self.fqn, self.offsets)
 
 
@@ -191,20 +262,23 @@ class Reading:
     """Reads of one checkpoint, one after the other; see `OpenCheckpoint.reading`."""
 
     def __init__(self, checkpoint: OpenCheckpoint, executor: LoadExecutor) -> None:
-        self._checkpoint, self._executor = checkpoint, executor
+        self.checkpoint, self._executor = checkpoint, executor
+
+    def fill_pieces(self, pieces: Iterable[Piece], buffer: torch.Tensor) -> list[torch.Tensor]:
+        """Read pieces into a buffer with room for them; their tensors are views of it."""
+        tensors, targets, start = [], [], 0
+        for piece in pieces:
+            tensor = buffer[start : start + piece.size].view(piece.dtype).view(piece.box.lengths)
+            tensors.append(tensor)
+            targets.append(Target(piece.fqn, piece.box.offsets, tensor))
+            start += piece.room
+        self.fill(targets)
+        return tensors
 
     def fill(self, targets: Sequence[Target], objects: Iterable[str] = ()) -> dict[str, Any]:
-        """Fill targets, and read objects.
-
-        Returns:
-            The objects by name.
-
-        Raises:
-            UnsafeItemError: an object needs what ``weights_only`` refuses.
-            CorruptMetadataError, CorruptCheckpointError, StorageError, DeadlineExceededError
-        """
+        """Fill targets, and read objects, which are returned by name."""
         planner = _Planner({target.index: target.tensor for target in targets})
-        items = [item for target in targets for item in self._checkpoint.items_of(target)]
+        items = [item for target in targets for item in self.checkpoint.items_of(target)]
         items += [_object_item(fqn) for fqn in objects]
         self._executor.run(LoadPlan(items), planner)
         return planner.objects
@@ -220,9 +294,7 @@ class _Planner(LoadPlanner):
     """A planner that collects what the executor delivers."""
 
     tensors: Mapping[MetadataIndex, torch.Tensor]
-    """Tensors to fill."""
     objects: dict[str, Any] = field(default_factory=dict)
-    """Objects that have arrived, by name."""
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         target: torch.Tensor = self.tensors[read_item.dest_index]
@@ -255,3 +327,8 @@ class _Planner(LoadPlanner):
 
 def _overlap(boxes: Collection[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
     return len(find_overlaps(list(boxes), list(boxes)).saved) > len(boxes)
+
+
+def small_buffers(settings: Settings) -> Settings:
+    """Settings for reads beside such buffers, whose own memory for objects is small."""
+    return settings.model_copy(update={"load_buffers": min(settings.load_buffers, _LOAD_BUFFERS)})

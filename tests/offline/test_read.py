@@ -209,7 +209,7 @@ def test_unknown_names(root: str, memory_server: S3Server) -> None:
         dcp_s3.read_tensor(root, "model.layer.weight")
     assert (e.value.fqn, e.value.url) == ("model.layer.weight", root)
     assert isinstance(e.value, LookupError)
-    with pytest.raises(errors.EntryNotFoundError, match=r"'bias'.*closest of its 3: 'model\.layers\.bias'"):
+    with pytest.raises(errors.EntryNotFoundError, match=r"'bias'.*closest of 3: 'model\.layers\.bias'"):
         dcp_s3.read_tensors(root, ["step", "bias"])
     with pytest.raises(errors.EntryNotFoundError, match=r"no entry that matches 'optim\.\*'"):
         dcp_s3.read_tensors(root, ["model.*", "optim.*"])
@@ -245,14 +245,14 @@ def test_chunks_that_do_not_cover_the_tensor(
 ) -> None:
     """Nothing of uninitialised memory comes out."""
     save({"x": torch.ones(4)}, root)
-    check = dcp_s3.offline.open_checkpoint.check_metadata
+    check = dcp_s3.offline.read.check_metadata
 
     def cut(*arguments: Any) -> Any:
         metadata = check(*arguments)
         metadata.state_dict_metadata["x"].size = torch.Size([5])
         return metadata
 
-    monkeypatch.setattr(dcp_s3.offline.open_checkpoint, "check_metadata", cut)
+    monkeypatch.setattr(dcp_s3.offline.read, "check_metadata", cut)
     with pytest.raises(errors.CorruptMetadataError, match="'x': its chunks do not cover it"):
         dcp_s3.read_tensor(root, "x")
     assert dcp_s3.read_tensor(root, "x", slice(0, 4)).tolist() == [1, 1, 1, 1]

@@ -1,0 +1,159 @@
+"""Parts of tensors: what an index selects, and pieces of bounded size. Pure."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import SupportsIndex, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+BATCH = 48 * 2**20
+"""Bytes of pieces that are read together into one buffer."""
+
+_PIECE = BATCH // 4
+_PIECES = 4096
+_ALIGNMENT = 64
+
+Part = SupportsIndex | slice | EllipsisType
+Index = Part | tuple[Part, ...] | None
+"""An index as in numpy: numbers, slices of step 1, one Ellipsis. None: everything."""
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The box that an index selects, and the shape of the result."""
+
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    shape: tuple[int, ...]
+    """``lengths`` without the dimensions that are indexed by a number."""
+
+
+def select(index: object, sizes: Sequence[int]) -> Selection:
+    """Find the box that ``index`` selects of a tensor of ``sizes``.
+
+    Negative numbers count from the end; slices are cut off at the ends of the tensor, numbers must lie in it.
+
+    Raises:
+        IndexError: a number out of range, too many of them, a step other than 1, or no index at all.
+    """
+    offsets, lengths, shape = [], [], []
+    for dim, (part, size) in enumerate(zip(_expand(index, len(sizes)), sizes, strict=True)):
+        if isinstance(part, slice):
+            try:
+                found = range(size)[part]
+            except (TypeError, ValueError):
+                raise IndexError(f"{part} in dimension {dim} is not made of whole numbers") from None
+            if found.step != 1:
+                raise IndexError(f"its step in dimension {dim} is {part.step}: only 1 can be read")
+            start, length = found.start, len(found)
+            shape.append(length)
+        else:
+            start, length = _number(part, size, dim), 1
+        offsets.append(start)
+        lengths.append(length)
+    return Selection(tuple(offsets), tuple(lengths), tuple(shape))
+
+
+def _expand(index: object, dims: int) -> list[object]:
+    """Expand an index to one part for each dimension."""
+    if index is None:
+        index = ()
+    parts = list(index) if isinstance(index, tuple) else [index]
+    gaps = [number for number, part in enumerate(parts) if part is Ellipsis]
+    if len(gaps) > 1:
+        raise IndexError("it has more than one Ellipsis")
+    given = len(parts) - len(gaps)
+    if given > dims:
+        raise IndexError(f"it has {given} parts, the tensor {dims} dimensions")
+    gap = gaps[0] if gaps else len(parts)
+    return [*parts[:gap], *[slice(None)] * (dims - given), *parts[gap + 1 :]]
+
+
+def _number(part: object, size: int, dim: int) -> int:
+    if isinstance(part, bool) or not isinstance(part, SupportsIndex):
+        raise IndexError(f"{part!r} in dimension {dim} is neither a whole number, a slice nor an Ellipsis")
+    try:
+        number = operator.index(part)
+    except TypeError:  # for example an array of several numbers
+        raise IndexError(f"{part!r} in dimension {dim} is not one whole number") from None
+    if not -size <= number < size:
+        raise IndexError(f"{number} is out of range for dimension {dim} of {size} elements")
+    return number % size
+
+
+# --- pieces ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of a tensor."""
+
+    offsets: tuple[int, ...]
+    """First element in each dimension."""
+    lengths: tuple[int, ...]
+    """Elements in each dimension."""
+
+
+def cut(shape: Sequence[int], most: int) -> Iterator[Box]:
+    """Cut a tensor into boxes of at most ``most`` elements (at least 1) that are runs of its elements in row-major
+    order, from the first to the last; none if it is empty."""
+    shape = tuple(shape)
+    if 0 in shape:
+        return
+    row = math.prod(shape[1:])
+    if math.prod(shape) <= most:
+        yield Box((0,) * len(shape), shape)
+    elif row > most:
+        for number in range(shape[0]):
+            for box in cut(shape[1:], most):
+                yield Box((number, *box.offsets), (1, *box.lengths))
+    else:
+        step = most // row
+        for start in range(0, shape[0], step):
+            lengths = (min(step, shape[0] - start), *shape[1:])
+            yield Box((start, *(0 for _ in shape[1:])), lengths)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A part of a saved tensor, of at most a quarter of a batch."""
+
+    fqn: str
+    box: Box
+    dtype: torch.dtype
+
+    @classmethod
+    def all_of(cls, fqn: str, shape: Sequence[int], dtype: torch.dtype) -> Iterator[Piece]:
+        """A tensor, from its first element to its last."""
+        return (cls(fqn, box, dtype) for box in cut(shape, _PIECE // dtype.itemsize))
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.box.lengths) * self.dtype.itemsize
+
+    @property
+    def room(self) -> int:
+        """Bytes that it takes in a buffer."""
+        return -(-self.size // _ALIGNMENT) * _ALIGNMENT
+
+
+def in_batches(steps: Iterable[T], room: Callable[[T], int]) -> Iterator[list[T]]:
+    """Group what fits into a buffer of `BATCH` bytes."""
+    batch: list[T] = []
+    used = 0
+    for step in steps:
+        needed = room(step)
+        if batch and (used + needed > BATCH or len(batch) == _PIECES):
+            yield batch
+            batch, used = [], 0
+        batch.append(step)
+        used += needed
+    if batch:
+        yield batch

@@ -1,0 +1,135 @@
+"""Names of entries: patterns, new names, those alike, and the closest to one that is not there. Pure."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from dcp_s3 import errors
+
+_SUGGESTED = 3
+_RANGES = 4
+
+
+def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether a name is one of the patterns, or matches one."""
+    return any(name == pattern or fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def no_match_error(what: str, patterns: list[str], names: list[str], url: str) -> errors.EntryNotFoundError:
+    """The error for patterns that match none of the names."""
+    shown = ", ".join(map(repr, patterns))
+    message = f"{what} entry that matches {shown}{closest(' '.join(patterns), names)}"
+    return errors.EntryNotFoundError(message, url=url, fqn=" ".join(patterns))
+
+
+def closest(name: str, names: Sequence[str]) -> str:
+    """The end of a message: the names that are most like ``name``, which is none of them, or a pattern."""
+    plain = re.sub(r"[\\^$*?()\[\]]", "", name)
+    found = difflib.get_close_matches(plain, names, _SUGGESTED)
+    found = found or [each for each in names if plain in each][:_SUGGESTED] or list(names[:_SUGGESTED])
+    return f". The closest of {len(names)}: {', '.join(map(repr, found))}" if found else ": there are none"
+
+
+# --- new names ---------------------------------------------------------------------------------------
+
+
+def new_names(names: Iterable[str], rules: Mapping[str, str]) -> dict[str, str]:
+    """New names by old ones: each rule's matches are replaced, in the order of the rules.
+
+    Args:
+        names: the old names, each once.
+        rules: regular expressions, and what replaces their matches (``\\1`` stands for a group), as in `re.sub`.
+
+    Raises:
+        ValueError: a rule is no regular expression or matches nothing, or two entries would have one name.
+    """
+    found = {name: name for name in names}
+    for pattern, new in rules.items():
+        try:
+            renamed = {old: re.sub(pattern, new, name) for old, name in found.items()}
+            is_used = any(re.search(pattern, name) for name in found.values())
+        except (re.error, IndexError) as error:
+            raise ValueError(f"{pattern}={new} cannot rename: {error}") from None
+        if not is_used:
+            raise ValueError(f"{pattern!r} matches no name{closest(pattern, list(found.values()))}")
+        found = renamed
+    owners: dict[str, str] = {}
+    for old, name in found.items():
+        if name in owners:
+            raise ValueError(f"{owners[name]!r} and {old!r} would both be called {name!r}")
+        owners[name] = old
+    return found
+
+
+def parse_rules(texts: Iterable[str]) -> dict[str, str]:
+    """Rules from texts like ``REGEX=NEW``; the last ``=`` divides, so that NEW has none.
+
+    Raises:
+        ValueError: a text has no ``=``, or two have the same expression.
+    """
+    rules: dict[str, str] = {}
+    for text in texts:
+        pattern, equals, new = text.rpartition("=")
+        if not equals or not pattern:
+            raise ValueError(f"{text!r} is no REGEX=NEW, for example '^model[.]='")
+        if pattern in rules:
+            raise ValueError(f"{pattern!r} is given twice")
+        rules[pattern] = new
+    return rules
+
+
+# --- names that are alike ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AlikeNames:
+    """Names that differ only in numbers between dots."""
+
+    label: str
+    """``layers.0..31.weight``; the name itself if there is one."""
+    names: tuple[str, ...]
+    """The names, in the order in which they were given."""
+
+
+def group_alike(names: Iterable[tuple[str, Hashable]]) -> list[AlikeNames]:
+    """Group names that differ only in numbers between dots, in the order of their first names.
+
+    Args:
+        names: names, each with what those of a group have in common.
+    """
+    groups: dict[Hashable, list[str]] = {}
+    for name, common in names:
+        pattern = tuple(None if is_number(part) else part for part in name.split("."))
+        groups.setdefault((pattern, common), []).append(name)
+    return [AlikeNames(_label(found), tuple(found)) for found in groups.values()]
+
+
+def is_number(part: str) -> bool:
+    """Whether a part of a name is a number as Python counts: without zeros in front."""
+    return part.isascii() and part.isdigit() and len(part) <= 9 and (part == "0" or part[0] != "0")
+
+
+def _label(names: Sequence[str]) -> str:
+    parts: list[dict[str, None]] = [{} for _ in names[0].split(".")]
+    for name in names:
+        for seen, part in zip(parts, name.split("."), strict=True):
+            seen[part] = None
+    return ".".join(ranges(seen) if len(seen) > 1 else next(iter(seen)) for seen in parts)
+
+
+def ranges(numbers: Iterable[str]) -> str:
+    """``0..2,5,7..9``; for many ranges, the first of them and the last number."""
+    found: list[list[int]] = []
+    for number in sorted(map(int, numbers)):
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    texts = [str(first) if first == last else f"{first}..{last}" for first, last in found]
+    if len(texts) > _RANGES:
+        texts = [*texts[: _RANGES - 1], "...", texts[-1]]
+    return ",".join(texts)
