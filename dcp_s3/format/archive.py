@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dcp_s3.format.pickled_tensors import STORAGE_TYPES, TENSORS, PickledTensor, load_storage
-from dcp_s3.format.plain_values import find_plain
+from dcp_s3.format.allow_list import find_plain
+from dcp_s3.format.item_pickles import STORAGE_TYPES, TENSORS, PickledTensor, load_storage
 from dcp_s3.format.unpickling import MalformedPickleError, UnsafeGlobalError, unpickle
 
 MAX_HEAD = 64 * 2**10

@@ -35,10 +35,9 @@ from dcp_s3._version import __version__
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.collector import collector_paused
 from dcp_s3.errors import CorruptMetadataError, UnsafeMetadataError
+from dcp_s3.format.allow_list import MIRRORS, Settler, find_global
 from dcp_s3.format.contradictions import find_contradiction
 from dcp_s3.format.layout import is_inside
-from dcp_s3.format.metadata_mirrors import MIRRORS, find_global
-from dcp_s3.format.settled_values import Settler
 from dcp_s3.format.unpickling import (
     MalformedPickleError,
     UnknownToTorchError,
