@@ -27,10 +27,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata as Tenso
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_s3.format import allow_list, item_values
+from dcp_s3.format.blocks import make_storage_info
 from dcp_s3.format.item_pickles import UNUSUAL_TENSORS, Opaque
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.format.safe_items import check_item
-from dcp_s3.format.storage_info import make_storage_info
 from dcp_s3.format.unpickling import Allowed, Deferred
 from dcp_s3.load.prepare import TransferFactory
 from dcp_s3.torch_private import ReaderTransforms

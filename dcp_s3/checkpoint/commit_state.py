@@ -10,8 +10,8 @@ from enum import Enum
 from dcp_s3 import errors
 from dcp_s3.checkpoint.listing import list_directory
 from dcp_s3.checkpoint.stored_metadata import check_metadata
+from dcp_s3.format.control_files import AttachmentEntry, Manifest
 from dcp_s3.format.layout import SAVE_ID_KEY, manifest_object, metadata_object
-from dcp_s3.format.manifest import AttachmentEntry, Manifest
 from dcp_s3.store import ObjectHead, Store
 from dcp_s3.url import CheckpointURL
 from dcp_s3.workers import Workers

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.listing import list_directory
-from dcp_s3.format.deletion_list import DeletionList
-from dcp_s3.format.manifest import ObjectEntry
+from dcp_s3.format.control_files import DeletionList, ObjectEntry
 from dcp_s3.store import Store
 from dcp_s3.url import CheckpointURL
 

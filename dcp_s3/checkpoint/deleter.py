@@ -12,7 +12,7 @@ from dcp_s3 import errors
 from dcp_s3.checkpoint.directory import Directory
 from dcp_s3.checkpoint.listing import list_directory_async
 from dcp_s3.coroutines import gather
-from dcp_s3.format.deletion_list import DeletionList
+from dcp_s3.format.control_files import DeletionList
 from dcp_s3.format.layout import METADATA, classify
 from dcp_s3.limit import UNLIMITED, Limit
 from dcp_s3.s3.delete import batches, old_versions

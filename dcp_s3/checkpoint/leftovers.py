@@ -15,9 +15,8 @@ from dcp_s3.checkpoint.deleter import Deleter, Deletion, LeftAloneError, commit_
 from dcp_s3.checkpoint.directory import Directory
 from dcp_s3.checkpoint.info import LeftoverObject
 from dcp_s3.checkpoint.look import inspect, look_deeper
-from dcp_s3.format.deletion_list import DeletionList
+from dcp_s3.format.control_files import DeletionList, Manifest
 from dcp_s3.format.layout import DELETION_PREFIX, deletion_id, deletion_object, new_nonce
-from dcp_s3.format.manifest import Manifest
 from dcp_s3.url import CheckpointURL
 
 

@@ -36,7 +36,7 @@ from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.collector import collector_paused
 from dcp_s3.errors import CorruptMetadataError, UnsafeMetadataError
 from dcp_s3.format.allow_list import MIRRORS, Settler, find_global
-from dcp_s3.format.contradictions import find_contradiction
+from dcp_s3.format.cover import find_contradiction
 from dcp_s3.format.layout import is_inside
 from dcp_s3.format.unpickling import (
     MalformedPickleError,
@@ -60,7 +60,7 @@ _CHECKED = {
     BytesStorageMetadata: frozenset(),
     StorageInfo: frozenset({
         "relative_path", "offset", "length", "transform_descriptors",
-        "raw_offset", "crc64nvme", "crc64nvme_block", "crc64nvme_blocks",  # see format/storage_info.py
+        "raw_offset", "crc64nvme", "crc64nvme_block", "crc64nvme_blocks",  # see format/blocks.py
     }),
 }  # fmt: skip
 _MIRRORS = {cls: (MIRRORS[cls], checked) for cls, checked in _CHECKED.items()}
@@ -353,7 +353,7 @@ def _is_index(get: Callable[..., Any]) -> bool:
 
 
 def _is_range(get: Callable[..., Any]) -> bool:
-    """Whether offset, length and the added facts (see format/storage_info.py) are possible."""
+    """Whether offset, length and the added facts (see format/blocks.py) are possible."""
     offset, length, descriptors = get("offset"), get("length"), get("transform_descriptors")
     raw_offset, crc, block = get("raw_offset", 0), get("crc64nvme", 0), get("crc64nvme_block", 0)
     return (

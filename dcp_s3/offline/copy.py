@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.directory import Directory
+from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.layout import What, classify
-from dcp_s3.format.manifest import Manifest
 from dcp_s3.limit import UNLIMITED, Cancelled
 from dcp_s3.offline.copy_source import (
     CopyResult,

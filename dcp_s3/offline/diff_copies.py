@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp_s3.format.storage_info import get_crc, get_raw_offset
+from dcp_s3.format.blocks import get_crc, get_raw_offset
 from dcp_s3.offline.diff_plan import EntryDiff, encoding_of
 from dcp_s3.torch_private import StorageInfo
 

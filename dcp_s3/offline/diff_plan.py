@@ -17,8 +17,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from dcp_s3.checksum import crc64nvme_linear, shift_crc64nvme
 from dcp_s3.collector import collector_paused
-from dcp_s3.format.blocks import Blocks
-from dcp_s3.format.storage_info import get_blocks, get_crc, get_raw_offset
+from dcp_s3.format.blocks import Blocks, get_blocks, get_crc, get_raw_offset
 from dcp_s3.offline.shared_parts import Chunk, Part, find_shared_parts, overlap
 from dcp_s3.reprs import one_line
 from dcp_s3.torch_private import StorageInfo

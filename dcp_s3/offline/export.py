@@ -18,8 +18,8 @@ import torch
 from dcp_s3.checkpoint.attachments import find_attachments, read_attachment
 from dcp_s3.checkpoint.lease import ReaderLease
 from dcp_s3.errors import ExportError
+from dcp_s3.format.control_files import AttachmentEntry
 from dcp_s3.format.layout import METADATA
-from dcp_s3.format.manifest import AttachmentEntry
 from dcp_s3.format.safetensors import PACKED, SINGLE_FILE
 from dcp_s3.offline.destination import Destination, is_temporary, open_destination
 from dcp_s3.offline.export_plan import BATCH, Batch, Format, PlannedFile, Selected, Step, batches_of, room_of

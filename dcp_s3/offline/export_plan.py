@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dcp_s3.errors import ExportError
-from dcp_s3.format.framing import FramingError
+from dcp_s3.format.framing import FramingError, make_archive
 from dcp_s3.format.safetensors import (
     INDEX,
     PACKED,
@@ -23,7 +23,6 @@ from dcp_s3.format.safetensors import (
     make_index,
     plan_shards,
 )
-from dcp_s3.format.tensor_archive import make_archive
 from dcp_s3.offline.open_checkpoint import OpenCheckpoint, Reading
 from dcp_s3.offline.pieces import Box, cut, new_names
 

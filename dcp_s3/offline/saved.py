@@ -13,8 +13,8 @@ from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.checkpoint.look import inspect
 from dcp_s3.checkpoint.stored_metadata import check_metadata, not_found_error
 from dcp_s3.coroutines import gather, map_bounded, run
+from dcp_s3.format.control_files import AttachmentEntry, Manifest
 from dcp_s3.format.layout import metadata_object
-from dcp_s3.format.manifest import AttachmentEntry, Manifest
 from dcp_s3.format.metadata import is_unproven, mark_unproven
 from dcp_s3.s3.async_store import open_async_store
 from dcp_s3.settings import SettingsLike, resolve_settings

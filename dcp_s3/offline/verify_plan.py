@@ -14,12 +14,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from dcp_s3.format.contradictions import find_flaws
+from dcp_s3.format.blocks import get_crc, get_raw_offset
+from dcp_s3.format.control_files import Manifest, ObjectEntry
+from dcp_s3.format.cover import find_flaws
 from dcp_s3.format.layout import is_inside
-from dcp_s3.format.manifest import Manifest, ObjectEntry
 from dcp_s3.format.metadata import is_unproven
 from dcp_s3.format.saved_entries import find_chunk
-from dcp_s3.format.storage_info import get_crc, get_raw_offset
 from dcp_s3.offline.verify_report import Problem
 from dcp_s3.torch_private import StorageInfo
 

@@ -23,7 +23,7 @@ from dcp_s3.checkpoint.info import (
 )
 from dcp_s3.checkpoint.look import find_damage, inspect_checkpoint, tell_unreadable
 from dcp_s3.coroutines import run
-from dcp_s3.format.manifest import Manifest
+from dcp_s3.format.control_files import Manifest
 from dcp_s3.reprs import one_line
 from dcp_s3.retention.policy import Mode, best_first
 from dcp_s3.retention.scan import CatalogSnapshot, list_root, merge_local, scan_root

@@ -14,8 +14,8 @@ from dcp_s3.checkpoint.commit import Commit, make_commit, publish
 from dcp_s3.checkpoint.commit_state import Previous, SaveIdentity
 from dcp_s3.checkpoint.completeness import LATE, Beginning
 from dcp_s3.errors import CheckpointDeletedError, CheckpointExistsError, CheckpointProtectedError
+from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.layout import CLAIM, intent_object, manifest_object, notice_object, part_object
-from dcp_s3.format.manifest import Manifest
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.retention.browse import browse
 from dcp_s3.retention.show import describe

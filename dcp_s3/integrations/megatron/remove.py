@@ -15,9 +15,8 @@ from dcp_s3.checkpoint.commit_state import Previous, SaveIdentity
 from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.errors import ObjectNotFoundError
-from dcp_s3.format.added_metrics import AddedMetrics
+from dcp_s3.format.control_files import AddedMetrics, Manifest
 from dcp_s3.format.layout import METADATA_CRC_KEY, METRICS, manifest_object, metadata_object, new_save_id
-from dcp_s3.format.manifest import Manifest
 from dcp_s3.format.metadata import dump_metadata
 from dcp_s3.format.saved_entries import needed_objects
 from dcp_s3.s3.store import S3Store
