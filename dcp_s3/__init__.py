@@ -94,7 +94,6 @@ Looking into checkpoints
 Frameworks
     register           lets DCP save to and load from ``s3://`` URLs wherever it is called
     unregister         ends that
-    redirect           lets what is saved below a local directory go to S3
 
 Settings and errors
     Settings           everything that can be set; the environment variables ``DCP_S3_...`` are the defaults
@@ -118,7 +117,7 @@ if _TYPE_CHECKING:
     from dcp_s3.checkpoint.info import CheckpointInfo
     from dcp_s3.checkup.doctor import doctor
     from dcp_s3.checkup.result import CheckResult, DoctorReport
-    from dcp_s3.integrations.dcp import redirect, register, unregister
+    from dcp_s3.integrations.dcp import register, unregister
     from dcp_s3.load.planner import S3LoadPlanner
     from dcp_s3.load.reader import S3StorageReader
     from dcp_s3.manager.manager import CheckpointManager
@@ -227,7 +226,6 @@ __all__ = [
     "prune",
     "read_tensor",
     "read_tensors",
-    "redirect",
     "register",
     "remove",
     "report",
@@ -253,7 +251,6 @@ _MODULES = {
     "DoctorReport": "dcp_s3.checkup.result",
     "CheckResult": "dcp_s3.checkup.result",
     "doctor": "dcp_s3.checkup.doctor",
-    "redirect": "dcp_s3.integrations.dcp",
     "register": "dcp_s3.integrations.dcp",
     "unregister": "dcp_s3.integrations.dcp",
     "S3LoadPlanner": "dcp_s3.load.planner",

@@ -374,7 +374,7 @@ def test_storage_setup_asks_the_file_system_classes_and_makes_one(reader: bool) 
         dcp_s3.unregister()
     assert isinstance(found, dcp_s3.S3StorageReader if reader else dcp_s3.S3StorageWriter), moved(
         "_storage_setup does not call validate_checkpoint_id and then the class of FileSystemWriter/Reader",
-        "dcp_s3.register() and redirect()",
+        "dcp_s3.register()",
     )
 
 
