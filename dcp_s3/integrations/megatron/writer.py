@@ -205,8 +205,9 @@ class MegatronS3Writer(S3StorageWriter):
 
 
 def finalize(writer: MegatronS3Writer, metadata: Metadata | None, ranks_of_save: Any) -> None:
-    """Commit when every rank has written. Takes the place of Megatron's ``save_state_dict_async_finalize``, which leaves
-    the other ranks waiting if the commit fails, and tells them no cause of any failure.
+    """Commit when every rank has written. Takes the place of Megatron's ``save_state_dict_async_finalize``.
+
+    That one leaves the other ranks waiting if the commit fails, and tells them no cause of any failure.
 
     ``metadata`` is None on ranks other than the coordinator, and if the save is merged.
 
