@@ -161,8 +161,7 @@ if _TYPE_CHECKING:
     from dcp_s3.retention.scan import CatalogSnapshot
     from dcp_s3.save.writer import S3StorageWriter
     from dcp_s3.settings import Settings
-    from dcp_s3.sharding.shards import shard
-    from dcp_s3.sharding.state import Fused, shard_state
+    from dcp_s3.sharding import Fused, shard, shard_state
     from dcp_s3.stage.stager import S3Stager
 
 __all__ = [
@@ -298,9 +297,9 @@ _MODULES = {
     "CatalogSnapshot": "dcp_s3.retention.scan",
     "S3StorageWriter": "dcp_s3.save.writer",
     "Settings": "dcp_s3.settings",
-    "shard": "dcp_s3.sharding.shards",
-    "Fused": "dcp_s3.sharding.state",
-    "shard_state": "dcp_s3.sharding.state",
+    "shard": "dcp_s3.sharding",
+    "Fused": "dcp_s3.sharding",
+    "shard_state": "dcp_s3.sharding",
     "S3Stager": "dcp_s3.stage.stager",
     "Stats": "dcp_s3.monitoring",
     "stats": "dcp_s3.monitoring",
