@@ -159,7 +159,7 @@ def test_the_chunk_at_any_place_of_a_mesh_is_known() -> None:
 
 
 def test_fake_tensors_are_saved_with_holes_in_the_place_of_their_bytes() -> None:
-    """format/tensor_archive.py: the archive of a model that is larger than memory."""
+    """format/framing.py: the archive of a model that is larger than memory."""
     with torch_private.FakeTensorMode():
         fake = torch.empty(2**20, dtype=torch.bfloat16, device="cpu")
     stream = io.BytesIO()

@@ -49,18 +49,15 @@ class HeadError(Exception):
 
 @dataclass(frozen=True)
 class ArchiveHead:
-    """Description of a tensor, from the beginning of its torch.save archive."""
+    """Description of a tensor, from the beginning of its torch.save archive. It is one run of bytes."""
 
     length: int
     """Number of bytes before the storage's."""
     raw_offset: int
     """Offset of the tensor's first byte in the archive."""
     nbytes: int
-    """Bytes of the tensor, which is one run of them."""
     dtype: torch.dtype
-    """Dtype of the tensor."""
     shape: tuple[int, ...]
-    """Shape of the tensor."""
     order: tuple[int, ...]
     """Dimensions as they lie in the bytes, the outermost first; ``(0, 1, ...)`` is row-major."""
 

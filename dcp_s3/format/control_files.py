@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from dcp_s3.errors import MetricsError
 from dcp_s3.format.layout import classify, is_attachment_name, is_inside, manifest_object
@@ -95,7 +95,7 @@ class Manifest:
     started_at: float | None = None
     """Seconds since the epoch when the save began; None if not recorded."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """What else the user stored with the save (`extra.check_extra`)."""
+    """What else the user stored with the save (`check_extra`)."""
     coordination: dict[str, Any] = field(default_factory=dict)
     """Of a save without collectives: how its ranks came to be one save (docs/format.md); otherwise empty."""
 
@@ -276,14 +276,12 @@ class AddedMetrics:
         Raises:
             ValueError: not such a file, or of a version that this one cannot read.
         """
-        try:
-            fields: dict[str, Any] = json.loads(data)
-            if fields["format_version"] != FORMAT_VERSION:
-                raise ValueError(f"format version {fields['format_version']}, this dcp_s3 reads {FORMAT_VERSION}")
+
+        def make(fields: dict[str, Any]) -> AddedMetrics:
             metrics = {str(name): number_from_json(value) for name, value in fields["metrics"].items()}
             return cls(str(fields["save_id"]), metrics)
-        except (KeyError, TypeError, AttributeError, RecursionError, ValueError) as error:
-            raise ValueError(f"not a file of metrics: {error!r}") from error
+
+        return _parse(data, "a file of metrics", make)
 
 
 def check_added(metrics: Mapping[str, Any], *, url: str) -> None:
@@ -335,21 +333,19 @@ class DeletionList:
         Raises:
             ValueError: not such a list, of a version that this one cannot read, or it names objects elsewhere.
         """
-        try:
-            fields: dict[str, Any] = json.loads(data)
-            if fields["format_version"] != FORMAT_VERSION:
-                raise ValueError(f"format version {fields['format_version']}, this dcp_s3 reads {FORMAT_VERSION}")
+
+        def make(fields: dict[str, Any]) -> DeletionList:
             found = cls(
                 save_id=None if fields["save_id"] is None else str(fields["save_id"]),
                 commits={str(path): str(etag) for path, etag in fields["commits"].items()},
                 objects={str(path): str(etag) for path, etag in fields["objects"].items()},
                 all_versions=bool(fields["all_versions"]),
             )
-        except (KeyError, TypeError, AttributeError, RecursionError, ValueError) as error:
-            raise ValueError(f"not a list of a deletion: {error!r}") from error
-        if outside := [path for path in (*found.commits, *found.objects) if not is_inside(path)]:
-            raise ValueError(f"a list of a deletion that names {outside[0]!r}, which is not in the checkpoint")
-        return found
+            if outside := [path for path in (*found.commits, *found.objects) if not is_inside(path)]:
+                raise ValueError(f"it names {outside[0]!r}, which is not in the checkpoint")
+            return found
+
+        return _parse(data, "a list of a deletion", make)
 
 
 @dataclass(frozen=True)
@@ -382,8 +378,8 @@ class Notice:
         Raises:
             ValueError: not a notice.
         """
-        try:
-            fields = json.loads(data)
+
+        def make(fields: dict[str, Any]) -> Notice:
             wanted = {int(rank): [int(each, 16) for each in hashes] for rank, hashes in fields["wanted"].items()}
             by = fields.get("superseded_by")
             return cls(
@@ -393,5 +389,19 @@ class Notice:
                 str(fields["failed"]),
                 None if by is None else int(by),
             )
-        except (KeyError, TypeError, AttributeError, ValueError, RecursionError) as error:
-            raise ValueError(f"not a notice: {error!r}") from error
+
+        return _parse(data, "a notice", make, versioned=False)
+
+
+_T = TypeVar("_T")
+
+
+def _parse(data: bytes, what: str, make: Callable[[dict[str, Any]], _T], *, versioned: bool = True) -> _T:
+    """What ``make`` makes of the fields. Raises `ValueError` if they are not what it is."""
+    try:
+        fields: dict[str, Any] = json.loads(data)
+        if versioned and fields["format_version"] != FORMAT_VERSION:
+            raise ValueError(f"format version {fields['format_version']}, this dcp_s3 reads {FORMAT_VERSION}")
+        return make(fields)
+    except (KeyError, TypeError, AttributeError, RecursionError, ValueError) as error:
+        raise ValueError(f"not {what}: {error!r}") from error

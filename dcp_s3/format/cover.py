@@ -23,11 +23,8 @@ def find_contradiction(metadata: Metadata, *, filled: bool = True) -> str | None
     """Where metadata contradicts itself; None: nowhere.
 
     The chunks of each tensor must fill it, each element once; each chunk and each object must lie somewhere, each
-    somewhere else, and raw bytes must be as many as the chunk has.
-
-    Args:
-        metadata: metadata whose fields have been checked one by one.
-        filled: whether chunks must fill their tensor.
+    somewhere else, and raw bytes must be as many as the chunk has. The fields have been checked one by one. Chunks need
+    not fill their tensor if not ``filled``.
     """
     storage = metadata.storage_data
     if not isinstance(storage, dict):
@@ -79,13 +76,7 @@ def _find_overlap(items: Iterable[tuple[Any, Any]]) -> str | None:
 
 
 def find_flaw(shape: Shape, boxes: Sequence[tuple[Shape, Shape]], *, filled: bool = True) -> str | None:
-    """What is wrong with the chunks of a tensor; None if each element is in one of them.
-
-    Args:
-        shape: shape of the tensor.
-        boxes: offsets and sizes of its chunks, all inside of it.
-        filled: whether chunks must fill the tensor.
-    """
+    """What is wrong with the chunks (offsets and sizes, all inside) of a tensor; None if each element is in one."""
     boxes = [box for box in boxes if 0 not in box[1]]
     volume, expected = sum(math.prod(sizes) for _, sizes in boxes), math.prod(shape)
     if volume > expected or (filled and volume < expected):

@@ -82,11 +82,9 @@ def item_hash(item: WriteItem) -> int:
 
 
 def digest_of(held: Iterable[int], attached: Iterable[str] = ()) -> str:
-    """Digest (16 hex digits) of what a rank holds: the same on ranks that hold the same.
+    """Digest (16 hex digits) of the hashes of what a rank holds: the same on ranks that hold the same.
 
-    Args:
-        held: hashes of its items.
-        attached: names of its attachments. No other rank can write what only a dead one has attached.
+    Names of attachments count, because no other rank can write what only a dead one has attached.
     """
     return digest_of_bytes(b"".join(each.to_bytes(8, "big") for each in sorted(held)), attached)
 
@@ -204,7 +202,6 @@ def decode(data: bytes) -> Part:
 
 
 def _paths_of(columns: Columns) -> dict[str, tuple[str | int, ...]] | None:
-    """Paths by name; None if the planner does not flatten."""
     if columns.paths is None:
         return None
     pairs = zip(columns.names, columns.paths, strict=True)
@@ -212,11 +209,7 @@ def _paths_of(columns: Columns) -> dict[str, tuple[str | int, ...]] | None:
 
 
 def make_properties(text: Sequence[Any]) -> TensorProperties:
-    """The properties of a tensor.
-
-    Raises:
-        ValueError: torch knows no such values.
-    """
+    """The properties of a tensor. Raises `ValueError` if torch knows no such values."""
     try:
         dtype, layout, requires_grad, memory_format, pin_memory, *added = text
         if type(requires_grad) is not bool or type(pin_memory) is not bool:
@@ -239,7 +232,7 @@ class _Table(dict[_Key, int]):
 
 
 def _kind_and_hash(item: WrittenItem, held: dict[int, int]) -> tuple[WriteItemType, int]:
-    """Kind of an item, and its hash: a rank holds what it writes."""
+    # A rank holds what it writes.
     kinds = [WriteItemType.BYTE_IO] if item.tensor is None else [WriteItemType.SHARD, WriteItemType.TENSOR]
     for kind in kinds:
         found = item_hash(WriteItem(item.index, kind, tensor_data=item.tensor))

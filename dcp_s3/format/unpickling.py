@@ -103,7 +103,6 @@ def unpickle(
     """The value of the pickle at the stream's position, which is after the pickle afterwards.
 
     Args:
-        stream: the stream that holds the pickle.
         find_global: returns the stand-in for a global, given its module and name as in the pickle.
         load_persistent: returns the stand-in for a persistent id; without it, none are allowed.
 
