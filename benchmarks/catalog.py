@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_s3 import CheckpointCatalog, KeepLatest
 from dcp_s3.coroutines import run
+from dcp_s3.format.control_files import Manifest, ObjectEntry
 from dcp_s3.format.layout import SAVE_ID_KEY, manifest_object
-from dcp_s3.format.manifest import Manifest, ObjectEntry
 from dcp_s3.format.metadata import dump_metadata
 from dcp_s3.retention.catalog import list_root
 from dcp_s3.s3.async_store import open_async_store

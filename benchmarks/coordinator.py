@@ -61,10 +61,9 @@ from benchmarks.report import machine
 from benchmarks.save_load import RESULTS
 from benchmarks.units import MIB
 from dcp_s3 import S3LoadPlanner, S3StorageReader, S3StorageWriter, Settings
-from dcp_s3.format.blocks import Blocks, block_size
+from dcp_s3.format.blocks import Blocks, block_size, make_storage_info
+from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.format.layout import METADATA, data_object, new_nonce
-from dcp_s3.format.manifest import ObjectEntry
-from dcp_s3.format.storage_info import make_storage_info
 from dcp_s3.load.peers.assignment import Offer
 from dcp_s3.s3.store import S3Store
 from dcp_s3.save.objects import ItemWriteResult

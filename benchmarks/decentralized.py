@@ -46,11 +46,10 @@ from benchmarks.report import machine
 from benchmarks.save_load import RESULTS
 from benchmarks.units import MIB
 from dcp_s3.coordination.merge import MergedSave, Merging
+from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.layout import METADATA, PART_PREFIX, manifest_object, part_object
-from dcp_s3.format.manifest import Manifest
 from dcp_s3.format.metadata import dump_metadata
-from dcp_s3.format.part import Part, WrittenItem, digest_of, item_hash
-from dcp_s3.format.part_codec import encode
+from dcp_s3.format.part import Part, WrittenItem, digest_of, encode, item_hash
 from dcp_s3.save.objects import ItemWriteResult
 from dcp_s3.store import Expect, Page, StoredObject
 from tests.memory_store import MemoryStore

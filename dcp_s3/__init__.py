@@ -94,7 +94,6 @@ Looking into checkpoints
 Frameworks
     register           lets DCP save to and load from ``s3://`` URLs wherever it is called
     unregister         ends that
-    redirect           lets what is saved below a local directory go to S3
 
 Settings and errors
     Settings           everything that can be set; the environment variables ``DCP_S3_...`` are the defaults
@@ -110,7 +109,6 @@ from sys import modules as _modules
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-from dcp_s3 import errors, events
 from dcp_s3._version import __version__
 from dcp_s3.torch_version import require_torch as _require_torch
 
@@ -118,7 +116,7 @@ if _TYPE_CHECKING:
     from dcp_s3.checkpoint.info import CheckpointInfo
     from dcp_s3.checkup.doctor import doctor
     from dcp_s3.checkup.result import CheckResult, DoctorReport
-    from dcp_s3.integrations.dcp import redirect, register, unregister
+    from dcp_s3.integrations.dcp import register, unregister
     from dcp_s3.load.planner import S3LoadPlanner
     from dcp_s3.load.reader import S3StorageReader
     from dcp_s3.manager.manager import CheckpointManager
@@ -161,8 +159,7 @@ if _TYPE_CHECKING:
     from dcp_s3.retention.remove import remove
     from dcp_s3.save.writer import S3StorageWriter
     from dcp_s3.settings import Settings
-    from dcp_s3.sharding.shards import shard
-    from dcp_s3.sharding.state import Fused, shard_state
+    from dcp_s3.sharding import Fused, shard, shard_state
     from dcp_s3.stage.stager import S3Stager
 
 __all__ = [
@@ -226,7 +223,6 @@ __all__ = [
     "prune",
     "read_tensor",
     "read_tensors",
-    "redirect",
     "register",
     "remove",
     "report",
@@ -252,7 +248,6 @@ _MODULES = {
     "DoctorReport": "dcp_s3.checkup.result",
     "CheckResult": "dcp_s3.checkup.result",
     "doctor": "dcp_s3.checkup.doctor",
-    "redirect": "dcp_s3.integrations.dcp",
     "register": "dcp_s3.integrations.dcp",
     "unregister": "dcp_s3.integrations.dcp",
     "S3LoadPlanner": "dcp_s3.load.planner",
@@ -300,9 +295,9 @@ _MODULES = {
     "CatalogSnapshot": "dcp_s3.retention.catalog",
     "S3StorageWriter": "dcp_s3.save.writer",
     "Settings": "dcp_s3.settings",
-    "shard": "dcp_s3.sharding.shards",
-    "Fused": "dcp_s3.sharding.state",
-    "shard_state": "dcp_s3.sharding.state",
+    "shard": "dcp_s3.sharding",
+    "Fused": "dcp_s3.sharding",
+    "shard_state": "dcp_s3.sharding",
     "S3Stager": "dcp_s3.stage.stager",
     "Stats": "dcp_s3.monitoring",
     "stats": "dcp_s3.monitoring",

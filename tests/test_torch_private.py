@@ -44,7 +44,7 @@ import dcp_s3
 import dcp_s3.checkpoint
 from dcp_s3 import shard, torch_private
 from dcp_s3.errors import ShapeMismatchError
-from dcp_s3.format import storage_info
+from dcp_s3.format import blocks
 from tests.relying import moved
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -159,7 +159,7 @@ def test_the_chunk_at_any_place_of_a_mesh_is_known() -> None:
 
 
 def test_fake_tensors_are_saved_with_holes_in_the_place_of_their_bytes() -> None:
-    """format/tensor_archive.py: the archive of a model that is larger than memory."""
+    """format/framing.py: the archive of a model that is larger than memory."""
     with torch_private.FakeTensorMode():
         fake = torch.empty(2**20, dtype=torch.bfloat16, device="cpu")
     stream = io.BytesIO()
@@ -271,7 +271,7 @@ def test_narrow_tensor_by_index_gives_a_view_of_the_box() -> None:
 
 
 def test_storage_info_keeps_what_it_does_not_know_and_drops_none() -> None:
-    info = storage_info.make_storage_info("__0_0.distcp", 5, 7, raw_offset=3, crc64nvme=2**63 + 1)
+    info = blocks.make_storage_info("__0_0.distcp", 5, 7, raw_offset=3, crc64nvme=2**63 + 1)
     assert info.__getstate__() == {
         "relative_path": "__0_0.distcp",
         "offset": 5,
@@ -280,7 +280,7 @@ def test_storage_info_keeps_what_it_does_not_know_and_drops_none() -> None:
         "crc64nvme": 2**63 + 1,
     }, moved("_StorageInfo.__getstate__ is not its __dict__ without None", "raw offsets and checksums in .metadata")
     copy = pickle.loads(pickle.dumps(info))
-    assert (storage_info.get_raw_offset(copy), storage_info.get_crc(copy)) == (3, 2**63 + 1), moved(
+    assert (blocks.get_raw_offset(copy), blocks.get_crc(copy)) == (3, 2**63 + 1), moved(
         "_StorageInfo loses additional attributes when pickled", "raw offsets and checksums in .metadata"
     )
     assert copy == info
@@ -292,16 +292,16 @@ def test_storage_info_is_a_plain_dataclass() -> None:
     assert names == ["relative_path", "offset", "length", "transform_descriptors"], moved(
         f"_StorageInfo has fields {names}", "make_storage_info"
     )
-    assert not set(names) & {"raw_offset", "crc64nvme"}, moved("torch uses one of our names", "format/storage_info.py")
+    assert not set(names) & {"raw_offset", "crc64nvme"}, moved("torch uses one of our names", "format/blocks.py")
     bare = _StorageInfo("x", 0, 1)
     assert hasattr(bare, "__dict__"), moved("_StorageInfo has slots", "make_storage_info")
-    assert (storage_info.get_raw_offset(bare), storage_info.get_crc(bare)) == (None, None)
+    assert (blocks.get_raw_offset(bare), blocks.get_crc(bare)) == (None, None)
 
 
 def test_our_metadata_loads_without_dcp_s3(tmp_path: Path) -> None:
     """Whoever has torch alone can read it: in a process that must not import dcp_s3."""
     index = MetadataIndex("w", torch.Size([0]), 0)
-    info = storage_info.make_storage_info("__0_0.distcp", 0, 9, raw_offset=3, crc64nvme=1)
+    info = blocks.make_storage_info("__0_0.distcp", 0, 9, raw_offset=3, crc64nvme=1)
     path = tmp_path / "pickle"
     path.write_bytes(pickle.dumps({index: info}))
     script = textwrap.dedent(
@@ -374,7 +374,7 @@ def test_storage_setup_asks_the_file_system_classes_and_makes_one(reader: bool) 
         dcp_s3.unregister()
     assert isinstance(found, dcp_s3.S3StorageReader if reader else dcp_s3.S3StorageWriter), moved(
         "_storage_setup does not call validate_checkpoint_id and then the class of FileSystemWriter/Reader",
-        "dcp_s3.register() and redirect()",
+        "dcp_s3.register()",
     )
 
 

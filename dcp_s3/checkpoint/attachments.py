@@ -16,8 +16,8 @@ from dcp_s3 import errors
 from dcp_s3.checkpoint.directory import list_directory
 from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
 from dcp_s3.checksum import crc64nvme, crc_hex
+from dcp_s3.format.control_files import AttachmentEntry, Manifest, ObjectEntry, attachments_of
 from dcp_s3.format.layout import METADATA_CRC_KEY, SAVE_ID_KEY, is_attachment_name, manifest_object, metadata_object
-from dcp_s3.format.manifest import AttachmentEntry, Manifest, ObjectEntry, attachments_of
 from dcp_s3.store import ABSENT, DeleteTarget, Store
 from dcp_s3.units import format_size
 from dcp_s3.url import CheckpointURL

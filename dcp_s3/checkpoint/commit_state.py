@@ -12,9 +12,8 @@ from enum import Enum
 from dcp_s3 import errors
 from dcp_s3.checkpoint.directory import list_directory
 from dcp_s3.checkpoint.stored_metadata import check_metadata
-from dcp_s3.format.deletion_list import DeletionList
+from dcp_s3.format.control_files import AttachmentEntry, DeletionList, Manifest, ObjectEntry
 from dcp_s3.format.layout import SAVE_ID_KEY, manifest_object, metadata_object
-from dcp_s3.format.manifest import AttachmentEntry, Manifest, ObjectEntry
 from dcp_s3.store import ObjectHead, Store
 from dcp_s3.url import CheckpointURL
 from dcp_s3.workers import Workers

@@ -26,7 +26,7 @@ from dcp_s3.checkpoint.lease import DELETION_BEGINS
 from dcp_s3.checkpoint.look import Inspected, find_manifest, inspect, save_id_of
 from dcp_s3.checkpoint.stored_metadata import check_metadata
 from dcp_s3.coroutines import gather
-from dcp_s3.format.deletion_list import DeletionList
+from dcp_s3.format.control_files import DeletionList
 from dcp_s3.format.layout import (
     CONTROL_PREFIX,
     DELETION_PREFIX,

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from dcp_s3.format.deletion_list import DeletionList
+from dcp_s3.format.control_files import DeletionList, Manifest
 from dcp_s3.format.layout import CLAIM, Kind, What, classify, is_inside, manifest_object, may_be_spread
-from dcp_s3.format.manifest import Manifest
 from dcp_s3.store import Store
 from dcp_s3.url import CheckpointURL
 

@@ -9,9 +9,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from dcp_s3.checkpoint.directory import Directory
-from dcp_s3.format.added_metrics import AddedMetrics
+from dcp_s3.format.control_files import AddedMetrics, Manifest
 from dcp_s3.format.layout import deletion_id, step_by_patterns, step_of
-from dcp_s3.format.manifest import Manifest
 from dcp_s3.reprs import one_line
 from dcp_s3.setting_values import compile_step_pattern
 from dcp_s3.settings import Settings

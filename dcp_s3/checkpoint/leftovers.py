@@ -23,9 +23,8 @@ from dcp_s3.checkpoint.deletion import (
 from dcp_s3.checkpoint.directory import Directory, list_directory_async
 from dcp_s3.checkpoint.info import LeftoverObject
 from dcp_s3.checkpoint.look import inspect, look_deeper
-from dcp_s3.format.deletion_list import DeletionList
+from dcp_s3.format.control_files import DeletionList, Manifest
 from dcp_s3.format.layout import DELETION_PREFIX, deletion_id, deletion_object, new_nonce
-from dcp_s3.format.manifest import Manifest
 from dcp_s3.url import CheckpointURL
 
 

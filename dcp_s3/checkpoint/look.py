@@ -29,7 +29,7 @@ from dcp_s3.checkpoint.info import (
 from dcp_s3.checkpoint.stored_metadata import check_metadata, find_crc_mismatch
 from dcp_s3.coroutines import map_bounded
 from dcp_s3.forking import reset_in_child
-from dcp_s3.format.added_metrics import AddedMetrics
+from dcp_s3.format.control_files import AddedMetrics, Manifest
 from dcp_s3.format.layout import (
     CONTROL_PREFIX,
     METADATA,
@@ -41,7 +41,6 @@ from dcp_s3.format.layout import (
     manifest_object,
     metadata_object,
 )
-from dcp_s3.format.manifest import Manifest
 from dcp_s3.format.saved_entries import needed_objects
 from dcp_s3.store import ObjectHead, StoredObject, same_etag
 from dcp_s3.torch_version import is_newer_than_installed

@@ -16,7 +16,7 @@ import typer
 from dcp_s3._version import __version__
 from dcp_s3.cli import exits
 from dcp_s3.cli.group import GIVEN, LAYOUT, Group, printable, show_log
-from dcp_s3.format.manifest import number_to_json
+from dcp_s3.format.control_files import number_to_json
 from dcp_s3.url import is_s3_url
 
 if TYPE_CHECKING:

@@ -7,7 +7,6 @@ import logging
 import random
 import signal
 import threading
-
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 

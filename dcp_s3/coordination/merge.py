@@ -16,7 +16,7 @@ from dcp_s3.collector import collector_paused
 from dcp_s3.coordination.chunk_checks import some
 from dcp_s3.coordination.merge_items import AddedPart, Tables, merge_items
 from dcp_s3.errors import SaveProtocolError
-from dcp_s3.format.manifest import ObjectEntry, attachments_of
+from dcp_s3.format.control_files import ObjectEntry, attachments_of
 from dcp_s3.format.part import digest_of_bytes
 from dcp_s3.format.part_columns import HELD, unpack
 

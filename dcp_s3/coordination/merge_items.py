@@ -13,10 +13,10 @@ from torch.distributed.checkpoint.metadata import StorageMeta, TensorProperties
 
 from dcp_s3.coordination.chunk_checks import ChunkChecks
 from dcp_s3.errors import SaveProtocolError, ShardingError
+from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.format.cover import box_text
-from dcp_s3.format.manifest import ObjectEntry
 from dcp_s3.format.metadata_columns import StoredItems, dump_items, group_starts, stable_order
-from dcp_s3.format.part_codec import make_properties
+from dcp_s3.format.part import make_properties
 from dcp_s3.format.part_columns import (
     CRCS,
     DESCRIPTORS,

@@ -23,9 +23,8 @@ from dcp_s3.coordination.dead import Seen, judge
 from dcp_s3.coordination.joint import FAILED, UNSAID, Clock, JointSave, find_commit, lost_error, taken_over_error
 from dcp_s3.coordination.merge import Merging
 from dcp_s3.coordination.told import Facts, describe
+from dcp_s3.format.control_files import Manifest, Notice
 from dcp_s3.format.layout import intent_object, new_save_id, notice_object
-from dcp_s3.format.manifest import Manifest
-from dcp_s3.format.notice import Notice
 from dcp_s3.store import Store, StoredObject
 from dcp_s3.workers import Workers
 

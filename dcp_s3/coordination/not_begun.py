@@ -22,8 +22,8 @@ from dcp_s3.coordination.identity import (
 )
 from dcp_s3.coordination.joint import JointSave, sign_failed
 from dcp_s3.errors import CheckpointExistsError, DcpS3Error, ObjectNotFoundError, StorageError
+from dcp_s3.format.control_files import Notice
 from dcp_s3.format.layout import notice_object
-from dcp_s3.format.notice import Notice
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.url import CheckpointURL

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dcp_s3.format.pickled_tensors import STORAGE_TYPES, TENSORS, PickledTensor, load_storage
-from dcp_s3.format.plain_values import find_plain
+from dcp_s3.format.allow_list import find_plain
+from dcp_s3.format.item_pickles import STORAGE_TYPES, TENSORS, PickledTensor, load_storage
 from dcp_s3.format.unpickling import MalformedPickleError, UnsafeGlobalError, unpickle
 
 MAX_HEAD = 64 * 2**10
@@ -49,18 +49,15 @@ class HeadError(Exception):
 
 @dataclass(frozen=True)
 class ArchiveHead:
-    """Description of a tensor, from the beginning of its torch.save archive."""
+    """Description of a tensor, from the beginning of its torch.save archive. It is one run of bytes."""
 
     length: int
     """Number of bytes before the storage's."""
     raw_offset: int
     """Offset of the tensor's first byte in the archive."""
     nbytes: int
-    """Bytes of the tensor, which is one run of them."""
     dtype: torch.dtype
-    """Dtype of the tensor."""
     shape: tuple[int, ...]
-    """Shape of the tensor."""
     order: tuple[int, ...]
     """Dimensions as they lie in the bytes, the outermost first; ``(0, 1, ...)`` is row-major."""
 

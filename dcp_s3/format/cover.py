@@ -1,23 +1,82 @@
-"""Whether boxes of a tensor overlap, and fill it. Pure."""
+"""Whether metadata agrees with itself: what tells damage where there is no checksum. Pure."""
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
+import reprlib
 from bisect import bisect_right, insort
-from collections.abc import Sequence
-from typing import TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from dcp_s3.format.blocks import get_raw_offset
 
 Shape: TypeAlias = tuple[int, ...]
 
+_MAX_FRAMING = 64 * 2**10  # bytes before the raw bytes of a tensor, and after them
+
+
+def find_contradiction(metadata: Metadata, *, filled: bool = True) -> str | None:
+    """Where metadata contradicts itself; None: nowhere.
+
+    The chunks of each tensor must fill it, each element once; each chunk and each object must lie somewhere, each
+    somewhere else, and raw bytes must be as many as the chunk has. The fields have been checked one by one. Chunks need
+    not fill their tensor if not ``filled``.
+    """
+    storage = metadata.storage_data
+    if not isinstance(storage, dict):
+        return None  # without places of items: others say so
+    for fqn, what in find_flaws(metadata, filled=filled):
+        return f"{reprlib.repr(fqn)} {what}"
+    count = 0
+    for fqn, saved in metadata.state_dict_metadata.items():
+        places = [each.offsets for each in saved.chunks] if isinstance(saved, TensorStorageMetadata) else [None]
+        count += len(set(places))
+        for place in places:
+            if MetadataIndex(fqn, place) not in storage:
+                return f"it does not say where {reprlib.repr(fqn)} {'' if place is None else f'at {tuple(place)} '}lies"
+    if count != len(storage):
+        return f"it places {len(storage)} items, and describes {count}"
+    return _find_overlap(storage.items())
+
+
+def find_flaws(metadata: Metadata, *, filled: bool = True) -> Iterable[tuple[str, str]]:
+    """The tensors whose chunks overlap, do not fill them, or do not have the bytes that are stored; each with what is
+    wrong."""
+    check = functools.cache(functools.partial(find_flaw, filled=filled))  # tensors are cut alike
+    storage: dict[Any, Any] = metadata.storage_data if isinstance(metadata.storage_data, dict) else {}
+    for fqn, saved in metadata.state_dict_metadata.items():
+        if not isinstance(saved, TensorStorageMetadata):
+            continue
+        flaw = check(saved.size, tuple((chunk.offsets, chunk.sizes) for chunk in saved.chunks))
+        if flaw is not None:
+            yield fqn, flaw
+            continue
+        for chunk in saved.chunks:
+            info = storage.get(MetadataIndex(fqn, chunk.offsets))
+            raw_offset, length = get_raw_offset(info), getattr(info, "length", 0)
+            size = math.prod(chunk.sizes) * saved.properties.dtype.itemsize
+            if raw_offset is not None and not 0 <= length - raw_offset - size <= _MAX_FRAMING:
+                yield fqn, f"has a chunk of {size} bytes, stored are {length - raw_offset} with their framing"
+                break
+
+
+def _find_overlap(items: Iterable[tuple[Any, Any]]) -> str | None:
+    places = sorted((info.relative_path, info.offset, info.length, index.fqn) for index, info in items if info.length)
+    for (path, start, length, fqn), (other, begin, _, name) in itertools.pairwise(places):
+        if path == other and begin < start + length:
+            return f"{reprlib.repr(fqn)} and {reprlib.repr(name)} lie at the same bytes of {path}"
+    return None
+
+
+# --- boxes of a tensor ----------------------------------------------------------------------------
+
 
 def find_flaw(shape: Shape, boxes: Sequence[tuple[Shape, Shape]], *, filled: bool = True) -> str | None:
-    """What is wrong with the chunks of a tensor; None if each element is in one of them.
-
-    Args:
-        shape: shape of the tensor.
-        boxes: offsets and sizes of its chunks, all inside of it.
-        filled: whether chunks must fill the tensor.
-    """
+    """What is wrong with the chunks (offsets and sizes, all inside) of a tensor; None if each element is in one."""
     boxes = [box for box in boxes if 0 not in box[1]]
     volume, expected = sum(math.prod(sizes) for _, sizes in boxes), math.prod(shape)
     if volume > expected or (filled and volume < expected):

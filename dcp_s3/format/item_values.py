@@ -24,10 +24,9 @@ from typing import Any
 import numpy as np
 from torch.serialization import get_safe_globals
 
-from dcp_s3.format.item_pickles import Opaque, unpickle_archive
-from dcp_s3.format.pickled_tensors import STORAGE_TYPES, TENSORS
-from dcp_s3.format.plain_values import PLAIN, expect, find_plain
-from dcp_s3.format.unpickling import Allowed, Deferred, MalformedPickleError, Sealed, UnsafeGlobalError
+from dcp_s3.format.allow_list import PLAIN, find_plain
+from dcp_s3.format.item_pickles import STORAGE_TYPES, TENSORS, Opaque, unpickle_archive
+from dcp_s3.format.unpickling import Allowed, Deferred, MalformedPickleError, Sealed, UnsafeGlobalError, expect
 
 # Integers and texts of numbers that anybody keeps have fewer digits.
 _MAX_DIGITS = 1000
@@ -40,10 +39,7 @@ _MAX_BYTES = 2**62
 
 
 def check_values(stream: io.BytesIO) -> None:
-    """Check that an item consists of values that are known here, without loading it.
-
-    Args:
-        stream: the archive that torch.save wrote; its position moves.
+    """Check that an archive of torch.save consists of values that are known here, without loading it.
 
     Raises:
         UnsafeGlobalError: the item names something else.
@@ -181,66 +177,56 @@ _NUMPY = {
 # --- the standard library -------------------------------------------------------------------------
 
 
-def _fields(arguments: tuple[Any, ...], length: int, name: str) -> tuple[bytes, Any]:
-    """The bytes in which a date or time is pickled, and its timezone."""
-    expect(1 <= len(arguments) <= 2 and type(arguments[0]) is bytes and len(arguments[0]) == length, name)
-    expect(all(type(zone) is timezone for zone in arguments[1:]), name)
-    return arguments[0], arguments[1] if len(arguments) == 2 else None
+def _is_packed(length: int, *, zoned: bool = True) -> Callable[..., bool]:
+    """Whether arguments are the bytes in which a date or time is pickled, and its timezone."""
+
+    def fits(data: Any, *zone: Any) -> bool:
+        right = type(data) is bytes and len(data) == length and len(zone) <= zoned
+        return right and all(type(each) is timezone for each in zone)
+
+    return fits
 
 
-def _make_date(*arguments: Any) -> date:
-    data, zone = _fields(arguments, 4, "datetime.date")
-    expect(zone is None, "datetime.date")
+def _make_date(data: bytes) -> date:
     return date(int.from_bytes(data[:2], "big"), data[2], data[3])
 
 
-def _make_datetime(*arguments: Any) -> datetime:
-    data, zone = _fields(arguments, 10, "datetime.datetime")
+def _make_datetime(data: bytes, zone: timezone | None = None) -> datetime:
     day = datetime(int.from_bytes(data[:2], "big"), data[2], data[3], tzinfo=zone)
     return day.replace(hour=data[4], minute=data[5], second=data[6], microsecond=int.from_bytes(data[7:], "big"))
 
 
-def _make_time(*arguments: Any) -> time:
-    data, zone = _fields(arguments, 6, "datetime.time")
+def _make_time(data: bytes, zone: timezone | None = None) -> time:
     return time(data[0], data[1], data[2], int.from_bytes(data[3:], "big"), zone)
 
 
-def _make_timedelta(*arguments: Any) -> timedelta:
-    expect(len(arguments) == 3 and all(type(part) is int for part in arguments), "datetime.timedelta")
-    return timedelta(*arguments)
-
-
-def _make_timezone(*arguments: Any) -> timezone:
-    expect(1 <= len(arguments) <= 2 and type(arguments[0]) is timedelta, "datetime.timezone")
-    expect(all(type(name) is str for name in arguments[1:]), "datetime.timezone")
-    return timezone(*arguments)
-
-
-def _make_deque(*arguments: Any) -> deque[Any]:
-    expect(len(arguments) <= 2 and arguments[:1] in ((), ((),), ([],)), "collections.deque")
-    expect(all(length is None or type(length) is int for length in arguments[1:]), "collections.deque")
-    return deque(*arguments)
-
-
-def _make_counter(*arguments: Any) -> Counter[Any]:
-    expect(len(arguments) <= 1 and all(type(counts) is dict for counts in arguments), "collections.Counter")
-    return Counter(*arguments)
-
-
-def _make_decimal(*arguments: Any) -> Decimal:
-    expect(len(arguments) == 1 and type(arguments[0]) is str and len(arguments[0]) <= _MAX_DIGITS, "decimal.Decimal")
-    return Decimal(arguments[0])
-
-
 def _make_fraction(*arguments: Any) -> Deferred:
-    if len(arguments) == 1:
-        (text,) = arguments
-        # Rejects "1e999999999".
-        expect(type(text) is str and len(text) <= _MAX_DIGITS and bool(_FRACTION.fullmatch(text)), "fractions.Fraction")
-    else:
-        expect(len(arguments) == 2 and all(type(part) is int for part in arguments), "fractions.Fraction")
     Fraction(*arguments)
     return Deferred(Fraction, arguments)
+
+
+def _fits_timezone(offset: Any, *names: Any) -> bool:
+    return type(offset) is timedelta and len(names) <= 1 and all(type(name) is str for name in names)
+
+
+def _fits_deque(*arguments: Any) -> bool:
+    lengths = arguments[1:]
+    right = arguments[:1] in ((), ((),), ([],)) and len(lengths) <= 1
+    return right and all(length is None or type(length) is int for length in lengths)
+
+
+def _fits_counter(*counts: Any) -> bool:
+    return len(counts) <= 1 and all(type(each) is dict for each in counts)
+
+
+def _fits_decimal(text: Any) -> bool:
+    return type(text) is str and len(text) <= _MAX_DIGITS
+
+
+def _fits_fraction(*arguments: Any) -> bool:
+    if len(arguments) == 1:  # not "1e999999999"
+        return _fits_decimal(*arguments) and _FRACTION.fullmatch(arguments[0]) is not None
+    return len(arguments) == 2 and all(type(part) is int for part in arguments)
 
 
 class _UUID(_Value):
@@ -262,22 +248,22 @@ class _Stream(_Value):
         expect(type(state[1]) is int and 0 <= state[1] <= len(state[0]), "io.BytesIO")
 
 
-_CALLS: dict[tuple[str, str], Callable[..., Any]] = {
-    ("collections", "Counter"): _make_counter,
-    ("collections", "deque"): _make_deque,
-    ("datetime", "date"): _make_date,
-    ("datetime", "datetime"): _make_datetime,
-    ("datetime", "time"): _make_time,
-    ("datetime", "timedelta"): _make_timedelta,
-    ("datetime", "timezone"): _make_timezone,
-    ("decimal", "Decimal"): _make_decimal,
-    ("fractions", "Fraction"): _make_fraction,
+_RULES: dict[tuple[str, str], tuple[Callable[..., Any], Callable[..., bool]]] = {
+    ("collections", "Counter"): (Counter, _fits_counter),
+    ("collections", "deque"): (deque, _fits_deque),
+    ("datetime", "date"): (_make_date, _is_packed(4, zoned=False)),
+    ("datetime", "datetime"): (_make_datetime, _is_packed(10)),
+    ("datetime", "time"): (_make_time, _is_packed(6)),
+    ("datetime", "timedelta"): (timedelta, lambda *parts: len(parts) == 3 and all(type(part) is int for part in parts)),
+    ("datetime", "timezone"): (timezone, _fits_timezone),
+    ("decimal", "Decimal"): (Decimal, _fits_decimal),
+    ("fractions", "Fraction"): (_make_fraction, _fits_fraction),
 }
 _GLOBALS: dict[tuple[str, str], Any] = {
     **TENSORS,
     **STORAGE_TYPES,
     **_NUMPY,
-    **{(module, name): Allowed(f"{module}.{name}", call) for (module, name), call in _CALLS.items()},
+    **{(module, name): Allowed(f"{module}.{name}", *rule) for (module, name), rule in _RULES.items()},
     ("_io", "BytesIO"): _Stream,
     ("uuid", "UUID"): _UUID,
 }

@@ -83,11 +83,8 @@ def part_object(save: str, rank: int, number: int, digest: str) -> str:
     """Relative path of what one rank wrote in a save without collectives, the `part`:
     ``.dcp_s3/part-{save}.{rank}.{number}.{digest}``.
 
-    Args:
-        save: id (hex) that the ranks of the save have in common.
-        rank: rank that wrote it.
-        number: 0 for what the rank had to write; n for what it wrote because notice n asked for it.
-        digest: digest (16 hex digits) of what the rank holds.
+    ``number`` is 0 for what the rank had to write, n for what it wrote because notice n asked for it; ``digest`` (16
+    hex digits) is of what the rank holds.
     """
     return f"{PART_PREFIX}{save}.{rank}.{number}.{digest}"
 
@@ -151,7 +148,6 @@ class Kind(NamedTuple):
 
     what: What
     rank: int | None = None
-    """Rank of data, a commit, a manifest, a part or an intent; None if the name has none."""
     number: int | None = None
     """Number of a data object, or of a part, among its rank's."""
     nonce: str = ""
@@ -163,11 +159,11 @@ class Kind(NamedTuple):
     digest: str = ""
     """Digest of what the rank of a part or an intent holds."""
     seconds: int = 0
-    """Seconds of a lease."""
+    """Of a lease."""
     deletion: str = ""
     """Id (`deletion_id`) of a deletion's list."""
     attempt: str = ""
-    """Attempt of a deletion's list."""
+    """Of a deletion's list."""
     below: str = ""
     """Name of the directory of a nested object."""
 
@@ -212,7 +208,6 @@ def may_be_spread(directory: str) -> bool:
 
 
 def _classify_name(name: str) -> Kind:
-    """Classify an object directly in the checkpoint's directory."""
     if name.endswith(DATA_SUFFIX):
         if match := _OUR_DATA.fullmatch(name):
             return Kind(What.DATA, int(match[1]), int(match[2]), match[3])
@@ -227,7 +222,6 @@ def _classify_name(name: str) -> Kind:
 
 
 def _classify_control(path: str) -> Kind:
-    """Classify an object in our own directory."""
     if path == METRICS:
         return Kind(What.METRICS)
     if path == PIN:

@@ -35,10 +35,9 @@ from dcp_s3._version import __version__
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.collector import collector_paused
 from dcp_s3.errors import CorruptMetadataError, UnsafeMetadataError
-from dcp_s3.format.contradictions import find_contradiction
+from dcp_s3.format.allow_list import MIRRORS, Settler, find_global
+from dcp_s3.format.cover import find_contradiction
 from dcp_s3.format.layout import is_inside
-from dcp_s3.format.metadata_mirrors import MIRRORS, find_global
-from dcp_s3.format.settled_values import Settler
 from dcp_s3.format.unpickling import (
     MalformedPickleError,
     UnknownToTorchError,
@@ -61,7 +60,7 @@ _CHECKED = {
     BytesStorageMetadata: frozenset(),
     StorageInfo: frozenset({
         "relative_path", "offset", "length", "transform_descriptors",
-        "raw_offset", "crc64nvme", "crc64nvme_block", "crc64nvme_blocks",  # see format/storage_info.py
+        "raw_offset", "crc64nvme", "crc64nvme_block", "crc64nvme_blocks",  # see format/blocks.py
     }),
 }  # fmt: skip
 _MIRRORS = {cls: (MIRRORS[cls], checked) for cls, checked in _CHECKED.items()}
@@ -134,12 +133,8 @@ def find_writer(data: bytes) -> str | None:
 
 
 def find_damage(data: bytes, crc: str | None = None) -> str | None:
-    """How the bytes of ``.metadata`` differ from their checksum; None: they do not. Empty: they have none.
-
-    Args:
-        data: the object's bytes.
-        crc: their CRC-64/NVME in the object's user metadata, as `crc_hex` writes it, if it has one.
-    """
+    """How the bytes of ``.metadata`` differ from their checksum, in a seal or as ``crc`` in the object's user metadata.
+    None: they do not. Empty: they have none."""
     if data[-_SEAL_LENGTH:-8] == _SEAL:
         found, recorded = crc_hex(crc64nvme(memoryview(data)[:-8])), data[-8:].hex()
     elif crc is not None:
@@ -158,7 +153,7 @@ def load_metadata(data: bytes, *, url: str, crc: str | None = None, of_rank: boo
     Args:
         data: the object's bytes.
         url: URL of the checkpoint, for messages.
-        crc: CRC-64/NVME of the object in its user metadata, if it has one.
+        crc: CRC-64/NVME of the object in its user metadata (`crc_hex`), if it has one.
         of_rank: whether it is a single rank's, which describes only a part of each tensor.
 
     Raises:
@@ -265,7 +260,7 @@ class _Checks:
                 self._fail(fqn, f"is a {type(entry).__name__}")
 
     def _is_tensor(self, fields: dict[str, Any]) -> bool:
-        """Whether everything that loading relies on is there; a damaged pickle may lack attributes."""
+        # A damaged pickle may lack attributes.
         size, properties, chunks = fields.get("size"), fields.get("properties"), fields.get("chunks")
         if not _is_shape(size) or not self._is(properties, TensorProperties) or type(chunks) is not list:
             return False
@@ -315,7 +310,7 @@ class _Checks:
         return True
 
     def _check_meta(self, fields: dict[str, Any]) -> None:
-        """Check the fields that loading does not need."""
+        # Loading does not need these.
         meta = fields.get("storage_meta")
         if meta is not None:
             if type(meta) is not MIRRORS[StorageMeta]:
@@ -354,7 +349,7 @@ def _is_index(get: Callable[..., Any]) -> bool:
 
 
 def _is_range(get: Callable[..., Any]) -> bool:
-    """Whether offset, length and the added facts (see format/storage_info.py) are possible."""
+    """Whether offset, length and the added facts (see format/blocks.py) are possible."""
     offset, length, descriptors = get("offset"), get("length"), get("transform_descriptors")
     raw_offset, crc, block = get("raw_offset", 0), get("crc64nvme", 0), get("crc64nvme_block", 0)
     return (

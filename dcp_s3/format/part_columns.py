@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp_s3.checksum import crc64nvme
+from dcp_s3.format.control_files import AttachmentEntry, ObjectEntry
 from dcp_s3.format.layout import What, classify, is_inside
-from dcp_s3.format.manifest import AttachmentEntry, ObjectEntry
 
 MAGIC = b"dcppart\x01"
 

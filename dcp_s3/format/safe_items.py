@@ -37,8 +37,7 @@ def check_item(stream: io.BytesIO, *, fqn: str, url: str, verified: bool) -> Non
 
     Args:
         stream: output of torch.save; at its beginning afterwards.
-        fqn: FQN of the item.
-        url: URL of the checkpoint.
+        fqn, url: of the item and its checkpoint, for messages.
         verified: whether a checksum says that these are the bytes that were saved.
 
     Raises:
@@ -154,14 +153,10 @@ _lock = threading.Lock()
 
 
 def warn_of_unsafe_item(fqn: str, stream: io.BytesIO) -> None:
-    """Log a warning if a load of this item will need ``weights_only=False`` or a safe global.
+    """Log a warning if a load of this item will need ``weights_only=False`` or a safe global. The position stays.
 
     Inspects an item once per process, and again when torch's list of safe globals has changed. Skips items of more
     than `MAX_INSPECTED` bytes. Takes about 0.1 ms.
-
-    Args:
-        fqn: FQN of the item.
-        stream: the item as the planner resolved it; its position stays.
     """
     safe = hash(frozenset(get_safe_globals()))
     with _lock:

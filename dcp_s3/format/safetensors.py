@@ -12,7 +12,7 @@ import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -47,14 +47,12 @@ class SafetensorsError(ValueError):
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor: its name, dtype and shape."""
+    """A tensor in a file."""
 
     name: str
-    """Name in the file."""
     dtype: torch.dtype
     """Dtype of the elements in the file."""
     shape: tuple[int, ...]
-    """Shape of the tensor."""
 
     @property
     def nbytes(self) -> int:
@@ -62,12 +60,10 @@ class TensorEntry:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class PlacedTensor:
+class PlacedTensor(NamedTuple):
     """A tensor in a file that was read."""
 
     entry: TensorEntry
-    """The tensor."""
     start: int
     """Byte of the file at which its elements begin."""
 
@@ -77,9 +73,8 @@ class Shard:
     """One file of a model."""
 
     name: str
-    """Name of the file."""
     tensors: tuple[TensorEntry, ...]
-    """Its tensors, in the order of their bytes."""
+    """In the order of their bytes."""
 
     @property
     def nbytes(self) -> int:
@@ -91,17 +86,10 @@ class Shard:
 
 
 def plan_shards(tensors: Sequence[TensorEntry], max_size: int) -> list[Shard]:
-    """Distribute tensors over files as Hugging Face names them.
+    """Distribute tensors over files as Hugging Face names them, at least one.
 
-    Files are filled in the order of ``tensors``. One that does not fit into ``max_size`` has a file of its own. Within
-    a file wide dtypes come first, as safetensors does, so that every tensor is aligned.
-
-    Args:
-        tensors: tensors with different names.
-        max_size: bytes of the tensors of a file.
-
-    Returns:
-        At least one file: a model without tensors is an empty one.
+    Files are filled in the order of ``tensors``, with at most ``max_size`` bytes or one tensor. Within a file wide
+    dtypes come first, as safetensors does, so that every tensor is aligned.
 
     Raises:
         SafetensorsError: safetensors has no name for a dtype, or a tensor has the name that the format keeps to itself.
@@ -109,7 +97,15 @@ def plan_shards(tensors: Sequence[TensorEntry], max_size: int) -> list[Shard]:
     files: list[list[TensorEntry]] = [[]]
     size = 0
     for tensor in tensors:
-        _check(tensor)
+        if tensor.dtype not in NAMES:
+            raise SafetensorsError(
+                f"safetensors has no dtype for {tensor.name!r}, which is {tensor.dtype}; it knows "
+                f"{', '.join(str(dtype).removeprefix('torch.') for dtype in NAMES)}"
+            )
+        if tensor.dtype == PACKED and not tensor.shape:
+            raise SafetensorsError(f"{tensor.name!r} is a single {tensor.dtype}, which safetensors cannot hold")
+        if tensor.name == _METADATA:
+            raise SafetensorsError(f"no tensor may be called {_METADATA!r}: safetensors keeps its metadata there")
         if files[-1] and size + tensor.nbytes > max_size:
             files.append([])
             size = 0
@@ -125,24 +121,6 @@ def plan_shards(tensors: Sequence[TensorEntry], max_size: int) -> list[Shard]:
     ]
 
 
-def _check(tensor: TensorEntry) -> None:
-    if tensor.dtype not in NAMES:
-        raise SafetensorsError(
-            f"safetensors has no dtype for {tensor.name!r}, which is {tensor.dtype}; it knows "
-            f"{', '.join(str(dtype).removeprefix('torch.') for dtype in NAMES)}"
-        )
-    if tensor.dtype == PACKED and not tensor.shape:
-        raise SafetensorsError(f"{tensor.name!r} is a single {tensor.dtype}, which safetensors cannot hold")
-    if tensor.name == _METADATA:
-        raise SafetensorsError(f"no tensor may be called {_METADATA!r}: safetensors keeps its metadata there")
-
-
-def _counted(tensor: TensorEntry) -> list[int]:
-    """The shape as a header has it."""
-    shape = list(tensor.shape)
-    return [*shape[:-1], 2 * shape[-1]] if tensor.dtype == PACKED else shape
-
-
 def make_header(tensors: Iterable[TensorEntry]) -> bytes:
     """The bytes of a file before those of its tensors; their length is a multiple of 8.
 
@@ -152,10 +130,10 @@ def make_header(tensors: Iterable[TensorEntry]) -> bytes:
     header: dict[str, Any] = {_METADATA: {"format": "pt"}}
     offset = 0
     for tensor in tensors:
-        stop = offset + tensor.nbytes
-        header[tensor.name] = {
-            "dtype": NAMES[tensor.dtype], "shape": _counted(tensor), "data_offsets": [offset, stop],
-        }  # fmt: skip
+        shape, stop = list(tensor.shape), offset + tensor.nbytes
+        if tensor.dtype == PACKED:
+            shape[-1] *= 2
+        header[tensor.name] = {"dtype": NAMES[tensor.dtype], "shape": shape, "data_offsets": [offset, stop]}
         offset = stop
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
@@ -192,11 +170,7 @@ def header_length(prefix: bytes, file_size: int) -> int:
 
 
 def parse_header(header: bytes, file_size: int) -> list[PlacedTensor]:
-    """The tensors of a file, in the order of their bytes.
-
-    Args:
-        header: the header, without the length before it.
-        file_size: bytes of the whole file.
+    """The tensors of a file, in the order of their bytes, from its header without the length before it.
 
     Raises:
         SafetensorsError: the header is damaged, names a dtype that torch does not have, or the tensors do not fill the

@@ -38,9 +38,9 @@ class SavedEntry:
     """One entry of a saved state dict."""
 
     fqn: str
-    """FQN (fully qualified name) of the entry."""
+    """Fully qualified name."""
     kind: str
-    """Kind of entry: ``tensor``, or ``bytes`` for any other object."""
+    """``tensor``, or ``bytes`` for any other object."""
     dtype: str | None
     """Dtype of a tensor, without ``torch.``; None otherwise."""
     shape: tuple[int, ...] | None

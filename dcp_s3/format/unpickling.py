@@ -37,22 +37,43 @@ class UnknownToTorchError(UnsafeGlobalError):
 
 
 class Allowed:
-    """Stands for a function, or for a class that is called; without ``call``, for one that is only named."""
+    """Stands for a function, or for a class that is called; without ``call``, for one that is only named.
 
-    __slots__ = ("_call", "name")
+    Args:
+        name: the global, for messages.
+        call: makes the value.
+        fits: whether arguments are as picklers write them. What ``call`` gets is checked, so it need not check.
+    """
 
-    def __init__(self, name: str, call: Callable[..., Any] | None = None) -> None:
+    __slots__ = ("_call", "_fits", "name")
+
+    def __init__(
+        self, name: str, call: Callable[..., Any] | None = None, fits: Callable[..., bool] | None = None
+    ) -> None:
         self.name = name
         self._call = call
+        self._fits = fits
 
     def __call__(self, *arguments: Any) -> Any:
         if self._call is None:
             raise MalformedPickleError(f"{self.name} is called")
+        if self._fits is not None:
+            try:
+                fits = self._fits(*arguments)
+            except TypeError:  # another number of arguments
+                fits = False
+            expect(fits, self.name)
         return self._call(*arguments)
 
     def __setstate__(self, state: Any) -> None:
-        """Called by Python's unpickler to set attributes."""
+        # Called by Python's unpickler to set attributes.
         raise MalformedPickleError(f"the state of {self.name} is set")
+
+
+def expect(condition: bool, what: str) -> None:
+    """Raises `MalformedPickleError` unless the arguments of ``what`` are as picklers write them."""
+    if not condition:
+        raise MalformedPickleError(f"{what} is made from other arguments than pickles have")
 
 
 class Sealed(type):
@@ -69,6 +90,11 @@ class Deferred(NamedTuple):
     arguments: tuple[Any, ...]
 
 
+def deferred(make: Callable[..., Any]) -> Callable[..., Deferred]:
+    """What makes a `Deferred` of its arguments."""
+    return lambda *arguments: Deferred(make, arguments)
+
+
 def unpickle(
     stream: io.BytesIO,
     find_global: Callable[[str, str], Any],
@@ -77,7 +103,6 @@ def unpickle(
     """The value of the pickle at the stream's position, which is after the pickle afterwards.
 
     Args:
-        stream: the stream that holds the pickle.
         find_global: returns the stand-in for a global, given its module and name as in the pickle.
         load_persistent: returns the stand-in for a persistent id; without it, none are allowed.
 

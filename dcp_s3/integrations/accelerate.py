@@ -65,12 +65,9 @@ _UNSUPPORTED = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, Distribu
 
 
 def save_state(accelerator: Accelerator, url: URLLike, **options: Any) -> None:
-    """Save the state of a training as one checkpoint. Every rank calls it. Returns when it is committed.
+    """Save all that an accelerator has prepared as one checkpoint. Every rank calls it. Returns when it is committed.
 
-    Args:
-        accelerator: has prepared all that is to be saved.
-        url: URL of the checkpoint, ``s3://bucket/run/step-1000``.
-        options: further arguments of `S3StorageWriter`: overwrite, metrics, separate, settings.
+    ``options`` are further arguments of `S3StorageWriter`: overwrite, metrics, separate, settings.
 
     Raises:
         CheckpointError: the accelerator uses what cannot be saved here.
@@ -82,18 +79,11 @@ def save_state(accelerator: Accelerator, url: URLLike, **options: Any) -> None:
 def async_save_state(
     accelerator: Accelerator, url: URLLike, *, stager: S3Stager | None = None, **options: Any
 ) -> Future[None] | AsyncSaveResponse:
-    """Copy the state of a training, and save the copy in the background. Every rank calls it.
+    """Copy the state, and save the copy in the background like `save_state`.
 
-    Args:
-        accelerator: has prepared all that is to be saved.
-        url: URL of the checkpoint.
-        stager: an `S3Stager` of your own. With an ``asynchronous`` one the state must not be changed before the
-            ``staging_completion`` of the result.
-        options: further arguments of `S3StorageWriter`.
-
-    Returns:
-        What `dcp.async_save` returns: a future that is done when the checkpoint is committed, and raises if the save
-        failed; with an ``asynchronous`` stager its two futures.
+    Returns what `dcp.async_save` returns: a future that is done when the checkpoint is committed, and raises if the
+    save failed. With an ``asynchronous`` `S3Stager` of your own these are two, and the state must not be changed before
+    the ``staging_completion``.
 
     Raises:
         CheckpointError: the accelerator uses what cannot be saved here.
@@ -112,11 +102,9 @@ def load_state(
 ) -> None:
     """Load a checkpoint of `save_state` into all that the accelerator has prepared. Every rank calls it.
 
-    Args:
-        accelerator: has prepared models, optimizers and so on, as many as were saved and in the same order.
-        url: URL of the checkpoint.
-        weights_only: see `S3StorageReader`; it is about objects that were registered.
-        settings: a `Settings`, or a mapping of settings that override the environment.
+    It must have as many models, optimizers and so on as were saved, in the same order.
+
+    ``weights_only`` is that of `S3StorageReader`, and about objects that were registered.
 
     Raises:
         CheckpointError: the accelerator uses what cannot be loaded here, or the checkpoint has another number of
@@ -160,11 +148,7 @@ def training_state(accelerator: Accelerator) -> dict[str, Stateful]:
 
 
 def check_supported(accelerator: Accelerator) -> None:
-    """Check that the state is torch's own.
-
-    Raises:
-        CheckpointError: the accelerator uses DeepSpeed, Megatron-LM or XLA.
-    """
+    """Raises `CheckpointError` for DeepSpeed, Megatron-LM and XLA: they keep the state themselves."""
     if accelerator.distributed_type in _UNSUPPORTED:
         raise CheckpointError(
             f"dcp_s3.integrations.accelerate does not know {accelerator.distributed_type}, which keeps the state "
@@ -186,7 +170,6 @@ class AdapterPart(ModelPart):
     """The model without what Accelerate wraps around it."""
 
     def state_dict(self) -> dict[str, Any]:
-        """As in DCP."""
         from peft import get_peft_model_state_dict
 
         state = super().state_dict()
@@ -202,7 +185,7 @@ class AdapterPart(ModelPart):
         return {name: tensor for name, tensor in state.items() if name in kept or id(tensor) in ids}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in DCP. The base model stays as it is."""
+        # The base model stays as it is.
         set_model_state_dict(self.model, state_dict, options=StateDictOptions(strict=False))
 
 
@@ -223,7 +206,6 @@ def _has_other_vocabulary(model: Any) -> bool:
 
 
 def optimizer_part(prepared: Any, models: Sequence[nn.Module]) -> OptimizerPart:
-    """The part of an optimizer that Accelerate has prepared."""
     # Accelerate's wrapper skips steps; DCP makes one, of zero length, where there is no state yet.
     optimizer = getattr(prepared, "optimizer", prepared)
     return OptimizerPart(optimizer, owner(optimizer, models))
@@ -235,23 +217,17 @@ def _numbered(name: str, number: int) -> str:
 
 @dataclass
 class TrainingPart(Stateful):
-    """What is neither model nor optimizer."""
+    """What is neither model nor optimizer. Of registered objects, the first rank's are saved, as by Accelerate; if they
+    hold tensors, those of any rank: they must be alike."""
 
     accelerator: Accelerator
     schedulers: list[Any]
     dataloaders: list[Any]
     registered: list[Any]
-    """Objects with ``state_dict`` and ``load_state_dict``. The first rank's are saved, as by Accelerate; if they hold
-    tensors, those of any rank: they must be alike."""
-    loaded_rng: list[dict[str, Any]] = field(default_factory=list)
-    """The states of the random number generators that were loaded, by rank."""
+    loaded_rng: list[dict[str, Any]] = field(default_factory=list)  # by rank
 
     def state_dict(self) -> dict[str, Any]:
-        """As in DCP. Gathers from all ranks what differs between them.
-
-        Raises:
-            CheckpointError: a state raised on another rank, or the ranks have registered different numbers of objects.
-        """
+        """Gathers from all ranks what differs between them."""
         accelerator = self.accelerator
         state: dict[str, Any] = {}
         registered: list[Any] = []
@@ -285,11 +261,6 @@ class TrainingPart(Stateful):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in DCP.
-
-        Raises:
-            CheckpointError: the checkpoint has another number of schedulers, dataloaders or registered objects.
-        """
         accelerator = self.accelerator
         saved = from_item(state_dict["ranks"])
         accelerator.step = state_dict["step"]
@@ -400,10 +371,8 @@ def _spread(position: dict[str, Any], loader: Any, accelerator: Accelerator, sav
     if not all(key in position and position[key] is None for key in _INNER):
         logger.warning(
             "the position of a dataloader was saved by %d ranks, each with workers or a dataset of its own, and cannot "
-            "be divided among %d: it begins its epoch again. Remedy: accelerator.skip_first_batches",
-            saved,
-            now,
-        )
+            "be divided among %d: it begins its epoch again. Remedy: accelerator.skip_first_batches", saved, now,
+        )  # fmt: skip
         return None
     if accelerator.split_batches:
         return position
@@ -411,11 +380,8 @@ def _spread(position: dict[str, Any], loader: Any, accelerator: Accelerator, sav
     if batches % now:
         logger.warning(
             "%d ranks had taken %d batches of a dataloader, which %d ranks cannot have: the last %d come again",
-            saved,
-            batches,
-            now,
-            batches % now,
-        )
+            saved, batches, now, batches % now,
+        )  # fmt: skip
     return {**position, **dict.fromkeys(_YIELDED, batches // now)}
 
 

@@ -49,8 +49,7 @@ from torch.distributed.fsdp import (
 )
 
 from dcp_s3 import errors
-from dcp_s3.integrations.lightning_files import CheckpointFiles, find_url, newest
-from dcp_s3.integrations.lightning_saves import BackgroundSaves
+from dcp_s3.integrations.lightning_saves import BackgroundSaves, CheckpointFiles, find_url, newest
 from dcp_s3.load.planner import S3LoadPlanner
 from dcp_s3.load.reader import S3StorageReader
 from dcp_s3.manager.ranks import Ranks

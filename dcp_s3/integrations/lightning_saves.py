@@ -1,31 +1,42 @@
-"""Saves in the background of a training that itself decides which checkpoints go."""
+"""What Lightning's strategies need: the saves under way, and what Lightning sees of the checkpoints on S3 when it looks
+for them through fsspec. Lightning itself decides which checkpoints go."""
 
 from __future__ import annotations
 
 import functools
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
+from datetime import datetime, timezone
+from typing import Any, NoReturn
 
+from fsspec import AbstractFileSystem  # type: ignore[import-untyped]
 from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_s3 import errors
+from dcp_s3.checkpoint.info import CheckpointInfo
+from dcp_s3.checkpoint.look import inspect_checkpoint
+from dcp_s3.coroutines import run
 from dcp_s3.failures import name_failed
 from dcp_s3.manager.background import BackgroundRetention, WaitCommitted, commit_of
 from dcp_s3.manager.ranks import Failures, Ranks
 from dcp_s3.manager.saving import Saving, save_in_background, upload_of
+from dcp_s3.retention.catalog import list_checkpoints
 from dcp_s3.retention.remove import remove
+from dcp_s3.s3.async_store import open_async_store
 from dcp_s3.save.writer import S3StorageWriter
-from dcp_s3.settings import Settings
+from dcp_s3.settings import Settings, resolve_settings
 from dcp_s3.stage.stager import S3Stager
+from dcp_s3.url import is_s3_url, parse_url
 
 logger = logging.getLogger(__name__)
 
 _REMOVAL_SECONDS = 60.0  # for which `close` waits for removals
+_CHAINED = "s3::"
 
 
 @dataclass(frozen=True)
@@ -47,10 +58,7 @@ class BackgroundSaves:
     A checkpoint is removed when the save that began last before the removal is committed, and never by its own save: so
     the newest committed one is never lost. If that save fails, the checkpoint stays.
 
-    Args:
-        ranks: ranks that save together, for what they agree on.
-        background: the same ranks in another group, for the saves: beside them the ranks agree on the next one.
-        settings: settings of the saves.
+    ``background`` are the same ranks in another group, for the saves: beside them ``ranks`` agree on the next one.
     """
 
     def __init__(self, ranks: Ranks, background: Ranks, settings: Settings) -> None:
@@ -80,13 +88,8 @@ class BackgroundSaves:
     ) -> None:
         """Save to a URL, and replace the checkpoint that is there. Every rank calls it.
 
-        Args:
-            url: URL of the checkpoint.
-            step: training step.
-            state: as for `dcp.save`.
-            attach: attaches files to the writer. What it raises is raised on all ranks.
-            metrics: numbers to store with it.
-            blocking: return only when the save has ended; the state is not copied.
+        ``attach`` attaches files to the writer. With ``blocking`` it returns only when the save has ended, and the
+        state is not copied.
 
         Raises:
             SaveFailedError: an earlier save failed, or a rank cannot go on, and this state was not saved. With
@@ -217,3 +220,98 @@ class BackgroundSaves:
                 except errors.CheckpointProtectedError as error:
                     logger.warning("%s", error)
                 self._removals.pop(url, None)
+
+
+# --- what Lightning sees ----------------------------------------------------------------------------------
+
+
+class CheckpointFiles(AbstractFileSystem):
+    """A read-only view: committed checkpoints are directories, and there is nothing else. What ``saves`` under way
+    write is there already, and what they are to remove is not."""
+
+    protocol = "s3"
+    cachable = False
+
+    def __init__(self, saves: BackgroundSaves | None = None, **options: Any) -> None:
+        super().__init__()
+        self._saves = saves
+
+    def exists(self, path: str, **kwargs: Any) -> bool:
+        """Whether a committed checkpoint is at or directly below ``path``."""
+        url = str(parse_url(_text(path)))
+        expected = None if self._saves is None else self._saves.holds(url)
+        return bool(_inspect(url) or self.ls(url)) if expected is None else expected
+
+    def ls(self, path: str, detail: bool = True, **kwargs: Any) -> list[Any]:
+        """The committed checkpoints directly below ``path``."""
+        found = [info for info in list_checkpoints(_text(path)) if info.committed]
+        # Lightning normalizes the names as paths, and s3:/... would be a local one. A chained URL stays what it is.
+        entries = [{"name": _CHAINED + info.url.removeprefix("s3://"), **_TYPE} for info in found]
+        return entries if detail else [entry["name"] for entry in entries]
+
+    def info(self, path: str, **kwargs: Any) -> dict[str, Any]:
+        """The entry of a committed checkpoint, or of a directory of them."""
+        if not self.exists(path):
+            raise FileNotFoundError(path)
+        return {"name": self._strip_protocol(path), **_TYPE}
+
+    def modified(self, path: str) -> datetime:
+        """When the checkpoint at ``path`` was committed."""
+        info = _inspect(_text(path))
+        if info is None:
+            raise FileNotFoundError(path)
+        return datetime.fromtimestamp(info.created_at or 0.0, tz=timezone.utc)
+
+    def _open(self, path: str, *args: Any, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"dcp_s3 shows only which checkpoints there are, not {path}. Remedy: pip install s3fs"
+        )
+
+
+_TYPE = {"size": 0, "type": "directory"}
+
+
+def find_url(path: str | os.PathLike[str] | None) -> str | None:
+    """The S3 URL that Lightning means by a path; None if it is another path.
+
+    Raises:
+        InvalidURLError: Lightning took an S3 URL for a local path.
+    """
+    if path is None:
+        return None
+    text = os.fspath(path)
+    if text.startswith(_CHAINED):
+        text = _text(text)
+    if is_s3_url(text):
+        return str(parse_url(text))
+    if "/s3:/" in text:
+        raise errors.InvalidURLError(
+            f"{text!r} is an S3 URL that was taken for a local path. Remedy: pass it as text, not as a pathlib.Path"
+        )
+    return None
+
+
+def newest(dirpath: str) -> str | None:
+    """URL of the checkpoint directly below ``dirpath`` that was committed last, whatever its name; None without one.
+
+    For ``Trainer.fit(ckpt_path=newest(dirpath))``. ``ckpt_path="last"`` knows only ``last.ckpt``.
+
+    Raises:
+        InvalidURLError, StorageError
+    """
+    found = [info for info in list_checkpoints(dirpath) if info.committed]
+    return max(found, key=lambda info: info.created_at or 0.0).url if found else None
+
+
+def _text(path: str) -> str:
+    return path if is_s3_url(path) else "s3://" + path.removeprefix(_CHAINED)
+
+
+def _inspect(path: str) -> CheckpointInfo | None:
+    async def inspect() -> CheckpointInfo | None:
+        url = parse_url(path)
+        async with open_async_store(url.bucket, resolve_settings(None)) as store:
+            return await inspect_checkpoint(store, url)
+
+    info = run(inspect())
+    return info if info is not None and info.committed else None

@@ -117,7 +117,6 @@ class S3CheckpointManager(CheckpointManager):
         self._on_s3 = on_s3
 
     def _set_up(self, config: Config) -> None:
-        """Make what saves to S3 need."""
         self._retention: BackgroundRetention | None = None
         self._saving = Saving(self._ranks.rank)
         self._saved_url: str | None = None
@@ -161,12 +160,7 @@ class S3CheckpointManager(CheckpointManager):
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Any:
-        """Save to S3. Returns what torchtitan's does in each mode: None, a Future, or an AsyncSaveResponse.
-
-        Raises:
-            SaveFailedError: a save that is not asynchronous failed, or this one cannot begin on a rank.
-            StagingError: the state cannot be copied.
-        """
+        """Save to S3. Returns what torchtitan's does in each mode: None, a Future, or an AsyncSaveResponse."""
         if not self._on_s3:
             return super().dcp_save(state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf)
         step = step_of(checkpoint_id) or 0
@@ -262,11 +256,6 @@ class S3CheckpointManager(CheckpointManager):
         return True
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:
-        """Load from S3 in place.
-
-        Raises:
-            RestoreFailedError: the load failed; ``failures`` has the causes by rank. The state may be partly loaded.
-        """
         if from_hf or not is_s3_url(checkpoint_id):
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
@@ -279,9 +268,8 @@ class S3CheckpointManager(CheckpointManager):
             settings=impatient(self._settings) if local else self._settings,
         )
         try:
-            state_dict_loader.load(
-                state_dict, storage_reader=reader, planner=S3LoadPlanner(), process_group=self._ranks.group
-            )
+            group = self._ranks.group
+            state_dict_loader.load(state_dict, storage_reader=reader, planner=S3LoadPlanner(), process_group=group)
         except CheckpointException as error:
             failed = load_error(error, checkpoint_id, step_of(checkpoint_id))
             raise self._explain_missing(failed) or failed from None
@@ -312,11 +300,7 @@ class S3CheckpointManager(CheckpointManager):
         return errors.RestoreFailedError(text, url=failed.url, step=failed.step, failures=failed.failures)
 
     def _initial_path(self) -> str:
-        """What a run that has no checkpoint yet starts from; empty if from nothing.
-
-        Raises:
-            ValueError: it is no directory, or it cannot be in Hugging Face's format.
-        """
+        """What a run that has no checkpoint yet starts from; empty if from nothing."""
         hf = self.initial_load_in_hf
         path = self.initial_load_path or (hf and getattr(self.sd_adapter, "hf_assets_path", None)) or ""
         if hf and (not path or self.sd_adapter is None):

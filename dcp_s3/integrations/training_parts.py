@@ -42,38 +42,29 @@ class ModelPart(Stateful):
     model: nn.Module
 
     def state_dict(self) -> dict[str, Any]:
-        """As in DCP. The tensors share memory with the model."""
         return dict(get_model_state_dict(self.model))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in DCP."""
         set_model_state_dict(self.model, state_dict)
 
 
 @dataclass(frozen=True)
 class OptimizerPart(Stateful):
-    """The state of an optimizer, by the names of the parameters."""
+    """The state of torch's own optimizer, by the names of the parameters; see `owner` for the model."""
 
     optimizer: torch.optim.Optimizer
-    """torch's own, not a wrapper around it."""
     model: nn.Module
-    """Has the parameters that the optimizer steps, see `owner`."""
 
     def state_dict(self) -> dict[str, Any]:
-        """As in DCP. An optimizer that has not stepped gets its state from a step of zero length."""
+        # An optimizer that has not stepped gets its state from a step of zero length.
         return dict(get_optimizer_state_dict(self.model, self.optimizer))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As in DCP."""
         set_optimizer_state_dict(self.model, self.optimizer, state_dict)
 
 
 def owner(optimizer: torch.optim.Optimizer, models: Sequence[nn.Module]) -> nn.Module:
-    """The module with the parameters of an optimizer: one of ``models``, or a list of several.
-
-    Raises:
-        SaveProtocolError: they belong to none.
-    """
+    """The module with the parameters of an optimizer: one of ``models``, or a list of several."""
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     owners = [model for model in models if any(id(parameter) in stepped for parameter in model.parameters())]
     if not owners:
@@ -118,14 +109,11 @@ def of_first_rank(mine: Sequence[Any], sent: Sequence[tuple[Any] | None]) -> lis
 
 def agree(work: Callable[[], T], failed: str) -> list[T]:
     """Run ``work`` on each rank. Returns the results in rank order; if it raises on one rank, all raise. A collective
-    of the default process group.
-
-    Args:
-        work: the work. Its result can be pickled.
-        failed: what has failed if it raises, for the message.
+    of the default process group; results are pickled.
 
     Raises:
-        CheckpointError: it raised on another rank; the message has the cause. Where it raised, that error is raised.
+        CheckpointError: it raised on another rank; the message is ``failed`` with the cause. Where it raised, that
+            error is raised.
     """
     if ranks.world_size() == 1:
         return [work()]
@@ -140,8 +128,7 @@ def agree(work: Callable[[], T], failed: str) -> list[T]:
 
 
 def rng_state(device: torch.device) -> dict[str, Any]:
-    """The states of this rank's random number generators: of Python, of numpy if it is there, and of torch on the CPU
-    and on ``device``."""
+    """The states of this rank's generators: Python's, numpy's if it is there, and torch's on the CPU and ``device``."""
     states = {"python": random.getstate(), "torch": torch.get_rng_state()}
     try:
         import numpy
@@ -168,21 +155,14 @@ def set_rng_state(states: Mapping[str, Any], device: torch.device) -> None:
 
 def set_rng_state_of(rank: int, saved: Sequence[Mapping[str, Any]], device: torch.device) -> None:
     """Restore the generators of a rank. A rank that did not exist gets the state that all ranks had; if they had
-    different ones, it keeps its own, for no rank may draw another's numbers.
-
-    Args:
-        rank: this rank.
-        saved: the states by rank.
-        device: this rank's device.
-    """
+    different ones, it keeps its own, for no rank may draw another's numbers."""
     if rank < len(saved) or all(_plain(states) == _plain(saved[0]) for states in saved):
         set_rng_state(saved[rank if rank < len(saved) else 0], device)
         return
     logger.warning(
         "the checkpoint has the random number generators of %d ranks: rank %d keeps its own as it was seeded",
-        len(saved),
-        rank,
-    )
+        len(saved), rank,
+    )  # fmt: skip
 
 
 def _plain(state: Any) -> Any:

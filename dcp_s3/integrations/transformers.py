@@ -155,7 +155,6 @@ class S3Checkpoints(_AnyTrainer):
                 self._manager = self._source = self._resumed = self._files = None
 
     def _split(self, url: str) -> tuple[int, str]:
-        """The step of a checkpoint's URL, and the root that it is under."""
         checkpoint = parse_url(url)
         step = find_step(checkpoint.name, resolve_settings(self.checkpoint_settings))
         if step is None:
@@ -167,7 +166,6 @@ class S3Checkpoints(_AnyTrainer):
         return step, str(CheckpointURL(checkpoint.bucket, checkpoint.prefix.rpartition("/")[0]))
 
     def _policy(self) -> PolicyFunction | None:
-        """What to keep. None: everything."""
         limit = self.args.save_total_limit
         ours = KeepLatest(limit) if self.retention is None and limit is not None and limit > 0 else self.retention
         policy = resolve_policy(ours, resolve_settings(self.checkpoint_settings))
@@ -194,7 +192,7 @@ class S3Checkpoints(_AnyTrainer):
             )
 
     def _find(self, wanted: int | bool, folder: Path) -> str | None:
-        """The folder with the state of the Trainer, from which it learns where to go on. None: begin anew."""
+        """The folder with the state of the Trainer, from which it learns where to go on."""
         if wanted is False:
             return None
         state = {"trainer": ""}
@@ -208,7 +206,7 @@ class S3Checkpoints(_AnyTrainer):
             trainer["best_model_checkpoint"], best = None, self._find_best(best, step)
             if best is not None:
                 self._best.add(best)
-        self._resumed = _Resumed(str(folder), step, best)
+        self._resumed = _Resumed(step, best)
         (folder / _STATE_FILE).write_text(json.dumps(trainer))
         return str(folder)
 
@@ -332,7 +330,6 @@ class _KeepBestModel:
 class _Resumed:
     """The checkpoint with which a training goes on."""
 
-    folder: str
     step: int
     best: str | None
     """URL of the best checkpoint."""
@@ -341,7 +338,6 @@ class _Resumed:
 
 
 def _metrics(state: TrainerState) -> dict[str, float]:
-    """What was logged at this step."""
     return {
         name: value
         for entry in state.log_history

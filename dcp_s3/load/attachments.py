@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from dcp_s3.checkpoint.attachments import check_bytes, find_attachments, missing_error, read_attachment, read_extra
-from dcp_s3.format.manifest import Manifest
+from dcp_s3.format.control_files import Manifest
 from dcp_s3.load.uncommitted import find_uncommitted
 from dcp_s3.s3.download import ReadTarget
 from dcp_s3.settings import Settings

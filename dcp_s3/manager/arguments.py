@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.commit import check_metrics
-from dcp_s3.format.extra import check_extra
+from dcp_s3.format.control_files import check_extra
 from dcp_s3.manager.deciding import check_save_policy
 from dcp_s3.manager.names import DEFAULT_FORMAT, StepFormat, check_step_format
 from dcp_s3.retention.parse import parse_policy, policy_from_settings

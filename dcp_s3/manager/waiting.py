@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from dcp_s3.checkpoint.directory import Directory
 from dcp_s3.checkpoint.info import CheckpointInfo
-from dcp_s3.format.manifest import Manifest, ObjectEntry
+from dcp_s3.format.control_files import Manifest, ObjectEntry
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.spill.local import find_commits, find_kept, find_waiting
 from dcp_s3.spill.session import open_store

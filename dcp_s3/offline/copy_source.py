@@ -12,6 +12,7 @@ from dcp_s3.checkpoint.commit_state import SaveIdentity, check_absent, exists_er
 from dcp_s3.checkpoint.directory import Directory, DirectoryEntry, list_directory
 from dcp_s3.checkpoint.stored_metadata import find_crc_mismatch
 from dcp_s3.checksum import crc64nvme, crc_hex
+from dcp_s3.format.control_files import AttachmentEntry, Manifest, attachments_of
 from dcp_s3.format.layout import (
     CONTROL_PREFIX,
     METADATA,
@@ -23,7 +24,6 @@ from dcp_s3.format.layout import (
     manifest_object,
     metadata_object,
 )
-from dcp_s3.format.manifest import AttachmentEntry, Manifest, attachments_of
 from dcp_s3.format.saved_entries import needed_objects
 from dcp_s3.reprs import one_line
 from dcp_s3.store import ABSENT, ListedObject, Store, StoredObject, same_etag

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.checkpoint.lease import ReaderLease
 from dcp_s3.collector import collector_paused
-from dcp_s3.format.storage_info import get_crc, get_raw_offset
+from dcp_s3.format.blocks import get_crc, get_raw_offset
 from dcp_s3.offline.boxes import BATCH, Piece, in_batches
 from dcp_s3.offline.inspect import SavedCheckpoint, fetch_saved
 from dcp_s3.offline.names import matches, no_match_error

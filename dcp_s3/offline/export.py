@@ -20,9 +20,9 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from dcp_s3.checkpoint.attachments import find_attachments, read_attachment
 from dcp_s3.checkpoint.lease import ReaderLease
 from dcp_s3.errors import ExportError
-from dcp_s3.format.framing import FramingError
+from dcp_s3.format.control_files import AttachmentEntry
+from dcp_s3.format.framing import FramingError, make_archive
 from dcp_s3.format.layout import METADATA
-from dcp_s3.format.manifest import AttachmentEntry
 from dcp_s3.format.safetensors import (
     INDEX,
     PACKED,
@@ -33,7 +33,6 @@ from dcp_s3.format.safetensors import (
     make_index,
     plan_shards,
 )
-from dcp_s3.format.tensor_archive import make_archive
 from dcp_s3.offline.boxes import BATCH, Piece, in_batches
 from dcp_s3.offline.destination import Destination, is_temporary, open_destination
 from dcp_s3.offline.names import new_names

@@ -15,8 +15,8 @@ from dcp_s3.checkpoint import look
 from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.checkpoint.stored_metadata import check_metadata, not_found_error
 from dcp_s3.coroutines import gather, map_bounded, run
+from dcp_s3.format.control_files import AttachmentEntry, Manifest
 from dcp_s3.format.layout import metadata_object
-from dcp_s3.format.manifest import AttachmentEntry, Manifest
 from dcp_s3.format.metadata import is_unproven, mark_unproven
 from dcp_s3.format.saved_entries import SavedEntry, saved_entries
 from dcp_s3.offline.names import is_number, matches, no_match_error, ranges

@@ -15,8 +15,8 @@ from pathlib import Path
 from dcp_s3 import errors
 from dcp_s3.checkpoint.directory import Directory
 from dcp_s3.checksum import crc64nvme, crc_hex
+from dcp_s3.format.control_files import attachments_of
 from dcp_s3.format.layout import CONTROL_PREFIX
-from dcp_s3.format.manifest import attachments_of
 from dcp_s3.offline.copy_source import (
     DOWNLOAD_MARKER,
     CopyResult,

@@ -17,13 +17,12 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_s3.checksum import combine_crc64nvme, crc64nvme_between, crc_hex
-from dcp_s3.format.blocks import Range
-from dcp_s3.format.contradictions import find_flaws
+from dcp_s3.format.blocks import Range, get_crc, get_raw_offset
+from dcp_s3.format.control_files import Manifest, ObjectEntry
+from dcp_s3.format.cover import find_flaws
 from dcp_s3.format.layout import is_inside
-from dcp_s3.format.manifest import Manifest, ObjectEntry
 from dcp_s3.format.metadata import is_unproven
 from dcp_s3.format.saved_entries import find_chunk
-from dcp_s3.format.storage_info import get_crc, get_raw_offset
 from dcp_s3.reprs import one_line
 from dcp_s3.torch_private import StorageInfo
 from dcp_s3.units import plural

@@ -28,8 +28,8 @@ from dcp_s3.checkpoint.info import (
 )
 from dcp_s3.checkpoint.look import find_damage, inspect, inspect_checkpoint, look_deeper, tell_unreadable
 from dcp_s3.coroutines import map_bounded
+from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.layout import BOARD_PREFIX, CONTROL_PREFIX, What, classify
-from dcp_s3.format.manifest import Manifest
 from dcp_s3.reprs import one_line
 from dcp_s3.retention.plan import OpenUpload, Plan, make_plan
 from dcp_s3.retention.policy import Mode, PolicyFunction, best_first

@@ -13,7 +13,7 @@ from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.checkpoint.lease import check_not_deleted
 from dcp_s3.checkpoint.look import inspect_checkpoint
 from dcp_s3.checkpoint.stored_metadata import not_found_error
-from dcp_s3.format.added_metrics import AddedMetrics, check_added
+from dcp_s3.format.control_files import AddedMetrics, check_added
 from dcp_s3.format.layout import METRICS, PIN
 from dcp_s3.s3 import retry
 from dcp_s3.s3.async_store import run_on_store

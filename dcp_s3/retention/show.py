@@ -10,8 +10,8 @@ from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.checkpoint.look import find_manifest, inspect_checkpoint
 from dcp_s3.checkpoint.stored_metadata import check_metadata, not_found_error
 from dcp_s3.coroutines import gather
+from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.layout import metadata_object
-from dcp_s3.format.manifest import Manifest
 from dcp_s3.format.saved_entries import SavedEntry, needed_objects, saved_entries
 from dcp_s3.s3.async_store import AsyncS3Store, run_on_store
 from dcp_s3.settings import SettingsLike, resolve_settings

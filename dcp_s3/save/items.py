@@ -12,10 +12,17 @@ from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteIt
 
 from dcp_s3.checksum import combine_crc64nvme
 from dcp_s3.errors import SaveProtocolError
-from dcp_s3.format.blocks import MIN_BLOCK, Blocks, block_size, crcs_of_beginnings, cuts_between, pack_crcs
+from dcp_s3.format.blocks import (
+    MIN_BLOCK,
+    Blocks,
+    block_size,
+    crcs_of_beginnings,
+    cuts_between,
+    make_storage_info,
+    pack_crcs,
+)
 from dcp_s3.format.framing import FrameCache, FramingError
 from dcp_s3.format.safe_items import warn_of_unsafe_item
-from dcp_s3.format.storage_info import make_storage_info
 from dcp_s3.s3.parts import Piece
 from dcp_s3.save.ring import shared_ring
 from dcp_s3.tensor_memory import is_plain, iterate_bytes

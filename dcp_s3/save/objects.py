@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_s3.checksum import crc_hex
 from dcp_s3.errors import DeadlineExceededError, SpillError, TransferError
+from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.format.layout import data_object
-from dcp_s3.format.manifest import ObjectEntry
 from dcp_s3.limit import Cancelled
 from dcp_s3.s3.connections import connections_of, likely_connections
 from dcp_s3.s3.parts import PUTS_PER_SECOND, Piece, choose_part_size, plan_part_size

@@ -28,8 +28,8 @@ from dcp_s3.coordination.participant import Participant
 from dcp_s3.coordination.told import make_facts
 from dcp_s3.errors import CheckpointError, SaveProtocolError, StorageError
 from dcp_s3.failures import name_ranks
+from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.layout import manifest_object, new_nonce
-from dcp_s3.format.manifest import Manifest
 from dcp_s3.format.part import Part, WrittenItem, digest_of, item_hash
 from dcp_s3.s3.store import S3Store
 from dcp_s3.save.objects import ItemWriteResult, ObjectNames, write_buckets

@@ -23,7 +23,7 @@ from dcp_s3.coordination.identity import CountedSave
 from dcp_s3.coordination.ownership import Replicas
 from dcp_s3.errors import MissingURLError, SaveProtocolError
 from dcp_s3.events import Listener, SaveFailed, emit
-from dcp_s3.format.extra import check_extra
+from dcp_s3.format.control_files import check_extra
 from dcp_s3.format.layout import new_save_id
 from dcp_s3.reprs import one_line
 from dcp_s3.save.attached import Attachments

@@ -25,7 +25,7 @@ from dcp_s3.checkpoint.commit_state import (
 )
 from dcp_s3.checkpoint.directory import list_directory
 from dcp_s3.events import Committed, Drained, emit
-from dcp_s3.format.manifest import Manifest
+from dcp_s3.format.control_files import Manifest
 from dcp_s3.limit import Limit
 from dcp_s3.s3 import multipart
 from dcp_s3.s3.store import S3Store

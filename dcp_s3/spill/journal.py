@@ -14,7 +14,7 @@ from typing import Any
 
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.errors import JournalError
-from dcp_s3.format.manifest import ObjectEntry
+from dcp_s3.format.control_files import ObjectEntry
 
 FORMAT_VERSION = 1
 MANIFEST, METADATA = "manifest.json", "metadata"

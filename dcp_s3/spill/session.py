@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dcp_s3.checkpoint.commit import Commit
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.events import Listener, Spilled, emit
-from dcp_s3.format.manifest import ObjectEntry
+from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.s3.upload import UploadedObject
 from dcp_s3.settings import Settings
 from dcp_s3.spill.files import ObjectFile

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.coordinator import State
 from benchmarks.decentralized import main, parts_of
-from dcp_s3.format.part_codec import decode
+from dcp_s3.format.part import decode
 
 
 def test_ranks_write_each_item_once() -> None:

@@ -11,8 +11,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
+from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.layout import manifest_object
-from dcp_s3.format.manifest import Manifest
 from dcp_s3.s3 import retry
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dcp_s3.checkpoint.directory import LEASE_MARGIN, Directory, spread_prefixes
+from dcp_s3.format.control_files import Manifest, ObjectEntry
 from dcp_s3.format.layout import (
     CLAIM,
     deletion_object,
@@ -15,7 +16,6 @@ from dcp_s3.format.layout import (
     part_object,
     spread,
 )
-from dcp_s3.format.manifest import Manifest, ObjectEntry
 from dcp_s3.store import ListedObject
 from dcp_s3.url import CheckpointURL
 

@@ -11,8 +11,8 @@ from dcp_s3.checkpoint.info import (
     from_rank_manifests,
     newest_first,
 )
+from dcp_s3.format.control_files import Manifest, ObjectEntry
 from dcp_s3.format.layout import spread
-from dcp_s3.format.manifest import Manifest, ObjectEntry
 from dcp_s3.store import ListedObject
 from dcp_s3.url import CheckpointURL
 

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_s3 import S3StorageReader, S3StorageWriter
 from dcp_s3.checkpoint import readback
-from dcp_s3.format import metadata_mirrors
+from dcp_s3.format import allow_list
 from tests.retention.making import keys
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -41,7 +41,7 @@ def test_metadata_that_its_own_reader_refuses(
     before = keys(s3, url)
     with monkeypatch.context() as patch:
         patch.setattr(readback, "_known", set())
-        patch.delitem(metadata_mirrors.GLOBALS, ("torch.distributed.checkpoint.metadata", "TensorProperties"))
+        patch.delitem(allow_list.GLOBALS, ("torch.distributed.checkpoint.metadata", "TensorProperties"))
         with pytest.raises(CheckpointException, match="was not committed: what was written cannot be read back"):
             _save(url, {"a": torch.zeros(3), "step": 2})
     _assert_old_is_there(s3, url, before)

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from dcp_s3 import errors
 from dcp_s3.coordination.claim import parse_claim
+from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.layout import CLAIM, DATA_SUFFIX, METADATA, PART_PREFIX, SAVE_ID_KEY, manifest_object
-from dcp_s3.format.manifest import Manifest
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.url import CheckpointURL, parse_url
 from tests.coordination.adversary import Adversary

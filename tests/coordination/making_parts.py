@@ -10,11 +10,10 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from dcp_s3.format.blocks import Blocks
+from dcp_s3.format.blocks import Blocks, make_storage_info
+from dcp_s3.format.control_files import AttachmentEntry, ObjectEntry
 from dcp_s3.format.layout import data_object
-from dcp_s3.format.manifest import AttachmentEntry, ObjectEntry
 from dcp_s3.format.part import Part, WrittenItem, item_hash
-from dcp_s3.format.storage_info import make_storage_info
 
 SAVE = "00c0ffee00c0ffee"
 FLOAT = TensorProperties(torch.float32)

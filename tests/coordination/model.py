@@ -26,10 +26,10 @@ from dcp_s3.coordination.identity import Attempt
 from dcp_s3.coordination.joint import Clock, JointSave, find_commit
 from dcp_s3.coordination.participant import Participant
 from dcp_s3.coordination.told import make_facts
+from dcp_s3.format.blocks import make_storage_info
+from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.format.layout import data_object, intent_object, new_nonce
-from dcp_s3.format.manifest import ObjectEntry
 from dcp_s3.format.part import Part, WrittenItem, digest_of, item_hash
-from dcp_s3.format.storage_info import make_storage_info
 from dcp_s3.url import CheckpointURL
 from tests.coordination.adversary import Actor, Adversary
 from tests.coordination.invariants import ONE, Invariants, Violation

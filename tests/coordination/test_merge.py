@@ -21,10 +21,9 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from benchmarks.coordinator import State, local_plan, results_of
 from dcp_s3.coordination.merge import MergedSave, Merging
 from dcp_s3.errors import DcpS3Error, SaveProtocolError, ShardingError
-from dcp_s3.format.manifest import ObjectEntry
+from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.format.metadata import load_metadata
-from dcp_s3.format.part import Part, WrittenItem, digest_of, item_hash
-from dcp_s3.format.part_codec import encode
+from dcp_s3.format.part import Part, WrittenItem, digest_of, encode, item_hash
 from tests.coordination import oracle
 from tests.coordination.making_parts import SAVE, other, part_of, plain, tensor
 

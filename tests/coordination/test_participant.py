@@ -18,11 +18,11 @@ from dcp_s3.coordination.claim import Claim, withdraw
 from dcp_s3.coordination.joint import JointSave, find_commit, lost_error
 from dcp_s3.coordination.participant import Participant
 from dcp_s3.coordination.told import make_facts
+from dcp_s3.format.blocks import make_storage_info
+from dcp_s3.format.control_files import Manifest, ObjectEntry
 from dcp_s3.format.layout import CONTROL_PREFIX, data_object, manifest_object, new_nonce
-from dcp_s3.format.manifest import Manifest, ObjectEntry
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.format.part import Part, WrittenItem, digest_of, item_hash
-from dcp_s3.format.storage_info import make_storage_info
 from dcp_s3.url import parse_url
 from tests.memory_store import MemoryStore
 

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
-from dcp_s3.format.storage_info import get_raw_offset
+from dcp_s3.format.blocks import get_raw_offset
 from tests.end_to_end.states import blank, random_tensor
 
 # Few attempts: what is cut short at rest stays so, and each attempt waits longer than the one before.

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme, crc_hex
-from dcp_s3.format.storage_info import get_crc, get_raw_offset
+from dcp_s3.format.blocks import get_crc, get_raw_offset
 from tests.end_to_end.damaging import Saved, make_state
 from tests.end_to_end.states import assert_same, blank
 from tests.flipping import flip_in_flight

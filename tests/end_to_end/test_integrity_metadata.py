@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
-from dcp_s3.format.storage_info import get_crc
+from dcp_s3.format.blocks import get_crc
 from tests.end_to_end.damaging import SETTINGS, Saved
 from tests.end_to_end.states import assert_same, blank, every_kind
 

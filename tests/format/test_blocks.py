@@ -27,10 +27,11 @@ from dcp_s3.format.blocks import (
     block_size,
     crcs_of_beginnings,
     cuts_between,
+    get_blocks,
+    get_raw_offset,
     pack_crcs,
     widen,
 )
-from dcp_s3.format.storage_info import get_blocks, get_raw_offset
 from dcp_s3.s3.parts import Piece
 from tests.servers import S3Server
 

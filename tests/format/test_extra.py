@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from dcp_s3.checkpoint.info import CheckpointInfo
 from dcp_s3.errors import MetricsError
-from dcp_s3.format.extra import MAX_EXTRA_BYTES, check_extra
-from dcp_s3.format.manifest import Manifest
+from dcp_s3.format.control_files import MAX_EXTRA_BYTES, Manifest, check_extra
 
 _VALUES = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63 - 1) | st.floats(allow_nan=False, allow_infinity=False)

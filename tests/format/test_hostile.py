@@ -18,10 +18,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItemType
 
 from dcp_s3.errors import CorruptMetadataError, UnsafeMetadataError
+from dcp_s3.format.allow_list import GLOBALS, PLAIN, Settler
 from dcp_s3.format.metadata import seal
-from dcp_s3.format.metadata_mirrors import GLOBALS
-from dcp_s3.format.plain_values import PLAIN
-from dcp_s3.format.settled_values import Settler
 from dcp_s3.format.unpickling import MalformedPickleError
 from tests import hostile
 from tests.hostile import call, decode_metadata, make_metadata, metadata_with, name, number, plain, stream, text

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import dcp_s3
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
 from dcp_s3.format import item_values, safe_items
-from dcp_s3.format.plain_values import PLAIN
+from dcp_s3.format.allow_list import PLAIN
 from dcp_s3.format.safe_items import check_item
 from tests import hostile
 from tests.format.test_hostile_items import mutated_items

@@ -31,9 +31,8 @@ from torch.distributed.checkpoint.planner import (
 )
 
 from dcp_s3.errors import CorruptMetadataError, UnsafeMetadataError
-from dcp_s3.format.blocks import Blocks
+from dcp_s3.format.blocks import Blocks, make_storage_info
 from dcp_s3.format.metadata import dump_metadata, load_metadata, seal
-from dcp_s3.format.storage_info import make_storage_info
 
 URL = "s3://bucket/step-1"
 

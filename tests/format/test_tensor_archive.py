@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from dcp_s3.format.framing import FramingError
+from dcp_s3.format.framing import FramingError, make_archive
 from dcp_s3.format.safetensors import TensorEntry
-from dcp_s3.format.tensor_archive import make_archive
 from tests.end_to_end.states import DTYPES, assert_same, bits, random_tensor
 
 

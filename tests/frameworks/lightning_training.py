@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from dcp_s3.errors import SaveFailedError
 from dcp_s3.integrations.lightning import S3FSDPStrategy, S3ModelParallelStrategy
-from dcp_s3.integrations.lightning_files import CheckpointFiles
+from dcp_s3.integrations.lightning_saves import CheckpointFiles
 from tests.faulty import BUCKET
 from tests.killing import begin
 

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from dcp_s3 import list_checkpoints, verify
 from dcp_s3.errors import InvalidURLError
 from dcp_s3.integrations.lightning import S3FSDPStrategy, S3ModelParallelStrategy
-from dcp_s3.integrations.lightning_files import CheckpointFiles, find_url, newest
+from dcp_s3.integrations.lightning_saves import CheckpointFiles, find_url, newest
 from dcp_s3.offline.replicate import download, upload
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.frameworks.lightning_training import (

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 from dcp_s3 import S3StorageReader, errors
 from dcp_s3.checksum import crc64nvme
-from dcp_s3.format.storage_info import make_storage_info
+from dcp_s3.format.blocks import make_storage_info
 from dcp_s3.load import prepare
 from tests.archives import old, oldest, records_of, rewritten, saved, zipped
 from tests.end_to_end.states import DTYPES, assert_same, random_tensor

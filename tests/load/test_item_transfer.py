@@ -10,8 +10,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from dcp_s3.format.blocks import Range
-from dcp_s3.format.storage_info import make_storage_info
+from dcp_s3.format.blocks import Range, make_storage_info
 from dcp_s3.load.boxes import Section
 from dcp_s3.load.item_transfer import StreamTransfer, TensorTransfer
 from dcp_s3.load.plan import plan_requests

@@ -18,8 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_s3.checksum import crc64nvme
-from dcp_s3.format.blocks import Blocks, pack_crcs
-from dcp_s3.format.storage_info import make_storage_info
+from dcp_s3.format.blocks import Blocks, make_storage_info, pack_crcs
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 

@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 import dcp_s3
 from dcp_s3 import S3StorageWriter, VerifyReport, errors, verify
 from dcp_s3.checksum import crc64nvme, crc_hex
-from dcp_s3.format.storage_info import get_raw_offset
+from dcp_s3.format.blocks import get_raw_offset
 from dcp_s3.offline import verify_bytes
 from dcp_s3.s3 import download
 from dcp_s3.s3.store import S3Store

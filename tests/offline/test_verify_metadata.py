@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 
 from dcp_s3 import errors
-from dcp_s3.format.storage_info import get_raw_offset
+from dcp_s3.format.blocks import get_raw_offset
 from tests.offline.damaging import Saved
 from tests.retention.making import save_on_ranks
 

@@ -18,8 +18,8 @@ from dcp_s3.errors import (
     CheckpointNotFoundError,
     CheckpointProtectedError,
 )
+from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.layout import CLAIM, intent_object, manifest_object, notice_object, part_object
-from dcp_s3.format.manifest import Manifest
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.retention.show import describe
 from dcp_s3.s3.store import S3Store

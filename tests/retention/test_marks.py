@@ -12,7 +12,7 @@ import pytest
 
 from dcp_s3 import CheckpointCatalog, CheckpointInfo, annotate, list_checkpoints, pin, unpin
 from dcp_s3.errors import BucketNotFoundError, CheckpointNotFoundError, MetricsError, PreconditionFailedError
-from dcp_s3.format.added_metrics import AddedMetrics
+from dcp_s3.format.control_files import AddedMetrics
 from dcp_s3.format.layout import METRICS, PIN
 from dcp_s3.retention import marks
 from dcp_s3.s3 import retry

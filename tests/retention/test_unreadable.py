@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from dcp_s3 import CheckpointManager, KeepLatest, S3StorageWriter, Settings, latest, prune
 from dcp_s3.checkpoint import look
 from dcp_s3.cli.main import app
-from dcp_s3.format.manifest import Manifest
+from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.metadata import seal
 from dcp_s3.s3.store import S3Store
 from tests.faulty import BUCKET, FaultyServer, serve

@@ -15,8 +15,8 @@ from dcp_s3.checkpoint.directory import Directory
 from dcp_s3.checkpoint.info import CheckpointInfo, from_rank_manifests, with_marks
 from dcp_s3.checkpoint.lease import _is_young
 from dcp_s3.errors import CheckpointProtectedError, PolicyError
+from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.layout import data_object, new_nonce, spread
-from dcp_s3.format.manifest import Manifest
 from dcp_s3.retention.plan import make_plan
 from dcp_s3.s3 import operations
 from dcp_s3.store import ListedObject, ObjectHead

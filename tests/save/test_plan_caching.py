@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from dcp_s3 import S3StorageReader, S3StorageWriter
-from dcp_s3.format.manifest import Manifest
+from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.metadata import load_metadata
 from tests.ranks import run_ranks
 from tests.servers import S3Server

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.errors import JournalError
-from dcp_s3.format.manifest import ObjectEntry
+from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.settings import Settings
 from dcp_s3.spill.journal import (
     FORMAT_VERSION,

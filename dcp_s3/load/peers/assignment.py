@@ -8,10 +8,9 @@ from typing import NamedTuple
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
-from dcp_s3.format.blocks import MIN_BLOCK, Blocks
+from dcp_s3.format.blocks import MIN_BLOCK, Blocks, get_blocks, get_crc, get_raw_offset
 from dcp_s3.format.metadata import is_unproven
 from dcp_s3.format.saved_entries import find_chunk
-from dcp_s3.format.storage_info import get_blocks, get_crc, get_raw_offset
 from dcp_s3.load.boxes import Box
 
 

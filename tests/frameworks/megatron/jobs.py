@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 from dcp_s3 import S3StorageReader, latest
 from dcp_s3.integrations import megatron
-from dcp_s3.integrations.megatron.merged import MergedSave
+from dcp_s3.integrations.megatron.writer import MergedSave
 from tests.frameworks.megatron import cpu, states
 from tests.killing import begin
 

@@ -17,8 +17,7 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 from dcp_s3 import latest, register, unregister
 from dcp_s3.integrations import megatron
-from dcp_s3.integrations.megatron import writer
-from dcp_s3.integrations.megatron.install import REPLACED
+from dcp_s3.integrations.megatron import REPLACED, writer
 from tests.frameworks.megatron import jobs
 from tests.ranks import run_ranks
 

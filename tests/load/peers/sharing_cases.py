@@ -16,8 +16,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_s3.checksum import crc64nvme
-from dcp_s3.format.blocks import Blocks, pack_crcs
-from dcp_s3.format.storage_info import make_storage_info
+from dcp_s3.format.blocks import Blocks, make_storage_info, pack_crcs
 from dcp_s3.load.boxes import Box
 
 BLOCK = 64

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dcp_s3.checksum import crc64nvme
-from dcp_s3.format.manifest import AttachmentEntry
-from dcp_s3.format.part import Part
-from dcp_s3.format.part_codec import decode, encode
+from dcp_s3.format.control_files import AttachmentEntry
+from dcp_s3.format.part import Part, decode, encode
 from dcp_s3.format.part_columns import MAGIC, path_code, path_from
 from tests.coordination.making_parts import other, part_of, parts, tensor
 

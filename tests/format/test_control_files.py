@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from dcp_s3.format.manifest import Manifest, ObjectEntry
+from dcp_s3.format.control_files import Manifest, ObjectEntry
 
 MANIFEST = Manifest(
     save_id="ab12",

@@ -1,0 +1,407 @@
+"""The small JSON files in ``.dcp_s3/``: the manifest, added metrics, the list of a deletion, the notice. Pure."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeVar
+
+from dcp_s3.errors import MetricsError
+from dcp_s3.format.layout import classify, is_attachment_name, is_inside, manifest_object
+
+FORMAT_VERSION = 1
+"""Of each of these files but the notice."""
+
+# JSON has no numbers for these, and a loss may well be NaN.
+_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+def number_to_json(value: Any) -> Any:
+    """A metric's value for JSON: NaN and the infinities become text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return value
+
+
+def number_from_json(value: Any) -> Any:
+    """A metric's value from JSON: the reverse of `number_to_json`."""
+    return _NOT_FINITE.get(value, value) if isinstance(value, str) else value
+
+
+# --- the manifest ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ObjectEntry:
+    """One data object."""
+
+    path: str
+    """Path relative to the checkpoint."""
+    size: int
+    """Bytes."""
+    crc64nvme: str | None = None
+    """CRC-64/NVME of all its bytes as 16 hex digits; None if checksums were off."""
+
+    @staticmethod
+    def of(fields: Mapping[str, Any]) -> ObjectEntry:
+        """The entry with the fields that `dataclasses.asdict` gave; others, of later versions, are ignored.
+
+        Raises:
+            KeyError, TypeError, ValueError: a field is missing or no such value.
+        """
+        path, size, crc = str(fields["path"]), int(fields["size"]), fields.get("crc64nvme")
+        name = fields.get("attachment")
+        if name is not None:
+            if not isinstance(name, str) or not is_attachment_name(name) or not classify(path).nonce:
+                raise ValueError(f"{path!r} cannot hold an attachment {name!r}")
+            return AttachmentEntry(path, size, crc, name)
+        return ObjectEntry(path, size, crc)
+
+
+@dataclass(frozen=True)
+class AttachmentEntry(ObjectEntry):
+    """A data object that holds an attachment: a small file that belongs to the checkpoint."""
+
+    attachment: str = ""
+    """Name of the attachment. It is also the path, relative to the checkpoint, of a plain copy for other tools."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A description of what one save committed."""
+
+    save_id: str
+    """Id of the save; ``.metadata`` carries the same id."""
+    created_at: float
+    """Seconds since the epoch, on the coordinator's clock, when the save was committed."""
+    step: int | None
+    """Training step; None if the checkpoint's name has no number."""
+    world_size: int
+    """Number of ranks that wrote (one, for the manifest of a rank without collectives)."""
+    objects: tuple[ObjectEntry, ...]
+    """All data objects."""
+    items: int
+    """Number of saved items (tensor chunks and others)."""
+    metrics: dict[str, Any] = field(default_factory=dict)
+    """The user's metrics, as given with the save."""
+    rank: int | None = None
+    """Rank, in a save without collectives; otherwise None."""
+    format_version: int = FORMAT_VERSION
+    """Version of this file's format."""
+    writer: dict[str, str] = field(default_factory=dict)
+    """Libraries that wrote it, and their versions."""
+    started_at: float | None = None
+    """Seconds since the epoch when the save began; None if not recorded."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """What else the user stored with the save (`check_extra`)."""
+    coordination: dict[str, Any] = field(default_factory=dict)
+    """Of a save without collectives: how its ranks came to be one save (docs/format.md); otherwise empty."""
+
+    @property
+    def total_size(self) -> int:
+        """Bytes of all data objects."""
+        return sum(entry.size for entry in self.objects)
+
+    @property
+    def attachments(self) -> dict[str, AttachmentEntry]:
+        """Attachments by name."""
+        return attachments_of(self.objects)
+
+    @property
+    def paths(self) -> set[str]:
+        """Relative paths of the data objects and of the manifest itself."""
+        return {manifest_object(self.save_id, self.rank), *(entry.path for entry in self.objects)}
+
+    def to_json(self) -> bytes:
+        """UTF-8 JSON, with the totals repeated for people and for shell scripts."""
+        fields = asdict(self)
+        fields["total_size"] = self.total_size
+        fields["metrics"] = {name: number_to_json(value) for name, value in self.metrics.items()}
+        return (json.dumps(fields, indent=1, allow_nan=False) + "\n").encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Manifest:
+        """Parse `to_json`'s output; unknown fields of later versions are ignored.
+
+        Raises:
+            ValueError: not a manifest, or of a version that this one cannot read.
+        """
+        try:
+            fields: dict[str, Any] = json.loads(data)
+            version = fields["format_version"]
+            if version != FORMAT_VERSION:
+                raise ValueError(f"manifest has format version {version}, this dcp_s3 reads {FORMAT_VERSION}")
+            objects = tuple(ObjectEntry.of(entry) for entry in fields["objects"])
+            return cls(
+                save_id=str(fields["save_id"]),
+                created_at=float(fields["created_at"]),
+                step=None if fields["step"] is None else int(fields["step"]),
+                world_size=int(fields["world_size"]),
+                objects=objects,
+                items=int(fields["items"]),
+                metrics={name: number_from_json(value) for name, value in (fields.get("metrics") or {}).items()},
+                extra=dict(fields.get("extra") or {}),
+                rank=fields.get("rank"),
+                writer=dict(fields.get("writer") or {}),
+                started_at=None if fields.get("started_at") is None else float(fields["started_at"]),
+                coordination=dict(fields.get("coordination") or {}),
+            )
+        except (
+            KeyError,
+            TypeError,
+            AttributeError,
+            UnicodeDecodeError,
+            RecursionError,
+            json.JSONDecodeError,
+        ) as error:
+            raise ValueError(f"not a dcp_s3 manifest: {error!r}") from error
+
+
+def attachments_of(objects: Iterable[ObjectEntry]) -> dict[str, AttachmentEntry]:
+    """The attachments among data objects, by name. Ranks may have attached the same bytes: the first one counts."""
+    found: dict[str, AttachmentEntry] = {}
+    for entry in objects:
+        if isinstance(entry, AttachmentEntry):
+            found.setdefault(entry.attachment, entry)
+    return found
+
+
+# --- extra ----------------------------------------------------------------------------------------
+
+MAX_EXTRA_BYTES = 2**16
+"""Most bytes of it, as JSON. It is in the manifest, which every listing and every prune reads for each checkpoint."""
+
+_MAX_EXTRA_DEPTH = 32
+_MAX_EXTRA_INT = 2**63  # what other programs that read JSON can hold
+
+
+def check_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A copy of what is to be stored. What is read back equals what was given.
+
+    Args:
+        extra: text, whole numbers of 64 bits, finite floats, bools and None by name; lists of these; and such mappings
+            again, at most 32 levels deep. None: nothing.
+
+    Raises:
+        MetricsError: it holds something else, or is larger than `MAX_EXTRA_BYTES`.
+    """
+    if extra is None:
+        return {}
+    if not isinstance(extra, Mapping):
+        raise MetricsError(f"extra is a {type(extra).__name__}, expected a dict like {{'tokens': 1000}}")
+    copied: dict[str, Any] = _copy(extra, "extra", 0)
+    size = len(json.dumps(copied, allow_nan=False).encode())
+    if size > MAX_EXTRA_BYTES:
+        largest = max(copied, key=lambda name: len(json.dumps(copied[name])))
+        raise MetricsError(
+            f"extra has {size} bytes as JSON, and at most {MAX_EXTRA_BYTES} are stored with a checkpoint, because "
+            f"every listing reads them; most are in extra[{largest!r}]. Remedy: save it in the state, or attach it "
+            "(S3StorageWriter.attach)"
+        )
+    return copied
+
+
+def _copy(value: Any, path: str, depth: int) -> Any:
+    if depth > _MAX_EXTRA_DEPTH:
+        raise MetricsError(f"extra is nested more than {_MAX_EXTRA_DEPTH} levels deep, at {path[:80]}...")
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return _text(value, path)
+    if isinstance(value, int):
+        if not -_MAX_EXTRA_INT <= value < _MAX_EXTRA_INT:
+            raise _refuse(path, "a whole number of more than 64 bits", "store it as text")
+        return int(value)
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise _refuse(path, repr(float(value)), "JSON has no such number: store it as text, or leave it out")
+        return float(value)
+    if isinstance(value, list):
+        return [_copy(each, f"{path}[{index}]", depth + 1) for index, each in enumerate(value)]
+    if isinstance(value, Mapping):
+        for name in value:
+            if not isinstance(name, str):
+                raise _refuse(path, f"a mapping with the key {_short(name)}", "keys are text")
+        return {_text(name, path): _copy(each, f"{path}[{name!r}]", depth + 1) for name, each in value.items()}
+    if isinstance(value, (tuple, set, frozenset)):
+        raise _refuse(path, f"a {type(value).__name__}", "JSON has only lists: list(...)")
+    raise _refuse(
+        path,
+        f"a {type(value).__name__}",
+        "values are text, numbers, bools, None, lists and dicts of these (a tensor: tensor.item() or tensor.tolist())",
+    )
+
+
+def _text(value: str, path: str) -> str:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise _refuse(path, f"text that is not Unicode, {_short(value)}", "decode it as it was encoded") from None
+    return str(value)
+
+
+def _refuse(path: str, found: str, remedy: str) -> MetricsError:
+    return MetricsError(f"{path} is {found} and cannot be stored with a checkpoint. Remedy: {remedy}")
+
+
+def _short(value: object) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:60]}..."
+
+
+# --- the others -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AddedMetrics:
+    """Metrics that were added to one save."""
+
+    of: str
+    """Owner of the metrics: the save id, or for a foreign checkpoint the ETag of its ``.metadata``."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    """Metrics by name."""
+
+    def to_json(self) -> bytes:
+        """UTF-8 JSON."""
+        metrics = {name: number_to_json(value) for name, value in self.metrics.items()}
+        fields = {"format_version": FORMAT_VERSION, "save_id": self.of, "metrics": metrics}
+        return (json.dumps(fields, indent=1, allow_nan=False) + "\n").encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> AddedMetrics:
+        """Parse `to_json`'s output.
+
+        Raises:
+            ValueError: not such a file, or of a version that this one cannot read.
+        """
+
+        def make(fields: dict[str, Any]) -> AddedMetrics:
+            metrics = {str(name): number_from_json(value) for name, value in fields["metrics"].items()}
+            return cls(str(fields["save_id"]), metrics)
+
+        return _parse(data, "a file of metrics", make)
+
+
+def check_added(metrics: Mapping[str, Any], *, url: str) -> None:
+    """Refuse metrics that cannot be added.
+
+    Raises:
+        MetricsError: there are none, a name is not text, or a value is not a finite number, NaN, text or bool.
+    """
+    if not isinstance(metrics, Mapping) or not metrics:
+        raise MetricsError(f"metrics for {url}: expected a mapping of names to values, found {metrics!r}", url=url)
+    for name, value in metrics.items():
+        good = isinstance(value, (int, str)) or (isinstance(value, float) and not math.isinf(value))
+        if not isinstance(name, str) or not name or not good:
+            raise MetricsError(
+                f"metric {name!r} = {value!r} of {url} cannot be stored: names are text, values finite numbers, NaN, "
+                "text or bools (a tensor: pass tensor.item())",
+                url=url,
+            )
+
+
+@dataclass(frozen=True)
+class DeletionList:
+    """A deletion's list. Written before the first object is deleted: its finder knows exactly what else to delete."""
+
+    save_id: str | None
+    """Save id of the checkpoint; None for a foreign one."""
+    commits: Mapping[str, str]
+    """ETags of the commits (``.metadata``, or each rank's) by relative path. They are deleted first."""
+    objects: Mapping[str, str]
+    """ETags of all other objects by relative path; empty where the store gave none."""
+    all_versions: bool = False
+    """Whether all versions are deleted in a versioned bucket."""
+
+    def to_json(self) -> bytes:
+        """UTF-8 JSON."""
+        fields = {
+            "format_version": FORMAT_VERSION,
+            "save_id": self.save_id,
+            "all_versions": self.all_versions,
+            "commits": dict(self.commits),
+            "objects": dict(self.objects),
+        }
+        return (json.dumps(fields, indent=1) + "\n").encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> DeletionList:
+        """Parse `to_json`'s output.
+
+        Raises:
+            ValueError: not such a list, of a version that this one cannot read, or it names objects elsewhere.
+        """
+
+        def make(fields: dict[str, Any]) -> DeletionList:
+            found = cls(
+                save_id=None if fields["save_id"] is None else str(fields["save_id"]),
+                commits={str(path): str(etag) for path, etag in fields["commits"].items()},
+                objects={str(path): str(etag) for path, etag in fields["objects"].items()},
+                all_versions=bool(fields["all_versions"]),
+            )
+            if outside := [path for path in (*found.commits, *found.objects) if not is_inside(path)]:
+                raise ValueError(f"it names {outside[0]!r}, which is not in the checkpoint")
+            return found
+
+        return _parse(data, "a list of a deletion", make)
+
+
+@dataclass(frozen=True)
+class Notice:
+    """Who writes what is missing, or why there is no commit."""
+
+    save: str
+    """Id that the ranks of the save have in common."""
+    number: int = 0
+    """Number of the parts that it asks for, above 0; no two notices of a save have the same."""
+    wanted: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    """Hashes (`part.item_hash`) of the items to write, by the rank that writes them."""
+    failed: str = ""
+    """Why the save is given up; empty: it is not."""
+    superseded_by: int | None = None
+    """Step that is saved instead of this one, if that is why."""
+
+    def to_json(self) -> bytes:
+        """UTF-8 JSON."""
+        wanted = {str(rank): [f"{each:016x}" for each in hashes] for rank, hashes in self.wanted.items()}
+        fields: dict[str, object] = {"save": self.save, "number": self.number, "wanted": wanted, "failed": self.failed}
+        if self.superseded_by is not None:
+            fields["superseded_by"] = self.superseded_by
+        return (json.dumps(fields) + "\n").encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Notice:
+        """Parse `to_json`'s output.
+
+        Raises:
+            ValueError: not a notice.
+        """
+
+        def make(fields: dict[str, Any]) -> Notice:
+            wanted = {int(rank): [int(each, 16) for each in hashes] for rank, hashes in fields["wanted"].items()}
+            by = fields.get("superseded_by")
+            return cls(
+                str(fields["save"]),
+                int(fields["number"]),
+                wanted,
+                str(fields["failed"]),
+                None if by is None else int(by),
+            )
+
+        return _parse(data, "a notice", make, versioned=False)
+
+
+_T = TypeVar("_T")
+
+
+def _parse(data: bytes, what: str, make: Callable[[dict[str, Any]], _T], *, versioned: bool = True) -> _T:
+    """What ``make`` makes of the fields. Raises `ValueError` if they are not what it is."""
+    try:
+        fields: dict[str, Any] = json.loads(data)
+        if versioned and fields["format_version"] != FORMAT_VERSION:
+            raise ValueError(f"format version {fields['format_version']}, this dcp_s3 reads {FORMAT_VERSION}")
+        return make(fields)
+    except (KeyError, TypeError, AttributeError, RecursionError, ValueError) as error:
+        raise ValueError(f"not {what}: {error!r}") from error

@@ -1,0 +1,448 @@
+"""`shard` and `shard_state`: the parts of tensors that this rank holds, as DCP can save, load and reshard them."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from dcp_s3 import ranks
+from dcp_s3.errors import ShardingError
+from dcp_s3.settings import launch
+from dcp_s3.torch_private import ShardedTensor, is_traceable_wrapper_subclass, make_wrapper
+
+_aten = torch.ops.aten
+_COPIES = {op.default for op in (_aten.detach, _aten.clone, _aten._to_copy, _aten.empty_like, _aten.new_empty)}
+"""What stagers do to a tensor."""
+
+
+class LocalShards(torch.Tensor):
+    """The boxes of a tensor that this rank holds. Made by `shard`; goes into a state dict in place of the tensor.
+
+    Its shape is that of the whole tensor. It has no memory of its own: the boxes are the tensors that it was made of,
+    so a load writes into those. Only what stagers need can be computed with it (`clone`, `to`).
+
+    DCP asks it for its chunks through the protocol that DTensor has, too (`__create_write_items__` and so on).
+    """
+
+    offsets: tuple[tuple[int, ...], ...]
+    """First element of each box in the whole tensor."""
+
+    @staticmethod
+    def __new__(
+        cls, boxes: Sequence[torch.Tensor], offsets: tuple[tuple[int, ...], ...], shape: Sequence[int]
+    ) -> LocalShards:
+        made = make_wrapper(cls, shape, boxes[0])
+        made.offsets = offsets
+        for number, box in enumerate(boxes):  # each an attribute: torch's stagers copy attributes
+            setattr(made, _name(number), box)
+        return made
+
+    @property
+    def boxes(self) -> list[torch.Tensor]:
+        """The tensors of this rank, one for each of `offsets`."""
+        return [getattr(self, _name(number)) for number in range(len(self.offsets))]
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        chunks = self.__create_chunk_list__()
+        saved = sum(math.prod(chunk.sizes) for chunk in chunks)
+        # Other ranks that no process group knows may save with this one, without collectives; the merge checks that.
+        if saved != math.prod(self.shape) and ranks.world_size() == launch().world_size == 1:
+            raise ShardingError(
+                f"{fqn!r}: the shards to save hold {saved} of the {math.prod(self.shape)} elements of a tensor of "
+                f"shape {tuple(self.shape)}, and there are no other ranks. Remedy: save on all ranks that hold a part "
+                "of it, with torch.distributed initialized",
+                fqn=fqn,
+            )
+        properties = TensorProperties.create_from_tensor(self.boxes[0])
+        return [
+            WriteItem(
+                MetadataIndex(fqn, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, torch.Size(self.shape)),
+            )
+            for chunk in chunks
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        # Without empty boxes: DCP takes chunks at the same offsets for replicas and saves one of them, and the next
+        # rank's box may begin where an empty one does. If there is no other, one stands at the far corner, as DTensor's
+        # do, so that DCP knows of the tensor.
+        if not self.numel():
+            return [ChunkStorageMetadata(torch.Size([0] * self.dim()), torch.Size(self.shape))]
+        found = [
+            ChunkStorageMetadata(torch.Size(offsets), box.shape)
+            for offsets, box in zip(self.offsets, self.boxes, strict=True)
+            if box.numel()
+        ]
+        return found or [ChunkStorageMetadata(torch.Size(self.shape), torch.Size([0] * self.dim()))]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        for offsets, box in zip(self.offsets, self.boxes, strict=True):
+            if box.numel() and index.offset == offsets:
+                return box
+        for chunk in self.__create_chunk_list__():
+            if index.offset == chunk.offsets:  # an empty one
+                return torch.empty(chunk.sizes, dtype=self.dtype, device=self.device)
+        raise ShardingError(
+            f"{index.fqn!r} has no box at {index.offset} on this rank, but at {self.offsets}", fqn=index.fqn
+        )
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return [_name(number) for number in range(len(self.offsets))], (self.offsets, tuple(self.shape))
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: dict[str, torch.Tensor], context: Any, _size: Any, _stride: Any
+    ) -> LocalShards:
+        offsets, shape = context
+        return cls([inner[_name(number)] for number in range(len(offsets))], offsets, shape)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func not in _COPIES:
+            raise ShardingError(
+                f"{func} cannot be computed with a shard made for a checkpoint. Remedy: compute with the tensor that "
+                "it was made of; keep the result of dcp_s3.shard for dcp.save and dcp.load"
+            )
+        source, options = args[0], kwargs or {}
+        sized = func is _aten.new_empty.default  # takes a shape, here the box's own
+        boxes = [func(box, box.shape, **options) if sized else func(box, **options) for box in source.boxes]
+        return cls(boxes, source.offsets, source.shape)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        boxes = ", ".join(f"{tuple(b.shape)} at {o}" for o, b in zip(self.offsets, self.boxes, strict=True))
+        return f"LocalShards({boxes} of {tuple(self.shape)}, {self.dtype})"
+
+
+def shard(
+    tensor: torch.Tensor | Sequence[torch.Tensor],
+    *,
+    global_shape: Sequence[int],
+    offsets: Sequence[int] | Sequence[Sequence[int]],
+) -> torch.Tensor:
+    """Tell DCP where a tensor of this rank lies in a larger one, so that it saves, loads and reshards it.
+
+    Put the result into the state dict in place of ``tensor``, for `dcp.save`, `dcp.async_save` and `dcp.load`. Nothing
+    is copied: a load writes into ``tensor``. What is saved is one tensor of ``global_shape``, whatever its shards were;
+    a plain tensor, a DTensor or other shards can be loaded from it.
+
+    All ranks together hold each element once; ranks with equal boxes are replicas, of which one is saved.
+
+    >>> rows = torch.ones(2, 8)  # rows 2 and 3 of 4, on this rank
+    >>> shard(rows, global_shape=(4, 8), offsets=(2, 0)).size()
+    torch.Size([4, 8])
+
+    Args:
+        tensor: what this rank holds, any shape and dtype; may be empty. A sequence of tensors of one dtype: several
+            boxes, for example the rows of q, k and v in a fused parameter (views of one tensor are fine).
+        global_shape: shape of the whole tensor, in elements.
+        offsets: where the first element of ``tensor`` lies in the whole, in elements, one for each dimension; for
+            several tensors, such offsets for each.
+
+    Raises:
+        ShardingError: a box is outside of the whole, has other dimensions, or overlaps another one of this rank. When
+            it is saved: without other ranks, a part of the whole is in no box.
+    """
+    single = isinstance(tensor, torch.Tensor)
+    boxes: list[Any] = [tensor] if single else list(tensor)
+    places: list[Any] = [offsets] if single else list(offsets)
+    shape = _numbers(global_shape, "global_shape")
+    if not boxes or len(boxes) != len(places):
+        raise ShardingError(
+            f"{len(boxes)} tensors with {len(places)} offsets. Remedy: pass one tensor and its offsets, or as many "
+            "offsets as tensors"
+        )
+    starts = tuple(_numbers(place, "offsets") for place in places)
+    for box, start in zip(boxes, starts, strict=True):
+        _check_tensor(box, boxes[0])
+        _check_place(tuple(box.shape), start, shape)
+    for (a, at), (b, bt) in itertools.combinations(zip(boxes, starts, strict=True), 2):
+        if all(max(i, j) < min(i + m, j + n) for i, m, j, n in zip(at, a.shape, bt, b.shape, strict=True)):
+            raise ShardingError(f"the boxes {_box(at, a.shape)} and {_box(bt, b.shape)} of this rank overlap")
+    # Detached ones share memory and version counter with the parameters that they may be.
+    return LocalShards([box.detach() for box in boxes], starts, shape)
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether a tensor knows its shards itself: a DTensor, a ShardedTensor, the result of `shard`."""
+    return isinstance(tensor, ShardedTensor) or is_traceable_wrapper_subclass(tensor)
+
+
+def _is_local(tensor: torch.Tensor) -> bool:
+    """Whether a tensor can be a shard: dense, and of this rank alone."""
+    return not _is_sharded(tensor) and tensor.layout == torch.strided
+
+
+def _name(number: int) -> str:
+    return f"box{number}"
+
+
+def _numbers(values: Any, what: str) -> tuple[int, ...]:
+    try:
+        found = tuple(map(operator.index, values))
+    except TypeError:
+        raise ShardingError(f"{what} is {values!r}, expected a whole number for each dimension") from None
+    if min(found, default=0) < 0:
+        raise ShardingError(f"{what} is {found}, expected no negative number")
+    return found
+
+
+def _check_tensor(box: Any, first: Any) -> None:
+    if not isinstance(box, torch.Tensor) or not _is_local(box):
+        raise ShardingError(
+            f"a {type(box).__name__} cannot be a shard, expected a dense local tensor. Remedy: put DTensors into the "
+            "state as they are; DCP knows where they lie"
+        )
+    if (box.dtype, box.device) != (first.dtype, first.device):
+        raise ShardingError(
+            f"the boxes of a tensor are {first.dtype} on {first.device} and {box.dtype} on {box.device}, expected one "
+            "dtype and device"
+        )
+
+
+def _check_place(size: tuple[int, ...], start: tuple[int, ...], shape: tuple[int, ...]) -> None:
+    if not len(size) == len(start) == len(shape):
+        raise ShardingError(
+            f"a tensor of shape {size} at {start} in {shape}: expected as many offsets, and as many dimensions of "
+            "global_shape, as the tensor has dimensions"
+        )
+    if any(o + n > g for o, n, g in zip(start, size, shape, strict=True)):
+        raise ShardingError(f"the box {_box(start, size)} is not inside global_shape {shape}")
+
+
+def _box(start: Sequence[int], size: Sequence[int]) -> str:
+    return "[" + ", ".join(f"{o}:{o + n}" for o, n in zip(start, size, strict=True)) + "]"
+
+
+# --- whole states -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fused:
+    """How a tensor is split that holds several, one after the other, each of them split: q, k and v, or gate and up.
+
+    In the checkpoint the parts follow one another too, each of them whole: all of q, then all of k, then all of v.
+
+    >>> qkv = Fused(dim=0, lengths=(8, 2, 2))  # 8 rows of q, 2 of k and 2 of v on each rank
+    >>> shard_state({"qkv": torch.ones(12, 4)}, {"qkv": qkv}, rank=1, world_size=2)["qkv"].size()
+    torch.Size([24, 4])
+    """
+
+    dim: int
+    """Dimension along which the parts follow one another, and are split."""
+    lengths: tuple[int, ...]
+    """Length of each part on this rank along ``dim``, in elements. With grouped-query attention k and v are shorter."""
+    copies: tuple[int, ...] | None = None
+    """For each part, how many ranks in a row hold the same of it: with 8 ranks and 2 heads of k and v, (1, 4, 4). None:
+    one each."""
+
+
+Plan = Mapping[str, int | Fused | None]
+"""Split of each tensor by name or pattern."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    length: int
+    copies: int
+
+
+@dataclass(frozen=True)
+class _Local:
+    """A split tensor on one rank."""
+
+    dim: int
+    parts: tuple[_Part, ...]
+    others: tuple[int, ...]
+    """Its shape without ``dim``: the same on all ranks."""
+    dtype: torch.dtype
+
+
+def shard_state(
+    state: Mapping[str, Any],
+    plan: Plan,
+    *,
+    group: dist.ProcessGroup | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+) -> dict[str, Any]:
+    """Tell DCP how the tensors of a state are split among the ranks of a tensor-parallel group.
+
+    Returns a state to pass to `dcp.save`, `dcp.async_save` and `dcp.load`. Its tensors share memory with those of
+    ``state``, so a load writes into the model; what is no tensor is loaded into the returned dict.
+
+    >>> mine = {"mlp": torch.ones(2, 8), "norm": torch.ones(8)}
+    >>> split = shard_state(mine, {"mlp": 0, "norm": None}, rank=0, world_size=2)
+    >>> split["mlp"].size()
+    torch.Size([4, 8])
+
+    Args:
+        state: nested dicts and lists, with this rank's tensors.
+        plan: for each tensor, by its name (keys joined by dots: ``model.layers.0.weight``) or a pattern of names
+            (``*.weight``, as in `fnmatch`): the dimension along which it is split, a `Fused`, or None if each rank
+            holds all of it. A name counts before patterns, of these the first that fits. Every tensor must be in it,
+            so that no misspelt name makes shards look like replicas, of which one is saved; ``"*": None`` at the end
+            takes all the rest. Exempt are numbers (0 dimensions), DTensors and shards, which know how they are split.
+        group: the ranks that share the tensors, in the order of their shards. All of them call this, once: they tell
+            each other their shapes. Shards may differ in length.
+        rank: without ``group``: place of this rank's shards, of ``world_size``. All shards of a tensor have one length.
+        world_size: number of ranks that share the tensors.
+
+    Raises:
+        ShardingError: a tensor is in no entry of ``plan``, or cannot be split as it says; the ranks' shapes do not fit
+            each other; neither ``group`` nor ``rank`` and ``world_size`` are given. With ``group``, on all its ranks.
+    """
+    number, size = _place(group, rank, world_size)
+    try:
+        found: dict[str, _Local] | ShardingError = _find_split(state, plan)
+    except ShardingError as error:
+        if group is None:
+            raise
+        found = error  # raised below: the others wait for this rank
+    everyone: list[Any] = [found] * size
+    if group is not None:
+        dist.all_gather_object(everyone, found, group=group)
+    for failed in everyone:
+        if isinstance(failed, ShardingError):
+            raise failed
+    _check_alike(everyone)
+
+    def place(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return _shard(tensor, name, [each[name] for each in everyone], number) if name in everyone[0] else tensor
+
+    sharded: dict[str, Any] = _map_tensors(state, place)
+    return sharded
+
+
+def _place(group: dist.ProcessGroup | None, rank: int | None, world_size: int | None) -> tuple[int, int]:
+    if group is not None and rank is None and world_size is None:
+        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    elif group is not None or rank is None or world_size is None:
+        raise ShardingError("pass either group, or both rank and world_size")
+    if not 0 <= rank < world_size:
+        raise ShardingError(
+            f"rank {rank} is none of {world_size} ranks. Remedy: call it on the ranks of the group only"
+        )
+    return rank, world_size
+
+
+def _find_split(state: Mapping[str, Any], plan: Plan) -> dict[str, _Local]:
+    found: dict[str, _Local] = {}
+
+    def note(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if not _is_sharded(tensor) and tensor.dim():
+            split = _find_rule(name, plan)
+            if split is not None:
+                found[name] = _split(name, tensor, split if isinstance(split, Fused) else None, split)
+        return tensor
+
+    _map_tensors(state, note)
+    return found
+
+
+def _find_rule(name: str, plan: Plan) -> int | Fused | None:
+    if name in plan:
+        return plan[name]
+    for pattern, split in plan.items():
+        if fnmatchcase(name, pattern):
+            return split
+    raise ShardingError(
+        f"the plan does not say how {name!r} is split. Remedy: give its dimension, or None if each rank has all of it",
+        fqn=name,
+    )
+
+
+def _split(name: str, tensor: torch.Tensor, fused: Fused | None, split: Any) -> _Local:
+    dim = split if fused is None else fused.dim
+    shape = tuple(tensor.shape)
+    if not _is_local(tensor):
+        raise ShardingError(
+            f"{name!r} is {tensor.layout}, expected a dense tensor. Remedy: {{{name!r}: None}}", fqn=name
+        )
+    if isinstance(dim, bool) or not isinstance(dim, int) or not -len(shape) <= dim < len(shape):
+        raise ShardingError(f"the plan splits {name!r} along {dim!r}, which is no dimension of {shape}", fqn=name)
+    dim %= len(shape)
+    lengths = (shape[dim],) if fused is None else tuple(fused.lengths)
+    copies = (1,) * len(lengths) if fused is None or fused.copies is None else tuple(fused.copies)
+    if sum(lengths) != shape[dim] or min(lengths, default=-1) < 0 or len(copies) != len(lengths) or min(copies) < 1:
+        raise ShardingError(
+            f"{name!r} has length {shape[dim]} along {dim}, but the plan has parts of {lengths} with {copies} copies. "
+            "Remedy: lengths are those of this rank, and add up to that of its tensor",
+            fqn=name,
+        )
+    parts = tuple(map(_Part, lengths, copies))
+    return _Local(dim, parts, (*shape[:dim], *shape[dim + 1 :]), tensor.dtype)
+
+
+def _check_alike(everyone: Sequence[dict[str, _Local]]) -> None:
+    for rank, each in enumerate(everyone):
+        for name in everyone[0].keys() ^ each.keys():
+            raise ShardingError(
+                f"{name!r} is split on rank {0 if name in everyone[0] else rank}, but not on rank "
+                f"{rank if name in everyone[0] else 0}. Remedy: split the same tensors on all ranks of the group",
+                fqn=name,
+            )
+        for name, local in each.items():
+            first = everyone[0][name]
+            if _kind(local) != _kind(first):
+                raise ShardingError(
+                    f"{name!r} differs on ranks 0 and {rank} in more than its length along {first.dim}: {first}, "
+                    f"{local}. Remedy: check the plan and the shapes on both",
+                    fqn=name,
+                )
+            for number, part in enumerate(local.parts):
+                owner = rank - rank % part.copies
+                if len(everyone) % part.copies or everyone[owner][name].parts[number].length != part.length:
+                    raise ShardingError(
+                        f"part {number} of {name!r} cannot have {part.copies} copies on {len(everyone)} ranks: "
+                        f"{everyone[owner][name].parts[number].length} on rank {owner}, {part.length} on rank {rank}",
+                        fqn=name,
+                    )
+
+
+def _kind(local: _Local) -> object:
+    return local.dim, tuple(part.copies for part in local.parts), local.others, local.dtype
+
+
+def _shard(tensor: torch.Tensor, name: str, everyone: Sequence[_Local], rank: int) -> torch.Tensor:
+    own, starts, base = everyone[rank], [], 0
+    for number, part in enumerate(own.parts):
+        lengths = [each.parts[number].length for each in everyone[:: part.copies]]
+        starts.append(base + sum(lengths[: rank // part.copies]))
+        base += sum(lengths)
+    dims = range(tensor.dim())
+    whole = [base if d == own.dim else tensor.shape[d] for d in dims]
+    offsets = [[start if d == own.dim else 0 for d in dims] for start in starts]
+    boxes = torch.split(tensor.detach(), [part.length for part in own.parts], own.dim)
+    return shard(boxes, global_shape=whole, offsets=offsets)
+
+
+def _map_tensors(value: Any, change: Callable[[str, torch.Tensor], Any], name: str = "") -> Any:
+    """Copy nested dicts and lists, with ``change(name, tensor)`` in place of each tensor."""
+    if isinstance(value, torch.Tensor):
+        return change(name, value)
+    prefix = f"{name}." if name else ""
+    if isinstance(value, Mapping):
+        return {key: _map_tensors(entry, change, f"{prefix}{key}") for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_map_tensors(entry, change, f"{prefix}{number}") for number, entry in enumerate(value)]
+    if isinstance(value, tuple) and any(isinstance(entry, torch.Tensor) for entry in value):
+        raise ShardingError(
+            f"{name!r} is a tuple of tensors, which DCP saves as one object, from one rank. Remedy: make it a list",
+            fqn=name,
+        )
+    if hasattr(value, "state_dict"):
+        raise ShardingError(f"{name!r} is a {type(value).__name__}. Remedy: pass its state_dict()", fqn=name)
+    return value

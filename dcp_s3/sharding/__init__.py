@@ -1,1 +1,0 @@
-"""Hand-sharded models: shards that DCP is told of, where no DTensor does it."""
