@@ -9,20 +9,17 @@ from concurrent.futures import Future
 from typing import Literal, get_args
 
 from dcp_s3.errors import SettingsError
+from dcp_s3.stage.pool import GENERATIONS
 
 Overlap = Literal["wait", "queue"]
 """What `CheckpointManager.save` does while an earlier save uploads."""
 
 
-def check_overlap(overlap: object, generations: int) -> int:
-    """How many staged saves may wait for their upload.
-
-    Args:
-        overlap: an `Overlap`.
-        generations: the setting ``staging_generations``.
+def check_overlap(overlap: object) -> int:
+    """How many staged saves may wait for their upload, beside the one that uploads.
 
     Raises:
-        SettingsError: ``overlap`` is not an `Overlap`, or there is no staged copy for a save that waits.
+        SettingsError: ``overlap`` is not an `Overlap`.
     """
     if overlap == "supersede":
         raise SettingsError(
@@ -31,14 +28,7 @@ def check_overlap(overlap: object, generations: int) -> int:
         )
     if overlap not in get_args(Overlap):
         raise SettingsError(f"overlap = {overlap!r}, expected one of {', '.join(map(repr, get_args(Overlap)))}")
-    if overlap == "wait":
-        return 0
-    if generations < 2:
-        raise SettingsError(
-            f"overlap = {overlap!r} stages a state while another one uploads, but DCP_S3_STAGING_GENERATIONS = "
-            f"{generations}. Remedy: set it to 2 or more, or leave overlap out"
-        )
-    return generations - 1
+    return 0 if overlap == "wait" else GENERATIONS - 1
 
 
 class Line:

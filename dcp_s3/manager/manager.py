@@ -92,8 +92,7 @@ class CheckpointManager(RunReader):
             see `S3StorageWriter`.
         overwrite: replace a committed checkpoint of the same step. Otherwise the save fails with CheckpointExistsError.
         overlap: what `save` does while an earlier save uploads. ``wait``: it waits for it. ``queue``: it stages the
-            state, which is uploaded afterwards; as many wait as DCP_S3_STAGING_GENERATIONS leaves, usually one, then
-            `save` waits.
+            state, which is uploaded afterwards; while one waits, the next `save` waits.
         separate: FQN prefixes that get their own objects, see `S3StorageWriter`.
         weights_only: see `S3StorageReader`.
         save_on_sigterm: when SIGTERM has come to a rank, all save at their next call of `save` or `should_save`, soon
@@ -155,8 +154,7 @@ class CheckpointManager(RunReader):
             check_sigterm(save_on_sigterm)
             found = arguments.configure(root, retention, settings, separate, timeouts, step_format, self._should_save)
             self.root, self.settings, self.retention = found.root, found.settings, found.retention
-            room = check_overlap(overlap, self.settings.staging_generations)
-            self._saving = Saving(self._ranks.rank, overlap, room)
+            self._saving = Saving(self._ranks.rank, overlap, check_overlap(overlap))
             self._saving.fails_first = self._ranks.collective
             self._step_format = found.step_format
             self._catalog = CheckpointCatalog(str(found.root), settings=found.settings)

@@ -10,7 +10,7 @@ from dcp_s3 import ranks
 from dcp_s3.coordination.board import open_board
 from dcp_s3.coordination.identity import CountedSave, current_attempt
 from dcp_s3.coordination.not_begun import enter_save, leave, take_back
-from dcp_s3.errors import SaveProtocolError, SettingsError
+from dcp_s3.errors import SaveProtocolError
 from dcp_s3.manager.agreement import Run, differing
 from dcp_s3.manager.notes import Notes, numbers
 from dcp_s3.manager.ranks import Failures, Ranks
@@ -111,14 +111,9 @@ def separate_ranks(settings: SettingsLike, read_only: bool) -> SeparateRanks:
 
     Raises:
         SaveProtocolError: several ranks are to save, and nothing tells this attempt of the job from another one.
-        SettingsError: a setting is not allowed, or ``merge_ranks`` is off.
+        SettingsError: a setting is not allowed.
     """
     resolved = resolve_settings(settings)
-    if not resolved.merge_ranks:
-        raise SettingsError(
-            "a CheckpointManager with coordination='s3' makes one checkpoint of all ranks, which DCP_S3_MERGE_RANKS=0 "
-            "turns off. Remedy: unset it"
-        )
     if read_only and not ranks.is_initialized():
         found = launch()
         return SeparateRanks(found.rank, found.world_size)

@@ -69,13 +69,12 @@ def compare_values(
 @contextlib.contextmanager
 def _reading(saved: SavedCheckpoint, settings: Settings) -> Iterator[Reading]:
     """Reads of a checkpoint that no prune deletes meanwhile."""
-    settings = settings.model_copy(update={"load_buffers": min(settings.load_buffers, _LOAD_BUFFERS)})
     checkpoint = OpenCheckpoint(str(saved.url), settings, bounded=False, metadata=saved.metadata)
     lease = ReaderLease(checkpoint.store, saved.url, settings.reader_lease)
     lease.take()
     with lease.renewed():
         lease.check_not_deleted(None, rank=saved.manifests[0].rank if saved.manifests else None)
-        with checkpoint.reading() as reading:
+        with checkpoint.reading(buffers=_LOAD_BUFFERS) as reading:
             yield reading
 
 

@@ -124,15 +124,14 @@ def export(
         InvalidURLError, SettingsError, StorageError, OSError
     """
     given = resolve_settings(settings)
-    reads = given.model_copy(update={"load_buffers": min(given.load_buffers, _LOAD_BUFFERS)})
     wanted, most, format = parse_dtype(dtype), parse_shard_size(max_shard_size), parse_format(format)
     target = open_destination(destination, given)
-    lease = ReaderLease(S3Store(parse_url(url).bucket, reads), parse_url(url), reads.reader_lease)
+    lease = ReaderLease(S3Store(parse_url(url).bucket, given), parse_url(url), given.reader_lease)
     lease.take()
     with lease.renewed():
-        checkpoint = OpenCheckpoint(url, reads, bounded=False)
+        checkpoint = OpenCheckpoint(url, given, bounded=False)
         lease.check_not_deleted(None)
-        with checkpoint.reading(weights_only=weights_only) as reading:
+        with checkpoint.reading(weights_only=weights_only, buffers=_LOAD_BUFFERS) as reading:
             selected = Selected.of(checkpoint, include, rename, wanted, format)
             files = selected.plan(reading, format, most)
             attached = find_attachments(checkpoint.store, checkpoint.url) or {}

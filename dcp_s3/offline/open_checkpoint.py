@@ -124,11 +124,11 @@ class OpenCheckpoint:
         return {fqn: found[fqn] for fqn in wanted}
 
     @contextlib.contextmanager
-    def reading(self, *, weights_only: bool = True) -> Iterator[Reading]:
-        """Reads that share an engine."""
+    def reading(self, *, weights_only: bool = True, buffers: int | None = None) -> Iterator[Reading]:
+        """Reads that share an engine; ``buffers``: see `Source`."""
         spill = open_store(self.settings)
         with contextlib.closing(LocalObjects(spill, str(self.url))) if spill else contextlib.nullcontext() as local:
-            source = Source(self.store, self.url, local)
+            source = Source(self.store, self.url, local, buffers=buffers)
             executor = LoadExecutor(source, self._metadata, ReaderTransforms(None), weights_only=weights_only)
             yield Reading(self, executor)
 

@@ -33,8 +33,8 @@ def fetch_into(
 
     There is one request unless it breaks or straggles. After a break the next request asks only for the rest, of the
     same version of the object (If-Match). An attempt that made progress does not count towards the limit. One that
-    straggles may be overtaken by a second one (``DCP_S3_HEDGE_PERCENTILE``). Only this thread writes to the targets,
-    and the threads of second requests have ended when the function returns or raises.
+    straggles may be overtaken by a second one. Only this thread writes to the targets, and the threads of second
+    requests have ended when the function returns or raises.
 
     Raises:
         ObjectNotFoundError: no such object.

@@ -130,7 +130,6 @@ class Race:
         self._cursor = cursor
         self._etag: list[str] = [] if etag is None else [etag]
         self._hedges = hedges_of(store)
-        self._is_watched = store.settings.hedge_percentile > 0
         self._flight = Flight()
         self._idle = _Idle(self._flight)
         self._lock = threading.Lock()  # the cursor, who won, and whether it is over
@@ -140,13 +139,10 @@ class Race:
         self._closed = False
 
     def __enter__(self) -> Race:
-        if self._is_watched:
-            self._hedges.enter(self)
+        self._hedges.enter(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if not self._is_watched:
-            return
         with self._lock:
             self._closed = True
             hedge = self._hedge
@@ -165,9 +161,6 @@ class Race:
             Cancelled: `stop` is set.
             Exception: raised by botocore, urllib3 or the socket.
         """
-        if not self._is_watched:
-            self._get()
-            return
         try:
             with self._flight.on_this_thread():
                 timing = self._get()
@@ -228,7 +221,7 @@ class Race:
 
     def _is_late(self, idle: _Idle, elapsed: float) -> bool:
         awaits = idle.pass_by(elapsed)
-        return awaits is not None and idle.seconds > self._hedges.patience(self._store, awaits)
+        return awaits is not None and idle.seconds > self._hedges.patience(awaits)
 
     def _may_start(self, *, take: bool) -> bool:
         return (

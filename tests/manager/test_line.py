@@ -19,22 +19,19 @@ _PATIENCE_SECONDS = 60
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 
-@pytest.mark.parametrize(("overlap", "generations", "room"), [("wait", 1, 0), ("queue", 2, 1), ("queue", 4, 3)])
-def test_as_many_wait_as_there_are_staged_copies_beside_the_one_that_uploads(
-    overlap: str, generations: int, room: int
-) -> None:
-    assert check_overlap(overlap, generations) == room
+@pytest.mark.parametrize(("overlap", "room"), [("wait", 0), ("queue", 1)])
+def test_as_many_wait_as_there_are_staged_copies_beside_the_one_that_uploads(overlap: str, room: int) -> None:
+    assert check_overlap(overlap) == room
 
 
 @pytest.mark.parametrize(
-    ("overlap", "generations", "message"),
-    [("newest", 2, "overlap = 'newest', expected one of 'wait', 'queue'"),
-     ("supersede", 2, "no longer supported.*should_save=SaveContinuously"),
-     ("queue", 1, "DCP_S3_STAGING_GENERATIONS = 1. Remedy: set it to 2 or more")],
+    ("overlap", "message"),
+    [("newest", "overlap = 'newest', expected one of 'wait', 'queue'"),
+     ("supersede", "no longer supported.*should_save=SaveContinuously")],
 )  # fmt: skip
-def test_what_cannot_overlap_is_refused(overlap: Any, generations: int, message: str) -> None:
+def test_what_cannot_overlap_is_refused(overlap: Any, message: str) -> None:
     with pytest.raises(errors.SettingsError, match=message):
-        CheckpointManager(ROOT, overlap=overlap, settings={"staging_generations": generations})
+        CheckpointManager(ROOT, overlap=overlap)
 
 
 # --- the line -------------------------------------------------------------------------------------------

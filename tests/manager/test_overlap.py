@@ -103,24 +103,24 @@ def test_the_queue_is_bounded_by_the_staged_copies(gate: Gate, monkeypatch: pyte
         wait(line)
 
     monkeypatch.setattr(Line, "wait_for_room", waiting)
-    with CheckpointManager(ROOT, overlap="queue", settings={"staging_generations": 3}) as manager:
+    with CheckpointManager(ROOT, overlap="queue") as manager:
 
         def one_too_many() -> None:
-            train(manager, 1, 2, 3)
+            train(manager, 1, 2)
             assert not full.is_set()
-            train(manager, 4)
+            train(manager, 3)
             was_open.append(gate.open.is_set())
 
         thread = threading.Thread(target=one_too_many)
         thread.start()
         assert full.wait(_PATIENCE_SECONDS)
         assert manager._stager is not None
-        assert manager._stager._pool.in_use == 3
+        assert manager._stager._pool.in_use == 2
         gate.open.set()
         thread.join(_PATIENCE_SECONDS)
         assert was_open == [True]
-    assert committed() == [1, 2, 3, 4]
-    assert all(is_of(load(step), step) for step in (1, 2, 3, 4))
+    assert committed() == [1, 2, 3]
+    assert all(is_of(load(step), step) for step in (1, 2, 3))
 
 
 def test_without_overlap_a_save_waits_for_the_one_before(gate: Gate) -> None:

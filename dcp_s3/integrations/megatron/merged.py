@@ -28,8 +28,7 @@ def merges(settings: SettingsLike) -> bool:
     Those of one rank have nothing to gather. Those that may spill to a local disk are committed by rank 0 once that
     disk is drained: it must know the results.
     """
-    found = resolve_settings(settings)
-    return found.merge_ranks and found.spill_dir is None and dist.get_world_size() > 1
+    return resolve_settings(settings).spill_dir is None and dist.get_world_size() > 1
 
 
 class MergedSave(SaveWithoutCollectives):

@@ -32,7 +32,7 @@ from dcp_s3.integrations.megatron.merged import MergedSave
 from dcp_s3.save.save import Save
 from dcp_s3.save.without_collectives import SaveWithoutCollectives
 from dcp_s3.save.writer import S3StorageWriter
-from dcp_s3.settings import SettingsLike, resolve_settings
+from dcp_s3.settings import SettingsLike
 from dcp_s3.torch_private import wrap_exception
 
 Outcome = list[WriteResult] | BaseException
@@ -77,12 +77,12 @@ class MegatronS3Writer(S3StorageWriter):
         attachments: Mapping[str, bytes] | None = None,
         settings: SettingsLike = None,
     ) -> None:
-        objects = max(1, thread_count if separation_hint is None else thread_count // 2)
         super().__init__(
             checkpoint_dir,
             overwrite=True,
             separate=None if separation_hint is None else [f"{separation_hint}*"],
-            settings=resolve_settings(settings).model_copy(update={"buckets_per_rank": objects}),
+            max_objects=max(1, thread_count if separation_hint is None else thread_count // 2),
+            settings=settings,
         )
         self._failure: DcpS3Error | None = None
         self._prepared: Prepared | None = None
