@@ -32,8 +32,8 @@ from dcp_s3.manager.line import Overlap
 from tests.memory_s3 import Link, MemoryS3Process
 
 _BUCKET = "benchmark"
-_SETTINGS: dict[str, Any] = {"part_size": "64MiB", "buckets_per_rank": 1}  # one connection: its rate is the link's
-_OVERLAPS: tuple[Overlap, ...] = ("wait", "queue", "supersede")
+_SETTINGS: dict[str, Any] = {"part_size": "64MiB", "concurrency": 1}  # its rate is the link's
+_OVERLAPS: tuple[Overlap, ...] = ("wait", "queue")
 _LEAST_SECONDS = 0.3  # that a process trains before it may be killed
 
 

@@ -38,7 +38,7 @@ def main() -> None:
     """Run the benchmark as the command line says; print a table, write JSON and a chart."""
     options = _parse_arguments()
     console = Console(width=None if sys.stdout.isatty() else 200)
-    skipped = {name: reason for name in options.backends if (reason := reason_to_skip(BACKENDS[name].case))}
+    skipped = {name: reason for name in options.backends if (reason := reason_to_skip(BACKENDS[name]))}
     for name, reason in skipped.items():
         console.print(f"[yellow]{name} skipped: {reason}")
     backends = [name for name in options.backends if name not in skipped]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import time
 import traceback
 import warnings
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from benchmarks.cases import CASES as STORAGE_CASES
 from benchmarks.cases import Target
 from benchmarks.reshard_cases import Box, Layout, Spec, TensorSpec
+from dcp_s3.s3 import hedge
 from tests.memory_s3 import Counters, fetch_counters, reset_counters
 
 State = dict[str, Any]
@@ -34,25 +36,8 @@ STEP = "train.step"
 STEP_VALUE = 1234
 
 
-@dataclass(frozen=True)
-class Backend:
-    """A way to load."""
-
-    case: str
-    """Whose reader, of :data:`benchmarks.cases.CASES`."""
-    environment: Mapping[str, str]
-    """Set while it loads."""
-
-
-# How much hedging fetches twice depends on how busy the machine is: benchmarks.hedging counts that.
-_PLAIN = {"DCP_S3_HEDGE_PERCENTILE": "0"}
-
-BACKENDS: dict[str, Backend] = {
-    "dcp_s3": Backend("dcp_s3", _PLAIN),
-    "dcp_s3-unshared": Backend("dcp_s3", {**_PLAIN, "DCP_S3_LOAD_SHARING": "0"}),
-    "s3torchconnector": Backend("s3torchconnector", {}),
-    "fsspec": Backend("fsspec", {}),
-}
+BACKENDS = {"dcp_s3": "dcp_s3", "dcp_s3-unshared": "dcp_s3", "s3torchconnector": "s3torchconnector", "fsspec": "fsspec"}
+"""Ways to load, and whose reader each is, of :data:`benchmarks.cases.CASES`."""
 
 
 @dataclass(frozen=True)
@@ -131,19 +116,20 @@ def work(
     """
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
+    # How much hedging fetches twice depends on how busy the machine is: benchmarks.hedging counts that.
+    hedge._MIN_DELAY = math.inf
     rank, costs = dist.get_rank(), []
     os.environ["AWS_ACCESS_KEY_ID"] = access_key(rank)
     for name, layout in saves.items():
         state = make_state({} if name == WARM_UP else spec, layout, rank, filled=True)
         dcp.save(state, storage_writer=STORAGE_CASES["dcp_s3"](target).writer(name))
     for backend in dict.fromkeys(backend for _, _, backend in loads):
-        with contextlib.suppress(Exception, CheckpointException), _environment(backend):
+        with contextlib.suppress(Exception, CheckpointException):
             dcp.load({STEP: torch.tensor(0)}, storage_reader=_reader(backend, target, WARM_UP))
     for checkpoint, layout, backend in loads:
         state = make_state(spec, layout, rank, filled=False)
         try:
-            with _environment(backend):
-                cost = _measure(state, backend, target, checkpoint)
+            cost = _measure(state, backend, target, checkpoint)
         except (Exception, CheckpointException):  # noqa: BLE001 - whatever a backend raises
             costs.append(Cost(0.0, 0.0, None, traceback.format_exc()[-2000:]))
             continue
@@ -152,19 +138,11 @@ def work(
     return costs
 
 
-@contextlib.contextmanager
-def _environment(backend: str) -> Iterator[None]:
-    own = BACKENDS[backend].environment
-    os.environ.update(own)
-    try:
-        yield
-    finally:
-        for name in own:
-            del os.environ[name]
-
-
-def _reader(backend: str, target: Target, checkpoint: str) -> dcp.StorageReader:
-    return STORAGE_CASES[BACKENDS[backend].case](target).reader(checkpoint)
+def _reader(backend: str, target: Target, checkpoint: str) -> Any:
+    reader = STORAGE_CASES[BACKENDS[backend]](target).reader(checkpoint)
+    if backend == "dcp_s3-unshared":
+        reader.load_sharing = False
+    return reader
 
 
 def _measure(state: State, backend: str, target: Target, checkpoint: str) -> Cost:

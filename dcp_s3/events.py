@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 __all__ = [
     "Committed", "Drained", "Event", "Listener", "LoadFailed", "LoadStarted", "Loaded", "PruneFailed", "Pruned",
-    "SaveFailed", "SaveStarted", "Spilled", "Staged", "Subscription", "Superseded", "Throttled", "Written", "subscribe",
+    "SaveFailed", "SaveStarted", "Spilled", "Staged", "Subscription", "Throttled", "Written", "subscribe",
 ]  # fmt: skip
 
 
@@ -141,22 +141,6 @@ class SaveFailed(Event):
 
     def count(self) -> None:
         totals.add("saves", failed=1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Superseded(Event):
-    """A staged save was dropped, because a newer one came before its upload began: ``overlap="supersede"``. One on each
-    rank."""
-
-    url: str
-    """URL to which nothing is saved."""
-    step: int
-    rank: int
-    by: int | None
-    """Step of the newer save; None if another rank decided and did not say."""
-
-    def count(self) -> None:
-        totals.add("saves", superseded=1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -41,6 +41,21 @@ ENV_PREFIX = "DCP_S3_"
 _MOST_CONNECTIONS = 64
 _LARGE_PART = 64 * 2**20
 
+_REMOVED = {
+    "allow_dtype_cast": "S3StorageReader(allow_dtype_cast=False) refuses to convert",
+    "buckets_per_rank": "S3StorageWriter(max_objects=...) says how many, 4 by default",
+    "hedge_min_delay": "a GET without a byte for 0.2 s may be hedged",
+    "hedge_percentile": "GETs that straggle are always hedged, at most one in ten",
+    "load_buffers": "a load takes at most 512 MiB of buffers",
+    "load_sharing": "S3StorageReader(load_sharing=False) reads everything by itself",
+    "merge_ranks": "the ranks of a save without collectives make one checkpoint",
+    "prefix_spread": "it did not relieve S3; for very large jobs set a larger part_size",
+    "read_gap": "gaps of up to 256 KiB are fetched",
+    "read_waste": "gaps make up at most 0.25 % of what is fetched",
+    "staging_generations": "S3Stager(generations=...) says how many staged copies may exist, staging_limit their bytes",
+}
+"""Settings of earlier versions, and what holds instead."""
+
 
 class Settings(BaseSettings):
     """The configuration of one writer or reader. Immutable, hashable, and safe to pickle and to print.
@@ -81,8 +96,6 @@ class Settings(BaseSettings):
     concurrency: Connections = "auto"
     """Most requests in flight per process in each direction. Below that, connections grow for as long as more of them
     move more bytes, and what was found is kept for the next save or load. ``auto``: 64, which carry 5 GiB/s from S3."""
-    buckets_per_rank: int = Field(default=4, ge=1, le=256)
-    """At most this many objects per rank and save; small states get fewer."""
     checksum: Literal["auto", "crc64nvme", "crc32c", "none"] = "auto"
     """Checksum sent with every part, so that S3 rejects damage in flight. ``auto`` is CRC-64/NVME. ``none`` also omits
     the checksums of items and objects, so a load cannot verify them."""
@@ -108,33 +121,10 @@ class Settings(BaseSettings):
     load_timeout: Seconds | None = Field(default=None, gt=0)
     """Seconds in which a rank must load, counted from when it has the metadata. Unset: no limit."""
 
-    read_gap: Size = Field(default=256 * 2**10, ge=0)
-    """Largest gap in bytes between two ranges of an object that a load fetches and throws away, rather than send two
-    requests. 256 KiB is what S3 sends on one connection (90 MB/s) in a tenth of a request's latency (about 30 ms). A
-    higher value makes fewer requests; a lower one moves fewer bytes."""
-    read_waste: float = Field(default=0.0025, ge=0, allow_inf_nan=False)
-    """The most that a load may fetch and throw away in gaps, as a fraction of the bytes that it needs."""
-    load_buffers: Size = Field(default=512 * 2**20, ge=2**20)
-    """Bytes of host memory, per process, for loading what cannot be received in place: tensors on a device, strided
-    ones, other dtypes, parts of rows."""
-    hedge_percentile: float = Field(default=95.0, ge=0, lt=100)
-    """Hedge a ranged GET with a second one if it takes longer than this percentile of earlier ones, to its first byte
-    or between two blocks of its body. 0: never. At most one in ten is hedged, and none while S3 throttles."""
-    hedge_min_delay: Seconds = Field(default=0.2, gt=0)
-    """Seconds without a byte before a request may be hedged, however fast the others are. 0.2: nearly all requests get
-    S3's first byte within that time; those that straggle take seconds."""
-
-    prefix_spread: int = Field(default=0, ge=0, le=4)
-    """No longer has an effect: it spread names below the checkpoint's URL, where S3's partitions are always cold. A
-    larger ``part_size`` keeps very large jobs below S3's request limits. Checkpoints saved with it can still be
-    read."""
-
     staging_limit: SizeOrFraction | None = None
     """Host memory per process for the staged copies of asynchronous saves: bytes (``64GiB``), or a fraction (``0.5``,
     ``50%``) of the memory available when the stager is made, divided by the ranks on the host (``LOCAL_WORLD_SIZE``).
     Unset: no limit."""
-    staging_generations: int = Field(default=2, ge=1, le=64)
-    """Staged copies that may exist at a time. While all of them are being saved, the next asynchronous save waits."""
     spill_dir: Directory | None = None
     """Local directory (NVMe) for staged copies beyond ``staging_limit``, and for objects that wait for S3: an absolute
     path, or one with ``~``. Unset: no spilling. Processes of one host may share it; those of different hosts must
@@ -150,9 +140,6 @@ class Settings(BaseSettings):
     """When a save is done. ``s3``: when it is committed on S3. ``local``: when every rank has it on its disk
     (``spill_dir``); it is then uploaded and committed in the background."""
 
-    merge_ranks: bool = True
-    """Whether the ranks of a save without collectives make one checkpoint together. Off: each commits one for
-    itself, as torch's writers do."""
     run_id: str | None = Field(default=None, min_length=1, max_length=200)
     """Name of this start of the job, for saves without collectives: the same on all ranks, and never used again, unless
     torchrun or SLURM count the restart. Unset: what the process group and the launcher say (torchrun, SLURM)."""
@@ -171,13 +158,6 @@ class Settings(BaseSettings):
     """Regular expression with one group of digits that finds the step in a checkpoint's name, for example
     ``step-(\\d+)``. Unset: the number after ``step``, ``iter``, ``checkpoint`` or ``epoch``, or the whole name."""
 
-    load_sharing: bool = True
-    """Whether data that several ranks of a load need is read from S3 once and sent between the ranks. Needs a process
-    group with gloo for CPU tensors. Off on one rank means off on all."""
-    allow_dtype_cast: bool = True
-    """Whether a load may convert a saved tensor to another dtype, as torch's readers do. One warning names the tensors
-    whose values may not all fit. Off: `DtypeMismatchError`, before anything is changed."""
-
     def __init__(self, **values: Any) -> None:
         try:
             super().__init__(**values)
@@ -188,12 +168,6 @@ class Settings(BaseSettings):
         except ValidationError as error:
             raise SettingsError(_explain(error, values)) from None
         _warn_of_unknown_variables(type(self))
-        if self.prefix_spread and "prefix_spread" not in _warned:
-            _warned.add("prefix_spread")
-            logger.warning(
-                "DCP_S3_PREFIX_SPREAD = %d has no effect any more: it did not relieve S3. Remedy: unset it; for very "
-                "large jobs set a larger DCP_S3_PART_SIZE, so that a save makes fewer requests", self.prefix_spread,
-            )  # fmt: skip
 
     def __repr_args__(self) -> Iterator[tuple[str, Any]]:
         """Only what differs from the defaults."""
@@ -296,6 +270,9 @@ def _explain(error: ValidationError, given: Mapping[str, Any]) -> str:
         name = str(detail["loc"][0]) if detail["loc"] else "settings"
         name = name.removeprefix(ENV_PREFIX.lower())
         source = f"setting {name!r}" if name in given else f"{ENV_PREFIX}{name.upper()}"
+        if name in _REMOVED:
+            lines.append(f"{source} no longer exists. Remedy: leave it out: {_REMOVED[name]}")
+            continue
         if detail["type"] == "extra_forbidden":
             lines.append(f"{source} is not a setting. Remedy: {_suggest(name, Settings.model_fields)}")
             continue
@@ -360,14 +337,22 @@ _warned: set[str] = set()
 
 
 def unknown_variables() -> dict[str, str]:
-    """The variables with the prefix that are not settings, each with the closest setting; empty if none is close."""
+    """The variables with the prefix that are not settings, each with the closest setting; empty if none is close, or
+    if it was a setting of an earlier version."""
     known = [ENV_PREFIX + name.upper() for name in Settings.model_fields]
     ours = [name for name in os.environ if name.upper().startswith(ENV_PREFIX)]
     return {
         name: next(iter(difflib.get_close_matches(name.upper(), known, n=1, cutoff=0.75)), "")
+        if _removed_setting(name) is None
+        else ""
         for name in ours
         if name.upper() not in known and not name.upper().startswith(ENV_PREFIX + "TEST_")
     }
+
+
+def _removed_setting(variable: str) -> str | None:
+    """What holds instead of a setting of earlier versions; None if it was none."""
+    return _REMOVED.get(variable.upper().removeprefix(ENV_PREFIX).lower())
 
 
 def _warn_of_unknown_variables(cls: type[Settings]) -> None:
@@ -377,8 +362,11 @@ def _warn_of_unknown_variables(cls: type[Settings]) -> None:
     for name in unknown_variables():
         if name not in _warned:
             _warned.add(name)
-            remedy = _suggest(name.upper(), known)
-            logger.warning("%s is set but is not a setting of dcp_s3. Remedy: %s", name, remedy)
+            if (instead := _removed_setting(name)) is not None:
+                logger.warning("%s has no effect any more. Remedy: unset it; %s", name, instead)
+            else:
+                remedy = _suggest(name.upper(), known)
+                logger.warning("%s is set but is not a setting of dcp_s3. Remedy: %s", name, remedy)
 
 
 def _suggest(name: str, known: Iterable[str]) -> str:
@@ -389,6 +377,15 @@ def _suggest(name: str, known: Iterable[str]) -> str:
 
 
 SettingsLike = Settings | Mapping[str, Any] | None
+
+
+def stored_settings(values: Mapping[str, Any]) -> Settings:
+    """The `Settings` that a process stored, perhaps one with an earlier version: what no longer exists is left out.
+
+    Raises:
+        SettingsError: a value is not allowed, or there was never such a setting.
+    """
+    return Settings(**{name: value for name, value in values.items() if name not in _REMOVED})
 
 
 def resolve_settings(settings: SettingsLike) -> Settings:

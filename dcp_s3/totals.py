@@ -20,8 +20,6 @@ class SaveTotals:
     """Saves that failed on this rank, or on another one as far as this rank was told."""
     committed: int = 0
     """Commits that this process made: as the coordinator, or of its spilled saves."""
-    superseded: int = 0
-    """Staged saves that were dropped for newer ones."""
     bytes: int = 0
     """Bytes that this rank wrote, to S3 or to its spill directory."""
     seconds: float = 0.0

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 from dcp_s3 import Settings
 from dcp_s3.s3.parts import GETS_PER_SECOND, PUTS_PER_SECOND, plan_part_size
+from dcp_s3.save.plan import OBJECTS_PER_RANK
+from dcp_s3.stage.pool import GENERATIONS
 from dcp_s3.units import format_size
 
 #: What S3 gives one connection, bytes per second.
@@ -59,7 +61,7 @@ class Sizes:
 
 def size(training: Training) -> Sizes:
     """Work it out."""
-    settings = Settings(part_size="auto", concurrency="auto", buckets_per_rank=4, staging_generations=2)
+    settings = Settings(part_size="auto", concurrency="auto")
     ranks = training.hosts * training.ranks_per_host
     checkpoint = training.parameters * training.bytes_each
     rank = checkpoint / ranks
@@ -71,8 +73,8 @@ def size(training: Training) -> Sizes:
         )  # fmt: skip
 
     part = plan(PUTS_PER_SECOND)
-    objects = ranks * settings.buckets_per_rank
-    parts = objects * -(-int(rank / settings.buckets_per_rank) // part)
+    objects = ranks * OBJECTS_PER_RANK
+    parts = objects * -(-int(rank / OBJECTS_PER_RANK) // part)
     # Each object: CreateMultipartUpload, its parts, CompleteMultipartUpload. Then the manifest and .metadata.
     puts = parts + 2 * objects + 2
     rate = min(
@@ -82,13 +84,13 @@ def size(training: Training) -> Sizes:
     )
     seconds = rank / rate
     # Each rank reads its own bytes, in runs of an object; .metadata is read once.
-    gets = objects * -(-int(rank / settings.buckets_per_rank) // plan(GETS_PER_SECOND)) + 1
+    gets = objects * -(-int(rank / OBJECTS_PER_RANK) // plan(GETS_PER_SECOND)) + 1
     save_dollars = puts / 1000 * training.put_price
     return Sizes(
         ranks=ranks,
         checkpoint=checkpoint,
         rank=rank,
-        host_staging=settings.staging_generations * rank * training.ranks_per_host,
+        host_staging=GENERATIONS * rank * training.ranks_per_host,
         part=part,
         objects=objects,
         puts=puts,

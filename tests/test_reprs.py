@@ -102,8 +102,8 @@ SHOWN = [
     (lambda: Fused(0, (4, 2, 2)), "Fused(dim=0, lengths=(4, 2, 2), copies=None)"),
     (lambda: Settings(), "Settings()"),
     (
-        lambda: Settings(spill_dir="/nvme", part_size="64MiB", hedge_percentile=0),
-        "Settings(part_size=67108864, hedge_percentile=0.0, spill_dir='/nvme')",
+        lambda: Settings(spill_dir="/nvme", part_size="64MiB", load_timeout=5),
+        "Settings(part_size=67108864, load_timeout=5.0, spill_dir='/nvme')",
     ),
     (lambda: KeepLatest(3) | KeepBest(1, "loss", "min"), None),
     (lambda: KeepDaily(7), "KeepDaily(n=7)"),
@@ -154,7 +154,7 @@ def _long(count: int) -> Sequence[Any]:
         S3StorageWriter(url), S3StorageReader(url), CheckpointCatalog(url), KeepSteps(range(10**9, 10**9 + count)),
         ExportResult(("name",) * count, count, count, count),
         Settings(spill_dir="/" + "nvme" * count, endpoint_url=f"https://{'s3.' * 20}test", region="x" * count,
-                 read_gap=1, storage_class="y" * count, sse_kms_key_id="z" * count, retention="latest:3 " * count),
+                 rank_timeout=1, storage_class="y" * count, sse_kms_key_id="z" * count, retention="latest:3 " * count),
     )  # fmt: skip
 
 

@@ -81,7 +81,7 @@ def failing_save(server: FaultyServer, operation: str, fault: Fault) -> None:
 
 def drain(directory: Path, url: str) -> DrainReport:
     """Spill a save whose multipart upload was begun, then drain it."""
-    save(url, settings={"durability": "local", "spill_dir": str(directory), "buckets_per_rank": 1})
+    save(url, max_objects=1, settings={"durability": "local", "spill_dir": str(directory)})
     store = SpillStore(directory)
     (data,) = [found for found in store.scan() if found.journal.commit is None]
     (spilled,) = data.journal.objects

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import dcp_s3
 from dcp_s3 import S3StorageReader, S3StorageWriter, Settings, settings
 from dcp_s3.errors import SettingsError
-from dcp_s3.settings import most_ranks_on_host
+from dcp_s3.settings import most_ranks_on_host, stored_settings, unknown_variables
 
 
 def test_environment_and_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,13 +63,11 @@ def test_the_environment_is_read_when_the_object_is_made(monkeypatch: pytest.Mon
         ("LOAD_TIMEOUT", "-1s", "30s"),
         ("LOAD_TIMEOUT", "nan", "30s"),
         ("RETENTION_GRACE", "99999999999d", "at most"),
-        ("HEDGE_MIN_DELAY", "1e23", "30s"),
-        ("LOAD_BUFFERS", "9" * 23, "at most"),
+        ("RANK_TIMEOUT", "1e23", "30s"),
+        ("SPILL_KEEP", "9" * 23, "at most"),
         ("SPILL_LIMIT", "99999999999TiB", "at most"),
         ("STAGING_LIMIT", "9" * 400, "at most"),
-        ("READ_GAP", "-1", "64MiB"),
-        ("READ_WASTE", "inf", "finite"),
-        ("READ_WASTE", "nan", "finite"),
+        ("SPILL_KEEP", "-1", "64MiB"),
         ("CONCURRENCY", "9" * 23, "512"),
     ],
 )
@@ -86,7 +84,7 @@ def test_a_bad_value_names_variable_value_and_what_is_allowed(
 
 
 @pytest.mark.parametrize(
-    "name", ["read_timeout", "save_timeout", "part_size", "staging_limit", "read_gap", "spill_limit"]
+    "name", ["read_timeout", "save_timeout", "part_size", "staging_limit", "spill_keep", "spill_limit"]
 )
 @pytest.mark.parametrize(
     "value",
@@ -197,16 +195,30 @@ def test_a_misspelled_variable_is_reported(monkeypatch: pytest.MonkeyPatch, capl
     assert "DCP_S3_PARTSIZE" in caplog.text
 
 
-def test_spreading_names_has_no_effect_and_says_so_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("name", sorted(settings._REMOVED))
+def test_a_variable_of_an_earlier_version_has_no_effect_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
     monkeypatch.setattr(settings, "_warned", set())
-    monkeypatch.setenv("DCP_S3_PREFIX_SPREAD", "2")
+    variable = f"DCP_S3_{name.upper()}"
+    monkeypatch.setenv(variable, "whatever it was")
     with caplog.at_level(logging.WARNING, "dcp_s3.settings"):
-        assert {Settings().prefix_spread, Settings().prefix_spread} == {2}
+        assert Settings() == Settings()
     [record] = caplog.records
-    assert "no effect" in record.getMessage()
-    assert "DCP_S3_PART_SIZE" in record.getMessage()
+    assert record.getMessage().startswith(f"{variable} has no effect any more. Remedy: unset it; ")
+    assert unknown_variables() == {variable: ""}
+
+
+def test_a_setting_of_an_earlier_version_in_code_is_an_error_that_says_what_holds_instead() -> None:
+    with pytest.raises(SettingsError, match=r"'staging_generations' no longer exists.*S3Stager\(generations=\.\.\.\)"):
+        S3StorageWriter("s3://bucket/x", settings={"staging_generations": 1})
+
+
+def test_settings_that_an_earlier_version_stored_are_read() -> None:
+    stored = {**Settings(part_size="8MiB").model_dump(), **dict.fromkeys(settings._REMOVED, 1)}
+    assert stored_settings(stored) == Settings(part_size="8MiB")
+    with pytest.raises(SettingsError, match="part_sise"):
+        stored_settings({**stored, "part_sise": 1})
 
 
 def test_no_secret_gets_into_repr_or_pickle(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from dcp_s3.settings import ENV_PREFIX, local_world_size, resolve_settings, unkn
 from dcp_s3.spill.durable import as_spill_error, flush_directory
 from dcp_s3.spill.store import SpillStore
 from dcp_s3.stage.budget import measure_available, resolve_limit
+from dcp_s3.stage.pool import GENERATIONS
 from dcp_s3.torch_version import TESTED, is_newer_than_tested
 from dcp_s3.units import format_size, plural
 
@@ -99,9 +100,7 @@ def check_memory(name: str, exam: Examination) -> CheckResult:
     limit = resolve_limit(exam.settings.staging_limit, available, ranks)
     free = f"{format_size(available)} available"
     if limit is None:
-        return passed(
-            name, f"{free}; asynchronous saves stage up to {exam.settings.staging_generations} copies of a rank's state"
-        )
+        return passed(name, f"{free}; asynchronous saves stage up to {GENERATIONS} copies of a rank's state")
     if limit * ranks > available:
         return warned(
             name,

@@ -6,9 +6,7 @@ And one that it has begun and does not stand by any more, as it restored a check
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 
-from dcp_s3.checkpoint.commit import delete_quietly
 from dcp_s3.checkpoint.info import find_step
 from dcp_s3.coordination.claim import Claim, claim_of, has_gone_past, withdraw
 from dcp_s3.coordination.identity import (
@@ -93,65 +91,16 @@ def leave(url: CheckpointURL, settings: Settings, save: CountedSave, error: Base
     told = isinstance(error, Exception) and not isinstance(error, CheckpointExistsError)
     if save.attempt.world_size > 1 and told:
         why = f"{type(error).__name__}: {error}"  # not the error, whose frames hold the state
-        tell_later("that this one has failed", lambda: tell_failed(url, settings, save, why))
+        _telling.submit(lambda: _tell_failed(url, settings, save, why))
 
 
-def tell_later(what: str, tell: Callable[[], None]) -> None:
-    """Tell the other ranks in the background, one after the other.
-
-    Args:
-        what: what they are told, for the log.
-        tell: does it; DcpS3Error is logged.
-    """
-
-    def run() -> None:
-        try:
-            tell()
-        except DcpS3Error as failed:
-            logger.warning("the other ranks are not told %s: %s", what, failed)
-
-    _telling.submit(run)
-
-
-def tell_failed(url: CheckpointURL, settings: Settings, save: CountedSave, why: str) -> None:
-    """Tell the other ranks that this one has failed before it began a save. It may still begin it.
-
-    Args:
-        url: URL of the checkpoint.
-        settings: the writer's settings.
-        save: the save.
-        why: the error.
-
-    Raises:
-        StorageError
-    """
-    attempt = save.attempt
+def _tell_failed(url: CheckpointURL, settings: Settings, save: CountedSave, why: str) -> None:
     claim = _claim(url, settings, save)
-    joint = JointSave(url, claim, attempt.rank, overwrite=False, rank_timeout=settings.rank_timeout)
-    sign_failed(S3Store(url.bucket, settings), joint, why)
-
-
-def tell_superseded(url: CheckpointURL, settings: Settings, save: CountedSave, *, step: int, by: int) -> None:
-    """Tell the other ranks that this one makes no part of a save, before it has begun it: it can never be whole.
-
-    Args:
-        url: URL of the checkpoint.
-        settings: the writer's settings.
-        save: the save.
-        step: its step.
-        by: step that is saved instead.
-
-    Raises:
-        StorageError
-    """
-    reason = f"step {step} is not saved to {url}: rank {save.attempt.rank} saves step {by} instead"
-    notice = Notice(save_of(save.attempt, str(url), save.number), 0, {}, reason, by)
-    S3Store(url.bucket, settings).put(_notice_key(url, save), notice.to_json())
-
-
-def forget_superseded(url: CheckpointURL, settings: Settings, save: CountedSave) -> None:
-    """Remove what `tell_superseded` wrote, when all ranks have come past that save."""
-    delete_quietly(S3Store(url.bucket, settings), {_notice_key(url, save)}, "of a save that was superseded")
+    joint = JointSave(url, claim, save.attempt.rank, overwrite=False, rank_timeout=settings.rank_timeout)
+    try:
+        sign_failed(S3Store(url.bucket, settings), joint, why)
+    except DcpS3Error as failed:
+        logger.warning("the other ranks are not told that this one has failed: %s", failed)
 
 
 def take_back(url: CheckpointURL, settings: Settings, save: CountedSave) -> None:

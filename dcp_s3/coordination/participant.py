@@ -204,8 +204,6 @@ class Participant:
             self.committed = find_commit(self._store, self._joint)
             if self.committed is not None:
                 return
-            if notice.superseded_by is not None:
-                raise errors.SaveSupersededError(notice.failed, url=str(self._joint.url), by=notice.superseded_by)
             raise errors.SaveProtocolError(notice.failed, url=str(self._joint.url))
         elif notice.number not in self._answered and self._joint.rank in notice.wanted:
             part = write_missing(notice.wanted[self._joint.rank], notice.number)

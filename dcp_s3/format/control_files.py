@@ -360,15 +360,11 @@ class Notice:
     """Hashes (`part.item_hash`) of the items to write, by the rank that writes them."""
     failed: str = ""
     """Why the save is given up; empty: it is not."""
-    superseded_by: int | None = None
-    """Step that is saved instead of this one, if that is why."""
 
     def to_json(self) -> bytes:
         """UTF-8 JSON."""
         wanted = {str(rank): [f"{each:016x}" for each in hashes] for rank, hashes in self.wanted.items()}
         fields: dict[str, object] = {"save": self.save, "number": self.number, "wanted": wanted, "failed": self.failed}
-        if self.superseded_by is not None:
-            fields["superseded_by"] = self.superseded_by
         return (json.dumps(fields) + "\n").encode()
 
     @classmethod
@@ -381,14 +377,7 @@ class Notice:
 
         def make(fields: dict[str, Any]) -> Notice:
             wanted = {int(rank): [int(each, 16) for each in hashes] for rank, hashes in fields["wanted"].items()}
-            by = fields.get("superseded_by")
-            return cls(
-                str(fields["save"]),
-                int(fields["number"]),
-                wanted,
-                str(fields["failed"]),
-                None if by is None else int(by),
-            )
+            return cls(str(fields["save"]), int(fields["number"]), wanted, str(fields["failed"]))
 
         return _parse(data, "a notice", make, versioned=False)
 

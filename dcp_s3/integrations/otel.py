@@ -71,8 +71,6 @@ class _Telemetry:
                 if event.step is not None:
                     self._last_step.set(event.step)
                 self._span("save", event, event.seconds, {"bytes": event.bytes, "ranks": event.ranks, **_where(event)})
-            case events.Superseded():
-                self._saves.add(1, {"outcome": "superseded"})
             case events.SaveFailed():
                 self._saves.add(1, {"outcome": "failed"})
                 self._span("save", event, 0.0, _where(event), error=event.error)

@@ -62,7 +62,7 @@ def warn_of_narrowing(narrowed: Mapping[str, Conversion], url: str) -> None:
         parts.append(f"{len(names)} from {saved} to {target} ({', '.join(names[:_NAMED])}{more})")
     logger.warning(
         "%s: %d tensors are loaded into dtypes that do not hold all their values: %s. If that is not meant: build the "
-        "state with the saved dtypes; DCP_S3_ALLOW_DTYPE_CAST=0 makes it an error",
+        "state with the saved dtypes; S3StorageReader(allow_dtype_cast=False) makes it an error",
         url,
         len(narrowed),
         "; ".join(parts),

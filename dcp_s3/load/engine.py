@@ -24,7 +24,7 @@ from dcp_s3.checksum import crc_hex
 from dcp_s3.collector import collect_young
 from dcp_s3.limit import Cancelled, Deadline
 from dcp_s3.load.placement import Buffer, Reception
-from dcp_s3.load.plan import ReadRequest, Segment, plan_requests
+from dcp_s3.load.plan import READ_GAP, ReadRequest, Segment, plan_requests
 from dcp_s3.load.transfer import Transfer
 from dcp_s3.load.work import Arrival, Work
 from dcp_s3.s3.connections import Tuning, connections_of
@@ -38,6 +38,10 @@ from dcp_s3.workers import Workers
 logger = logging.getLogger(__name__)
 
 _TOO_LATE = (queue.Empty, errors.DeadlineExceededError)
+
+LOAD_BUFFERS = 512 * 2**20
+"""Bytes of host memory, per process, for loading what cannot be received in place: tensors on a device, strided ones,
+other dtypes, parts of rows. 32 buffers of 16 MiB keep a link of several GiB/s busy."""
 
 # Number of requests between collections of the reference cycles that botocore leaves.
 _COLLECT_EVERY = 100
@@ -55,18 +59,22 @@ class Source:
         store: store with the checkpoint.
         url: URL of the checkpoint.
         local: objects that are on this host's disk.
+        buffers: see `LOAD_BUFFERS`; None: that.
 
     Attributes:
         url: URL of the checkpoint.
         settings: settings of the store.
     """
 
-    def __init__(self, store: S3Store, url: CheckpointURL, local: LocalObjects | None = None) -> None:
+    def __init__(
+        self, store: S3Store, url: CheckpointURL, local: LocalObjects | None = None, *, buffers: int | None = None
+    ) -> None:
         self._store = store
         self._local = local
         self._cancel = threading.Event()
         self.url = url
         self.settings = store.settings
+        self.buffers = LOAD_BUFFERS if buffers is None else buffers
 
     @property
     def deadline(self) -> Deadline | None:
@@ -181,14 +189,14 @@ class Engine:
     @property
     def max_buffered(self) -> int:
         """Maximum bytes of a request that goes through a buffer."""
-        settings = self._source.settings
-        share = settings.load_buffers // settings.max_connections
-        return max(_SMALL_BUFFER, min(settings.max_part_size, max(share, min(_BUFFER, settings.load_buffers // 8))))
+        settings, buffers = self._source.settings, self._source.buffers
+        share = buffers // settings.max_connections
+        return max(_SMALL_BUFFER, min(settings.max_part_size, max(share, min(_BUFFER, buffers // 8))))
 
     @property
     def max_buffers(self) -> int:
         """Maximum number of requests that go through buffers at once."""
-        return max(1, self._source.settings.load_buffers // self.max_buffered)
+        return max(1, self._source.buffers // self.max_buffered)
 
     @contextlib.contextmanager
     def fetch(
@@ -353,4 +361,4 @@ class Engine:
         return self._plan(transfer.segments(part for part, _ in wrong))
 
     def _plan(self, segments: Sequence[Segment]) -> list[ReadRequest]:
-        return plan_requests(segments, max_request=self.max_buffered, max_gap=self._source.settings.read_gap)
+        return plan_requests(segments, max_request=self.max_buffered, max_gap=READ_GAP)

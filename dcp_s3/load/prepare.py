@@ -113,8 +113,8 @@ class TransferFactory:
         if dtype != target.dtype and not self._allow_dtype_cast:
             raise errors.DtypeMismatchError(
                 f"{item.dest_index.fqn} has {dtype} in {self._url}, {target.dtype} in the state to load into, and "
-                "DCP_S3_ALLOW_DTYPE_CAST is off. Remedy: build the state with the saved dtype, or convert on load with "
-                "DCP_S3_ALLOW_DTYPE_CAST=1",
+                "allow_dtype_cast is off. Remedy: build the state with the saved dtype, or convert on load with "
+                "S3StorageReader(allow_dtype_cast=True)",
                 url=str(self._url),
                 fqn=item.dest_index.fqn,
             )

@@ -17,7 +17,7 @@ from dcp_s3.load.dtypes import warn_of_narrowing
 from dcp_s3.load.engine import Engine, Source
 from dcp_s3.load.item_transfer import ItemTransfer
 from dcp_s3.load.order import Turns, in_batches
-from dcp_s3.load.plan import SMALL_HALF, ReadRequest, plan_requests
+from dcp_s3.load.plan import READ_GAP, READ_WASTE, SMALL_HALF, ReadRequest, plan_requests
 from dcp_s3.load.prepare import TransferFactory
 from dcp_s3.ranks import world_size
 from dcp_s3.s3.parts import GETS_PER_SECOND, plan_part_size
@@ -33,6 +33,7 @@ class LoadExecutor:
         metadata: metadata of the checkpoint.
         transforms: torch's stream extensions.
         weights_only: whether to refuse items that torch's weights-only unpickler refuses.
+        allow_dtype_cast: whether a tensor may be converted to another dtype.
 
     Attributes:
         source: source of the checkpoint's bytes.
@@ -40,7 +41,13 @@ class LoadExecutor:
     """
 
     def __init__(
-        self, source: Source, metadata: Metadata, transforms: ReaderTransforms, *, weights_only: bool = True
+        self,
+        source: Source,
+        metadata: Metadata,
+        transforms: ReaderTransforms,
+        *,
+        weights_only: bool = True,
+        allow_dtype_cast: bool = True,
     ) -> None:
         self.source = source
         self.engine = Engine(source, "dcp_s3-download")
@@ -51,8 +58,8 @@ class LoadExecutor:
             source.url,
             metadata,
             transforms,
-            allow_dtype_cast=source.settings.allow_dtype_cast,
-            max_gap=source.settings.read_gap,
+            allow_dtype_cast=allow_dtype_cast,
+            max_gap=READ_GAP,
         )
         self._turns = Turns([])
 
@@ -100,7 +107,7 @@ class LoadExecutor:
 
     def in_batches(self, transfers: Sequence[ItemTransfer]) -> list[list[ItemTransfer]]:
         """Split into batches to `read` one after the other, so that items held back take bounded memory."""
-        return in_batches(transfers, self._settings.load_buffers)
+        return in_batches(transfers, self.source.buffers)
 
     def read(
         self,
@@ -170,8 +177,8 @@ class LoadExecutor:
         return plan_requests(
             segments,
             max_request=largest,
-            max_gap=settings.read_gap,
-            max_waste=settings.read_waste,
+            max_gap=READ_GAP,
+            max_waste=READ_WASTE,
             max_shared=buffered,
         )
 

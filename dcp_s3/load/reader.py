@@ -27,12 +27,13 @@ from dcp_s3.format.metadata import load_metadata
 from dcp_s3.limit import Deadline, Limit
 from dcp_s3.load.attachments import AttachmentReader
 from dcp_s3.load.check_state import check_filled, check_state
-from dcp_s3.load.engine import Source
+from dcp_s3.load.engine import LOAD_BUFFERS, Source
 from dcp_s3.load.host_metadata import fetch_metadata_for_host
 from dcp_s3.load.peers.agree import LoadGroup, join_load
 from dcp_s3.load.peers.assign import MAX_PIECE, plan_sharing
 from dcp_s3.load.peers.assignment import Assignment, Offer, all_offered
 from dcp_s3.load.peers.shared_read import SharedRead, decline
+from dcp_s3.load.plan import READ_GAP
 from dcp_s3.load.progress import LoadProgress
 from dcp_s3.load.read import LoadExecutor
 from dcp_s3.load.uncommitted import find_uncommitted
@@ -78,6 +79,10 @@ class S3StorageReader(AttachmentReader, StorageReader):
             arrived, and the plain values named in docs/security.md. The check reads each such item once more, without
             its tensors: about 0.1 ms for a small one, 0.15 s for each MB of pickled numbers and texts. False:
             everything is unpickled, so whoever can write to the bucket can run code here.
+        allow_dtype_cast: whether a load may convert a saved tensor to another dtype, as torch's readers do. One warning
+            names the tensors whose values may not all fit. False: `DtypeMismatchError`, before anything is changed.
+        load_sharing: whether data that several ranks of a load need is read from S3 once and sent between the ranks.
+            Needs a process group with gloo for CPU tensors. False on one rank means False on all.
         process_group: the ranks that load together: the group of ``dcp.load(process_group=...)``, or another one with
             the same ranks in the same order, for example gloo where DCP's is only NCCL. What several ranks need is then
             read once. None: the group that ``dcp.load`` uses.
@@ -99,6 +104,8 @@ class S3StorageReader(AttachmentReader, StorageReader):
         *,
         include_uncommitted: bool = False,
         weights_only: bool = True,
+        allow_dtype_cast: bool = True,
+        load_sharing: bool = True,
         process_group: dist.ProcessGroup | None = None,
         settings: SettingsLike = None,
         on_event: Listener | None = None,
@@ -110,6 +117,8 @@ class S3StorageReader(AttachmentReader, StorageReader):
         self.on_event = on_event
         self.include_uncommitted = include_uncommitted
         self.weights_only = weights_only
+        self.allow_dtype_cast = allow_dtype_cast
+        self.load_sharing = load_sharing
         self._process_group = process_group
         self._transforms = ReaderTransforms(_extension_registry)
         self._url: CheckpointURL | None = None if url is None else parse_url(url)
@@ -168,7 +177,8 @@ class S3StorageReader(AttachmentReader, StorageReader):
             except errors.SettingsError as error:
                 return UnreadableMetadata(error)
             self._group = None if caller is None else join_load(
-                caller, self.checkpoint_id, self.settings, willing=not self.include_uncommitted
+                caller, self.checkpoint_id, self.settings,
+                sharing=self.load_sharing, willing=not self.include_uncommitted,
             )  # fmt: skip
             try:
                 metadata = self._fetch_metadata(None)
@@ -251,7 +261,7 @@ class S3StorageReader(AttachmentReader, StorageReader):
         return metadata
 
     def _fetch_alone(self, store: S3Store, url: CheckpointURL, rank: int | None) -> StoredObject:
-        if rank is not None or not self.settings.load_sharing:
+        if rank is not None or not self.load_sharing:
             return fetch_metadata(store, url, rank)
         return fetch_metadata_for_host(store, url, store.client.meta.endpoint_url, ranks=most_ranks_on_host())
 
@@ -314,8 +324,8 @@ class S3StorageReader(AttachmentReader, StorageReader):
                     self._metadata,
                     [plan.items for plan in plans],
                     max_piece=min(MAX_PIECE, self.settings.max_part_size),
-                    max_gap=self.settings.read_gap,
-                    max_objects=self.settings.load_buffers,
+                    max_gap=READ_GAP,
+                    max_objects=LOAD_BUFFERS,
                 )
         if assignments is not None:
             return [dataclasses.replace(p, storage_data=a) for p, a in zip(plans, assignments, strict=True)]
@@ -346,7 +356,10 @@ class S3StorageReader(AttachmentReader, StorageReader):
                 if self._lease is not None:
                     stack.enter_context(self._lease.renewed())
                 source = Source(self._store(), url, local)
-                executor = LoadExecutor(source, self._metadata, self._transforms, weights_only=self.weights_only)
+                executor = LoadExecutor(
+                    source, self._metadata, self._transforms,
+                    weights_only=self.weights_only, allow_dtype_cast=self.allow_dtype_cast,
+                )  # fmt: skip
                 shared = None if group is None else SharedRead(executor, self._metadata, group)
             except BaseException:
                 if group is not None:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from dcp_s3 import errors
 from dcp_s3.manager.arguments import has_stateful, to_state_dict
-from dcp_s3.manager.line import LineView, Overlap, decide
+from dcp_s3.manager.line import Overlap
 from dcp_s3.manager.ranks import Failures, Ranks
 from dcp_s3.manager.saving import Saving
 
@@ -71,10 +71,10 @@ def agree_on_save(
         SaveProtocolError: the ranks save different steps.
     """
 
-    def first() -> tuple[int, bool, LineView]:
-        view = LineView() if saving.drops else saving.look()
+    def first() -> tuple[int, bool, int | None]:
+        failed = saving.look()
         begin()
-        return step, has_stateful(state), view
+        return step, has_stateful(state), failed
 
     told = ranks.agree(first, refuse)
     steps = {rank: each for rank, (each, _, _) in enumerate(told)}
@@ -83,17 +83,9 @@ def agree_on_save(
             f"the ranks save different steps to {root}: {steps} (by rank). Remedy: call save with the same step on all",
             url=root,
         )
-    views = [view for _, _, view in told]
-    if saving.drops:
-        # Only now that all have come. Before, one may wait for a save that waits (`wait`, `annotate`), whose upload no
-        # other rank may hold up.
-        with saving.line.held():
-            views = ranks.agree(saving.look, refuse)
-            if (drop := decide(views).drop) is not None:
-                saving.supersede(drop, by=step)
-    decision = decide(views)
-    if decision.raise_up_to is not None:
-        failed = decision.raise_up_to
+    # The newest one that failed on any rank may not have ended on the others yet.
+    failed = max((number for _, _, number in told if number is not None), default=None)
+    if failed is not None:
 
         def raise_failure() -> None:
             saving.settle(failed)

@@ -30,7 +30,7 @@ from dcp_s3.manager.reading import RunReader
 from dcp_s3.manager.restore import Restoring
 from dcp_s3.manager.save_policy import SavePolicyFunction
 from dcp_s3.manager.saving import SaveRequest, Saving
-from dcp_s3.manager.separate import Dropped, open_notes, separate_ranks
+from dcp_s3.manager.separate import open_notes, separate_ranks
 from dcp_s3.manager.waiting import look_at_disk
 from dcp_s3.reprs import one_line
 from dcp_s3.retention.catalog import CheckpointCatalog
@@ -92,8 +92,7 @@ class CheckpointManager(RunReader):
             see `S3StorageWriter`.
         overwrite: replace a committed checkpoint of the same step. Otherwise the save fails with CheckpointExistsError.
         overlap: what `save` does while an earlier save uploads. ``wait``: it waits for it. ``queue``: it stages the
-            state, which is uploaded afterwards; as many wait as DCP_S3_STAGING_GENERATIONS leaves, usually one, then
-            `save` waits. ``supersede``: it drops the staged save that waits, if there is one, and takes its place.
+            state, which is uploaded afterwards; while one waits, the next `save` waits.
         separate: FQN prefixes that get their own objects, see `S3StorageWriter`.
         weights_only: see `S3StorageReader`.
         save_on_sigterm: when SIGTERM has come to a rank, all save at their next call of `save` or `should_save`, soon
@@ -155,11 +154,8 @@ class CheckpointManager(RunReader):
             check_sigterm(save_on_sigterm)
             found = arguments.configure(root, retention, settings, separate, timeouts, step_format, self._should_save)
             self.root, self.settings, self.retention = found.root, found.settings, found.retention
-            room = check_overlap(overlap, self.settings.staging_generations)
-            self._saving = Saving(self._ranks.rank, overlap, room, on_event)
-            if not self._ranks.collective:
-                self._dropped = Dropped(self.settings)
-                self._saving.on_superseded, self._saving.fails_first = self._dropped.tell, False
+            self._saving = Saving(self._ranks.rank, overlap, check_overlap(overlap))
+            self._saving.fails_first = self._ranks.collective
             self._step_format = found.step_format
             self._catalog = CheckpointCatalog(str(found.root), settings=found.settings)
             self._stager = None if read_only else S3Stager(found.settings, on_event=on_event)
@@ -296,7 +292,7 @@ class CheckpointManager(RunReader):
                 del self._left[url]
                 if self._ranks.is_first:
                     logger.warning("%s waited on disk from an earlier run: it is saved again and replaced", url)
-            saved = partial(self._saved, step, writer, passed, counted)
+            saved = partial(self._saved, writer, passed, counted)
             request = SaveRequest(step, url, writer, self._ranks, stager, planner, saved)
             self._saving.run(request, collected, blocking=blocking)
         except BaseException as error:
@@ -389,16 +385,12 @@ class CheckpointManager(RunReader):
         self._settle_step(step)
         annotate(self.url(step), metrics, settings=self.settings)
 
-    def _saved(
-        self, step: int, writer: S3StorageWriter, passed: Callable[[], None] | None, counted: CountedSave | None
-    ) -> None:
+    def _saved(self, writer: S3StorageWriter, passed: Callable[[], None] | None, counted: CountedSave | None) -> None:
         self._ranks.committed(counted)
         if self._retention is not None:
             self._retention.saved(commit_of(writer, self.settings))
         if passed is not None:
             passed()
-        if not self._ranks.collective:
-            self._dropped.committed(step)
 
     def _refuse_save(self, step: int) -> Callable[[Failures], errors.SaveFailedError]:
         """Make the error of a save that did not begin because some ranks cannot go on."""

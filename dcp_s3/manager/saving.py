@@ -20,11 +20,9 @@ from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from dcp_s3.boundary import frames_of_others, left_by_save, log_failed_save
-from dcp_s3.coordination.identity import CountedSave
-from dcp_s3.errors import SaveFailedError, SaveProtocolError, SaveSupersededError
-from dcp_s3.events import Listener, Superseded, emit
+from dcp_s3.errors import SaveFailedError, SaveProtocolError
 from dcp_s3.failures import Failed, first_cause, panel
-from dcp_s3.manager.line import Line, LineView, Overlap
+from dcp_s3.manager.line import Line, Overlap
 from dcp_s3.manager.ranks import Ranks, for_others
 from dcp_s3.save.separately import begin_separately, stage_separately
 from dcp_s3.save.writer import S3StorageWriter
@@ -107,8 +105,6 @@ class _SaveUnderWay:
     number: int
     step: int
     url: str
-    counted: CountedSave | None
-    """See `S3StorageWriter.counted`."""
     ended: threading.Event = field(default_factory=threading.Event)
     failure: SaveFailedError | None = None
 
@@ -121,13 +117,11 @@ class Saving:
         rank: rank of this process. The first rank logs what all ranks know.
         overlap: what a save does while an earlier one uploads.
         room: how many may wait, see `check_overlap`.
-        on_event: called with the events of these saves.
     """
 
-    def __init__(self, rank: int, overlap: Overlap = "wait", room: int = 0, on_event: Listener | None = None) -> None:
+    def __init__(self, rank: int, overlap: Overlap = "wait", room: int = 0) -> None:
         self._rank = rank
         self._overlap: Overlap = overlap
-        self._on_event = on_event
         self._begun = 0
         self._saves: list[_SaveUnderWay] = []
         self._failures: list[tuple[int, SaveFailedError]] = []
@@ -135,9 +129,6 @@ class Saving:
         """The saves whose uploads have not begun."""
         self.last_good: int | None = None
         """The last step that was saved or restored."""
-        self.on_superseded: Callable[[str, CountedSave, int, int], object] | None = None
-        """Called with URL, save and step of what this rank drops, and the newer step: where each rank decides for
-        itself, to tell those that have begun it. Their saves end with `SaveSupersededError`, which is no failure."""
         self.fails_first = True
         """Whether an earlier failure is raised instead of a save. Not where each rank fails alone: the others would
         save without it."""
@@ -153,13 +144,9 @@ class Saving:
         """Whether a save has not ended."""
         return any(not save.ended.is_set() for save in self._saves)
 
-    @property
-    def drops(self) -> bool:
-        """Whether a save may be dropped for a newer one: the line must be held while the ranks decide."""
-        return self._overlap == "supersede"
-
-    def look(self) -> LineView:
-        """What this rank knows when another save is to begin.
+    def look(self) -> int | None:
+        """Number of the newest save that has failed and was not raised, when another one is to begin. All ranks number
+        them alike.
 
         Raises:
             SaveFailedError: if saves do not overlap: an earlier save has failed.
@@ -168,31 +155,9 @@ class Saving:
             self.settle()
             if self.fails_first:
                 self.raise_failure()
-            return LineView()
+            return None
         self._collect()
-        failed = max((number for number, _ in self._failures), default=None) if self.fails_first else None
-        return LineView(failed, self.line.droppable if self.drops else None)
-
-    def supersede(self, number: int, by: int) -> None:
-        """Drop a save that waits, on all ranks, while the line is held.
-
-        Args:
-            number: the number of the save.
-            by: step of the save that is made instead.
-        """
-        self.line.drop(number)
-        save = next(save for save in self._saves if save.number == number)
-        self._saves.remove(save)
-        save.ended.set()
-        self._superseded(save, by)
-        if self.on_superseded is not None and save.counted is not None:
-            self.on_superseded(save.url, save.counted, save.step, by)
-
-    def _superseded(self, save: _SaveUnderWay, by: int | None) -> None:
-        if self.is_first:
-            newer = "a newer one is" if by is None else f"step {by} is"
-            logger.info("step %d is not saved to %s: %s saved instead", save.step, save.url, newer)
-        emit(Superseded(url=save.url, step=save.step, rank=self._rank, by=by), self._on_event)
+        return max((number for number, _ in self._failures), default=None) if self.fails_first else None
 
     def make_room(self) -> None:
         """Wait until one more save may wait."""
@@ -246,13 +211,10 @@ class Saving:
     def _put_in_line(self, request: SaveRequest, state: dict[str, Any]) -> None:
         """Stage the state now, and begin the upload when its turn comes."""
         writer, ranks, planner = request.writer, request.ranks, request.planner
-        counted = writer.counted
-        droppable = True
         if ranks.collective:
             began = time.monotonic()
             copied = request.stager.stage_now(state)
             staged = StagedBefore(copied, time.monotonic() - began)
-            droppable = not isinstance(copied, FailedStaging)  # that has to fail on all ranks
             del copied
 
             def upload() -> Future[None]:
@@ -266,7 +228,7 @@ class Saving:
                 future.add_done_callback(release)
                 return future
 
-        save = self._track(request.step, request.url, counted)
+        save = self._track(request.step, request.url)
 
         def begin() -> Future[None]:
             future: Future[None] = Future()
@@ -280,7 +242,7 @@ class Saving:
                 self._end_with(save, future, request.on_success)
             return future
 
-        self.line.add(save.number, begin, droppable=droppable)
+        self.line.add(begin)
 
     def _raise_failure_of(self, save: _SaveUnderWay) -> None:
         """Raise the failure of one save, if it has failed. Those of others are kept."""
@@ -303,9 +265,9 @@ class Saving:
         self._end_with(save, future, on_success)
         return save
 
-    def _track(self, step: int, url: str, counted: CountedSave | None = None) -> _SaveUnderWay:
+    def _track(self, step: int, url: str) -> _SaveUnderWay:
         self._begun += 1
-        save = _SaveUnderWay(self._begun, step, url, counted)
+        save = _SaveUnderWay(self._begun, step, url)
         self._saves.append(save)
         return save
 
@@ -318,8 +280,6 @@ class Saving:
                 if error is None:
                     self.last_good = save.step
                     on_success()
-                elif isinstance(error, SaveSupersededError):
-                    self._superseded(save, error.by)
                 else:
                     save.failure = self.fail(save.step, save.url, error)
             finally:

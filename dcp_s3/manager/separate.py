@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable
 from typing import TypeVar
@@ -10,8 +9,8 @@ from typing import TypeVar
 from dcp_s3 import ranks
 from dcp_s3.coordination.board import open_board
 from dcp_s3.coordination.identity import CountedSave, current_attempt
-from dcp_s3.coordination.not_begun import enter_save, forget_superseded, leave, take_back, tell_later, tell_superseded
-from dcp_s3.errors import SaveProtocolError, SettingsError
+from dcp_s3.coordination.not_begun import enter_save, leave, take_back
+from dcp_s3.errors import SaveProtocolError
 from dcp_s3.manager.agreement import Run, differing
 from dcp_s3.manager.notes import Notes, numbers
 from dcp_s3.manager.ranks import Failures, Ranks
@@ -112,59 +111,14 @@ def separate_ranks(settings: SettingsLike, read_only: bool) -> SeparateRanks:
 
     Raises:
         SaveProtocolError: several ranks are to save, and nothing tells this attempt of the job from another one.
-        SettingsError: a setting is not allowed, or ``merge_ranks`` is off.
+        SettingsError: a setting is not allowed.
     """
     resolved = resolve_settings(settings)
-    if not resolved.merge_ranks:
-        raise SettingsError(
-            "a CheckpointManager with coordination='s3' makes one checkpoint of all ranks, which DCP_S3_MERGE_RANKS=0 "
-            "turns off. Remedy: unset it"
-        )
     if read_only and not ranks.is_initialized():
         found = launch()
         return SeparateRanks(found.rank, found.world_size)
     attempt = current_attempt(resolved)
     return SeparateRanks(attempt.rank, attempt.world_size)
-
-
-class Dropped:
-    """The saves that this rank drops for newer ones: the other ranks, which may have begun them, are told in the
-    background.
-
-    Args:
-        settings: settings of the manager.
-    """
-
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
-        self._lock = threading.Lock()
-        self._told: list[tuple[CheckpointURL, CountedSave, int]] = []
-        self._over: list[tuple[CheckpointURL, CountedSave, int]] = []
-
-    def tell(self, url: str, save: CountedSave, step: int, by: int) -> None:
-        """Tell of a save that step ``by`` is made instead of."""
-        if save.attempt.world_size == 1:
-            return
-        where = parse_url(url)
-        if save.attempt.rank == 0:
-            with self._lock:
-                self._told.append((where, save, step))
-        tell_later(
-            f"that step {step} is superseded",
-            lambda: tell_superseded(where, self._settings, save, step=step, by=by),
-        )
-
-    def committed(self, step: int) -> None:
-        """A step is committed: what was told of steps before it is removed at the next commit. A rank that this one was
-        made up for may come past them later."""
-        with self._lock:
-            over, self._over = self._over, [each for each in self._told if each[2] < step]
-            self._told = [each for each in self._told if each[2] >= step]
-        for where, save, dropped in over:
-            tell_later(
-                f"no more that step {dropped} is superseded",
-                functools.partial(forget_superseded, where, self._settings, save),
-            )
 
 
 def open_notes(run: Run, root: CheckpointURL, settings: Settings, of: Ranks) -> Notes | None:

@@ -19,7 +19,7 @@ from dcp_s3.format.blocks import get_crc, get_raw_offset
 from dcp_s3.offline.boxes import BATCH, Piece, in_batches
 from dcp_s3.offline.inspect import SavedCheckpoint, fetch_saved
 from dcp_s3.offline.names import matches, no_match_error
-from dcp_s3.offline.read import OpenCheckpoint, Reading, small_buffers
+from dcp_s3.offline.read import SMALL_BUFFERS, OpenCheckpoint, Reading
 from dcp_s3.reprs import one_line
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.torch_private import StorageInfo
@@ -432,10 +432,10 @@ def _compare_values(
 @contextlib.contextmanager
 def _reading(saved: SavedCheckpoint, settings: Settings) -> Iterator[Reading]:
     """Reads of a checkpoint that no prune deletes meanwhile."""
-    checkpoint = OpenCheckpoint(str(saved.url), small_buffers(settings), bounded=False, metadata=saved.metadata)
+    checkpoint = OpenCheckpoint(str(saved.url), settings, bounded=False, metadata=saved.metadata)
     lease = ReaderLease(checkpoint.store, saved.url, settings.reader_lease)
     lease.take()
     with lease.renewed():
         lease.check_not_deleted(None, rank=saved.manifests[0].rank if saved.manifests else None)
-        with checkpoint.reading() as reading:
+        with checkpoint.reading(buffers=SMALL_BUFFERS) as reading:
             yield reading

@@ -36,7 +36,7 @@ from dcp_s3.format.safetensors import (
 from dcp_s3.offline.boxes import BATCH, Piece, in_batches
 from dcp_s3.offline.destination import Destination, is_temporary, open_destination
 from dcp_s3.offline.names import new_names
-from dcp_s3.offline.read import OpenCheckpoint, Reading, small_buffers
+from dcp_s3.offline.read import SMALL_BUFFERS, OpenCheckpoint, Reading
 from dcp_s3.reprs import one_line
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import SettingsLike, resolve_settings
@@ -139,15 +139,14 @@ def export(
         InvalidURLError, SettingsError, StorageError, OSError
     """
     given = resolve_settings(settings)
-    reads = small_buffers(given)
     wanted, most, format = parse_dtype(dtype), parse_shard_size(max_shard_size), parse_format(format)
     target = open_destination(destination, given)
-    lease = ReaderLease(S3Store(parse_url(url).bucket, reads), parse_url(url), reads.reader_lease)
+    lease = ReaderLease(S3Store(parse_url(url).bucket, given), parse_url(url), given.reader_lease)
     lease.take()
     with lease.renewed():
-        checkpoint = OpenCheckpoint(url, reads, bounded=False)
+        checkpoint = OpenCheckpoint(url, given, bounded=False)
         lease.check_not_deleted(None)
-        with checkpoint.reading(weights_only=weights_only) as reading:
+        with checkpoint.reading(weights_only=weights_only, buffers=SMALL_BUFFERS) as reading:
             selected = _Selected.of(checkpoint, include, rename, wanted, format)
             files = selected.plan(reading, format, most)
             attached = find_attachments(checkpoint.store, checkpoint.url) or {}

@@ -103,8 +103,8 @@ def import_weights(
     given = resolve_settings(settings)
     found = find_weights(source, given)
     names = _names(found, source, prefix, rename or {})
-    writes = given.model_copy(update={"part_size": _PART, "buckets_per_rank": _OBJECTS})
-    writer = S3StorageWriter(url, overwrite=overwrite, settings=writes)
+    writes = given.model_copy(update={"part_size": _PART})
+    writer = S3StorageWriter(url, overwrite=overwrite, max_objects=_OBJECTS, settings=writes)
     planner = _Planner(found, names, on_progress or (lambda _: None))
     size = sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in found.tensors.values())
     if on_total is not None:

@@ -24,13 +24,13 @@ from dcp_s3.load.read import LoadExecutor
 from dcp_s3.offline.boxes import Index, Piece, Selection, select
 from dcp_s3.offline.names import closest, matches
 from dcp_s3.s3.store import S3Store
-from dcp_s3.settings import Settings, SettingsLike, resolve_settings
+from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.spill.local import LocalObjects
 from dcp_s3.spill.session import open_store
 from dcp_s3.torch_private import ReaderTransforms
 from dcp_s3.url import CheckpointURL, parse_url
 
-_LOAD_BUFFERS = 32 * 2**20
+SMALL_BUFFERS = 32 * 2**20
 
 
 def read_tensor(
@@ -193,11 +193,11 @@ class OpenCheckpoint:
         return {fqn: found[fqn] for fqn in wanted}
 
     @contextlib.contextmanager
-    def reading(self, *, weights_only: bool = True) -> Iterator[Reading]:
-        """Reads that share an engine."""
+    def reading(self, *, weights_only: bool = True, buffers: int | None = None) -> Iterator[Reading]:
+        """Reads that share an engine; ``buffers``: see `Source`."""
         spill = open_store(self.settings)
         with contextlib.closing(LocalObjects(spill, str(self.url))) if spill else contextlib.nullcontext() as local:
-            source = Source(self.store, self.url, local)
+            source = Source(self.store, self.url, local, buffers=buffers)
             executor = LoadExecutor(source, self._metadata, ReaderTransforms(None), weights_only=weights_only)
             yield Reading(self, executor)
 
@@ -327,8 +327,3 @@ class _Planner(LoadPlanner):
 
 def _overlap(boxes: Collection[tuple[tuple[int, ...], tuple[int, ...]]]) -> bool:
     return len(find_overlaps(list(boxes), list(boxes)).saved) > len(boxes)
-
-
-def small_buffers(settings: Settings) -> Settings:
-    """Settings for reads beside such buffers, whose own memory for objects is small."""
-    return settings.model_copy(update={"load_buffers": min(settings.load_buffers, _LOAD_BUFFERS)})

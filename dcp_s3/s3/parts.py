@@ -48,8 +48,8 @@ def choose_part_size(object_size: int, part_size: int) -> int:
     size = -(-needed // _PART_SIZE_STEP) * _PART_SIZE_STEP
     if size > MAX_PART_SIZE:
         raise errors.SettingsError(
-            f"an object of {object_size} bytes does not fit into 10,000 parts of at most 5 GiB: raise "
-            "DCP_S3_BUCKETS_PER_RANK, or shard the state over more ranks"
+            f"an object of {object_size} bytes does not fit into 10,000 parts of at most 5 GiB: shard the "
+            "state over more ranks, or raise S3StorageWriter(max_objects=...)"
         )
     return size
 

@@ -23,7 +23,7 @@ from dcp_s3.s3.parts import PUTS_PER_SECOND, Piece, choose_part_size, plan_part_
 from dcp_s3.s3.store import S3Store
 from dcp_s3.s3.upload import WAITING_PARTS, ObjectUpload, UploadedObject, Uploader
 from dcp_s3.save.items import ItemWriter, WrittenItem
-from dcp_s3.save.plan import WriteBucket
+from dcp_s3.save.plan import OBJECTS_PER_RANK, WriteBucket
 from dcp_s3.spill.session import SpillSession
 from dcp_s3.torch_private import WriterTransforms
 from dcp_s3.tracebacks import without_tracebacks
@@ -116,7 +116,7 @@ def write_buckets(
         transforms,
         chunk_size=chunk_size,
         # Each connection sends a part, a few parts wait, and each bucket fills one.
-        device_memory=(connections + WAITING_PARTS + settings.buckets_per_rank) * chunk_size,
+        device_memory=(connections + WAITING_PARTS + OBJECTS_PER_RANK) * chunk_size,
     )
     uploader = Uploader(store, part_size=part_size, isolated=session is not None)
     try:

@@ -18,6 +18,10 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from dcp_s3.checkpoint.attachments import Attachment
 from dcp_s3.errors import ShardingError
 
+OBJECTS_PER_RANK = 4
+"""Most objects of a rank and save, besides attachments: as many are pickled and framed at a time. More would not be
+faster, and each costs a request to begin and one to complete."""
+
 # Framing of one item by torch.save, and a guess for an item whose size is unknown until it is pickled.
 _FRAMING_BYTES = 2048
 _UNKNOWN_BYTES = 1024

@@ -43,7 +43,7 @@ from dcp_s3.limit import Deadline, Limit
 from dcp_s3.ranks import world_size
 from dcp_s3.s3.store import S3Store
 from dcp_s3.save.objects import ItemWriteResult, ObjectNames, refused_by_both, write_buckets
-from dcp_s3.save.plan import WriteBucket, check_filled, plan_buckets
+from dcp_s3.save.plan import OBJECTS_PER_RANK, WriteBucket, check_filled, plan_buckets
 from dcp_s3.save.progress import Progress, StallSince, spilled_bytes, unknown_stall
 from dcp_s3.settings import Settings, launch
 from dcp_s3.spill.background import drain_in_background, wait_until_drained
@@ -71,6 +71,8 @@ class SaveOptions:
     """Small files that belong to this save."""
     on_event: Listener | None = None
     stall_since: StallSince = unknown_stall
+    max_objects: int = OBJECTS_PER_RANK
+    """See `S3StorageWriter.max_objects`."""
 
     def __getstate__(self) -> dict[str, Any]:
         # Some frameworks save in a process of their own: who listens is here, and so was the staging.
@@ -198,7 +200,7 @@ class Save:
         self._deadline, began = self._start_deadline(), time.monotonic()
         buckets = plan_buckets(
             plan.items,
-            max_buckets=self._settings.buckets_per_rank,
+            max_buckets=self._options.max_objects,
             min_bucket_size=self._settings.max_part_size,
             separate=self._options.separate,
         )

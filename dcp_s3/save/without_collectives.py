@@ -266,7 +266,7 @@ class SaveWithoutCollectives(Save):
             raise SaveProtocolError("this save has ended", url=str(self.url))
         buckets = plan_buckets(
             items,
-            max_buckets=self._settings.buckets_per_rank,
+            max_buckets=self._options.max_objects,
             min_bucket_size=self._settings.max_part_size,
             separate=self._options.separate,
         )

@@ -21,13 +21,13 @@ from dcp_s3.checkpoint.info import find_step
 from dcp_s3.checkpoint.stored_metadata import look_for_previous
 from dcp_s3.coordination.identity import CountedSave
 from dcp_s3.coordination.ownership import Replicas
-from dcp_s3.errors import MissingURLError, SaveProtocolError
+from dcp_s3.errors import MissingURLError, SaveProtocolError, SettingsError
 from dcp_s3.events import Listener, SaveFailed, emit
 from dcp_s3.format.control_files import check_extra
 from dcp_s3.format.layout import new_save_id
 from dcp_s3.reprs import one_line
 from dcp_s3.save.attached import Attachments
-from dcp_s3.save.plan import check_shapes
+from dcp_s3.save.plan import OBJECTS_PER_RANK, check_shapes
 from dcp_s3.save.progress import StallSince, stall_of, unknown_stall
 from dcp_s3.save.save import Save, SaveOptions
 from dcp_s3.save.waiting import wait_committed
@@ -81,6 +81,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         separate: FQN prefixes that get their own objects, for example ``["model", "optimizer"]``. An entry may be a
             list of prefixes that share objects. Everything else shares the remaining objects. A prefix ends where a
             name in the FQN does; with a star at its end, ``"optim*"``, anywhere.
+        max_objects: most objects that a rank writes, 1 or more, besides attachments; small states get fewer. None: 4.
         settings: a `Settings`, or a mapping of settings that override the environment.
         on_event: called with each event of its saves on this rank, see `dcp_s3.events`. Not called in the process of an
             `AsyncCheckpointerType.PROCESS`.
@@ -88,7 +89,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
 
     Raises:
         InvalidURLError: ``url`` is not an S3 URL.
-        SettingsError: a setting, in the environment or given here, is not allowed.
+        SettingsError: a setting, in the environment or given here, or ``max_objects`` is not allowed.
         SaveProtocolError: a metric cannot be stored.
         MetricsError: something in ``extra`` cannot be stored.
     """
@@ -113,6 +114,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         metrics: Mapping[str, Any] | None = None,
         extra: Mapping[str, Any] | None = None,
         separate: Separate | None = None,
+        max_objects: int | None = None,
         replicas: Replicas = None,
         settings: SettingsLike = None,
         on_event: Listener | None = None,
@@ -127,6 +129,9 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         check_metrics(self.metrics)  # fail now, not at the end of a save
         self.extra = check_extra(extra)
         self.separate = [[entry] if isinstance(entry, str) else list(entry) for entry in separate or ()]
+        self.max_objects = OBJECTS_PER_RANK if max_objects is None else max_objects
+        if not isinstance(self.max_objects, int) or self.max_objects < 1:
+            raise SettingsError(f"max_objects = {self.max_objects!r}, expected a whole number above 0")
         self.replicas = replicas
         self._transforms = WriterTransforms(_extensions)
         self._spill_store = open_store(self.settings)
@@ -199,10 +204,10 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             take_turn(str(url))
         options = SaveOptions(
             self.settings, self._spill_store, self.overwrite, dict(self.metrics), self.separate, self._transforms,
-            self._attached.take(url), self.on_event, self._find_stall(), check_extra(self.extra),
+            self._attached.take(url), self.on_event, self._find_stall(), self.max_objects, check_extra(self.extra),
         )  # fmt: skip
         save: Save | None = None
-        if not use_collectives and self.settings.merge_ranks:
+        if not use_collectives:
             kind = self._joint_save
             members = find_save_ranks() if self.counted is None else None
             save = begin_without_collectives(url, save_id, options, self.replicas, members, kind, self.counted)

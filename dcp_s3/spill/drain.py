@@ -29,7 +29,7 @@ from dcp_s3.format.control_files import Manifest
 from dcp_s3.limit import Limit
 from dcp_s3.s3 import multipart
 from dcp_s3.s3.store import S3Store
-from dcp_s3.settings import Settings
+from dcp_s3.settings import Settings, stored_settings
 from dcp_s3.spill.files import upload_file
 from dcp_s3.spill.journal import SpilledCommit, State
 from dcp_s3.spill.local import ReadCache
@@ -258,7 +258,7 @@ def _why_incomplete(store: S3Store, spill_store: SpillStore, commit: Commit) -> 
 
 def _settings_of(save: SpilledSave) -> Settings:
     try:
-        return Settings(**save.journal.settings)
+        return stored_settings(save.journal.settings)
     except errors.SettingsError as error:
         raise DamagedFileError(f"the settings in its journal are not allowed: {error}") from None
 

@@ -25,6 +25,10 @@ from dcp_s3.units import format_size
 
 logger = logging.getLogger(__name__)
 
+GENERATIONS = 2
+"""Staged copies that may exist at a time: one is uploaded while the next one is made. More would let the training run
+further ahead of a link that does not keep up, at a whole copy of the state each."""
+
 _POLL_SECONDS = 0.1
 _NOTICE_SECONDS = 1.0
 """Less is no matter for a warning: in a queue of saves a copy is often given back just as the next one is made."""
@@ -195,10 +199,7 @@ class BufferPool:
 
     def _reason_to_wait(self, sizes: Sequence[int]) -> str | None:
         if len(self._in_use) >= self.generations:
-            return (
-                f"{len(self._in_use)} earlier saves still hold their staged copies, as many as "
-                f"DCP_S3_STAGING_GENERATIONS={self.generations} allows"
-            )
+            return f"{len(self._in_use)} earlier saves still hold their staged copies, as many as may exist at a time"
         if self.spill_dir is None and not all(split(sizes, self._room())):
             if not self._in_use:
                 raise StagingLimitError(

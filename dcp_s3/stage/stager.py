@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.staging import AsyncStager
 
-from dcp_s3.errors import StagingError
+from dcp_s3.errors import SettingsError, StagingError
 from dcp_s3.events import Listener, SaveFailed, Staged, emit
 from dcp_s3.ranks import world_size
 from dcp_s3.reprs import one_line
@@ -24,7 +24,7 @@ from dcp_s3.stage.budget import measure_available, resolve_limit
 from dcp_s3.stage.copier import Copier, Versions, check_unchanged
 from dcp_s3.stage.failure import FailedStaging
 from dcp_s3.stage.handover import StagedState
-from dcp_s3.stage.pool import BufferPool
+from dcp_s3.stage.pool import GENERATIONS, BufferPool
 from dcp_s3.stage.process_saves import draw_turn
 from dcp_s3.stage.snapshot import Snapshot
 from dcp_s3.stage.turns import StagedDict, Turn
@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 class S3Stager(AsyncStager):
     """Copies the state to host memory for `dcp.async_save`, so that training can go on and change it.
 
-    Buffers are reused, but never while a save can still read them. At most ``DCP_S3_STAGING_GENERATIONS`` staged copies
-    exist at a time; after that the next `stage` waits and logs why. ``DCP_S3_STAGING_LIMIT`` bounds the memory; what
+    Buffers are reused, but never while a save can still read them. At most ``generations`` staged copies exist
+    at a time; after that the next `stage` waits and logs why. ``DCP_S3_STAGING_LIMIT`` bounds the memory; what
     exceeds it is staged in files in ``DCP_S3_SPILL_DIR``.
 
     One stager may be used for any number of saves, with any writer, by one thread at a time. Overlapping saves of one
@@ -56,24 +56,33 @@ class S3Stager(AsyncStager):
             AsyncSaveResponse. The state must not be changed before its ``staging_completion``. In-place changes that
             increment the versions of tensors are detected and fail the save. Not detected: changes through ``.data``,
             by torch's fused optimizers, and by its foreach optimizers to DTensors.
-
+        generations: staged copies that may exist at a time. While all of them are being saved, the next save waits.
+            None: 2.
         on_event: called with `dcp_s3.events.Staged` for each copy, in the thread that made it; with `SaveFailed` if it
             cannot be made, and there are no other ranks that fail, too.
 
     Raises:
-        SettingsError: a setting is not allowed.
+        SettingsError: a setting is not allowed, or ``generations`` is not above 0.
     """
 
     def __init__(
-        self, settings: SettingsLike = None, *, asynchronous: bool = False, on_event: Listener | None = None
+        self,
+        settings: SettingsLike = None,
+        *,
+        asynchronous: bool = False,
+        generations: int | None = None,
+        on_event: Listener | None = None,
     ) -> None:
         self._on_event = on_event
         self.settings: Settings = resolve_settings(settings)
+        generations = GENERATIONS if generations is None else generations
+        if not isinstance(generations, int) or generations < 1:
+            raise SettingsError(f"generations = {generations!r}, expected a whole number above 0")
         self.asynchronous = asynchronous
         limit = self.settings.staging_limit
         self._pool = BufferPool(
             limit=resolve_limit(limit, measure_available() if isinstance(limit, float) else 0, local_world_size()),
-            generations=self.settings.staging_generations,
+            generations=generations,
             spill_dir=self.settings.spill_dir,
         )
         self._background = InTurn("dcp_s3-staging")
@@ -241,9 +250,9 @@ def _log_failure(copying: Future[dict[str, Any]]) -> None:
 
 def shared_stager(settings: Settings) -> S3Stager:
     """The blocking stager that all writers of this process with these settings share."""
-    return _shared_stager(settings.staging_limit, settings.staging_generations, settings.spill_dir)
+    return _shared_stager(settings.staging_limit, settings.spill_dir)
 
 
 @functools.lru_cache(maxsize=8)
-def _shared_stager(limit: int | float | None, generations: int, spill_dir: str | None) -> S3Stager:
-    return S3Stager({"staging_limit": limit, "staging_generations": generations, "spill_dir": spill_dir})
+def _shared_stager(limit: int | float | None, spill_dir: str | None) -> S3Stager:
+    return S3Stager({"staging_limit": limit, "spill_dir": spill_dir})

@@ -14,8 +14,8 @@ from dcp_s3 import SaveContinuously, SaveEvery
 
 def test_all_overlaps_of_what_comes_too_often_and_continuous_saves() -> None:
     found = cases(10, 0.5)
-    assert [case.overlap for case in found] == ["wait", "queue", "supersede"] * 2 + ["wait"]
-    assert [case.policy(10, 0.5) for case in found[::3]] == [
+    assert [case.overlap for case in found] == ["wait", "queue"] * 2 + ["wait"]
+    assert [case.policy(10, 0.5) for case in found[::2]] == [
         SaveEvery(steps=10), SaveEvery(seconds=0.5), SaveContinuously()
     ]  # fmt: skip
 
@@ -38,7 +38,7 @@ def test_a_training_that_is_killed_goes_on_where_it_was_saved(
 ) -> None:
     options = parse(["--kills", "2", "--life", "0.1", "--size", "64KiB", "--step-seconds", "0.01", "--every", "1"])
     options.endpoint_url = None
-    lost = run(root, options, Case("every 1 steps", "supersede"))
+    lost = run(root, options, Case("every 1 steps", "queue"))
     assert len(lost.steps) == len(lost.seconds) == 2
     assert all(steps >= 0 for steps in lost.steps)
     assert lost.pace > 0

@@ -19,6 +19,7 @@ from dcp_s3.settings import Settings
 from tests.end_to_end.states import assert_same, blank, random_tensor
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.memory_s3 import Fault
+from tests.single_ranks import committing_alone
 
 SMALL = {"part_size": "5MiB", "concurrency": 3, "retry_attempts": 3}
 
@@ -280,8 +281,9 @@ def test_metrics_that_json_cannot_hold(memory_server: Any, root: str) -> None:
 
 
 def save_by_rank(url: str, seed: int, **arguments: Any) -> None:
-    writer = S3StorageWriter(url, settings={**SMALL, "merge_ranks": False}, **arguments)
-    dcp.save(state_of(seed), storage_writer=writer, use_collectives=False, no_dist=True)
+    writer = S3StorageWriter(url, settings=SMALL, **arguments)
+    with committing_alone():
+        dcp.save(state_of(seed), storage_writer=writer, use_collectives=False, no_dist=True)
 
 
 def test_a_checkpoint_without_collectives_is_never_replaced(memory_server: Any, root: str) -> None:

@@ -37,7 +37,7 @@ class Saved:
         self._s3, self._bucket, self.url = s3, bucket, root
         self._prefix = root.removeprefix(f"s3://{bucket}/")
         self.state = make_state() if state is None else state
-        writer = S3StorageWriter(root, settings={**SETTINGS, "buckets_per_rank": 1, **settings})
+        writer = S3StorageWriter(root, max_objects=1, settings={**SETTINGS, **settings})
         self.metadata: Metadata = dcp.save(self.state, storage_writer=writer)
 
     def info(self, fqn: str) -> Any:

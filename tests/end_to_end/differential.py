@@ -9,6 +9,7 @@ import pathlib
 import tempfile
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import boto3
 import torch
@@ -128,7 +129,9 @@ def _save(case: Case, url: str) -> None:
     if case.overwrite:
         dcp.save({"old": torch.ones(5), "step": 0}, storage_writer=S3StorageWriter(url, settings=case.writing))
     state = make_state(case, Maker(blank=False))
-    writer = S3StorageWriter(url, overwrite=case.overwrite, separate=case.separate, settings=case.writing)
+    writer = S3StorageWriter(
+        url, overwrite=case.overwrite, separate=case.separate, max_objects=case.max_objects, settings=case.writing
+    )
     if case.save == "sync":
         dcp.save(state, storage_writer=writer)
         return
@@ -149,8 +152,11 @@ def _save(case: Case, url: str) -> None:
 
 def _compare(case: Case, url: str, directory: pathlib.Path, writer: str) -> None:
     theirs, their_moves, _ = load(case, dcp.FileSystemReader(directory), s3_planner=False)
-    reader = S3StorageReader(url, settings=case.reading)
-    ours, our_moves, planner = load(case, reader, s3_planner=case.s3_planner)
+    reader = S3StorageReader(url, load_sharing=case.load_sharing, settings=case.reading)
+    with contextlib.ExitStack() as stack:
+        for module in ("engine", "read", "reader"):
+            stack.enter_context(mock.patch(f"dcp_s3.load.{module}.READ_GAP", case.read_gap))
+        ours, our_moves, planner = load(case, reader, s3_planner=case.s3_planner)
     found, expected = list(leaves_of(ours)), list(leaves_of(theirs))
     assert [path for path, _ in found] == [path for path, _ in expected], f"{writer}: keys and their order"
     for (path, value), (_, other) in zip(found, expected, strict=True):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
+from dcp_s3.load.plan import READ_GAP
 from tests.end_to_end.states import DTYPES, random_tensor
 
 MIB = 2**20
@@ -83,7 +84,10 @@ class Case:
     overwrite: bool = False
     separate: tuple[str, ...] = ()
     writing: dict[str, Any] = field(default_factory=dict)
+    max_objects: int = 4
     reading: dict[str, Any] = field(default_factory=dict)
+    read_gap: int = READ_GAP
+    load_sharing: bool = True
     inference: bool = False
     s3_planner: bool = False
 
@@ -132,15 +136,15 @@ def cases(draw: st.DrawFn, ranks: int) -> Case:
         writing={
             "part_size": draw(st.sampled_from([5 * MIB, 64 * MIB])),
             "checksum": draw(st.sampled_from(["auto", "crc64nvme", "crc32c", "none"])),
-            "buckets_per_rank": draw(st.integers(1, 4)),
             "concurrency": draw(st.integers(1, 8)),
         },
+        max_objects=draw(st.integers(1, 4)),
         reading={
             "part_size": draw(st.sampled_from([5 * MIB, 64 * MIB])),
             "concurrency": draw(st.integers(1, 8)),
-            "read_gap": draw(st.sampled_from([0, 256 * 2**10])),
-            "load_sharing": draw(st.booleans()),
         },
+        read_gap=draw(st.sampled_from([0, READ_GAP])),
+        load_sharing=draw(st.booleans()),
         inference=draw(st.sampled_from([False, False, True])),
         s3_planner=draw(st.booleans()),
     )

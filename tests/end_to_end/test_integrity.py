@@ -66,7 +66,7 @@ def test_a_flipped_bit_that_is_loaded_into_other_memory(memory_server: Any, save
     assert isinstance(error, errors.CorruptCheckpointError)
     assert not strided.any(), "damaged bytes reached the tensor"
     with pytest.raises(CheckpointException, match="CorruptCheckpointError"):
-        saved.load({"medium": torch.zeros(300, 1000)}, allow_dtype_cast=True)
+        saved.load({"medium": torch.zeros(300, 1000)})
 
 
 @pytest.mark.parametrize("place", [0, 0.5, 1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import tempfile
@@ -23,6 +24,7 @@ from tests.end_to_end.distributed import assert_same, distribute, random_values
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.killing import begin, new_process, running
 from tests.ranks import run_ranks
+from tests.single_ranks import committing_alone
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -93,8 +95,8 @@ def _check(state: dict[str, Any], seed: int) -> None:
 
 
 def _save(merge: bool) -> None:
-    writer = S3StorageWriter(URL, settings={"merge_ranks": merge})
-    dcp.save(_state(10), storage_writer=writer, use_collectives=False)
+    with contextlib.nullcontext() if merge else committing_alone():
+        dcp.save(_state(10), storage_writer=S3StorageWriter(URL), use_collectives=False)
 
 
 def _load_alone_and_together() -> None:
@@ -147,8 +149,8 @@ def _load_first() -> None:
 
 
 def _save_plain() -> None:
-    writer = S3StorageWriter(URL, settings={"merge_ranks": False})
-    dcp.save({"plain": random_values(10, 5)}, storage_writer=writer, use_collectives=False)
+    with committing_alone():
+        dcp.save({"plain": random_values(10, 5)}, storage_writer=S3StorageWriter(URL), use_collectives=False)
 
 
 def test_the_checkpoint_of_a_single_rank_is_everybodys(recording: Recording) -> None:

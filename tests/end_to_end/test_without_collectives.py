@@ -27,6 +27,7 @@ from tests.end_to_end.distributed import (
 )
 from tests.ranks import run_ranks
 from tests.servers import S3Server
+from tests.single_ranks import committing_alone
 
 
 def _own_state(seed: int) -> dict[str, Any]:
@@ -38,9 +39,10 @@ def _own_state(seed: int) -> dict[str, Any]:
 
 
 def _save_alone(url: str, seed: int, overwrite: bool = False) -> BaseException | None:
-    writer = S3StorageWriter(url, overwrite=overwrite, settings={"merge_ranks": False})
+    writer = S3StorageWriter(url, overwrite=overwrite)
     try:
-        dcp.save(_own_state(seed), storage_writer=writer, use_collectives=False)
+        with committing_alone():
+            dcp.save(_own_state(seed), storage_writer=writer, use_collectives=False)
     except BaseException as error:  # noqa: BLE001 - CheckpointException is no Exception
         return error
     return None

@@ -127,7 +127,7 @@ def save(url: str) -> torch.Tensor:
 
 def load_box(url: str, offsets: Sequence[int], lengths: Sequence[int], dtype: torch.dtype = torch.int32) -> Any:
     state = {"t": torch.full(tuple(lengths), -1, dtype=dtype)}
-    reader = S3StorageReader(url, settings={"part_size": "5MiB", "allow_dtype_cast": True})
+    reader = S3StorageReader(url, settings={"part_size": "5MiB"})
     dcp.load(state, storage_reader=reader, planner=BoxPlanner(offsets))
     return state["t"]
 

@@ -130,15 +130,15 @@ def test_an_asynchronous_save_to_a_path_goes_to_s3(
 def test_a_registration_can_overwrite_and_has_settings(root: str, memory_server: S3Server, bucket: str) -> None:
     """As with torch's FsspecWriter: a run that goes on from an earlier step saves its later steps again."""
     try:
-        dcp_s3.register(overwrite=True, settings={"buckets_per_rank": 1})
+        dcp_s3.register(overwrite=True, settings={"concurrency": 1})
         for value in (1.0, 2.0):
             dcp.save(_state(value), checkpoint_id=root)
         dcp.async_save(_state(3.0), checkpoint_id=root).result(60)
         found = _state(0.0)
         dcp.load(found, checkpoint_id=root)
         _assert_loads(found, 3.0)
-        assert _storage_setup(None, root, reader=False).settings.buckets_per_rank == 1  # type: ignore[union-attr]
-        assert _storage_setup(None, root, reader=True).settings.buckets_per_rank == 1  # type: ignore[union-attr]
+        assert _storage_setup(None, root, reader=False).settings.concurrency == 1  # type: ignore[union-attr]
+        assert _storage_setup(None, root, reader=True).settings.concurrency == 1  # type: ignore[union-attr]
         # The last call counts.
         dcp_s3.register()
         with pytest.raises(CheckpointException) as caught:

@@ -71,15 +71,12 @@ def test_a_failure_is_a_span_with_the_error() -> None:
     telemetry = Telemetry()
     with otel.instrument(**telemetry.providers):
         events.emit(events.SaveFailed(url="s3://bucket/run/step-1", step=1, error=ValueError("no room")))
-        events.emit(events.Superseded(url="s3://bucket/run/step-2", step=2, rank=0, by=3))
     span = telemetry.span("dcp_s3.save")
     assert span.status.status_code is StatusCode.ERROR
     assert span.status.description == "ValueError: no room"
     assert [event.name for event in span.events] == ["exception"]
     points = telemetry.metrics()["dcp_s3.saves"]
-    assert [(point.value, dict(point.attributes)) for point in points] == [
-        (1, {"outcome": "failed"}), (1, {"outcome": "superseded"})
-    ]  # fmt: skip
+    assert [(point.value, dict(point.attributes)) for point in points] == [(1, {"outcome": "failed"})]
 
 
 def test_nothing_more_after_close() -> None:

@@ -82,7 +82,8 @@ def test_what_is_converted_comes_through_bounded_memory(
 
     monkeypatch.setattr(Buffer, "reserve", record)
     target = {"w": torch.zeros(3_000_000, dtype=torch.bfloat16)}
-    dcp.load(target, storage_reader=S3StorageReader(root, settings={"load_buffers": "4MiB", "concurrency": 4}))
+    monkeypatch.setattr("dcp_s3.load.engine.LOAD_BUFFERS", 4 * 2**20)
+    dcp.load(target, storage_reader=S3StorageReader(root, settings={"concurrency": 4}))
     assert torch.equal(target["w"], state["w"].bfloat16())
     assert 2**19 < max(sizes) < 2**20 + 2**12, "a quarter of 4 MiB for each of 4 connections"
 
@@ -105,7 +106,7 @@ def test_one_warning_counts_and_names_what_was_narrowed(
     (message,) = _messages(caplog)
     assert caplog.records[[record.name for record in caplog.records].index(_LOGGER)].levelno == logging.WARNING
     for part in (root, "10 tensors", "9 from torch.float32 to torch.bfloat16 (model.w0, ",
-                 "1 from torch.int64 to torch.float32 (n)", "DCP_S3_ALLOW_DTYPE_CAST=0"):  # fmt: skip
+                 "1 from torch.int64 to torch.float32 (n)", "S3StorageReader(allow_dtype_cast=False)"):  # fmt: skip
         assert part in message, message
     assert "same" not in message
     assert torch.equal(target["model"]["w3"], state["model"]["w3"].bfloat16())  # type: ignore[index]
@@ -122,20 +123,14 @@ def test_what_fits_is_converted_in_silence(
     assert not _messages(caplog)
 
 
-@pytest.mark.parametrize("strict", ["setting", "environment"])
 @pytest.mark.parametrize("other", [torch.float16, torch.float64])
-def test_a_strict_load_changes_nothing(
-    memory_server: S3Server, root: str, monkeypatch: pytest.MonkeyPatch, strict: str, other: torch.dtype
-) -> None:
+def test_a_strict_load_changes_nothing(memory_server: S3Server, root: str, other: torch.dtype) -> None:
     dcp.save({"a": torch.ones(3), "w": torch.ones(3)}, storage_writer=S3StorageWriter(root))
     target = {"a": torch.full((3,), 7.0), "w": torch.full((3,), 7.0, dtype=other)}
-    settings = {"allow_dtype_cast": False} if strict == "setting" else None
-    if strict == "environment":
-        monkeypatch.setenv("DCP_S3_ALLOW_DTYPE_CAST", "0")
-    error = failure_of_load(root, target, settings=settings)
+    error = failure_of_load(root, target, allow_dtype_cast=False)
     assert isinstance(error, errors.DtypeMismatchError)
     assert error.fqn == "w"
-    assert "DCP_S3_ALLOW_DTYPE_CAST" in str(error)
+    assert "allow_dtype_cast" in str(error)
     assert (target["a"] == 7).all()
 
 

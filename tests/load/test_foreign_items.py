@@ -152,7 +152,7 @@ def test_only_what_is_needed_is_fetched(memory_server: S3Server, s3: Any, bucket
         wanted = {name: value[row : row + rows, column : column + columns] for name, value in values.items()}
         for dtype in (torch.int32, torch.int64):
             blank = {name: torch.zeros(rows, columns, dtype=dtype) for name in values}
-            found = load(memory_server, root, blank, dict.fromkeys(values, (row, column)), allow_dtype_cast=True)
+            found = load(memory_server, root, blank, dict.fromkeys(values, (row, column)))
             assert_same(found.state, {name: value.to(dtype) for name, value in wanted.items()})
             size = 4 * rows * columns
             # What lies between two runs of bytes is rather fetched if it is little.

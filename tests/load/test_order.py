@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -114,8 +115,9 @@ def test_what_is_held_back_is_bounded(memory_server: S3Server, root: str, monkey
     names = [f"o{n:02}" for n in range(40)]
     dcp.save({name: bytes(2**20) for name in names} | {"w": torch.ones(9)}, storage_writer=S3StorageWriter(root))
     held, planner = _Held(monkeypatch), _Recording()
+    monkeypatch.setattr("dcp_s3.load.engine.LOAD_BUFFERS", 4 * 2**20)
     state = dict.fromkeys(names, b"") | {"w": torch.zeros(9)}
-    dcp.load(state, storage_reader=S3StorageReader(root, settings={"load_buffers": "4MiB"}), planner=planner)
+    dcp.load(state, storage_reader=S3StorageReader(root), planner=planner)
     assert planner.found == planner.expected
     assert all(state[name] == bytes(2**20) for name in names)
     assert torch.equal(state["w"], torch.ones(9))  # type: ignore[arg-type]
@@ -154,11 +156,15 @@ def _load_on_ranks() -> None:
     """What is shared and what is a rank's own, in one order; at once, and in parts because there is little memory."""
     url, rank = f"s3://{BUCKET}/run", dist.get_rank()
     dcp.save({**_state(), **_own(rank)}, storage_writer=S3StorageWriter(url, settings=SMALL))
-    for buffers in ("512MiB", "1MiB"):
+    for buffers in (512 * 2**20, 2**20):
         for seed in range(2):
             planner, state = _Recording(10 * rank + seed), {**_state(blank=True), **_own(rank, blank=True)}
-            reader = S3StorageReader(url, settings={**SMALL, "load_buffers": buffers})
-            dcp.load(state, storage_reader=reader, planner=planner)
+            reader = S3StorageReader(url, settings=SMALL)
+            with (
+                mock.patch("dcp_s3.load.engine.LOAD_BUFFERS", buffers),
+                mock.patch("dcp_s3.load.reader.LOAD_BUFFERS", buffers),
+            ):
+                dcp.load(state, storage_reader=reader, planner=planner)
             assert reader._group is not None
             assert reader._group.shares_data
             assert planner.found == planner.expected
@@ -177,8 +183,9 @@ def _load_large_on_ranks() -> None:
     with pytest.MonkeyPatch.context() as patch:
         held, planner = _Held(patch), _Recording(dist.get_rank())
         state = dict.fromkeys(names, b"") | {"w": torch.zeros(300, 300)}
-        reader = S3StorageReader(url, settings={"load_buffers": "4MiB"})
-        dcp.load(state, storage_reader=reader, planner=planner)
+        for module in ("engine", "reader"):
+            patch.setattr(f"dcp_s3.load.{module}.LOAD_BUFFERS", 4 * 2**20)
+        dcp.load(state, storage_reader=S3StorageReader(url), planner=planner)
     assert planner.found == planner.expected
     assert all(state[name] == bytes(2**20) for name in names)
     assert torch.equal(state["w"], torch.ones(300, 300))  # type: ignore[arg-type]

@@ -167,7 +167,6 @@ def test_one_process_saves_and_restores(memory_server: Any, root: str) -> None:
     [
         {"coordination": "S3"},
         {"coordination": "s3", "process_group": object()},
-        {"coordination": "s3", "settings": {"merge_ranks": False}},
     ],
 )
 def test_arguments_that_do_not_go_together_are_refused(memory_server: Any, root: str, options: dict[str, Any]) -> None:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import itertools
-import logging
 import threading
 from concurrent.futures import Future
 from typing import Any
 
 import pytest
 
-from dcp_s3 import CheckpointManager, errors, events
-from dcp_s3.manager.line import Line, LineDecision, LineView, check_overlap, decide
+from dcp_s3 import CheckpointManager, errors
+from dcp_s3.manager.line import Line, check_overlap
 from dcp_s3.manager.saving import Saving
 from tests.faulty import BUCKET
 
@@ -21,42 +19,19 @@ _PATIENCE_SECONDS = 60
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
 
-# --- what the ranks decide ---------------------------------------------------------------------------
+@pytest.mark.parametrize(("overlap", "room"), [("wait", 0), ("queue", 1)])
+def test_as_many_wait_as_there_are_staged_copies_beside_the_one_that_uploads(overlap: str, room: int) -> None:
+    assert check_overlap(overlap) == room
 
 
 @pytest.mark.parametrize(
-    ("views", "decision"),
-    [
-        ([LineView()], LineDecision()),
-        ([LineView(droppable=3)] * 3, LineDecision(drop=3)),
-        ([LineView(droppable=3), LineView(), LineView(droppable=3)], LineDecision()),  # begun on a rank
-        ([LineView(droppable=3), LineView(droppable=4)], LineDecision()),
-        ([LineView(), LineView(failed=2), LineView(failed=1)], LineDecision(raise_up_to=2)),
-        ([LineView(failed=2, droppable=3)] * 2, LineDecision(raise_up_to=2)),  # nothing comes in its place
-    ],
-)
-def test_a_save_is_dropped_only_where_no_rank_has_begun_it(views: list[LineView], decision: LineDecision) -> None:
-    for order in itertools.permutations(views):
-        assert decide(order) == decision
-
-
-@pytest.mark.parametrize(
-    ("overlap", "generations", "room"), [("wait", 1, 0), ("queue", 2, 1), ("queue", 4, 3), ("supersede", 4, 1)]
-)
-def test_as_many_wait_as_there_are_staged_copies_beside_the_one_that_uploads(
-    overlap: str, generations: int, room: int
-) -> None:
-    assert check_overlap(overlap, generations) == room
-
-
-@pytest.mark.parametrize(
-    ("overlap", "generations", "message"),
-    [("newest", 2, "overlap = 'newest', expected one of 'wait', 'queue', 'supersede'"),
-     ("queue", 1, "DCP_S3_STAGING_GENERATIONS = 1. Remedy: set it to 2 or more")],
+    ("overlap", "message"),
+    [("newest", "overlap = 'newest', expected one of 'wait', 'queue'"),
+     ("supersede", "no longer supported.*should_save=SaveContinuously")],
 )  # fmt: skip
-def test_what_cannot_overlap_is_refused(overlap: Any, generations: int, message: str) -> None:
+def test_what_cannot_overlap_is_refused(overlap: Any, message: str) -> None:
     with pytest.raises(errors.SettingsError, match=message):
-        CheckpointManager(ROOT, overlap=overlap, settings={"staging_generations": generations})
+        CheckpointManager(ROOT, overlap=overlap)
 
 
 # --- the line -------------------------------------------------------------------------------------------
@@ -72,7 +47,7 @@ class Uploads:
 
     def add(self, *numbers: int) -> None:
         for number in numbers:
-            self._line.add(number, lambda number=number: self._begin(number))  # type: ignore[misc]
+            self._line.add(lambda number=number: self._begin(number))  # type: ignore[misc]
 
     def _begin(self, number: int) -> Future[None]:
         self.begun.append(number)
@@ -98,25 +73,6 @@ def test_one_that_has_ended_when_it_begins_holds_nobody_up() -> None:
     assert uploads.begun == [1, 2, 3]
 
 
-def test_nothing_begins_while_the_ranks_decide() -> None:
-    line = Line(1)
-    uploads = Uploads(line)
-    uploads.add(1, 2)
-    with line.held():
-        assert line.droppable == 2
-        uploads.futures[1].set_result(None)
-        assert uploads.begun == [1]
-    assert uploads.begun == [1, 2]
-    assert line.droppable is None
-    with line.held():
-        uploads.add(3)
-        line.drop(3)
-    uploads.futures[2].set_result(None)
-    assert uploads.begun == [1, 2]
-    uploads.add(4)
-    assert uploads.begun == [1, 2, 4]
-
-
 def test_an_interrupt_while_one_begins_does_not_stop_the_line() -> None:
     line = Line(1)
 
@@ -124,30 +80,10 @@ def test_an_interrupt_while_one_begins_does_not_stop_the_line() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        line.add(1, interrupted)
+        line.add(interrupted)
     uploads = Uploads(line)
     uploads.add(2)
     assert uploads.begun == [2]
-
-
-def test_what_cannot_be_dropped_is_not_offered() -> None:
-    line = Line(1)
-    Uploads(line).add(1)
-    line.add(2, Future, droppable=False)
-    with line.held():
-        assert line.droppable is None
-
-
-def test_a_save_that_another_rank_has_dropped_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
-    heard: list[events.Event] = []
-    saving, future = Saving(0, "supersede", 1, heard.append), Future[None]()
-    saving.begin(7, f"{ROOT}/step-7", future, on_success=lambda: None)
-    with caplog.at_level(logging.INFO, "dcp_s3"):
-        future.set_exception(errors.SaveSupersededError("rank 3 dropped it", by=9))
-    saving.settle()
-    saving.raise_failure()
-    assert [(event.step, event.by) for event in heard if isinstance(event, events.Superseded)] == [(7, 9)]
-    assert caplog.messages == [f"step 7 is not saved to {ROOT}/step-7: step 9 is saved instead"]
 
 
 def test_who_waits_for_a_step_does_not_wait_for_newer_ones() -> None:

@@ -12,59 +12,20 @@ import torch.distributed.checkpoint as dcp
 
 import dcp_s3
 from dcp_s3 import CheckpointManager, S3StorageReader, SaveEvery, errors
-from dcp_s3.coordination import not_begun
-from dcp_s3.coordination.identity import Attempt, CountedSave
-from dcp_s3.manager.separate import Dropped
-from dcp_s3.settings import Settings
 from tests.ranks import run_ranks
 
 
-def _saves(root: str, overlap: Any, steps: int) -> int:
-    with CheckpointManager(root, coordination="s3", overlap=overlap, settings={"rank_timeout": 5.0}) as manager:
+def _saves(root: str, steps: int) -> None:
+    with CheckpointManager(root, coordination="s3", overlap="queue", settings={"rank_timeout": 5.0}) as manager:
         for step in range(1, steps + 1):
             state = {"shared": torch.full((4,), float(step)), f"own-{dist.get_rank()}": torch.full((2,), float(step))}
             manager.save(step, state)
-    return dcp_s3.stats().saves.superseded
 
 
 @pytest.mark.servers("memory")
 def test_they_queue(server: Any, root: str) -> None:
-    assert run_ranks(2, _saves, root, "queue", 4) == [0, 0]
+    run_ranks(2, _saves, root, 4)
     assert [info.step for info in dcp_s3.list_checkpoints(root)] == [1, 2, 3, 4]
-
-
-@pytest.mark.servers("memory")
-@pytest.mark.usefixtures("s3_env")
-def test_what_was_told_of_a_dropped_save_is_removed_after_a_newer_one(bucket: str, s3: Any) -> None:
-    dropped = Dropped(Settings())
-    for step, by in ((1, 2), (2, 3)):
-        save = CountedSave(Attempt("run", (), "", None, 2, 0), 1, step)
-        dropped.tell(f"s3://{bucket}/run/step-{step}", save, step, by)
-
-    def left() -> list[str]:
-        not_begun._telling.join()
-        return [each["Key"].split("/")[1] for each in s3.list_objects_v2(Bucket=bucket).get("Contents", ())]
-
-    assert left() == ["step-1", "step-2"]
-    dropped.committed(2)
-    assert left() == ["step-1", "step-2"], "a rank that was made up for may come to it later"
-    dropped.committed(3)
-    assert left() == ["step-2"]
-    dropped.committed(4)
-    assert left() == []
-
-
-@pytest.mark.servers("memory")
-def test_what_any_rank_supersedes_ends_quietly_on_all(server: Any, root: str) -> None:
-    run_ranks(2, _saves, root, "supersede", 8)
-    found = [info.step for info in dcp_s3.list_checkpoints(root) if info.committed]
-    assert found
-    assert found[-1] == 8
-    for step in found:
-        state = {"shared": torch.zeros(4), "own-0": torch.zeros(2), "own-1": torch.zeros(2)}
-        with CheckpointManager(root, read_only=True) as manager:
-            assert manager.restore(state, step=step) == step
-        assert all(torch.equal(each, torch.full_like(each, float(step))) for each in state.values())
 
 
 class _Uncopyable:

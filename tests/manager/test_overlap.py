@@ -1,9 +1,7 @@
-"""Saves that begin while another one uploads, by real managers: they wait, queue, or supersede the one that waits."""
+"""Saves that begin while another one uploads, by real managers: they wait or queue."""
 
 from __future__ import annotations
 
-import logging
-import random
 import subprocess
 import sys
 import threading
@@ -16,8 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dcp_s3 import CheckpointManager, SaveContinuously, errors, events, list_checkpoints, stats
-from dcp_s3.manager.line import Line, Overlap
+from dcp_s3 import CheckpointManager, SaveContinuously, errors, list_checkpoints
+from dcp_s3.manager.line import Line
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.manager.making import blank, is_of, state
 from tests.memory_s3 import Fault
@@ -67,10 +65,6 @@ def committed() -> list[int | None]:
     return [info.step for info in list_checkpoints(ROOT)]
 
 
-def of(heard: list[events.Event]) -> list[tuple[int, int | None]]:
-    return [(event.step, event.by) for event in heard if isinstance(event, events.Superseded)]
-
-
 def train(manager: CheckpointManager, *steps: int) -> None:
     """Save steps of a state that goes on changing in place."""
     shared = blank()
@@ -109,49 +103,24 @@ def test_the_queue_is_bounded_by_the_staged_copies(gate: Gate, monkeypatch: pyte
         wait(line)
 
     monkeypatch.setattr(Line, "wait_for_room", waiting)
-    with CheckpointManager(ROOT, overlap="queue", settings={"staging_generations": 3}) as manager:
+    with CheckpointManager(ROOT, overlap="queue") as manager:
 
         def one_too_many() -> None:
-            train(manager, 1, 2, 3)
+            train(manager, 1, 2)
             assert not full.is_set()
-            train(manager, 4)
+            train(manager, 3)
             was_open.append(gate.open.is_set())
 
         thread = threading.Thread(target=one_too_many)
         thread.start()
         assert full.wait(_PATIENCE_SECONDS)
         assert manager._stager is not None
-        assert manager._stager._pool.in_use == 3
+        assert manager._stager._pool.in_use == 2
         gate.open.set()
         thread.join(_PATIENCE_SECONDS)
         assert was_open == [True]
-    assert committed() == [1, 2, 3, 4]
-    assert all(is_of(load(step), step) for step in (1, 2, 3, 4))
-
-
-def test_the_newest_staged_save_supersedes_the_one_that_waits(gate: Gate, caplog: pytest.LogCaptureFixture) -> None:
-    heard: list[events.Event] = []
-    before = stats().saves.superseded
-    with (
-        caplog.at_level(logging.INFO, "dcp_s3"),
-        CheckpointManager(ROOT, overlap="supersede", on_event=heard.append) as manager,
-    ):
-        for step in range(1, 7):
-            train(manager, step)
-            assert manager._stager is not None
-            assert manager._stager._pool.in_use <= 2
-        gate.open.set()
-    assert committed() == [1, 6]
-    assert is_of(load(1), 1)
-    assert is_of(load(6), 6)
-    assert of(heard) == [(2, 3), (3, 4), (4, 5), (5, 6)]
-    assert stats().saves.superseded - before == 4
-    assert f"step 2 is not saved to {ROOT}/step-00000002: step 3 is saved instead" in caplog.messages
-    staged = [event for event in heard if isinstance(event, events.Staged)]
-    done = [event for event in heard if isinstance(event, events.Committed)]
-    assert [event.step for event in done] == [1, 6]
-    assert all(event.stall_seconds is not None and event.stall_seconds < event.seconds for event in done)
-    assert len(staged) == 6
+    assert committed() == [1, 2, 3]
+    assert all(is_of(load(step), step) for step in (1, 2, 3))
 
 
 def test_without_overlap_a_save_waits_for_the_one_before(gate: Gate) -> None:
@@ -171,10 +140,9 @@ def test_without_overlap_a_save_waits_for_the_one_before(gate: Gate) -> None:
     assert committed() == [1, 2]
 
 
-@pytest.mark.parametrize("overlap", ["queue", "supersede"])
-def test_what_waits_is_saved_although_the_one_before_failed(gate: Gate, overlap: Overlap) -> None:
+def test_what_waits_is_saved_although_the_one_before_failed(gate: Gate) -> None:
     gate.refused = ("step-00000001/",)
-    manager = CheckpointManager(ROOT, overlap=overlap)
+    manager = CheckpointManager(ROOT, overlap="queue")
     train(manager, 1, 2)
     gate.open.set()
     with pytest.raises(errors.SaveFailedError, match="step 1") as caught:
@@ -199,9 +167,9 @@ def test_each_failure_is_raised_once_and_none_is_forgotten(gate: Gate) -> None:
     manager.close()
 
 
-def test_the_next_save_raises_what_failed_and_drops_nothing_for_it(gate: Gate) -> None:
+def test_the_next_save_raises_what_failed(gate: Gate) -> None:
     gate.refused = ("step-00000001/",)
-    with CheckpointManager(ROOT, overlap="supersede") as manager:
+    with CheckpointManager(ROOT, overlap="queue") as manager:
         train(manager, 1)
         gate.open.set()
         manager._saving.settle()
@@ -276,31 +244,27 @@ def _of_rank(step: int) -> dict[str, Any]:
     return {f"of-{rank}": torch.full((1000,), 10.0 * step + rank), "step": step}
 
 
-def _save_all_then_open(root: str, overlap: Overlap, opens: str, last: int) -> list[tuple[int, int | None]]:
-    heard: list[events.Event] = []
-    with CheckpointManager(root, overlap=overlap, on_event=heard.append) as manager:
-        for step in range(1, last + 1):
+def _save_all_then_open(root: str, opens: str) -> None:
+    with CheckpointManager(root, overlap="queue") as manager:
+        for step in (1, 2):
             assert manager.save(step, _of_rank(step))
         dist.barrier()
         Path(opens).touch()
         manager.wait()
         loaded = _of_rank(0)
-        assert manager.restore(loaded) == last
-        assert torch.equal(loaded[f"of-{dist.get_rank()}"], _of_rank(last)[f"of-{dist.get_rank()}"])
-    return of(heard)
+        assert manager.restore(loaded) == 2
+        assert torch.equal(loaded[f"of-{dist.get_rank()}"], _of_rank(2)[f"of-{dist.get_rank()}"])
 
 
-@pytest.mark.parametrize(("overlap", "last", "saved"), [("queue", 2, [1, 2]), ("supersede", 5, [1, 5])])
-def test_no_rank_waits_for_an_upload(gate: Gate, tmp_path: Path, overlap: Overlap, last: int, saved: list[int]) -> None:
+def test_no_rank_waits_for_an_upload(gate: Gate, tmp_path: Path) -> None:
     opens = tmp_path / "open"
     gate.is_open = opens.exists
-    first, second = run_ranks(2, _save_all_then_open, ROOT, overlap, str(opens), last)
-    assert committed() == saved
-    assert first == second == [(step, step + 1) for step in range(2, last)][: last - len(saved)]
+    run_ranks(2, _save_all_then_open, ROOT, str(opens))
+    assert committed() == [1, 2]
 
 
-def _wait_on_one_rank(root: str, overlap: Overlap, opens: str) -> None:
-    with CheckpointManager(root, overlap=overlap) as manager:
+def _wait_on_one_rank(root: str, opens: str) -> None:
+    with CheckpointManager(root, overlap="queue") as manager:
         for step in (1, 2):
             assert manager.save(step, _of_rank(step))
         dist.barrier()
@@ -311,34 +275,11 @@ def _wait_on_one_rank(root: str, overlap: Overlap, opens: str) -> None:
         assert manager.save(3, _of_rank(3))
 
 
-@pytest.mark.parametrize("overlap", ["queue", "supersede"])
-def test_a_rank_that_waits_for_a_save_is_not_held_up_by_one_that_comes_to_the_next(
-    gate: Gate, tmp_path: Path, overlap: Overlap
-) -> None:
+def test_a_rank_that_waits_for_a_save_is_not_held_up_by_one_that_comes_to_the_next(gate: Gate, tmp_path: Path) -> None:
     opens = tmp_path / "open"
     gate.is_open = opens.exists
-    run_ranks(2, _wait_on_one_rank, ROOT, overlap, str(opens))
+    run_ranks(2, _wait_on_one_rank, ROOT, str(opens))
     assert committed() == [1, 2, 3]
-
-
-def _save_unevenly(root: str) -> tuple[list[int], int]:
-    heard: list[events.Event] = []
-    noise = random.Random(dist.get_rank())
-    with CheckpointManager(root, overlap="supersede", on_event=heard.append) as manager:
-        for step in range(1, 41):
-            assert manager.save(step, _of_rank(step))
-            time.sleep(noise.random() * 0.01)
-        manager.wait()
-        return [step for step, _ in of(heard)], manager.restore(_of_rank(0)) or 0
-
-
-def test_ranks_decide_alike_at_whatever_moment_a_save_begins(memory_server: Any, root: str) -> None:
-    """Uploads take about as long as steps, so they begin on some ranks while the others decide."""
-    results = run_ranks(3, _save_unevenly, root)
-    superseded, newest = results[0]
-    assert results == [(superseded, newest)] * 3
-    assert newest == 40
-    assert [info.step for info in list_checkpoints(root)] == [step for step in range(1, 41) if step not in superseded]
 
 
 def _fail_first(root: str, opens: str) -> tuple[list[int], list[int]]:
@@ -376,7 +317,7 @@ class _Uncopyable:
 
 
 def _stage_badly_on_a_rank(root: str, opens: str) -> int | None:
-    with CheckpointManager(root, overlap="supersede") as manager:
+    with CheckpointManager(root, overlap="queue") as manager:
         manager.save(1, _of_rank(1))
         bad = {"bad": _Uncopyable()} if dist.get_rank() == 1 else {}
         manager.save(2, {**_of_rank(2), **bad})
@@ -392,7 +333,7 @@ def _stage_badly_on_a_rank(root: str, opens: str) -> int | None:
         return caught.value.step
 
 
-def test_a_save_whose_staging_failed_on_a_rank_is_not_dropped_in_silence(gate: Gate, tmp_path: Path) -> None:
+def test_a_save_in_the_queue_whose_staging_failed_on_a_rank_fails_on_all(gate: Gate, tmp_path: Path) -> None:
     opens = tmp_path / "open"
     gate.is_open = opens.exists
     assert run_ranks(2, _stage_badly_on_a_rank, ROOT, str(opens)) == [2, 2]

@@ -111,9 +111,8 @@ _MISTAKES = {
     ),
     "another dtype, where that is an error": Mistake(
         'dcp.load({"epoch": 0, "model": {"weight": torch.ones(4, 3, dtype=torch.int8)}}, '
-        "storage_reader=S3StorageReader(URL))",
-        ("model.weight", "int8", "DCP_S3_ALLOW_DTYPE_CAST"), "Remedy: ", {"DCP_S3_ALLOW_DTYPE_CAST": "0"},
-        before=_SAVED,
+        "storage_reader=S3StorageReader(URL, allow_dtype_cast=False))",
+        ("model.weight", "int8", "allow_dtype_cast"), "Remedy: ", before=_SAVED,
     ),
     "missing keys": Mistake(
         'dcp.load({"weight": torch.ones(4, 3), "bias": torch.ones(3)}, storage_reader=S3StorageReader(URL))',

@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from dcp_s3 import S3StorageWriter
 from dcp_s3.offline.diff import diff
 from tests.ranks import run_ranks
+from tests.single_ranks import committing_alone
 
 pytestmark = pytest.mark.servers("memory")
 
@@ -25,8 +26,9 @@ def _save(root: str, name: str, change: float, use_collectives: bool = False, ch
         "alike": torch.ones(3),
         "only": {str(rank): torch.ones(2)},
     }
-    writer = S3StorageWriter(f"{root}/{name}", settings={"checksum": checksum, "merge_ranks": False})
-    dcp.save(state, storage_writer=writer, use_collectives=use_collectives)
+    writer = S3StorageWriter(f"{root}/{name}", settings={"checksum": checksum})
+    with committing_alone():
+        dcp.save(state, storage_writer=writer, use_collectives=use_collectives)
 
 
 def _statuses(a: str, b: str, *, full: bool = False) -> dict[str, str]:

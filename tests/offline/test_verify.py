@@ -34,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:Us
 
 def test_a_good_checkpoint(s3: Any, root: str) -> None:
     state = {**every_kind(), "large": random_tensor((1500, 1000), torch.float32)}
-    saved = Saved(s3, root).save(state, buckets_per_rank=2)
+    saved = Saved(s3, root).save(state, writer={"max_objects": 2})
     spread_out(s3, root)
     fast, full = saved.verify(full=False), saved.verify()
     items, objects = len(saved.metadata.storage_data), len(saved.data)
@@ -60,7 +60,7 @@ def test_other_checksum_settings(memory_server: Any, s3: Any, root: str) -> None
 
 def test_each_byte_is_read_once_and_none_in_fast_mode(memory_server: Any, s3: Any, bucket: str, root: str) -> None:
     state = {f"w{n}": random_tensor((1300, 1024 + n), torch.float32, n) for n in range(3)}
-    saved = Saved(s3, root).save(state, buckets_per_rank=2)
+    saved = Saved(s3, root).save(state, writer={"max_objects": 2})
     server, sizes = memory_server.handle, saved.sizes
     totals: list[int] = []
     moved: list[int] = []

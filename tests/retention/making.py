@@ -13,6 +13,7 @@ from dcp_s3 import S3StorageWriter
 from dcp_s3.format.layout import What, classify
 from dcp_s3.url import parse_url
 from tests.ranks import run_ranks
+from tests.single_ranks import committing_alone
 
 
 def state() -> dict[str, Any]:
@@ -49,8 +50,9 @@ def save_foreign(s3: Any, url: str, directory: Path) -> str:
 
 
 def _save_without_collectives(url: str, overwrite: bool) -> None:
-    writer = S3StorageWriter(url, overwrite=overwrite, metrics={"loss": 0.5}, settings={"merge_ranks": False})
-    dcp.save(state(), storage_writer=writer, use_collectives=False)
+    writer = S3StorageWriter(url, overwrite=overwrite, metrics={"loss": 0.5})
+    with committing_alone():
+        dcp.save(state(), storage_writer=writer, use_collectives=False)
 
 
 def save_on_ranks(url: str, ranks: int, *, overwrite: bool = False) -> str:

@@ -29,7 +29,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
 
 
 def save(name: str, **settings: Any) -> None:
-    writer = S3StorageWriter(f"{ROOT}/{name}", settings={"part_size": "5MiB", "buckets_per_rank": 1, **settings})
+    writer = S3StorageWriter(f"{ROOT}/{name}", max_objects=1, settings={"part_size": "5MiB", **settings})
     dcp.save(STATE, storage_writer=writer)
 
 

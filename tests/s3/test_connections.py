@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:Us
 _PATIENCE_SECONDS = 60
 MIB = 2**20
 URL = f"s3://{BUCKET}/run"
-SETTINGS = {"part_size": "5MiB", "buckets_per_rank": 1}
+SETTINGS = {"part_size": "5MiB"}
 
 
 def state(value: float) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def test_a_save_and_a_load_use_more_connections_as_they_run(
     monkeypatch.setattr(Scripted, "numbers", [2, 5], raising=False)
     monkeypatch.setattr(connections, "Width", Scripted)
     crowd = Crowd(faulty, "UploadPart", 5)
-    dcp.save(state(1.0), storage_writer=S3StorageWriter(URL, settings=SETTINGS | settings))
+    dcp.save(state(1.0), storage_writer=S3StorageWriter(URL, max_objects=1, settings=SETTINGS | settings))
     assert crowd.met
     crowd = Crowd(faulty, "GetObject", 5)
     found = state(0.0)
@@ -108,8 +108,9 @@ def test_fewer_connections_are_fewer_requests_at_once(faulty: FaultyServer, monk
         original(self, *arguments, resize=lambda count: (resize(count), resized.set()), **options)
 
     monkeypatch.setattr(connections.Tuning, "__init__", tell)
+    writer = S3StorageWriter(URL, max_objects=1, settings=SETTINGS)
     for operation, direction, run in (
-        ("UploadPart", "upload", lambda: dcp.save(state(1.0), storage_writer=S3StorageWriter(URL, settings=SETTINGS))),
+        ("UploadPart", "upload", lambda: dcp.save(state(1.0), storage_writer=writer)),
         ("GetObject", "download", lambda: dcp.load(state(0), storage_reader=S3StorageReader(URL, settings=SETTINGS))),
     ):
         assert connections_of(store, direction) == 4
@@ -137,7 +138,7 @@ def test_fewer_connections_are_fewer_requests_at_once(faulty: FaultyServer, monk
 
 def test_the_ceiling_of_the_settings_holds(faulty: FaultyServer) -> None:
     crowd = Crowd(faulty, "UploadPart", 3)
-    dcp.save(state(1.0), storage_writer=S3StorageWriter(URL, settings=SETTINGS | {"concurrency": 3}))
+    dcp.save(state(1.0), storage_writer=S3StorageWriter(URL, max_objects=1, settings=SETTINGS | {"concurrency": 3}))
     assert (crowd.met, crowd.most) == (True, 3)
 
 
@@ -145,7 +146,7 @@ def test_what_was_found_is_kept_and_told(faulty: FaultyServer, monkeypatch: pyte
     monkeypatch.setattr(Scripted, "numbers", [2, 5], raising=False)
     monkeypatch.setattr(connections, "Width", Scripted)
     Crowd(faulty, "UploadPart", 5)
-    dcp.save(state(1.0), storage_writer=S3StorageWriter(URL, settings=SETTINGS))
+    dcp.save(state(1.0), storage_writer=S3StorageWriter(URL, max_objects=1, settings=SETTINGS))
     store = S3Store(BUCKET, Settings())
     assert (connections_of(store, "upload"), connections_of(store, "download")) == (5, 2)
     assert connections_of(S3Store(BUCKET, Settings(concurrency=3)), "upload") == 3
@@ -171,7 +172,7 @@ def test_a_process_that_has_no_more_threads_goes_on_with_those_it_has(
         refused.wait(_PATIENCE_SECONDS) and None if request.operation == "UploadPart" else None
     )
     monkeypatch.setattr(connections.logger, "warning", lambda *_: refused.set())
-    dcp.save(state(1.0), storage_writer=S3StorageWriter(URL, settings=SETTINGS))
+    dcp.save(state(1.0), storage_writer=S3StorageWriter(URL, max_objects=1, settings=SETTINGS))
     assert refused.is_set()
     found = state(0.0)
     dcp.load(found, storage_reader=S3StorageReader(URL, settings=SETTINGS))

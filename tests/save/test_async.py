@@ -155,7 +155,7 @@ def test_async_save_on_every_server(root: str) -> None:
 def test_one_stager_serves_saves_that_overlap(root: str, memory_server: S3Server) -> None:
     state, go = {"w": torch.zeros(1000)}, _Event()
     futures = []
-    with S3Stager({"staging_generations": 3}) as stager:
+    with S3Stager(generations=3) as stager:
         for step in range(3):
             state["w"].fill_(step)
             futures.append(
@@ -189,15 +189,14 @@ def _overlapping_saves(url: str) -> None:
             passed.yes = True
             together.wait(_PATIENCE_SECONDS)
 
-    futures = []
+    futures, stager = [], S3Stager(generations=3)
     for step, group in enumerate(groups):
         weights.to_local().fill_(step + 1)
         futures.append(
             dcp.async_save(
                 {"w": weights, "step": step, "rank": torch.tensor(dist.get_rank() + 10 * step)},
-                storage_writer=S3StorageWriter(
-                    f"{url}/{step}", settings={"buckets_per_rank": 1, "staging_generations": 3}
-                ),
+                storage_writer=S3StorageWriter(f"{url}/{step}", max_objects=1),
+                async_stager=stager,
                 planner=_WaitingPlanner(meet),
                 process_group=group,
             )

@@ -21,7 +21,6 @@ from tests.soak.joint_worker import Job, make_whole_state
 
 ENVIRONMENT = {
     "DCP_S3_PART_SIZE": "5MiB",
-    "DCP_S3_BUCKETS_PER_RANK": "2",
     "DCP_S3_CONCURRENCY": "4",
     "DCP_S3_RANK_TIMEOUT": "1.5",
     "DCP_S3_RUN_ID": "training",

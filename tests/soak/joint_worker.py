@@ -175,7 +175,7 @@ def _driver(job: Job) -> Any:
         return save_with_manager
 
     def save(number: int, state: dict[str, Any]) -> None:
-        writer = S3StorageWriter(job.url(number), overwrite=job.overwrite)
+        writer = S3StorageWriter(job.url(number), overwrite=job.overwrite, max_objects=2)
         if job.by == "dcp":
             dcp.save(state, storage_writer=writer, use_collectives=False)
         else:  # torch's own ends with a barrier where there is a group

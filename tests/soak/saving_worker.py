@@ -80,7 +80,7 @@ def save_for_ever(job: Job) -> None:
         say(report, "started")
         for number in itertools.count(1):
             state = make_state(number, job.world_size, job.rank)
-            writer = S3StorageWriter(job.url(number), overwrite=job.overwrite, separate=["number"])
+            writer = S3StorageWriter(job.url(number), overwrite=job.overwrite, separate=["number"], max_objects=2)
             try:
                 if job.asynchronous:
                     future: Any = dcp.async_save(state, storage_writer=writer)

@@ -146,7 +146,7 @@ class Training:
         root = f"s3://{rng.choice(self._buckets)}/run"
         url = rng.choice(sorted(self.expected)) if overwrite else f"{root}/step-{number}"
         state, objects = make_state(rng), rng.choice([1, 2])
-        writer = S3StorageWriter(url, overwrite=overwrite, settings={"buckets_per_rank": objects})
+        writer = S3StorageWriter(url, overwrite=overwrite, max_objects=objects)
         kind = rng.choice(["sync", "async"])
         if kind == "async":
             future: Any = dcp.async_save(state, storage_writer=writer)

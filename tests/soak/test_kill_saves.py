@@ -48,7 +48,6 @@ _OPERATIONS_OF_OVERWRITES = ("DeleteObjects", "ListObjectsV2", "GetObject")
 def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
     for name, value in {
         "DCP_S3_PART_SIZE": "5MiB",
-        "DCP_S3_BUCKETS_PER_RANK": "2",
         "DCP_S3_CONCURRENCY": "4",
         "GLOO_SOCKET_IFNAME": "lo",
         "MASTER_ADDR": "127.0.0.1",

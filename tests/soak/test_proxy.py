@@ -155,9 +155,10 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     monkeypatch.setattr(retry, "BACKOFF_BASE", 0.001)
     monkeypatch.setattr(retry, "BACKOFF_CAP", 0.002)
     for name, value in {
-        "PART_SIZE": "5MiB", "CONCURRENCY": "1", "BUCKETS_PER_RANK": "1", "RETRY_ATTEMPTS": "3", "SPILL_AFTER": "5s",
+        "PART_SIZE": "5MiB", "CONCURRENCY": "1", "RETRY_ATTEMPTS": "3", "SPILL_AFTER": "5s",
     }.items():  # fmt: skip
         monkeypatch.setenv(f"DCP_S3_{name}", value)
+    monkeypatch.setattr("dcp_s3.save.writer.OBJECTS_PER_RANK", 1)
     for module in ("save", "waiting"):  # the test drains
         monkeypatch.setattr(f"dcp_s3.save.{module}.drain_in_background", lambda *_, **__: None)
     clock, server = Clock(), FaultyServer()

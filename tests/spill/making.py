@@ -79,11 +79,11 @@ def configure(root: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Spi
     for name, value in {
         "SPILL_DIR": str(path),
         "PART_SIZE": "5MiB",
-        "BUCKETS_PER_RANK": "1",
         "RETRY_ATTEMPTS": "2",
         "SPILL_AFTER": "5s",
     }.items():
         monkeypatch.setenv(f"DCP_S3_{name}", value)
+    monkeypatch.setattr("dcp_s3.save.writer.OBJECTS_PER_RANK", 1)
     for module in ("save", "waiting"):  # the test drains
         monkeypatch.setattr(f"dcp_s3.save.{module}.drain_in_background", lambda *_, **__: None)
     return Spill(root, path)

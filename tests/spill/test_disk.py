@@ -37,9 +37,9 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
         "PART_SIZE": "5MiB",
         "RETRY_ATTEMPTS": "2",
         "SPILL_AFTER": "2s",
-        "BUCKETS_PER_RANK": "1",
     }.items():
         monkeypatch.setenv(f"DCP_S3_{name}", value)
+    monkeypatch.setattr("dcp_s3.save.writer.OBJECTS_PER_RANK", 1)
     for module in ("save", "waiting"):  # the test drains
         monkeypatch.setattr(f"dcp_s3.save.{module}.drain_in_background", lambda *_, **__: None)
     with serve(monkeypatch) as server:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,6 +80,21 @@ def test_what_waits_is_not_to_blame_for_the_endpoint_of_the_profile(
     assert spill.drain().committed == [url]
     assert_complete(url, make_state(1))
     close_clients()
+
+
+def test_what_an_earlier_version_spilled_is_drained(faulty_spill: Spill) -> None:
+    """Its journals hold settings that are gone since."""
+    spill, url = faulty_spill, faulty_spill.url("step-1")
+    spill.save(url, make_state(1))
+    gone = {
+        "buckets_per_rank": 4, "read_gap": 262144, "read_waste": 0.0025, "load_buffers": 536870912,
+        "hedge_percentile": 95.0, "hedge_min_delay": 0.2, "prefix_spread": 0, "staging_generations": 2,
+        "merge_ranks": True, "load_sharing": True, "allow_dtype_cast": True,
+    }  # fmt: skip
+    for save in (spill.data(), spill.commit()):
+        save.update(replace(save.journal, settings={**save.journal.settings, **gone}))
+    assert spill.drain().committed == [url]
+    assert_complete(url, make_state(1))
 
 
 def test_several_checkpoints_are_drained_in_one_pass_oldest_first(faulty_spill: Spill) -> None:
@@ -239,7 +255,7 @@ def test_a_drain_that_is_stopped_before_it_begins_does_nothing(faulty_spill: Spi
 def test_a_drain_that_is_stopped_ends_after_the_object_under_way(
     faulty_spill: Spill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("DCP_S3_BUCKETS_PER_RANK", "2")
+    monkeypatch.setattr("dcp_s3.save.writer.OBJECTS_PER_RANK", 2)
     spill, url = faulty_spill, faulty_spill.url("step-1")
     state = {"a": torch.randn(3 * MIB), "b": torch.randn(3 * MIB)}
     spill.save(url, state)

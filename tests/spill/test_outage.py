@@ -136,7 +136,7 @@ def test_an_outage_in_the_middle_sends_only_what_s3_does_not_have(faulty: Faulty
         return Fault.error(503, "SlowDown") if down.is_set() else None
 
     faulty.rule = rule
-    future = dcp.async_save(state, storage_writer=S3StorageWriter(URL, settings={"buckets_per_rank": 1}))
+    future = dcp.async_save(state, storage_writer=S3StorageWriter(URL, max_objects=1))
     deadline = time.monotonic() + 60
     while not list(spill_dir.glob("saves/*-commit-*")):
         assert time.monotonic() < deadline

@@ -26,6 +26,7 @@ from dcp_s3.spill.store import SpillStore
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.memory_s3 import Fault
 from tests.ranks import run_ranks
+from tests.single_ranks import committing_alone
 from tests.spill.test_outage import assert_complete
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -40,7 +41,6 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
     monkeypatch.setenv("DCP_S3_PART_SIZE", "5MiB")
     monkeypatch.setenv("DCP_S3_RETRY_ATTEMPTS", "2")
     monkeypatch.setenv("DCP_S3_SPILL_AFTER", "2s")
-    monkeypatch.setenv("DCP_S3_BUCKETS_PER_RANK", "1")
     with serve(monkeypatch) as server:
         yield server
 
@@ -66,8 +66,9 @@ def _use(directories: list[str], *, drain: bool) -> None:
 
 def _save(directories: list[str], durability: str, drain: bool, options: dict[str, Any]) -> None:
     _use(directories, drain=drain)
-    writer = S3StorageWriter(URL, settings={"durability": durability, "merge_ranks": False})
-    dcp.save(_shard(), storage_writer=writer, **options)
+    writer = S3StorageWriter(URL, max_objects=1, settings={"durability": durability})
+    with committing_alone():
+        dcp.save(_shard(), storage_writer=writer, **options)
 
 
 def directories_of(tmp_path: Path, count: int) -> list[str]:

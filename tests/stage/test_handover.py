@@ -65,10 +65,10 @@ def process() -> Iterator[_Process]:
 
 @pytest.fixture(params=["private", "shared", "file", "mixed"])
 def stager(request: pytest.FixtureRequest, tmp_path: Path) -> S3Stager:
-    options: dict[str, Any] = {"staging_generations": 4}
+    options: dict[str, Any] = {}
     if request.param in ("file", "mixed"):
         options |= {"staging_limit": "1MiB", "spill_dir": str(tmp_path)}
-    stager = S3Stager(options)
+    stager = S3Stager(options, generations=4)
     if request.param == "file":
         stager._pool.limit = 0
     stager._pool.shared = request.param == "shared"

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:Us
 THREAD, PROCESS = AsyncCheckpointerType.THREAD, AsyncCheckpointerType.PROCESS
 _PATIENCE_SECONDS = 60
 ROOT = f"s3://{BUCKET}"
-_ONE = {"staging_generations": 1, "retry_attempts": 1, "part_size": "5MiB"}
+_ONCE = {"retry_attempts": 1, "part_size": "5MiB"}
 _FAULTS = {
     "denied": Fault.error(403, "AccessDenied"),
     "slow down": Fault.error(503, "SlowDown"),
@@ -65,13 +65,13 @@ def _refuse(server: FaultyServer, fault: Fault, *, rank: int | None = None) -> N
 
 def _fail_again_and_again(asynchronous: bool, kind: AsyncCheckpointerType, keep: bool) -> str:
     """Each save needs the one generation there is."""
-    stager, kept = S3Stager(_ONE, asynchronous=asynchronous), []
+    stager, kept = S3Stager(_ONCE, asynchronous=asynchronous, generations=1), []
     with _no_collector():
         for number in range(4):
             url = f"{ROOT}/bad/step-{number}"
             answer: Any = dcp.async_save(
                 _state(),
-                storage_writer=S3StorageWriter(url, settings=_ONE),
+                storage_writer=S3StorageWriter(url, settings=_ONCE),
                 async_stager=stager,
                 async_checkpointer_type=kind,
             )
@@ -83,7 +83,7 @@ def _fail_again_and_again(asynchronous: bool, kind: AsyncCheckpointerType, keep:
             del answer, future, error
         good: Any = dcp.async_save(
             _state(),
-            storage_writer=S3StorageWriter(f"{ROOT}/good", settings=_ONE),
+            storage_writer=S3StorageWriter(f"{ROOT}/good", settings=_ONCE),
             async_stager=stager,
             async_checkpointer_type=kind,
         )
@@ -124,7 +124,7 @@ def test_nor_do_those_of_another_process(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def _manager_fails_again_and_again() -> list[str]:
     kept = []
-    with _no_collector(), CheckpointManager(f"{ROOT}/bad", settings=_ONE) as manager:
+    with _no_collector(), CheckpointManager(f"{ROOT}/bad", settings=_ONCE) as manager:
         for step in range(4):
             manager.save(step, _state())
             with pytest.raises(errors.SaveFailedError) as caught:
@@ -145,9 +145,9 @@ def test_nor_does_a_save_that_fails_while_the_next_one_waits_for_its_copy(monkey
     monkeypatch.setattr(pool_module, "_REPORT_SECONDS", 1e9)  # what was only found then is never found
     with serve(monkeypatch) as server, _no_collector():
         _refuse(server, _FAULTS["denied"])
-        stager, kept = S3Stager(_ONE), []
+        stager, kept = S3Stager(_ONCE, generations=1), []
         for number in range(3):
-            writer = S3StorageWriter(f"{ROOT}/bad/step-{number}", settings=_ONE)
+            writer = S3StorageWriter(f"{ROOT}/bad/step-{number}", settings=_ONCE)
             kept.append(dcp.async_save(_state(), storage_writer=writer, async_stager=stager))
         for future in kept:
             assert isinstance(future.exception(_PATIENCE_SECONDS), CheckpointException)  # type: ignore[union-attr]
@@ -156,8 +156,9 @@ def test_nor_does_a_save_that_fails_while_the_next_one_waits_for_its_copy(monkey
 def test_the_error_of_a_save_in_the_foreground_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     with serve(monkeypatch) as server:
         _refuse(server, _FAULTS["denied"])
+        staged: Any = S3Stager(_ONCE, generations=1).stage(_state())
         with pytest.raises(CheckpointException) as caught:
-            dcp.save(S3Stager(_ONE).stage(_state()), storage_writer=S3StorageWriter(f"{ROOT}/bad/x", settings=_ONE))  # type: ignore[arg-type]
+            dcp.save(staged, storage_writer=S3StorageWriter(f"{ROOT}/bad/x", settings=_ONCE))
         names = []
         trace = caught.value.__traceback__
         while trace is not None:
@@ -185,12 +186,12 @@ def _assert_not_pinned(stager: S3Stager, future: Any) -> None:
 
 
 def test_a_kept_future_of_a_failed_save_does_not_pin_memory(tmp_path: Path) -> None:
-    stager = S3Stager({"staging_generations": 1})
+    stager = S3Stager(generations=1)
     _assert_not_pinned(stager, _fail_to_directory(tmp_path, stager, {"w": torch.ones(1000)}))
 
 
 def test_a_kept_future_of_a_failed_save_to_s3_does_not_pin_memory(s3_env: S3Server, memory_server: S3Server) -> None:
-    stager = S3Stager({"staging_generations": 1})
+    stager = S3Stager(generations=1)
     writer = S3StorageWriter("s3://no-such-bucket-here/run")
     _assert_not_pinned(stager, dcp.async_save({"w": torch.ones(1000)}, storage_writer=writer, async_stager=stager))
 

@@ -280,7 +280,7 @@ def test_a_failed_staging_does_not_keep_the_state(
 
 # --- failed saves do not use up the generations ----------------------------------------------------------
 
-_ONE = {"staging_generations": 1, "retry_attempts": 1, "part_size": "5MiB"}
+_ONCE = {"retry_attempts": 1, "part_size": "5MiB"}
 
 
 @pytest.fixture
@@ -293,7 +293,7 @@ def _fail_five_times(
     staging: str, kind: AsyncCheckpointerType, expected: type[BaseException], urls: tuple[str, str], mebibytes: int
 ) -> None:
     """Saves to the first URL fail; whatever tells of that is kept."""
-    saver, kept = _Saver(staging, kind, _ONE), []
+    saver, kept = _Saver(staging, kind, _ONCE), []
     for number in range(5):
         future = saver.save(urls[0], _make_state(mebibytes, value=float(number)))
         with pytest.raises(CheckpointException) as caught:

@@ -65,22 +65,20 @@ def test_an_infinite_limit_is_refused() -> None:
         S3Stager({"staging_limit": float("inf")})
 
 
-@pytest.mark.parametrize("value", ["0", "65", "-1", "two", "1.5"])
-def test_bad_generations(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    monkeypatch.setenv("DCP_S3_STAGING_GENERATIONS", value)
-    with pytest.raises(SettingsError, match="DCP_S3_STAGING_GENERATIONS"):
-        S3Stager()
+@pytest.mark.parametrize("value", [0, -1, "two", 1.5])
+def test_bad_generations(value: Any) -> None:
+    with pytest.raises(SettingsError, match="generations"):
+        S3Stager(generations=value)
 
 
 def test_defaults_and_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = Settings()
-    assert (settings.staging_limit, settings.staging_generations, settings.spill_dir) == (None, 2, None)
+    assert (settings.staging_limit, settings.spill_dir) == (None, None)
     monkeypatch.setenv("DCP_S3_STAGING_LIMIT", "2MiB")
-    monkeypatch.setenv("DCP_S3_STAGING_GENERATIONS", "3")
     monkeypatch.setenv("DCP_S3_SPILL_DIR", "/somewhere")
     pool = S3Stager()._pool
-    assert (pool.limit, pool.generations, pool.spill_dir) == (2**21, 3, "/somewhere")
-    assert S3Stager({"staging_generations": 5})._pool.generations == 5
+    assert (pool.limit, pool.generations, pool.spill_dir) == (2**21, 2, "/somewhere")
+    assert S3Stager(generations=5)._pool.generations == 5
 
 
 def test_a_fraction_is_shared_by_the_ranks_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

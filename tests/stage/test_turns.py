@@ -31,7 +31,7 @@ def _state(value: float) -> dict[str, Any]:
 def _save_delayed_then_at_once(urls: list[str], kind: AsyncCheckpointerType, delayed_rank: int) -> list[float]:
     """On one rank the first save can only begin after the second one's thread is there."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    first, second = (S3Stager({"staging_generations": 1}, asynchronous=True) for _ in range(2))
+    first, second = (S3Stager(asynchronous=True, generations=1) for _ in range(2))
     held: Any = first.stage(_state(0.0)) if rank == delayed_rank else None
     if held is not None:
         held.result(_PATIENCE_SECONDS)

@@ -85,7 +85,7 @@ def test_a_load_between_forward_and_backward_is_an_error_as_with_torch(
     else:
         dcp.save(stored, storage_writer=S3StorageWriter(root))
     losses = {name: (parameter * parameter).sum() for name, parameter in parameters.items()}
-    dcp.load(targets, storage_reader=S3StorageReader(root, settings={"allow_dtype_cast": True}))
+    dcp.load(targets, storage_reader=S3StorageReader(root))
     for name, loss in losses.items():
         assert torch.equal(targets[name].detach(), stored[name].to(targets[name].dtype)), name
         with pytest.raises(RuntimeError, match=_MODIFIED):
@@ -195,8 +195,7 @@ def _failure_of_save(
 
 
 def _load_old(run: str, state: dict[str, Any]) -> None:
-    settings = {"part_size": "5MiB", "allow_dtype_cast": True}
-    dcp.load(state, storage_reader=S3StorageReader(f"{run}/old", settings=settings))
+    dcp.load(state, storage_reader=S3StorageReader(f"{run}/old", settings={"part_size": "5MiB"}))
 
 
 def test_a_load_while_the_state_is_staged_fails_the_save(
@@ -240,7 +239,7 @@ def _load_on_ranks() -> None:
     dcp.save({kind: torch.ones(600, 500) for kind in _KINDS}, storage_writer=S3StorageWriter(url))
     for kind in _KINDS:
         parameter = nn.Parameter(_shared(kind))
-        reader = S3StorageReader(url, settings={"allow_dtype_cast": True, "part_size": "5MiB"})
+        reader = S3StorageReader(url, settings={"part_size": "5MiB"})
         loss = (parameter * parameter).sum()
         dcp.load({kind: parameter.detach()}, storage_reader=reader)
         with pytest.raises(RuntimeError, match=_MODIFIED):

@@ -114,12 +114,12 @@ class MegatronS3Writer(S3StorageWriter):
         attachments: Mapping[str, bytes] | None = None,
         settings: SettingsLike = None,
     ) -> None:
-        objects = max(1, thread_count if separation_hint is None else thread_count // 2)
         super().__init__(
             checkpoint_dir,
             overwrite=True,
             separate=None if separation_hint is None else [f"{separation_hint}*"],
-            settings=resolve_settings(settings).model_copy(update={"buckets_per_rank": objects}),
+            max_objects=max(1, thread_count if separation_hint is None else thread_count // 2),
+            settings=settings,
         )
         self._failure: DcpS3Error | None = None
         self._prepared: Prepared | None = None
@@ -250,7 +250,7 @@ def merges(settings: SettingsLike) -> bool:
     disk is drained: it must know the results.
     """
     found = resolve_settings(settings)
-    return found.merge_ranks and found.spill_dir is None and dist.get_world_size() > 1
+    return found.spill_dir is None and dist.get_world_size() > 1
 
 
 def plan_without_gathering(

@@ -29,24 +29,25 @@ def has_cpu_backend(group: dist.ProcessGroup) -> bool:
     return "cpu:gloo" in dist.get_backend_config(group).split(",")
 
 
-def join_load(caller: Caller, url: str | None, settings: Settings, *, willing: bool) -> LoadGroup | None:
+def join_load(caller: Caller, url: str | None, settings: Settings, *, sharing: bool, willing: bool) -> LoadGroup | None:
     """The ranks of this load, if all of them share. Collective: ranks that do not share take part, too.
 
     Args:
         caller: caller of the load, from `find_load_group`.
         url: URL of the checkpoint, None if there is none.
         settings: settings of this rank's reader.
+        sharing: whether this rank is to share at all.
         willing: whether this rank may take the metadata from another.
     """
     if not has_cpu_backend(caller.group):
-        if settings.load_sharing:
+        if sharing:
             logger.info(
                 "every rank reads by itself: its process group has no gloo for CPU tensors. To read what several ranks "
                 'need once: init_process_group("cpu:gloo,cuda:nccl"), which async_save needs as well'
             )
         return None
     group = LoadGroup(caller)
-    share = willing and settings.load_sharing and url is not None
+    share = willing and sharing and url is not None
     where = hash_text(f"{settings.endpoint_url or ''} {url}")
     told, group.raised = run_through(lambda: group.agree(share, share and caller.plain_finish, where))
     if not all(metadata and other == where for metadata, _, other in told):

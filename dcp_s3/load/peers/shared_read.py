@@ -149,12 +149,11 @@ class SharedRead:
     ) -> tuple[Exchange, int]:
         """Make the exchange; returns it, and the number of threads left for direct reads."""
         mine = sum(transfer.length for transfer in direct)
-        settings = self._source.settings
         threads = self._source.connections
         fetching = _part_of(threads, sum(piece.nbytes for piece in owned), mine)
         exchange = Exchange(
             self._group.group, self._group.rank, owned, received,
-            url=self._url, threads=fetching, memory=settings.load_buffers,
+            url=self._url, threads=fetching, memory=self._source.buffers,
             on_failure=self._source.cancel, on_end=lambda: self._finished.put(None), deadline=self._source.deadline,
         )  # fmt: skip
         return exchange, max(1, threads - fetching)

@@ -157,11 +157,13 @@ def fail_to_save(url: str, mode: str) -> dict[int, str]:
     raise AssertionError("it was saved")
 
 
-def count_what_ranks_say(root: str, settings: dict[str, Any]) -> list[int]:
+def count_what_ranks_say(root: str, merged: bool) -> list[int]:
     """A save; returns the bytes of each object that this rank gave to rank 0."""
     sent: list[int] = []
     with trainer() as rank, pytest.MonkeyPatch.context() as patch:
-        megatron.install(settings=settings)
+        megatron.install()
+        if not merged:
+            patch.setattr("dcp_s3.integrations.megatron.install.merges", lambda _: False)
         gather = _DistWrapper.gather_object
 
         def count(self: Any, found: Any) -> Any:

@@ -84,7 +84,7 @@ def test_everything_that_install_replaces_is_there_and_comes_back() -> None:
     before = [inspect.getattr_static(owner, name) for owner, name in REPLACED]
     was_enabled = MultiStorageClientFeature.is_enabled()
     megatron.install()
-    megatron.install(settings={"buckets_per_rank": 2})
+    megatron.install(settings={"concurrency": 2})
     during = [inspect.getattr_static(owner, name) for owner, name in REPLACED]
     megatron.uninstall()
     megatron.uninstall()

@@ -20,8 +20,8 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_ranks_say_no_more_than_that_they_have_written(root: str) -> None:
-    merged = run_ranks(2, jobs.count_what_ranks_say, root, {})[1]
-    gathered = run_ranks(2, jobs.count_what_ranks_say, f"{root}-old", {"merge_ranks": False})[1]
+    merged = run_ranks(2, jobs.count_what_ranks_say, root, True)[1]
+    gathered = run_ranks(2, jobs.count_what_ranks_say, f"{root}-old", False)[1]
     assert len(merged) == 1
     assert merged[0] < 100  # bytes: the id of the save
     assert len(gathered) == 2  # the plan, the results

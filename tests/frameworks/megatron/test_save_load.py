@@ -77,4 +77,4 @@ def test_a_separation_hint_is_plain_text_and_what_it_separates_can_be_removed(
 @pytest.mark.parametrize(("hint", "most"), [(None, 6), ("optim", 3)])
 def test_the_thread_count_is_the_most_objects_of_a_rank(root: str, hint: str | None, most: int) -> None:
     writer = MegatronS3Writer(f"{root}/a", separation_hint=hint, thread_count=6)
-    assert writer.settings.buckets_per_rank == most
+    assert writer.max_objects == most

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from typing import Any
+from unittest import mock
 
 import boto3
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 from dcp_s3 import S3StorageReader
+from dcp_s3.load.engine import LOAD_BUFFERS
 from tests.faulty import BUCKET, FaultyServer
 
 RUN = f"s3://{BUCKET}"
@@ -54,10 +56,15 @@ def place_on(full: torch.Tensor, mesh: DeviceMesh, *placements: Placement) -> DT
 
 
 def load_into(url: str, state: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """``state`` with what was loaded into it; ``group``, ``planner``, others are settings."""
+    """``state`` with what was loaded into it; ``group``, ``planner``, bytes of ``buffers``, others are the reader's."""
     group, planner = options.pop("group", None), options.pop("planner", None)
-    reader = S3StorageReader(url, settings={**SMALL, **options})
-    dcp.load(state, storage_reader=reader, process_group=group, planner=planner)
+    buffers = options.pop("buffers", LOAD_BUFFERS)
+    reader = S3StorageReader(url, settings=SMALL, **options)
+    with (
+        mock.patch("dcp_s3.load.engine.LOAD_BUFFERS", buffers),
+        mock.patch("dcp_s3.load.reader.LOAD_BUFFERS", buffers),
+    ):
+        dcp.load(state, storage_reader=reader, process_group=group, planner=planner)
     return state
 
 

@@ -21,6 +21,7 @@ from dcp_s3.load.peers import assign as sharing
 from dcp_s3.load.peers.assign import plan_sharing
 from dcp_s3.load.peers.assignment import Assignment, Offer, SharedPiece, all_offered, box_of, find_stored
 from dcp_s3.load.peers.shared_pieces import OwnedPiece, ReceivedPiece, SharedItems, lay_out
+from dcp_s3.load.plan import READ_GAP
 from dcp_s3.load.prepare import TransferFactory
 from dcp_s3.torch_private import ReaderTransforms
 from tests.load.peers.sharing_cases import BLOCK, PATH, Case, cases, make_case
@@ -218,7 +219,7 @@ def exchange(case: Case, targets: list[list[torch.Tensor]], stored: bytes | None
     """Carry out the assignments: what each rank's shared items are loaded into. True where an item was finished."""
     source = MemorySource({PATH: case.stored if stored is None else stored})
     factory = TransferFactory(
-        source.url, case.metadata, ReaderTransforms(None), allow_dtype_cast=True, max_gap=source.settings.read_gap
+        source.url, case.metadata, ReaderTransforms(None), allow_dtype_cast=True, max_gap=READ_GAP
     )
     assignments = plan(case)
     assert assignments is not None

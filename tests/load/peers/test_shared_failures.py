@@ -89,9 +89,7 @@ def _raising(error: BaseException, after: int = 0) -> Callable[..., Any]:
 
 
 def _failures() -> dict[str, tuple[dict[int, tuple[str, str]], float]]:
-    dcp.save(
-        large_state(False), storage_writer=S3StorageWriter(f"{RUN}/good", settings={**SMALL, "buckets_per_rank": 1})
-    )
+    dcp.save(large_state(False), storage_writer=S3StorageWriter(f"{RUN}/good", max_objects=1, settings=SMALL))
     copy_checkpoint("good", "deleted", "damaged", "metadata")
     if dist.get_rank() == 0:
         client = boto3.Session().client("s3", endpoint_url=os.environ["DCP_S3_ENDPOINT_URL"])
@@ -177,7 +175,7 @@ def _failing_at_random(seed: int, count: int) -> None:
                 (owner, name), after = draw.choice(places), draw.randint(0, 12)
                 method = _raising_later(getattr(owner, name), ValueError(f"rank {failing}"), after)
                 stack.enter_context(_on_rank(failing, mock.patch.object(owner, name, method)))
-            failures, _ = _failing(url, load_buffers=draw.choice(["1MiB", "4MiB"]))
+            failures, _ = _failing(url, buffers=draw.choice([1, 4]) * 2**20)
         for kind, text in failures.values():
             assert kind in ("ValueError", "PeerReadError"), (seed, number, failures)
             assert "rank" in text

@@ -110,7 +110,7 @@ def _loads() -> None:
 
     # Into other dtypes and strides, and into memory that two entries share.
     state = {"large": torch.zeros(ROWS, 900, dtype=torch.float64), "whole": place_on(blank.double(), line, Shard(1))}
-    load_into(f"{RUN}/cast", state, allow_dtype_cast=True)
+    load_into(f"{RUN}/cast", state)
     assert torch.equal(state["large"], random_values(50, ROWS, 900).double())
     assert torch.equal(state["whole"].full_tensor(), random_values(61, ROWS, COLUMNS).double())
     target = torch.zeros(900, ROWS).t()
@@ -200,7 +200,7 @@ def _random_loads(seed: int, count: int) -> None:
         dcp.save({**saved, "n": number}, storage_writer=S3StorageWriter(url, settings=SMALL))
         state: dict[str, Any] = {f"t{n}": placed(torch.zeros_like(full)) for n, full in enumerate(fulls)}
         state["n"] = -1
-        load_into(url, state, load_buffers=draw.choice(["1MiB", "10MiB"]))
+        load_into(url, state, buffers=draw.choice([1, 10]) * 2**20)
         assert state["n"] == number
         for n, full in enumerate(fulls):
             found = state[f"t{n}"]
