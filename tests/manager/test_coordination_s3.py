@@ -84,6 +84,7 @@ def _train_counting(root: str) -> tuple[list[str], list[str]]:
         dist.all_reduce(torch.ones(1))
         dist.group.WORLD.allreduce(torch.ones(1)).wait()
         dist.new_group()
+    dist.barrier()  # gloo's ranks may still connect when the first has made its group
     return called, control
 
 
