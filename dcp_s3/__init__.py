@@ -114,8 +114,8 @@ from dcp_s3.torch_version import require_torch as _require_torch
 
 if _TYPE_CHECKING:
     from dcp_s3.checkpoint.info import CheckpointInfo
-    from dcp_s3.checkup.doctor import doctor
-    from dcp_s3.checkup.result import CheckResult, DoctorReport
+    from dcp_s3.checkup.doctor import DoctorReport, doctor
+    from dcp_s3.checkup.probes import CheckResult
     from dcp_s3.integrations.dcp import register, unregister
     from dcp_s3.load.planner import S3LoadPlanner
     from dcp_s3.load.reader import S3StorageReader
@@ -245,8 +245,8 @@ _MODULES = {
     "TreeNode": "dcp_s3.offline.inspect",
     "inspect": "dcp_s3.offline.inspect",
     "CheckpointTree": "dcp_s3.offline.inspect",
-    "DoctorReport": "dcp_s3.checkup.result",
-    "CheckResult": "dcp_s3.checkup.result",
+    "DoctorReport": "dcp_s3.checkup.doctor",
+    "CheckResult": "dcp_s3.checkup.probes",
     "doctor": "dcp_s3.checkup.doctor",
     "register": "dcp_s3.integrations.dcp",
     "unregister": "dcp_s3.integrations.dcp",

@@ -1,183 +1,124 @@
-"""Checks of this host: settings, packages, open files, memory, the spill disk. No request is sent."""
+"""Checks of this host and of the way to S3: settings, versions, spill disk, credentials, endpoint, clock."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 import platform
-import resource
 import secrets
 import shutil
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import botocore.exceptions as boto
+import botocore.session
+from botocore.config import Config
 
 from dcp_s3 import errors
 from dcp_s3._version import __version__
-from dcp_s3.checkup.examination import Examination
-from dcp_s3.checkup.result import CheckResult, failed, from_error, passed, skipped, warned
+from dcp_s3.checkup.probes import CheckResult, Examination, fail, from_error, ok, skip, warn
 from dcp_s3.retention.parse import policy_from_settings
+from dcp_s3.s3.botocore_private import expiry_of
 from dcp_s3.s3.client import find_chain
-from dcp_s3.settings import ENV_PREFIX, local_world_size, resolve_settings, unknown_variables
-from dcp_s3.spill.durable import as_spill_error, flush_directory
+from dcp_s3.s3.diagnosis import REQUEST_ERRORS, describe, status_code, to_storage_error
+from dcp_s3.settings import ENV_PREFIX, resolve_settings, unknown_variables
+from dcp_s3.spill.durable import as_spill_error
 from dcp_s3.spill.store import SpillStore
-from dcp_s3.stage.budget import measure_available, resolve_limit
-from dcp_s3.stage.pool import GENERATIONS
 from dcp_s3.torch_version import TESTED, is_newer_than_tested
 from dcp_s3.units import format_size, plural
 
-_OTHER_FILES = 256
-"""Open files that a training process has anyway: libraries, shared memory of data loaders, logs."""
+_FAR_SECONDS = 0.15
+"""A round trip between regions; in one region it takes a few milliseconds, and S3 answers within tens."""
+# https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html: RequestTimeTooSkewed
+_SKEW_WARNS, _SKEW_FAILS = 60.0, 900.0
 _MOUNTS = Path("/proc/mounts")
-_MEASURED = 64 * 2**20
-_BLOCK = 4 * 2**20
-_IN_MEMORY = ("tmpfs", "ramfs")
-_REMOTE = ("nfs", "nfs4", "cifs", "smb3", "fuse.s3fs", "fuse.goofys", "fuse.mount-s3", "fuse.geesefs", "lustre", "ceph")
 _LITTLE_SPACE = 2**30
+_REMOTE = ("nfs", "nfs4", "cifs", "smb3", "fuse.s3fs", "fuse.goofys", "fuse.mount-s3", "fuse.geesefs", "lustre", "ceph")
+_RENEWED = ("assume-role", "assume-role-with-web-identity", "container-role", "iam-role", "custom-process")
+_STS_ERRORS: tuple[type[Exception], ...] = (*REQUEST_ERRORS, ValueError)
+_RENEW = "for long runs an instance or pod role, or credential_process in the profile: those are renewed"
 
 
-def check_settings(name: str, exam: Examination) -> CheckResult:
-    """Whether each setting is valid, and whether a variable is misspelled."""
+def check_settings(exam: Examination) -> CheckResult:
+    """Whether each setting is valid, where it comes from, and whether a variable is misspelled."""
     try:
         settings = exam.settings = resolve_settings(exam.given)
         policy_from_settings(settings)
         chain = find_chain(settings)
     except (errors.SettingsError, errors.PolicyError) as error:
-        return from_error(name, error)
+        return from_error(error)
     unknown = unknown_variables()
     if unknown:
         guesses = [f"{found}: did you mean {near}?" if near else f"unset {found}" for found, near in unknown.items()]
-        return warned(name, f"not a setting of dcp_s3, so without effect: {', '.join(unknown)}", "; ".join(guesses))
+        return warn(f"not a setting of dcp_s3, so without effect: {', '.join(unknown)}", "; ".join(guesses))
     shown = [f"{ENV_PREFIX}{each.upper()}={getattr(settings, each)}" for each in sorted(settings.model_fields_set)]
     shown += [f"{each} {value.value} ({value.source})" for each, value in chain.items()]
-    return passed(name, f"valid; set are {', '.join(shown)}" if shown else "valid; none is set")
+    return ok(f"valid; set are {', '.join(shown)}" if shown else "valid; none is set")
 
 
-def check_versions(name: str, exam: Examination) -> CheckResult:
-    """Which versions are installed of what dcp_s3 relies on."""
-    versions = {"dcp_s3": __version__, "Python": platform.python_version()}
-    for package in ("torch", "awscrt", "boto3", "aiobotocore"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            return failed(name, f"{package} is not installed", f"pip install {package}")
-    found = ", ".join(f"{package} {version}" for package, version in versions.items())
+def check_versions(exam: Examination) -> CheckResult:
+    """Which versions are installed of what dcp_s3 relies on, and whether this torch was ever run."""
+    packages = ("torch", "awscrt", "boto3", "aiobotocore")
+    versions = {package: importlib.metadata.version(package) for package in packages}
+    found = f"dcp_s3 {__version__}, Python {platform.python_version()}, "
+    found += ", ".join(f"{package} {version}" for package, version in versions.items())
     if is_newer_than_tested(versions["torch"]):
-        return warned(
-            name, f"{found}: dcp_s3 was never run with this torch, the newest was {TESTED[-1]}",
+        return warn(
+            f"{found}: dcp_s3 was never run with this torch, the newest was {TESTED[-1]}",
             "save and load a small state first; pip install --upgrade dcp-s3, or an earlier torch",
-        )  # fmt: skip
-    return passed(name, found)
-
-
-def check_open_files(name: str, exam: Examination) -> CheckResult:
-    """Whether a process may have as many sockets as it would open."""
-    connections = exam.settings.max_connections
-    return judge_open_files(name, resource.getrlimit(resource.RLIMIT_NOFILE)[0], connections)
-
-
-def judge_open_files(name: str, limit: int, connections: int) -> CheckResult:
-    """The result for a soft limit of open files. A hedged load has up to two sockets for each of its connections, and a
-    save may run beside it."""
-    needed = 3 * connections + _OTHER_FILES
-    if limit == resource.RLIM_INFINITY:
-        return passed(name, "unlimited")
-    if limit < needed:
-        return warned(
-            name,
-            f"at most {limit} per process, but {connections} connections in each direction may need {needed}",
-            f"ulimit -n {max(65536, needed)} (LimitNOFILE= in systemd), or a smaller DCP_S3_CONCURRENCY",
         )
-    return passed(name, f"{limit} per process, enough for {connections} connections in each direction")
+    return ok(found)
 
 
-def check_memory(name: str, exam: Examination) -> CheckResult:
-    """Whether the memory has room for the staged copies that the settings allow."""
-    try:
-        available = measure_available()
-    except OSError as error:
-        return skipped(name, str(error))
-    ranks = local_world_size()
-    limit = resolve_limit(exam.settings.staging_limit, available, ranks)
-    free = f"{format_size(available)} available"
-    if limit is None:
-        return passed(name, f"{free}; asynchronous saves stage up to {GENERATIONS} copies of a rank's state")
-    if limit * ranks > available:
-        return warned(
-            name,
-            f"{free}, but DCP_S3_STAGING_LIMIT allows {format_size(limit)} to each of {ranks} ranks",
-            "a smaller DCP_S3_STAGING_LIMIT (0.5 is half of what is available), with DCP_S3_SPILL_DIR for the rest",
-        )
-    return passed(name, f"{free}; DCP_S3_STAGING_LIMIT allows {format_size(limit)} to a rank")
-
-
-def check_spill(name: str, exam: Examination) -> CheckResult:
+def check_spill(exam: Examination) -> CheckResult:
     """Whether the spill directory can take data, and keep it."""
-    spill = exam.settings.spill_dir
-    if spill is None:
-        return skipped(name, "DCP_S3_SPILL_DIR is unset: while S3 is away, saves fail")
-    path = Path(spill)
+    if exam.settings.spill_dir is None:
+        return skip("DCP_S3_SPILL_DIR is unset: while S3 is away, saves fail")
+    path = Path(exam.settings.spill_dir)
     if not path.exists() and exam.read_only:
-        return skipped(name, f"{path} does not exist; the first save makes it")
+        return skip(f"{path} does not exist; the first save makes it")
     try:
-        with as_spill_error(path, "write"):
-            speed = None if exam.read_only else _measure(path)
+        if not exam.read_only:
+            with as_spill_error(path, "write"):
+                _try_disk(path)
         store = SpillStore(path)
         waiting = store.scan()
         broken = [*store.list_damaged(), *store.list_unreadable(), *store.list_refused()]
     except (errors.SpillError, OSError) as error:
-        return from_error(name, error)
-    there = next(each for each in (path, *path.parents) if each.exists())
-    free = shutil.disk_usage(there).free
+        return from_error(error)
+    free = shutil.disk_usage(next(each for each in (path, *path.parents) if each.exists())).free
     kind = filesystem_of(path, _MOUNTS.read_text()) if _MOUNTS.exists() else ""
-    parts = [str(path), kind, f"{format_size(free)} free"]
-    parts += [] if speed is None else [f"{format_size(speed)}/s written and flushed"]
+    found = ", ".join(part for part in (str(path), kind, f"{format_size(free)} free") if part)
+    local = "set DCP_S3_SPILL_DIR to a directory on a local disk (NVMe)"
+    if kind in ("tmpfs", "ramfs"):
+        return warn(f"{found}: {kind} is memory, which a reboot empties", local)
+    if kind in _REMOTE:
+        return warn(f"{found}: {kind} is not a local disk: it may be away when S3 is; hosts must not share it", local)
+    if broken:
+        return warn(f"{found}; damaged or set aside: {plural(len(broken), 'save')}", "dcp-s3 drain --status says why")
     if waiting:
         size = format_size(sum(save.journal.size for save in waiting))
-        parts.append(f"{plural(len(waiting), 'save')} ({size}) waiting for S3")
-    found = ", ".join(part for part in parts if part)
-    return _judge_spill(name, found, kind, free, waiting=bool(waiting), broken=len(broken))
-
-
-def _judge_spill(name: str, found: str, kind: str, free: int, *, waiting: bool, broken: int) -> CheckResult:
-    if kind in _IN_MEMORY:
-        return warned(
-            name, f"{found}: {kind} is memory, which a reboot empties",
-            "set DCP_S3_SPILL_DIR to a directory on a local disk (NVMe)",
-        )  # fmt: skip
-    if kind in _REMOTE:
-        return warned(
-            name, f"{found}: {kind} is not a local disk: it may be away when S3 is, and hosts must not share it",
-            "set DCP_S3_SPILL_DIR to a directory on a local disk (NVMe)",
-        )  # fmt: skip
-    if broken:
-        return warned(
-            name, f"{found}; damaged or set aside: {plural(broken, 'save')}", "dcp-s3 drain --status says why"
+        return warn(
+            f"{found}, {plural(len(waiting), 'save')} ({size}) waiting for S3",
+            "dcp-s3 drain uploads and commits them; the next save from here does, too",
         )
-    if waiting:
-        return warned(name, found, "dcp-s3 drain uploads and commits them; the next save from here does, too")
     if free < _LITTLE_SPACE:
-        return warned(name, f"{found}: hardly room for a checkpoint", "free space there, or use a larger disk")
-    return passed(name, found)
+        return warn(f"{found}: hardly room for a checkpoint", "free space there, or use a larger disk")
+    return ok(found)
 
 
-def _measure(directory: Path) -> float:
-    """Bytes per second that a file in ``directory`` takes, flushed. What is made for that is removed again."""
+def _try_disk(directory: Path) -> None:
+    """Write a file in ``directory`` and flush it. What is made for that is removed again."""
     made = [each for each in (directory, *directory.parents) if not each.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"doctor-{secrets.token_hex(4)}.tmp"
-    size = min(_MEASURED, shutil.disk_usage(directory).free // 4)
-    block = secrets.token_bytes(min(_BLOCK, max(1, size)))
     try:
-        began = time.monotonic()
-        written = 0
         with open(path, "xb") as file:
-            while written < max(1, size):
-                written += file.write(block)
+            file.write(b"doctor")
             file.flush()
             os.fsync(file.fileno())
-        seconds = time.monotonic() - began
-        flush_directory(directory)
-        return written / max(seconds, 1e-9)
     finally:
         path.unlink(missing_ok=True)
         for each in made:
@@ -189,10 +130,122 @@ def filesystem_of(path: Path, mounts: str) -> str:
     best, kind = "", ""
     resolved = f"{path.resolve()}/"
     for line in mounts.splitlines():
-        fields = line.split()
-        if len(fields) < 3:
-            continue
-        mounted = fields[1].replace("\\040", " ").rstrip("/") + "/"
-        if resolved.startswith(mounted) and len(mounted) >= len(best):
-            best, kind = mounted, fields[2]
+        _, mount, found, *_ = [*line.split(), "", "", ""]
+        mounted = mount.replace("\\040", " ").rstrip("/") + "/"
+        if mount and resolved.startswith(mounted) and len(mounted) >= len(best):
+            best, kind = mounted, found
     return kind
+
+
+# --- credentials and endpoint ----------------------------------------------------------------------------
+
+
+def check_credentials(exam: Examination) -> CheckResult:
+    """Which credentials AWS's own chain finds, until when they hold, and whether the endpoint takes them."""
+    session = botocore.session.get_session()
+    try:
+        credentials = session.get_credentials()
+        if credentials is None:
+            raise boto.NoCredentialsError
+        frozen = credentials.get_frozen_credentials()
+        if not frozen.access_key or not frozen.secret_key:
+            raise boto.NoCredentialsError
+    except boto.BotoCoreError as error:
+        return from_error(to_storage_error(error, "HeadBucket", exam.url.bucket, "", 1))
+    key, method = str(frozen.access_key), str(credentials.method)
+    source = "the environment (AWS_ACCESS_KEY_ID)" if method == "env" else method
+    if method in ("shared-credentials-file", "config-file"):
+        source += f", profile {session.profile or 'default'!r}"
+    # An id that can be recognised, but not used.
+    found = f"{key[:4]}...{key[-4:]} from {source}" if len(key) >= 12 else f"an access key from {source}"
+    try:
+        exam.ask("ListObjectsV2", Prefix=exam.probes.key(""), MaxKeys=1, attempts=1)
+    except errors.CredentialsError as error:
+        refused = from_error(error)
+        return replace(refused, found=f"{found}, which the endpoint refuses: {refused.found}")
+    except errors.StorageError:
+        pass  # later checks say it
+    return judge_expiry(found, method, expiry_of(credentials), is_temporary=bool(frozen.token), now=time.time())
+
+
+def judge_expiry(found: str, method: str, expires: float | None, *, is_temporary: bool, now: float) -> CheckResult:
+    """The result for credentials that expire at a time (seconds since the epoch), or of which that is not known."""
+    if expires is None and not is_temporary:
+        return ok(f"{found}; they do not expire")
+    if expires is None:
+        return warn(f"{found}; they are temporary (a session token), until when is not known", _RENEW)
+    minutes = int(abs(expires - now) // 60)
+    span = f"{minutes // 60} h {minutes % 60} min"
+    if expires <= now:
+        return fail(f"{found}; they expired {span} ago", "get new ones; " + _RENEW)
+    if method in _RENEWED:
+        return ok(f"{found}; they are renewed, next within {span}")
+    return warn(f"{found}; they expire in {span}, and are not renewed", _RENEW)
+
+
+def check_endpoint(exam: Examination) -> CheckResult:
+    """Whether the endpoint answers, and how fast."""
+    where = str(exam.client.meta.endpoint_url)
+    try:
+        exam.greet()  # connects
+        seconds = exam.greet()
+    except errors.StorageError as error:
+        exam.dead = "the endpoint is not reachable"
+        failure = from_error(error)
+        remedy = "check DCP_S3_ENDPOINT_URL (or AWS_ENDPOINT_URL_S3, or the profile), DNS, firewall and proxy"
+        if "CERTIFICATE" in failure.found.upper():
+            remedy = "AWS_CA_BUNDLE=/path/of/your/authority.pem, and in DCP_S3_ENDPOINT_URL a name of the certificate"
+        elif f"//{exam.url.bucket}." in failure.found and exam.settings.endpoint_url is not None:
+            remedy = "DCP_S3_ADDRESSING_STYLE=path keeps the bucket out of the host's name"
+        return replace(failure, remedy=remedy)
+    found = f"{where} answers in {seconds * 1000:.1f} ms"
+    if seconds > _FAR_SECONDS:
+        return warn(f"{found}: S3 is far away", "train in the region of the bucket; does a proxy lead elsewhere?")
+    if where.startswith("http://") and not where.startswith(("http://localhost", "http://127.0.0.1")):
+        return warn(f"{found}, without TLS: nothing in flight is protected", "an https:// endpoint, if it has one")
+    return ok(found)
+
+
+def check_clock(exam: Examination) -> CheckResult:
+    """Whether this host's clock agrees with the server's."""
+    return skip("the endpoint's answers have no Date") if exam.skew is None else judge_clock(exam.skew)
+
+
+def judge_clock(skew: float) -> CheckResult:
+    """The result for seconds by which this host's clock is ahead."""
+    found = f"this host's clock is {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} the endpoint's"
+    remedy = "synchronise it (NTP, chrony); S3 refuses requests from 15 minutes on"
+    if abs(skew) > _SKEW_FAILS:
+        return fail(found, remedy)
+    if abs(skew) > _SKEW_WARNS:
+        return warn(found, remedy)
+    return ok("this host's clock agrees with the endpoint's" if abs(skew) < 2 else found)
+
+
+def check_identity(exam: Examination) -> CheckResult:
+    """Whose credentials they are, by STS. Stores other than AWS are asked at their own endpoint: their credentials are
+    sent to nobody else."""
+    endpoint = str(exam.client.meta.endpoint_url)
+    is_aws = is_aws_endpoint(endpoint)
+    config = Config(connect_timeout=3, read_timeout=5, retries={"total_max_attempts": 1, "mode": "standard"})
+    region = exam.client.meta.region_name or "us-east-1"
+    try:
+        client: Any = botocore.session.get_session().create_client(
+            "sts", region_name=region, config=config, endpoint_url=None if is_aws else endpoint
+        )
+        answer: dict[str, Any] = client.get_caller_identity()
+    except _STS_ERRORS as error:
+        if is_aws and status_code(error) in (400, 401, 403):
+            found = f"STS does not accept the credentials: {describe(error)}"
+            return fail(found, "check the credentials, their expiry, and the clock of this host")
+        answer = {}
+    if not answer.get("Arn"):
+        what = "STS is not reachable from here" if is_aws else "an S3-only endpoint: it has no STS"
+        return skip(f"{what}; saves and loads do not need it")
+    return ok(f"{answer['Arn']}, account {answer.get('Account', 'unknown')}")
+
+
+def is_aws_endpoint(url: str) -> bool:
+    """Whether an endpoint is one of AWS."""
+    host = url.partition("://")[2].partition("/")[0].partition(":")[0]
+    return host.endswith((".amazonaws.com", ".amazonaws.com.cn", ".api.aws"))

@@ -58,9 +58,8 @@ def doctor(
 
     Small probe objects are written below URL and removed again.
     """
-    from dcp_s3.checkup.doctor import examine
-    from dcp_s3.checkup.result import CheckResult
-    from dcp_s3.checkup.show import TICKS, conclude, format_result
+    from dcp_s3.checkup.doctor import TICKS, conclude, examine, format_result
+    from dcp_s3.checkup.probes import CheckResult
     from dcp_s3.cli import tables
 
     console = tables.make_console()

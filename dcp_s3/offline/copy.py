@@ -125,7 +125,6 @@ class _Job:
         crcs = known_crcs(source, lambda path: self.source.get(self.origin.key(path)).data)
         there = list_objects(self.store, self.url)
         wanted = source.files.keys() - self._finished(source, listed, there, crcs)
-        on_total(sum(source.files[path] for path in wanted))
 
         def copy_one(path: str) -> None:
             self._copy_object(path, source.files[path], crcs.get(path))
@@ -137,6 +136,7 @@ class _Job:
             else replacing(self.store, self.url, source, wanted, overwrite=overwrite)
         )
         with old as late:
+            on_total(sum(source.files[path] for path in wanted))
             _for_each(copy_one, wanted - late, self.stop)
             self._check_whole(source, late)
             check_unchanged(self.source, self.origin, source, etags_in_place(source, listed))

@@ -12,8 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-
 from dcp_s3 import checksum, errors
 from dcp_s3.limit import Cancelled
 from dcp_s3.s3.parts import MAX_PARTS, Piece
@@ -264,6 +262,8 @@ class _Blocks:
             else:
                 memory = bytearray(self.size)
                 self._unmade -= 1
+        import numpy as np  # not on the way of `dcp-s3 cp`
+
         block = np.frombuffer(memory, dtype=np.uint8)
         weakref.finalize(block, self._give_back, memory)
         return memoryview(block)

@@ -197,9 +197,9 @@ def upload(
         files = [FileTransfer(parsed.key(path), origin / path) for path in paths]
         upload_files(store, files, on_progress=on_progress)
 
-    if on_total is not None:
-        on_total(sum(source.files.values()))
     with replacing(store, parsed, source, source.files, overwrite=overwrite) as late:
+        if on_total is not None:
+            on_total(sum(source.files.values()))
         send(source.files.keys() - late)
         commit_copy(store, parsed, source, overwrite=overwrite)
         send(late)

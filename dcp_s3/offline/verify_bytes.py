@@ -30,11 +30,11 @@ BLOCK = 2**20
 """Bytes of memory that a connection reuses to receive into. They are added to a checksum while still in the CPU's
 cache."""
 
-_ZIP = b"PK\x03\x04"
-_PROTO = b"\x80"  # the first byte of every pickle since protocol 2
-
 GROUP = 8 * 2**20
 """Maximum bytes of neighbouring items to decode that one request fetches."""
+
+_ZIP = b"PK\x03\x04"
+_PROTO = b"\x80"  # the first byte of every pickle since protocol 2
 
 
 class _Checked(Transfer):
@@ -130,7 +130,10 @@ class _DecodedItem(_Checked):
     def memory(self, start: int, stop: int) -> memoryview:
         with self._lock:
             if self._stream is None:
-                self._stream = io.BytesIO(bytes(self._item.length))
+                self._stream = io.BytesIO()
+                self._stream.seek(max(0, self._item.length - 1))
+                self._stream.write(b"\0"[: self._item.length])  # its memory, once
+                self._stream.seek(0)
         return self._stream.getbuffer()[start:stop]
 
     def mismatches(self) -> list[tuple[Range, int]]:

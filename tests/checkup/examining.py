@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dcp_s3.checkup.result import DoctorReport
+from dcp_s3.checkup.doctor import DoctorReport
 from tests.faulty import BUCKET, FaultyServer
 from tests.memory_s3 import Fault
 

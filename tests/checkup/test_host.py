@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +9,8 @@ import pytest
 
 from dcp_s3 import torch_version
 from dcp_s3.checkup import host
-from dcp_s3.checkup.examination import Examination
-from dcp_s3.checkup.host import filesystem_of, judge_open_files
-from dcp_s3.checkup.result import CheckResult
+from dcp_s3.checkup.host import filesystem_of
+from dcp_s3.checkup.probes import CheckResult, Examination
 from dcp_s3.settings import Settings
 from dcp_s3.url import parse_url
 
@@ -29,7 +27,7 @@ def examination(read_only: bool = False, **settings: Any) -> Examination:
 
 
 def spill(directory: Path, *, read_only: bool = False, **settings: Any) -> CheckResult:
-    return host.check_spill("spill disk", examination(read_only, spill_dir=str(directory), **settings))
+    return host.check_spill(examination(read_only, spill_dir=str(directory), **settings))
 
 
 @pytest.mark.parametrize(
@@ -46,18 +44,18 @@ def test_the_filesystem_of_a_path(path: str, kind: str) -> None:
     assert filesystem_of(Path(path), MOUNTS) == kind
 
 
-def test_a_spill_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+def test_a_spill_disk_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
     directory = tmp_path / "deep" / "spill"
     found = spill(directory)
     assert found.passed
     assert "free" in found.found
-    assert "/s written and flushed" in found.found
     assert list(tmp_path.iterdir()) == []
 
 
-def test_read_only_neither_makes_nor_measures_it(tmp_path: Path) -> None:
+def test_read_only_neither_makes_nor_tries_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert spill(tmp_path / "spill", read_only=True).status == "skipped"
-    assert "written" not in spill(tmp_path, read_only=True).found
+    monkeypatch.setattr(host, "_try_disk", None)
+    assert spill(tmp_path, read_only=True).passed
     assert list(tmp_path.iterdir()) == []
 
 
@@ -98,31 +96,13 @@ def test_a_disk_that_does_not_flush_fails(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_without_a_spill_disk_that_is_said(tmp_path: Path) -> None:
-    assert host.check_spill("spill disk", examination()).status == "skipped"
-
-
-@pytest.mark.parametrize(
-    ("limit", "status"), [(256, "warning"), (1024, "ok"), (65536, "ok"), (resource.RLIM_INFINITY, "ok")]
-)
-def test_open_files(limit: int, status: str) -> None:
-    found = judge_open_files("open files", limit, 64)
-    assert found.status == status
-    assert ("ulimit -n" in found.remedy) == (status == "warning")
-
-
-def test_more_staging_than_memory_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "measure_available", lambda: 2**30)
-    assert host.check_memory("memory", examination(staging_limit="2GiB")).status == "warning"
-    assert host.check_memory("memory", examination(staging_limit="0.5")).status == "ok"
-    assert host.check_memory("memory", examination()).status == "ok"
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert "each of 8 ranks" in host.check_memory("memory", examination(staging_limit="512MiB")).found
+    assert host.check_spill(examination()).status == "skipped"
 
 
 def test_misspelled_settings_are_named_with_the_closest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DCP_S3_PARTSIZE", "64MiB")
     monkeypatch.setenv("DCP_S3_QQQQQQQQ", "1")
-    found = host.check_settings("settings", examination())
+    found = host.check_settings(examination())
     assert found.status == "warning"
     assert "DCP_S3_PARTSIZE: did you mean DCP_S3_PART_SIZE?" in found.remedy
     assert "unset DCP_S3_QQQQQQQQ" in found.remedy
@@ -135,14 +115,14 @@ def test_misspelled_settings_are_named_with_the_closest(monkeypatch: pytest.Monk
 def test_settings_that_are_not_valid_fail(monkeypatch: pytest.MonkeyPatch, variable: str, value: str) -> None:
     monkeypatch.setenv(variable, value)
     exam = Examination(parse_url("s3://bucket/run"), False, None)
-    found = host.check_settings("settings", exam)
+    found = host.check_settings(exam)
     assert found.status == "failed"
     assert (value.rstrip(":") in found.found) or (variable in found.found)
     assert found.remedy
 
 
 def test_versions_are_named() -> None:
-    found = host.check_versions("versions", examination())
+    found = host.check_versions(examination())
     assert found.status == "ok"
     assert all(f"{name} " in found.found for name in ("dcp_s3", "torch", "awscrt", "boto3"))
 
@@ -152,6 +132,6 @@ def test_a_torch_newer_than_all_that_was_run_is_a_warning(monkeypatch: pytest.Mo
     assert not torch_version.is_newer_than_tested(f"{torch_version.TESTED[-1]}.7+cu130")
     assert torch_version.is_newer_than_tested("99.0.0")
     monkeypatch.setattr(host, "is_newer_than_tested", lambda _: True)
-    found = host.check_versions("versions", Examination(parse_url("s3://bucket/run"), True, None))
+    found = host.check_versions(Examination(parse_url("s3://bucket/run"), True, None))
     assert found.status == "warning"
     assert "never run with this torch, the newest was 2.10" in found.found

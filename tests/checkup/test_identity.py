@@ -7,17 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from dcp_s3.checkup.examination import Examination
-from dcp_s3.checkup.identity import check_credentials, is_aws_endpoint, judge_expiry, shorten
-from dcp_s3.checkup.result import CheckResult
+from dcp_s3.checkup.host import check_credentials, is_aws_endpoint, judge_expiry
+from dcp_s3.checkup.probes import CheckResult, Examination
 from dcp_s3.settings import Settings
 from dcp_s3.url import parse_url
+from tests.servers.process import free_port
 
 KEY, SECRET, TOKEN = "AKIAIOSFODNN7EXAMPLE", "wJalrXUtnFEMI-K7MDENG-EXAMPLEKEY", "a-session-token-EXAMPLE"
 
 
 def check() -> CheckResult:
-    return check_credentials("credentials", Examination(parse_url("s3://bucket/run"), False, None, Settings()))
+    return check_credentials(
+        Examination(parse_url("s3://bucket/run"), False, None, Settings(endpoint_url=f"http://127.0.0.1:{free_port()}"))
+    )
 
 
 def set_key(monkeypatch: pytest.MonkeyPatch, **more: str) -> None:
@@ -38,7 +40,7 @@ def test_those_of_a_profile_are_named_by_it(monkeypatch: pytest.MonkeyPatch, tmp
     file.write_text(f"[trainer]\naws_access_key_id = {KEY}\naws_secret_access_key = {SECRET}\n")
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(file))
     monkeypatch.setenv("AWS_PROFILE", "trainer")
-    assert "the credentials file, profile 'trainer'" in check().found
+    assert "shared-credentials-file, profile 'trainer'" in check().found
 
 
 def test_temporary_ones_without_a_known_end_are_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,13 +76,15 @@ def test_half_of_them_fail(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("method", "status"), [("iam-role", "ok"), ("sso", "warning")])
 def test_those_that_are_renewed_are_good(method: str, status: str) -> None:
-    assert judge_expiry("c", "x", method, 7200.0, is_temporary=True, now=3600.0).status == status
-    assert judge_expiry("c", "x", method, 3600.0, is_temporary=True, now=7200.0).status == "failed"
+    assert judge_expiry("x", method, 7200.0, is_temporary=True, now=3600.0).status == status
+    assert judge_expiry("x", method, 3600.0, is_temporary=True, now=7200.0).status == "failed"
 
 
-def test_nothing_that_could_be_used_is_shown() -> None:
-    assert shorten(KEY) == "AKIA...MPLE"
-    assert shorten("short") == "an access key"
+def test_nothing_that_could_be_used_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_key(monkeypatch, AWS_ACCESS_KEY_ID="short")
+    found = check().found
+    assert found.startswith("an access key from")
+    assert "short" not in found
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from dcp_s3.checkup.doctor import CHECKS
-from dcp_s3.checkup.show import WORDS
+from dcp_s3.checkup.doctor import CHECKS, WORDS
 from dcp_s3.cli.main import app
 from dcp_s3.s3.client import close_clients
 from tests.checkup.test_servers import FOUND, HONOURED, IGNORED, NOT_COMPARED, REFUSED

@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from dcp_s3.checkup.configuration import abort_rule
-from dcp_s3.checkup.permissions import (
+from dcp_s3.checkup.probes import (
     CONFIGURATION,
     PERMISSIONS,
     bucket_arn,
@@ -44,10 +43,6 @@ def test_the_policies_in_the_docs_are_these() -> None:
     (with_key,) = [block for block in BLOCKS if "TrainingKey" in json.dumps(block)]
     policy = training_policy(ARN, "PREFIX", kms_key="arn:aws:kms:REGION:ACCOUNT:key/KEY")
     assert policy["Statement"][-1] == with_key["Statement"][0]
-
-
-def test_the_lifecycle_rule_in_the_docs_is_the_one_that_doctor_gives() -> None:
-    assert {"Rules": [abort_rule("PREFIX")]} in BLOCKS
 
 
 def test_the_docs_say_what_allows_a_look_at_the_configuration() -> None:

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_s3.checksum import crc64nvme
-from dcp_s3.format.blocks import Blocks, make_storage_info, pack_crcs
+from dcp_s3.format.blocks import make_storage_info
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -29,8 +29,6 @@ class Cut:
 
     boxes: Sequence[Box]
     """The chunks."""
-    blocks: Sequence[int | None] = ()
-    """Bytes of a block, for each chunk; None: one block."""
     without: frozenset[int] = frozenset()
     """Numbers of the chunks that have no checksum."""
 
@@ -58,10 +56,6 @@ def bytes_of(tensor: torch.Tensor, box: Box) -> bytes:
     return part.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
-def blocks_of(data: bytes, size: int) -> Blocks:
-    return Blocks(size, pack_crcs(crc64nvme(data[:end]) for end in range(size, len(data), size)), crc64nvme(data))
-
-
 def metadata_of(tensors: dict[str, tuple[torch.Tensor, Cut]], objects: dict[str, bytes] | None = None) -> Metadata:
     """The metadata of a checkpoint with these tensors and objects."""
     entries: dict[str, Any] = {}
@@ -71,15 +65,12 @@ def metadata_of(tensors: dict[str, tuple[torch.Tensor, Cut]], objects: dict[str,
         entries[fqn] = TensorStorageMetadata(TensorProperties(dtype=tensor.dtype), tensor.shape, chunks)
         for number, (box, chunk) in enumerate(zip(cut.boxes, chunks, strict=True)):
             data = bytes_of(tensor, box)
-            block = cut.blocks[number] if cut.blocks else None
-            known = number not in cut.without
             storage[MetadataIndex(fqn, chunk.offsets, number)] = make_storage_info(
                 "__0_0.distcp",
                 0,
                 len(data) + 64,
                 raw_offset=64,
-                crc64nvme=crc64nvme(data) if known else None,
-                blocks=blocks_of(data, block) if known and block is not None else None,
+                crc64nvme=None if number in cut.without else crc64nvme(data),
             )
     for fqn, data in (objects or {}).items():
         entries[fqn] = BytesStorageMetadata()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from dcp_s3.checkup.configuration import abort_rule, find_harm, noncurrent_rule
+from dcp_s3.checkup.bucket import find_harm
 
 EXPIRE: dict[str, Any] = {"Expiration": {"Days": 30}}
 PREFIX = "team/run/"
@@ -44,8 +44,8 @@ def test_rules_that_harm_checkpoints(found: dict[str, Any]) -> None:
         rule(Expiration={"ExpiredObjectDeleteMarker": True}),
         rule(Transitions=[{"Days": 30, "StorageClass": "GLACIER_IR"}]),  # read like any other
         rule(Transitions=[{"Days": 0, "StorageClass": "INTELLIGENT_TIERING"}]),
-        abort_rule("team/run"),
-        noncurrent_rule("team/run"),
+        rule(AbortIncompleteMultipartUpload={"DaysAfterInitiation": 7}),
+        rule(NoncurrentVersionExpiration={"NoncurrentDays": 7}),
     ],
 )
 def test_rules_that_do_not(found: dict[str, Any]) -> None:
