@@ -90,7 +90,7 @@ class GateState:
 
 
 class Gate:
-    """Holds data requests back while as many are in flight as the limit allows. First come, first served. Thread safe."""
+    """Holds data requests while as many are in flight as the limit allows. First come first served, thread safe."""
 
     def __init__(self, name: str, ceiling: int) -> None:
         self._name = name

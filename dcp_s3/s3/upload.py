@@ -64,7 +64,7 @@ class Uploader:
     def __init__(self, store: S3Store, *, part_size: int | None = None, isolated: bool = False) -> None:
         self.store = store
         self.part_size = part_size or store.settings.max_part_size
-        self.isolated = isolated  # a failed part cancels its own object only: the caller has another place for it
+        self.isolated = isolated  # a failed part cancels its own object only: there is another place for it
         self.cancel = threading.Event()
         self.error: BaseException | None = None
         """The failure that cancelled everything, if one did."""
