@@ -47,8 +47,8 @@ def fetch_into(
 
     There is one request unless it breaks or straggles. After a break the next request asks only for the rest, of the
     same version of the object (If-Match). An attempt that made progress does not count towards the limit. One that
-    straggles may be overtaken by a second one (``DCP_S3_HEDGE_PERCENTILE``). Only this thread writes to the targets,
-    and the threads of second requests have ended when the function returns or raises.
+    straggles may be overtaken by a second one. Only this thread writes to the targets, and the threads of second
+    requests have ended when the function returns or raises.
 
     Raises:
         ObjectNotFoundError: no such object.
@@ -162,7 +162,6 @@ class Race:
         self._cursor = cursor
         self._etag: list[str] = [] if etag is None else [etag]
         self._hedges = hedges_of(store)
-        self._is_watched = store.settings.hedge_percentile > 0
         self._flight = Flight()
         self._idle = _Idle(self._flight)
         self._lock = threading.Lock()  # the cursor, who won, and whether it is over
@@ -172,13 +171,10 @@ class Race:
         self._closed = False
 
     def __enter__(self) -> Race:
-        if self._is_watched:
-            self._hedges.enter(self)
+        self._hedges.enter(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        if not self._is_watched:
-            return
         with self._lock:
             self._closed = True
             hedge = self._hedge
@@ -192,9 +188,6 @@ class Race:
 
     def attempt(self) -> None:
         """Send one request for what is missing."""
-        if not self._is_watched:
-            self._get()
-            return
         try:
             with self._flight.on_this_thread():
                 timing = self._get()
@@ -251,7 +244,7 @@ class Race:
 
     def _is_late(self, idle: _Idle, elapsed: float) -> bool:
         awaits = idle.pass_by(elapsed)
-        return awaits is not None and idle.seconds > self._hedges.patience(self._store, awaits)
+        return awaits is not None and idle.seconds > self._hedges.patience(awaits)
 
     def _may_start(self, *, take: bool) -> bool:
         return (

@@ -29,6 +29,10 @@ _BLOCK_FACTOR = 2.0
 INTERVAL = 0.02
 """Seconds between two looks at the requests in flight."""
 
+# A GET is hedged if it takes longer than nearly all earlier ones, to its first byte or between two blocks of its body.
+_PERCENTILE = 95.0
+# Seconds without a byte, at least: nearly all requests get S3's first byte within that; stragglers take seconds.
+_MIN_DELAY = 0.2
 # A hedge per ten requests, and a few for the beginning of a process: if more straggle, the store is slow.
 _BUDGET_SHARE, _BUDGET_START, _BUDGET_MOST = 0.1, 4, 16
 # Hedges at once, each with a buffer of at most a request's size: a quarter of the requests, but at least two.
@@ -102,11 +106,11 @@ class Hedges:
         with self._lock:
             self._latencies.add(timing.head, timing.body, timing.size)
 
-    def patience(self, store: Bucket, awaits: int) -> float:
+    def patience(self, awaits: int) -> float:
         """Seconds within which the next ``awaits`` bytes of a body (0: the head) should come."""
         with self._lock:
-            expected = self._latencies.expect(store.settings.hedge_percentile)
-        return max(store.settings.hedge_min_delay, expected.seconds(awaits))
+            expected = self._latencies.expect(_PERCENTILE)
+        return max(_MIN_DELAY, expected.seconds(awaits))
 
     def may_start(self, store: Bucket, *, take: bool) -> bool:
         """Whether a second request may be made now. With ``take`` it is charged: one call of `ended` must follow."""

@@ -226,8 +226,9 @@ def test_over_tls_the_bytes_are_right_too(
     faulty: FaultyServer, tls: str, fault: Fault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hedge, "START", Expected(0.1, 1e-8))
+    monkeypatch.setattr("dcp_s3.s3.hedge._MIN_DELAY", 0.1)
     data = os.urandom(12 * 2**20)
-    bucket = S3Store("bucket", Settings(endpoint_url=tls, hedge_min_delay=0.1))
+    bucket = S3Store("bucket", Settings(endpoint_url=tls))
     bucket.put("k", data)
     faulty.once("GetObject", fault)
     memory = bytearray(len(data))

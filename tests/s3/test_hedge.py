@@ -38,6 +38,7 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(hedge, "_hedges", {})
     monkeypatch.setattr(throttle, "_gates", {})
     monkeypatch.setattr(hedge, "START", Expected(0.05, 1e-9))
+    monkeypatch.setattr(hedge, "_MIN_DELAY", 0.05)
     yield
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("dcp_s3-hedge")]
 
@@ -77,7 +78,7 @@ class Script:
 
 
 def put(**settings: Any) -> S3Store:
-    bucket = S3Store("bucket", Settings(**{"hedge_min_delay": 0.05} | settings))
+    bucket = S3Store("bucket", Settings(**settings))
     bucket.put("k", DATA)
     return bucket
 
@@ -98,8 +99,9 @@ def state_of(bucket: S3Store) -> HedgeState:
 # --- who wins ----------------------------------------------------------------------------------------
 
 
-def test_a_late_head_is_overtaken(faulty: FaultyServer) -> None:
-    bucket = put(hedge_min_delay=0.3)  # of a busy machine, the second request may take 0.05 s, too
+def test_a_late_head_is_overtaken(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hedge, "_MIN_DELAY", 0.3)  # of a busy machine, the second request may take 0.05 s, too
+    bucket = put()
     faulty.rule = script = Script(Fault.straggle(NEVER))
     fetch(bucket)
     assert script.ranges == [f"bytes=0-{len(DATA) - 1}"] * 2
@@ -278,13 +280,6 @@ def test_the_deadline_ends_both(faulty: FaultyServer) -> None:
 # --- when there is none ------------------------------------------------------------------------------
 
 
-def test_none_without_the_setting(faulty: FaultyServer) -> None:
-    bucket = put(hedge_percentile=0)
-    faulty.rule = script = Script(Fault.straggle(0.4))
-    fetch(bucket)
-    assert len(script.seen) == 1
-
-
 def test_none_while_s3_throttles(faulty: FaultyServer) -> None:
     bucket = put(concurrency=4)
     bucket.gate.signal(0.0)
@@ -319,8 +314,9 @@ def test_none_of_a_request_that_is_too_long(faulty: FaultyServer, monkeypatch: p
     assert len(script.seen) == 1
 
 
-def test_none_before_the_delay(faulty: FaultyServer) -> None:
-    bucket = put(hedge_min_delay=NEVER)
+def test_none_before_the_delay(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hedge, "_MIN_DELAY", NEVER)
+    bucket = put()
     faulty.rule = script = Script(Fault.straggle(0.4))
     fetch(bucket)
     assert len(script.seen) == 1
