@@ -283,7 +283,7 @@ class _KeepPerPeriod(Policy):
 class KeepHourly(_KeepPerPeriod):
     """Keeps the newest checkpoint, by time of commit, of each of the last ``n`` hours (UTC) that have any.
 
-    A run that pauses keeps what it has: hours without checkpoints do not count. A time in the future counts as now.
+    A run that pauses keeps what it has: periods without checkpoints do not count. A time in the future counts as now.
     Checkpoints whose time is not known are kept.
 
     >>> KeepLatest(3) | KeepHourly(24)
@@ -297,10 +297,7 @@ class KeepHourly(_KeepPerPeriod):
 
 
 class KeepDaily(_KeepPerPeriod):
-    """Keeps the newest checkpoint, by time of commit, of each of the last ``n`` days (UTC) that have any.
-
-    A run that pauses keeps what it has: days without checkpoints do not count. A time in the future counts as now.
-    Checkpoints whose time is not known are kept.
+    """Keeps the newest checkpoint of each of the last ``n`` days (UTC) that have any; see `KeepHourly`.
 
     >>> prune("s3://bucket/run", KeepLatest(3) | KeepDaily(7)).deleted
     ()
@@ -313,10 +310,7 @@ class KeepDaily(_KeepPerPeriod):
 
 
 class KeepWeekly(_KeepPerPeriod):
-    """Keeps the newest checkpoint, by time of commit, of each of the last ``n`` weeks (UTC) that have any.
-
-    A run that pauses keeps what it has: weeks without checkpoints do not count. A time in the future counts as now.
-    Checkpoints whose time is not known are kept.
+    """Keeps the newest checkpoint of each of the last ``n`` weeks (UTC) that have any; see `KeepHourly`.
 
     >>> str(KeepDaily(7) | KeepWeekly(8))
     'daily:7 weekly:8'
