@@ -67,7 +67,7 @@ def fill(endpoint_url: str, checkpoints: int, objects: int) -> None:
 async def _list(catalog: CheckpointCatalog) -> tuple[int, int]:
     """What ``dcp-s3 ls`` does: number of checkpoints, and of requests."""
     async with open_async_store(catalog.root.bucket, catalog.settings) as bucket:
-        return len((await list_root(bucket, catalog.root)).found), bucket.requests
+        return len((await list_root(bucket, catalog.root)).checkpoints), bucket.requests
 
 
 def look(way: str) -> dict[str, float]:

@@ -156,7 +156,7 @@ def check_bytes(data: bytes, url: CheckpointURL, entry: AttachmentEntry) -> byte
 
 
 def find_attachments(store: Store, url: CheckpointURL) -> Mapping[str, AttachmentEntry] | None:
-    """The attachments of the checkpoint at ``url``, by name; None if it has no manifest, as another library's."""
+    """The attachments of the checkpoint at ``url``, by name; None without a manifest (another library's)."""
     manifests = _find_manifests(store, url)
     if not manifests:
         return None
@@ -164,7 +164,7 @@ def find_attachments(store: Store, url: CheckpointURL) -> Mapping[str, Attachmen
 
 
 def read_extra(store: Store, url: CheckpointURL) -> dict[str, Any]:
-    """What the user stored with the checkpoint at ``url`` (``extra=``). Without collectives: that of the lowest rank."""
+    """What the user stored with the checkpoint (``extra=``). Without collectives: that of the lowest rank."""
     manifests = _find_manifests(store, url)
     return manifests[0].extra if manifests else {}
 
@@ -228,7 +228,7 @@ def _manifest_of_save(store: Store, url: CheckpointURL, rank: int | None) -> Man
 
 
 def _find_save_id(store: Store, url: CheckpointURL, rank: int | None) -> str | None:
-    """Save id of the checkpoint; None if another library wrote it. A HEAD is mostly enough: ``.metadata`` may be large."""
+    """Save id of the checkpoint; None if another library wrote it. A HEAD mostly does: ``.metadata`` may be large."""
     try:
         save_id = store.head(url.key(metadata_object(rank))).metadata.get(SAVE_ID_KEY)
     except errors.ObjectNotFoundError:

@@ -20,6 +20,10 @@ from dcp_s3.workers import Workers
 
 logger = logging.getLogger(__name__)
 
+LATE = 1800.0
+"""Seconds after which a save looks for its objects before and after its commit: half of the shortest grace period, for
+which a prune leaves them alone."""
+
 
 @dataclass(frozen=True)
 class SaveIdentity:
@@ -194,11 +198,7 @@ def save_id_in(store: Store, identity: SaveIdentity, found: ObjectHead) -> str |
     return save_id
 
 
-# --- completeness ----------------------------------------------------------------------------------
-
-
-LATE = 1800.0
-"""Seconds after which a save looks for its objects before and after its commit: half of the shortest grace period."""
+# --- whether the objects of a slow save are still there ------------------------------------------------
 
 
 @dataclass(frozen=True)

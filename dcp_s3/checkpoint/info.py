@@ -255,9 +255,6 @@ def _untold(commits: Collection[int], manifests: Mapping[int, Manifest]) -> str 
     return None
 
 
-# --- steps -----------------------------------------------------------------------------------------
-
-
 def find_step(name: str, settings: Settings) -> int | None:
     """The step that ``DCP_S3_STEP_PATTERN``, or else the usual rule, finds in a name; None if there is none."""
     pattern = settings.step_pattern

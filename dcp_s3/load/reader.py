@@ -19,7 +19,8 @@ from dcp_s3.boundary import called_by_dcp, check_role
 from dcp_s3.checkpoint.directory import list_directory
 from dcp_s3.checkpoint.info import find_step
 from dcp_s3.checkpoint.lease import ReaderLease
-from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata, look_for_previous
+from dcp_s3.checkpoint.previous import look_for_previous
+from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
 from dcp_s3.collector import collector_paused
 from dcp_s3.events import Listener, LoadFailed, emit
 from dcp_s3.format.layout import SAVE_ID_KEY, deletion_id, metadata_object, new_save_id

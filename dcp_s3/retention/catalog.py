@@ -139,7 +139,7 @@ class CheckpointCatalog:
         local = self.local()  # first: a checkpoint drained meanwhile is then seen twice, not missed
         listing = self._run(lambda store: list_root(store, self.root, self._patterns))
         grace = self.settings.retention_grace
-        found = merge_local(listing.found, local)
+        found = merge_local(listing.checkpoints, local)
         return sorted((in_grace(info, now=listing.now, grace=grace) for info in found), key=age_order)
 
     def scan(self, *, deep: bool = False) -> CatalogSnapshot:
@@ -245,7 +245,7 @@ async def _first_loadable(
     while True:
         vanished = False
         damages: dict[str, str] = {}
-        for info in order((await list_root(store, root, patterns)).found):
+        for info in order((await list_root(store, root, patterns)).checkpoints):
             url = root.child(info.name)
             damage = await find_damage(store, url)
             if damage is None:
@@ -279,7 +279,7 @@ def list_checkpoints(root: URLLike, *, settings: SettingsLike = None) -> list[Ch
         StorageError: missing bucket, credentials, permissions, network.
     """
     catalog = CheckpointCatalog(root, settings=settings)
-    return list(catalog._run(lambda store: list_root(store, catalog.root, catalog._patterns)).found)
+    return list(catalog._run(lambda store: list_root(store, catalog.root, catalog._patterns)).checkpoints)
 
 
 def latest(root: URLLike, *, include_uncommitted: bool = False, settings: SettingsLike = None) -> CheckpointInfo | None:
@@ -331,24 +331,10 @@ def find_local(root: URLLike, *, settings: Settings) -> list[CheckpointInfo]:
 # --- looking at a root ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Listing:
-    """The checkpoints under a root."""
-
-    found: tuple[CheckpointInfo, ...]
-    """Checkpoints, oldest first."""
-    now: float
-    """Seconds since the epoch on the clock of S3, from before they were looked at."""
-    leftovers: tuple[LeftoverObject, ...] = ()
-    """Leftover objects, as in `CatalogSnapshot`."""
-    boards: tuple[ListedObject, ...] = ()
-    """As in `CatalogSnapshot`."""
-
-
 async def list_root(
     store: AsyncS3Store, root: CheckpointURL, patterns: Sequence[re.Pattern[str]] = (), *, deep: bool = False
-) -> Listing:
-    """The checkpoints directly under ``root``."""
+) -> CatalogSnapshot:
+    """The checkpoints directly under ``root``, without uploads."""
     listed = await store.list(root.key(""), "/")
     now = listed.server_time
     if now is None:
@@ -382,7 +368,15 @@ async def list_root(
 
     looked = await map_bounded(look, [name for name in names if name not in _NO_CHILD])
     found = sorted((info for info in looked if info is not None), key=age_order)
-    return Listing(tuple(found), now, tuple(sorted(leftovers, key=lambda each: each.key)), tuple(boards))
+    return CatalogSnapshot(
+        root=str(root),
+        now=now,
+        checkpoints=tuple(found),
+        leftovers=tuple(sorted(leftovers, key=lambda each: each.key)),
+        deep=deep,
+        requests=store.requests,
+        boards=tuple(boards),
+    )
 
 
 async def scan_root(
@@ -401,11 +395,11 @@ async def scan_root(
     # Before the objects: an upload that completes meanwhile is then seen as an upload, an object, or both.
     uploads = sorted(await store.uploads(root.key("")), key=lambda each: (each.key, each.upload_id))
     listing = await list_root(store, root, patterns, deep=deep)
-    found = {info.name: info for info in listing.found}
+    found = {info.name: info for info in listing.checkpoints}
     if deep:
         damages: dict[str, str] = {}
         loadable = None
-        for info in newest_first(listing.found):
+        for info in newest_first(listing.checkpoints):
             damage = info.damage or await find_damage(store, root.child(info.name))
             found[info.name] = dataclasses.replace(info, damage=damage)
             if damage is None:
@@ -413,15 +407,11 @@ async def scan_root(
                 break
             damages[info.url] = damage
         tell_unreadable(damages, loadable)
-    return CatalogSnapshot(
-        root=str(root),
-        now=listing.now,
+    return dataclasses.replace(
+        listing,
         checkpoints=tuple(sorted(merge_local(found.values(), local), key=age_order)),
         uploads=tuple(each for upload in uploads if (each := open_upload(root, upload)) is not None),
-        leftovers=listing.leftovers,
-        deep=deep,
         requests=store.requests,
-        boards=listing.boards,
     )
 
 

@@ -193,7 +193,10 @@ def make_plan(
         ValueError: two checkpoints have one name.
     """
     infos = sorted(checkpoints, key=age_order)
-    _check_unique(infos)
+    names = [info.name for info in infos]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"two checkpoints are named {twice!r}: a plan is for those of one root")
     uploads = sorted(uploads, key=lambda each: (each.key, each.upload_id))
     leftovers = sorted(leftovers, key=lambda each: each.key)
     active = _active(infos, uploads, leftovers, now - grace)
@@ -218,13 +221,6 @@ def make_plan(
         ),
         boards=tuple(each for each in boards if each.modified_at < now - max(grace, BOARDS_STAY)),
     )
-
-
-def _check_unique(infos: Sequence[CheckpointInfo]) -> None:
-    names = [info.name for info in infos]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"two checkpoints are named {twice!r}: a plan is for those of one root")
 
 
 def _active(

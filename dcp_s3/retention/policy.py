@@ -243,7 +243,12 @@ class KeepWithin(Policy):
 
     def __call__(self, checkpoints: Sequence[CheckpointInfo], now: float, /) -> Reasons:
         oldest = now - float(self.duration)  # type: ignore[arg-type]
-        return {info.name: [str(self)] for info in checkpoints if _newest_time(info, math.inf) >= oldest}
+
+        def is_young(info: CheckpointInfo) -> bool:
+            times = [time for time in (info.created_at, info.modified_at) if time is not None and not math.isnan(time)]
+            return max(times, default=math.inf) >= oldest
+
+        return {info.name: [str(self)] for info in checkpoints if is_young(info)}
 
     def __str__(self) -> str:
         return f"within:{format_duration(float(self.duration))}"  # type: ignore[arg-type]
@@ -266,7 +271,7 @@ class _KeepPerPeriod(Policy):
     def __call__(self, checkpoints: Sequence[CheckpointInfo], now: float, /) -> Reasons:
         newest: dict[str, CheckpointInfo] = {}
         reasons: dict[str, list[str]] = {}
-        for info in sorted(checkpoints, key=_time_order):
+        for info in sorted(checkpoints, key=lambda info: (_commit_time(info) or 0.0, *age_order(info))):
             time = _commit_time(info)
             if time is None:
                 reasons[info.name] = [f"{self}, its time is not known"]
@@ -283,7 +288,7 @@ class _KeepPerPeriod(Policy):
 class KeepHourly(_KeepPerPeriod):
     """Keeps the newest checkpoint, by time of commit, of each of the last ``n`` hours (UTC) that have any.
 
-    A run that pauses keeps what it has: hours without checkpoints do not count. A time in the future counts as now.
+    A run that pauses keeps what it has: periods without checkpoints do not count. A time in the future counts as now.
     Checkpoints whose time is not known are kept.
 
     >>> KeepLatest(3) | KeepHourly(24)
@@ -297,10 +302,7 @@ class KeepHourly(_KeepPerPeriod):
 
 
 class KeepDaily(_KeepPerPeriod):
-    """Keeps the newest checkpoint, by time of commit, of each of the last ``n`` days (UTC) that have any.
-
-    A run that pauses keeps what it has: days without checkpoints do not count. A time in the future counts as now.
-    Checkpoints whose time is not known are kept.
+    """Keeps the newest checkpoint of each of the last ``n`` days (UTC) that have any; see `KeepHourly`.
 
     >>> prune("s3://bucket/run", KeepLatest(3) | KeepDaily(7)).deleted
     ()
@@ -313,10 +315,7 @@ class KeepDaily(_KeepPerPeriod):
 
 
 class KeepWeekly(_KeepPerPeriod):
-    """Keeps the newest checkpoint, by time of commit, of each of the last ``n`` weeks (UTC) that have any.
-
-    A run that pauses keeps what it has: weeks without checkpoints do not count. A time in the future counts as now.
-    Checkpoints whose time is not known are kept.
+    """Keeps the newest checkpoint of each of the last ``n`` weeks (UTC) that have any; see `KeepHourly`.
 
     >>> str(KeepDaily(7) | KeepWeekly(8))
     'daily:7 weekly:8'
@@ -331,10 +330,6 @@ class KeepWeekly(_KeepPerPeriod):
 def _commit_time(info: CheckpointInfo) -> float | None:
     time = info.modified_at if info.created_at is None else info.created_at
     return time if time is not None and math.isfinite(time) else None
-
-
-def _time_order(info: CheckpointInfo) -> tuple[Any, ...]:
-    return (_commit_time(info) or 0.0, *age_order(info))
 
 
 def _utc(time: float) -> datetime:
@@ -404,11 +399,6 @@ def best_first(checkpoints: Sequence[CheckpointInfo], metric: str, mode: Mode) -
     found = [(value, info) for info in checkpoints if (value := metric_value(info, metric)) is not None]
     found.sort(key=lambda pair: age_order(pair[1]), reverse=True)
     return [info for _, info in sorted(found, key=lambda pair: sign * pair[0])]
-
-
-def _newest_time(info: CheckpointInfo, unknown: float) -> float:
-    times = [time for time in (info.created_at, info.modified_at) if time is not None and not math.isnan(time)]
-    return max(times, default=unknown)
 
 
 def format_duration(seconds: float) -> str:

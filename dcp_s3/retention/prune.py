@@ -254,7 +254,8 @@ class _Application:
         self._root, self._plan, self._deleter = root, plan, deleter
         self._progress = progress
         self._since = plan.now - plan.grace
-        self._newest = _newest_kept(plan)
+        kept = [info for info in plan.kept if info.committed and info.damage is None]
+        self._newest = root.child(max(kept, key=age_order).name) if kept else None  # from which a run would resume
         self._done = self._steps = 0
         self._deleted: list[Deletion] = []
         self._finished: list[Deletion] = []
@@ -265,7 +266,7 @@ class _Application:
 
     async def run(self) -> PruneReport:
         """Carry out the plan, a few checkpoints at a time."""
-        plan = self._plan
+        plan, root, withdraw = self._plan, self._root, self._deleter.withdraw_given_up
         deleted = {info.name for info in plan.deleted}
         leftovers: dict[str, list[LeftoverObject]] = {}
         for decision in plan.leftovers:
@@ -280,7 +281,7 @@ class _Application:
             *((info.name, partial(self._delete, info)) for info in plan.deleted),
             *((name, partial(self._delete_leftovers, name, found)) for name, found in leftovers.items()),
             *((upload.checkpoint, partial(self._abort, upload)) for upload in uploads),
-            *((info.name, partial(self._withdraw, info)) for info in given_up),
+            *((info.name, partial(withdraw, root.child(info.name), info.deletion_id)) for info in given_up),
             *([(_BOARDS, self._delete_boards)] if plan.boards else []),
         ]
         self._steps = len(first) + len(then)
@@ -317,8 +318,7 @@ class _Application:
     async def _delete(self, info: CheckpointInfo) -> None:
         url = self._root.child(info.name)
         if info.committed:
-            newest = None if self._newest is None else self._root.child(self._newest)
-            done = await self._deleter.delete_committed(url, info, since=self._since, newest=newest)
+            done = await self._deleter.delete_committed(url, info, since=self._since, newest=self._newest)
         else:
             done = await delete_uncommitted(self._deleter, url, since=self._since)
         logger.info("deleted %s: %d objects, %d bytes", url, done.objects, done.size)
@@ -338,15 +338,6 @@ class _Application:
         gone = [each for each in boards if each.key not in changed]
         self._leftovers.append(Deletion(_BOARDS, len(gone), sum(each.size for each in gone)))
 
-    async def _withdraw(self, info: CheckpointInfo) -> None:
-        await self._deleter.withdraw_given_up(self._root.child(info.name), info.deletion_id)
-
 
 def _sorted(found: Iterable[Deletion]) -> tuple[Deletion, ...]:
     return tuple(sorted((each for each in found if each.objects), key=lambda each: each.name))
-
-
-def _newest_kept(plan: Plan) -> str | None:
-    """Name of the checkpoint from which a run would resume after this plan."""
-    kept = [info for info in plan.kept if info.committed and info.damage is None]
-    return max(kept, key=age_order).name if kept else None

@@ -84,7 +84,8 @@ class Flight:
         """Note the request's socket; called by the thread that uses it."""
         with self._lock:
             self._close()
-            self._refuse_broken()
+            if self._is_broken:
+                raise ConnectionAbortedError("the request was broken off")
             with contextlib.suppress(OSError):  # no descriptor is left, or the socket is closed: cannot be broken off
                 self._descriptor = os.dup(sock.fileno())
 
@@ -104,10 +105,6 @@ class Flight:
             # Not through the socket object: a TLS one would read what is left in the kernel as if it were plain.
             with socket.socket(fileno=descriptor) as duplicate, contextlib.suppress(OSError):
                 duplicate.shutdown(socket.SHUT_RDWR)
-
-    def _refuse_broken(self) -> None:
-        if self._is_broken:
-            raise ConnectionAbortedError("the request was broken off")
 
     def _close(self) -> None:
         if self._descriptor >= 0:

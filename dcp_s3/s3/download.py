@@ -171,14 +171,14 @@ class Race:
         self._closed = False
 
     def __enter__(self) -> Race:
-        self._hedges.enter(self)
+        self._hedges.enter(self.look)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         with self._lock:
             self._closed = True
             hedge = self._hedge
-        self._hedges.leave(self)
+        self._hedges.leave(self.look)
         if hedge is not None:
             hedge.break_off()
         for thread in self._threads:
@@ -227,7 +227,7 @@ class Race:
     # --- the watcher ----------------------------------------------------------------------------------
 
     def look(self, elapsed: float) -> None:
-        """See `Watched`."""
+        """See `hedge.Look`."""
         hedge = self._hedge
         if self.stop.is_cancelled:
             self._flight.break_off()

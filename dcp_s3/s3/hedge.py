@@ -11,8 +11,8 @@ import contextlib
 import math
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 from dcp_s3.forking import reset_in_child
 from dcp_s3.s3.connections import connections_of
@@ -40,11 +40,8 @@ _SHARE_AT_ONCE, _LEAST_AT_ONCE = 4, 2
 _CALM = 30.0  # seconds without throttling before anything is asked for twice
 
 
-class Watched(Protocol):
-    """A read that may need a second request. `Race` implements it."""
-
-    def look(self, elapsed: float) -> None:
-        """Begin a second request if it is time; ``elapsed`` seconds have passed since the last look."""
+Look = Callable[[float], None]
+"""Begins a second request of one read, if it is time; called with the seconds since the last look."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ class Hedges:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._races: set[Watched] = set()
+        self._reads: set[Look] = set()
         self._watcher: tuple[threading.Thread, threading.Event] | None = None
         self._latencies = Latencies()
         self._budget = Budget(_BUDGET_SHARE, _BUDGET_START, _BUDGET_MOST)
@@ -79,10 +76,10 @@ class Hedges:
         with self._lock:
             return self._state
 
-    def enter(self, race: Watched) -> None:
-        """Watch a race from now on."""
+    def enter(self, look: Look) -> None:
+        """Watch a read from now on."""
         with self._lock:
-            self._races.add(race)
+            self._reads.add(look)
             self._budget.earn()
             if self._watcher is None:
                 ended = threading.Event()
@@ -91,11 +88,11 @@ class Hedges:
                     thread.start()
                     self._watcher = thread, ended
 
-    def leave(self, race: Watched) -> None:
-        """Stop watching a race. With the last one, the watching thread ends."""
+    def leave(self, look: Look) -> None:
+        """Stop watching a read. With the last one, the watching thread ends."""
         with self._lock:
-            self._races.discard(race)
-            if self._races or self._watcher is None:
+            self._reads.discard(look)
+            if self._reads or self._watcher is None:
                 return
             (thread, ended), self._watcher = self._watcher, None
         ended.set()
@@ -144,9 +141,9 @@ class Hedges:
             # A process that was held up itself (suspended, another thread kept the GIL) has not waited for S3.
             elapsed, before = min(now - before, 2 * INTERVAL), now
             with self._lock:
-                races = list(self._races)
-            for race in races:
-                race.look(elapsed)
+                reads = list(self._reads)
+            for look in reads:
+                look(elapsed)
 
 
 _hedges: dict[tuple[str | None, str], Hedges] = {}

@@ -15,14 +15,16 @@ import math
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Protocol
 
 from dcp_s3.events import Throttled, emit
 from dcp_s3.forking import reset_in_child
 from dcp_s3.s3.diagnosis import is_throttling
 
 logger = logging.getLogger(__name__)
+
+_Waiter = Future[None]  # done once its request is let in
 
 _POLL_SECONDS = 0.1  # between looks at `cancel` while a request waits
 _LOG_SECONDS = 10.0  # between log lines about one bucket
@@ -90,7 +92,7 @@ class GateState:
 
 
 class Gate:
-    """Holds data requests back while as many are in flight as the limit allows. First come, first served. Thread safe."""
+    """Holds data requests while as many are in flight as the limit allows. First come first served, thread safe."""
 
     def __init__(self, name: str, ceiling: int) -> None:
         self._name = name
@@ -120,7 +122,7 @@ class Gate:
         Returns:
             False if the turn did not come.
         """
-        waiter = threading.Event()
+        waiter = _Waiter()
         if self._queue(waiter):
             return True
         started = time.monotonic()
@@ -133,13 +135,13 @@ class Gate:
 
     async def enter_async(self, *, timeout: float | None = None) -> bool:
         """`enter` for a task, which may be cancelled."""
-        waiter = _TaskWaiter()
+        waiter = _Waiter()
         if self._queue(waiter):
             return True
         started = time.monotonic()
         admitted = False
         try:
-            admitted = await waiter.wait(timeout)
+            admitted = bool((await asyncio.wait([asyncio.wrap_future(waiter)], timeout=timeout))[0])
         finally:
             self._end_wait(waiter, started, admitted=admitted)
         return admitted
@@ -157,7 +159,7 @@ class Gate:
         with self._lock:
             self._waited += time.monotonic() - started
             if not admitted:
-                if waiter.is_set():  # at the last moment
+                if waiter.done():  # at the last moment
                     self._in_flight -= 1
                     self._admit()
                 else:
@@ -223,7 +225,7 @@ class Gate:
     def _admit(self) -> None:
         while self._waiting and self._is_free():
             self._in_flight += 1
-            self._waiting.popleft().set()
+            self._waiting.popleft().set_result(None)
 
     def _tell(self) -> None:
         """Not under the lock: a subscriber may ask for the state."""
@@ -247,44 +249,10 @@ class Gate:
         return True
 
 
-class _Waiter(Protocol):
-    """A place in a gate's queue."""
-
-    def set(self) -> None:
-        """Let the request in."""
-
-    def is_set(self) -> bool:
-        """Whether the request is in."""
-
-
-class _TaskWaiter:
-    """The place of an asyncio task."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._woken = asyncio.Event()
-        self._is_set = False
-
-    def set(self) -> None:
-        self._is_set = True
-        with contextlib.suppress(RuntimeError):  # its loop was closed without waiting for it
-            self._loop.call_soon_threadsafe(self._woken.set)
-
-    def is_set(self) -> bool:
-        return self._is_set
-
-    async def wait(self, timeout: float | None) -> bool:
-        try:
-            await asyncio.wait_for(self._woken.wait(), timeout)
-        except asyncio.TimeoutError:
-            return False
-        return True
-
-
-def _wait(waiter: threading.Event, cancel: threading.Event | None, until: float | None) -> bool:
+def _wait(waiter: _Waiter, cancel: threading.Event | None, until: float | None) -> bool:
     while True:
         left = math.inf if until is None else until - time.monotonic()
-        if waiter.wait(max(0.0, min(_POLL_SECONDS, left))):
+        if wait([waiter], max(0.0, min(_POLL_SECONDS, left))).done:
             return True
         if left <= 0 or (cancel is not None and cancel.is_set()):
             return False

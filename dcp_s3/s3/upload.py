@@ -10,7 +10,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Any
@@ -64,7 +64,7 @@ class Uploader:
     def __init__(self, store: S3Store, *, part_size: int | None = None, isolated: bool = False) -> None:
         self.store = store
         self.part_size = part_size or store.settings.max_part_size
-        self.isolated = isolated  # a failed part cancels its own object only: the caller has another place for it
+        self.isolated = isolated  # a failed part cancels its own object only: there is another place for it
         self.cancel = threading.Event()
         self.error: BaseException | None = None
         """The failure that cancelled everything, if one did."""
@@ -169,7 +169,8 @@ class Uploader:
             upload.cancel.set()
             raise
         finally:
-            _drop_views(pieces)
+            for piece in pieces:
+                piece.view = None
 
     @property
     def moved(self) -> Callable[[int], None]:
@@ -303,7 +304,9 @@ class ObjectUpload:
                 self._flush()
             sent = [part.result() for part in self._parts]
             crc = None if sent[0][1] is None else combine_crc64nvme((c, size) for _, c, size in sent if c is not None)
-            self._complete([etag for etag, _, _ in sent], crc)
+            etags, upload_id = [etag for etag, _, _ in sent], self._upload_id or ""
+            self._store.run(multipart.complete(self._store, self.key, upload_id, etags, size=self.size, crc=crc))
+            self._upload_id = None
             self._abort_strays(self._uploader.store)
         self._uploader.finished(self, completed=True)
         return UploadedObject(self.key, self.size, crc)
@@ -406,13 +409,3 @@ class ObjectUpload:
         for view in views_of(pieces):
             crc32 = crc32c(view, crc32)
         return crc, size, {"ChecksumCRC32C": encode_crc(crc32, algorithm)}
-
-    def _complete(self, etags: list[str], crc: int | None) -> None:
-        upload_id = self._upload_id or ""
-        self._store.run(multipart.complete(self._store, self.key, upload_id, etags, size=self.size, crc=crc))
-        self._upload_id = None
-
-
-def _drop_views(pieces: Sequence[Piece]) -> None:
-    for piece in pieces:
-        piece.view = None

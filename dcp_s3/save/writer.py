@@ -18,7 +18,7 @@ from dcp_s3.boundary import called_by_dcp, check_role
 from dcp_s3.checkpoint.attachments import make_attachment
 from dcp_s3.checkpoint.commit import check_metrics
 from dcp_s3.checkpoint.info import find_step
-from dcp_s3.checkpoint.stored_metadata import look_for_previous
+from dcp_s3.checkpoint.previous import look_for_previous
 from dcp_s3.coordination.identity import CountedSave
 from dcp_s3.coordination.ownership import Replicas
 from dcp_s3.errors import MissingURLError, SaveProtocolError, SettingsError

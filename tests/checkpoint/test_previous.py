@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_s3 import S3StorageWriter, Settings
-from dcp_s3.checkpoint import stored_metadata
+from dcp_s3.checkpoint import previous
 from dcp_s3.s3 import listing
 from dcp_s3.s3.store import S3Store
 from dcp_s3.url import parse_url
@@ -29,7 +29,7 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
 
 
 def _look(step: int) -> str:
-    return stored_metadata.look_for_previous(Settings(), parse_url(f"{_ROOT}/step-{step}"))
+    return previous.look_for_previous(Settings(), parse_url(f"{_ROOT}/step-{step}"))
 
 
 def _save(step: int) -> None:
@@ -64,7 +64,7 @@ def test_a_store_that_refuses_or_does_not_answer_leaves_it_out(
     _save(9)
     faulty.rule = lambda _: Fault.error(403, "AccessDenied")
     assert _look(20) == ""
-    monkeypatch.setattr(stored_metadata, "_LOOK_SECONDS", 0.2)
+    monkeypatch.setattr(previous, "_LOOK_SECONDS", 0.2)
     faulty.rule = lambda _: Fault.straggle(30)
     assert _look(20) == ""
 
@@ -76,5 +76,5 @@ def test_the_highest_step_is_found_on_later_pages_or_none_is_named(
     for step in (1, 2, 3):
         _save(step)
     assert _look(9) == f"{_ROOT}/step-3"
-    monkeypatch.setattr(stored_metadata, "_MOST_PAGES", 1)
+    monkeypatch.setattr(previous, "_MOST_PAGES", 1)
     assert _look(9) == "", "better none than an old one"

@@ -85,7 +85,7 @@ def test_a_copy_is_the_checkpoint_without_pin_leases_and_leftovers(root: str, s3
 
 
 def test_large_objects_are_copied_in_parts(root: str, s3: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(multipart, "PART_SIZE", MIN_PART_SIZE)
+    monkeypatch.setattr(multipart, "COPY_PART_SIZE", MIN_PART_SIZE)
     tensor = save_large(f"{root}/1")
     copy(f"{root}/1", f"{root}/2")
     load_large(f"{root}/2", tensor)
@@ -218,7 +218,7 @@ def test_after_a_kill_a_second_run_finishes(
     operation: str, count: int, key: str, applied: bool, faulty: FaultyServer, s3_of: Any, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(multipart, "PART_SIZE", MIN_PART_SIZE)
+    monkeypatch.setattr(multipart, "COPY_PART_SIZE", MIN_PART_SIZE)
     tensor = torch.randint(0, 255, (3 * MIN_PART_SIZE,), dtype=torch.uint8)
     everything = {"t": tensor, **state()}
     dcp.save(everything, storage_writer=S3StorageWriter(_URL, separate=["weight", "half"]), no_dist=True)
