@@ -42,7 +42,6 @@ from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms as 
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MEMORY_FORMAT_ENCODING
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as create_chunk_list
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
-from torch.distributed.checkpoint.utils import _DistWrapper as DistWrapper
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import Placement
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
@@ -63,7 +62,6 @@ __all__ = [
     "MEMORY_FORMAT_ENCODING",
     "AsyncCollectiveTensor",
     "Caller",
-    "DistWrapper",
     "ExtensionRegistry",
     "FailedCall",
     "FakeTensorMode",

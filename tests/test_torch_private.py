@@ -470,7 +470,9 @@ def test_the_callers_of_a_storage_tell_direction_rank_and_planner(tmp_path: Path
 
 
 def test_the_ranks_of_a_save_tell_each_other_results_and_failures() -> None:
-    ranks = torch_private.DistWrapper(None, False, 0)
+    from torch.distributed.checkpoint.utils import _DistWrapper
+
+    ranks = _DistWrapper(None, False, 0)
     assert ranks.is_coordinator, moved("_DistWrapper", "the end of a save of Megatron")
     assert ranks.all_reduce("write", lambda: 1, lambda found: found) == [1]
     with pytest.raises(CheckpointException, match="write"):

@@ -390,7 +390,11 @@ class Settler:
         if isinstance(value, Mirror):
             height = self._settle_attributes(value, depth)
             value.settled()
-            _become_torch_s(value)
+            cls = _MIRRORED[type(value)]
+            missing = _required(cls) - vars(value).keys()
+            if missing:
+                raise MalformedPickleError(f"a {cls.__name__} has no {min(missing)}")
+            object.__setattr__(value, "__class__", cls)
             return value, height
         if kind in MIRRORS:  # settled before
             return value, 1
@@ -419,14 +423,6 @@ class Settler:
         items, height = self._settle_all(attributes.values(), depth)
         attributes.update(zip(list(attributes), items, strict=True))
         return height
-
-
-def _become_torch_s(mirror: Mirror) -> None:
-    cls = _MIRRORED[type(mirror)]
-    missing = _required(cls) - vars(mirror).keys()
-    if missing:
-        raise MalformedPickleError(f"a {cls.__name__} has no {min(missing)}")
-    object.__setattr__(mirror, "__class__", cls)
 
 
 def _check_depth(depth: int) -> None:

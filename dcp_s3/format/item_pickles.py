@@ -11,7 +11,7 @@ import pickletools
 import re
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -79,41 +79,9 @@ def load_storage(found: Any) -> PickledStorage:
     return PickledStorage(key, numel * (kind.dtype.itemsize if kind.dtype else 1), kind.dtype)
 
 
-def _make_tensor(*arguments: Any) -> PickledTensor:
-    """`_rebuild_tensor_v2`: storage, offset, shape, strides, requires_grad, hooks, and anything unusual."""
-    if len(arguments) not in (6, 7) or type(arguments[0]) is not PickledStorage or arguments[0].dtype is None:
-        raise MalformedPickleError("a tensor that is not an ordinary one")
-    return _check(arguments, arguments[0].dtype, is_unusual=len(arguments) > 6)
-
-
-def _make_typed_tensor(*arguments: Any) -> PickledTensor:
-    """`_rebuild_tensor_v3`: like v2, but with a storage of bytes, and a dtype after the hooks."""
-    if (
-        len(arguments) not in (7, 8)
-        or type(arguments[0]) is not PickledStorage
-        or arguments[0].dtype is not None
-        or not isinstance(arguments[6], torch.dtype)
-    ):
-        raise MalformedPickleError("a tensor that is not an ordinary one")
-    return _check(arguments, arguments[6], is_unusual=len(arguments) > 7)
-
-
-def _make_quantized_tensor(*arguments: Any) -> PickledTensor:
-    """`_rebuild_qtensor`: storage, offset, shape, strides, the quantizer's parameters, requires_grad, hooks."""
-    if len(arguments) != 7 or type(arguments[0]) is not PickledStorage or arguments[0].dtype is None:
-        raise MalformedPickleError("a quantized tensor that is not an ordinary one")
-    return _check((*arguments[:4], *arguments[5:]), arguments[0].dtype, is_unusual=True)
-
-
-def _make_bare_tensor(*arguments: Any) -> PickledTensor:
-    """`_rebuild_tensor`: storage, offset, shape, strides."""
-    if len(arguments) != 4:
-        raise MalformedPickleError("a tensor that is not an ordinary one")
-    return _make_tensor(*arguments, False, OrderedDict())._replace(is_unusual=True)
-
-
-def _check(arguments: tuple[Any, ...], dtype: torch.dtype, *, is_unusual: bool) -> PickledTensor:
-    storage, offset, shape, strides, requires_grad, hooks = arguments[:6]
+def _describe(arguments: Sequence[Any], dtype: torch.dtype, *, is_unusual: bool = False) -> PickledTensor:
+    """The tensor of a storage, offset, shape, strides, requires_grad and hooks."""
+    storage, offset, shape, strides, requires_grad, hooks = arguments
     if not _is_count(offset) or not _are_counts(shape) or not _are_counts(strides) or len(shape) != len(strides):
         raise MalformedPickleError("a tensor without a shape")
     if type(requires_grad) is not bool or type(hooks) is not OrderedDict:
@@ -125,13 +93,20 @@ def _check(arguments: tuple[Any, ...], dtype: torch.dtype, *, is_unusual: bool) 
     return PickledTensor(storage, dtype, offset, tuple(shape), tuple(strides), is_unusual)
 
 
-def _make_parameter(*arguments: Any) -> PickledTensor:
-    """`_rebuild_parameter`: tensor, requires_grad, hooks."""
-    if len(arguments) != 3 or type(arguments[0]) is not PickledTensor:
-        raise MalformedPickleError("a parameter without a tensor")
-    if type(arguments[1]) is not bool or type(arguments[2]) is not OrderedDict:
-        raise MalformedPickleError("a parameter that is not an ordinary one")
-    return arguments[0]
+def _fits(*lengths: int) -> Callable[..., bool]:
+    """Whether so many arguments begin with a storage of elements."""
+    return lambda storage, *rest: (
+        len(rest) + 1 in lengths and type(storage) is PickledStorage and storage.dtype is not None
+    )
+
+
+def _fits_bytes(storage: Any, *rest: Any) -> bool:
+    is_bytes = type(storage) is PickledStorage and storage.dtype is None
+    return is_bytes and len(rest) in (6, 7) and isinstance(rest[5], torch.dtype)
+
+
+def _fits_parameter(tensor: Any, requires_grad: Any, hooks: Any) -> bool:
+    return type(tensor) is PickledTensor and type(requires_grad) is bool and type(hooks) is OrderedDict
 
 
 def _is_count(value: object) -> bool:
@@ -159,20 +134,24 @@ STORAGE_TYPES: dict[tuple[str, str], Any] = {
 }
 """Stand-ins for the types of storages."""
 
-TENSORS: dict[tuple[str, str], Any] = {
-    ("torch._utils", name): Allowed(f"torch._utils.{name}", call)
-    for name, call in {
-        "_rebuild_tensor_v2": _make_tensor,
-        "_rebuild_tensor_v3": _make_typed_tensor,
-        "_rebuild_parameter": _make_parameter,
-    }.items()
-}
+
+def _allow(**rules: tuple[Callable[..., Any], Callable[..., bool]]) -> dict[tuple[str, str], Any]:
+    return {("torch._utils", name): Allowed(f"torch._utils.{name}", *rule) for name, rule in rules.items()}
+
+
+TENSORS = _allow(
+    # After the hooks may come something unusual; in v3, whose storage holds bytes, a dtype before that.
+    _rebuild_tensor_v2=(lambda *a: _describe(a[:6], a[0].dtype, is_unusual=len(a) > 6), _fits(6, 7)),
+    _rebuild_tensor_v3=(lambda *a: _describe(a[:6], a[6], is_unusual=len(a) > 7), _fits_bytes),
+    _rebuild_parameter=(lambda tensor, *_: tensor, _fits_parameter),
+)
 """Stand-ins for the functions that make ordinary tensors."""
 
-UNUSUAL_TENSORS: dict[tuple[str, str], Any] = {
-    ("torch._utils", name): Allowed(f"torch._utils.{name}", call)
-    for name, call in {"_rebuild_qtensor": _make_quantized_tensor, "_rebuild_tensor": _make_bare_tensor}.items()
-}
+UNUSUAL_TENSORS = _allow(
+    # Without requires_grad and hooks; with a quantizer's parameters before them.
+    _rebuild_tensor=(lambda *a: _describe((*a, False, OrderedDict()), a[0].dtype, is_unusual=True), _fits(4)),
+    _rebuild_qtensor=(lambda *a: _describe((*a[:4], *a[5:]), a[0].dtype, is_unusual=True), _fits(7)),
+)
 """Stand-ins for further functions, which only torch itself may judge."""
 
 

@@ -4,7 +4,8 @@
 >>> save_state(accelerator, "s3://bucket/run/step-1000")
 >>> load_state(accelerator, "s3://bucket/run/step-1000")
 
-Accelerate itself makes two DCP checkpoints, of the model and of the optimizer, and files on each rank's disk.
+Accelerate itself makes two DCP checkpoints, of the model and of the optimizer, and files on each rank's disk. To save
+in the background, give `training_state` to a `CheckpointManager`.
 
 Saved are models, optimizers, schedulers, the gradient scaler, registered objects, dataloaders, the random number
 generators of every rank and the count of micro-batches. All of it loads on another number of ranks, and into a plain,
@@ -15,18 +16,14 @@ from __future__ import annotations
 
 import logging
 import re
-import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 from torch.distributed.checkpoint.stateful import Stateful
 
 from dcp_s3 import ranks
@@ -47,7 +44,6 @@ from dcp_s3.integrations.training_parts import (
 from dcp_s3.load.reader import S3StorageReader
 from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.settings import SettingsLike
-from dcp_s3.stage.stager import S3Stager
 from dcp_s3.url import URLLike
 
 require("accelerate", "accelerate", "1.15", "2")
@@ -74,27 +70,6 @@ def save_state(accelerator: Accelerator, url: URLLike, **options: Any) -> None:
         CheckpointException: of torch; its ``failures`` has the causes by rank.
     """
     state_dict_saver.save(training_state(accelerator), storage_writer=S3StorageWriter(url, **options))
-
-
-def async_save_state(
-    accelerator: Accelerator, url: URLLike, *, stager: S3Stager | None = None, **options: Any
-) -> Future[None] | AsyncSaveResponse:
-    """Copy the state, and save the copy in the background like `save_state`.
-
-    Returns what `dcp.async_save` returns: a future that is done when the checkpoint is committed, and raises if the
-    save failed. With an ``asynchronous`` `S3Stager` of your own these are two, and the state must not be changed before
-    the ``staging_completion``.
-
-    Raises:
-        CheckpointError: the accelerator uses what cannot be saved here.
-        StagingError: the state cannot be copied.
-    """
-    return state_dict_saver.async_save(
-        training_state(accelerator),
-        storage_writer=S3StorageWriter(url, **options),
-        process_group=_save_group(),
-        async_stager=stager,
-    )
 
 
 def load_state(
@@ -383,19 +358,3 @@ def _spread(position: dict[str, Any], loader: Any, accelerator: Accelerator, sav
             saved, batches, now, batches % now,
         )  # fmt: skip
     return {**position, **dict.fromkeys(_YIELDED, batches // now)}
-
-
-# --- the group of asynchronous saves --------------------------------------------------------------------
-
-_groups: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-
-
-def _save_group() -> Any:
-    """A gloo group for saves beside the training, whose collectives theirs must not meet. Made once for each default
-    group."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    world = dist.group.WORLD
-    if world not in _groups:
-        _groups[world] = dist.new_group(backend="gloo")
-    return _groups[world]

@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with
 import dcp_s3
 from dcp_s3 import CheckpointManager
 from dcp_s3.demo.digest import state_digest
-from dcp_s3.integrations.accelerate import async_save_state, load_state, save_state, training_state
+from dcp_s3.integrations.accelerate import load_state, save_state, training_state
 from examples import accelerate as example
 from tests.frameworks.accelerate_ranks import files_in, pretend_devices
 
@@ -165,10 +165,10 @@ def interrupted(run: Run, at: int) -> tuple[str, dict[str, float]]:
     """Train up to step ``at``, save in the background, and let a new training go on from there."""
     first = Training(run)
     first.train(at)
-    url = f"{run.root}/step-{at}"
-    saving = async_save_state(first.accelerator, url)
-    first.train(at + 1)  # changes everything while it is saved
-    saving.result()
+    with CheckpointManager(run.root) as manager:
+        manager.save(at, training_state(first.accelerator))
+        first.train(at + 1)  # changes everything while it is saved
+        url = manager.url(at)
     first.accelerator.free_memory()
     second = Training(run)
     set_seed(99)

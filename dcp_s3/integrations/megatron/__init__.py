@@ -15,7 +15,6 @@ import logging
 import os
 import threading
 import warnings
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -45,12 +44,7 @@ from megatron.core.dist_checkpointing.strategies import torch as strategies  # n
 from megatron.core.msc_utils import MultiStorageClientFeature  # noqa: E402
 
 from dcp_s3.integrations.megatron.files import Files, SmallFiles  # noqa: E402
-from dcp_s3.integrations.megatron.writer import (  # noqa: E402
-    MegatronS3Writer,
-    finalize,
-    merges,
-    plan_without_gathering,
-)
+from dcp_s3.integrations.megatron.writer import MegatronS3Writer, finalize  # noqa: E402
 
 __all__ = ["MegatronS3Writer", "install", "uninstall"]
 
@@ -59,8 +53,7 @@ logger = logging.getLogger(__name__)
 # All seen in megatron-core 0.16.1; tests/frameworks/megatron/test_beside.py fails when one moves.
 REPLACED = (
     (strategies, "FileSystemWriterAsync"),  # the writer of every save
-    (strategies, "save_state_dict_async_plan"),  # what begins a save ...
-    (strategies, "save_state_dict_async_finalize"),  # ... and ends it
+    (strategies, "save_state_dict_async_finalize"),  # what ends a save
     (strategies.TorchDistSaveShardedStrategy, "async_save"),  # every save, synchronous ones too
     (strategies.TorchDistLoadShardedStrategy, "remove_sharded_tensors"),
     (MultiStorageClientFeature, "is_enabled"),  # the switch in front of all other files ...
@@ -103,33 +96,16 @@ def uninstall() -> None:
 
 
 def _replacements(settings: SettingsLike) -> tuple[Callable[..., Any], ...]:
-    stock_writer, stock_plan, stock_finalize, stock_save, stock_remove, is_enabled, import_package = (
+    stock_writer, stock_finalize, stock_save, stock_remove, is_enabled, import_package = (
         getattr(owner, name) for owner, name in REPLACED
     )
     small = SmallFiles(settings)
-    without_metadata: weakref.WeakSet[Any] = weakref.WeakSet()
     files = Files(small, lambda: import_package() if is_enabled() else None)
 
     def make_writer(path: Any, *args: Any, use_msc: bool = False, **options: Any) -> Any:
         if not is_s3_url(path):
             return stock_writer(path, *args, use_msc=is_enabled(), **options)
         return MegatronS3Writer(path, attachments=small.take(parse_url(path)), settings=settings, **options)
-
-    @functools.wraps(stock_plan)
-    def begin_save(
-        state: Any,
-        writer: Any,
-        group: Any = None,
-        coordinator_rank: int = 0,
-        planner: Any = None,
-        cached_ckpt_structure: Any = None,
-        loaded_all_plans: Any = None,
-    ) -> Any:
-        is_decentralized = getattr(planner, "can_run_decentralized_global_plan", False)
-        is_usual = group is None and coordinator_rank == 0  # as in all saves of Megatron's strategy
-        if isinstance(writer, MegatronS3Writer) and is_decentralized and is_usual and merges(settings):
-            return plan_without_gathering(state, writer, planner, cached_ckpt_structure)
-        return stock_plan(state, writer, group, coordinator_rank, planner, cached_ckpt_structure, loaded_all_plans)
 
     def end_save(writer: Any, *args: Any) -> None:
         (finalize if isinstance(writer, MegatronS3Writer) else stock_finalize)(writer, *args)
@@ -140,13 +116,6 @@ def _replacements(settings: SettingsLike) -> tuple[Callable[..., Any], ...]:
             # Megatron writes it after the commit. It belongs to what is committed: no load works without it.
             config = CheckpointingConfig(strategy.backend, strategy.version)
             small.hold(parse_url(checkpoint_dir), CONFIG_FNAME, json.dumps(asdict(config)).encode())
-        if is_s3_url(checkpoint_dir) and merges(settings):
-            without_metadata.add(strategy)
-        elif strategy in without_metadata:
-            # Megatron would reuse its plans, with metadata that its other saves have made and these have not.
-            strategy.cached_central_plan = strategy.cached_local_plan = None
-            strategy.validated_cache_reuse = False
-            without_metadata.discard(strategy)
         return stock_save(strategy, sharded_state_dict, checkpoint_dir)
 
     @functools.wraps(stock_remove)
@@ -156,7 +125,7 @@ def _replacements(settings: SettingsLike) -> tuple[Callable[..., Any], ...]:
         else:
             stock_remove(strategy, checkpoint_dir, key_prefix)
 
-    return make_writer, begin_save, end_save, async_save, remove, lambda: True, lambda: files
+    return make_writer, end_save, async_save, remove, lambda: True, lambda: files
 
 
 def _replace(owner: Any, name: str, new: Any) -> Callable[[], None]:

@@ -14,11 +14,10 @@ import os
 import pickle
 import queue
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies.filesystem_async import (
     _get_write_results_queue as write_results_queue,  # a queue of a process of its own: works with fork and spawn
 )
@@ -28,14 +27,11 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from dcp_s3 import ranks
-from dcp_s3.coordination.participant import Participant
 from dcp_s3.errors import CheckpointError, DcpS3Error, SaveProtocolError
-from dcp_s3.failures import name_ranks
 from dcp_s3.save.save import Save
-from dcp_s3.save.without_collectives import SaveWithoutCollectives
 from dcp_s3.save.writer import S3StorageWriter
-from dcp_s3.settings import SettingsLike, resolve_settings
-from dcp_s3.torch_private import DistWrapper, wrap_exception
+from dcp_s3.settings import SettingsLike
+from dcp_s3.torch_private import wrap_exception
 
 Outcome = list[WriteResult] | BaseException
 """The results of a save on one rank, or what made it fail."""
@@ -47,41 +43,6 @@ class Prepared(NamedTuple):
     save: Save
     plan: SavePlan
     data: dict[MetadataIndex, torch.Tensor | io.BytesIO]
-
-
-class MergedSave(SaveWithoutCollectives):
-    """One rank's part in such a save. Megatron has its ranks wait for each other, so none is taken for dead."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Claim the URL, on rank 0."""
-        if self._is_coordinator:
-            super().prepare_local_plan(plan)
-            self._participant = None  # what follows may be in another process, and has a deadline
-        return plan
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        """Upload all items of the plan, and this rank's part. Returns no results: they stand in the part."""
-        results = super().write_data(plan, planner)
-        self._planner = None  # with the state
-        self._taking_part.publish(self._make_part(results, 0))
-        return []
-
-    def commit(self, saves: Sequence[str]) -> None:
-        """Merge and commit, on rank 0. Every rank has written its part; ``saves`` are the ids of their saves."""
-        if others := [rank for rank, save in enumerate(saves) if save != self._claim.save]:
-            raise SaveProtocolError(
-                f"two saves overlapped: {name_ranks(others)} did not save to {self.url}, or not as often as rank 0; "
-                "nothing was committed. Remedy: begin saves in the same order on every rank",
-                url=str(self.url),
-            )
-        self._deadline = self._deadline or self._start_deadline()
-        self._report(Participant(self._store(), self._joint).wait(self._write_missing, turn=0))
-
-    def _find_own(self, plan: SavePlan, planner: SavePlanner) -> Sequence[WriteItem]:
-        return plan.items
-
-    def _alive(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
 
 class MegatronS3Writer(S3StorageWriter):
@@ -103,7 +64,6 @@ class MegatronS3Writer(S3StorageWriter):
     """
 
     can_run_decentralized_global_plan = True
-    _joint_save: type[SaveWithoutCollectives] = MergedSave
 
     def __init__(
         self,
@@ -124,7 +84,6 @@ class MegatronS3Writer(S3StorageWriter):
         self._failure: DcpS3Error | None = None
         self._prepared: Prepared | None = None
         self._is_sent = False
-        self.is_merged = False  # whether the save goes without gathering
         self._has_attachments = bool(attachments)
         for name, data in (attachments or {}).items():
             try:
@@ -133,14 +92,6 @@ class MegatronS3Writer(S3StorageWriter):
                 self._failure = error
 
     # --- planning ----------------------------------------------------------------------------------------
-
-    def begin_merged(self, is_coordinator: bool) -> None:
-        """Begin a save that goes without gathering. A failure is kept."""
-        self.is_merged = True
-        try:
-            self.set_up_storage_writer(is_coordinator, use_collectives=False)
-        except DcpS3Error as error:
-            self._failure = self._failure or error
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Check the URL. A failure is kept: Megatron has other ranks wait for this one's plan."""
@@ -190,8 +141,7 @@ class MegatronS3Writer(S3StorageWriter):
 
     def _retrieve(self) -> list[WriteResult]:
         if not self._is_sent:
-            # A merge waits for the part of every rank.
-            return self._save.write_data(SavePlan([]), cast(SavePlanner, _Resolved({}))) if self.is_merged else []
+            return []
         outcome = _take_outcome(self._save.save_id)
         if outcome is None:
             raise CheckpointError(
@@ -209,7 +159,7 @@ def finalize(writer: MegatronS3Writer, metadata: Metadata | None, ranks_of_save:
 
     That one leaves the other ranks waiting if the commit fails, and tells them no cause of any failure.
 
-    ``metadata`` is None on ranks other than the coordinator, and if the save is merged.
+    ``metadata`` is None on ranks other than the coordinator.
 
     Raises:
         CheckpointException: on all ranks, with the cause of each that failed.
@@ -226,59 +176,7 @@ def finalize(writer: MegatronS3Writer, metadata: Metadata | None, ranks_of_save:
             raise SaveProtocolError("Megatron planned this save without metadata")
         writer.finish(metadata, all_results)
 
-    def wrote_part() -> str:
-        results()
-        return writer.save_id
-
-    def merge(saves: list[str]) -> None:
-        cast(MergedSave, writer._save).commit(saves)
-
-    # Of a merged save the ranks tell each other no more than that they have written, or why they have not.
-    ranks_of_save.all_reduce("write", *((wrote_part, merge) if writer.is_merged else (results, commit)))
-
-
-# --- saves without gathering ------------------------------------------------------------------------------
-
-# Megatron's plan is decentralized: each rank writes all of its own plan, which holds what it is the main replica of. So
-# no rank has to know another one's plan or results before the commit. Each writes a part, and rank 0 merges these.
-
-
-def merges(settings: SettingsLike) -> bool:
-    """Whether saves with these settings go without gathering. The same on all ranks.
-
-    Those of one rank have nothing to gather. Those that may spill to a local disk are committed by rank 0 once that
-    disk is drained: it must know the results.
-    """
-    found = resolve_settings(settings)
-    return found.spill_dir is None and dist.get_world_size() > 1
-
-
-def plan_without_gathering(
-    state: dict[str, Any],
-    writer: Any,
-    planner: Any,
-    cached: tuple[SavePlan | None, SavePlan | None, bool] | None,
-) -> tuple[tuple[Any, None, Any], SavePlan, SavePlan, bool, bool]:
-    """What Megatron's ``save_state_dict_async_plan`` does, without collectives and so without global metadata.
-
-    ``cached`` are global and local plan of the save before this one, and whether they were those of the one before
-    that. Returns, as Megatron's: what ends the save gets; the global and the local plan of this rank; whether the
-    former equals that of the save before; whether metadata that were loaded hold for this save: no, none are needed.
-    """
-    ranks = DistWrapper(None, True, 0)
-    global_plan, plan, is_valid = cached or (None, None, False)
-    planner.set_up_planner(state, is_coordinator=ranks.is_coordinator)
-    writer.begin_merged(ranks.is_coordinator)
-    if plan is None:
-        plan = planner.create_local_plan()
-    plan = writer.prepare_local_plan(plan)
-    if is_valid and global_plan is not None:
-        found = global_plan
-    else:
-        plan = found = writer.prepare_decentralized_global_plan(planner.create_decentralized_global_plan(plan))
-    found = planner.finish_plan(found)
-    writer.prepare_write_data(found, planner)
-    return (writer, None, ranks), found, plan, global_plan == found, False
+    ranks_of_save.all_reduce("write", results, commit)
 
 
 # --- what runs in the process that saves --------------------------------------------------------------------

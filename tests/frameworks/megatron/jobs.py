@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,11 +29,10 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import (
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from megatron.core.msc_utils import MultiStorageClientFeature
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.utils import _DistWrapper
 
 from dcp_s3 import S3StorageReader, latest
 from dcp_s3.integrations import megatron
-from dcp_s3.integrations.megatron.writer import MergedSave
+from dcp_s3.save.save import Save
 from tests.frameworks.megatron import cpu, states
 from tests.killing import begin
 
@@ -157,26 +155,6 @@ def fail_to_save(url: str, mode: str) -> dict[int, str]:
     raise AssertionError("it was saved")
 
 
-def count_what_ranks_say(root: str, merged: bool) -> list[int]:
-    """A save; returns the bytes of each object that this rank gave to rank 0."""
-    sent: list[int] = []
-    with trainer() as rank, pytest.MonkeyPatch.context() as patch:
-        megatron.install()
-        if not merged:
-            patch.setattr("dcp_s3.integrations.megatron.install.merges", lambda _: False)
-        gather = _DistWrapper.gather_object
-
-        def count(self: Any, found: Any) -> Any:
-            sent.append(len(pickle.dumps(found)))
-            return gather(self, found)
-
-        patch.setattr(_DistWrapper, "gather_object", count)
-        rank.save(f"{root}/iter_1", 1)
-        of_save = list(sent)
-        rank.load(f"{root}/iter_1", 1, "columns")
-    return of_save
-
-
 def save_cached_here_and_there(root: str, directory: str) -> None:
     with trainer(cached_metadata=True) as rank:
         for path in (f"{root}/iter_1", f"{root}/iter_2", directory, f"{root}/iter_3"):
@@ -192,7 +170,7 @@ def save_apart(root: str) -> dict[int, str]:
 def lose_the_process(url: str) -> dict[int, str]:
     """The process that saves is killed on rank 1."""
     if int(os.environ["RANK"]) == 1:
-        MergedSave.write_data = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
+        Save.write_data = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
     return fail_to_save(url, "forked")
 
 

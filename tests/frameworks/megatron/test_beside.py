@@ -111,15 +111,6 @@ def test_the_signatures_that_the_adapter_relies_on() -> None:
     parameters = [list(inspect.signature(getattr(owner, name)).parameters) for owner, name in REPLACED]
     assert parameters == [
         ["path", "args", "separation_hint", "use_msc", "kwargs"],
-        [
-            "state_dict",
-            "storage_writer",
-            "process_group",
-            "coordinator_rank",
-            "planner",
-            "cached_ckpt_structure",
-            "loaded_all_plans",
-        ],
         ["storage_writer", "global_metadata", "dist_wrapper"],
         ["self", "sharded_state_dict", "checkpoint_dir"],
         ["self", "checkpoint_dir", "key_prefix"],

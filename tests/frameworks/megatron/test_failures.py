@@ -52,11 +52,18 @@ def test_a_process_that_is_killed_while_it_saves(faulty: FaultyServer) -> None:
     assert latest(ROOT) is None
 
 
+def test_ranks_that_save_to_different_urls_are_told_so(faulty: FaultyServer) -> None:
+    for failures in run_ranks(2, jobs.save_apart, ROOT):
+        assert failures.keys() == {0}
+        assert "rank 1 saves to" in failures[0]
+    assert latest(ROOT) is None
+
+
 @pytest.mark.parametrize(
     ("mode", "moment"),
     [
-        ("forked", AtRequest("PutObject", 14, applied=True)),  # of the second checkpoint's data
-        ("sync", AtRequest("PutObject", 22, applied=False)),  # around its commit
+        ("forked", AtRequest("PutObject", 10, applied=True)),  # of the second checkpoint's data
+        ("sync", AtRequest("PutObject", 16, applied=False)),  # around its commit
     ],
     ids=str,
 )
