@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from dcp_s3.cli.app import URL, app, print_line, wrong_usage
-from dcp_s3.errors import MetricsError
+from dcp_s3.errors import SettingsError
 
 
 @app.command()
@@ -20,13 +20,14 @@ def annotate(
 ) -> None:
     """Add metrics to a checkpoint, or replace some."""
     from dcp_s3.cli import tables
+    from dcp_s3.format.added_metrics import check_added
     from dcp_s3.retention import marks
 
     with wrong_usage(ValueError, hint="NAME=VALUE"):
         given = dict(_metric(text) for text in metrics)
-    with wrong_usage(MetricsError, hint="NAME=VALUE"):
-        added = marks.annotate(url, given)
-    print_line(tables.format_metrics(added))
+    with wrong_usage(SettingsError, hint="NAME=VALUE"):
+        check_added(given, url=url)
+    print_line(tables.format_metrics(marks.annotate(url, given)))
 
 
 def _metric(text: str) -> tuple[str, float | int | bool | str]:

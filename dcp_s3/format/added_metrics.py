@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dcp_s3.errors import MetricsError
+from dcp_s3.errors import SettingsError
 from dcp_s3.format.manifest import number_from_json, number_to_json
 
 FORMAT_VERSION = 1
@@ -50,15 +50,14 @@ def check_added(metrics: Mapping[str, Any], *, url: str) -> None:
     """Refuse metrics that cannot be added.
 
     Raises:
-        MetricsError: there are none, a name is not text, or a value is not a finite number, NaN, text or bool.
+        SettingsError: there are none, a name is not text, or a value is not a finite number, NaN, text or bool.
     """
     if not isinstance(metrics, Mapping) or not metrics:
-        raise MetricsError(f"metrics for {url}: expected a mapping of names to values, found {metrics!r}", url=url)
+        raise SettingsError(f"metrics for {url}: expected a mapping of names to values, found {metrics!r}")
     for name, value in metrics.items():
         good = isinstance(value, (int, str)) or (isinstance(value, float) and not math.isinf(value))
         if not isinstance(name, str) or not name or not good:
-            raise MetricsError(
+            raise SettingsError(
                 f"metric {name!r} = {value!r} of {url} cannot be stored: names are text, values finite numbers, NaN, "
-                "text or bools (a tensor: pass tensor.item())",
-                url=url,
+                "text or bools (a tensor: pass tensor.item())"
             )

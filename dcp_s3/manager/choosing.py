@@ -105,7 +105,7 @@ def best_of(policy: PolicyFunction | None, metric: str | None, mode: Mode | None
     that of its `KeepBest`, else ``min``.
 
     Raises:
-        PolicyError: there is no `KeepBest`, or several that differ.
+        SettingsError: there is no `KeepBest`, or several that differ.
     """
     parts = policy.policies if isinstance(policy, AnyOf) else (policy,)
     found = {(part.metric, part.mode) for part in parts if isinstance(part, KeepBest)}
@@ -116,7 +116,7 @@ def best_of(policy: PolicyFunction | None, metric: str | None, mode: Mode | None
         why = f"there are several KeepBest in the retention policy: {sorted(found)}" if found else (
             "there is no KeepBest in the retention policy"
         )  # fmt: skip
-        raise errors.PolicyError(f"which checkpoint is the best? {why}. Remedy: pass metric='val_loss', mode='min'")
+        raise errors.SettingsError(f"which checkpoint is the best? {why}. Remedy: pass metric='val_loss', mode='min'")
     return found.pop()
 
 

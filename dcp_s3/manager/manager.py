@@ -105,8 +105,8 @@ class CheckpointManager(RunReader):
         on_event: called with each event of its saves, loads and prunes on this rank, see `dcp_s3.events`.
 
     Raises:
-        InvalidURLError, SettingsError
-        PolicyError: ``retention`` or ``should_save`` is not a policy.
+        InvalidURLError
+        SettingsError: a setting is not allowed, or ``retention`` or ``should_save`` is not a policy.
         SaveProtocolError: with ``coordination="s3"``: nothing tells this attempt of the job from others, see
             ``DCP_S3_RUN_ID``.
         CheckpointError: an argument is wrong, or differs from rank to rank.
@@ -240,7 +240,7 @@ class CheckpointManager(RunReader):
                 ``state_dict`` in the state raised on a rank.
             SaveProtocolError: the ranks save different steps, or a metric cannot be stored.
             SystemExit: SIGTERM has come, see ``save_on_sigterm``.
-            MetricsError: something in ``extra`` cannot be stored.
+            SettingsError: something in ``extra`` cannot be stored.
             StagingError: the state cannot be copied.
             CheckpointError: the manager is read_only or closed, or an argument is wrong.
         """
@@ -374,7 +374,8 @@ class CheckpointManager(RunReader):
         2000
 
         Raises:
-            MetricsError, StorageError
+            SettingsError: the metrics cannot be stored.
+            StorageError
             CheckpointNotFoundError: there is no committed checkpoint of this step.
         """
         if self.read_only:

@@ -19,7 +19,7 @@ from typing import NoReturn
 
 from dcp_s3.coordination.board import Board, open_board
 from dcp_s3.coordination.identity import current_attempt
-from dcp_s3.errors import PolicyError, SaveFailedError, StorageError
+from dcp_s3.errors import SaveFailedError, SettingsError, StorageError
 from dcp_s3.limit import Limit
 from dcp_s3.manager.deciding import SaveDecisions, SigtermWatch
 from dcp_s3.manager.ranks import Ranks
@@ -363,10 +363,10 @@ def check_sigterm(save_on_sigterm: bool) -> None:
     """Check that SIGTERM can be seen, if that is asked for.
 
     Raises:
-        PolicyError: this is another thread than the main one.
+        SettingsError: this is another thread than the main one.
     """
     if save_on_sigterm and threading.current_thread() is not threading.main_thread():
-        raise PolicyError(
+        raise SettingsError(
             "save_on_sigterm needs SIGTERM, which only the main thread can handle. Remedy: make the CheckpointManager "
             "there"
         )

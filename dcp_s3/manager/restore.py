@@ -32,7 +32,6 @@ logger = logging.getLogger(__name__)
 _UNUSABLE = (
     errors.CheckpointNotFoundError,
     errors.CorruptCheckpointError,
-    errors.CorruptMetadataError,
     errors.UnsafeMetadataError,
     errors.ObjectNotFoundError,
 )

@@ -142,7 +142,7 @@ def test_it_needs_the_main_thread_and_a_grace_period(memory_server: Any, root: s
     def make() -> None:
         try:
             CheckpointManager(root, save_on_sigterm=True)
-        except errors.PolicyError as error:
+        except errors.SettingsError as error:
             found.append(error)
 
     thread = threading.Thread(target=make)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from dcp_s3.coordination.board import GroupBoard
 from dcp_s3.coordination.identity import Attempt
-from dcp_s3.errors import PolicyError
+from dcp_s3.errors import SettingsError
 from dcp_s3.manager.deciding import SaveDecisions, SigtermWatch, check_save_policy
 from dcp_s3.manager.notes import Notes
 from dcp_s3.manager.ranks import Ranks
@@ -104,7 +104,7 @@ def test_as_soon_as_the_last_save_is_committed_but_no_sooner_than_asked() -> Non
 
 @pytest.mark.parametrize("arguments", [{"min_steps": 0}, {"min_steps": 1.5}, {"min_seconds": -1}])
 def test_less_than_nothing_between_saves_is_refused(arguments: dict[str, Any]) -> None:
-    with pytest.raises(PolicyError, match=f"SaveContinuously: {next(iter(arguments))} = "):
+    with pytest.raises(SettingsError, match=f"SaveContinuously: {next(iter(arguments))} = "):
         SaveContinuously(**arguments)
 
 
@@ -133,7 +133,7 @@ def test_functions_are_policies_and_are_joined() -> None:
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(PolicyError, match=message):
+    with pytest.raises(SettingsError, match=message):
         SaveEvery(**arguments)
 
 
@@ -305,7 +305,7 @@ def test_other_threads_are_told_that_they_cannot_watch() -> None:
     def work() -> None:
         try:
             check_save_policy(SaveEvery(steps=5) | SaveOnPreemption())
-        except PolicyError as error:
+        except SettingsError as error:
             caught.append(error)
 
     thread = threading.Thread(target=work)
