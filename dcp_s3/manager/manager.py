@@ -17,21 +17,19 @@ from dcp_s3.coordination.ownership import Replicas
 from dcp_s3.events import Listener
 from dcp_s3.failures import name_failed
 from dcp_s3.manager import arguments
-from dcp_s3.manager.agreement import Run, agree_on_run, agree_on_save
 from dcp_s3.manager.arguments import check_step
 from dcp_s3.manager.background import BackgroundRetention, commit_of, retain
-from dcp_s3.manager.choosing import ChosenCheckpoint
+from dcp_s3.manager.choosing import ChosenCheckpoint, look_at_disk
 from dcp_s3.manager.deciding import SaveDecisions, asks_ranks
-from dcp_s3.manager.line import Overlap, check_overlap
+from dcp_s3.manager.line import Overlap, agree_on_save, check_overlap
 from dcp_s3.manager.names import DEFAULT_FORMAT, StepFormat, step_name
+from dcp_s3.manager.notes import open_notes
 from dcp_s3.manager.preemption import Preemption, check_sigterm, watch_for_sigterm
-from dcp_s3.manager.ranks import Failures, Ranks
+from dcp_s3.manager.ranks import Failures, Ranks, Run, agree_on_run, separate_ranks
 from dcp_s3.manager.reading import RunReader
 from dcp_s3.manager.restore import Restoring
 from dcp_s3.manager.save_policy import SavePolicyFunction
 from dcp_s3.manager.saving import SaveRequest, Saving
-from dcp_s3.manager.separate import open_notes, separate_ranks
-from dcp_s3.manager.waiting import look_at_disk
 from dcp_s3.reprs import one_line
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.marks import annotate

@@ -18,7 +18,7 @@ from dcp_s3.coordination.identity import Attempt
 from dcp_s3.errors import SettingsError
 from dcp_s3.manager.deciding import SaveDecisions, SigtermWatch, check_save_policy
 from dcp_s3.manager.notes import Notes
-from dcp_s3.manager.ranks import Ranks
+from dcp_s3.manager.ranks import Ranks, SeparateRanks
 from dcp_s3.manager.save_policy import (
     SaveContinuously,
     SaveEvery,
@@ -27,7 +27,6 @@ from dcp_s3.manager.save_policy import (
     SaveOnPreemption,
     steps_until_next_look,
 )
-from dcp_s3.manager.separate import SeparateRanks
 
 
 def moment(
