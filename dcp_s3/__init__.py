@@ -19,89 +19,6 @@ With DCP's own calls:
 Before all examples come ``from dcp_s3 import *``, ``import time, torch`` and ``import torch.distributed.checkpoint as
 dcp``; ``state`` is ``{"weight": torch.arange(8.0).view(4, 2), "step": 0}``; ``train`` and ``validate`` are the user's;
 and a `CheckpointManager` has saved steps 1000 and 2000 to ``s3://bucket/run``.
-
-Saving
-    S3StorageWriter    DCP's StorageWriter: commits a checkpoint whole, or nothing
-    S3Stager           DCP's AsyncStager: copies the state, so that training goes on while it is saved
-    shard              says which part of a larger tensor a rank holds
-    shard_state        the same for all tensors of a tensor-parallel state
-    Fused              how a tensor is split that holds several, such as q, k and v
-
-Loading
-    S3StorageReader    DCP's StorageReader: reads these checkpoints, and those of other writers of DCP
-    S3LoadPlanner      DCP's LoadPlanner, faster for states of many chunks
-    read_tensor        reads one tensor, or a slice of it, without a process group
-    read_tensors       reads several entries, or all
-
-A run of checkpoints
-    CheckpointManager  saves, restores and prunes the checkpoints of a run
-    SaveEvery          saves every N steps, or every T seconds
-    SaveContinuously   saves as soon as the last save is committed
-    SaveFirst          saves the first step of a new run
-    SaveOnPreemption   saves when SIGTERM comes
-    SavePolicy         what these are; ``|`` joins them
-    SaveMoment         what a policy of your own decides on
-
-Retention
-    prune              deletes what no policy keeps, and what failed saves have left
-    KeepLatest         keeps the newest k
-    KeepBest           keeps the k with the best values of a metric
-    KeepEvery          keeps every N steps
-    KeepSteps          keeps the steps of a list
-    KeepWithin         keeps the last so many hours
-    KeepHourly         keeps one of each of the last n hours
-    KeepDaily          keeps one of each of the last n days
-    KeepWeekly         keeps one of each of the last n weeks
-    Policy             what these are; ``|`` joins them
-    parse_policy       makes a policy of text such as ``latest:3 daily:7``
-    pin                protects a checkpoint from all policies
-    unpin              ends that
-    remove             deletes one checkpoint
-    make_plan          decides what is kept and deleted
-    apply_plan         carries out a plan
-    Plan               what would be kept and deleted
-    Decision           whether one checkpoint would, and why
-    PruneReport        what a prune has done
-
-Looking into checkpoints
-    latest             the checkpoint to resume from
-    list_checkpoints   the checkpoints under a URL
-    annotate           adds metrics after the save
-    verify             checks that a checkpoint is what was saved
-    inspect            what a checkpoint holds, as a tree
-    diff               what differs between two checkpoints, without reading their data
-    doctor             checks settings, permissions and the store before a run
-    export             writes its weights as safetensors
-    import_weights     makes a checkpoint of safetensors or torch files
-    report             writes an HTML page about a run
-    copy               copies a checkpoint, on S3 without passing through here
-    CheckpointCatalog  the checkpoints under a URL, with everything that retention decides on
-    CatalogSnapshot    what lay there at one time
-    CheckpointInfo     one checkpoint
-    VerifyReport       what `verify` has found
-    Problem            one thing that is wrong
-    CheckpointTree     what `inspect` has found
-    TreeNode           one name of it
-    CheckpointDiff     what `diff` has found
-    EntryDiff          what it says of one entry
-    DoctorReport       what `doctor` has found
-    CheckResult        what one of its checks has found
-    ExportResult       what `export` has written
-    ReportData         what `report` shows
-    CopyResult         what `copy` has done
-    ImportResult       what `import_weights` has written
-
-Frameworks
-    register           lets DCP save to and load from ``s3://`` URLs wherever it is called
-    unregister         ends that
-
-Settings and errors
-    Settings           everything that can be set; the environment variables ``DCP_S3_...`` are the defaults
-    stats              counters of this process, for monitoring
-    Stats              what `stats` returns
-    events             what happens, as it happens: `events.subscribe`
-    errors             every error that is raised
-    __version__        the version of dcp_s3
 """
 
 from importlib import import_module as _import_module
@@ -109,200 +26,175 @@ from sys import modules as _modules
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
-from dcp_s3._version import __version__
+from dcp_s3._version import __version__ as __version__
 from dcp_s3.torch_version import require_torch as _require_torch
 
-if _TYPE_CHECKING:
-    from dcp_s3.checkpoint.info import CheckpointInfo
-    from dcp_s3.checkup.doctor import DoctorReport, doctor
-    from dcp_s3.checkup.probes import CheckResult
-    from dcp_s3.integrations.dcp import register, unregister
-    from dcp_s3.load.planner import S3LoadPlanner
-    from dcp_s3.load.reader import S3StorageReader
-    from dcp_s3.manager.manager import CheckpointManager
-    from dcp_s3.manager.save_policy import (
-        SaveContinuously,
-        SaveEvery,
-        SaveFirst,
-        SaveMoment,
-        SaveOnPreemption,
-        SavePolicy,
-    )
-    from dcp_s3.monitoring import Stats, stats
-    from dcp_s3.offline.copy import copy
-    from dcp_s3.offline.copy_source import CopyResult
-    from dcp_s3.offline.diff import CheckpointDiff, EntryDiff, diff
-    from dcp_s3.offline.export import ExportResult, export
-    from dcp_s3.offline.import_weights import ImportResult, import_weights
-    from dcp_s3.offline.inspect import CheckpointTree, TreeNode, inspect
-    from dcp_s3.offline.read import read_tensor, read_tensors
-    from dcp_s3.offline.verify import verify
-    from dcp_s3.offline.verify_plan import Problem, VerifyReport
-    from dcp_s3.reporting.data import ReportData
-    from dcp_s3.reporting.report import report
-    from dcp_s3.retention.catalog import CatalogSnapshot, CheckpointCatalog, latest, list_checkpoints
-    from dcp_s3.retention.marks import annotate, pin, unpin
-    from dcp_s3.retention.parse import parse_policy
-    from dcp_s3.retention.plan import Decision, Plan, make_plan
-    from dcp_s3.retention.policy import (
-        KeepBest,
-        KeepDaily,
-        KeepEvery,
-        KeepHourly,
-        KeepLatest,
-        KeepSteps,
-        KeepWeekly,
-        KeepWithin,
-        Policy,
-    )
-    from dcp_s3.retention.prune import PruneReport, apply_plan, prune
-    from dcp_s3.retention.remove import remove
-    from dcp_s3.save.writer import S3StorageWriter
-    from dcp_s3.settings import Settings
-    from dcp_s3.sharding import Fused, shard, shard_state
-    from dcp_s3.stage.stager import S3Stager
+if _TYPE_CHECKING:  # the table below again, for type checkers
+    from dcp_s3.checkpoint.info import CheckpointInfo as CheckpointInfo
+    from dcp_s3.checkup.doctor import DoctorReport as DoctorReport
+    from dcp_s3.checkup.doctor import doctor as doctor
+    from dcp_s3.checkup.probes import CheckResult as CheckResult
+    from dcp_s3.integrations.dcp import register as register
+    from dcp_s3.integrations.dcp import unregister as unregister
+    from dcp_s3.load.planner import S3LoadPlanner as S3LoadPlanner
+    from dcp_s3.load.reader import S3StorageReader as S3StorageReader
+    from dcp_s3.manager.manager import CheckpointManager as CheckpointManager
+    from dcp_s3.manager.save_policy import SaveContinuously as SaveContinuously
+    from dcp_s3.manager.save_policy import SaveEvery as SaveEvery
+    from dcp_s3.manager.save_policy import SaveFirst as SaveFirst
+    from dcp_s3.manager.save_policy import SaveMoment as SaveMoment
+    from dcp_s3.manager.save_policy import SaveOnPreemption as SaveOnPreemption
+    from dcp_s3.manager.save_policy import SavePolicy as SavePolicy
+    from dcp_s3.monitoring import Stats as Stats
+    from dcp_s3.monitoring import stats as stats
+    from dcp_s3.offline.copy import copy as copy
+    from dcp_s3.offline.copy_source import CopyResult as CopyResult
+    from dcp_s3.offline.diff import CheckpointDiff as CheckpointDiff
+    from dcp_s3.offline.diff import EntryDiff as EntryDiff
+    from dcp_s3.offline.diff import diff as diff
+    from dcp_s3.offline.export import ExportResult as ExportResult
+    from dcp_s3.offline.export import export as export
+    from dcp_s3.offline.import_weights import ImportResult as ImportResult
+    from dcp_s3.offline.import_weights import import_weights as import_weights
+    from dcp_s3.offline.inspect import CheckpointTree as CheckpointTree
+    from dcp_s3.offline.inspect import TreeNode as TreeNode
+    from dcp_s3.offline.inspect import inspect as inspect
+    from dcp_s3.offline.read import read_tensor as read_tensor
+    from dcp_s3.offline.read import read_tensors as read_tensors
+    from dcp_s3.offline.verify import verify as verify
+    from dcp_s3.offline.verify_plan import Problem as Problem
+    from dcp_s3.offline.verify_plan import VerifyReport as VerifyReport
+    from dcp_s3.reporting.data import ReportData as ReportData
+    from dcp_s3.reporting.report import report as report
+    from dcp_s3.retention.catalog import CatalogSnapshot as CatalogSnapshot
+    from dcp_s3.retention.catalog import CheckpointCatalog as CheckpointCatalog
+    from dcp_s3.retention.catalog import latest as latest
+    from dcp_s3.retention.catalog import list_checkpoints as list_checkpoints
+    from dcp_s3.retention.marks import annotate as annotate
+    from dcp_s3.retention.marks import pin as pin
+    from dcp_s3.retention.marks import unpin as unpin
+    from dcp_s3.retention.parse import parse_policy as parse_policy
+    from dcp_s3.retention.plan import Decision as Decision
+    from dcp_s3.retention.plan import Plan as Plan
+    from dcp_s3.retention.plan import make_plan as make_plan
+    from dcp_s3.retention.policy import KeepBest as KeepBest
+    from dcp_s3.retention.policy import KeepDaily as KeepDaily
+    from dcp_s3.retention.policy import KeepEvery as KeepEvery
+    from dcp_s3.retention.policy import KeepHourly as KeepHourly
+    from dcp_s3.retention.policy import KeepLatest as KeepLatest
+    from dcp_s3.retention.policy import KeepSteps as KeepSteps
+    from dcp_s3.retention.policy import KeepWeekly as KeepWeekly
+    from dcp_s3.retention.policy import KeepWithin as KeepWithin
+    from dcp_s3.retention.policy import Policy as Policy
+    from dcp_s3.retention.prune import PruneReport as PruneReport
+    from dcp_s3.retention.prune import apply_plan as apply_plan
+    from dcp_s3.retention.prune import prune as prune
+    from dcp_s3.retention.remove import remove as remove
+    from dcp_s3.save.writer import S3StorageWriter as S3StorageWriter
+    from dcp_s3.settings import Settings as Settings
+    from dcp_s3.sharding import Fused as Fused
+    from dcp_s3.sharding import shard as shard
+    from dcp_s3.sharding import shard_state as shard_state
+    from dcp_s3.stage.stager import S3Stager as S3Stager
 
-__all__ = [
-    "CatalogSnapshot",
-    "CheckResult",
-    "CheckpointCatalog",
-    "CheckpointDiff",
-    "CheckpointInfo",
-    "CheckpointManager",
-    "CheckpointTree",
-    "CopyResult",
-    "Decision",
-    "DoctorReport",
-    "EntryDiff",
-    "ExportResult",
-    "Fused",
-    "ImportResult",
-    "KeepBest",
-    "KeepDaily",
-    "KeepEvery",
-    "KeepHourly",
-    "KeepLatest",
-    "KeepSteps",
-    "KeepWeekly",
-    "KeepWithin",
-    "Plan",
-    "Policy",
-    "Problem",
-    "PruneReport",
-    "ReportData",
-    "S3LoadPlanner",
-    "S3Stager",
-    "S3StorageReader",
-    "S3StorageWriter",
-    "SaveContinuously",
-    "SaveEvery",
-    "SaveFirst",
-    "SaveMoment",
-    "SaveOnPreemption",
-    "SavePolicy",
-    "Settings",
-    "Stats",
-    "TreeNode",
-    "VerifyReport",
-    "__version__",
-    "annotate",
-    "apply_plan",
-    "copy",
-    "diff",
-    "doctor",
-    "errors",
-    "events",
-    "export",
-    "import_weights",
-    "inspect",
-    "latest",
-    "list_checkpoints",
-    "make_plan",
-    "parse_policy",
-    "pin",
-    "prune",
-    "read_tensor",
-    "read_tensors",
-    "register",
-    "remove",
-    "report",
-    "shard",
-    "shard_state",
-    "stats",
-    "unpin",
-    "unregister",
-    "verify",
-]
-
-_MODULES = {
-    "ReportData": "dcp_s3.reporting.data",
-    "report": "dcp_s3.reporting.report",
-    "CopyResult": "dcp_s3.offline.copy_source",
-    "copy": "dcp_s3.offline.copy",
-    "EntryDiff": "dcp_s3.offline.diff",
-    "diff": "dcp_s3.offline.diff",
-    "CheckpointDiff": "dcp_s3.offline.diff",
-    "TreeNode": "dcp_s3.offline.inspect",
-    "inspect": "dcp_s3.offline.inspect",
-    "CheckpointTree": "dcp_s3.offline.inspect",
-    "DoctorReport": "dcp_s3.checkup.doctor",
-    "CheckResult": "dcp_s3.checkup.probes",
-    "doctor": "dcp_s3.checkup.doctor",
-    "register": "dcp_s3.integrations.dcp",
-    "unregister": "dcp_s3.integrations.dcp",
-    "S3LoadPlanner": "dcp_s3.load.planner",
-    "S3StorageReader": "dcp_s3.load.reader",
-    "CheckpointManager": "dcp_s3.manager.manager",
-    "SaveContinuously": "dcp_s3.manager.save_policy",
-    "SaveEvery": "dcp_s3.manager.save_policy",
-    "SaveFirst": "dcp_s3.manager.save_policy",
-    "SaveMoment": "dcp_s3.manager.save_policy",
-    "SaveOnPreemption": "dcp_s3.manager.save_policy",
-    "SavePolicy": "dcp_s3.manager.save_policy",
-    "ExportResult": "dcp_s3.offline.export",
-    "export": "dcp_s3.offline.export",
-    "ImportResult": "dcp_s3.offline.import_weights",
-    "import_weights": "dcp_s3.offline.import_weights",
-    "read_tensor": "dcp_s3.offline.read",
-    "read_tensors": "dcp_s3.offline.read",
-    "verify": "dcp_s3.offline.verify",
-    "Problem": "dcp_s3.offline.verify_plan",
-    "VerifyReport": "dcp_s3.offline.verify_plan",
-    "CheckpointCatalog": "dcp_s3.retention.catalog",
-    "latest": "dcp_s3.retention.catalog",
-    "list_checkpoints": "dcp_s3.retention.catalog",
-    "CheckpointInfo": "dcp_s3.checkpoint.info",
-    "annotate": "dcp_s3.retention.marks",
-    "pin": "dcp_s3.retention.marks",
-    "unpin": "dcp_s3.retention.marks",
-    "parse_policy": "dcp_s3.retention.parse",
-    "Decision": "dcp_s3.retention.plan",
-    "Plan": "dcp_s3.retention.plan",
-    "make_plan": "dcp_s3.retention.plan",
-    "KeepBest": "dcp_s3.retention.policy",
-    "KeepDaily": "dcp_s3.retention.policy",
-    "KeepEvery": "dcp_s3.retention.policy",
-    "KeepHourly": "dcp_s3.retention.policy",
-    "KeepLatest": "dcp_s3.retention.policy",
-    "KeepSteps": "dcp_s3.retention.policy",
-    "KeepWeekly": "dcp_s3.retention.policy",
-    "KeepWithin": "dcp_s3.retention.policy",
-    "Policy": "dcp_s3.retention.policy",
-    "PruneReport": "dcp_s3.retention.prune",
-    "apply_plan": "dcp_s3.retention.prune",
-    "prune": "dcp_s3.retention.prune",
-    "remove": "dcp_s3.retention.remove",
-    "CatalogSnapshot": "dcp_s3.retention.catalog",
-    "S3StorageWriter": "dcp_s3.save.writer",
-    "Settings": "dcp_s3.settings",
-    "shard": "dcp_s3.sharding",
-    "Fused": "dcp_s3.sharding",
-    "shard_state": "dcp_s3.sharding",
-    "S3Stager": "dcp_s3.stage.stager",
-    "Stats": "dcp_s3.monitoring",
-    "stats": "dcp_s3.monitoring",
+_PAGE = {
+    "Saving": {
+        "S3StorageWriter": ("save.writer", "DCP's StorageWriter: commits a checkpoint whole, or nothing"),
+        "S3Stager": ("stage.stager", "DCP's AsyncStager: copies the state, so that training goes on while it is saved"),
+        "shard": ("sharding", "says which part of a larger tensor a rank holds"),
+        "shard_state": ("sharding", "the same for all tensors of a tensor-parallel state"),
+        "Fused": ("sharding", "how a tensor is split that holds several, such as q, k and v"),
+    },
+    "Loading": {
+        "S3StorageReader": ("load.reader", "DCP's StorageReader: reads these checkpoints, and other writers' of DCP"),
+        "S3LoadPlanner": ("load.planner", "DCP's LoadPlanner, faster for states of many chunks"),
+        "read_tensor": ("offline.read", "reads one tensor, or a slice of it, without a process group"),
+        "read_tensors": ("offline.read", "reads several entries, or all"),
+    },
+    "A run of checkpoints": {
+        "CheckpointManager": ("manager.manager", "saves, restores and prunes the checkpoints of a run"),
+        "SaveEvery": ("manager.save_policy", "saves every N steps, or every T seconds"),
+        "SaveContinuously": ("manager.save_policy", "saves as soon as the last save is committed"),
+        "SaveFirst": ("manager.save_policy", "saves the first step of a new run"),
+        "SaveOnPreemption": ("manager.save_policy", "saves when SIGTERM comes"),
+        "SavePolicy": ("manager.save_policy", "what these are; ``|`` joins them"),
+        "SaveMoment": ("manager.save_policy", "what a policy of your own decides on"),
+    },
+    "Retention": {
+        "prune": ("retention.prune", "deletes what no policy keeps, and what failed saves have left"),
+        "KeepLatest": ("retention.policy", "keeps the newest k"),
+        "KeepBest": ("retention.policy", "keeps the k with the best values of a metric"),
+        "KeepEvery": ("retention.policy", "keeps every N steps"),
+        "KeepSteps": ("retention.policy", "keeps the steps of a list"),
+        "KeepWithin": ("retention.policy", "keeps the last so many hours"),
+        "KeepHourly": ("retention.policy", "keeps one of each of the last n hours"),
+        "KeepDaily": ("retention.policy", "keeps one of each of the last n days"),
+        "KeepWeekly": ("retention.policy", "keeps one of each of the last n weeks"),
+        "Policy": ("retention.policy", "what these are; ``|`` joins them"),
+        "parse_policy": ("retention.parse", "makes a policy of text such as ``latest:3 daily:7``"),
+        "pin": ("retention.marks", "protects a checkpoint from all policies"),
+        "unpin": ("retention.marks", "ends that"),
+        "remove": ("retention.remove", "deletes one checkpoint"),
+        "make_plan": ("retention.plan", "decides what is kept and deleted"),
+        "apply_plan": ("retention.prune", "carries out a plan"),
+        "Plan": ("retention.plan", "what would be kept and deleted"),
+        "Decision": ("retention.plan", "whether one checkpoint would, and why"),
+        "PruneReport": ("retention.prune", "what a prune has done"),
+    },
+    "Looking into checkpoints": {
+        "latest": ("retention.catalog", "the checkpoint to resume from"),
+        "list_checkpoints": ("retention.catalog", "the checkpoints under a URL"),
+        "annotate": ("retention.marks", "adds metrics after the save"),
+        "verify": ("offline.verify", "checks that a checkpoint is what was saved"),
+        "inspect": ("offline.inspect", "what a checkpoint holds, as a tree"),
+        "diff": ("offline.diff", "what differs between two checkpoints, without reading their data"),
+        "doctor": ("checkup.doctor", "checks settings, permissions and the store before a run"),
+        "export": ("offline.export", "writes its weights as safetensors"),
+        "import_weights": ("offline.import_weights", "makes a checkpoint of safetensors or torch files"),
+        "report": ("reporting.report", "writes an HTML page about a run"),
+        "copy": ("offline.copy", "copies a checkpoint, on S3 without passing through here"),
+        "CheckpointCatalog": (
+            "retention.catalog",
+            "the checkpoints under a URL, with everything that retention decides on",
+        ),
+        "CatalogSnapshot": ("retention.catalog", "what lay there at one time"),
+        "CheckpointInfo": ("checkpoint.info", "one checkpoint"),
+        "VerifyReport": ("offline.verify_plan", "what `verify` has found"),
+        "Problem": ("offline.verify_plan", "one thing that is wrong"),
+        "CheckpointTree": ("offline.inspect", "what `inspect` has found"),
+        "TreeNode": ("offline.inspect", "one name of it"),
+        "CheckpointDiff": ("offline.diff", "what `diff` has found"),
+        "EntryDiff": ("offline.diff", "what it says of one entry"),
+        "DoctorReport": ("checkup.doctor", "what `doctor` has found"),
+        "CheckResult": ("checkup.probes", "what one of its checks has found"),
+        "ExportResult": ("offline.export", "what `export` has written"),
+        "ReportData": ("reporting.data", "what `report` shows"),
+        "CopyResult": ("offline.copy_source", "what `copy` has done"),
+        "ImportResult": ("offline.import_weights", "what `import_weights` has written"),
+    },
+    "Frameworks": {
+        "register": ("integrations.dcp", "lets DCP save to and load from ``s3://`` URLs wherever it is called"),
+        "unregister": ("integrations.dcp", "ends that"),
+    },
+    "Settings and errors": {
+        "Settings": ("settings", "what can be set; the environment variables ``DCP_S3_...`` are the defaults"),
+        "stats": ("monitoring", "counters of this process, for monitoring"),
+        "Stats": ("monitoring", "what `stats` returns"),
+        "events": ("events", "what happens, as it happens: `events.subscribe`"),
+        "errors": ("errors", "every error that is raised"),
+        "__version__": ("_version", "the version of dcp_s3"),
+    },
 }
-"""Where each name comes from. Imported when it is first used: ``dcp-s3 --help`` needs no torch."""
+"""The public names: where each is, and what the page of ``help(dcp_s3)`` says of it."""
+
+_MODULES = {name: f"dcp_s3.{module}" for names in _PAGE.values() for name, (module, _) in names.items()}
+"""Imported when a name is first used: ``dcp-s3 --help`` needs no torch."""
+
+__all__ = sorted(_MODULES)
+
+if __doc__:  # not with -OO
+    for _heading, _names in _PAGE.items():
+        __doc__ += f"\n{_heading}\n" + "".join(f"    {name:18} {line}\n" for name, (_, line) in _names.items())
 
 
 def __getattr__(name: str) -> _Any:
@@ -310,10 +202,9 @@ def __getattr__(name: str) -> _Any:
         # With name and obj a traceback asks: did you mean ...?
         raise AttributeError(f"module 'dcp_s3' has no attribute {name!r}", name=name, obj=_modules[__name__])
     _require_torch()
-    module = _import_module(_MODULES[name])
-    value = globals()[name] = module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)
+    value = globals()[name] = getattr(_import_module(_MODULES[name]), name)
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted(__all__)
+    return __all__

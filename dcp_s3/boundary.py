@@ -59,7 +59,6 @@ _BEFORE_READING = (
     errors.CheckpointNotFoundError,
     errors.EntryNotFoundError,
     errors.TensorMismatchError,
-    errors.CorruptMetadataError,
     errors.UnsafeMetadataError,
     errors.CredentialsError,
     errors.BucketNotFoundError,

@@ -52,15 +52,12 @@ def _rebuild(cls: type[DcpS3Error], args: tuple[Any, ...], state: dict[str, Any]
 
 
 class SettingsError(DcpS3Error, ValueError):
-    """A setting has a value that is not allowed. The message names the variable, the value and what is allowed."""
+    """A setting or an argument is not allowed: a policy, a metric, a number. The message names it, its value and what
+    is allowed."""
 
 
 class InvalidURLError(DcpS3Error, ValueError):
-    """A checkpoint URL is not of the form ``s3://bucket/prefix``."""
-
-
-class MissingURLError(InvalidURLError):
-    """A writer or reader was used before it had a URL."""
+    """A checkpoint URL is not of the form ``s3://bucket/prefix``, or there is none."""
 
 
 # --- storage -------------------------------------------------------------------------------------
@@ -153,11 +150,8 @@ class ShardingError(DcpS3Error, ValueError):
 
 
 class StagingError(DcpS3Error):
-    """A state could not be copied for an asynchronous save: there is no room, or something in it cannot be copied."""
-
-
-class StagingLimitError(StagingError):
-    """The state to stage exceeds ``DCP_S3_STAGING_LIMIT`` and there is no ``DCP_S3_SPILL_DIR``."""
+    """A state could not be copied for an asynchronous save: there is no room, ``DCP_S3_STAGING_LIMIT`` is exceeded, or
+    something in it cannot be copied."""
 
 
 # --- spilling ------------------------------------------------------------------------------------
@@ -165,10 +159,6 @@ class StagingLimitError(StagingError):
 
 class SpillError(DcpS3Error):
     """The spill directory cannot take the data: it is full, over its limit, or not writable."""
-
-
-class JournalError(SpillError):
-    """The journal of a spilled save is damaged."""
 
 
 # --- checkpoints ---------------------------------------------------------------------------------
@@ -202,16 +192,13 @@ class CheckpointExistsError(CheckpointError):
     """There is already a committed checkpoint at the URL, and ``overwrite`` is off."""
 
 
-class CorruptMetadataError(CheckpointError):
-    """``.metadata`` is truncated, or not a DCP metadata pickle."""
-
-
 class UnsafeMetadataError(CheckpointError):
     """``.metadata`` names a global outside the allow-list, or an object outside the checkpoint."""
 
 
 class CorruptCheckpointError(CheckpointError):
-    """Stored bytes do not match their recorded checksum or length."""
+    """Stored bytes are not what was saved: a checksum or a length differs, an object is missing, or ``.metadata`` is no
+    metadata of DCP."""
 
 
 class PeerReadError(CheckpointError):
@@ -238,23 +225,11 @@ class UnsafeItemError(CheckpointError):
         self.fqn = fqn
 
 
-class MissingExtensionError(CheckpointError):
-    """An item was written with a stream extension that the reader's registry does not know."""
-
-
 class SaveProtocolError(CheckpointError):
     """DCP's calls came out of order, or a planner returned something that cannot be stored."""
 
 
-class StepFailedError(CheckpointError):
-    """Base: an operation of a `CheckpointManager` on a step failed.
-
-    Attributes:
-        step: the step.
-        failures: the causes by rank.
-        rank: the rank of this process among those that save or restore together; None if it is unknown.
-    """
-
+class _StepFailedError(CheckpointError):
     def __init__(
         self,
         message: str,
@@ -270,51 +245,39 @@ class StepFailedError(CheckpointError):
         self.rank = rank
 
 
-class SaveFailedError(StepFailedError):
-    """A save by a `CheckpointManager` failed. What was committed before is untouched."""
-
-
-class SaveSupersededError(CheckpointError):
-    """A rank dropped this save for a newer one (``overlap="supersede"``), so it can never be whole. What was committed
-    before is untouched.
+class SaveFailedError(_StepFailedError):
+    """A save by a `CheckpointManager` failed. What was committed before is untouched.
 
     Attributes:
-        by: step of the newer save; None if it is unknown.
+        step: the step.
+        failures: the causes by rank.
+        rank: the rank of this process among those that save together; None if it is unknown.
     """
 
-    def __init__(self, message: str, *, url: str = "", by: int | None = None) -> None:
-        super().__init__(message, url=url)
-        self.by = by
 
+class RestoreFailedError(_StepFailedError):
+    """A `CheckpointManager` could not load a checkpoint. The state may be partly loaded.
 
-class RestoreFailedError(StepFailedError):
-    """A `CheckpointManager` could not load a checkpoint. The state may be partly loaded."""
-
-
-class MetricsError(CheckpointError, ValueError):
-    """Metrics cannot be stored: a name is not text, or a value is not a number, text or bool."""
-
-
-# --- retention -----------------------------------------------------------------------------------
-
-
-class PolicyError(DcpS3Error, ValueError):
-    """A retention policy is invalid: text that cannot be parsed, a bad argument, or a function that fails."""
+    Attributes:
+        step: the step.
+        failures: the causes by rank.
+        rank: the rank of this process among those that restore together; None if it is unknown.
+    """
 
 
 # --- loading -------------------------------------------------------------------------------------
 
 
-class EntryNotFoundError(CheckpointError, LookupError):
-    """A checkpoint has no entry, or no tensor, of the given name.
+class EntryNotFoundError(CheckpointError, IndexError):
+    """A checkpoint has no entry, tensor or attachment of the given name, or the tensor has no such index.
 
     Attributes:
-        fqn: the name or pattern.
+        fqn: the name or pattern; ``name`` is the same.
     """
 
-    def __init__(self, message: str, *, url: str = "", fqn: str = "") -> None:
+    def __init__(self, message: str, *, url: str = "", fqn: str = "", name: str = "") -> None:
         super().__init__(message, url=url)
-        self.fqn = fqn
+        self.fqn = self.name = fqn or name
 
 
 class MissingKeysError(EntryNotFoundError, RuntimeError):
@@ -337,56 +300,16 @@ class MissingKeysError(EntryNotFoundError, RuntimeError):
         return _rebuild, (type(self), self.args, {**self.__dict__, **first})
 
 
-class ExportError(CheckpointError, ValueError):
-    """Weights cannot be exported: a dtype, names, an argument, or what is at the destination."""
-
-
-class ImportSourceError(CheckpointError, ValueError):
-    """Weights cannot be imported: there are none, the files are damaged, or names or tensors do not fit."""
-
-
-class AttachmentNotFoundError(CheckpointError, LookupError):
-    """A checkpoint has no attachment of that name. The message says which it has.
-
-    Attributes:
-        name: the name that was asked for.
-    """
-
-    def __init__(self, message: str, *, url: str = "", name: str = "") -> None:
-        super().__init__(message, url=url)
-        self.name = name
-
-
-class TensorIndexError(CheckpointError, IndexError):
-    """An index into a saved tensor is out of range, or of a kind that cannot be read.
-
-    Attributes:
-        fqn: the tensor's fully qualified name.
-    """
-
-    def __init__(self, message: str, *, url: str = "", fqn: str = "") -> None:
-        super().__init__(message, url=url)
-        self.fqn = fqn
+class WeightsError(CheckpointError, ValueError):
+    """Weights cannot be exported or imported: a dtype, names, an argument, the files, or what is at the destination."""
 
 
 class TensorMismatchError(CheckpointError, ValueError):
-    """A tensor to load into does not match the saved one.
-
-    Attributes:
-        fqn: the tensor's fully qualified name.
-    """
-
-    def __init__(self, message: str, *, url: str = "", fqn: str = "") -> None:
-        super().__init__(message, url=url)
-        self.fqn = fqn
-
-
-class ShapeMismatchError(TensorMismatchError):
-    """Saved tensors have other global shapes.
+    """Tensors to load into have another shape than the saved ones, or another kind or dtype that is not converted.
 
     Attributes:
         fqn: name of the first one.
-        shapes: the saved and the current shape of each, by name. Other ranks get the first thousand.
+        shapes: where shapes differ: the saved and the current one of each, by name. Other ranks get the first thousand.
     """
 
     def __init__(
@@ -397,7 +320,8 @@ class ShapeMismatchError(TensorMismatchError):
         fqn: str = "",
         shapes: Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]] | None = None,
     ) -> None:
-        super().__init__(message, url=url, fqn=fqn)
+        super().__init__(message, url=url)
+        self.fqn = fqn
         self.shapes = dict(shapes or {})
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -405,5 +329,20 @@ class ShapeMismatchError(TensorMismatchError):
         return _rebuild, (type(self), self.args, {**self.__dict__, "shapes": first})
 
 
-class DtypeMismatchError(TensorMismatchError):
-    """The saved tensor has another dtype, and conversion is off."""
+# --- names of earlier versions, for one release --------------------------------------------------
+
+AttachmentNotFoundError = EntryNotFoundError
+CorruptMetadataError = CorruptCheckpointError
+DtypeMismatchError = TensorMismatchError
+ExportError = WeightsError
+ImportSourceError = WeightsError
+JournalError = SpillError
+MetricsError = SettingsError
+MissingExtensionError = CheckpointError
+MissingURLError = InvalidURLError
+PolicyError = SettingsError
+SaveSupersededError = SaveFailedError
+ShapeMismatchError = TensorMismatchError
+StagingLimitError = StagingError
+StepFailedError = _StepFailedError
+TensorIndexError = EntryNotFoundError

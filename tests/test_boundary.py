@@ -129,7 +129,7 @@ dcp.async_save(state, storage_writer=S3StorageWriter(url + "/staging"), async_st
         assert panel.startswith(start)
         assert panel.count("Remedy: the credentials need s3:PutObject") == 1
         assert all(line.startswith("  ") for line in panel.splitlines()[1:])
-    assert staging.startswith("the asynchronous save failed: its state could not be staged: StagingLimitError: ")
+    assert staging.startswith("the asynchronous save failed: its state could not be staged: StagingError: ")
     assert "DCP_S3_STAGING_LIMIT" in staging
 
 
@@ -189,7 +189,7 @@ def test_the_first_rank_logs_once_which_rank_failed(
 ) -> None:
     if staging == "passes":
         faulty.rule = lambda r: _DENIED if r.operation == "PutObject" and "/__1_" in r.key else None
-    cause = "AccessDeniedError: PutObject on " if staging == "passes" else "StagingLimitError: "
+    cause = "AccessDeniedError: PutObject on " if staging == "passes" else "StagingError: "
     (panel,), others = run_ranks(2, _fail_on_rank_1, _URL, kind, staging)
     assert panel.startswith(f"the asynchronous save to {_URL} failed on rank 1\n  Cause: {cause}")
     assert others == []
@@ -246,7 +246,7 @@ def _stage_for_torchs_writer(path: str) -> int:
         async_stager=stager,
     )
     assert isinstance(future.exception(_PATIENCE_SECONDS), CheckpointException)
-    assert all(line.startswith("a state could not be staged: StagingLimitError: ") for line in lines)
+    assert all(line.startswith("a state could not be staged: StagingError: ") for line in lines)
     return len(lines)
 
 

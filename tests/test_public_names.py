@@ -67,13 +67,11 @@ def test_help_begins_with_the_page_and_ends() -> None:
 
 def test_names_are_the_same_to_type_checkers_and_at_run_time() -> None:
     tree = ast.parse(Path(dcp_s3.__file__).read_text())
-    [block] = [node for node in tree.body if isinstance(node, ast.If)]
-    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
-    checked = {name.name: node.module for node in imports for name in node.names}
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    # ``as`` makes a name public to type checkers.
+    checked = {name.asname: node.module for node in imports for name in node.names if name.asname == name.name}
     checked = {name: f"dcp_s3.{name}" if module == "dcp_s3" else module for name, module in checked.items()}
     assert checked == dcp_s3._MODULES
-    at_once = {name.name for node in tree.body if isinstance(node, ast.ImportFrom) for name in node.names}
-    assert set(dcp_s3.__all__) - checked.keys() <= at_once
     assert list(dcp_s3.__all__) == sorted(dcp_s3.__all__)
     assert (Path(dcp_s3.__file__).parent / "py.typed").exists()
 

@@ -33,7 +33,7 @@ from dcp_s3.cli.app import (
     to_json,
     wrong_usage,
 )
-from dcp_s3.errors import CorruptMetadataError, DcpS3Error, MetricsError, PolicyError, UnsafeMetadataError
+from dcp_s3.errors import CorruptMetadataError, DcpS3Error, PolicyError, SettingsError, UnsafeMetadataError
 from dcp_s3.units import format_size, parse_duration, plural
 from dcp_s3.url import parse_url
 
@@ -327,13 +327,14 @@ def annotate(
 ) -> None:
     """Add metrics to a checkpoint, or replace some."""
     from dcp_s3.cli import tables
+    from dcp_s3.format.control_files import check_added
     from dcp_s3.retention import marks
 
     with wrong_usage(ValueError, hint="NAME=VALUE"):
         given = dict(_metric(text) for text in metrics)
-    with wrong_usage(MetricsError, hint="NAME=VALUE"):
-        added = marks.annotate(url, given)
-    print_line(tables.format_metrics(added))
+    with wrong_usage(SettingsError, hint="NAME=VALUE"):
+        check_added(given, url=url)
+    print_line(tables.format_metrics(marks.annotate(url, given)))
 
 
 def _metric(text: str) -> tuple[str, float | int | bool | str]:

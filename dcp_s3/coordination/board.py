@@ -9,8 +9,7 @@ from typing import Any
 
 from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme, crc_hex
-from dcp_s3.coordination.handshake import STORE_PREFIX, store_error
-from dcp_s3.coordination.identity import Attempt
+from dcp_s3.coordination.identity import STORE_PREFIX, Attempt, store_error
 from dcp_s3.format.layout import board_object
 from dcp_s3.limit import UNLIMITED, Limit
 from dcp_s3.s3.store import S3Store
@@ -110,14 +109,7 @@ class StoredBoard(Board):
 
 
 def open_board(root: CheckpointURL, attempt: Attempt, settings: Settings, *, limit: Limit = UNLIMITED) -> Board:
-    """The board of an attempt: in the store of the default process group, without one below ``root``.
-
-    Args:
-        root: URL of the run.
-        attempt: the attempt whose ranks share it.
-        settings: how to reach S3.
-        limit: limit on requests to S3.
-    """
+    """The board of an attempt: in the store of the default process group, without one below ``root``."""
     store = default_store()
     return (
         StoredBoard(S3Store(root.bucket, settings, limit), root, attempt)

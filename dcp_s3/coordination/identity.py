@@ -1,13 +1,16 @@
 """Who saves: the attempt that this process is part of, and the ids of its saves.
 
 All ranks of an attempt compute the same ids, and no other attempt computes one of them. With a process group, its first
-rank says once who they are (`handshake`). Without one, what the launcher says must suffice.
+rank says once who they are, through the store by which the group was made. Without one, what the launcher says must
+suffice.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
+import math
 import secrets
 import threading
 import time
@@ -17,12 +20,21 @@ from dataclasses import dataclass
 from typing import Any
 
 from dcp_s3 import ranks
-from dcp_s3.coordination.dead import NOT_BEGUN
-from dcp_s3.coordination.handshake import ask, tell
-from dcp_s3.errors import SaveProtocolError
+from dcp_s3.errors import SaveProtocolError, StorageError
 from dcp_s3.launcher import Launch
 from dcp_s3.settings import Settings, launch
 from dcp_s3.torch_private import default_store
+
+logger = logging.getLogger(__name__)
+
+STORE_PREFIX = "dcp_s3/"
+"""Begin of our keys in the store of a process group."""
+
+NOT_BEGUN = 10
+"""Rank timeouts for which a rank that was never heard of may still begin, if nobody can make up for it."""
+
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.01, 0.5  # seconds between two looks
+_LINGER = 10.0  # seconds for which the first rank answers after the end of its group or its program
 
 
 @dataclass(frozen=True)
@@ -63,13 +75,7 @@ class CountedSave:
 
 
 def save_of(attempt: Attempt, url: str, number: int) -> str:
-    """Id (16 hex digits) of a save: the same on all ranks of the attempt.
-
-    Args:
-        attempt: the attempt that saves.
-        url: URL of the checkpoint.
-        number: how many saves to that URL the attempt has begun, this one included.
-    """
+    """Id (16 hex digits) of the attempt's save number ``number`` to a URL: the same on all its ranks."""
     return _digest(attempt.id, attempt.world_size, url, number)
 
 
@@ -89,7 +95,7 @@ def make_attempt(
     """The attempt that a process is part of.
 
     Args:
-        settings: for ``run_id``, which takes the place of the launcher's.
+        settings: ``run_id`` takes the place of the launcher's.
         found: what the launcher says.
         rank: rank of this process.
         world_size: number of ranks.
@@ -185,11 +191,8 @@ _current = _Current()
 def current_attempt(settings: Settings, members: Sequence[int] = ()) -> Attempt:
     """The attempt that this process is part of: the same one until its process group is another one.
 
-    Rank and world size are those of the default process group, without one those that the launcher says.
-
-    Args:
-        settings: for ``run_id`` and ``rank_timeout``.
-        members: the ranks that save, if they are not all: only these need to come.
+    Rank and world size are those of the default process group, without one those that the launcher says. ``members``
+    are the ranks that save, if they are not all: only these need to come.
 
     Raises:
         SaveProtocolError, StorageError: see `make_attempt`.
@@ -216,3 +219,106 @@ def take_left(attempt: Attempt, url: str) -> CountedSave | None:
 def forget_left(save: CountedSave, url: str) -> None:
     """Note that this rank does not try a save again that it may have left."""
     _current.forget_left(save, url)
+
+
+# --- what the first rank tells the others -------------------------------------------------------------
+# torch's store may be older than the group: torchrun's agent keeps one over all restarts. So nothing that stands in it
+# is believed. Each rank asks with a word that nobody has used, and the first rank, as it is now, answers that word.
+
+_lock = threading.Lock()
+_telling: dict[str, object] = {}
+"""What this process says now, by group. It may have said something else for an earlier group of the same ranks."""
+
+
+def tell(store: Any, said: str, others: int, group: str = "") -> None:
+    """On the first rank: answer the others with ``said``, in the background, until all have heard it.
+
+    Args:
+        store: torch's store of the group.
+        said: what no earlier attempt has said.
+        others: number of the other ranks.
+        group: name of a group that is a part of the ranks.
+    """
+    turn = object()
+    with _lock:
+        _telling[group] = turn
+    if others:
+        threading.Thread(target=_answer, args=(store, turn, said, others, group), name="dcp_s3-attempt").start()
+
+
+def ask(store: Any, timeout: float, group: str = "") -> str:
+    """On another rank: what the first one says, which has to come to its save in ``timeout`` seconds.
+
+    Raises:
+        SaveProtocolError: the first rank did not answer in time.
+        StorageError: the store does not answer.
+    """
+    word, deadline, pause = secrets.token_hex(8), time.monotonic() + timeout, _SHORTEST_PAUSE
+    try:
+        store.set(_ask(group, store.add(_asks(group), 1)), word)
+        while not store.check([_answer_to(word)]):
+            if time.monotonic() > deadline:
+                raise SaveProtocolError(
+                    f"rank 0 of the process group has not come to a save or a CheckpointManager for {timeout:g} s (ten "
+                    "times DCP_S3_RANK_TIMEOUT), so this rank does not know which attempt of the job it is part of. "
+                    "Remedy: see what rank 0 does; save, and make the CheckpointManager, on all ranks"
+                )
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LONGEST_PAUSE)
+        found: bytes = store.get(_answer_to(word))
+        store.add(_heard(found.decode()), 1)
+    except RuntimeError as error:
+        raise store_error(error) from error
+    return found.decode()
+
+
+def store_error(error: RuntimeError) -> StorageError:
+    """The error of a store of torch as one of ours."""
+    return StorageError(
+        f"the store of the process group does not answer: {error}. Remedy: the process that holds it, mostly rank 0 or "
+        "torchrun's agent on the first host, has to live as long as the ranks"
+    )
+
+
+def _asks(group: str) -> str:
+    return f"{STORE_PREFIX}{group}asks"
+
+
+def _ask(group: str, number: int) -> str:
+    return f"{STORE_PREFIX}{group}ask-{number}"
+
+
+def _answer_to(word: str) -> str:
+    return f"{STORE_PREFIX}answer-{word}"
+
+
+def _heard(said: str) -> str:
+    return f"{STORE_PREFIX}heard-{said}"
+
+
+def _answer(store: Any, turn: object, said: str, others: int, group: str) -> None:
+    """Answer who asks. Also ranks of earlier attempts, which are gone: they do not hear it."""
+    seen, waiting, pause, end = 0, list[int](), _SHORTEST_PAUSE, math.inf
+    while time.monotonic() < end:
+        if end == math.inf and not (threading.main_thread().is_alive() and default_store() is store):
+            end = time.monotonic() + _LINGER  # no longer: a store that is not closed keeps its port
+        try:
+            asked = store.add(_asks(group), 0)
+            waiting += range(seen + 1, asked + 1)
+            seen = asked
+            for number in list(waiting):
+                with _lock:
+                    if _telling.get(group) is not turn:
+                        return
+                    if not store.check([_ask(group, number)]):
+                        continue
+                    store.set(_answer_to(store.get(_ask(group, number)).decode()), said)
+                waiting.remove(number)
+                pause = _SHORTEST_PAUSE
+            if store.add(_heard(said), 0) >= others:
+                return
+        except RuntimeError as error:  # the process that holds the store has ended
+            logger.debug("the ranks are not answered any more: %s", error)
+            return
+        time.sleep(pause)
+        pause = min(1.5 * pause, _LONGEST_PAUSE)

@@ -1,11 +1,14 @@
-"""One save of several ranks without collectives: what it is, and how it is recognised."""
+"""One save of several ranks without collectives: what it is, how it is recognised, and what is said of it."""
 
 from __future__ import annotations
 
 import hashlib
+import math
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.commit_state import SaveIdentity, save_id_in
@@ -47,7 +50,7 @@ class JointSave:
     """Seconds without a sign of a rank after which it counts as dead."""
     step: int | None = None
     before: Callable[[], Sequence[str] | None] = lambda: None
-    """Digests by rank of what the ranks held in the save before this one, if it was committed (`dead.Seen.before`)."""
+    """Digests by rank of what the ranks held in the save before this one, if it was committed."""
     members: Sequence[int] = ()
     """The ranks of the save as numbers of the whole job; empty: all of the job. For messages."""
 
@@ -104,13 +107,8 @@ def sign_failed(store: Store, joint: JointSave, why: str, digest: str = UNSAID) 
 
 
 def lost_error(joint: JointSave, lost: Sequence[int], causes: Mapping[int, str]) -> errors.SaveProtocolError:
-    """The error for a save some of whose ranks are dead, when no other rank holds the same.
-
-    Args:
-        joint: the save.
-        lost: ranks without a part.
-        causes: what failed, by rank, as far as they could say so.
-    """
+    """The error for a save some of whose ranks are dead, when no other rank holds the same; ``causes``: what failed, as
+    far as they could say so."""
     names = name_ranks(map(joint.number, lost))
     if causes:
         told = "; ".join(f"rank {joint.number(rank)}: {cause}" for rank, cause in causes.items())
@@ -134,3 +132,94 @@ def taken_over_error(joint: JointSave) -> errors.SaveProtocolError:
         "URL of its own",
         url=str(joint.url),
     )
+
+
+# --- what parts and the manifest say of it ------------------------------------------------------------
+
+
+def make_facts(
+    *, started_at: float, throttled: int, metrics: Mapping[str, Any] | None, extra: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """What a part says of the save as a whole; ``metrics`` and ``extra`` only if its rank speaks for the save."""
+    facts: dict[str, Any] = {"started_at": started_at, "throttled": throttled}
+    if metrics is not None:
+        facts |= {"metrics": dict(metrics), "extra": dict(extra or {})}
+    return facts
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the parts of a save say of it as a whole."""
+
+    started_at: float
+    """When the first rank began, seconds since the epoch; infinity if none says."""
+    throttled: int
+    """Requests of all ranks that S3 throttled."""
+    metrics: Mapping[str, Any]
+    """Those of the first rank that has any."""
+    extra: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, facts: Mapping[tuple[int, int], Mapping[str, Any]]) -> Facts:
+        """Those of all parts, by rank and number of the part."""
+        speakers = [facts[each] for each in sorted(facts) if "metrics" in facts[each]]
+        speaker: Mapping[str, Any] = speakers[0] if speakers else {}
+        return cls(
+            min((float(each["started_at"]) for each in facts.values() if "started_at" in each), default=math.inf),
+            sum(int(each.get("throttled", 0)) for each in facts.values()),
+            speaker.get("metrics") or {},
+            speaker.get("extra") or {},
+        )
+
+
+def describe(joint: JointSave, digests: Mapping[int, str], made_up: Mapping[int, int]) -> dict[str, Any]:
+    """What the manifest says of a save without collectives; ``made_up`` is the rank that stood in, by dead rank."""
+    known = {**digests, **{dead: digests[stand_in] for dead, stand_in in made_up.items()}}
+    return {
+        "save": joint.save,
+        "run": joint.claim.run,
+        "restart": joint.claim.restart,
+        "merged_by": joint.rank,
+        "made_up": {str(dead): stand_in for dead, stand_in in sorted(made_up.items())},
+        "digests": [known.get(rank, "") for rank in range(joint.world_size)],
+    }
+
+
+# --- the saves before it ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Last:
+    """A save that was committed."""
+
+    order: int
+    """See `CountedSave`."""
+    url: CheckpointURL
+    save_id: str
+    """Id of its commit."""
+    digest: str
+    """Digest of what this rank held."""
+    asked: frozenset[int] = frozenset()
+    """Hashes of the items that no rank had written, and this one was asked for: it writes them from now on."""
+
+
+class History:
+    """Of the saves of the same ranks, the last one that was committed. Thread safe.
+
+    The ranks of a job make the same saves in the same order, so each knows that the others know of that one, too.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._last: Last | None = None
+
+    def committed(self, save: Last) -> None:
+        """Note that a save is committed."""
+        with self._lock:
+            if self._last is None or self._last.order < save.order:
+                self._last = save
+
+    def before(self, order: int) -> Last | None:
+        """The save right before this one; None if it is not known to be committed."""
+        with self._lock:
+            return self._last if self._last is not None and self._last.order == order - 1 else None

@@ -13,8 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dcp_s3.collector import collector_paused
-from dcp_s3.coordination.chunk_checks import some
-from dcp_s3.coordination.merge_items import AddedPart, Tables, merge_items
+from dcp_s3.coordination.merge_items import AddedPart, Tables, merge_items, some
 from dcp_s3.errors import SaveProtocolError
 from dcp_s3.format.control_files import ObjectEntry, attachments_of
 from dcp_s3.format.part import digest_of_bytes
@@ -34,13 +33,7 @@ class MergedSave:
 
 
 class Merging:
-    """The parts of one save, as far as they are known.
-
-    Args:
-        save: id that the ranks of the save have in common.
-        world_size: number of its ranks.
-        number: number of a rank of the save in the whole job, for messages.
-    """
+    """The parts of one save, as far as they are known; ``number`` of a rank in the whole job is for messages."""
 
     def __init__(self, save: str, world_size: int, number: Callable[[int], int] = int) -> None:
         self._save, self._world_size, self._number = save, world_size, number
@@ -97,12 +90,10 @@ class Merging:
         return {key: part.facts for key, part in sorted(self._parts.items())}
 
     def unwritten(self, excluded: Collection[int] = ()) -> dict[int, list[int]]:
-        """Hashes of items that a rank holds and none has written, by the rank that is to write them.
+        """Hashes of items that a rank holds and none has written, by the rank that is to write them: none of those
+        ``excluded``, which do not answer any more.
 
         Each goes to a holder that has the fewest so far. The same parts and ``excluded`` always give the same answer.
-
-        Args:
-            excluded: ranks that cannot write any more, although their parts are there.
 
         Raises:
             SaveProtocolError: an item is held by ``excluded`` ranks alone.
@@ -120,13 +111,8 @@ class Merging:
         return part.held[left]
 
     def merged(self, *, save_id: str, checkpoint_id: str) -> MergedSave:
-        """Metadata of the whole save. The same parts always give the same bytes.
-
-        Of several items with the same index, that of the lowest rank counts.
-
-        Args:
-            save_id: id of the commit.
-            checkpoint_id: URL of the checkpoint.
+        """Metadata of the whole save. The same parts always give the same bytes. Of several items with the same index,
+        that of the lowest rank counts.
 
         Raises:
             ShardingError: the chunks of a tensor are of different wholes, outside of it, overlap, or do not fill it.
@@ -156,13 +142,8 @@ def assign(
     excluded: frozenset[int],
     number: Callable[[int], int] = int,
 ) -> dict[int, list[int]]:
-    """Give each hash that was not written to one of its holders: to one with the fewest so far.
-
-    Args:
-        holders: ranks, ascending, and what each holds.
-        written: what was written, ascending.
-        excluded: ranks that are given nothing.
-        number: number of a rank in the whole job, for messages.
+    """Give each hash that was not written to one of its holders: to one with the fewest so far, and none ``excluded``.
+    Ranks, and what was written, are ascending.
 
     Raises:
         SaveProtocolError: all holders of a hash are ``excluded``.

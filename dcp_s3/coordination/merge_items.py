@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
 
@@ -11,10 +12,9 @@ import numpy as np
 import numpy.typing as npt
 from torch.distributed.checkpoint.metadata import StorageMeta, TensorProperties
 
-from dcp_s3.coordination.chunk_checks import ChunkChecks
 from dcp_s3.errors import SaveProtocolError, ShardingError
 from dcp_s3.format.control_files import ObjectEntry
-from dcp_s3.format.cover import box_text
+from dcp_s3.format.cover import Shape, box_text, find_overlap
 from dcp_s3.format.metadata_columns import StoredItems, dump_items, group_starts, stable_order
 from dcp_s3.format.part import make_properties
 from dcp_s3.format.part_columns import (
@@ -128,15 +128,7 @@ def merge_items(
     filled: bool,
     number: Callable[[int], int] = int,
 ) -> tuple[bytes, int]:
-    """``.metadata`` of all parts, and its number of items.
-
-    Args:
-        parts: all parts, by rank and number.
-        tables: what they refer to.
-        save_id: id of the commit.
-        checkpoint_id: URL of the checkpoint.
-        filled: whether chunks must fill their tensors.
-        number: number of a rank in the whole job, for messages.
+    """``.metadata`` of all parts, by rank and number, and its number of items.
 
     Raises:
         ShardingError, SaveProtocolError: see `Merging.merged`.
@@ -298,3 +290,84 @@ def _check_chunks(
     for start, stop in itertools.pairwise(bounds):
         inside = slice(start, stop)
         checks.check(names[name_of[start]], int(wholes[start]), offsets[inside], sizes[inside], ranks[inside])
+
+
+# --- whether chunks fit ---------------------------------------------------------------------------------
+
+
+class ChunkChecks:
+    """Whether the chunks of tensors fit these and each other: what DCP's `_validate_global_plan` checks.
+
+    The chunks of a tensor that is cut along its dimensions form a grid, and numpy sees at once that a grid has no
+    overlaps. Others are compared one by one. Tensors that are cut alike are checked once.
+
+    Args:
+        shapes: offsets and sizes, to which what is checked refers by number.
+        filled: whether chunks must fill their tensor.
+    """
+
+    def __init__(self, shapes: Sequence[Shape], *, filled: bool) -> None:
+        self._shapes, self._filled = shapes, filled
+        dims = max(map(len, shapes), default=0)
+        padded = [(*each, *[0] * (dims - len(each))) for each in shapes]
+        self._padded = np.array(padded, np.int64).reshape(len(shapes), dims)
+        self._dims = np.array([len(each) for each in shapes], np.int64)
+        self._volumes = np.array([math.prod(each) for each in shapes], np.int64)
+        self._right: set[bytes] = set()
+
+    def find_outside(self, offsets: Ints, sizes: Ints, wholes: Ints) -> int | None:
+        """Position of the first chunk that is not inside its tensor; None if all are."""
+        wrong = (self._dims[offsets] != self._dims[wholes]) | (self._dims[sizes] != self._dims[wholes])
+        for dim in range(self._padded.shape[1]):
+            column = self._padded[:, dim]
+            wrong |= column[offsets] + column[sizes] > column[wholes]
+        wrong &= self._dims[wholes] > 0  # DCP does not look at scalars
+        return int(wrong.argmax()) if wrong.any() else None
+
+    def check(self, fqn: str, whole: int, offsets: Ints, sizes: Ints, ranks: Ints) -> None:
+        """Check the chunks of one tensor, all inside of it, and no offsets twice.
+
+        Raises:
+            ShardingError: chunks overlap, or do not fill the tensor.
+        """
+        key = whole.to_bytes(8, "big") + offsets.tobytes() + sizes.tobytes()
+        if key in self._right or not self._shapes[whole]:
+            return
+        if len(offsets) > 1 and not self._is_grid(len(self._shapes[whole]), offsets, sizes):
+            boxes = [(self._shapes[a], self._shapes[b]) for a, b in zip(offsets.tolist(), sizes.tolist(), strict=True)]
+            if pair := find_overlap(boxes):
+                one, other = sorted(pair)
+                raise ShardingError(
+                    f"{fqn!r} has chunks that overlap: {box_text(*boxes[one])} of rank {ranks[one]}, and "
+                    f"{box_text(*boxes[other])} of rank {ranks[other]}",
+                    fqn=fqn,
+                )
+        volume, expected = int(self._volumes[sizes].sum()), int(self._volumes[whole])
+        if self._filled and volume != expected:
+            raise ShardingError(
+                f"{fqn!r} has {expected} elements, but the chunks of ranks {some(ranks.tolist())} have {volume}: some "
+                "are missing, or a rank saved another state",
+                fqn=fqn,
+            )
+        self._right.add(key)
+
+    def _is_grid(self, dims: int, offsets: Ints, sizes: Ints) -> bool:
+        """Whether the intervals of any two boxes are the same or disjoint in each dimension. As no offsets occur twice,
+        the boxes are disjoint then."""
+        ordered = np.sort(offsets)
+        if (ordered[1:] == ordered[:-1]).any():
+            return False
+        starts, ends = self._padded[offsets, :dims], self._padded[offsets, :dims] + self._padded[sizes, :dims]
+        for dim in range(dims):
+            order = np.lexsort((ends[:, dim], starts[:, dim]))
+            start, end = starts[order, dim], ends[order, dim]
+            same = (start[1:] == start[:-1]) & (end[1:] == end[:-1])
+            if not (same | (end[:-1] <= start[1:])).all():
+                return False
+        return True
+
+
+def some(ranks: Iterable[int]) -> str:
+    """Ranks, for messages: not more than a few."""
+    found = sorted(set(ranks))
+    return ", ".join(map(str, found[:8])) + (f" and {len(found) - 8} more" if len(found) > 8 else "")

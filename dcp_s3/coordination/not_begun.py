@@ -38,10 +38,6 @@ def enter_save(url: CheckpointURL, settings: Settings) -> CountedSave:
     A save that this rank has left is the same one at the next call, which the other ranks may be waiting for; unless
     they have given it up, or have begun another one.
 
-    Args:
-        url: URL of the checkpoint.
-        settings: the writer's settings.
-
     Raises:
         SaveProtocolError, SettingsError, StorageError
     """
@@ -77,14 +73,7 @@ def _is_given_up(url: CheckpointURL, settings: Settings, save: CountedSave) -> b
 
 def leave(url: CheckpointURL, settings: Settings, save: CountedSave, error: BaseException) -> None:
     """Note that this rank has failed before it began a save, if it did: it may still begin it. The other ranks are told
-    in the background.
-
-    Args:
-        url: URL of the checkpoint.
-        settings: the writer's settings.
-        save: the save.
-        error: why. What all ranks find is not told, nor an interrupt: the others find out what becomes of this rank.
-    """
+    why in the background; not what all find, nor an interrupt: they find out what becomes of this rank."""
     if save.begun:
         return
     leave_save(save, str(url))
@@ -104,12 +93,7 @@ def _tell_failed(url: CheckpointURL, settings: Settings, save: CountedSave, why:
 
 
 def take_back(url: CheckpointURL, settings: Settings, save: CountedSave) -> None:
-    """See to it that what this rank has saved, and nobody has committed, is never merged with what ranks save later.
-
-    Args:
-        url: URL of the checkpoint.
-        settings: the writer's settings.
-        save: the save; begun or not, and ended on this rank.
+    """See to it that a save which has ended on this rank, and nobody has committed, is never merged with later ones.
 
     Raises:
         StorageError: it may still be committed.

@@ -32,14 +32,7 @@ WriteMissing = Callable[[Sequence[int], int], Part]
 
 
 class Participant:
-    """One rank in one save.
-
-    Args:
-        store: store with the checkpoint.
-        joint: the save, as this rank knows it.
-        clock: time.
-        readers: see `Merger`.
-    """
+    """One rank in one save; ``readers``: see `Merger`."""
 
     def __init__(self, store: Store, joint: JointSave, clock: Clock | None = None, *, readers: int = READERS) -> None:
         self._readers = readers
@@ -74,10 +67,7 @@ class Participant:
     def alive(self, held: frozenset[int], attached: Iterable[str] = (), *, is_known: bool) -> Iterator[None]:
         """Show while this rank writes that it is alive, and what it holds, so that others can make up for it.
 
-        Args:
-            held: hashes of all items that it holds.
-            attached: names of its attachments.
-            is_known: whether the save before this one says so. Then there is a sign only if it takes long.
+        With ``is_known`` the save before this one says so. Then there is a sign only if it takes long.
         """
         digest = digest_of(held, attached)
         if not is_known:
@@ -122,14 +112,11 @@ class Participant:
         self._store.put(key, encode(part))
 
     def wait(self, write_missing: WriteMissing, *, turn: int | None = None) -> str:
-        """Wait until the save is committed; commit it if it is this rank's turn.
+        """Wait until the save is committed; commit it if it is this rank's turn. Returns the save id of the commit.
 
         Args:
             write_missing: writes what dead ranks left out.
             turn: place of this rank in the order in which they merge; None: as the save's id says.
-
-        Returns:
-            Save id of the commit.
 
         Raises:
             SaveProtocolError: the save cannot be whole, or was given up.

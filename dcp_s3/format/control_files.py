@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
 
-from dcp_s3.errors import MetricsError
+from dcp_s3.errors import SettingsError
 from dcp_s3.format.layout import classify, is_attachment_name, is_inside, manifest_object
 
 FORMAT_VERSION = 1
@@ -185,17 +185,17 @@ def check_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
             again, at most 32 levels deep. None: nothing.
 
     Raises:
-        MetricsError: it holds something else, or is larger than `MAX_EXTRA_BYTES`.
+        SettingsError: it holds something else, or is larger than `MAX_EXTRA_BYTES`.
     """
     if extra is None:
         return {}
     if not isinstance(extra, Mapping):
-        raise MetricsError(f"extra is a {type(extra).__name__}, expected a dict like {{'tokens': 1000}}")
+        raise SettingsError(f"extra is a {type(extra).__name__}, expected a dict like {{'tokens': 1000}}")
     copied: dict[str, Any] = _copy(extra, "extra", 0)
     size = len(json.dumps(copied, allow_nan=False).encode())
     if size > MAX_EXTRA_BYTES:
         largest = max(copied, key=lambda name: len(json.dumps(copied[name])))
-        raise MetricsError(
+        raise SettingsError(
             f"extra has {size} bytes as JSON, and at most {MAX_EXTRA_BYTES} are stored with a checkpoint, because "
             f"every listing reads them; most are in extra[{largest!r}]. Remedy: save it in the state, or attach it "
             "(S3StorageWriter.attach)"
@@ -205,7 +205,7 @@ def check_extra(extra: Mapping[str, Any] | None) -> dict[str, Any]:
 
 def _copy(value: Any, path: str, depth: int) -> Any:
     if depth > _MAX_EXTRA_DEPTH:
-        raise MetricsError(f"extra is nested more than {_MAX_EXTRA_DEPTH} levels deep, at {path[:80]}...")
+        raise SettingsError(f"extra is nested more than {_MAX_EXTRA_DEPTH} levels deep, at {path[:80]}...")
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -242,8 +242,8 @@ def _text(value: str, path: str) -> str:
     return str(value)
 
 
-def _refuse(path: str, found: str, remedy: str) -> MetricsError:
-    return MetricsError(f"{path} is {found} and cannot be stored with a checkpoint. Remedy: {remedy}")
+def _refuse(path: str, found: str, remedy: str) -> SettingsError:
+    return SettingsError(f"{path} is {found} and cannot be stored with a checkpoint. Remedy: {remedy}")
 
 
 def _short(value: object) -> str:
@@ -288,17 +288,16 @@ def check_added(metrics: Mapping[str, Any], *, url: str) -> None:
     """Refuse metrics that cannot be added.
 
     Raises:
-        MetricsError: there are none, a name is not text, or a value is not a finite number, NaN, text or bool.
+        SettingsError: there are none, a name is not text, or a value is not a finite number, NaN, text or bool.
     """
     if not isinstance(metrics, Mapping) or not metrics:
-        raise MetricsError(f"metrics for {url}: expected a mapping of names to values, found {metrics!r}", url=url)
+        raise SettingsError(f"metrics for {url}: expected a mapping of names to values, found {metrics!r}")
     for name, value in metrics.items():
         good = isinstance(value, (int, str)) or (isinstance(value, float) and not math.isinf(value))
         if not isinstance(name, str) or not name or not good:
-            raise MetricsError(
+            raise SettingsError(
                 f"metric {name!r} = {value!r} of {url} cannot be stored: names are text, values finite numbers, NaN, "
-                "text or bools (a tensor: pass tensor.item())",
-                url=url,
+                "text or bools (a tensor: pass tensor.item())"
             )
 
 

@@ -57,7 +57,7 @@ def check_beside(metrics: object, planner: object, extra: object) -> None:
     Raises:
         CheckpointError: an argument is wrong.
         SaveProtocolError: a metric cannot be stored.
-        MetricsError: something in ``extra`` cannot be stored.
+        SettingsError: something in ``extra`` cannot be stored.
     """
     _check_metrics(metrics)
     check_extra(extra)  # type: ignore[arg-type]
@@ -214,8 +214,8 @@ def configure(
 
     Raises:
         InvalidURLError
-        SettingsError: a setting or a timeout is not allowed, or ``step_format`` gives names without their steps.
-        PolicyError: ``retention`` is not a policy, or the grace period is too short.
+        SettingsError: a setting or a timeout is not allowed, ``step_format`` gives names without their steps,
+            ``retention`` is not a policy, or the grace period is too short.
     """
     if not isinstance(root, (str, os.PathLike)):
         raise errors.InvalidURLError(f"root is a {_kind(root)}, expected text like 's3://bucket/run'")
@@ -235,15 +235,14 @@ def resolve_policy(retention: PolicyFunction | str | None, settings: Settings) -
     """The given policy (an object or text), or else the policy in the settings. None: nothing is deleted.
 
     Raises:
-        PolicyError: ``retention`` is not a policy.
-        SettingsError: the policy in the settings is not valid.
+        SettingsError: ``retention``, or the policy in the settings, is not a policy.
     """
     if retention is None:
         return policy_from_settings(settings)
     if isinstance(retention, str):
         return parse_policy(retention)
     if not callable(retention):
-        raise errors.PolicyError(
+        raise errors.SettingsError(
             f"retention = {_show(retention)}, expected a policy, for example KeepLatest(3), or text like 'latest:3'"
         )
     return retention
@@ -254,8 +253,7 @@ def check_settings(settings: Settings, *, prunes: bool, step_format: StepFormat 
     that find the steps (`check_step_format`).
 
     Raises:
-        PolicyError: the grace period is too short.
-        SettingsError: the step is not found in the manager's names.
+        SettingsError: the grace period is too short, or the step is not found in the manager's names.
     """
     if prunes:
         check_grace(settings.retention_grace, force=False)

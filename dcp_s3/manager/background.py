@@ -30,11 +30,8 @@ class BackgroundRetention:
     """Runs one prune at a time. Saves that commit during a prune share the next one.
 
     The thread lives only while there is work. It is a daemon: a prune may be cut off anywhere, and the next one
-    finishes it. No failure leaves the thread.
-
-    Args:
-        prune: does the work and counts it. Its argument is a function that raises if the prune must end early.
-        root: URL of the run, for messages.
+    finishes it. No failure leaves the thread. ``prune`` does the work; its argument is a function that raises if it
+    must end early.
     """
 
     def __init__(self, prune: Callable[[Callable[[], None]], None], root: str) -> None:
@@ -62,11 +59,8 @@ class BackgroundRetention:
                 self._thread = thread
 
     def close(self, timeout: float) -> bool:
-        """Wait for the current prune and those that are due, up to ``timeout``. Returns whether all are done.
-
-        Args:
-            timeout: seconds. After that the prune is told to end, and not waited for.
-        """
+        """Wait for the current prune and those that are due, up to ``timeout`` seconds; after that it is told to end,
+        and not waited for. Returns whether all are done."""
         deadline = time.monotonic() + timeout
         while (thread := self._thread) is not None and time.monotonic() < deadline:
             thread.join(max(0.0, deadline - time.monotonic()))

@@ -5,20 +5,22 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from dcp_s3 import errors
-from dcp_s3.checkpoint.directory import list_directory
+from dcp_s3.checkpoint.directory import Directory, list_directory
 from dcp_s3.checkpoint.info import CheckpointInfo, age_order
 from dcp_s3.checkpoint.look import find_damage, tell_unreadable
 from dcp_s3.coroutines import run
-from dcp_s3.manager.waiting import Disk, WaitingCheckpoint, find_missing, waiting_checkpoints
+from dcp_s3.format.control_files import Manifest, ObjectEntry
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.policy import AnyOf, KeepBest, Mode, PolicyFunction, best_first
 from dcp_s3.s3.async_store import open_async_store
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
+from dcp_s3.spill.local import find_commits, find_kept, find_waiting
+from dcp_s3.spill.session import open_store
 from dcp_s3.url import parse_url
 
 logger = logging.getLogger(__name__)
@@ -53,11 +55,7 @@ class NotReady:
 
 
 class Patience:
-    """Limits how long a restore waits for data that drains from the disks to S3.
-
-    Args:
-        seconds: longest time without progress of the drain.
-    """
+    """Limits how long a restore waits for data that drains from the disks to S3: to ``seconds`` without progress."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -105,7 +103,7 @@ def best_of(policy: PolicyFunction | None, metric: str | None, mode: Mode | None
     that of its `KeepBest`, else ``min``.
 
     Raises:
-        PolicyError: there is no `KeepBest`, or several that differ.
+        SettingsError: there is no `KeepBest`, or several that differ.
     """
     parts = policy.policies if isinstance(policy, AnyOf) else (policy,)
     found = {(part.metric, part.mode) for part in parts if isinstance(part, KeepBest)}
@@ -116,7 +114,7 @@ def best_of(policy: PolicyFunction | None, metric: str | None, mode: Mode | None
         why = f"there are several KeepBest in the retention policy: {sorted(found)}" if found else (
             "there is no KeepBest in the retention policy"
         )  # fmt: skip
-        raise errors.PolicyError(f"which checkpoint is the best? {why}. Remedy: pass metric='val_loss', mode='min'")
+        raise errors.SettingsError(f"which checkpoint is the best? {why}. Remedy: pass metric='val_loss', mode='min'")
     return found.pop()
 
 
@@ -135,7 +133,7 @@ def find(
         order: selects and sorts the checkpoints.
         passed_over: URLs of checkpoints that could not be loaded.
         disks: what each rank has on its disk.
-        wait: whether to return a checkpoint that still waits on disks for S3; otherwise it is passed over.
+        wait: return a checkpoint that still waits on disks for S3, rather than pass it over.
 
     Raises:
         CheckpointNotFoundError: there are checkpoints, but none that ``order`` selects.
@@ -244,3 +242,83 @@ def _try_local(
             )
             return None
     return NotReady(info.url, step, f"{what}, but S3 does not answer: {away}")
+
+
+# --- what waits on the disks of the job's hosts ---------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class WaitingCheckpoint:
+    """A checkpoint that was saved completely, but is not committed on S3 yet."""
+
+    info: CheckpointInfo
+    """The catalog's entry; its ``state`` is ``local``."""
+    objects: tuple[ObjectEntry, ...]
+    """Every data object of all ranks."""
+
+    @property
+    def key(self) -> tuple[str, str | None]:
+        """URL and save id."""
+        return self.info.url, self.info.save_id
+
+
+@dataclasses.dataclass(frozen=True)
+class Disk:
+    """What one rank finds in its spill directory for the checkpoints under a root."""
+
+    commits: tuple[WaitingCheckpoint, ...] = ()
+    """Checkpoints whose commit waits there."""
+    files: Mapping[tuple[str, str], int] = dataclasses.field(default_factory=dict)
+    """Size in bytes of each data object there, by (URL, path in the checkpoint)."""
+    size: int = 0
+    """Bytes that wait for S3."""
+
+    def holds_all_of(self, checkpoint: WaitingCheckpoint) -> bool:
+        """Whether this rank can load the checkpoint without S3."""
+        return any(each.key == checkpoint.key for each in self.commits) and not self.lacks(checkpoint)
+
+    def lacks(self, checkpoint: WaitingCheckpoint) -> list[ObjectEntry]:
+        """The checkpoint's data objects that are not on this disk."""
+        url = checkpoint.info.url
+        return [entry for entry in checkpoint.objects if self.files.get((url, entry.path)) != entry.size]
+
+
+def look_at_disk(catalog: CheckpointCatalog) -> Disk:
+    """What waits in this process's spill directory under the catalog's root. Nothing is changed."""
+    store = open_store(catalog.settings)
+    if store is None:
+        return Disk()
+    # Read before the files: a checkpoint that is drained meanwhile then lacks files, and is looked for on S3.
+    manifests = {
+        journal.url: Manifest.from_json(data)
+        for journal, data, _ in find_commits(store)
+        if journal.commit is not None and journal.commit.rank is None
+    }
+    infos = {info.url: info for info in catalog.local()}
+    commits = tuple(
+        WaitingCheckpoint(infos[url], tuple(manifest.objects))
+        for url, manifest in manifests.items()
+        if url in infos and infos[url].save_id == manifest.save_id
+    )
+    root = f"{catalog.root}/"
+    waiting = {(facts.url, facts.path): facts.size for _, facts in find_waiting(store) if facts.url.startswith(root)}
+    wanted = {checkpoint.info.url for checkpoint in commits}
+    kept = {
+        (facts.url, facts.path): facts.size for path, facts in find_kept(store) if facts.url in wanted and path.exists()
+    }
+    return Disk(commits, {**kept, **waiting}, sum(waiting.values()))
+
+
+def waiting_checkpoints(disks: Iterable[Disk]) -> list[WaitingCheckpoint]:
+    """The checkpoints that wait on any of the disks, each once."""
+    found = {each.key: each for disk in disks for each in disk.commits}
+    return list(found.values())
+
+
+def find_missing(checkpoint: WaitingCheckpoint, disks: Sequence[Disk], on_s3: Directory) -> list[str]:
+    """The data objects that are neither on S3 nor on a disk of this job's ranks: without them the checkpoint cannot
+    become complete."""
+    missing = set(on_s3.lacking({entry.path: entry.size for entry in checkpoint.objects}, exact=True))
+    for disk in disks:
+        missing &= {entry.path for entry in disk.lacks(checkpoint)}
+    return sorted(missing)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dcp_s3.errors import CheckpointError, PolicyError, SaveProtocolError
+from dcp_s3.errors import CheckpointError, SaveProtocolError, SettingsError
 from dcp_s3.manager.notes import Notes
 from dcp_s3.manager.ranks import Ranks
 from dcp_s3.manager.save_policy import (
@@ -35,14 +35,14 @@ def check_save_policy(policy: object) -> None:
     """Check that this is a policy that works here, or None.
 
     Raises:
-        PolicyError: it is none, or needs SIGTERM in another thread than the main one.
+        SettingsError: it is none, or needs SIGTERM in another thread than the main one.
     """
     if policy is not None and not callable(policy):
-        raise PolicyError(
+        raise SettingsError(
             f"should_save is a {type(policy).__name__}, expected a policy, for example SaveEvery(steps=1000)"
         )
     if callable(policy) and _needs_signals(policy) and threading.current_thread() is not threading.main_thread():
-        raise PolicyError(
+        raise SettingsError(
             "SaveOnPreemption needs SIGTERM, which only the main thread can handle. Remedy: make the CheckpointManager "
             "there"
         )

@@ -17,21 +17,19 @@ from dcp_s3.coordination.ownership import Replicas
 from dcp_s3.events import Listener
 from dcp_s3.failures import name_failed
 from dcp_s3.manager import arguments
-from dcp_s3.manager.agreement import Run, agree_on_run, agree_on_save
 from dcp_s3.manager.arguments import check_step
 from dcp_s3.manager.background import BackgroundRetention, commit_of, retain
-from dcp_s3.manager.choosing import ChosenCheckpoint
+from dcp_s3.manager.choosing import ChosenCheckpoint, look_at_disk
 from dcp_s3.manager.deciding import SaveDecisions, asks_ranks
-from dcp_s3.manager.line import Overlap, check_overlap
+from dcp_s3.manager.line import Overlap, agree_on_save, check_overlap
 from dcp_s3.manager.names import DEFAULT_FORMAT, StepFormat, step_name
+from dcp_s3.manager.notes import open_notes
 from dcp_s3.manager.preemption import Preemption, check_sigterm, watch_for_sigterm
-from dcp_s3.manager.ranks import Failures, Ranks
+from dcp_s3.manager.ranks import Failures, Ranks, Run, agree_on_run, separate_ranks
 from dcp_s3.manager.reading import RunReader
 from dcp_s3.manager.restore import Restoring
 from dcp_s3.manager.save_policy import SavePolicyFunction
 from dcp_s3.manager.saving import SaveRequest, Saving
-from dcp_s3.manager.separate import open_notes, separate_ranks
-from dcp_s3.manager.waiting import look_at_disk
 from dcp_s3.reprs import one_line
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.retention.marks import annotate
@@ -105,8 +103,8 @@ class CheckpointManager(RunReader):
         on_event: called with each event of its saves, loads and prunes on this rank, see `dcp_s3.events`.
 
     Raises:
-        InvalidURLError, SettingsError
-        PolicyError: ``retention`` or ``should_save`` is not a policy.
+        InvalidURLError
+        SettingsError: a setting is not allowed, or ``retention`` or ``should_save`` is not a policy.
         SaveProtocolError: with ``coordination="s3"``: nothing tells this attempt of the job from others, see
             ``DCP_S3_RUN_ID``.
         CheckpointError: an argument is wrong, or differs from rank to rank.
@@ -240,7 +238,7 @@ class CheckpointManager(RunReader):
                 ``state_dict`` in the state raised on a rank.
             SaveProtocolError: the ranks save different steps, or a metric cannot be stored.
             SystemExit: SIGTERM has come, see ``save_on_sigterm``.
-            MetricsError: something in ``extra`` cannot be stored.
+            SettingsError: something in ``extra`` cannot be stored.
             StagingError: the state cannot be copied.
             CheckpointError: the manager is read_only or closed, or an argument is wrong.
         """
@@ -374,7 +372,8 @@ class CheckpointManager(RunReader):
         2000
 
         Raises:
-            MetricsError, StorageError
+            SettingsError: the metrics cannot be stored.
+            StorageError
             CheckpointNotFoundError: there is no committed checkpoint of this step.
         """
         if self.read_only:

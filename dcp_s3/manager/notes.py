@@ -9,9 +9,14 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from dcp_s3.coordination.board import Board
+from dcp_s3.coordination.board import Board, open_board
+from dcp_s3.coordination.identity import current_attempt
 from dcp_s3.errors import CheckpointError, SaveProtocolError
 from dcp_s3.manager.choosing import ChosenCheckpoint
+from dcp_s3.manager.ranks import Ranks, Run, differing
+from dcp_s3.ranks import is_initialized
+from dcp_s3.settings import Settings
+from dcp_s3.url import CheckpointURL
 
 
 class Numbers:
@@ -41,13 +46,8 @@ class Notes:
     """What the ranks of one manager tell each other on a board.
 
     The ranks come to the same questions in the same order, but at any time. What one of them has answered first stands
-    for all.
-
-    Args:
-        board: the board of this attempt.
-        about: what the manager is for. Those of a process for the same are told apart by the order of their first
-            notes.
-        tidies: whether this rank removes notes that no rank needs any more.
+    for all. ``about`` is what the manager is for: those of a process for the same are told apart by the order of their
+    first notes. One rank ``tidies`` up notes that none needs any more.
     """
 
     def __init__(self, board: Board, about: str, *, tidies: bool = False) -> None:
@@ -61,11 +61,8 @@ class Notes:
         self._read_before: list[str] = []  # between that and the one before it
 
     def choose(self, request: object, find: Callable[[], ChosenCheckpoint | None]) -> ChosenCheckpoint | None:
-        """The checkpoint to restore; None: there is none. The same until `restored`, for a rank that tries again.
-
-        Args:
-            request: what was asked for. The ranks have to ask for the same.
-            find: chooses, if no rank has.
+        """The checkpoint to restore, which ``find`` chooses if no rank has; None: there is none. The same until
+        `restored`, for a rank that tries again.
 
         Raises:
             CheckpointError: another rank asks for something else.
@@ -90,12 +87,8 @@ class Notes:
         self._tried = None
 
     def decide(self, step: int, decide: Callable[[bool], tuple[int, int]], *, seen: bool) -> tuple[int, int, bool]:
-        """Whether to save a step: answer, steps until the next look, and whether SIGTERM has come to a rank.
-
-        Args:
-            step: the step. The ranks have to ask about the same.
-            decide: decides, if no rank has, from whether SIGTERM has come.
-            seen: whether SIGTERM has come to this rank.
+        """Whether to save a step: answer, steps until the next look, and whether SIGTERM has come to a rank. If no rank
+        has decided yet, ``decide`` does, from whether SIGTERM has come.
 
         Raises:
             SaveProtocolError: another rank asks about another step.
@@ -141,3 +134,22 @@ class Notes:
         if self._number is None:
             self._number = numbers.take(self._about)
         return f"{self._about}-{self._number}-{name}"
+
+
+def open_notes(run: Run, root: CheckpointURL, settings: Settings, of: Ranks) -> Notes | None:
+    """The notes of the ranks of a manager; None if there is only one, or if they could not write any.
+
+    Raises:
+        CheckpointError: the ranks differ. On S3 those of another root do not meet, and so do not find out.
+        StorageError: the board does not answer.
+    """
+    if of.size == 1 or (run.read_only and not is_initialized()):
+        return None
+    board = open_board(root, current_attempt(settings), settings)
+    if board.nearby and not run.read_only:
+        number = numbers.next("manager")
+        theirs = board.offer(f"manager-{number}", repr(tuple(run)))
+        if theirs != repr(tuple(run)):
+            raise differing({"this rank": tuple(run), "another one": theirs})
+        numbers.take("manager")
+    return Notes(board, f"{root} {run.read_only}", tidies=of.is_first)

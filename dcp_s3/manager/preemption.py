@@ -9,9 +9,12 @@ import contextlib
 import logging
 import math
 import os
+import select
+import signal
 import sys
 import threading
 import time
+import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -19,13 +22,13 @@ from typing import NoReturn
 
 from dcp_s3.coordination.board import Board, open_board
 from dcp_s3.coordination.identity import current_attempt
-from dcp_s3.errors import PolicyError, SaveFailedError, StorageError
+from dcp_s3.errors import SaveFailedError, SettingsError, StorageError
+from dcp_s3.forking import reset_in_child
 from dcp_s3.limit import Limit
 from dcp_s3.manager.deciding import SaveDecisions, SigtermWatch
 from dcp_s3.manager.ranks import Ranks
 from dcp_s3.manager.save_policy import SaveOnPreemption
 from dcp_s3.manager.saving import Saving
-from dcp_s3.manager.signal_pipe import SignalPipe
 from dcp_s3.settings import Settings
 from dcp_s3.url import CheckpointURL
 
@@ -95,11 +98,6 @@ class NoteTelling(Telling):
     The ranks train in lockstep: at most `_AHEAD_SECONDS` and `_AHEAD_STEPS` is one ahead of another. In the store of
     the process group each looks for the note after each step. On S3 a thread looks, and who has left the note waits
     until all have looked: meanwhile none gets any further.
-
-    Args:
-        board: board of the attempt.
-        look_seconds: seconds between two looks of the thread.
-        now: the clock.
     """
 
     KEY = "stop"
@@ -208,28 +206,72 @@ def _number(text: str | None) -> int | None:
 
 
 def open_telling(root: CheckpointURL, settings: Settings, ranks: Ranks, grace: float) -> Telling:
-    """How the ranks of a manager tell each other.
-
-    Args:
-        root: URL of the run.
-        settings: settings of the manager.
-        ranks: the ranks.
-        grace: see `Preemption`.
-    """
+    """How the ranks of a manager tell each other."""
     if ranks.collective or ranks.size == 1:
         return MeetingTelling(ranks.apart())
     board = open_board(root, current_attempt(settings), settings, limit=Limit(hang=_MARGIN, patience=_MARGIN))
     return NoteTelling(board, min(max(_LOOK_SECONDS, ranks.size / _LOOKS_PER_SECOND), grace / 6))
 
 
-class Preemption:
-    """Ends the process after a last save.
+_NONE = -1
+_open: weakref.WeakSet[SignalPipe] = weakref.WeakSet()
 
-    Args:
-        telling: tells all ranks.
-        grace: seconds from SIGTERM to the end of the process.
-        is_first: whether this rank says what all know.
+
+class SignalPipe:
+    """Sees SIGTERM from another thread than the main one, which may be in C code for minutes: Python's handlers run
+    between two of its instructions. But what Python does at once is to write the signal's number to a pipe, if there is
+    one. Where somebody else has such a pipe (an event loop with signal handlers), this one sees nothing.
+
+    For the main thread to make and close.
     """
+
+    def __init__(self) -> None:
+        self.came_at: float | None = None
+        """When SIGTERM was seen first, in seconds of time.monotonic."""
+        self._reads, self._writes = os.pipe()
+        for end in (self._reads, self._writes):
+            os.set_blocking(end, False)
+        self._poll = select.poll()
+        self._poll.register(self._reads, select.POLLIN)
+        before = signal.set_wakeup_fd(self._writes, warn_on_full_buffer=False)
+        if before != _NONE:
+            signal.set_wakeup_fd(before)
+        _open.add(self)
+
+    def wait(self, seconds: float) -> None:
+        """Wait for a signal, at most so long."""
+        if self._poll.poll(1000 * seconds):
+            numbers = os.read(self._reads, 4096)
+            if signal.SIGTERM in numbers and self.came_at is None:
+                self.came_at = time.monotonic()
+
+    def close(self) -> None:
+        """Nobody waits any more. Called in another thread, the pipe stays."""
+        if threading.current_thread() is not threading.main_thread():
+            return
+        _open.discard(self)
+        _take_back(self)
+        os.close(self._writes)
+        os.close(self._reads)
+
+
+def _take_back(pipe: SignalPipe) -> None:
+    before = signal.set_wakeup_fd(_NONE)
+    if before != pipe._writes:
+        signal.set_wakeup_fd(before)
+
+
+@reset_in_child
+def _forget() -> None:
+    # A forked process shares the pipe, and must not tell its parent of its own signals.
+    for pipe in list(_open):
+        _take_back(pipe)
+    _open.clear()
+
+
+class Preemption:
+    """Ends the process after a last save, ``grace`` seconds after SIGTERM at the latest; ``is_first``: whether this
+    rank says what all know."""
 
     def __init__(self, telling: Telling, grace: float, *, is_first: bool) -> None:
         self._telling, self._grace, self._is_first = telling, grace, is_first
@@ -267,17 +309,8 @@ class Preemption:
         return settings.model_copy(update={"save_timeout": timeout})
 
     def end(self, step: int, saving: Saving, save: Callable[[], object], close: Callable[[], None]) -> NoReturn:
-        """Save and end the process: with status 0 if the step is committed, else with 143.
-
-        Args:
-            step: the last step.
-            saving: the saves of the manager.
-            save: begins the save of this step.
-            close: closes the manager.
-
-        Raises:
-            SystemExit: always. If the grace period is over before, the process ends where it is.
-        """
+        """Save the last step and end the process: SystemExit, with status 0 if the step is committed, else with 143. If
+        the grace period is over before, the process ends where it is."""
         self._ends_at = (self._telling.came_at or self._pipe.came_at or time.monotonic()) + self._grace
         if self._is_first:
             logger.warning("step %d is saved within %.0f s; then the ranks end, as SIGTERM asks", step, self.left)
@@ -360,13 +393,9 @@ def watch_for_sigterm(root: CheckpointURL, settings: Settings, ranks: Ranks, gra
 
 
 def check_sigterm(save_on_sigterm: bool) -> None:
-    """Check that SIGTERM can be seen, if that is asked for.
-
-    Raises:
-        PolicyError: this is another thread than the main one.
-    """
+    """Refuse (SettingsError) to watch for SIGTERM in another thread than the main one, which cannot see it."""
     if save_on_sigterm and threading.current_thread() is not threading.main_thread():
-        raise PolicyError(
+        raise SettingsError(
             "save_on_sigterm needs SIGTERM, which only the main thread can handle. Remedy: make the CheckpointManager "
             "there"
         )

@@ -1,20 +1,26 @@
-"""Agreement between the ranks of a run, by small collectives on objects."""
+"""The ranks of a run, and what they agree on: by small collectives on objects, or each alone."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
-from dcp_s3.coordination.identity import CountedSave
-from dcp_s3.errors import CheckpointError
-from dcp_s3.settings import Settings
+from dcp_s3.coordination.identity import CountedSave, current_attempt
+from dcp_s3.coordination.not_begun import enter_save, leave, take_back
+from dcp_s3.errors import CheckpointError, SaveProtocolError
+from dcp_s3.ranks import is_initialized
+from dcp_s3.settings import Settings, SettingsLike, launch, resolve_settings
 from dcp_s3.tracebacks import portable
+from dcp_s3.url import CheckpointURL, parse_url
 
 T = TypeVar("T")
 Failures = dict[int, BaseException]
 """Causes by rank."""
+Refuse = Callable[[Failures], Exception]
+"""Makes the error of the ranks on which nothing failed."""
 
 
 class Ranks:
@@ -83,17 +89,13 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def agree(self, work: Callable[[], T], refuse: Callable[[Failures], Exception], *, alike: bool = False) -> list[T]:
-        """Run ``work`` on each rank. Returns the results in rank order; if it raises on one rank, all raise.
+    def agree(self, work: Callable[[], T], refuse: Refuse, *, alike: bool = False) -> list[T]:
+        """Run ``work``, without collectives, on each rank. Returns the results in rank order; if it raises on one rank,
+        all raise: that rank what it raised, the others what ``refuse`` makes. With ``alike`` all raise that, with the
+        original error as the cause: for ``work`` that calls user code.
 
         Anything that can fail on one rank alone belongs in ``work``: if one rank left, the others would wait for it in
         their next collective.
-
-        Args:
-            work: the work; without collectives.
-            refuse: makes the error for the ranks on which ``work`` did not fail. The others raise what ``work`` raised.
-            alike: all ranks raise what ``refuse`` makes, with the original error as the cause. For ``work`` that calls
-                user code.
         """
         failure: BaseException | None = None
         value: T | None = None
@@ -137,3 +139,136 @@ def for_others(error: BaseException) -> BaseException:
     `CheckpointError`."""
     copied = portable(error) if isinstance(error, Exception) else None
     return copied or CheckpointError(f"{type(error).__name__}: {error}")
+
+
+# --- ranks that do not wait for each other -------------------------------------------------------------
+
+
+class SeparateRanks(Ranks):
+    """The ranks of a job without a process group: each goes on alone, and fails alone. What has to be the same on all
+    goes through `Notes`."""
+
+    collective = False
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.group, self.rank, self.size = None, rank, size
+        self._lock = threading.Lock()
+        self._uncommitted: list[tuple[CheckpointURL, CountedSave]] = []
+
+    def enter(self, url: str, settings: Settings) -> CountedSave:
+        """See `Ranks.enter`.
+
+        Raises:
+            SaveProtocolError: this process is another rank now, or one of another number.
+        """
+        attempt = current_attempt(settings)
+        if (attempt.rank, attempt.world_size) != (self.rank, self.size):
+            raise SaveProtocolError(
+                f"{url} is not saved: the CheckpointManager was made on rank {self.rank} of {self.size}, which is rank "
+                f"{attempt.rank} of {attempt.world_size} now: a process group was made or destroyed since. What this "
+                "process holds must not be taken for the whole. Remedy: make the CheckpointManager after "
+                "init_process_group(), and close it before destroy_process_group()"
+            )
+        where = parse_url(url)
+        save = enter_save(where, settings)
+        with self._lock:
+            if all(known is not save for _, known in self._uncommitted):
+                self._uncommitted.append((where, save))
+        return save
+
+    def leave(self, save: CountedSave | None, url: str, settings: Settings, error: BaseException) -> None:
+        """See `Ranks.leave`."""
+        if save is not None:
+            leave(parse_url(url), settings, save, error)
+
+    def committed(self, save: CountedSave | None) -> None:
+        """See `Ranks.committed`."""
+        with self._lock:
+            self._uncommitted = [each for each in self._uncommitted if each[1] is not save]
+
+    def go_back(self, settings: Settings) -> None:
+        """See `Ranks.go_back`."""
+        with self._lock:
+            uncommitted = list(self._uncommitted)
+        for url, save in uncommitted:
+            take_back(url, settings, save)
+            self.committed(save)
+
+    def apart(self) -> Ranks:
+        """These ranks: they have no group that a save could be using."""
+        return self
+
+    def gather(self, value: T) -> list[T]:
+        """The value of this rank alone."""
+        return [value]
+
+    def agree(self, work: Callable[[], T], refuse: Refuse, *, alike: bool = False) -> list[T]:
+        """Run ``work`` on this rank alone. Returns its result alone."""
+        try:
+            return [work()]
+        except Exception as error:
+            if not alike:
+                raise
+            raise refuse({self.rank: error}) from error
+
+    def from_first(self, function: Callable[[], T]) -> T:
+        """The result of ``function`` on this rank."""
+        return function()
+
+
+def separate_ranks(settings: SettingsLike, read_only: bool) -> SeparateRanks:
+    """The ranks of this job, whose attempt need not be known if nothing is saved.
+
+    Raises:
+        SaveProtocolError: several ranks are to save, and nothing tells this attempt of the job from another one.
+        SettingsError: a setting is not allowed.
+    """
+    resolved = resolve_settings(settings)
+    if read_only and not is_initialized():
+        found = launch()
+        return SeparateRanks(found.rank, found.world_size)
+    attempt = current_attempt(resolved)
+    return SeparateRanks(attempt.rank, attempt.world_size)
+
+
+# --- what must be the same in the managers of all -------------------------------------------------------
+
+
+class Run(NamedTuple):
+    """What must be the same in the managers of all ranks."""
+
+    root: str
+    """``s3://bucket/run``."""
+    example: str
+    """The name of step 12."""
+    read_only: bool
+    """Whether nothing is saved."""
+    asks: bool
+    """Whether the ranks have to tell each other which steps to save."""
+    save_on_sigterm: bool
+    """Whether they have to tell each other of SIGTERM, and end."""
+    overlap: str
+    """What a save does while an earlier one uploads."""
+
+
+def agree_on_run(
+    ranks: Ranks, configure: Callable[[], tuple[Run, Mapping[str, int | None]]], refuse: Refuse
+) -> dict[str, int | None]:
+    """Configure the manager on all ranks. Returns what waits on the disks of any of them: steps by URL.
+
+    Raises:
+        CheckpointError: the ranks differ.
+    """
+    told = ranks.agree(configure, refuse)
+    runs = {rank: tuple(run) for rank, (run, _) in enumerate(told)}
+    if len(set(runs.values())) > 1:
+        raise differing(runs, " (by rank)")
+    return {url: step for _, waiting in told for url, step in waiting.items()}
+
+
+def differing(runs: Mapping[Any, object], how: str = "") -> CheckpointError:
+    """The error for managers that differ from rank to rank."""
+    return CheckpointError(
+        "the ranks have different roots, step formats (here of step 12), read_only, save_on_sigterm, overlap or "
+        f"should_save (whether it needs more than the step): {dict(runs)}{how}. Remedy: pass the same on all"
+    )

@@ -93,7 +93,7 @@ class RunReader(ABC):
             CheckpointNotFoundError: there are checkpoints, but none of this step, or with this metric.
             CorruptCheckpointError: the requested checkpoints cannot be loaded.
             RestoreFailedError: the load failed; ``failures`` has the causes by rank. The state may be partly loaded.
-            PolicyError: it is undefined or ambiguous what is best.
+            SettingsError: it is undefined or ambiguous what is best.
             StorageError
         """
         orders: list[Order] = []
@@ -137,7 +137,7 @@ class RunReader(ABC):
 
         Raises:
             CheckpointNotFoundError: there are checkpoints, but none with the metric.
-            PolicyError: it is undefined or ambiguous what is best.
+            SettingsError: it is undefined or ambiguous what is best.
             CorruptCheckpointError, StorageError
         """
         return self._restoring.step(self._order("best", metric, mode))

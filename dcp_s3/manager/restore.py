@@ -18,10 +18,9 @@ from dcp_s3.events import Listener
 from dcp_s3.failures import Failed, explain, name_failed, panel, real_causes
 from dcp_s3.load.reader import S3StorageReader
 from dcp_s3.manager.arguments import load_into, to_state_dict
-from dcp_s3.manager.choosing import ChosenCheckpoint, NotReady, Order, Patience, find, impatient
+from dcp_s3.manager.choosing import ChosenCheckpoint, Disk, NotReady, Order, Patience, find, impatient, look_at_disk
 from dcp_s3.manager.notes import Notes
 from dcp_s3.manager.ranks import Failures, Ranks, for_others
-from dcp_s3.manager.waiting import Disk, look_at_disk
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.spill.background import drain_in_background
 from dcp_s3.spill.session import open_store
@@ -32,7 +31,6 @@ logger = logging.getLogger(__name__)
 _UNUSABLE = (
     errors.CheckpointNotFoundError,
     errors.CorruptCheckpointError,
-    errors.CorruptMetadataError,
     errors.UnsafeMetadataError,
     errors.ObjectNotFoundError,
 )
@@ -45,7 +43,7 @@ class Restoring:
         catalog: catalog of the run.
         ranks: the ranks that restore together.
         weights_only: see `S3StorageReader`.
-        drain_timeout: seconds to wait for data to drain from the disks to S3, see `Patience`.
+        drain_timeout: seconds without progress for which data is waited for that drains from the disks to S3.
         disks: whether what waits on the disks for S3 counts, and is drained.
         notes: where ranks that are not `collective` learn what the first of them chose; None: each chooses alone.
     """
@@ -72,13 +70,8 @@ class Restoring:
     def restore(
         self, state: dict[str, Any], order: Order, planner: LoadPlanner | None, request: object = None
     ) -> ChosenCheckpoint | None:
-        """Load the first checkpoint in ``order`` that can be loaded. None if there is none at all. Every rank calls it.
-
-        Args:
-            state: as for `dcp.load`.
-            order: selects and sorts the checkpoints.
-            planner: see `dcp.load`.
-            request: what ``order`` was made of.
+        """Load the first checkpoint in ``order``, which was made of ``request``, that can be loaded. None if there is
+        none at all. Every rank calls it.
 
         Raises:
             RestoreFailedError, CheckpointNotFoundError, CorruptCheckpointError, StorageError
@@ -118,11 +111,8 @@ class Restoring:
     def choose(self, order: Order, passed_over: Collection[str] = ()) -> ChosenCheckpoint | None:
         """The checkpoint to load, the same on all ranks; None if there is none at all. Every rank calls it.
 
-        Waits for data that other ranks need from a disk, and that must reach S3 first.
-
-        Args:
-            order: selects and sorts the checkpoints.
-            passed_over: URLs of checkpoints that could not be loaded.
+        Waits for data that other ranks need from a disk, and that must reach S3 first. ``passed_over`` are URLs of
+        checkpoints that could not be loaded.
 
         Raises:
             CheckpointNotFoundError: there are checkpoints, but none that ``order`` selects.

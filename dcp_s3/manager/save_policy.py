@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dcp_s3.errors import PolicyError
+from dcp_s3.errors import SettingsError
 from dcp_s3.units import parse_duration
 
 
@@ -100,24 +100,24 @@ class SaveEvery(SavePolicy):
         seconds: number of seconds, or text like ``10m``.
 
     Raises:
-        PolicyError: not exactly one of the two is given, or it is not above 0.
+        SettingsError: not exactly one of the two is given, or it is not above 0.
     """
 
     def __init__(self, *, steps: int | None = None, seconds: float | str | None = None) -> None:
         if (steps is None) == (seconds is None):
-            raise PolicyError(
+            raise SettingsError(
                 "SaveEvery takes either steps or seconds. Remedy, for both: SaveEvery(steps=1000) | "
                 "SaveEvery(seconds=600)"
             )
         if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
-            raise PolicyError(f"SaveEvery: steps = {steps!r}, expected a whole number above 0")
+            raise SettingsError(f"SaveEvery: steps = {steps!r}, expected a whole number above 0")
         self.steps = steps
         try:
             self.seconds = None if seconds is None else parse_duration(seconds)
         except ValueError as error:
-            raise PolicyError(f"SaveEvery: seconds = {seconds!r}: {error}") from None
+            raise SettingsError(f"SaveEvery: seconds = {seconds!r}: {error}") from None
         if self.seconds == 0:
-            raise PolicyError("SaveEvery: seconds = 0, expected more. Remedy, for every step: SaveEvery(steps=1)")
+            raise SettingsError("SaveEvery: seconds = 0, expected more. Remedy, for every step: SaveEvery(steps=1)")
 
     def __call__(self, moment: SaveMoment, /) -> bool:
         if self.steps is not None:
@@ -174,17 +174,17 @@ class SaveContinuously(SavePolicy):
         min_seconds: number of seconds from the begin of one save to the next, at least; or text like ``1m``.
 
     Raises:
-        PolicyError: a number is not allowed.
+        SettingsError: a number is not allowed.
     """
 
     def __init__(self, *, min_steps: int = 1, min_seconds: float | str = 0.0) -> None:
         if isinstance(min_steps, bool) or not isinstance(min_steps, int) or min_steps < 1:
-            raise PolicyError(f"SaveContinuously: min_steps = {min_steps!r}, expected a whole number above 0")
+            raise SettingsError(f"SaveContinuously: min_steps = {min_steps!r}, expected a whole number above 0")
         self.min_steps = min_steps
         try:
             self.min_seconds = parse_duration(min_seconds)
         except ValueError as error:
-            raise PolicyError(f"SaveContinuously: min_seconds = {min_seconds!r}: {error}") from None
+            raise SettingsError(f"SaveContinuously: min_seconds = {min_seconds!r}: {error}") from None
 
     def __call__(self, moment: SaveMoment, /) -> bool:
         if moment.saving or moment.last_step is None:

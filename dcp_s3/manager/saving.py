@@ -44,14 +44,8 @@ def save_in_background(
     stager: AsyncStager,
     planner: SavePlanner | None = None,
 ) -> Future[None] | AsyncSaveResponse:
-    """Copy the state and save it in the background; what `dcp.async_save` returns.
-
-    Args:
-        state: as for `dcp.save`.
-        writer: writer of this save.
-        ranks: ranks that save together; all of them call this.
-        stager: with a blocking one the result is a future, with an asynchronous one a response.
-        planner: see `dcp.save`.
+    """Copy the state and save it in the background; what `dcp.async_save` returns. All ranks call this. With a blocking
+    stager the result is a future, with an asynchronous one a response.
 
     Raises:
         CheckpointException: the save could not begin on this rank, with the reason as its cause. It fails on all ranks.
@@ -111,12 +105,7 @@ class _SaveUnderWay:
 
 class Saving:
     """The saves under way: at most one uploads, and as many as ``room`` are staged and wait. A failure is logged when
-    it happens, and kept until it is raised.
-
-    Args:
-        rank: rank of this process. The first rank logs what all ranks know.
-        overlap: what a save does while an earlier one uploads.
-        room: how many may wait, see `check_overlap`.
+    it happens, and kept until it is raised. The first rank logs what all ranks know.
     """
 
     def __init__(self, rank: int, overlap: Overlap = "wait", room: int = 0) -> None:
@@ -167,11 +156,8 @@ class Saving:
     def run(self, request: SaveRequest, state: dict[str, Any], *, blocking: bool) -> None:
         """Save on all ranks, in the background, as soon as the previous saves have ended.
 
-        Args:
-            request: the save.
-            state: the state, collected.
-            blocking: return when it is committed, and do not copy the state. Of ranks that are not `collective`: return
-                when this rank's part is on S3; the state is copied, as what a dead rank leaves is made up for later.
+        ``blocking``: return when it is committed, and do not copy the state. Of ranks that are not `collective`: return
+        when this rank's part is on S3; the state is copied, as what a dead rank leaves is made up for later.
 
         Raises:
             SaveFailedError: the save has failed, or could not begin.
@@ -253,14 +239,8 @@ class Saving:
             raise save.failure
 
     def begin(self, step: int, url: str, future: Future[None], *, on_success: Callable[[], None]) -> _SaveUnderWay:
-        """Track a save that has begun. The previous one must have ended.
-
-        Args:
-            step: training step.
-            url: URL of the checkpoint.
-            future: future of `dcp.async_save`.
-            on_success: called in another thread when the save is done.
-        """
+        """Track a save that has begun, by the future of `dcp.async_save`. The previous one must have ended.
+        ``on_success`` is called in another thread when it is done."""
         save = self._track(step, url)
         self._end_with(save, future, on_success)
         return save
@@ -289,13 +269,7 @@ class Saving:
 
     def fail(self, step: int, url: str, error: BaseException) -> SaveFailedError:
         """Log the failure of a save in a few words. Returns its error, which holds none of the state and so may be
-        kept.
-
-        Args:
-            step: training step.
-            url: URL of the checkpoint.
-            error: the error of `dcp.save`, or of the future of `dcp.async_save`.
-        """
+        kept."""
         failures = {self._rank: error}
         shared = isinstance(error, CheckpointException)
         if isinstance(error, CheckpointException):
@@ -318,11 +292,7 @@ class Saving:
         return failure
 
     def settle(self, up_to: int | None = None) -> None:
-        """Wait for the saves under way. Failures are kept.
-
-        Args:
-            up_to: number of the last save to wait for. None: all.
-        """
+        """Wait for the saves under way, up to that number; None: all. Failures are kept."""
         for save in list(self._saves):
             if up_to is None or save.number <= up_to:
                 save.ended.wait()
@@ -352,11 +322,8 @@ class Saving:
         return "; ".join(told)
 
     def raise_failure(self, up_to: int | None = None) -> None:
-        """Raise what has failed, each failure once: the last one, with the earlier ones as its context.
-
-        Args:
-            up_to: number of the last save whose failure is raised. None: all.
-        """
+        """Raise what has failed of the saves up to that number (None: all), each failure once: the last one, with the
+        earlier ones as its context."""
         due = [each for each in self._failures if up_to is None or each[0] <= up_to]
         self._failures = [each for each in self._failures if each not in due]
         for (_, earlier), (_, later) in itertools.pairwise(due):

@@ -20,12 +20,10 @@ from dcp_s3.checkpoint.commit_state import SaveIdentity
 from dcp_s3.checkpoint.info import find_step
 from dcp_s3.collector import collector_paused
 from dcp_s3.coordination.claim import Claim, claim_of
-from dcp_s3.coordination.history import History, Last
 from dcp_s3.coordination.identity import CountedSave, count_save, current_attempt
-from dcp_s3.coordination.joint import JointSave, find_commit
+from dcp_s3.coordination.joint import History, JointSave, Last, find_commit, make_facts
 from dcp_s3.coordination.ownership import Replicas, lookup_in, own_items
 from dcp_s3.coordination.participant import Participant
-from dcp_s3.coordination.told import make_facts
 from dcp_s3.errors import CheckpointError, SaveProtocolError, StorageError
 from dcp_s3.failures import name_ranks
 from dcp_s3.format.control_files import Manifest

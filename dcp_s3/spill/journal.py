@@ -13,13 +13,17 @@ from enum import Enum
 from typing import Any
 
 from dcp_s3.checksum import crc64nvme, crc_hex
-from dcp_s3.errors import JournalError
+from dcp_s3.errors import SpillError
 from dcp_s3.format.control_files import ObjectEntry
 
 FORMAT_VERSION = 1
 MANIFEST, METADATA = "manifest.json", "metadata"
 """Names of a commit's files."""
 _MAGIC = "dcp_s3 journal"
+
+
+class JournalError(SpillError):
+    """The journal of a spilled save is damaged."""
 
 
 class State(str, Enum):

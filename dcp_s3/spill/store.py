@@ -27,9 +27,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dcp_s3.checksum import crc64nvme, crc_hex
-from dcp_s3.errors import JournalError, SpillError
+from dcp_s3.errors import SpillError
 from dcp_s3.spill.durable import as_spill_error, flush_directory, locked, make_private, unlock, write_durably
-from dcp_s3.spill.journal import Journal, SpilledCommit, State
+from dcp_s3.spill.journal import Journal, JournalError, SpilledCommit, State
 from dcp_s3.units import format_size
 
 logger = logging.getLogger(__name__)

@@ -34,16 +34,13 @@ API = {
 def public_names() -> dict[str, str]:
     """The module of each public name, read from dcp_s3/__init__.py without importing it."""
     tree = ast.parse((_ROOT / "dcp_s3" / "__init__.py").read_text())
-    public: list[str] = []
     modules: dict[str, str] = {}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Assign) and [getattr(target, "id", "") for target in node.targets] == ["__all__"]:
-            public = ast.literal_eval(node.value)
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dcp_s3"):
             for alias in node.names:
                 submodule = _ROOT / "dcp_s3" / f"{alias.name}.py"
                 modules[alias.asname or alias.name] = f"dcp_s3.{alias.name}" if submodule.exists() else str(node.module)
-    return {name: modules[name] for name in public if name != "__version__"}
+    return {name: module for name, module in modules.items() if not name.startswith("_")}
 
 
 def api_pages() -> dict[str, str]:

@@ -23,9 +23,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from dcp_s3 import errors
 from dcp_s3.coordination.claim import Claim, claim_of
 from dcp_s3.coordination.identity import Attempt
-from dcp_s3.coordination.joint import Clock, JointSave, find_commit
+from dcp_s3.coordination.joint import Clock, JointSave, find_commit, make_facts
 from dcp_s3.coordination.participant import Participant
-from dcp_s3.coordination.told import make_facts
 from dcp_s3.format.blocks import make_storage_info
 from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.format.layout import data_object, intent_object, new_nonce

@@ -8,8 +8,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from dcp_s3.coordination import handshake
-from dcp_s3.coordination.handshake import ask, tell
+from dcp_s3.coordination import identity
+from dcp_s3.coordination.identity import ask, tell
 from dcp_s3.errors import SaveProtocolError, StorageError
 
 
@@ -36,7 +36,7 @@ def test_each_attempt_hears_its_own_first_rank(store: dist.TCPStore) -> None:
 def test_who_died_before_it_heard_is_not_counted(store: dist.TCPStore) -> None:
     with pytest.raises(SaveProtocolError, match="rank 0 of the process group has not come to a save"):
         ask(_other(store), 0.05)
-    store.add(handshake._asks(""), 1)  # and one that died before it had said its word
+    store.add(identity._asks(""), 1)  # and one that died before it had said its word
     tell(store, "second", 1)
     assert ask(_other(store), 60.0) == "second"
 

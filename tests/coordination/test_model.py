@@ -16,7 +16,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
 
-from dcp_s3.coordination import dead, merge, merger, participant
+from dcp_s3.coordination import merge, merger, participant
 from dcp_s3.coordination.claim import claim_of
 from dcp_s3.coordination.identity import Attempt
 from tests.coordination import model
@@ -83,10 +83,10 @@ def _one_manifest() -> AbstractContextManager[Any]:
 
 
 def _everybody_holds_the_same() -> AbstractContextManager[Any]:
-    def digest_of(self: dead.Seen, rank: int) -> str | None:
+    def digest_of(self: merger.Seen, rank: int) -> str | None:
         return next(iter(self.parts.values()), None)
 
-    return mock.patch.object(dead.Seen, "digest_of", digest_of)
+    return mock.patch.object(merger.Seen, "digest_of", digest_of)
 
 
 def _parts_are_not_waited_for() -> AbstractContextManager[Any]:

@@ -15,9 +15,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from dcp_s3 import errors
 from dcp_s3.coordination.claim import Claim, withdraw
-from dcp_s3.coordination.joint import JointSave, find_commit, lost_error
+from dcp_s3.coordination.joint import JointSave, find_commit, lost_error, make_facts
 from dcp_s3.coordination.participant import Participant
-from dcp_s3.coordination.told import make_facts
 from dcp_s3.format.blocks import make_storage_info
 from dcp_s3.format.control_files import Manifest, ObjectEntry
 from dcp_s3.format.layout import CONTROL_PREFIX, data_object, manifest_object, new_nonce

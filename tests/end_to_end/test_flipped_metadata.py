@@ -86,7 +86,7 @@ def test_a_flipped_bit_loads_what_was_saved_or_is_found(checkpoint: Any) -> None
     for bit in range(8 * len(data)):
         try:
             load_metadata(_flip(data, bit), url="s3://bucket/step-2")
-        except (errors.CorruptMetadataError, errors.UnsafeMetadataError):
+        except (errors.CorruptCheckpointError, errors.UnsafeMetadataError):
             found.append(bit)
         else:
             missed.append(bit)
@@ -194,7 +194,7 @@ def test_edited_metadata(checkpoint: Any, edit: Callable[[Metadata], None]) -> N
     if kind == "torch's" and edit is _change_dtype:  # its items say what they are, and are loaded as that
         dcp.load(state, storage_reader=S3StorageReader(url), no_dist=True)
     else:
-        with pytest.raises(CheckpointException, match="CorruptMetadataError"):
+        with pytest.raises(CheckpointException, match="CorruptCheckpointError"):
             dcp.load(state, storage_reader=S3StorageReader(url), no_dist=True)
         state = _blank()
         with CheckpointManager(root) as manager:

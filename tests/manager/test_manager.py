@@ -222,7 +222,7 @@ def test_what_a_restore_can_not_do_is_said(root: str, s3: Any) -> None:
         manager.wait()
         with pytest.raises(errors.CheckpointNotFoundError, match=r"1 committed .*steps 1 to 1"):
             manager.restore(blank(), 2)
-        with pytest.raises(errors.PolicyError, match=r"no KeepBest .*metric='val_loss'"):
+        with pytest.raises(errors.SettingsError, match=r"no KeepBest .*metric='val_loss'"):
             manager.restore(blank(), "best")
         with pytest.raises(errors.CheckpointNotFoundError):
             manager.best_step("loss")
@@ -241,13 +241,13 @@ def test_what_a_restore_can_not_do_is_said(root: str, s3: Any) -> None:
 
 def test_arguments_that_are_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for bad in ("latest:x", 3):
-        with pytest.raises(errors.PolicyError):
+        with pytest.raises(errors.SettingsError):
             CheckpointManager(ROOT, retention=bad)  # type: ignore[arg-type]
     with pytest.raises(errors.InvalidURLError):
         CheckpointManager(str(tmp_path))
     with pytest.raises(errors.SettingsError, match=r"iter-.* does not find the step .*step-00000012"):
         CheckpointManager(ROOT, settings={"step_pattern": r"iter-(\d+)"})
-    with pytest.raises(errors.PolicyError, match="under 1 h"):
+    with pytest.raises(errors.SettingsError, match="under 1 h"):
         CheckpointManager(ROOT, retention="latest:1", settings={"retention_grace": "1m"})
     monkeypatch.setenv("DCP_S3_RETENTION", "latest:3")
     assert str(CheckpointManager(ROOT).retention) == "latest:3"
@@ -314,7 +314,7 @@ def test_arguments_in_the_wrong_order_are_told_by_their_types(root: str) -> None
         manager.save(1, large, blocking=True)
     with pytest.raises(errors.InvalidURLError, match="root is a dict"):
         CheckpointManager(large)  # type: ignore[arg-type]
-    with pytest.raises(errors.PolicyError, match="retention = a dict"):
+    with pytest.raises(errors.SettingsError, match="retention = a dict"):
         CheckpointManager(root, retention=large)  # type: ignore[arg-type]
     with pytest.raises(errors.SettingsError, match="separate is text"):
         CheckpointManager(root, separate="model")

@@ -122,7 +122,7 @@ def test_arguments_that_are_wrong_on_one_rank_are_an_error_on_all(
     memory_server: Any, root: str, tmp_path: Path
 ) -> None:
     first, alone = run_ranks(2, _refuse_to_be_made, root, str(tmp_path))
-    expected = ["SettingsError", "SettingsError", "SettingsError", "PolicyError", "PolicyError", "InvalidURLError",
+    expected = ["SettingsError", "SettingsError", "SettingsError", "SettingsError", "SettingsError", "InvalidURLError",
                 "InvalidURLError", "CheckpointError", "SettingsError"]  # fmt: skip
     assert [kind for kind, _ in alone] == expected
     for number, (kind, text) in enumerate(first):

@@ -23,10 +23,9 @@ from dcp_s3 import CheckpointManager, SaveEvery, errors
 from dcp_s3.coordination.board import Board, GroupBoard, StoredBoard
 from dcp_s3.coordination.identity import Attempt
 from dcp_s3.manager import preemption
-from dcp_s3.manager.preemption import MeetingTelling, NoteTelling, Preemption, Telling, steps_ahead
+from dcp_s3.manager.preemption import MeetingTelling, NoteTelling, Preemption, SignalPipe, Telling, steps_ahead
 from dcp_s3.manager.ranks import Ranks
 from dcp_s3.manager.saving import Saving
-from dcp_s3.manager.signal_pipe import SignalPipe
 from dcp_s3.settings import Settings
 from dcp_s3.url import parse_url
 from tests.faulty import BUCKET, serve
@@ -142,7 +141,7 @@ def test_it_needs_the_main_thread_and_a_grace_period(memory_server: Any, root: s
     def make() -> None:
         try:
             CheckpointManager(root, save_on_sigterm=True)
-        except errors.PolicyError as error:
+        except errors.SettingsError as error:
             found.append(error)
 
     thread = threading.Thread(target=make)

@@ -124,7 +124,7 @@ def test_a_failure_on_one_rank_is_raised_on_all(memory_server: Any, root: str) -
     assert first[4].startswith("SaveFailedError step 4 is not saved: rank 1 cannot go on")
     assert second[4].startswith("CheckpointError metrics is a int")
     assert "nothing is restored: rank 1 cannot go on" in first[5]
-    assert second[5].startswith("PolicyError")
+    assert second[5].startswith("SettingsError")
 
 
 def _vanish(root: str) -> int | None:

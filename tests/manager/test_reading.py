@@ -107,10 +107,10 @@ def test_it_is_there_without_collectives_and_goes_with_what_is_overwritten(root:
 @pytest.mark.servers("memory")
 def test_what_cannot_be_stored_is_refused_before_anything_is_saved(root: str) -> None:
     with CheckpointManager(root) as manager:
-        with pytest.raises(errors.MetricsError, match=r"extra\['optimizer'\]\['state'\] is a object"):
+        with pytest.raises(errors.SettingsError, match=r"extra\['optimizer'\]\['state'\] is a object"):
             manager.save(1, state(1), extra={"optimizer": {"state": object()}})
         manager.save(2, state(2), blocking=True)
-    with pytest.raises(errors.MetricsError, match=r"extra\['loss'\] is nan"):
+    with pytest.raises(errors.SettingsError, match=r"extra\['loss'\] is nan"):
         S3StorageWriter(f"{root}/x", extra={"loss": float("nan")})
     assert names(root) == ["step-00000002"]
 
@@ -299,5 +299,5 @@ def test_save_asks_the_policy_and_can_be_forced(root: str) -> None:
 
 
 def test_what_is_no_policy_is_refused(faulty: FaultyServer) -> None:
-    with pytest.raises(errors.PolicyError, match=r"should_save is a int, .*SaveEvery\(steps=1000\)"):
+    with pytest.raises(errors.SettingsError, match=r"should_save is a int, .*SaveEvery\(steps=1000\)"):
         CheckpointManager(ROOT, should_save=100)  # type: ignore[arg-type]

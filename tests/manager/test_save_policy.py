@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from dcp_s3.coordination.board import GroupBoard
 from dcp_s3.coordination.identity import Attempt
-from dcp_s3.errors import PolicyError
+from dcp_s3.errors import SettingsError
 from dcp_s3.manager.deciding import SaveDecisions, SigtermWatch, check_save_policy
 from dcp_s3.manager.notes import Notes
-from dcp_s3.manager.ranks import Ranks
+from dcp_s3.manager.ranks import Ranks, SeparateRanks
 from dcp_s3.manager.save_policy import (
     SaveContinuously,
     SaveEvery,
@@ -27,7 +27,6 @@ from dcp_s3.manager.save_policy import (
     SaveOnPreemption,
     steps_until_next_look,
 )
-from dcp_s3.manager.separate import SeparateRanks
 
 
 def moment(
@@ -104,7 +103,7 @@ def test_as_soon_as_the_last_save_is_committed_but_no_sooner_than_asked() -> Non
 
 @pytest.mark.parametrize("arguments", [{"min_steps": 0}, {"min_steps": 1.5}, {"min_seconds": -1}])
 def test_less_than_nothing_between_saves_is_refused(arguments: dict[str, Any]) -> None:
-    with pytest.raises(PolicyError, match=f"SaveContinuously: {next(iter(arguments))} = "):
+    with pytest.raises(SettingsError, match=f"SaveContinuously: {next(iter(arguments))} = "):
         SaveContinuously(**arguments)
 
 
@@ -133,7 +132,7 @@ def test_functions_are_policies_and_are_joined() -> None:
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(PolicyError, match=message):
+    with pytest.raises(SettingsError, match=message):
         SaveEvery(**arguments)
 
 
@@ -305,7 +304,7 @@ def test_other_threads_are_told_that_they_cannot_watch() -> None:
     def work() -> None:
         try:
             check_save_policy(SaveEvery(steps=5) | SaveOnPreemption())
-        except PolicyError as error:
+        except SettingsError as error:
             caught.append(error)
 
     thread = threading.Thread(target=work)

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_s3.checksum import crc64nvme, crc_hex
-from dcp_s3.errors import JournalError
 from dcp_s3.format.control_files import ObjectEntry
 from dcp_s3.settings import Settings
 from dcp_s3.spill.journal import (
@@ -19,6 +18,7 @@ from dcp_s3.spill.journal import (
     MANIFEST,
     METADATA,
     Journal,
+    JournalError,
     SpilledCommit,
     SpilledObject,
     State,

@@ -56,10 +56,10 @@ def place_on(full: torch.Tensor, mesh: DeviceMesh, *placements: Placement) -> DT
 
 
 def load_into(url: str, state: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """``state`` with what was loaded into it; ``group``, ``planner``, bytes of ``buffers``, others are the reader's."""
+    """``state`` with what was loaded into it; ``group``, ``planner``, ``buffers``; others: arguments of the reader."""
     group, planner = options.pop("group", None), options.pop("planner", None)
     buffers = options.pop("buffers", LOAD_BUFFERS)
-    reader = S3StorageReader(url, settings=SMALL, **options)
+    reader = S3StorageReader(url, settings={**SMALL, **options.pop("settings", {})}, **options)
     with (
         mock.patch("dcp_s3.load.engine.LOAD_BUFFERS", buffers),
         mock.patch("dcp_s3.load.reader.LOAD_BUFFERS", buffers),

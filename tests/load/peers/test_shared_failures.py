@@ -153,7 +153,7 @@ def test_every_rank_is_told_what_went_wrong(recording: Recording) -> None:
                     assert cause in message
                     assert text in message
         assert set(told["deleted"][0]) == set(told["down"][0]) == {0, 1, 2}
-        assert {kind for kind, _ in told["metadata"][0].values()} == {"CorruptMetadataError"}
+        assert {kind for kind, _ in told["metadata"][0].values()} == {"CorruptCheckpointError"}
         assert {kind for kind, _ in told["absent"][0].values()} == {"CheckpointNotFoundError"}
         assert {rank: kind for rank, (kind, _) in told["preparing"][0].items()} == {1: "ValueError"}
     assert recording.metadata_gets("metadata") == 1
@@ -346,7 +346,7 @@ def test_a_rank_that_is_killed_lets_no_other_hang(recording: Recording, tmp_path
 def _timed_out() -> list[tuple[dict[int, tuple[str, str]], float]]:
     for name in ("slow", "good"):
         dcp.save(large_state(False), storage_writer=S3StorageWriter(f"{RUN}/{name}", settings=SMALL))
-    told = [_failing(f"{RUN}/slow", load_timeout=1.5)]
+    told = [_failing(f"{RUN}/slow", settings={"load_timeout": 1.5})]
     dist.barrier()
     state = load_into(f"{RUN}/good", large_state(True))  # the group is as good as new
     for name, value in large_state(False).items():
@@ -381,5 +381,5 @@ def test_without_gloo_every_rank_reads_by_itself(caplog: pytest.LogCaptureFixtur
         mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl"),
         caplog.at_level(logging.INFO, "dcp_s3.load.peers.agree"),
     ):
-        assert join_load(caller, f"{RUN}/x", Settings(), willing=True) is None
+        assert join_load(caller, f"{RUN}/x", Settings(), sharing=True, willing=True) is None
     assert 'init_process_group("cpu:gloo,cuda:nccl")' in caplog.text

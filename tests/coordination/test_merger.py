@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dcp_s3.coordination.dead import Seen, Verdict, judge
+from dcp_s3.coordination.merger import Seen, Verdict, judge
 
 _A, _B = "a" * 16, "b" * 16
 
