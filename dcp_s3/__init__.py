@@ -159,8 +159,7 @@ if _TYPE_CHECKING:
         KeepWithin,
         Policy,
     )
-    from dcp_s3.retention.prune import PruneReport, apply_plan, prune
-    from dcp_s3.retention.remove import remove
+    from dcp_s3.retention.prune import PruneReport, apply_plan, prune, remove
     from dcp_s3.save.writer import S3StorageWriter
     from dcp_s3.settings import Settings
     from dcp_s3.sharding.shards import shard
@@ -298,7 +297,7 @@ _MODULES = {
     "PruneReport": "dcp_s3.retention.prune",
     "apply_plan": "dcp_s3.retention.prune",
     "prune": "dcp_s3.retention.prune",
-    "remove": "dcp_s3.retention.remove",
+    "remove": "dcp_s3.retention.prune",
     "CatalogSnapshot": "dcp_s3.retention.catalog",
     "S3StorageWriter": "dcp_s3.save.writer",
     "Settings": "dcp_s3.settings",

@@ -18,7 +18,7 @@ from dcp_s3.failures import name_failed
 from dcp_s3.manager.background import BackgroundRetention, WaitCommitted, commit_of
 from dcp_s3.manager.ranks import Failures, Ranks
 from dcp_s3.manager.saving import Saving, save_in_background, upload_of
-from dcp_s3.retention.remove import remove
+from dcp_s3.retention.prune import remove
 from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.settings import Settings
 from dcp_s3.stage.stager import S3Stager
