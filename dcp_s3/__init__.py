@@ -89,7 +89,7 @@ if _TYPE_CHECKING:  # the table below again, for type checkers
     from dcp_s3.retention.prune import PruneReport as PruneReport
     from dcp_s3.retention.prune import apply_plan as apply_plan
     from dcp_s3.retention.prune import prune as prune
-    from dcp_s3.retention.remove import remove as remove
+    from dcp_s3.retention.prune import remove as remove
     from dcp_s3.save.writer import S3StorageWriter as S3StorageWriter
     from dcp_s3.settings import Settings as Settings
     from dcp_s3.sharding import Fused as Fused
@@ -134,7 +134,7 @@ _PAGE = {
         "parse_policy": ("retention.parse", "makes a policy of text such as ``latest:3 daily:7``"),
         "pin": ("retention.marks", "protects a checkpoint from all policies"),
         "unpin": ("retention.marks", "ends that"),
-        "remove": ("retention.remove", "deletes one checkpoint"),
+        "remove": ("retention.prune", "deletes one checkpoint"),
         "make_plan": ("retention.plan", "decides what is kept and deleted"),
         "apply_plan": ("retention.prune", "carries out a plan"),
         "Plan": ("retention.plan", "what would be kept and deleted"),
