@@ -146,7 +146,7 @@ def save_where_one_rank_fails(root: str) -> tuple[list[str], int]:
     writer = S3StorageWriter(url, on_event=heard)
     if rank == 1:
         writer.attach("x", b"1")
-        writer.max_objects = None  # type: ignore[assignment]  # fails in write_data, on this rank alone
+        writer.separate = None  # type: ignore[assignment]  # fails in write_data, on this rank alone
     saving: Any = dcp.async_save(state(), storage_writer=writer)
     assert saving.exception(PATIENCE) is not None
     heard.wait_for(events.SaveFailed)

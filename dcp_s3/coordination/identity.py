@@ -133,8 +133,8 @@ def make_attempt(
     return Attempt(run, found.restart, "", found.began, world_size, rank)
 
 
-class _Current:
-    """The attempt of this process, and how many saves it has begun."""
+class _Counts:
+    """The attempt of this process, and how many saves it has begun. Thread safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -167,14 +167,17 @@ class _Current:
             return CountedSave(attempt, number, order)
 
     def leave(self, save: CountedSave, url: str) -> None:
+        """Note that this rank has failed before it began a save: it may try again."""
         with self._lock:
             self._left[self._key(save.attempt, url)] = save
 
     def take_left(self, attempt: Attempt, url: str) -> CountedSave | None:
+        """The save to a URL that was left last, once."""
         with self._lock:
             return self._left.pop(self._key(attempt, url), None)
 
     def forget_left(self, save: CountedSave, url: str) -> None:
+        """Note that this rank does not try a save again that it may have left."""
         key = self._key(save.attempt, url)
         with self._lock:
             if self._left.get(key) is save:
@@ -185,7 +188,7 @@ class _Current:
         return hashlib.blake2b(f"{attempt.id} {url}".encode(), digest_size=8).digest()
 
 
-_current = _Current()
+counts = _Counts()
 
 
 def current_attempt(settings: Settings, members: Sequence[int] = ()) -> Attempt:
@@ -198,27 +201,12 @@ def current_attempt(settings: Settings, members: Sequence[int] = ()) -> Attempt:
         SaveProtocolError, StorageError: see `make_attempt`.
         SettingsError: the launcher's rank or world size is none.
     """
-    return _current.attempt(settings, tuple(members))
+    return counts.attempt(settings, tuple(members))
 
 
 def count_save(attempt: Attempt, url: str) -> CountedSave:
     """Count a save to a URL that this process begins."""
-    return _current.count(attempt, url)
-
-
-def leave_save(save: CountedSave, url: str) -> None:
-    """Note that this rank has failed before it began a save: it may try again."""
-    _current.leave(save, url)
-
-
-def take_left(attempt: Attempt, url: str) -> CountedSave | None:
-    """The save to a URL that was left last, once."""
-    return _current.take_left(attempt, url)
-
-
-def forget_left(save: CountedSave, url: str) -> None:
-    """Note that this rank does not try a save again that it may have left."""
-    _current.forget_left(save, url)
+    return counts.count(attempt, url)
 
 
 # --- what the first rank tells the others -------------------------------------------------------------
@@ -233,11 +221,7 @@ _telling: dict[str, object] = {}
 def tell(store: Any, said: str, others: int, group: str = "") -> None:
     """On the first rank: answer the others with ``said``, in the background, until all have heard it.
 
-    Args:
-        store: torch's store of the group.
-        said: what no earlier attempt has said.
-        others: number of the other ranks.
-        group: name of a group that is a part of the ranks.
+    No earlier attempt has said the same. ``group`` is the name of a group that is a part of the ranks.
     """
     turn = object()
     with _lock:

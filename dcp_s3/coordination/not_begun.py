@@ -9,15 +9,7 @@ import logging
 
 from dcp_s3.checkpoint.info import find_step
 from dcp_s3.coordination.claim import Claim, claim_of, has_gone_past, withdraw
-from dcp_s3.coordination.identity import (
-    CountedSave,
-    count_save,
-    current_attempt,
-    forget_left,
-    leave_save,
-    save_of,
-    take_left,
-)
+from dcp_s3.coordination.identity import CountedSave, counts, current_attempt, save_of
 from dcp_s3.coordination.joint import JointSave, sign_failed
 from dcp_s3.errors import CheckpointExistsError, DcpS3Error, ObjectNotFoundError, StorageError
 from dcp_s3.format.control_files import Notice
@@ -42,15 +34,15 @@ def enter_save(url: CheckpointURL, settings: Settings) -> CountedSave:
         SaveProtocolError, SettingsError, StorageError
     """
     attempt = current_attempt(settings)
-    left = take_left(attempt, str(url))
+    left = counts.take_left(attempt, str(url))
     if left is not None:
         try:
             if not _is_given_up(url, settings, left):
                 return left
         except StorageError:
-            leave_save(left, str(url))
+            counts.leave(left, str(url))
             raise
-    return count_save(attempt, str(url))
+    return counts.count(attempt, str(url))
 
 
 def _claim(url: CheckpointURL, settings: Settings, save: CountedSave) -> Claim:
@@ -76,7 +68,7 @@ def leave(url: CheckpointURL, settings: Settings, save: CountedSave, error: Base
     why in the background; not what all find, nor an interrupt: they find out what becomes of this rank."""
     if save.begun:
         return
-    leave_save(save, str(url))
+    counts.leave(save, str(url))
     told = isinstance(error, Exception) and not isinstance(error, CheckpointExistsError)
     if save.attempt.world_size > 1 and told:
         why = f"{type(error).__name__}: {error}"  # not the error, whose frames hold the state
@@ -100,4 +92,4 @@ def take_back(url: CheckpointURL, settings: Settings, save: CountedSave) -> None
     """
     if save.begun and save.attempt.world_size > 1:
         withdraw(S3Store(url.bucket, settings), url, _claim(url, settings, save))
-    forget_left(save, str(url))
+    counts.forget_left(save, str(url))

@@ -56,7 +56,7 @@ def own_items(
     """
     values = [_find(lookup, item) for item in items]
     meshes = {id(value.device_mesh): value.device_mesh for value in values if isinstance(value, DTensor)}
-    holders = _Holders(world, rank, replicas, meshes.values())
+    holders = Holders(world, rank, replicas, meshes.values())
     held = [(item, holders.find(item, value)) for item, value in zip(items, values, strict=True)]
     return [item for item, owner in zip(items, assign(held), strict=True) if owner == rank]
 
@@ -73,36 +73,6 @@ def lookup_in(planner: Any) -> Lookup:
     return lookup
 
 
-def holders_of(
-    item: WriteItem,
-    value: Any,
-    *,
-    world: Sequence[int],
-    rank: int,
-    replicas: Replicas = None,
-    meshes: Iterable[DeviceMesh] = (),
-) -> tuple[int, ...]:
-    """The global ranks that hold the same item, ascending; this one is among them.
-
-    A chunk of a DTensor: the ranks of its mesh that have the same, also where that is nothing. If the mesh is a slice
-    of one in ``meshes``: those of the other slices, too. Other shards (ShardedTensor, `shard`): as ``replicas`` says if
-    it is a function, otherwise this rank alone, for nothing says who else has them. Plain tensors and objects: as
-    ``replicas`` says.
-
-    Args:
-        item: of this rank's plan.
-        value: what the flat state holds under the item's name; None if that is not known.
-        world: global ranks of the save.
-        rank: this rank, global.
-        replicas: who holds the same plain tensors and objects.
-        meshes: of all DTensors of the state.
-
-    Raises:
-        SaveProtocolError: ``replicas`` leaves this rank out, or names others than ranks of the save.
-    """
-    return _Holders(world, rank, replicas, meshes).find(item, value)
-
-
 def assign(held: Sequence[tuple[WriteItem, tuple[int, ...]]]) -> list[int]:
     """The owner of each item: one of its holders.
 
@@ -113,7 +83,7 @@ def assign(held: Sequence[tuple[WriteItem, tuple[int, ...]]]) -> list[int]:
     The result does not depend on the order, nor on items that are held by others.
 
     Args:
-        held: items with their holders (`holders_of`), all that a rank holds.
+        held: items with their holders (`Holders`), all that a rank holds.
 
     Returns:
         A global rank for each, in the order of ``held``.
@@ -192,8 +162,15 @@ def _find(lookup: Lookup, item: WriteItem) -> Any:
         return None
 
 
-class _Holders:
-    """Finds the holders of items; equal ones are one object."""
+class Holders:
+    """Finds the holders of items: the global ranks that hold the same, ascending, this one among them. Equal ones are
+    one object.
+
+    Of a chunk of a DTensor: the ranks of its mesh that have the same, also where that is nothing. If the mesh is a
+    slice of one in ``meshes``: those of the other slices, too. Of other shards (ShardedTensor, `shard`): as
+    ``replicas`` says if it is a function, otherwise this rank alone, for nothing says who else has them. Of plain
+    tensors and objects: as ``replicas`` says.
+    """
 
     def __init__(self, world: Sequence[int], rank: int, replicas: Replicas, meshes: Iterable[DeviceMesh]) -> None:
         self._world = tuple(sorted(set(world)))
@@ -209,6 +186,11 @@ class _Holders:
         self._of_answer: dict[Any, tuple[int, ...]] = {}
 
     def find(self, item: WriteItem, value: Any) -> tuple[int, ...]:
+        """Of an item of this rank's plan; ``value`` is what the flat state holds under its name, None if unknown.
+
+        Raises:
+            SaveProtocolError: ``replicas`` leaves this rank out, or names others than ranks of the save.
+        """
         if item.type != WriteItemType.SHARD:
             return self._of_plain(item.index.fqn)
         if not isinstance(value, DTensor) or item.tensor_data is None or _has_own_chunks(value):

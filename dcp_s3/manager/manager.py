@@ -392,12 +392,9 @@ class CheckpointManager(RunReader):
             passed()
 
     def _refuse_save(self, step: int) -> Callable[[Failures], errors.SaveFailedError]:
-        """Make the error of a save that did not begin because some ranks cannot go on."""
         return lambda failures: errors.SaveFailedError(
             f"step {step} is not saved: {name_failed(failures)}", url=self.url(step), step=step, failures=failures
         )
-
-    # --- end -----------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Wait for the saves under way, then for retention (at most ``retention_timeout`` seconds). Then free the

@@ -35,7 +35,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dcp_s3 import errors, shard
 from dcp_s3.coordination import ownership
-from dcp_s3.coordination.ownership import assign, holders_of, lookup_in, own_items
+from dcp_s3.coordination.ownership import Holders, assign, lookup_in, own_items
 from tests.ranks import run_ranks
 from tests.relying import BEFORE_2_10
 
@@ -45,6 +45,12 @@ KIB = 2**10
 
 
 # --- simulated ranks -------------------------------------------------------------------------------------
+
+
+def holders_of(
+    item: Any, value: Any, *, world: Any, rank: int, replicas: Any = None, meshes: Any = ()
+) -> tuple[int, ...]:
+    return Holders(world, rank, replicas, meshes).find(item, value)
 
 
 def _clear_caches() -> None:

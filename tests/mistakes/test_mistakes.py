@@ -106,7 +106,7 @@ _MISTAKES = {
     "other shapes": Mistake(
         'dcp.load({"model": {"weight": torch.ones(3, 4), "bias": torch.ones(4)}}, '
         "storage_reader=S3StorageReader(URL))",
-        (r"between saved \(4, 3\) and current \(3, 4\) for model.weight", r"model\.bias \(saved \(3,\), current"),
+        (r"between saved \(4, 3\) and current \(3, 4\) for\s+model.weight", r"model\.bias \(saved \(3,\), current"),
         "Remedy: ", before=_SAVED,
     ),
     "another dtype, where that is an error": Mistake(
