@@ -19,9 +19,7 @@ from dcp_s3.errors import CheckpointNotFoundError, DcpS3Error
 from dcp_s3.units import format_size, parse_size, plural
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from dcp_s3.bench.run import BenchReport
+    from dcp_s3.bench import BenchReport
     from dcp_s3.offline.verify_report import VerifyReport
 
 
@@ -243,7 +241,7 @@ def bench(
     as_json: AsJSON = False,
 ) -> None:
     """Measure saves and loads below URL with these settings, say what limits them, and remove everything again."""
-    from dcp_s3.bench.run import bench as run_bench
+    from dcp_s3.bench import bench as run_bench
 
     with wrong_usage(ValueError, hint="--size"):
         count = parse_size(size)
@@ -278,40 +276,23 @@ def ended_like_ctrl_c() -> Iterator[None]:
 
 
 def _print_report(report: BenchReport) -> None:
-    from dcp_s3.bench.limits import suggestions
     from dcp_s3.cli import tables
 
-    host = report.host
-    ranks = "1 rank" if host.ranks == 1 else f"{host.ranks} ranks"
-    print_line(f"{ranks} with {format_size(report.size)} each; what was loaded is what was saved, bit by bit")
-    tables.make_console().print(_table(report))
-    print_line("what limits it")
-    for found in report.findings:
-        print_line(f"  {found.direction}: {found.text}")
-    print_line("suggested settings")
-    for text in suggestions(report.findings) or ["none: the settings fit"]:
-        print_line(f"  {text}")
-
-
-def _table(report: BenchReport) -> Table:
-    from dcp_s3.cli import tables
-
-    columns = (
-        ">round",
-        "direction",
-        ">seconds",
-        ">GiB/s",
-        ">CPU s/GiB",
-        ">connections per rank",
-        ">throttled",
-        ">hedged",
-    )
-    table = tables.make_table(columns)
+    ranks, size = plural(report.ranks, "rank"), format_size(report.bytes_per_rank)
+    print_line(f"{ranks} with {size} each; what was loaded is what was saved, bit by bit")
+    titles = (">round", "direction", ">seconds", ">GiB/s", ">CPU s/GiB", ">connections per rank", ">throttled")
+    table = tables.make_table((*titles, ">hedged"))
     for each in report.transfers:
         cells = (each.round, each.direction, f"{each.seconds:.2f}", f"{each.bytes_per_second / 2**30:.2f}",
                  f"{each.cpu_seconds_per_gib:.2f}", each.connections, each.throttled, each.hedged)  # fmt: skip
         tables.add_row(table, cells)
-    return table
+    tables.make_console().print(table)
+    print_line("what limits it")
+    for limit in report.limits:
+        print_line(f"  {limit.direction}: {limit.text}")
+    print_line("suggested settings")
+    for text in report.suggestions or ["none: the settings fit"]:
+        print_line(f"  {text}")
 
 
 @app.command()
