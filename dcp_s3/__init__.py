@@ -142,8 +142,7 @@ if _TYPE_CHECKING:
     from dcp_s3.offline.tree import TreeNode
     from dcp_s3.offline.verify import verify
     from dcp_s3.offline.verify_report import Problem, VerifyReport
-    from dcp_s3.reporting.data import ReportData
-    from dcp_s3.reporting.report import report
+    from dcp_s3.reporting.report import ReportData, report
     from dcp_s3.retention.catalog import CheckpointCatalog, latest, list_checkpoints
     from dcp_s3.retention.marks import annotate, pin, unpin
     from dcp_s3.retention.parse import parse_policy
@@ -240,7 +239,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "ReportData": "dcp_s3.reporting.data",
+    "ReportData": "dcp_s3.reporting.report",
     "report": "dcp_s3.reporting.report",
     "CopyResult": "dcp_s3.offline.copy_source",
     "copy": "dcp_s3.offline.copy",
