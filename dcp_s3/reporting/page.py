@@ -81,6 +81,7 @@ th, td { text-align: left; padding: 7px 12px; border-bottom: 1px solid #dfe3e8; 
 th, td { vertical-align: top; white-space: nowrap; }
 th { color: #59636e; }
 .wide { white-space: normal; min-width: 9rem; }
+.wide:nth-last-child(2) { min-width: 14rem; }
 .wide:last-child { min-width: 18rem; }
 .state { display: inline-block; margin-right: 14px; }
 .delete { color: #b85c00; font-weight: 600; }
