@@ -335,17 +335,13 @@ def make_state(rank: int, size: int) -> dict[str, Tensor]:
 
 
 def fill(state: Mapping[str, Tensor], number: int) -> None:
-    """Set all values to those of a round: random ones, which no link can compress, others in each tensor."""
+    """Set all values to those of a round: random ones, which no link can compress; each tensor has others."""
     for name, tensor in state.items():
         tensor.random_(generator=_generator(name, number))
 
 
 def check(state: Mapping[str, Tensor], number: int) -> None:
-    """Check that all bits are those of a round.
-
-    Raises:
-        CorruptCheckpointError: they are not.
-    """
+    """Check that all bits are those of a round: otherwise CorruptCheckpointError."""
     for name, tensor in state.items():
         if not tensor.equal(tensor.clone().random_(generator=_generator(name, number))):
             raise errors.CorruptCheckpointError(f"what was loaded as {name!r} is not what was saved")
