@@ -64,7 +64,7 @@ if _TYPE_CHECKING:  # the table below again, for type checkers
     from dcp_s3.offline.verify import verify as verify
     from dcp_s3.offline.verify_plan import Problem as Problem
     from dcp_s3.offline.verify_plan import VerifyReport as VerifyReport
-    from dcp_s3.reporting.data import ReportData as ReportData
+    from dcp_s3.reporting.report import ReportData as ReportData
     from dcp_s3.reporting.report import report as report
     from dcp_s3.retention.catalog import CatalogSnapshot as CatalogSnapshot
     from dcp_s3.retention.catalog import CheckpointCatalog as CheckpointCatalog
@@ -168,7 +168,7 @@ _PAGE = {
         "DoctorReport": ("checkup.doctor", "what `doctor` has found"),
         "CheckResult": ("checkup.probes", "what one of its checks has found"),
         "ExportResult": ("offline.export", "what `export` has written"),
-        "ReportData": ("reporting.data", "what `report` shows"),
+        "ReportData": ("reporting.report", "what `report` shows"),
         "CopyResult": ("offline.copy_source", "what `copy` has done"),
         "ImportResult": ("offline.import_weights", "what `import_weights` has written"),
     },
