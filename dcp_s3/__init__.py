@@ -26,6 +26,8 @@ from sys import modules as _modules
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
+from dcp_s3 import errors as errors
+from dcp_s3 import events as events
 from dcp_s3._version import __version__ as __version__
 from dcp_s3.torch_version import require_torch as _require_torch
 
