@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -14,12 +15,27 @@ from torch.distributed.tensor import DTensor
 
 from dcp_s3.boundary import called_by_dcp
 from dcp_s3.collector import collector_paused
+from dcp_s3.load.aliases import without_tied
 from dcp_s3.load.fast_items import make_indices, make_tensor_items
 from dcp_s3.load.names import find_mismatch, is_other_kind
 from dcp_s3.load.overlaps import Box, find_overlaps
-from dcp_s3.torch_private import ShardedTensor, create_chunk_list, find_storage_reader
+from dcp_s3.torch_private import ShardedTensor, create_chunk_list
 
 _Boxes = tuple[Box, ...]
+
+
+class FailureTeller:
+    """Metadata that a reader has read carries it, so that a planner can tell of a failure. Copies tell nobody."""
+
+    def __init__(self, tell: Callable[[BaseException], None] | None = None) -> None:
+        self._tell = tell
+
+    def __call__(self, error: BaseException) -> None:
+        if self._tell is not None:
+            self._tell(error)
+
+    def __reduce__(self) -> tuple[type[FailureTeller], tuple[()]]:
+        return FailureTeller, ()
 
 
 class S3LoadPlanner(DefaultLoadPlanner):
@@ -45,7 +61,7 @@ class S3LoadPlanner(DefaultLoadPlanner):
 
     def _tell_failed(self, error: BaseException) -> None:
         """Let the reader of the load tell that it failed."""
-        tell = getattr(find_storage_reader(), "_tell_failed", None)
+        tell = getattr(self.metadata, "tell_failed", None)
         if tell is not None:
             tell(error)
 
@@ -62,7 +78,8 @@ class S3LoadPlanner(DefaultLoadPlanner):
             return super().create_local_plan()  # which raises
         if self.flatten_state_dict and not metadata.state_dict_metadata.keys() <= self.state_dict.keys():
             self._adopt_old_names(metadata)
-        return create_load_plan(self.state_dict, metadata, strict=not self.allow_partial_load)
+        state = without_tied(self.state_dict, metadata.state_dict_metadata)
+        return create_load_plan(state, metadata, strict=not self.allow_partial_load)
 
     def _adopt_old_names(self, metadata: Metadata) -> None:
         """Let torch check whether the checkpoint has names from before torch 2.4, and adopt them."""

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 from dcp_s3 import S3StorageReader, S3StorageWriter
 from dcp_s3.load.item_transfer import StreamTransfer
+from dcp_s3.load.peers.shared_read import SharedRead
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.ranks import run_ranks
 from tests.servers import S3Server
@@ -158,9 +160,9 @@ def _load_on_ranks() -> None:
         for seed in range(2):
             planner, state = _Recording(10 * rank + seed), {**_state(blank=True), **_own(rank, blank=True)}
             reader = S3StorageReader(url, settings={**SMALL, "load_buffers": buffers})
-            dcp.load(state, storage_reader=reader, planner=planner)
-            assert reader._group is not None
-            assert reader._group.shares_data
+            with mock.patch.object(SharedRead, "run", autospec=True, side_effect=SharedRead.run) as shared:
+                dcp.load(state, storage_reader=reader, planner=planner)
+            assert shared.call_count == 1
             assert planner.found == planner.expected
             assert len(planner.found) == 60
             _assert_loaded(state)

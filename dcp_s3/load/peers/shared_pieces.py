@@ -83,15 +83,13 @@ class OwnedPiece(Transfer):
     """
 
     __slots__ = ("_bytes", "_engine", "_items", "_own", "_part_crcs", "_parts", "_sections", "_starts",
-                 "nbytes", "number", "peers")  # fmt: skip
+                 "nbytes", "number")  # fmt: skip
 
     def __init__(self, piece: SharedPiece, items: SharedItems, engine: Engine) -> None:
         self.number = piece.number
         self._parts, self._items, self._engine = piece.parts, items, engine
         self._starts, self.nbytes = lay_out([part.stop - part.start for part in piece.parts])
         self._sections = {peer.rank: self._sections_of(peer) for peer in piece.peers}
-        self._sections = {rank: found for rank, found in self._sections.items() if any(size for *_, size in found)}
-        self.peers = sorted(self._sections)
         self._bytes: memoryview | None = None
         self._own = False
         self._part_crcs: list[int] = []
@@ -179,6 +177,8 @@ class OwnedPiece(Transfer):
             whole = torch.frombuffer(self._view(0, self.nbytes), dtype=torch.uint8)
             return whole, combine_crc64nvme(zip(self._part_crcs, sizes, strict=True))
         starts, length = lay_out([size for *_, size in sections])
+        if not any(size for *_, size in sections):
+            length = 0
         packed = torch.empty(length, dtype=torch.uint8, device="cpu")
         crc = 0
         for (number, box, section, size), at in zip(sections, starts, strict=True):
@@ -219,7 +219,7 @@ class ReceivedPiece:
     """
 
     def __init__(self, piece: SharedPiece, items: SharedItems, url: str) -> None:
-        self.number, self.owner, self._url = piece.number, piece.owner, url
+        self.owner, self._url = piece.owner, url
         self._items = items
         self._sections = [found for part in piece.parts for found in items.sections(part)]
         self._sizes = [item.section_bytes(section) for _, item, section in self._sections]

@@ -54,9 +54,9 @@ def place_on(full: torch.Tensor, mesh: DeviceMesh, *placements: Placement) -> DT
 
 
 def load_into(url: str, state: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """``state`` with what was loaded into it; ``group``, ``planner``, others are settings."""
+    """``state`` with what was loaded into it; ``group``, ``readers_group``, ``planner``, others are settings."""
     group, planner = options.pop("group", None), options.pop("planner", None)
-    reader = S3StorageReader(url, settings={**SMALL, **options})
+    reader = S3StorageReader(url, process_group=options.pop("readers_group", None), settings={**SMALL, **options})
     dcp.load(state, storage_reader=reader, process_group=group, planner=planner)
     return state
 
