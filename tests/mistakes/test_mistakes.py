@@ -105,7 +105,7 @@ _MISTAKES = {
         "s3://bucket/run/step-1000")), "Remedy: "),
     "other shapes": Mistake(
         'dcp.load({"model": {"weight": torch.ones(3, 4), "bias": torch.ones(4)}}, '
-        "storage_reader=S3StorageReader(URL))",
+        "storage_reader=S3StorageReader(URL), planner=S3LoadPlanner())",
         (r"between saved \(4, 3\) and current \(3, 4\) for model.weight", r"model\.bias \(saved \(3,\), current"),
         "Remedy: ", before=_SAVED,
     ),
@@ -116,7 +116,8 @@ _MISTAKES = {
         before=_SAVED,
     ),
     "missing keys": Mistake(
-        'dcp.load({"weight": torch.ones(4, 3), "bias": torch.ones(3)}, storage_reader=S3StorageReader(URL))',
+        'dcp.load({"weight": torch.ones(4, 3), "bias": torch.ones(3)}, storage_reader=S3StorageReader(URL), '
+        "planner=S3LoadPlanner())",
         ("Missing key in checkpoint state_dict: bias and 1 more", r"wrap\s+the\s+state:\s+\{'model':\s+state\}"),
         "Remedy: ", before=_SAVED,
     ),
