@@ -1,9 +1,10 @@
-"""Compares the state of a load with the metadata, where torch does not."""
+"""What is wrong with the metadata of a load, or with its state, and torch does not say."""
 
 from __future__ import annotations
 
 import logging
 import math
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -11,11 +12,33 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.tensor import DTensor
 
+from dcp_s3 import errors
 from dcp_s3.errors import CorruptMetadataError
 from dcp_s3.load.names import count_by_prefix
 from dcp_s3.load.planner import S3LoadPlanner
 
 logger = logging.getLogger(__name__)
+
+
+class UnreadableMetadata(Metadata):
+    """Stands in for metadata that could not be read; raises the reason as soon as it is used."""
+
+    def __init__(self, error: errors.DcpS3Error) -> None:
+        object.__setattr__(self, "_reason", error)
+
+    def fail(self) -> NoReturn:
+        raise object.__getattribute__(self, "_reason")
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in (
+            "state_dict_metadata",
+            "planner_data",
+            "storage_data",
+            "storage_meta",
+            "version",
+        ):
+            UnreadableMetadata.fail(self)
+        return object.__getattribute__(self, name)
 
 
 def log_unexpected(planner: LoadPlanner, metadata: Metadata, url: str) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import os
 import secrets
+import time
 from typing import Any
 
 import torch.distributed as dist
@@ -24,23 +25,21 @@ from dcp_s3.checkpoint.steps import find_step
 from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
 from dcp_s3.checksum import crc64nvme
 from dcp_s3.collector import collector_paused
-from dcp_s3.events import Listener, LoadFailed, emit
+from dcp_s3.events import Listener, Loaded, LoadFailed, LoadStarted, emit
 from dcp_s3.format.layout import SAVE_ID_KEY, deletion_id, metadata_object, new_save_id
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.limit import Deadline, Limit
-from dcp_s3.load.attachments import AttachmentReader
-from dcp_s3.load.check_state import check_filled, log_unexpected
+from dcp_s3.load.attachments import AttachmentReader, find_uncommitted
+from dcp_s3.load.check_state import UnreadableMetadata, check_filled, log_unexpected
 from dcp_s3.load.engine import Source
 from dcp_s3.load.peers.assign import MAX_PIECE, plan_sharing
 from dcp_s3.load.peers.assignment import Assignment, Offer, choose_group, hash_ranks, hash_text
 from dcp_s3.load.peers.exchange import FIRST_TAG, TAGS
 from dcp_s3.load.peers.shared_read import SharedRead
 from dcp_s3.load.planner import FailureTeller
-from dcp_s3.load.progress import LoadProgress
 from dcp_s3.load.read import LoadExecutor
-from dcp_s3.load.uncommitted import find_uncommitted
-from dcp_s3.load.unreadable import UnreadableMetadata
 from dcp_s3.reprs import one_line
+from dcp_s3.s3.hedge import hedges_of
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings, SettingsLike, launch, resolve_settings
 from dcp_s3.spill.local import LocalObjects
@@ -330,11 +329,11 @@ class S3StorageReader(AttachmentReader, StorageReader):
         if self._metadata is None:
             raise errors.SaveProtocolError("read_data was called before set_up_storage_reader")
         url, assignment = self._require_url(), plan.storage_data
-        with contextlib.ExitStack() as stack:
-            shared = None
-            if isinstance(assignment, Assignment):
-                group: Any = self._process_group if assignment.group == "given" else dist.group.WORLD
-                shared = stack.enter_context(SharedRead(group, assignment, str(url), self._deadline))
+        sharing: contextlib.AbstractContextManager[SharedRead | None] = contextlib.nullcontext()
+        if isinstance(assignment, Assignment):
+            group: Any = self._process_group if assignment.group == "given" else dist.group.WORLD
+            sharing = SharedRead(group, assignment, str(url), self._deadline)
+        with sharing as shared, contextlib.ExitStack() as stack:
             check_filled(plan, planner, self._metadata, str(url))
             if self._is_coordinator:
                 log_unexpected(planner, self._metadata, str(url))
@@ -398,3 +397,41 @@ class S3StorageReader(AttachmentReader, StorageReader):
 def _has_gloo(group: dist.ProcessGroup | None) -> bool:
     """Whether a group carries CPU tensors by gloo, the only backend that is supported here."""
     return "cpu:gloo" in dist.get_backend_config(group).split(",")
+
+
+class LoadProgress:
+    """Events of one rank's part in one load, which begins now.
+
+    Args:
+        store: the bucket.
+        url: URL of the checkpoint.
+        on_event: gets the events.
+    """
+
+    def __init__(self, store: S3Store, url: CheckpointURL, on_event: Listener | None) -> None:
+        self._url, self._step, self._on_event = str(url), find_step(url.name, store.settings), on_event
+        self._gate, self._hedges = store.gate, hedges_of(store)
+        self._began = time.monotonic()
+        self._throttled, self._hedged = self._gate.state.throttled, self._hedges.state.started
+        emit(LoadStarted(url=self._url, step=self._step, rank=ranks.rank()), on_event)
+
+    def loaded(self, size: int, disk_size: int) -> None:
+        """Everything is in place.
+
+        Args:
+            size: bytes that this rank fetched.
+            disk_size: bytes of them that came from the local disk.
+        """
+        event = Loaded(
+            url=self._url,
+            step=self._step,
+            rank=ranks.rank(),
+            ranks=ranks.world_size(),
+            bytes=size,
+            disk_bytes=disk_size,
+            seconds=time.monotonic() - self._began,
+            hedged=self._hedges.state.started - self._hedged,
+            throttled=self._gate.state.throttled - self._throttled,
+        )
+        logger.log(logging.INFO if event.rank == 0 else logging.DEBUG, "%s", event)
+        emit(event, self._on_event)

@@ -8,10 +8,9 @@ One thread sends the pieces that the rank owns, one receives the others, each wi
 no deadlock: consider the smallest piece that is not done. Its owner has sent all that it owns before it, so the memory
 to fetch it is free, and it is sent next; its receivers have received all before it, so they receive it next.
 
-No wait of gloo has a timeout of its own: when one runs out, gloo closes the group's connections, and the caller could
-not load anything else with the group. So greetings are looked for rather than waited for.
-
-The thread that handles signals takes no lock here, which a signal might leave locked.
+When a timeout of gloo runs out, it closes the group's connections, and the caller could not load anything else with the
+group. So greetings are looked for rather than waited for. The thread that handles signals takes no lock here, which a
+signal might leave locked.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent import futures
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,6 +31,7 @@ import torch.distributed as dist
 from dcp_s3 import errors
 from dcp_s3.limit import Cancelled, Deadline
 from dcp_s3.load.peers.assignment import Assignment
+from dcp_s3.load.peers.shared_pieces import OwnedPiece, ReceivedPiece
 from dcp_s3.tensor_memory import view_bytes
 from dcp_s3.workers import Workers
 
@@ -60,43 +60,6 @@ _FOLLOWS, _DECLINED, _FAILED = 1, 2, 3  # never 0
 _unanswered: list[Any] = []  # messages to ranks that did not come: gloo may use their memory at any time
 
 
-class Outgoing(Protocol):
-    """A piece that this rank owns.
-
-    Attributes:
-        nbytes: bytes of memory that it takes while in flight.
-    """
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def fetch(self) -> None:
-        """Fetch and verify the piece. Called on any thread."""
-
-    def message(self, peer: int) -> tuple[torch.Tensor, int]:
-        """The message for ``peer`` (uint8 in CPU memory), and the CRC-64/NVME of its sections."""
-
-    def sent(self) -> None:
-        """Note that nobody needs the piece's memory any more."""
-
-
-class Incoming(Protocol):
-    """A piece that another rank owns.
-
-    Attributes:
-        nbytes: bytes of the message.
-    """
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def buffer(self) -> torch.Tensor:
-        """Memory to receive the message in: ``nbytes`` of uint8 on the CPU."""
-
-    def received(self, crc: int) -> None:
-        """Take the message that has arrived; ``crc`` is the checksum that its owner sent."""
-
-
 class _Failure(NamedTuple):
     error: BaseException
     rank: int
@@ -106,21 +69,21 @@ class _Failure(NamedTuple):
 class _Prepared(NamedTuple):
     """What to send and to receive, by the numbers of the pieces."""
 
-    outgoing: Mapping[int, Outgoing]
-    incoming: Mapping[int, Incoming]
+    outgoing: Mapping[int, OwnedPiece]
+    incoming: Mapping[int, ReceivedPiece]
     threads: int
     memory: int
 
 
 class _PendingSend(NamedTuple):
-    piece: Outgoing | None
+    piece: OwnedPiece | None
     nbytes: int
     works: list[tuple[int, Any]]
     kept: list[torch.Tensor]
 
 
 class _PendingReceive(NamedTuple):
-    piece: Incoming | None
+    piece: ReceivedPiece | None
     nbytes: int
     crc: int
     buffer: torch.Tensor
@@ -131,16 +94,8 @@ class _PendingReceive(NamedTuple):
 class Exchange:
     """One rank's part of an exchange: `start`, then `provide`, `decline` or `fail`, then wait for ``on_end``.
 
-    Args:
-        group: process group with gloo for CPU tensors.
-        assignment: what this rank sends and receives; its ranks are those of the group.
-        url: URL of the checkpoint, for errors.
-        on_failure: called when anything fails, here or elsewhere; from any thread.
-        on_end: called once, when this rank is done with all pieces.
-        deadline: deadline of the load.
-
-    Attributes:
-        is_incomplete: whether another rank declined to send its pieces.
+    The group has gloo for CPU tensors, and the ranks of the assignment. ``on_failure`` is called from any thread when
+    anything fails, here or elsewhere; ``on_end`` once, when this rank is done with all pieces.
     """
 
     def __init__(
@@ -153,45 +108,34 @@ class Exchange:
         on_end: Callable[[], None] = lambda: None,
         deadline: Deadline | None = None,
     ) -> None:
-        self._group, self._rank, self._url = group, dist.get_rank(group), url
-        self._tag = assignment.tag
-        self._owned = [
-            (piece.number, [peer.rank for peer in piece.peers])
-            for piece in assignment.pieces
-            if piece.owner == self._rank
-        ]
-        self._received = [(piece.number, piece.owner) for piece in assignment.pieces if piece.owner != self._rank]
+        self._group, self._rank, self._url, self._tag = group, dist.get_rank(group), url, assignment.tag
+        pieces, me = assignment.pieces, self._rank
+        self._owned = [(piece.number, [peer.rank for peer in piece.peers]) for piece in pieces if piece.owner == me]
+        self._received = [(piece.number, piece.owner) for piece in pieces if piece.owner != me]
         receivers = {rank for _, ranks in self._owned for rank in ranks}
         self._peers = sorted(receivers | {owner for _, owner in self._received})
-        self._on_failure, self._on_end = on_failure, on_end
-        self._deadline = deadline
+        self._on_failure, self._on_end, self._deadline = on_failure, on_end, deadline
         self._failure: _Failure | None = None
+        self.error: BaseException | None = None
+        """The first failure."""
         self._lost: set[int] = set()
-        self._declined = False
-        self._is_on = False
+        self._declined = self._is_on = False
         self._greetings: list[tuple[int, torch.Tensor, Any]] = []
         self._provided: queue.SimpleQueue[_Prepared | None] = queue.SimpleQueue()
         self.is_incomplete = False
+        """Whether another rank declined to send its pieces."""
 
     def start(self) -> None:
-        """Greet the peers. From now on they count on this rank.
-
-        Raises:
-            RuntimeError: no thread is left. Nobody counts on this rank.
-        """
+        """Greet the peers. From now on they count on this rank, unless this raises because no thread is left."""
         threading.Thread(target=self._run, name="dcp_s3-send").start()
 
     def provide(
-        self, outgoing: Mapping[int, Outgoing], incoming: Mapping[int, Incoming], *, threads: int, memory: int
+        self, outgoing: Mapping[int, OwnedPiece], incoming: Mapping[int, ReceivedPiece], *, threads: int, memory: int
     ) -> None:
-        """Begin to send and receive.
+        """Begin to send and receive pieces, by their numbers, fetching them on so many threads.
 
-        Args:
-            outgoing: the pieces that this rank owns, by number.
-            incoming: the pieces that it receives, by number.
-            threads: number of threads that fetch.
-            memory: bytes of pieces in flight: half for pieces being fetched or sent, an eighth for pieces being
-                received. One piece is always allowed.
+        ``memory`` is for bytes in flight: half for pieces being fetched or sent, an eighth for pieces being received.
+        One piece is always allowed.
         """
         self._provided.put(_Prepared(outgoing, incoming, threads, memory))
 
@@ -208,15 +152,10 @@ class Exchange:
             text = type(error).__name__
         self._fail(_Failure(error, self._rank, text))
 
-    @property
-    def error(self) -> BaseException | None:
-        """The first failure, None without."""
-        return None if self._failure is None else self._failure.error
-
     def _fail(self, failure: _Failure) -> None:
         if self._failure is not None:
             return
-        self._failure = failure
+        self.error, self._failure = failure.error, failure
         self._provided.put(None)
         try:
             self._on_failure()
@@ -292,7 +231,7 @@ class Exchange:
     def _exchange_greetings(self, kind: int, until: float) -> dict[int, tuple[int, int, int, int, str]]:
         """Greet the peers; returns what each has answered by then, or until a failure of this rank's first greeting."""
         answers = {peer: torch.zeros(_HEADER_BYTES, dtype=torch.uint8, device="cpu") for peer in self._peers}
-        waiting = {peer: self._post(self._receive, answer, peer, kind) for peer, answer in answers.items()}
+        waiting = {peer: self._receive(answer, peer, kind) for peer, answer in answers.items()}
         self._tell(_pack(_FOLLOWS, self._rank, 0, 0, ""), kind)
         found, probed = {}, time.monotonic()
         while waiting.keys() - self._lost and time.monotonic() < until:
@@ -313,7 +252,7 @@ class Exchange:
 
     def _tell(self, message: torch.Tensor, kind: int, peers: Iterable[int] | None = None) -> None:
         for peer in self._peers if peers is None else peers:
-            work = self._post(self._send, message, peer, kind)
+            work = self._send(message, peer, kind)
             (_unanswered if kind == _PROBE else self._greetings).append((peer, message, work))
 
     def _fail_as(self, rank: int, text: str) -> None:
@@ -334,23 +273,23 @@ class Exchange:
             return False
         return True
 
-    def _post(self, operation: Any, tensor: torch.Tensor, peer: int, kind: int) -> Any:
+    def _send(self, tensor: torch.Tensor, peer: int, kind: int) -> Any:
+        return self._post(dist.isend, tensor, peer, self._tag + kind, group_dst=peer)
+
+    def _receive(self, tensor: torch.Tensor, peer: int, kind: int) -> Any:
+        return self._post(dist.irecv, tensor, peer, self._tag + kind, group_src=peer)
+
+    def _post(self, operation: Any, tensor: torch.Tensor, peer: int, tag: int, **to: int) -> Any:
         if peer in self._lost:
             return None
         try:
-            return operation(tensor, self._tag + kind, peer)
+            return operation(tensor, group=self._group, tag=tag, **to)
         except RuntimeError as error:
             self._lose_connection(peer, error)
             return None
 
     def _lose_connection(self, peer: int, error: Exception) -> None:
         self._lose(peer, f"the connection to rank {peer} was lost: {error}", "see what ended that rank")
-
-    def _send(self, tensor: torch.Tensor, tag: int, peer: int) -> Any:
-        return dist.isend(tensor, group=self._group, group_dst=peer, tag=tag)
-
-    def _receive(self, tensor: torch.Tensor, tag: int, peer: int) -> Any:
-        return dist.irecv(tensor, group=self._group, group_src=peer, tag=tag)
 
     # --- sending ----------------------------------------------------------------------------------------
 
@@ -368,7 +307,7 @@ class Exchange:
                 pool.close()
 
     def _send_pieces(self, prepared: _Prepared | None, pool: Workers | None) -> None:
-        pieces: list[Outgoing] = []
+        pieces: list[OwnedPiece] = []
         limit = 0
         if prepared is not None and pool is not None:
             pieces, limit = [prepared.outgoing[number] for number, _ in self._owned], prepared.memory // 2
@@ -406,7 +345,7 @@ class Exchange:
             self.fail(error)
         return self._failure is None
 
-    def _send_piece(self, piece: Outgoing | None, peers: Sequence[int]) -> _PendingSend:
+    def _send_piece(self, piece: OwnedPiece | None, peers: Sequence[int]) -> _PendingSend:
         messages: list[tuple[int, torch.Tensor, int]] = []
         if piece is not None:
             try:
@@ -418,13 +357,13 @@ class Exchange:
         kept: list[torch.Tensor] = []
         if piece is None:
             kept.append(self._refusal())
-            works = [(peer, self._post(self._send, kept[0], peer, _HEADER)) for peer in peers]
+            works = [(peer, self._send(kept[0], peer, _HEADER)) for peer in peers]
         for peer, message, crc in messages if piece is not None else ():
             header = _pack(_FOLLOWS, self._rank, message.numel(), crc, "")
             kept += [header, message]
-            works.append((peer, self._post(self._send, header, peer, _HEADER)))
+            works.append((peer, self._send(header, peer, _HEADER)))
             if message.numel():
-                works.append((peer, self._post(self._send, message, peer, _PAYLOAD)))
+                works.append((peer, self._send(message, peer, _PAYLOAD)))
         return _PendingSend(piece, 0 if piece is None else piece.nbytes, works, kept)
 
     def _refusal(self) -> torch.Tensor:
@@ -454,7 +393,7 @@ class Exchange:
             while len(headers) < _HEADERS_AHEAD and (piece := next(upcoming, None)) is not None:
                 number, owner = piece
                 header = torch.empty(_HEADER_BYTES, dtype=torch.uint8, device="cpu")
-                headers.append((number, owner, header, self._post(self._receive, header, owner, _HEADER)))
+                headers.append((number, owner, header, self._receive(header, owner, _HEADER)))
             if not headers:
                 break
             number, owner, header, work = headers.popleft()
@@ -471,22 +410,18 @@ class Exchange:
                 incoming = None if prepared is None else prepared.incoming[number]
                 buffer = self._buffer_for(incoming, nbytes, owner)
                 held += nbytes
-                work = self._post(self._receive, buffer, owner, _PAYLOAD)
+                work = self._receive(buffer, owner, _PAYLOAD)
                 pending.append(_PendingReceive(incoming, nbytes, crc, buffer, owner, work))
         while pending:
             self._finish(pending.popleft())
 
-    def _buffer_for(self, piece: Incoming | None, nbytes: int, owner: int) -> torch.Tensor:
+    def _buffer_for(self, piece: ReceivedPiece | None, nbytes: int, owner: int) -> torch.Tensor:
         if piece is not None and self._failure is None:
             try:
                 if piece.nbytes == nbytes:
                     return piece.buffer()
-                raise errors.PeerReadError(
-                    f"rank {owner} sends {nbytes} bytes where {piece.nbytes} of {self._url} are needed. Remedy: load "
-                    "with DCP_S3_LOAD_SHARING=0, and report it",
-                    url=self._url,
-                    rank=owner,
-                )
+                text = f"rank {owner} sends {nbytes} bytes where {piece.nbytes} of {self._url} are needed: report it"
+                raise errors.PeerReadError(text, url=self._url, rank=owner)
             except BaseException as error:  # noqa: BLE001 - the schedule goes on
                 self.fail(error)
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # dropped

@@ -30,12 +30,7 @@ class SharedRead:
     """Reads the bytes that only this rank needs, and takes part in the exchange of the rest.
 
     Use it as a context manager around all that may fail: when it is entered the other ranks begin to count on this
-    one, and an error that leaves it is told to them.
-
-    Args:
-        group: process group of the ranks of this load; all of them have an assignment.
-        assignment: what this rank has to do.
-        url: URL of the checkpoint.
+    one, and an error that leaves it is told to them. All ranks of the group have an assignment.
     """
 
     def __init__(
@@ -55,7 +50,11 @@ class SharedRead:
         )
 
     def __enter__(self) -> SharedRead:
-        self._exchange.start()
+        try:
+            self._exchange.start()
+        except BaseException as error:
+            self._exchange.fail(error)  # an interrupt: it may have started
+            raise
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
