@@ -121,12 +121,6 @@ def find_uncommitted(
 ) -> WaitingCommit | None:
     """The newest commit at ``url`` that is spilled on this host; None if S3 has a newer one.
 
-    Args:
-        store: store with the checkpoint.
-        settings: settings that name the directory.
-        url: URL of the checkpoint.
-        rank: rank of a save without collectives; None for a commit of all ranks.
-
     Raises:
         StorageError: missing bucket, credentials.
     """

@@ -48,12 +48,7 @@ class _PlainReadItem:
 
 
 def make_indices(fqn: str, places: Iterable[tuple[torch.Size, int]]) -> list[MetadataIndex]:
-    """Make the index of each chunk of a tensor.
-
-    Args:
-        fqn: FQN of the tensor.
-        places: offsets and number of each chunk.
-    """
+    """Make the index of each chunk of a tensor."""
     if not _FAST:
         return [MetadataIndex(fqn, offset, index) for offset, index in places]
     made = [_PlainMetadataIndex(fqn, offset, index) for offset, index in places]
@@ -180,11 +175,6 @@ class S3LoadPlanner(DefaultLoadPlanner):
 
 def create_load_plan(state_dict: dict[str, Any], metadata: Metadata, *, strict: bool) -> LoadPlan:
     """Make the plan that torch's `create_default_local_load_plan` makes.
-
-    Args:
-        state_dict: flat state dict to load.
-        metadata: metadata of the checkpoint.
-        strict: whether a name missing in the checkpoint is an error.
 
     Raises:
         TensorMismatchError: saved tensors have other shapes, or no tensor is there for them.

@@ -73,12 +73,7 @@ def _contains(target: torch.dtype, saved: torch.dtype) -> bool:
 
 
 def warn_of_narrowing(narrowed: Mapping[str, Conversion], url: str) -> None:
-    """Log one warning for all tensors that a load converts to a dtype that does not hold their values.
-
-    Args:
-        narrowed: narrowing conversions by name of the tensor.
-        url: URL of the checkpoint.
-    """
+    """Log one warning for all tensors that a load converts to a dtype that does not hold their values."""
     if not narrowed:
         return
     kinds: dict[Conversion, list[str]] = {}
@@ -110,13 +105,6 @@ class UnknownItem(NamedTuple):
 
 class TransferFactory:
     """Decides for each read item which bytes it needs and where they go.
-
-    Args:
-        url: URL of the checkpoint.
-        metadata: metadata of the checkpoint.
-        transforms: torch's stream extensions.
-        allow_dtype_cast: whether a tensor may be converted to another dtype.
-        max_gap: longest gap (bytes) between two ranges of a chunk that is fetched rather than skipped.
 
     Attributes:
         narrowed: prepared tensors, by name, that are converted to a dtype that does not hold all values.

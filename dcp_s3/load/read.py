@@ -29,11 +29,7 @@ from dcp_s3.torch_private import ReaderTransforms
 
 
 class Turns:
-    """The queue of items that are no tensors, in plan order.
-
-    Args:
-        transfers: transfers of all items, in plan order.
-    """
+    """The queue of items that are no tensors, in plan order."""
 
     def __init__(self, transfers: Sequence[ItemTransfer]) -> None:
         self._waiting = collections.deque(transfer for transfer in transfers if transfer.target is None)
@@ -47,9 +43,7 @@ class Turns:
 def in_batches(transfers: Sequence[ItemTransfer], max_held: int) -> list[list[ItemTransfer]]:
     """Split items into batches to be read one after the other, all tensors in the first.
 
-    Args:
-        transfers: transfers of the items, in plan order.
-        max_held: stored bytes of non-tensors in one batch, unless a single item has more.
+    A batch holds at most ``max_held`` stored bytes of non-tensors, unless a single item has more.
     """
     batches: list[list[ItemTransfer]] = [[]]
     held = 0
@@ -67,18 +61,7 @@ def in_batches(transfers: Sequence[ItemTransfer], max_held: int) -> list[list[It
 
 
 class LoadExecutor:
-    """Carries out one rank's load plan.
-
-    Args:
-        source: source of the checkpoint's bytes.
-        metadata: metadata of the checkpoint.
-        transforms: torch's stream extensions.
-        weights_only: whether to refuse items that torch's weights-only unpickler refuses.
-
-    Attributes:
-        source: source of the checkpoint's bytes.
-        engine: engine that fetches them.
-    """
+    """Carries out one rank's load plan."""
 
     def __init__(
         self, source: Source, metadata: Metadata, transforms: ReaderTransforms, *, weights_only: bool = True
