@@ -208,7 +208,8 @@ class Exchange:
 
         A rank that has said yes twice goes through the schedule. Peers that said no are lost.
         """
-        began, patience = time.monotonic(), PATIENCE
+        began = time.monotonic()
+        patience = PATIENCE if self._deadline is None else min(PATIENCE, self._deadline.left)
         here = self._exchange_greetings(_GREETING, began + patience)
         for peer in self._peers:
             if peer not in here and self._failure is None:
