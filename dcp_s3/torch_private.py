@@ -33,7 +33,6 @@ from torch.distributed.checkpoint._async_thread_executor import (
 from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import _wrap_exception as wrap_exception
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.filesystem import _StoragePrefix as StoragePrefix
@@ -61,7 +60,6 @@ __all__ = [
     "CURRENT_DCP_VERSION",
     "MEMORY_FORMAT_ENCODING",
     "AsyncCollectiveTensor",
-    "Caller",
     "ExtensionRegistry",
     "FailedCall",
     "FakeTensorMode",
@@ -82,17 +80,11 @@ __all__ = [
     "find_async_save",
     "find_direction",
     "find_failed_call",
-    "find_load_group",
-    "find_load_planner",
     "find_save_group",
     "find_saving_rank",
-    "find_storage_reader",
     "find_upload_future",
     "flatten_state_dict",
     "has_checkpoint_process",
-    "is_first_look",
-    "is_load_without_group",
-    "is_loading",
     "is_process_starting",
     "is_traceable_wrapper_subclass",
     "make_wrapper",
@@ -111,53 +103,6 @@ _SAVER_MODULE = "torch.distributed.checkpoint.state_dict_saver"
 _MAX_STEPS = 8
 
 
-class Caller(NamedTuple):
-    """The `dcp.load` that called a storage reader."""
-
-    group: dist.ProcessGroup
-    """The load's process group."""
-    rank: int
-    """This process's rank in the group."""
-    world_size: int
-    """Ranks in the group, at least 2."""
-    plain_finish: bool
-    """Whether the planner's `finish_plan` is torch's, which returns its argument and cannot fail."""
-
-
-def find_load_group() -> Caller | None:
-    """The process group of the `dcp.load` that is calling `read_metadata`; None if not all of its ranks make this call.
-
-    DCP does not pass the group to a storage reader. But it is a variable of torch's `local_step`, which all ranks of
-    the group run. On its first call it has no metadata yet: a planner that calls `read_metadata` itself, later in
-    `local_step`, gets None. So does any caller outside of `dcp.load`.
-    """
-    variables = _first_look()
-    return None if variables is None else _caller_of(variables)
-
-
-def is_first_look() -> bool:
-    """Whether `dcp.load` is calling `read_metadata` for the metadata of all ranks, before that of this rank alone."""
-    return _first_look() is not None
-
-
-def is_load_without_group() -> bool:
-    """Whether the `dcp.load` that is calling `read_metadata` has no process group: torch then calls every rank 0."""
-    variables = _local_step_variables(_LOADER_MODULE)
-    return variables is not None and getattr(variables.get("distW"), "use_dist", None) is False
-
-
-def is_loading() -> bool:
-    """Whether torch's loader is among the callers, whatever it looks like inside."""
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_MAX_STEPS):
-        if frame is None:
-            return False
-        if frame.f_globals.get("__name__") == _LOADER_MODULE:
-            return True
-        frame = frame.f_back
-    return False
-
-
 def find_direction(steps: int = 2 * _MAX_STEPS) -> str:
     """``save`` or ``load``: what of DCP is among the callers, this many frames away at most. Empty: neither."""
     frame: FrameType | None = sys._getframe(1)
@@ -169,19 +114,6 @@ def find_direction(steps: int = 2 * _MAX_STEPS) -> str:
             return "load" if module == _LOADER_MODULE else "save"
         frame = frame.f_back
     return ""
-
-
-def _first_look() -> dict[str, Any] | None:
-    """The variables of torch's `local_step`, if it is the caller and has not asked for metadata before."""
-    variables = _local_step_variables(_LOADER_MODULE)
-    if variables is None or variables.get("metadata", ...) is not None or variables.get("global_metadata_exc"):
-        return None
-    return variables
-
-
-def find_load_planner() -> Any:
-    """The planner of the `dcp.load` that calls a storage reader; None if something else calls it."""
-    return (_local_step_variables(_LOADER_MODULE) or {}).get("planner")
 
 
 def find_save_group() -> str | None:
@@ -217,25 +149,6 @@ def _local_step_variables(module: str) -> dict[str, Any] | None:
             return frame.f_locals
         frame = frame.f_back
     return None
-
-
-def find_storage_reader() -> Any:
-    """The storage reader of the `dcp.load` that calls a planner to make its plan; None if something else calls it."""
-    variables = _local_step_variables(_LOADER_MODULE)
-    return None if variables is None else variables.get("storage_reader")
-
-
-def _caller_of(variables: dict[str, Any]) -> Caller | None:
-    wrapper: Any = variables.get("distW")
-    if not getattr(wrapper, "use_dist", False):
-        return None
-    group = wrapper.group if wrapper.group is not None else dist.group.WORLD
-    world_size = wrapper.get_world_size()
-    if group is None or world_size < 2 or wrapper.rank < 0:
-        return None
-    finish = getattr(variables.get("planner"), "finish_plan", None)
-    plain = getattr(finish, "__func__", None) is DefaultLoadPlanner.finish_plan
-    return Caller(group, wrapper.rank, world_size, plain)
 
 
 _DCP = "torch.distributed.checkpoint."

@@ -444,7 +444,7 @@ def test_a_traceback_tells_the_save_or_load_and_its_rank(tmp_path: Path, loading
 
 
 @pytest.mark.parametrize("loading", [False, True])
-def test_the_callers_of_a_storage_tell_direction_rank_and_planner(tmp_path: Path, loading: bool) -> None:
+def test_the_callers_of_a_storage_tell_direction_and_rank(tmp_path: Path, loading: bool) -> None:
     seen: list[Any] = []
     if loading:
         dcp.save({"w": torch.ones(1)}, checkpoint_id=str(tmp_path))
@@ -452,20 +452,15 @@ def test_the_callers_of_a_storage_tell_direction_rank_and_planner(tmp_path: Path
     setup = "set_up_storage_reader" if loading else "set_up_storage_writer"
 
     def look(self: Any, *arguments: Any, **options: Any) -> Any:
-        seen.extend(
-            (torch_private.find_direction(), torch_private.find_saving_rank(), torch_private.find_load_planner())
-        )
+        seen.extend((torch_private.find_direction(), torch_private.find_saving_rank()))
         return getattr(kind, setup)(self, *arguments, **options)
 
     storage = type("Storage", (kind,), {setup: look})(str(tmp_path))
-    planner = dcp.DefaultLoadPlanner()
     if loading:
-        dcp.load({"w": torch.ones(1)}, storage_reader=storage, planner=planner)
+        dcp.load({"w": torch.ones(1)}, storage_reader=storage)
     else:
         dcp.save({"w": torch.ones(1)}, storage_writer=storage)
-    assert seen == (["load", None, planner] if loading else ["save", 0, None]), moved(
-        "local_step", "check_state, and the rank that logs a failed save"
-    )
+    assert seen == (["load", None] if loading else ["save", 0]), moved("local_step", "the rank that logs a failed save")
     assert torch_private.find_direction() == ""
 
 

@@ -34,12 +34,6 @@ def find_mismatch(
     """The error of a load of ``state``, with every missing name and every other shape; None if all fits.
 
     If all is there with its shape, but a saved tensor is to be loaded into something else, a TensorMismatchError.
-
-    Args:
-        state: flat state dict to load.
-        metadata: metadata of the checkpoint.
-        url: URL of the checkpoint.
-        strict: whether names may not be missing.
     """
     saved = metadata.state_dict_metadata
     missing: list[str] = []
@@ -123,12 +117,7 @@ def _some(names: Iterable[str]) -> str:
 
 
 def find_renaming(missing: Sequence[str], unexpected: Sequence[str]) -> str:
-    """How the names of a state differ from the saved ones as a whole, and the remedy; empty if they do not.
-
-    Args:
-        missing: names of the state that are not saved.
-        unexpected: saved names that are not in the state.
-    """
+    """How the names of a state differ from the saved ones as a whole, and the remedy; empty if they do not."""
     return _find_wrapper(missing, unexpected) or _find_prefix(missing, unexpected)
 
 

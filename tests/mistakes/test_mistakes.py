@@ -105,8 +105,8 @@ _MISTAKES = {
         "s3://bucket/run/step-1000")), "Remedy: "),
     "other shapes": Mistake(
         'dcp.load({"model": {"weight": torch.ones(3, 4), "bias": torch.ones(4)}}, '
-        "storage_reader=S3StorageReader(URL))",
-        (r"between saved \(4, 3\) and current \(3, 4\) for\s+model.weight", r"model\.bias \(saved \(3,\), current"),
+        "storage_reader=S3StorageReader(URL), planner=S3LoadPlanner())",
+        (r"between saved \(4, 3\) and current \(3, 4\) for model.weight", r"model\.bias \(saved \(3,\), current"),
         "Remedy: ", before=_SAVED,
     ),
     "another dtype, where that is an error": Mistake(
@@ -115,7 +115,8 @@ _MISTAKES = {
         ("model.weight", "int8", "allow_dtype_cast"), "Remedy: ", before=_SAVED,
     ),
     "missing keys": Mistake(
-        'dcp.load({"weight": torch.ones(4, 3), "bias": torch.ones(3)}, storage_reader=S3StorageReader(URL))',
+        'dcp.load({"weight": torch.ones(4, 3), "bias": torch.ones(3)}, storage_reader=S3StorageReader(URL), '
+        "planner=S3LoadPlanner())",
         ("Missing key in checkpoint state_dict: bias and 1 more", r"wrap\s+the\s+state:\s+\{'model':\s+state\}"),
         "Remedy: ", before=_SAVED,
     ),
