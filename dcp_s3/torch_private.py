@@ -11,8 +11,7 @@ import copy
 import importlib
 import sys
 from collections.abc import Sequence
-from concurrent.futures import Future
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -41,7 +40,6 @@ from torch.distributed.checkpoint.filesystem import _StorageReaderTransforms as 
 from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms as WriterTransforms
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MEMORY_FORMAT_ENCODING
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as create_chunk_list
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.checkpoint.utils import _DistWrapper as DistWrapper
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import Placement
@@ -65,7 +63,6 @@ __all__ = [
     "Caller",
     "DistWrapper",
     "ExtensionRegistry",
-    "FailedCall",
     "FakeTensorMode",
     "FileReader",
     "FsspecReader",
@@ -81,21 +78,14 @@ __all__ = [
     "compute_offset",
     "create_chunk_list",
     "default_store",
-    "find_async_save",
-    "find_direction",
-    "find_failed_call",
     "find_load_group",
     "find_load_planner",
-    "find_save_group",
-    "find_saving_rank",
     "find_storage_reader",
-    "find_upload_future",
     "flatten_state_dict",
     "has_checkpoint_process",
     "is_first_look",
     "is_load_without_group",
     "is_loading",
-    "is_process_starting",
     "is_traceable_wrapper_subclass",
     "make_wrapper",
     "narrow_tensor_by_index",
@@ -109,7 +99,6 @@ __all__ = [
 
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
 _LOADER_MODULE = "torch.distributed.checkpoint.state_dict_loader"
-_SAVER_MODULE = "torch.distributed.checkpoint.state_dict_saver"
 _MAX_STEPS = 8
 
 
@@ -160,19 +149,6 @@ def is_loading() -> bool:
     return False
 
 
-def find_direction(steps: int = 2 * _MAX_STEPS) -> str:
-    """``save`` or ``load``: what of DCP is among the callers, this many frames away at most. Empty: neither."""
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(steps):
-        if frame is None:
-            return ""
-        module = frame.f_globals.get("__name__")
-        if module in (_LOADER_MODULE, _SAVER_MODULE):
-            return "load" if module == _LOADER_MODULE else "save"
-        frame = frame.f_back
-    return ""
-
-
 def _first_look() -> dict[str, Any] | None:
     """The variables of torch's `local_step`, if it is the caller and has not asked for metadata before."""
     variables = _local_step_variables(_LOADER_MODULE)
@@ -184,29 +160,6 @@ def _first_look() -> dict[str, Any] | None:
 def find_load_planner() -> Any:
     """The planner of the `dcp.load` that calls a storage reader; None if something else calls it."""
     return (_local_step_variables(_LOADER_MODULE) or {}).get("planner")
-
-
-def find_save_group() -> str | None:
-    """Name of the process group of the save that calls a storage writer; None if its ranks do not communicate.
-
-    DCP does not pass the group to a storage writer. As in a load, it is a variable of torch's `local_step`.
-    """
-    variables = _local_step_variables(_SAVER_MODULE) or {}
-    wrapper: Any = variables.get("distW")
-    if not getattr(wrapper, "use_dist", False) or variables.get("use_collectives") is False:
-        return None
-    group = wrapper.group if wrapper.group is not None else dist.group.WORLD
-    return None if group is None or wrapper.get_world_size() < 2 else str(group.group_name)
-
-
-def find_save_ranks() -> list[int] | None:
-    """Ranks of the process group of the save that calls a storage writer; None if DCP knows of no group, or something
-    else calls it."""
-    wrapper: Any = (_local_step_variables(_SAVER_MODULE) or {}).get("distW")
-    if not getattr(wrapper, "use_dist", False):
-        alone = wrapper is not None and dist.is_available() and dist.is_initialized()  # with no_dist=True
-        return [dist.get_rank()] if alone else None
-    return dist.get_process_group_ranks(wrapper.group)
 
 
 def _local_step_variables(module: str) -> dict[str, Any] | None:
@@ -240,86 +193,6 @@ def _caller_of(variables: dict[str, Any]) -> Caller | None:
     return Caller(group, wrapper.rank, world_size, plain)
 
 
-_DCP = "torch.distributed.checkpoint."
-# What the thread of an asynchronous save runs, by AsyncCheckpointerType.
-_UPLOADS = {(_DCP + "_async_thread_executor", "save_wrapper"), (_DCP + "_async_process_executor", "_execute_save_impl")}
-
-
-def find_upload_future() -> Future[Any] | None:
-    """The future of the `dcp.async_save` whose thread calls this; None in a `dcp.save`, which raises to its caller.
-
-    DCP gives the future only to the caller of `async_save`. It belongs to the task that the thread runs.
-    """
-    frame, found = sys._getframe(1).f_back, False
-    while frame is not None:
-        module = frame.f_globals.get("__name__")
-        if found and module == "concurrent.futures.thread":
-            variables = frame.f_locals
-            future = getattr(variables.get("self"), "future", None)
-            if type(variables) is dict:
-                variables.clear()  # before Python 3.13: a copy that lives as long as the frame, and keeps the state
-            if isinstance(future, Future):
-                return future
-        found = found or (module, frame.f_code.co_name) in _UPLOADS
-        frame = frame.f_back
-    return None
-
-
-class FailedCall(NamedTuple):
-    """The `dcp.save` or `dcp.load` of a traceback."""
-
-    storage: Any
-    """Its storage writer or reader."""
-    loading: bool
-    """Whether it was a load."""
-    rank: int
-    """This process's rank among those that save or load together."""
-    url: str | None
-    """URL of the checkpoint."""
-
-
-_WORK = {(_SAVER_MODULE, "_save_state_dict"): "storage_writer", (_LOADER_MODULE, "_load_state_dict"): "storage_reader"}
-
-
-def find_failed_call(trace: TracebackType | None) -> FailedCall | None:
-    """The `dcp.save` or `dcp.load` in which an error was raised; None if the traceback has none."""
-    while trace is not None:
-        module = trace.tb_frame.f_globals.get("__name__")
-        name = _WORK.get((module, trace.tb_frame.f_code.co_name))  # type: ignore[arg-type]
-        if name is not None:
-            variables = trace.tb_frame.f_locals
-            storage, wrapper = variables.get(name), variables.get("distW")
-            if storage is not None and isinstance(rank := getattr(wrapper, "rank", None), int):
-                url = (variables.get("ckpt_kwargs") or {}).get("checkpoint_id")
-                return FailedCall(storage, module == _LOADER_MODULE, rank, None if url is None else str(url))
-        trace = trace.tb_next
-    return None
-
-
-def find_saving_rank() -> int | None:
-    """This process's rank in the `dcp.save` that calls a storage writer; None if it has no ranks, or none calls."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if (frame.f_globals.get("__name__"), frame.f_code.co_name) == (_SAVER_MODULE, "_save_state_dict"):
-            rank = getattr(frame.f_locals.get("distW"), "rank", None)
-            return rank if isinstance(rank, int) else None
-        frame = frame.f_back
-    return None
-
-
-def find_async_save() -> AsyncCheckpointerType | None:
-    """The type of the `dcp.async_save` that is calling a stager; None if something else calls it."""
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_MAX_STEPS):
-        if frame is None:
-            return None
-        if frame.f_code.co_name == "async_save" and frame.f_globals.get("__name__") == _SAVER_MODULE:
-            found = frame.f_locals.get("async_checkpointer_type")
-            return found if isinstance(found, AsyncCheckpointerType) else None
-        frame = frame.f_back
-    return None
-
-
 def default_store() -> Any:
     """The `torch.distributed.Store` through which the ranks of the default group found each other; None without."""
     if not (dist.is_available() and dist.is_initialized()):
@@ -331,18 +204,6 @@ def default_store() -> Any:
 def has_checkpoint_process() -> bool:
     """Whether the process of saves by `AsyncCheckpointerType.PROCESS` is there."""
     return async_process_executor._CHECKPOINT_PROCESS is not None
-
-
-def is_process_starting() -> bool:
-    """Whether any thread is starting that process, or about to send a state to it."""
-    starting = ProcessBasedAsyncCheckpointExecutor._execute_save_impl.__code__
-    for frame in list(sys._current_frames().values()):
-        each: FrameType | None = frame
-        while each is not None:
-            if each.f_code is starting:
-                return True
-            each = each.f_back
-    return False
 
 
 def record_size(reader: Any, name: str) -> int:

@@ -12,7 +12,7 @@ from dcp_s3.bench.ranks import Ranks
 from dcp_s3.bench.scratch import Scratch
 from dcp_s3.s3.connections import cores
 from dcp_s3.settings import Settings, resolve_settings
-from dcp_s3.stage.budget import measure_available
+from dcp_s3.stage.buffers import measure_available
 from dcp_s3.units import format_size
 from dcp_s3.url import URLLike, parse_url
 

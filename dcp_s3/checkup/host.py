@@ -20,7 +20,7 @@ from dcp_s3.s3.chain import find_chain
 from dcp_s3.settings import ENV_PREFIX, local_world_size, resolve_settings, unknown_variables
 from dcp_s3.spill.durable import as_spill_error, flush_directory
 from dcp_s3.spill.store import SpillStore
-from dcp_s3.stage.budget import measure_available, resolve_limit
+from dcp_s3.stage.buffers import measure_available, resolve_limit
 from dcp_s3.torch_version import TESTED, is_newer_than_tested
 from dcp_s3.units import format_size, plural
 

@@ -20,7 +20,6 @@ from typing import NamedTuple
 from dcp_s3.errors import StagingError, StagingLimitError
 from dcp_s3.stage.buffers import HostBuffer, Kind
 from dcp_s3.stage.regions import place, split
-from dcp_s3.stage.release import count_released
 from dcp_s3.units import format_size
 
 logger = logging.getLogger(__name__)
@@ -29,6 +28,7 @@ _POLL_SECONDS = 0.1
 _NOTICE_SECONDS = 1.0
 """Less is no matter for a warning: in a queue of saves a copy is often given back just as the next one is made."""
 _REPORT_SECONDS = 30.0
+_COLLECT_SECONDS = 1.0
 _MAX_SLACK = 2  # a free buffer may be this many times larger than the request
 
 
@@ -244,42 +244,46 @@ class BufferPool:
 
 
 class _Waiting:
-    """Logs one wait for memory."""
+    """Logs one wait for memory, and collects garbage meanwhile.
+
+    The errors of parts and buckets that a failed save did not raise may be in cycles with their own frames, which hold
+    its copy. Training loops that turn the collector off would keep those.
+    """
 
     def __init__(self) -> None:
-        self._collected = -1
-        self._started: float | None = None
+        self._started = self._reported = self._collected = 0.0
         self._noticed = False
-        self._reported = 0.0
         self._reason = ""
 
     def go_on(self, reason: str) -> bool:
         """Whether to wait on for ``reason``. False: look again first, because garbage was collected."""
         self._reason, now = reason, time.monotonic()
-        released = count_released()
-        if released != self._collected:
-            self._collected = released
+        if not self._collected:
+            self._collected = now
             gc.collect()
             return False
-        if self._started is None:
+        if not self._started:
             self._started = self._reported = now
             logger.info("staging waits: %s", reason)
-        elif not self._noticed and now - self._started >= _NOTICE_SECONDS:
+        waited = now - self._started
+        if not self._noticed and waited >= _NOTICE_SECONDS:
             self._noticed = True
-            logger.warning("staging has waited for %.0f s: %s", now - self._started, reason)
+            logger.warning("staging has waited for %.0f s: %s", waited, reason)
         elif now - self._reported >= _REPORT_SECONDS:
             self._reported = now
-            gc.collect()
             logger.warning(
                 "staging has waited for %.0f s: %s. (A planner or staged state that is kept also holds its copy.)",
-                now - self._started,
+                waited,
                 reason,
             )
+        if now - self._collected >= max(_COLLECT_SECONDS, waited / 2):
+            self._collected = now
+            gc.collect()
         return True
 
     def end(self) -> None:
         """Log how long the wait took, if there was one."""
-        if self._started is not None:
+        if self._started:
             level = logging.WARNING if self._noticed else logging.INFO
             logger.log(level, "staging waited for %.1f s: %s", time.monotonic() - self._started, self._reason)
 

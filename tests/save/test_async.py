@@ -196,7 +196,9 @@ def _overlapping_saves(url: str) -> None:
             dcp.async_save(
                 {"w": weights, "step": step, "rank": torch.tensor(dist.get_rank() + 10 * step)},
                 storage_writer=S3StorageWriter(
-                    f"{url}/{step}", settings={"buckets_per_rank": 1, "staging_generations": 3}
+                    f"{url}/{step}",
+                    process_group=group,
+                    settings={"buckets_per_rank": 1, "staging_generations": 3},
                 ),
                 planner=_WaitingPlanner(meet),
                 process_group=group,
