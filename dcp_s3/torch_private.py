@@ -17,11 +17,8 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint import _async_process_executor as async_process_executor
 from torch.distributed.checkpoint._async_process_executor import (
     _ProcessBasedAsyncCheckpointExecutor as ProcessBasedAsyncCheckpointExecutor,
@@ -29,7 +26,7 @@ from torch.distributed.checkpoint._async_process_executor import (
 from torch.distributed.checkpoint._async_thread_executor import (
     _ThreadBasedAsyncCheckpointExecutor as ThreadBasedAsyncCheckpointExecutor,
 )
-from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
+from torch.distributed.checkpoint._extension import ExtensionRegistry
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import _wrap_exception as wrap_exception
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -72,7 +69,6 @@ __all__ = [
     "ShardedTensor",
     "StorageInfo",
     "StoragePrefix",
-    "StreamTransformExtension",
     "ThreadBasedAsyncCheckpointExecutor",
     "WriterTransforms",
     "compute_offset",
@@ -206,6 +202,34 @@ def has_checkpoint_process() -> bool:
     return async_process_executor._CHECKPOINT_PROCESS is not None
 
 
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def pin_memory(address: int, size: int) -> None:
+    """Register host memory with CUDA.
+
+    Raises:
+        RuntimeError: CUDA refuses.
+    """
+    status = int(_cudart().cudaHostRegister(address, size, 1))  # 1: for all contexts
+    if status:
+        raise RuntimeError(f"cudaHostRegister answers {status}, perhaps for an operation before it")
+
+
+def unpin_memory(address: int) -> None:
+    """Undo `pin_memory`."""
+    _cudart().cudaHostUnregister(address)
+
+
+def narrow_tensor_by_index(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """A view of the box of ``sizes`` at ``offsets``."""
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        if size < tensor.size(dim):
+            tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
 def record_size(reader: Any, name: str) -> int:
     """Bytes of a record of an archive, as torch's reader finds it; before torch 2.13 by reading it."""
     find = getattr(reader, "get_record_size", None)
@@ -235,7 +259,7 @@ def rebuild_sharded_tensor(source: ShardedTensor, tensors: Sequence[torch.Tensor
     for shard, tensor in zip(source.local_shards(), tensors, strict=True):
         shard_metadata = copy.deepcopy(shard.metadata)
         _place(shard_metadata, cpu)
-        shards.append(Shard(tensor, shard_metadata))
+        shards.append(type(shard)(tensor, shard_metadata))
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         shards,
         sharded_tensor_metadata=metadata,

@@ -55,14 +55,10 @@ _PACKAGE = Path(inspect.getfile(dcp_s3)).parent
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        ("torch.cuda._pin_memory_utils", "pin_memory"),
-        ("torch.cuda._pin_memory_utils", "unpin_memory"),
         ("torch.distributed._functional_collectives", "AsyncCollectiveTensor"),
-        ("torch.distributed._shard._utils", "narrow_tensor_by_index"),
         ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor"),
         (_DCP + "planner_helpers", "_create_chunk_list"),
         ("torch.distributed.tensor._utils", "_compute_local_shape_and_global_offset"),
-        ("torch.distributed._shard.sharded_tensor.shard", "Shard"),
         ("torch.utils._python_dispatch", "is_traceable_wrapper_subclass"),
         ("torch.distributed._checkpointable", "_Checkpointable"),
         ("torch._C", "PyTorchFileReader"),
@@ -70,7 +66,6 @@ _PACKAGE = Path(inspect.getfile(dcp_s3)).parent
         (_DCP + "_async_process_executor", "_ProcessBasedAsyncCheckpointExecutor"),
         (_DCP + "_async_thread_executor", "_ThreadBasedAsyncCheckpointExecutor"),
         (_DCP + "_extension", "ExtensionRegistry"),
-        (_DCP + "_extension", "StreamTransformExtension"),
         (_DCP + "_storage_utils", "_storage_setup"),
         ("torch._subclasses.fake_tensor", "FakeTensorMode"),
         (_DCP + "_nested_dict", "flatten_state_dict"),
@@ -172,7 +167,6 @@ def test_fake_tensors_are_saved_with_holes_in_the_place_of_their_bytes() -> None
 @pytest.mark.parametrize(
     ("function", "parameters", "relied_on"),
     [
-        (torch_private.narrow_tensor_by_index, ["tensor", "offsets", "sizes"], "load/prepare.py, items without offset"),
         (torch_private.create_chunk_list, ["tensor"], "load/planner.py"),
         (torch_private.wrap_exception, ["exc"], "integrations/megatron/writer.py"),
         (

@@ -379,11 +379,7 @@ class S3StorageReader(AttachmentReader, StorageReader):
 
     @called_by_dcp
     def storage_meta(self) -> StorageMeta:
-        """What `dcp.save` asks first: refuse to save.
-
-        Raises:
-            SaveProtocolError: always.
-        """
+        """What `dcp.save` asks first: refuse to save, with SaveProtocolError."""
         raise errors.SaveProtocolError(
             "dcp.save was given an S3StorageReader, which is for dcp.load. Remedy: storage_writer=S3StorageWriter(url)"
         )

@@ -29,17 +29,17 @@ from dcp_s3.format.extra import check_extra
 from dcp_s3.format.layout import new_save_id
 from dcp_s3.reprs import one_line
 from dcp_s3.save.attached import Attachments
+from dcp_s3.save.group import SaveGroup
 from dcp_s3.save.plan import check_shapes
 from dcp_s3.save.progress import StallSince, stall_of, unknown_stall
-from dcp_s3.save.save import Save, SaveOptions
-from dcp_s3.save.waiting import wait_committed
+from dcp_s3.save.save import Save, SaveOptions, wait_committed
 from dcp_s3.save.without_collectives import SaveWithoutCollectives, begin_without_collectives
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.spill.session import open_store
 from dcp_s3.stage.handover import raise_if_failed
 from dcp_s3.stage.stager import shared_stager
 from dcp_s3.stage.turns import current_turn, take_turn
-from dcp_s3.torch_private import StreamTransformExtension, WriterTransforms
+from dcp_s3.torch_private import WriterTransforms
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
 
 logger = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
     """Whether the caller logs asynchronous saves that fail. Otherwise they are logged here, because nobody may look at
     the future."""
     stall_since: StallSince | None = None
-    """How long a save has held the training up, if the caller knows better than DCP's callers."""
+    """How long a save has held the training up, if the caller knows better."""
     counted: CountedSave | None = None
     """The next save, which is one without collectives, if the caller has counted it (`enter_save`)."""
     _stages_here = True
@@ -125,7 +125,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         process_group: dist.ProcessGroup | None = None,
         settings: SettingsLike = None,
         on_event: Listener | None = None,
-        _extensions: Sequence[StreamTransformExtension] | None = None,
+        _extensions: Sequence[Any] | None = None,
     ) -> None:
         super().__init__()
         self.settings: Settings = resolve_settings(settings)
@@ -142,9 +142,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         self._unused = set() if self._url is None else {self._url}
         self._attached = Attachments()
         self._last: Save | None = None
-        self._of_group = ranks.world_size() > 1
-        self._group_name = "" if process_group is None else str(process_group.group_name)
-        self._members = None if process_group is None else tuple(dist.get_process_group_ranks(process_group))
+        self._group = SaveGroup(process_group)
         self._begin_here()
 
     def __repr__(self) -> str:
@@ -158,8 +156,9 @@ class S3StorageWriter(StorageWriter, AsyncStager):
     def __getstate__(self) -> dict[str, Any]:
         # For AsyncCheckpointerType.PROCESS: from here on only DCP knows how the save ends.
         attached = self._attached.hand_over()
-        left = {"_home": None, "_here": None, "_last": None, "_attached": attached, "on_event": None}
-        return {**self.__dict__, **left, "_stages_here": False}
+        group = SaveGroup(None)  # the default one of the checkpoint process
+        left = {"_home": None, "_here": None, "_last": None, "on_event": None, "_stages_here": False}
+        return {**self.__dict__, **left, "_attached": attached, "_group": group}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -194,18 +193,14 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         """
         here, save_id = self._here, self._next_save_id()
         url = self._settle_url()
-        if self._of_group and self.counted is None and not ranks.is_initialized():
-            raise SaveProtocolError(
-                f"the save to {url} does not begin: the process group has been destroyed since its writer was made, "
-                "and what this rank alone holds must not be taken for the whole. Remedy: wait for the saves, or close "
-                "the CheckpointManager, before destroy_process_group(); to save this process's state, make a new writer"
-            )
+        if self.counted is None:
+            self._group.check_there(url)
         self._unused.discard(url)
         use_collectives = bool(kwargs.get("use_collectives", True))
         rank = kwargs.get("rank")
         if rank is None:  # some frameworks that call this directly do not pass it
             rank = ranks.rank()
-        if not use_collectives or self._turn_key is None:
+        if not use_collectives or self._group.turn_key is None:
             take_turn(str(url))
         if use_collectives and not is_coordinator and (turn := current_turn()) is not None:
             turn.if_unfinished = None  # the coordinator knows whether it is committed
@@ -216,9 +211,9 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         save: Save | None = None
         if not use_collectives and self.settings.merge_ranks:
             if self.counted is None:
-                self._check_rank(url, int(rank))
+                self._group.check_rank(url, int(rank))
             save = begin_without_collectives(
-                url, save_id, options, self.replicas, self._members, self._joint_save, self.counted
+                url, save_id, options, self.replicas, self._group.members, self._joint_save, self.counted
             )
             self.counted = None
         if save is None:
@@ -234,8 +229,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         """Check the URL before any data is uploaded: on the coordinator, or on every rank without collectives.
 
         Raises:
-            CheckpointExistsError, StorageError
-            StagingError: the state could not be staged on this rank.
+            CheckpointExistsError, StagingError, StorageError
         """
         raise_if_failed(item.index.fqn for item in plan.items)
         return self._save.prepare_local_plan(plan)
@@ -357,7 +351,6 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             self._tell(url, error, logged=turn is not None)
 
     def _tell_unfinished(self, url: CheckpointURL) -> None:
-        """Tell of an asynchronous save that ended without a commit and without a failure in a method of this class."""
         why = "another rank failed, or something other than dcp_s3. Remedy: the future of dcp.async_save has the error"
         self._tell(url, CheckpointError(f"it was not committed: {why}", url=str(url)), logged=True)
 
@@ -396,11 +389,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
 
     @called_by_dcp
     def set_up_storage_reader(self, *_: Any, **__: Any) -> None:
-        """Refuse to load.
-
-        Raises:
-            SaveProtocolError: always.
-        """
+        """Refuse to load: SaveProtocolError."""
         raise SaveProtocolError(
             "dcp.load was given an S3StorageWriter, which is for dcp.save. Remedy: storage_reader=S3StorageReader(url)"
         )
@@ -415,12 +404,10 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         return shared_stager(self.settings).stage(state_dict)
 
     def synchronize_staging(self) -> None:
-        """Nothing to wait for: the copy is complete when `stage` returns."""
+        """Return: the copy is complete when `stage` returns."""
 
     def close(self) -> None:
         """Nothing to release: threads end with each save, and connections belong to the process."""
-
-    # --- internal ---------------------------------------------------------------------------------------
 
     def _next_save_id(self) -> str:
         if self._here.save_id is None:
@@ -439,33 +426,14 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             raise SaveProtocolError("there is no save under way: DCP calls set_up_storage_writer first")
         return save
 
-    @property
-    def _turn_key(self) -> str | None:
-        """What a save with collectives shares with others; None: nothing."""
-        if self._members is not None:
-            return self._group_name if len(self._members) > 1 else None
-        return "the default process group" if ranks.world_size() > 1 else None
-
-    def _check_rank(self, url: CheckpointURL, rank: int) -> None:
-        """Refuse a save without collectives of ranks that the writer does not know."""
-        expected = ranks.rank() if self._members is None else self._members.index(ranks.rank())
-        if ranks.is_initialized() and rank != expected:
-            raise SaveProtocolError(
-                f"the save to {url} is one of rank {rank} of its ranks, and its writer expects rank {expected}. "
-                "Remedy: S3StorageWriter(url, process_group=...) with the group of the save; to save the state of this "
-                "rank alone, no_dist=True without use_collectives=False"
-            )
-
     def _settle_url(self) -> CheckpointURL:
-        """URL of the save that begins. It takes its turn before the ranks exchange anything, even failures."""
         try:
             return self._choose_url()
-        finally:
-            if (key := self._turn_key) is not None:
+        finally:  # before the ranks exchange anything, even failures
+            if (key := self._group.turn_key) is not None:
                 take_turn(key)
 
     def _choose_url(self) -> CheckpointURL:
-        """URL of this thread's next save."""
         if self._here.url is not None:
             return self._here.url
         if self._url is None:
