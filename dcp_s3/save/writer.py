@@ -102,14 +102,12 @@ class S3StorageWriter(StorageWriter, AsyncStager):
     """
 
     caller_reports = False
-    """Whether the caller logs asynchronous saves that fail. Otherwise they are logged here, because nobody may look at
-    the future."""
+    """Whether the caller logs asynchronous saves that fail."""
     stall_since: StallSince | None = None
     """How long a save has held the training up, if the caller knows better."""
     counted: CountedSave | None = None
     """The next save, which is one without collectives, if the caller has counted it (`enter_save`)."""
     _stages_here = True
-    """Whether the states that it saves are staged in this process."""
     _joint_save: type[SaveWithoutCollectives] = SaveWithoutCollectives
     """Class of its saves without collectives."""
 
@@ -185,7 +183,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
 
     @called_by_dcp
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Begin the save. DCP calls this on every rank before planning.
+        """Begin the save, on every rank, before planning.
 
         Raises:
             MissingURLError: neither the writer nor the save has a URL.
@@ -417,7 +415,10 @@ class S3StorageWriter(StorageWriter, AsyncStager):
     def _find_stall(self) -> StallSince:
         if self.stall_since is not None:
             return self.stall_since
-        return stall_of(current_turn()) if self._stages_here else unknown_stall
+        if (turn := current_turn()) is not None:
+            return stall_of(turn)
+        # In another thread than the writer's it may be an asynchronous save that somebody else staged.
+        return stall_of(None) if self._home == threading.get_ident() and self._stages_here else unknown_stall
 
     @property
     def _save(self) -> Save:

@@ -26,17 +26,13 @@ _FILES = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "me
 
 
 class HostBuffer:
-    """``size`` bytes of host memory. Freed when neither the object nor a `lease` of it is left.
+    """``size`` bytes of host memory: ``private``, ``shared`` memory that another process can map, or an unnamed
+    ``file`` in ``directory``. Freed when neither the object nor a `lease` of it is left.
 
-    Args:
-        size: bytes, at least one.
-        kind: ``private`` memory of this process; ``shared`` memory that another process can map; or an unnamed ``file``
-            in ``directory``, deleted with its last user.
-        directory: where a ``file`` is made.
+    Space is reserved here, so that a full disk cannot show as a signal (SIGBUS) in the middle of a copy.
 
     Raises:
-        StagingError: there is no room. Space is reserved here, so that a full disk cannot show as a signal (SIGBUS) in
-            the middle of a copy.
+        StagingError: there is no room.
     """
 
     def __init__(self, size: int, kind: Kind, *, directory: str | None = None) -> None:
@@ -53,11 +49,7 @@ class HostBuffer:
         self.address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
 
     def fileno(self) -> int:
-        """File descriptor of the memory.
-
-        Raises:
-            ValueError: the memory is private and has none.
-        """
+        """File descriptor of memory that is not private."""
         if self._fd < 0:
             raise ValueError("private memory has no file descriptor")
         return self._fd

@@ -81,20 +81,26 @@ class StagedTensors:
 
 
 class Versions:
-    """The versions of tensors, to tell whether they were changed in place while they were copied.
-
-    Args:
-        watched: for each tensor, the tensor itself and the wrappers around it.
-    """
+    """The versions of tensors, each with the wrappers around it, before they are copied."""
 
     def __init__(self, watched: Sequence[tuple[torch.Tensor, ...]]) -> None:
         self._watched = watched
         self._versions = [_versions(each) for each in watched]
 
-    def changed(self) -> int:
-        """How many of the tensors were changed in place since this object was made."""
+    def check_unchanged(self) -> None:
+        """Reject a copy whose tensors were changed in place while they were copied.
+
+        Raises:
+            StagingError: they were changed.
+        """
         now = map(_versions, self._watched)
-        return sum(a != b for a, b in zip(self._versions, now, strict=True))
+        changed = sum(a != b for a, b in zip(self._versions, now, strict=True))
+        if changed:
+            raise StagingError(
+                f"{changed} tensors were changed in place while they were staged in the background, so the copy may "
+                "mix old and new values and is not saved. Remedy: wait for staging_completion of async_save's response "
+                "before the next optimizer step, or use a blocking stager: S3Stager(asynchronous=False)"
+            )
 
 
 def _versions(watched: tuple[torch.Tensor, ...]) -> tuple[int, ...]:
@@ -130,13 +136,7 @@ class Copier:
         pool: BufferPool,
         events: Sequence[torch.Event],
     ) -> StagedTensors:
-        """Copy ``tensors`` to memory from ``pool``. Returns when the bytes are there.
-
-        Args:
-            tensors: strided tensors. Those that share memory also share it in the copy.
-            regions: regions of their storages, from `plan_regions`.
-            pool: provides the memory; waits if there is none.
-            events: from `mark`; copies begin after them.
+        """Copy ``regions`` of ``tensors`` to memory from ``pool``, after ``events``. Returns when the bytes are there.
 
         Raises:
             StagingError: there is no memory.
@@ -211,18 +211,3 @@ def _copy_region(
 def _view(tensor: torch.Tensor, storage: torch.UntypedStorage, region: Region) -> torch.Tensor:
     offset = tensor.storage_offset() - region.start // tensor.element_size()
     return torch.empty(0, dtype=tensor.dtype).set_(storage, offset, tensor.shape, tensor.stride())
-
-
-def check_unchanged(versions: Versions) -> None:
-    """Reject a copy whose tensors were changed in place while they were copied.
-
-    Raises:
-        StagingError: they were changed.
-    """
-    changed = versions.changed()
-    if changed:
-        raise StagingError(
-            f"{changed} tensors were changed in place while they were staged in the background, so the copy may mix "
-            "old and new values and is not saved. Remedy: wait for staging_completion of async_save's response before "
-            "the next optimizer step, or use a blocking stager: S3Stager(asynchronous=False)"
-        )

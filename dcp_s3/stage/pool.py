@@ -53,14 +53,8 @@ class Slot(NamedTuple):
 
 
 class BufferPool:
-    """Provides memory for staged states.
-
-    Args:
-        limit: bytes of memory for all generations together; None: no limit.
-        generations: how many may be in use at a time. A request for one more waits.
-        spill_dir: directory for what exceeds ``limit``.
-        shared: whether the memory can be mapped by other processes.
-    """
+    """Provides memory for staged states: ``limit`` bytes for all generations together, the rest in files in
+    ``spill_dir``. A request for more than ``generations`` at a time waits."""
 
     def __init__(
         self,
@@ -97,11 +91,7 @@ class BufferPool:
             return sum(buffer.size for buffer in (*self._free, *self._buffers_in_use()))
 
     def acquire(self, sizes: Sequence[int], *, pin: bool = False) -> list[Slot]:
-        """Memory for regions of ``sizes`` bytes. Waits while all generations, or the memory budget, are in use.
-
-        Args:
-            sizes: bytes, none of them zero.
-            pin: register the memory with CUDA.
+        """Memory for regions of ``sizes`` bytes (none is zero). Waits while all generations, or the budget, are in use.
 
         Raises:
             StagingLimitError: the request exceeds the budget even when nothing else is in use, and there is no spill
@@ -150,7 +140,10 @@ class BufferPool:
         except BaseException:
             self._free.extend(generation.buffers)
             raise
-        self._lend(generation, list(slots.values()))
+        self._in_use.add(generation)
+        for slot in {id(slot.lease): slot for slot in slots.values()}.values():
+            callback = weakref.finalize(slot.lease, _give_back, self._returned, self._closed, generation, slot.buffer)
+            callback.atexit = False
         return [slots[number] for number in range(len(sizes))]
 
     def close(self) -> None:
@@ -160,13 +153,6 @@ class BufferPool:
             self._collect()
             self._free.clear()
             self._in_use.clear()
-
-    def _lend(self, generation: Generation, slots: Sequence[Slot]) -> None:
-        leases = {id(slot.lease): slot for slot in slots}
-        self._in_use.add(generation)
-        for slot in leases.values():
-            callback = weakref.finalize(slot.lease, _give_back, self._returned, self._closed, generation, slot.buffer)
-            callback.atexit = False
 
     def _collect(self) -> None:
         while True:

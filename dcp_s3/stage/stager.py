@@ -20,7 +20,7 @@ from dcp_s3.ranks import world_size
 from dcp_s3.reprs import one_line
 from dcp_s3.settings import Settings, SettingsLike, local_world_size, resolve_settings
 from dcp_s3.stage.buffers import measure_available, resolve_limit
-from dcp_s3.stage.copier import Copier, Versions, check_unchanged
+from dcp_s3.stage.copier import Copier, Versions
 from dcp_s3.stage.handover import FailedStaging, StagedState
 from dcp_s3.stage.pool import BufferPool
 from dcp_s3.stage.snapshot import Snapshot
@@ -176,7 +176,7 @@ class S3Stager(AsyncStager):
         with torch.no_grad():
             staged = copier.copy(snapshot.tensors, snapshot.regions, self._pool, events)
         if versions is not None:
-            check_unchanged(versions)
+            versions.check_unchanged()
         seconds = time.monotonic() - started
         size = sum(buffer.size for buffer in staged.buffers)
         on_disk = sum(buffer.size for buffer in staged.buffers if buffer.kind == "file")
