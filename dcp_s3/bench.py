@@ -29,7 +29,7 @@ from dcp_s3.s3 import listing
 from dcp_s3.s3.connections import cores
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import child_environment, resolve_settings
-from dcp_s3.stage.budget import measure_available
+from dcp_s3.stage.buffers import measure_available
 from dcp_s3.store import DeleteTarget
 from dcp_s3.units import format_size, plural
 from dcp_s3.url import CheckpointURL, URLLike, parse_url

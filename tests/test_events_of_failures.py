@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import dcp_s3
 from dcp_s3 import (
@@ -153,26 +152,10 @@ def save_where_one_rank_fails(root: str) -> tuple[list[str], int]:
     return [type(event).__name__ for event in heard], dcp_s3.stats().saves.failed
 
 
-def test_every_rank_of_an_asynchronous_save_tells(root: str) -> None:
+def test_the_rank_that_fails_and_the_first_one_tell_of_an_asynchronous_save(root: str) -> None:
     for kinds, failed in run_ranks(2, save_where_one_rank_fails, root):
         assert kinds.count("SaveFailed") == 1
         assert failed == 1
-
-
-def save_in_a_process(root: str) -> list[Any]:
-    heard = Heard()
-    dcp.save(state(), storage_writer=S3StorageWriter(f"{root}/step-1"))
-    saving: Any = dcp.async_save(
-        state(),
-        storage_writer=S3StorageWriter(f"{root}/step-1", on_event=heard),
-        async_checkpointer_type=AsyncCheckpointerType.PROCESS,
-    )
-    assert saving.exception(PATIENCE) is not None
-    return [(failed.url, failed.step) for failed in heard.wait_for(events.SaveFailed)]
-
-
-def test_the_failure_of_another_process_is_told_here(root: str) -> None:
-    assert run_ranks(1, save_in_a_process, root) == [[(f"{root}/step-1", 1)]]
 
 
 def test_loads_that_fail_are_told_once(memory_server: S3Server, root: str) -> None:

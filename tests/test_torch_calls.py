@@ -5,14 +5,12 @@ Nothing here tests dcp_s3 alone: see `test_torch_private`.
 
 from __future__ import annotations
 
-import gc
 import inspect
-import weakref
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -27,9 +25,8 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import LoadPlan
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.checkpoint.staging import AsyncStager
 
-from dcp_s3 import torch_private
 from tests.ranks import run_ranks
 from tests.relying import moved
 
@@ -207,40 +204,6 @@ def test_what_a_reader_puts_into_plans_reaches_the_ranks_that_load(tmp_path: Pat
 # --- the process group of a save -------------------------------------------------------------------------
 
 
-class _AskingWriter(FileSystemWriter):
-    """Asks for its group where S3StorageWriter does."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.asked: list[str | None] = []
-
-    def storage_meta(self) -> Any:
-        self.asked.append(torch_private.find_save_group())
-        return super().storage_meta()
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self.asked.append(torch_private.find_save_group())
-        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
-
-
-def _ask_in_saves(path: Path) -> None:
-    relied_on = "turns of saves that share a process group"
-    state, group = {"w": torch.zeros(3)}, dist.new_group(backend="gloo")
-    for each in (None, group):
-        writer = _AskingWriter(path)
-        dcp.save(state, storage_writer=writer, process_group=each)
-        name = (each or dist.group.WORLD).group_name
-        assert writer.asked[:2] == [name, name], moved("dcp.save hides its group", relied_on)
-    for apart in ({"no_dist": True}, {"use_collectives": False}):
-        writer = _AskingWriter(path / str(dist.get_rank()))
-        dcp.save(state, storage_writer=writer, **apart)
-        assert writer.asked[:2] == [None, None], moved("a save without collectives has a group", relied_on)
-
-
-def test_the_group_of_a_save_is_where_it_was(tmp_path: Path) -> None:
-    run_ranks(2, _ask_in_saves, tmp_path)
-
-
 def test_torchs_finish_plan_returns_what_it_was_given() -> None:
     plan = LoadPlan([])
     assert DefaultLoadPlanner().finish_plan(plan) is plan, moved(
@@ -248,56 +211,60 @@ def test_torchs_finish_plan_returns_what_it_was_given() -> None:
     )
 
 
-# --- the future of an asynchronous save ------------------------------------------------------------------
+# --- asynchronous saves ----------------------------------------------------------------------------------
 
 
 class _Noting(FileSystemWriter):
-    """Notes the futures that `find_upload_future` finds in this process, when it is used and when it is pickled."""
+    """Notes in which thread it is used, and holds the save up until it may go on."""
 
-    found: ClassVar[list[Any]] = []
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.thread: Any = None
 
     def storage_meta(self) -> Any:
-        self.found.append(torch_private.find_upload_future())
+        self.thread = threading.current_thread()
         return super().storage_meta()
 
-    def __getstate__(self) -> dict[str, Any]:
-        self.found.append(torch_private.find_upload_future())
-        return self.__dict__.copy()
+
+class _State(dict[str, Any]):
+    """Notes who asks for its items."""
+
+    thread: Any = None
+
+    def items(self) -> Any:
+        self.thread = threading.current_thread()
+        return super().items()
 
 
-def _save_and_find(path: Path) -> None:
-    relied_on = "boundary.py, which logs asynchronous saves that fail"
-    for kind in AsyncCheckpointerType:
-        _Noting.found.clear()
-        future = dcp.async_save(
-            {"w": torch.ones(3)}, storage_writer=_Noting(path / kind.name), async_checkpointer_type=kind
-        )
-        assert isinstance(future, Future)
-        future.result(60)
-        assert set(_Noting.found) == {future}, moved(f"the future of {kind} is not found", relied_on)
-    _Noting.found.clear()
-    dcp.save({"w": torch.ones(3)}, storage_writer=_Noting(path / "waited for"))
-    assert set(_Noting.found) == {None}, moved("a save that is waited for has a future", relied_on)
+class _Stager(AsyncStager):
+    _synchronize_after_execute = False
+
+    def stage(self, state_dict: dict[str, Any]) -> _State:
+        self.staged = _State(state_dict)
+        return self.staged
+
+    def close(self) -> None:
+        """Nothing to close."""
 
 
-def test_the_future_of_an_asynchronous_save_is_where_it_was(tmp_path: Path) -> None:
-    run_ranks(1, _save_and_find, tmp_path)
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_asynchronous_save_takes_its_state_up_in_a_thread_that_ends_with_it(tmp_path: Path, fails: bool) -> None:
+    relied_on = "stage/turns.py, by which saves take turns, and failed ones are logged and let go of memory"
+    stager, writer = _Stager(), _Noting(tmp_path)
+    future: Any = dcp.async_save(
+        {"w": torch.ones(3)},
+        storage_writer=writer,
+        async_stager=stager,
+        planner=_Failing() if fails else None,
+        use_collectives=False,
+    )
+    assert (future.exception(60) is not None) == fails
+    assert stager.staged.thread is not threading.current_thread(), moved("the state is not asked for items", relied_on)
+    assert stager.staged.thread is writer.thread, moved("the state is taken up elsewhere", relied_on)
+    writer.thread.join(60)
+    assert not writer.thread.is_alive(), moved("the thread of a save does not end with it", relied_on)
 
 
 class _Failing(DefaultSavePlanner):
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        self.staged = weakref.ref(state_dict["w"])
         raise ZeroDivisionError
-
-
-def test_to_find_the_future_keeps_nothing_of_the_save(tmp_path: Path) -> None:
-    """Whoever keeps the future of a failed save keeps its traceback, with the frame in which it was found."""
-    planner = _Failing()
-    future: Any = dcp.async_save(
-        {"w": torch.ones(3)}, storage_writer=_Noting(tmp_path), planner=planner, use_collectives=False
-    )
-    trace = future.exception(60).__traceback__
-    assert trace.tb_frame.f_globals["__name__"] == "concurrent.futures.thread"
-    trace.tb_next = None
-    gc.collect()
-    assert planner.staged() is None, moved("the frame of the task keeps the state", "find_upload_future")

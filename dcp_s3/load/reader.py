@@ -17,11 +17,10 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp_s3 import errors, ranks
-from dcp_s3.boundary import called_by_dcp, check_role
+from dcp_s3.boundary import called_by_dcp
 from dcp_s3.checkpoint.directory import list_directory
 from dcp_s3.checkpoint.info import find_step
 from dcp_s3.checkpoint.lease import ReaderLease
-from dcp_s3.checkpoint.previous import look_for_previous
 from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
 from dcp_s3.checksum import crc64nvme
 from dcp_s3.collector import collector_paused
@@ -46,7 +45,6 @@ from dcp_s3.settings import Settings, SettingsLike, launch, resolve_settings
 from dcp_s3.spill.local import LocalObjects
 from dcp_s3.spill.session import open_store
 from dcp_s3.torch_private import ExtensionRegistry, ReaderTransforms
-from dcp_s3.uncaught import install
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
 
 logger = logging.getLogger(__name__)
@@ -105,7 +103,6 @@ class S3StorageReader(AttachmentReader, StorageReader):
         _extension_registry: ExtensionRegistry | None = None,
     ) -> None:
         super().__init__()
-        install()  # first: what is wrong with the arguments is told as well
         self.settings: Settings = resolve_settings(settings)
         self.on_event = on_event
         self.include_uncommitted = include_uncommitted
@@ -373,7 +370,6 @@ class S3StorageReader(AttachmentReader, StorageReader):
         >>> S3StorageReader("s3://bucket/run/step-00002000").checkpoint_id
         's3://bucket/run/step-00002000'
         """
-        check_role(self, "load")
         self._asked_for_url = True
         return None if self._url is None else str(self._url)
 
@@ -384,9 +380,12 @@ class S3StorageReader(AttachmentReader, StorageReader):
         event = LoadFailed(url=None if url is None else str(url), step=step, rank=ranks.rank(), error=error)
         emit(event, self.on_event)
 
-    def _last_good(self, url: str) -> str:
-        """URL of the newest checkpoint beside ``url``, for messages; empty: none, or S3 does not say within seconds."""
-        return look_for_previous(self.settings, parse_url(url))
+    @called_by_dcp
+    def storage_meta(self) -> StorageMeta:
+        """What `dcp.save` asks first: refuse to save, with SaveProtocolError."""
+        raise errors.SaveProtocolError(
+            "dcp.save was given an S3StorageReader, which is for dcp.load. Remedy: storage_writer=S3StorageWriter(url)"
+        )
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

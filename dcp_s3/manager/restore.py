@@ -13,9 +13,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from dcp_s3 import errors
-from dcp_s3.boundary import left_by_load
 from dcp_s3.events import Listener
-from dcp_s3.failures import Failed, explain, name_failed, panel, real_causes
+from dcp_s3.failures import Failed, explain, left_by_load, name_failed, panel, real_causes
 from dcp_s3.load.planner import S3LoadPlanner
 from dcp_s3.load.reader import S3StorageReader
 from dcp_s3.manager.arguments import load_into, to_state_dict

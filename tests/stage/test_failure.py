@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict_saver import _stateful_to_state_dic
 
 from dcp_s3 import S3Stager, S3StorageWriter
 from dcp_s3.errors import StagingError, StagingLimitError
-from dcp_s3.stage.failure import MARK, FailedStaging, raise_if_failed
+from dcp_s3.stage.handover import MARK, FailedStaging, raise_if_failed
 from tests.ranks import run_ranks
 from tests.servers import S3Server
 
