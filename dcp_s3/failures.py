@@ -23,7 +23,7 @@ _BEFORE_READING = (
     errors.CheckpointNotFoundError,
     errors.EntryNotFoundError,
     errors.TensorMismatchError,
-    errors.CorruptMetadataError,
+    errors.CorruptCheckpointError,
     errors.UnsafeMetadataError,
     errors.CredentialsError,
     errors.BucketNotFoundError,

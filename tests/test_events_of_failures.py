@@ -122,7 +122,7 @@ def test_a_save_without_a_url_is_told() -> None:
     with pytest.raises(CheckpointException, match="no URL"):
         dcp.save(state(), storage_writer=S3StorageWriter(on_event=heard))
     assert [(failed.url, type(failed.error)) for failed in heard.of(events.SaveFailed)] == [
-        (None, errors.MissingURLError)
+        (None, errors.InvalidURLError)
     ]
 
 

@@ -40,7 +40,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import dcp_s3
 import dcp_s3.checkpoint
 from dcp_s3 import shard, torch_private
-from dcp_s3.errors import ShapeMismatchError
+from dcp_s3.errors import TensorMismatchError
 from dcp_s3.format import blocks
 from tests.relying import moved
 
@@ -351,7 +351,7 @@ def test_checkpoint_exception_is_no_exception_and_has_failures() -> None:
 def test_causes_come_through_dcp_load_unchanged() -> None:
     class Reader(FileSystemReader):
         def set_up_storage_reader(self, *args: Any, **kwargs: Any) -> None:
-            raise ShapeMismatchError("mine", url="s3://b/x", fqn="w")
+            raise TensorMismatchError("mine", url="s3://b/x", fqn="w")
 
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
             return dcp.metadata.Metadata({})
@@ -359,7 +359,7 @@ def test_causes_come_through_dcp_load_unchanged() -> None:
     with pytest.raises(CheckpointException) as caught:
         state_dict_loader.load({}, storage_reader=Reader("/nowhere"))
     (cause, _) = caught.value.failures[0]
-    assert isinstance(cause, ShapeMismatchError)
+    assert isinstance(cause, TensorMismatchError)
     assert (cause.fqn, cause.url) == ("w", "s3://b/x")
 
 

@@ -279,12 +279,12 @@ def report(
 
     The page needs no network. Nothing in the bucket is changed. It needs bokeh (3.9 or later); --json does not.
     """
-    from dcp_s3.errors import PolicyError
+    from dcp_s3.errors import SettingsError
     from dcp_s3.reporting import report as reporting
     from dcp_s3.retention.parse import parse_policy
     from dcp_s3.units import parse_duration, plural
 
-    with wrong_usage(PolicyError, hint="--policy"):
+    with wrong_usage(SettingsError, hint="--policy"):
         keep = None if policy is None else parse_policy(policy) or ""
     with wrong_usage(ValueError, hint="--grace"):
         seconds = None if grace is None else parse_duration(grace)

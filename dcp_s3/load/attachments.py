@@ -41,7 +41,7 @@ class AttachmentReader(ABC):
         b'{"layers": 32}'
 
         Raises:
-            AttachmentNotFoundError: there is none of that name.
+            EntryNotFoundError: there is none of that name.
             CheckpointNotFoundError: no committed checkpoint is there.
             CorruptCheckpointError: its bytes are not those that were attached.
             StorageError
@@ -100,7 +100,7 @@ def read_waiting(store: Store, settings: Settings, url: CheckpointURL, manifest:
     """The bytes of one attachment, from this host's disk if it is there, else from S3.
 
     Raises:
-        AttachmentNotFoundError: there is none.
+        EntryNotFoundError: there is none.
         CorruptCheckpointError: it is damaged.
         StorageError
     """

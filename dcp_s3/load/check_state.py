@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.tensor import DTensor
 
 from dcp_s3 import errors
-from dcp_s3.errors import CorruptMetadataError
+from dcp_s3.errors import CorruptCheckpointError
 from dcp_s3.load.names import count_by_prefix
 from dcp_s3.load.planner import S3LoadPlanner
 
@@ -57,7 +57,7 @@ def check_filled(plan: LoadPlan, planner: LoadPlanner, metadata: Metadata, url: 
     no saved chunk covers.
 
     Raises:
-        CorruptMetadataError
+        CorruptCheckpointError
     """
     state = getattr(planner, "state_dict", None)
     if not isinstance(planner, DefaultLoadPlanner) or not isinstance(state, dict):
@@ -73,7 +73,7 @@ def check_filled(plan: LoadPlan, planner: LoadPlanner, metadata: Metadata, url: 
             continue
         local = entry.to_local() if isinstance(entry, DTensor) else entry
         if type(local) in _PLAIN and local.numel() != planned.get(fqn, 0):
-            raise CorruptMetadataError(
+            raise CorruptCheckpointError(
                 f"the metadata of {url} has chunks with {planned.get(fqn, 0)} of the {local.numel()} elements of "
                 f"{fqn!r} that are to be loaded here. It is damaged, or was merged wrongly: load an earlier checkpoint",
                 url=url,

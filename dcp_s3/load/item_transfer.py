@@ -293,7 +293,7 @@ class ProvenTransfer(TensorTransfer):
     def finish(self) -> ItemTransfer | None:
         fault = self._find_fault(bytes(self._head))
         if fault is not None:
-            raise errors.CorruptMetadataError(
+            raise errors.CorruptCheckpointError(
                 f"the metadata of {self._url} is damaged: where it places {self.item.storage_index.fqn!r}, {fault}. "
                 "Remedy: load an earlier checkpoint",
                 url=self._url,

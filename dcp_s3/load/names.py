@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from dcp_s3.errors import MissingKeysError, ShapeMismatchError, TensorMismatchError
+from dcp_s3.errors import MissingKeysError, TensorMismatchError
 from dcp_s3.torch_private import ShardedTensor
 from dcp_s3.units import plural
 
@@ -84,7 +84,7 @@ def _other_kinds(kinds: dict[str, str], url: str) -> TensorMismatchError:
 
 def _other_shapes(
     shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]], missing: Collection[str], url: str
-) -> ShapeMismatchError:
+) -> TensorMismatchError:
     (fqn, (saved, current)), *more = shapes.items()
     text = f"Size mismatch between saved {saved} and current {current} for {fqn}"  # as torch begins
     if more:
@@ -92,7 +92,7 @@ def _other_shapes(
         text += f", and for {len(more)} more: {named}{', ...' if len(more) >= _NAMED else ''}"
     if missing:
         text += f"; also not saved: {plural(len(missing), 'name')} of the state ({_some(missing)})"
-    return ShapeMismatchError(f"{text}{_which(url)}. {_ADVICE}", url=url, fqn=fqn, shapes=shapes)
+    return TensorMismatchError(f"{text}{_which(url)}. {_ADVICE}", url=url, fqn=fqn, shapes=shapes)
 
 
 def _missing_keys(missing: list[str], unexpected: list[str], shapes: Collection[str], url: str) -> MissingKeysError:

@@ -122,7 +122,7 @@ class S3LoadPlanner(DefaultLoadPlanner):
     >>> dcp.load(state, storage_reader=reader, planner=S3LoadPlanner())
 
     Raises:
-        MissingKeysError, ShapeMismatchError: when it plans: see `create_local_plan`. Other errors are as in torch's.
+        MissingKeysError, TensorMismatchError: when it plans: see `create_local_plan`. Other errors are as in torch's.
     """
 
     _found: tuple[MetadataIndex, object, torch.Tensor] | None = None
@@ -141,7 +141,7 @@ class S3LoadPlanner(DefaultLoadPlanner):
         """Make the plan for this rank.
 
         Raises:
-            ShapeMismatchError: saved tensors have other shapes.
+            TensorMismatchError: saved tensors have other shapes.
             MissingKeysError: entries are not in the checkpoint, unless ``allow_partial_load``.
         """
         metadata = self.metadata

@@ -137,8 +137,8 @@ class TransferFactory:
         With ``whole`` it is a `StreamTransfer`, unless the raw bytes' place is recorded.
 
         Raises:
-            DtypeMismatchError, ShapeMismatchError: the destination does not match what was saved.
-            CorruptMetadataError: the metadata contradicts itself.
+            TensorMismatchError: the destination does not match what was saved.
+            CorruptCheckpointError: the metadata contradicts itself.
         """
         info = self._storage_info(item)
         if item.type == LoadItemType.BYTE_IO:
@@ -147,20 +147,20 @@ class TransferFactory:
         if target.requires_grad:
             target = target.detach()
         if target.size() != item.lengths:
-            raise errors.ShapeMismatchError(
+            raise errors.TensorMismatchError(
                 f"{item.dest_index.fqn}: the planner gave a tensor of shape {tuple(target.size())} for "
                 f"{tuple(item.lengths)} of {self._url}", url=str(self._url), fqn=item.dest_index.fqn,
             )  # fmt: skip
         saved = self._metadata.state_dict_metadata[item.storage_index.fqn]
         if not isinstance(saved, TensorStorageMetadata):
-            raise errors.CorruptMetadataError(
+            raise errors.CorruptCheckpointError(
                 f"{item.storage_index.fqn!r} in {self._url} is no tensor, but is to be loaded into one: the "
                 "checkpoint was saved from another kind of state",
                 url=str(self._url),
             )
         dtype = saved.properties.dtype
         if dtype != target.dtype and not self._allow_dtype_cast:
-            raise errors.DtypeMismatchError(
+            raise errors.TensorMismatchError(
                 f"{item.dest_index.fqn} has {dtype} in {self._url}, {target.dtype} in the state to load into, and "
                 "allow_dtype_cast is off. Remedy: build the state with the saved dtype, or convert on load with "
                 "S3StorageReader(allow_dtype_cast=True)",
@@ -186,7 +186,7 @@ class TransferFactory:
         sizes = self._chunk_sizes(item, saved)
         nbytes = sizes.numel() * dtype.itemsize
         if raw_offset + nbytes > info.length:
-            raise errors.CorruptMetadataError(
+            raise errors.CorruptCheckpointError(
                 f"{item.storage_index.fqn!r} in {self._url}: a chunk of {nbytes} bytes at {raw_offset} does "
                 f"not fit into its item of {info.length} bytes: the metadata is damaged",
                 url=str(self._url),
@@ -200,7 +200,7 @@ class TransferFactory:
         if not self._unproven:
             return TensorTransfer(item, info.relative_path, info.offset + raw_offset, ranges, target, sizes, dtype)
         if not 0 < raw_offset <= MAX_HEAD:
-            raise errors.CorruptMetadataError(
+            raise errors.CorruptCheckpointError(
                 f"the metadata of {self._url} is damaged: {item.storage_index.fqn!r} has {raw_offset} bytes before its "
                 "own. Remedy: load an earlier checkpoint",
                 url=str(self._url),
@@ -284,7 +284,7 @@ class TransferFactory:
 
     def _prepare_bytes(self, item: ReadItem, info: StorageInfo) -> ItemTransfer:
         if info.length == 0:
-            raise errors.CorruptMetadataError(
+            raise errors.CorruptCheckpointError(
                 f"the metadata of {self._url} is damaged: {item.storage_index.fqn!r} has no bytes", url=str(self._url)
             )
 
@@ -301,7 +301,7 @@ class TransferFactory:
         try:
             self._transforms.extension_registry.from_descriptor_list(descriptors)
         except ValueError as error:
-            raise errors.MissingExtensionError(
+            raise errors.CheckpointError(
                 f"{item.storage_index.fqn!r} in {self._url} was saved through the stream extensions "
                 f"{list(descriptors)}: {error}. Remedy: pass an _extension_registry that knows them to S3StorageReader",
                 url=str(self._url),
@@ -327,7 +327,7 @@ class TransferFactory:
         try:
             return cast(StorageInfo, self._metadata.storage_data[item.storage_index])
         except KeyError:
-            raise errors.CorruptMetadataError(
+            raise errors.CorruptCheckpointError(
                 f"the metadata of {self._url} does not say where {item.storage_index.fqn!r} at "
                 f"{item.storage_index.offset} lies: it is damaged or was merged wrongly",
                 url=str(self._url),
@@ -338,7 +338,7 @@ class TransferFactory:
         index = item.storage_index
         chunk = find_chunk(saved, index)
         if chunk is None:
-            raise errors.CorruptMetadataError(
+            raise errors.CorruptCheckpointError(
                 f"the metadata of {self._url} has no chunk of {index.fqn!r} at {index.offset}", url=str(self._url)
             )
         return chunk.sizes

@@ -92,7 +92,7 @@ class LoadExecutor:
         The planner is called from this thread only.
 
         Raises:
-            DtypeMismatchError: before anything is fetched or changed; only without ``allow_dtype_cast``.
+            TensorMismatchError: before anything is fetched or changed; only without ``allow_dtype_cast``.
             UnsafeItemError: before the planner sees the item.
             CorruptCheckpointError: stored bytes are missing, cut short or not what was written.
             DeadlineExceededError: the source's deadline has passed.

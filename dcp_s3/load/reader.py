@@ -71,7 +71,7 @@ class S3StorageReader(AttachmentReader, StorageReader):
             its tensors: about 0.1 ms for a small one, 0.15 s for each MB of pickled numbers and texts. False:
             everything is unpickled, so whoever can write to the bucket can run code here.
         allow_dtype_cast: whether a load may convert a saved tensor to another dtype, as torch's readers do. One warning
-            names the tensors whose values may not all fit. False: `DtypeMismatchError`, before anything is changed.
+            names the tensors whose values may not all fit. False: `TensorMismatchError`, before anything is changed.
         load_sharing: whether data that several ranks of a load need is read from S3 once and sent between the ranks.
             Needs a process group with gloo for CPU tensors. False on one rank means False on all.
         process_group: a group of the ranks that load together, in the same order, with gloo for CPU tensors. In it they
@@ -156,7 +156,7 @@ class S3StorageReader(AttachmentReader, StorageReader):
         Raises:
             CheckpointNotFoundError: no committed checkpoint is there.
             CheckpointDeletedError: a prune is about to delete it (checked only with the setting ``reader_lease``).
-            CorruptMetadataError, UnsafeMetadataError: the metadata cannot, or must not, be unpickled.
+            CorruptCheckpointError, UnsafeMetadataError: the metadata cannot, or must not, be unpickled.
             StorageError: missing bucket, credentials, network.
         """
         rank: int | None = kwargs.get("rank")
@@ -247,12 +247,12 @@ class S3StorageReader(AttachmentReader, StorageReader):
         """Called by DCP on every rank before planning.
 
         Raises:
-            MissingKeysError, ShapeMismatchError, CorruptMetadataError: see `check_state`.
+            MissingKeysError, TensorMismatchError, CorruptCheckpointError: see `check_state`.
         """
         if isinstance(metadata, UnreadableMetadata):
             metadata.fail()
         if not isinstance(metadata.storage_data, dict):
-            raise errors.CorruptMetadataError(
+            raise errors.CorruptCheckpointError(
                 f"the metadata of {self._url} does not say where its items lie (storage_data is "
                 f"{type(metadata.storage_data).__name__})",
                 url=str(self._url),
@@ -326,7 +326,7 @@ class S3StorageReader(AttachmentReader, StorageReader):
         """Load this rank's items. Returns when all are in place.
 
         Raises:
-            DtypeMismatchError: before any tensor is changed; only without ``allow_dtype_cast``.
+            TensorMismatchError: before any tensor is changed; only without ``allow_dtype_cast``.
             DeadlineExceededError: `load_timeout` has passed; some tensors are loaded, others are not.
             UnsafeItemError: an item needs what ``weights_only`` refuses.
             PeerReadError: another rank failed to read bytes that this one needs too, or did not begin to.
@@ -394,7 +394,7 @@ class S3StorageReader(AttachmentReader, StorageReader):
 
     def _require_url(self) -> CheckpointURL:
         if self._url is None:
-            raise errors.MissingURLError(
+            raise errors.InvalidURLError(
                 "S3StorageReader has no URL. Remedy: S3StorageReader('s3://bucket/prefix'), or pass "
                 "checkpoint_id='s3://bucket/prefix' to dcp.load"
             )

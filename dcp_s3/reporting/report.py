@@ -111,7 +111,7 @@ def report(
     Raises:
         ImportError: bokeh is missing; the message says what to install.
         CheckpointNotFoundError: there is nothing under the root. No file was written.
-        PolicyError, InvalidURLError, SettingsError
+        SettingsError, InvalidURLError
         StorageError: the root could not be looked at.
         OSError: the file could not be written.
     """

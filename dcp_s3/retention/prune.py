@@ -162,7 +162,7 @@ def prune(
         on_event: gets the event `Pruned` or `PruneFailed`; none comes of a dry run.
 
     Raises:
-        PolicyError: not a policy, the policy failed, or the grace period has to be forced. Nothing was deleted.
+        SettingsError: not a policy, the policy failed, or the grace period has to be forced. Nothing was deleted.
         InvalidURLError, SettingsError
         StorageError: the root could not be looked at. Nothing was deleted.
     """
@@ -188,9 +188,9 @@ def check_grace(grace: float | str, *, force: bool) -> float:
         if not 0 <= seconds < math.inf:
             raise ValueError
     except ValueError:
-        raise errors.PolicyError(f"grace = {grace!r}, expected seconds, or text like 24h") from None
+        raise errors.SettingsError(f"grace = {grace!r}, expected seconds, or text like 24h") from None
     if seconds < MIN_GRACE and not force:
-        raise errors.PolicyError(
+        raise errors.SettingsError(
             f"grace = {grace!r} is under {MIN_GRACE / 3600:.0f} h: a save that is going on could be taken for a "
             "leftover, and lose its objects. Remedy: a longer one; or pass force=True, if nothing is being saved there"
         )

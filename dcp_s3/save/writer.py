@@ -23,7 +23,7 @@ from dcp_s3.checkpoint.commit import check_metrics
 from dcp_s3.checkpoint.info import find_step
 from dcp_s3.coordination.identity import CountedSave
 from dcp_s3.coordination.ownership import Replicas
-from dcp_s3.errors import CheckpointError, MissingURLError, SaveProtocolError, SettingsError
+from dcp_s3.errors import CheckpointError, InvalidURLError, SaveProtocolError, SettingsError
 from dcp_s3.events import Listener, SaveFailed, emit
 from dcp_s3.format.control_files import check_extra
 from dcp_s3.format.layout import new_save_id
@@ -99,7 +99,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         InvalidURLError: ``url`` is not an S3 URL.
         SettingsError: a setting, in the environment or given here, or ``max_objects`` is not allowed.
         SaveProtocolError: a metric cannot be stored.
-        MetricsError: something in ``extra`` cannot be stored.
+        SettingsError: something in ``extra`` cannot be stored.
     """
 
     caller_reports = False
@@ -191,7 +191,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         """Begin the save, on every rank, before planning.
 
         Raises:
-            MissingURLError: neither the writer nor the save has a URL.
+            InvalidURLError: neither the writer nor the save has a URL.
             SaveProtocolError: several URLs are possible for this save.
         """
         here, save_id = self._here, self._next_save_id()
@@ -443,7 +443,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         if self._here.url is not None:
             return self._here.url
         if self._url is None:
-            raise MissingURLError(
+            raise InvalidURLError(
                 "S3StorageWriter has no URL. Remedy: S3StorageWriter('s3://bucket/prefix'), or pass "
                 "checkpoint_id='s3://bucket/prefix' to dcp.save"
             )

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from dcp_s3.errors import StagingError, StagingLimitError
+from dcp_s3.errors import StagingError
 from dcp_s3.stage.buffers import HostBuffer, Kind
 from dcp_s3.stage.regions import place, split
 from dcp_s3.units import format_size
@@ -98,7 +98,7 @@ class BufferPool:
         """Memory for regions of ``sizes`` bytes (none is zero). Waits while all generations, or the budget, are in use.
 
         Raises:
-            StagingLimitError: the request exceeds the budget even when nothing else is in use, and there is no spill
+            StagingError: the request exceeds the budget even when nothing else is in use, and there is no spill
                 directory.
             StagingError: there is no room for the buffers.
         """
@@ -188,7 +188,7 @@ class BufferPool:
             return f"{len(self._in_use)} earlier saves still hold their staged copies, as many as may exist at a time"
         if self.spill_dir is None and not all(split(sizes, self._room())):
             if not self._in_use:
-                raise StagingLimitError(
+                raise StagingError(
                     f"the state to stage has {format_size(sum(sizes))}, more than the "
                     f"{format_size(self.limit or 0)} that DCP_S3_STAGING_LIMIT allows this process. Remedy: raise "
                     "DCP_S3_STAGING_LIMIT, or set DCP_S3_SPILL_DIR to a local directory, where the rest is then staged"

@@ -100,7 +100,7 @@ class S3Stager(AsyncStager):
         state instead makes the save fail on all ranks, with the cause.
 
         Raises:
-            StagingLimitError: the state exceeds ``DCP_S3_STAGING_LIMIT`` and there is no ``DCP_S3_SPILL_DIR``.
+            StagingError: the state exceeds ``DCP_S3_STAGING_LIMIT`` and there is no ``DCP_S3_SPILL_DIR``.
             StagingError: there is no room, or something in the state cannot be copied.
         """
         if self._closed:

@@ -204,7 +204,7 @@ def test_a_load_with_it(root: str, memory_server: S3Server) -> None:
 def test_shapes_that_differ() -> None:
     metadata = Metadata({"a.b": saved_as((2, 3), grid((2, 3), (1, 1)))})
     with pytest.raises(
-        errors.ShapeMismatchError, match=r"^Size mismatch between saved \(2, 3\) and current \(3, 2\) for a\.b\."
+        errors.TensorMismatchError, match=r"^Size mismatch between saved \(2, 3\) and current \(3, 2\) for a\.b\."
     ) as caught:
         make_plan(S3LoadPlanner(), {"a.b": torch.zeros(3, 2)}, metadata)
     assert caught.value.fqn == "a.b"
@@ -223,7 +223,7 @@ def test_missing_keys(flatten: bool) -> None:
 
 def test_the_first_error_is_torchs_first_error() -> None:
     metadata = Metadata({"x": saved_as((2,), grid((2,), (1,))), "other": BytesStorageMetadata()})
-    with pytest.raises(errors.ShapeMismatchError):
+    with pytest.raises(errors.TensorMismatchError):
         make_plan(S3LoadPlanner(), {"x": torch.zeros(3), "missing": torch.zeros(1)}, metadata)
 
 

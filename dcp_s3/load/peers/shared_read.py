@@ -145,7 +145,7 @@ class SharedRead:
         item = transfer.item
         stored = find_stored(metadata, item.storage_index, item.type)
         if stored is None:
-            raise errors.CorruptMetadataError(
+            raise errors.CorruptCheckpointError(
                 f"the metadata of {self._url} does not say how {item.storage_index.fqn!r} is stored", url=self._url
             )
         return stored
