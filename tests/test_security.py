@@ -53,8 +53,7 @@ READING = POLICIES["ReadingObjects"] | POLICIES["ReadingBucket"]
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
     monkeypatch.setattr(retry, "BACKOFF_BASE", 0.001)
-    for module in ("save", "waiting"):
-        monkeypatch.setattr(f"dcp_s3.save.{module}.drain_in_background", lambda *_, **__: None)
+    monkeypatch.setattr("dcp_s3.save.save.drain_in_background", lambda *_, **__: None)
     monkeypatch.setenv("DCP_S3_PART_SIZE", "5MiB")
     monkeypatch.setenv("DCP_S3_EXPECTED_BUCKET_OWNER", OWNER)
     with serve(monkeypatch) as server:
