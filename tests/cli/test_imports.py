@@ -38,7 +38,6 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyServer]:
     [
         ["ls", _ROOT],
         ["ls", "--json", _ROOT],
-        ["ls", f"{_ROOT}/step-1"],
         ["latest", _ROOT],
         ["pin", f"{_ROOT}/step-3", "--reason", "good"],
         ["unpin", f"{_ROOT}/step-3"],
