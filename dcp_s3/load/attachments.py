@@ -13,7 +13,7 @@ from dcp_s3.load.uncommitted import find_uncommitted
 from dcp_s3.s3.download import ReadTarget
 from dcp_s3.settings import Settings
 from dcp_s3.spill.local import LocalObjects, WaitingCommit
-from dcp_s3.spill.session import open_store
+from dcp_s3.spill.store import open_store
 from dcp_s3.store import Store
 from dcp_s3.url import CheckpointURL
 

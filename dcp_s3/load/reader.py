@@ -43,7 +43,7 @@ from dcp_s3.reprs import one_line
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings, SettingsLike, launch, most_ranks_on_host, resolve_settings
 from dcp_s3.spill.local import LocalObjects
-from dcp_s3.spill.session import open_store
+from dcp_s3.spill.store import open_store
 from dcp_s3.store import StoredObject
 from dcp_s3.torch_private import (
     Caller,

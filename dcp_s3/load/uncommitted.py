@@ -8,7 +8,7 @@ from dcp_s3 import errors
 from dcp_s3.checkpoint.commit_state import CommitState, SaveIdentity, find_state
 from dcp_s3.settings import Settings
 from dcp_s3.spill.local import WaitingCommit, find_commits
-from dcp_s3.spill.session import open_store
+from dcp_s3.spill.store import open_store
 from dcp_s3.store import Store
 from dcp_s3.url import CheckpointURL
 

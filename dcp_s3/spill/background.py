@@ -47,7 +47,6 @@ class BackgroundDrain:
         self._thread.start()
 
     def wake(self) -> None:
-        """Tell the thread that there is something new to drain."""
         self._wake.set()
 
     def stop(self) -> None:
