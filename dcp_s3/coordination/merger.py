@@ -65,7 +65,6 @@ class Seen:
 
     @property
     def missing(self) -> list[int]:
-        """Ranks without a part."""
         return [rank for rank in range(self.world_size) if rank not in self.parts]
 
     def digest_of(self, rank: int) -> str | None:
@@ -141,10 +140,7 @@ class Merger:
         self._slow: set[int] = set()  # ranks that were asked, and did not write in time
 
     def step(self) -> str | None:
-        """Do what can be done now.
-
-        Returns:
-            Save id of the commit; None: some part is missing still.
+        """Do what can be done now. Returns the save id of the commit; None: some part is missing still.
 
         Raises:
             SaveProtocolError: it cannot be whole, or is no longer to be committed. All ranks are told.
@@ -173,7 +169,8 @@ class Merger:
         made_up: Mapping[int, int] = {}
         if len(self._merging.ranks) < self._joint.world_size:
             self._look_for_signs()
-            before = self._joint.before() if self._is_anyone_silent() else None
+            is_anyone_silent = self._clock.now() - self._began >= self._joint.rank_timeout
+            before = self._joint.before() if is_anyone_silent else None
             verdict = judge(self._seen(before), self._joint.rank_timeout)
             if verdict.lost:
                 raise lost_error(self._joint, verdict.lost, self._causes(verdict.lost))
@@ -188,7 +185,6 @@ class Merger:
     # --- reading -------------------------------------------------------------------------------------
 
     def _read_parts(self) -> None:
-        """Read the parts that have come."""
         prefix, _ = self._joint.prefixes
         new = [each.key for each in self._store.list(prefix).objects if each.key not in self._read]
         self.has_moved = bool(new)
@@ -231,7 +227,6 @@ class Merger:
                 self._signs[each.key], self._signed_at[int(rank)] = sign, self._clock.now()
 
     def _causes(self, ranks: Sequence[int]) -> dict[int, str]:
-        """What failed on ranks that could still say so."""
         found = {}
         for rank in ranks[:8]:
             if rank in self._intents or rank in self._failed:
@@ -246,9 +241,6 @@ class Merger:
     def _silence(self, rank: int, since: float = 0.0) -> float:
         return self._clock.now() - max(self._began, since, self._signed_at.get(rank, 0.0))
 
-    def _is_anyone_silent(self) -> bool:
-        return self._clock.now() - self._began >= self._joint.rank_timeout
-
     def _seen(self, before: Sequence[str] | None) -> Seen:
         ranks = range(self._joint.world_size)
         silent = {rank: self._silence(rank) for rank in ranks if rank not in self._merging.ranks}
@@ -258,7 +250,11 @@ class Merger:
 
     def _needed(self, made_up: Mapping[int, int]) -> dict[int, list[int]]:
         """Hashes of what is to be written, by the rank that is to write it."""
-        wanted = self._find_unwritten()
+        try:
+            wanted = self._merging.unwritten(excluded=self._slow)
+        except errors.SaveProtocolError as error:
+            url = str(self._joint.url)
+            raise errors.SaveProtocolError(f"{url} is not committed: {error}", url=url) from None
         return {rank: wanted.get(rank, []) for rank in {*wanted, *self._carriers(made_up)}}
 
     def _carriers(self, made_up: Mapping[int, int]) -> set[int]:
@@ -267,14 +263,6 @@ class Merger:
         if has_told:
             return set()
         return {made_up[0]} if made_up[0] not in self._slow else {self._joint.rank}  # this one answers
-
-    def _find_unwritten(self) -> dict[int, list[int]]:
-        """See `Merging.unwritten`."""
-        try:
-            return self._merging.unwritten(excluded=self._slow)
-        except errors.SaveProtocolError as error:
-            url = str(self._joint.url)
-            raise errors.SaveProtocolError(f"{url} is not committed: {error}", url=url) from None
 
     def _ask(self, wanted: Mapping[int, Sequence[int]], made_up: Mapping[int, int]) -> None:
         """Ask ranks to write what is missing, once; others if they do not."""

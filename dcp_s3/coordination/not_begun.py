@@ -37,9 +37,6 @@ def enter_save(url: CheckpointURL, settings: Settings) -> CountedSave:
 
     A save that this rank has left is the same one at the next call, which the other ranks may be waiting for; unless
     they have given it up, or have begun another one.
-
-    Raises:
-        SaveProtocolError, SettingsError, StorageError
     """
     attempt = current_attempt(settings)
     left = take_left(attempt, str(url))
@@ -57,14 +54,11 @@ def _claim(url: CheckpointURL, settings: Settings, save: CountedSave) -> Claim:
     return claim_of(save.attempt, str(url), save.number, find_step(url.name, settings))
 
 
-def _notice_key(url: CheckpointURL, save: CountedSave) -> str:
-    return url.key(notice_object(save_of(save.attempt, str(url), save.number)))
-
-
 def _is_given_up(url: CheckpointURL, settings: Settings, save: CountedSave) -> bool:
     store = S3Store(url.bucket, settings)
+    notice = url.key(notice_object(save_of(save.attempt, str(url), save.number)))
     try:
-        if Notice.from_json(store.get(_notice_key(url, save)).data).failed:
+        if Notice.from_json(store.get(notice).data).failed:
             return True
     except (ObjectNotFoundError, ValueError):
         pass
@@ -94,10 +88,7 @@ def _tell_failed(url: CheckpointURL, settings: Settings, save: CountedSave, why:
 
 def take_back(url: CheckpointURL, settings: Settings, save: CountedSave) -> None:
     """See to it that a save which has ended on this rank, and nobody has committed, is never merged with later ones.
-
-    Raises:
-        StorageError: it may still be committed.
-    """
+    After an error it may still be committed."""
     if save.begun and save.attempt.world_size > 1:
         withdraw(S3Store(url.bucket, settings), url, _claim(url, settings, save))
     forget_left(save, str(url))

@@ -35,13 +35,19 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dcp_s3 import errors, shard
 from dcp_s3.coordination import ownership
-from dcp_s3.coordination.ownership import assign, holders_of, lookup_in, own_items
+from dcp_s3.coordination.ownership import Holders, assign, lookup_in, own_items
 from tests.ranks import run_ranks
 from tests.relying import BEFORE_2_10
 
 State = dict[str, Any]
 Key = tuple[str, tuple[int, ...] | None]
 KIB = 2**10
+
+
+def holders_of(
+    item: WriteItem, value: Any, *, world: Sequence[int], rank: int, replicas: Any = None, meshes: Any = ()
+) -> tuple[int, ...]:
+    return Holders(world, rank, replicas, meshes).find(item, value)
 
 
 # --- simulated ranks -------------------------------------------------------------------------------------
