@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 _JOURNAL = "journal"
 _WRITER_LOCK = "writer.lock"
 _REASON = "reason.txt"
+_OLD = 3600  # seconds after which whoever made an entry of new/ has died
 _CHUNK = 4 * 2**20  # bytes read at a time to check a file
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -213,19 +214,13 @@ class SpillStore:
         return [SpilledSave(path, found) for path, found in self._read() if isinstance(found, Journal)]
 
     def list_damaged(self) -> list[RefusedSave]:
-        return [
-            RefusedSave(path, f"the journal is damaged: {found}")
-            for path, found in self._read()
-            if isinstance(found, JournalError)
-        ]
+        broken = [(path, found) for path, found in self._read() if isinstance(found, JournalError)]
+        return [RefusedSave(path, f"the journal is damaged: {error}") for path, error in broken]
 
     def list_unreadable(self) -> list[RefusedSave]:
         """Saves that may be read later: there were too many open files, a disk error, no permission."""
-        return [
-            RefusedSave(path, f"the journal cannot be read: {found}")
-            for path, found in self._read()
-            if isinstance(found, OSError)
-        ]
+        broken = [(path, found) for path, found in self._read() if isinstance(found, OSError)]
+        return [RefusedSave(path, f"the journal cannot be read: {error}") for path, error in broken]
 
     def _read(self) -> Iterator[tuple[Path, Journal | JournalError | OSError]]:
         for path in self._directories():
@@ -239,7 +234,10 @@ class SpillStore:
     def tidy(self) -> list[RefusedSave]:
         """Remove remains of saves whose process died while making or removing them, and set damaged ones aside, which
         are returned. For the drain."""
-        _remove_old(self.path / "new")
+        with contextlib.suppress(OSError):
+            for path in (self.path / "new").iterdir():
+                if path.stat().st_mtime < time.time() - _OLD:
+                    shutil.rmtree(path, ignore_errors=True)
         for path in self._directories():
             if not (path / _JOURNAL).exists():
                 shutil.rmtree(path, ignore_errors=True)
@@ -333,14 +331,6 @@ class SpillStore:
 def open_store(settings: Settings) -> SpillStore | None:
     """The spill directory of these settings; None if it is not set."""
     return None if settings.spill_dir is None else SpillStore(settings.spill_dir, limit=settings.spill_limit)
-
-
-def _remove_old(directory: Path) -> None:
-    """Remove entries that are older than an hour: whoever made them died."""
-    with contextlib.suppress(OSError):
-        for path in directory.iterdir():
-            if path.stat().st_mtime < time.time() - 3600:
-                shutil.rmtree(path, ignore_errors=True)
 
 
 @contextlib.contextmanager
