@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -129,29 +128,6 @@ def make_facts(
     if metrics is not None:
         facts |= {"metrics": dict(metrics), "extra": dict(extra or {})}
     return facts
-
-
-@dataclass(frozen=True)
-class Facts:
-    started_at: float
-    """When the first rank began, seconds since the epoch; infinity if none says."""
-    throttled: int
-    """Requests of all ranks that S3 throttled."""
-    metrics: Mapping[str, Any]
-    """Those of the first rank that has any."""
-    extra: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, facts: Mapping[tuple[int, int], Mapping[str, Any]]) -> Facts:
-        """Those of all parts, by rank and number of the part."""
-        speakers = [facts[each] for each in sorted(facts) if "metrics" in facts[each]]
-        speaker: Mapping[str, Any] = speakers[0] if speakers else {}
-        return cls(
-            min((float(each["started_at"]) for each in facts.values() if "started_at" in each), default=math.inf),
-            sum(int(each.get("throttled", 0)) for each in facts.values()),
-            speaker.get("metrics") or {},
-            speaker.get("extra") or {},
-        )
 
 
 def describe(joint: JointSave, digests: Mapping[int, str], made_up: Mapping[int, int]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -78,8 +79,9 @@ class Merging:
         }
 
     @property
-    def facts(self) -> dict[tuple[int, int], Mapping[str, object]]:
-        return {key: part.facts for key, part in sorted(self._parts.items())}
+    def facts(self) -> list[Mapping[str, Any]]:
+        """What each part says of the save as a whole, by rank and number of the part."""
+        return [self._parts[key].facts for key in sorted(self._parts)]
 
     def unwritten(self, excluded: Collection[int] = ()) -> dict[int, list[int]]:
         """Hashes of items that a rank holds and none has written, by the rank that is to write them: none of those

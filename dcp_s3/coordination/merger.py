@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.attachments import check_distinct
@@ -25,7 +26,6 @@ from dcp_s3.coordination.joint import (
     FAILED,
     UNSAID,
     Clock,
-    Facts,
     JointSave,
     describe,
     find_commit,
@@ -296,8 +296,10 @@ class Merger:
         identity = SaveIdentity(url, save_id)
         merged = self._merging.merged(save_id=save_id, checkpoint_id=str(url))
         check_distinct(merged.objects)
-        facts = Facts.of(self._merging.facts)
-        beginning = self._beginning.at_the_earliest([facts.started_at])
+        facts = self._merging.facts
+        speaker: Mapping[str, Any] = next((each for each in facts if "metrics" in each), {})
+        began = [float(each["started_at"]) for each in facts if "started_at" in each]
+        beginning = self._beginning.at_the_earliest(began)
         manifest = Manifest(
             save_id=save_id,
             created_at=time.time(),
@@ -305,8 +307,8 @@ class Merger:
             world_size=joint.world_size,
             objects=merged.objects,
             items=merged.items,
-            metrics=dict(facts.metrics),
-            extra=dict(facts.extra),
+            metrics=dict(speaker.get("metrics") or {}),
+            extra=dict(speaker.get("extra") or {}),
             writer=versions(),
             started_at=beginning.at,
             coordination=describe(joint, self._merging.digests, made_up),
