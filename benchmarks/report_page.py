@@ -1,8 +1,8 @@
-"""The screenshots of ``docs/report.md``: ``python -m benchmarks.report_page``.
+"""The screenshot of ``docs/report.md``: ``python -m benchmarks.report_page``.
 
 It saves checkpoints through `CheckpointManager` to an in-memory S3 server, at a clock that runs ahead, with what
 happens to a run in two days: a crash, saves that fail, a loss that is not a number, a pin. Then it writes the report
-and takes pictures of it with a headless Chromium, in light and in dark.
+and takes a picture of it with a headless Chromium.
 """
 
 from __future__ import annotations
@@ -33,10 +33,9 @@ from tests.memory_s3 import Fault, MemoryS3, RequestInfo
 BUCKET = "training"
 ROOT = f"s3://{BUCKET}/llama-70b/run-7"
 POLICY = "latest:5 best:2:val_loss:min every:10000 daily:3"
-BUDGET = "1GiB"
 
-PICTURES = (("report.png", 1400, 2350, False), ("report-dark.png", 1400, 2350, True))
-"""File, width, height and whether it is dark."""
+PICTURE = ("report.png", 1400, 2350)
+"""File, width and height."""
 
 _FAST = 200.0  # how much faster than the host's the clock runs, so that saves take minutes
 _HOUR = 3600.0
@@ -117,12 +116,12 @@ def name(step: int) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write the page and the pictures."""
+    """Write the page and the picture."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
         "--page", type=Path, default=Path("benchmarks/results/report.html"), help="where to write the page"
     )
-    parser.add_argument("--pictures", type=Path, default=Path("docs"), help="where to write the screenshots")
+    parser.add_argument("--pictures", type=Path, default=Path("docs"), help="where to write the screenshot")
     parser.add_argument("--saves", type=int, default=96)
     given = parser.parse_args(arguments)
     given.page.parent.mkdir(parents=True, exist_ok=True)
@@ -130,22 +129,21 @@ def main(arguments: list[str] | None = None) -> int:
     with serve(clock) as server:
         train(server, clock, saves=given.saves)
         meddle(server, clock)
-        found = report(ROOT, given.page, POLICY, budget=BUDGET)
-    sys.stdout.write(f"{given.page}: {given.page.stat().st_size / 2**20:.2f} MiB, {found.requests} requests\n")
+        found = report(ROOT, given.page, POLICY)
+    size = given.page.stat().st_size / 2**20
+    sys.stdout.write(f"{given.page}: {size:.2f} MiB, {len(found.plan.decisions)} checkpoints\n")
 
     path = given.page.resolve()
 
-    async def take(page: Page) -> dict[str, bytes]:
-        taken = {}
-        for file, width, height, dark in PICTURES:
-            await page.show(path, width=width, dark=dark)
-            taken[file] = await page.screenshot(height=height)
+    file, width, height = PICTURE
+
+    async def take(page: Page) -> bytes:
+        await page.show(path, width=width)
         sys.stdout.write("".join(f"{each}\n" for each in page.complaints))
-        return taken
+        return await page.screenshot(height=height)
 
     given.pictures.mkdir(parents=True, exist_ok=True)
-    for file, data in visit(take).items():
-        (given.pictures / file).write_bytes(smaller(data))
+    (given.pictures / file).write_bytes(smaller(visit(take)))
     return 0
 
 

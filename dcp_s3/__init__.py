@@ -26,6 +26,8 @@ from sys import modules as _modules
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 from typing import Any as _Any
 
+from dcp_s3 import errors as errors
+from dcp_s3 import events as events
 from dcp_s3._version import __version__ as __version__
 from dcp_s3.torch_version import require_torch as _require_torch
 
@@ -64,7 +66,7 @@ if _TYPE_CHECKING:  # the table below again, for type checkers
     from dcp_s3.offline.verify import verify as verify
     from dcp_s3.offline.verify_plan import Problem as Problem
     from dcp_s3.offline.verify_plan import VerifyReport as VerifyReport
-    from dcp_s3.reporting.data import ReportData as ReportData
+    from dcp_s3.reporting.report import ReportData as ReportData
     from dcp_s3.reporting.report import report as report
     from dcp_s3.retention.catalog import CatalogSnapshot as CatalogSnapshot
     from dcp_s3.retention.catalog import CheckpointCatalog as CheckpointCatalog
@@ -89,7 +91,7 @@ if _TYPE_CHECKING:  # the table below again, for type checkers
     from dcp_s3.retention.prune import PruneReport as PruneReport
     from dcp_s3.retention.prune import apply_plan as apply_plan
     from dcp_s3.retention.prune import prune as prune
-    from dcp_s3.retention.remove import remove as remove
+    from dcp_s3.retention.prune import remove as remove
     from dcp_s3.save.writer import S3StorageWriter as S3StorageWriter
     from dcp_s3.settings import Settings as Settings
     from dcp_s3.sharding import Fused as Fused
@@ -134,7 +136,7 @@ _PAGE = {
         "parse_policy": ("retention.parse", "makes a policy of text such as ``latest:3 daily:7``"),
         "pin": ("retention.marks", "protects a checkpoint from all policies"),
         "unpin": ("retention.marks", "ends that"),
-        "remove": ("retention.remove", "deletes one checkpoint"),
+        "remove": ("retention.prune", "deletes one checkpoint"),
         "make_plan": ("retention.plan", "decides what is kept and deleted"),
         "apply_plan": ("retention.prune", "carries out a plan"),
         "Plan": ("retention.plan", "what would be kept and deleted"),
@@ -168,7 +170,7 @@ _PAGE = {
         "DoctorReport": ("checkup.doctor", "what `doctor` has found"),
         "CheckResult": ("checkup.probes", "what one of its checks has found"),
         "ExportResult": ("offline.export", "what `export` has written"),
-        "ReportData": ("reporting.data", "what `report` shows"),
+        "ReportData": ("reporting.report", "what `report` shows"),
         "CopyResult": ("offline.copy_source", "what `copy` has done"),
         "ImportResult": ("offline.import_weights", "what `import_weights` has written"),
     },

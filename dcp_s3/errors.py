@@ -202,7 +202,7 @@ class CorruptCheckpointError(CheckpointError):
 
 
 class PeerReadError(CheckpointError):
-    """Another rank of the load failed to read or send what this rank needs.
+    """Another rank of the load failed to read or send what this rank needs, or did not begin to in time.
 
     Attributes:
         rank: the failing rank, in the load's process group.

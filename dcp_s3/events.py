@@ -128,7 +128,7 @@ class Committed(Event):
 
 @dataclass(frozen=True, kw_only=True)
 class SaveFailed(Event):
-    """A save failed: on this rank, or on another one as far as this rank was told."""
+    """A save failed on this rank; on the first rank also an asynchronous save of which another one failed."""
 
     url: str | None
     """URL of the checkpoint, if it is known."""

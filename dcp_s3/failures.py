@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from dcp_s3 import errors
 from dcp_s3.errors import PeerReadError
 
 _MOST_CAUSES = 3
@@ -17,6 +18,19 @@ WIDTH = 100
 # Hex names, sizes and times differ from rank to rank even if the cause is the same.
 _OWN = re.compile(r"[0-9a-f]*\d[0-9a-f]*")
 _REMEDY = re.compile(r"[;.,]? *Remedy[:,] *")
+_BEFORE_WRITING = (errors.CheckpointExistsError, errors.InvalidURLError, errors.SettingsError, errors.StagingError)
+_BEFORE_READING = (
+    errors.CheckpointNotFoundError,
+    errors.EntryNotFoundError,
+    errors.TensorMismatchError,
+    errors.CorruptCheckpointError,
+    errors.UnsafeMetadataError,
+    errors.CredentialsError,
+    errors.BucketNotFoundError,
+    errors.InvalidURLError,
+    errors.SettingsError,
+    errors.SaveProtocolError,
+)
 
 
 @dataclass(frozen=True)
@@ -125,3 +139,15 @@ def name_ranks(ranks: Iterable[int]) -> str:
     several = len(runs) > 1 or runs[0][0] != runs[0][1]
     named = (str(first) if first == last else f"{first} to {last}" for first, last in runs)
     return f"rank{'s' if several else ''} {', '.join(named)}"
+
+
+def left_by_save(causes: Iterable[BaseException]) -> str:
+    """What a save that failed has left behind, and what not."""
+    if all(isinstance(cause, _BEFORE_WRITING) for cause in causes):
+        return "nothing was written, and what was there is untouched"
+    return "no new checkpoint, and the earlier ones untouched; `dcp-s3 prune` removes what was uploaded"
+
+
+def left_by_load(causes: Iterable[BaseException]) -> str:
+    """What a load that failed has left behind; empty: nothing."""
+    return "" if all(isinstance(cause, _BEFORE_READING) for cause in causes) else "the state may be partly loaded"

@@ -11,7 +11,6 @@ import contextlib
 import difflib
 import logging
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -309,17 +308,6 @@ def local_world_size() -> int:
     """Ranks on this host, from the launcher (torchrun sets ``LOCAL_WORLD_SIZE``); otherwise 1."""
     value = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(value)) if value.isdecimal() else 1
-
-
-def most_ranks_on_host() -> int:
-    """The ranks on this host, or more where the launcher tells only the number of all ranks; 1 without a launcher."""
-    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_STEP_TASKS_PER_NODE"):
-        # SLURM's are lists: 8(x2),4
-        counts = re.findall(r"(?:^|,)(\d+)", os.environ.get(name, ""))
-        if counts:
-            return max(1, *map(int, counts))
-    everywhere = os.environ.get("WORLD_SIZE", "") if "LOCAL_RANK" in os.environ else ""
-    return max(1, int(everywhere)) if everywhere.isdecimal() else 1
 
 
 _warned: set[str] = set()

@@ -9,20 +9,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
-import sys
 from collections.abc import Sequence
-from concurrent.futures import Future
-from types import FrameType, TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.cuda._pin_memory_utils import pin_memory, unpin_memory
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
-from torch.distributed._shard.sharded_tensor.shard import Shard
 from torch.distributed.checkpoint import _async_process_executor as async_process_executor
 from torch.distributed.checkpoint._async_process_executor import (
     _ProcessBasedAsyncCheckpointExecutor as ProcessBasedAsyncCheckpointExecutor,
@@ -30,10 +24,9 @@ from torch.distributed.checkpoint._async_process_executor import (
 from torch.distributed.checkpoint._async_thread_executor import (
     _ThreadBasedAsyncCheckpointExecutor as ThreadBasedAsyncCheckpointExecutor,
 )
-from torch.distributed.checkpoint._extension import ExtensionRegistry, StreamTransformExtension
+from torch.distributed.checkpoint._extension import ExtensionRegistry
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import _wrap_exception as wrap_exception
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.filesystem import _StoragePrefix as StoragePrefix
@@ -41,7 +34,6 @@ from torch.distributed.checkpoint.filesystem import _StorageReaderTransforms as 
 from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms as WriterTransforms
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MEMORY_FORMAT_ENCODING
 from torch.distributed.checkpoint.planner_helpers import _create_chunk_list as create_chunk_list
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.distributed_c10d import _get_default_store
 from torch.distributed.tensor import Placement
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
@@ -61,9 +53,7 @@ __all__ = [
     "CURRENT_DCP_VERSION",
     "MEMORY_FORMAT_ENCODING",
     "AsyncCollectiveTensor",
-    "Caller",
     "ExtensionRegistry",
-    "FailedCall",
     "FakeTensorMode",
     "FileReader",
     "FsspecReader",
@@ -73,27 +63,13 @@ __all__ = [
     "ShardedTensor",
     "StorageInfo",
     "StoragePrefix",
-    "StreamTransformExtension",
     "ThreadBasedAsyncCheckpointExecutor",
     "WriterTransforms",
     "compute_offset",
     "create_chunk_list",
     "default_store",
-    "find_async_save",
-    "find_direction",
-    "find_failed_call",
-    "find_load_group",
-    "find_load_planner",
-    "find_save_group",
-    "find_saving_rank",
-    "find_storage_reader",
-    "find_upload_future",
     "flatten_state_dict",
     "has_checkpoint_process",
-    "is_first_look",
-    "is_load_without_group",
-    "is_loading",
-    "is_process_starting",
     "is_traceable_wrapper_subclass",
     "make_wrapper",
     "narrow_tensor_by_index",
@@ -106,216 +82,6 @@ __all__ = [
 ]
 
 _Tensor = TypeVar("_Tensor", bound=torch.Tensor)
-_LOADER_MODULE = "torch.distributed.checkpoint.state_dict_loader"
-_SAVER_MODULE = "torch.distributed.checkpoint.state_dict_saver"
-_MAX_STEPS = 8
-
-
-class Caller(NamedTuple):
-    """The `dcp.load` that called a storage reader."""
-
-    group: dist.ProcessGroup
-    """The load's process group."""
-    rank: int
-    """This process's rank in the group."""
-    world_size: int
-    """Ranks in the group, at least 2."""
-    plain_finish: bool
-    """Whether the planner's `finish_plan` is torch's, which returns its argument and cannot fail."""
-
-
-def find_load_group() -> Caller | None:
-    """The process group of the `dcp.load` that is calling `read_metadata`; None if not all of its ranks make this call.
-
-    DCP does not pass the group to a storage reader. But it is a variable of torch's `local_step`, which all ranks of
-    the group run. On its first call it has no metadata yet: a planner that calls `read_metadata` itself, later in
-    `local_step`, gets None. So does any caller outside of `dcp.load`.
-    """
-    variables = _first_look()
-    return None if variables is None else _caller_of(variables)
-
-
-def is_first_look() -> bool:
-    """Whether `dcp.load` is calling `read_metadata` for the metadata of all ranks, before that of this rank alone."""
-    return _first_look() is not None
-
-
-def is_load_without_group() -> bool:
-    """Whether the `dcp.load` that is calling `read_metadata` has no process group: torch then calls every rank 0."""
-    variables = _local_step_variables(_LOADER_MODULE)
-    return variables is not None and getattr(variables.get("distW"), "use_dist", None) is False
-
-
-def is_loading() -> bool:
-    """Whether torch's loader is among the callers, whatever it looks like inside."""
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_MAX_STEPS):
-        if frame is None:
-            return False
-        if frame.f_globals.get("__name__") == _LOADER_MODULE:
-            return True
-        frame = frame.f_back
-    return False
-
-
-def find_direction(steps: int = 2 * _MAX_STEPS) -> str:
-    """``save`` or ``load``: what of DCP is among the callers, this many frames away at most. Empty: neither."""
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(steps):
-        if frame is None:
-            return ""
-        module = frame.f_globals.get("__name__")
-        if module in (_LOADER_MODULE, _SAVER_MODULE):
-            return "load" if module == _LOADER_MODULE else "save"
-        frame = frame.f_back
-    return ""
-
-
-def _first_look() -> dict[str, Any] | None:
-    """The variables of torch's `local_step`, if it is the caller and has not asked for metadata before."""
-    variables = _local_step_variables(_LOADER_MODULE)
-    if variables is None or variables.get("metadata", ...) is not None or variables.get("global_metadata_exc"):
-        return None
-    return variables
-
-
-def find_load_planner() -> Any:
-    """The planner of the `dcp.load` that calls a storage reader; None if something else calls it."""
-    return (_local_step_variables(_LOADER_MODULE) or {}).get("planner")
-
-
-def find_save_group() -> str | None:
-    """Name of the process group of the save that calls a storage writer; None if its ranks do not communicate.
-
-    DCP does not pass the group to a storage writer. As in a load, it is a variable of torch's `local_step`.
-    """
-    variables = _local_step_variables(_SAVER_MODULE) or {}
-    wrapper: Any = variables.get("distW")
-    if not getattr(wrapper, "use_dist", False) or variables.get("use_collectives") is False:
-        return None
-    group = wrapper.group if wrapper.group is not None else dist.group.WORLD
-    return None if group is None or wrapper.get_world_size() < 2 else str(group.group_name)
-
-
-def find_save_ranks() -> list[int] | None:
-    """Ranks of the process group of the save that calls a storage writer; None if DCP knows of no group, or something
-    else calls it."""
-    wrapper: Any = (_local_step_variables(_SAVER_MODULE) or {}).get("distW")
-    if not getattr(wrapper, "use_dist", False):
-        alone = wrapper is not None and dist.is_available() and dist.is_initialized()  # with no_dist=True
-        return [dist.get_rank()] if alone else None
-    return dist.get_process_group_ranks(wrapper.group)
-
-
-def _local_step_variables(module: str) -> dict[str, Any] | None:
-    """The variables of torch's `local_step` in ``module``, if it is the caller."""
-    frame: FrameType | None = sys._getframe(2)
-    for _ in range(_MAX_STEPS):
-        if frame is None:
-            return None
-        if frame.f_code.co_name == "local_step" and frame.f_globals.get("__name__") == module:
-            return frame.f_locals
-        frame = frame.f_back
-    return None
-
-
-def find_storage_reader() -> Any:
-    """The storage reader of the `dcp.load` that calls a planner to make its plan; None if something else calls it."""
-    variables = _local_step_variables(_LOADER_MODULE)
-    return None if variables is None else variables.get("storage_reader")
-
-
-def _caller_of(variables: dict[str, Any]) -> Caller | None:
-    wrapper: Any = variables.get("distW")
-    if not getattr(wrapper, "use_dist", False):
-        return None
-    group = wrapper.group if wrapper.group is not None else dist.group.WORLD
-    world_size = wrapper.get_world_size()
-    if group is None or world_size < 2 or wrapper.rank < 0:
-        return None
-    finish = getattr(variables.get("planner"), "finish_plan", None)
-    plain = getattr(finish, "__func__", None) is DefaultLoadPlanner.finish_plan
-    return Caller(group, wrapper.rank, world_size, plain)
-
-
-_DCP = "torch.distributed.checkpoint."
-# What the thread of an asynchronous save runs, by AsyncCheckpointerType.
-_UPLOADS = {(_DCP + "_async_thread_executor", "save_wrapper"), (_DCP + "_async_process_executor", "_execute_save_impl")}
-
-
-def find_upload_future() -> Future[Any] | None:
-    """The future of the `dcp.async_save` whose thread calls this; None in a `dcp.save`, which raises to its caller.
-
-    DCP gives the future only to the caller of `async_save`. It belongs to the task that the thread runs.
-    """
-    frame, found = sys._getframe(1).f_back, False
-    while frame is not None:
-        module = frame.f_globals.get("__name__")
-        if found and module == "concurrent.futures.thread":
-            variables = frame.f_locals
-            future = getattr(variables.get("self"), "future", None)
-            if type(variables) is dict:
-                variables.clear()  # before Python 3.13: a copy that lives as long as the frame, and keeps the state
-            if isinstance(future, Future):
-                return future
-        found = found or (module, frame.f_code.co_name) in _UPLOADS
-        frame = frame.f_back
-    return None
-
-
-class FailedCall(NamedTuple):
-    """The `dcp.save` or `dcp.load` of a traceback."""
-
-    storage: Any
-    """Its storage writer or reader."""
-    loading: bool
-    """Whether it was a load."""
-    rank: int
-    """This process's rank among those that save or load together."""
-    url: str | None
-    """URL of the checkpoint."""
-
-
-_WORK = {(_SAVER_MODULE, "_save_state_dict"): "storage_writer", (_LOADER_MODULE, "_load_state_dict"): "storage_reader"}
-
-
-def find_failed_call(trace: TracebackType | None) -> FailedCall | None:
-    """The `dcp.save` or `dcp.load` in which an error was raised; None if the traceback has none."""
-    while trace is not None:
-        module = trace.tb_frame.f_globals.get("__name__")
-        name = _WORK.get((module, trace.tb_frame.f_code.co_name))  # type: ignore[arg-type]
-        if name is not None:
-            variables = trace.tb_frame.f_locals
-            storage, wrapper = variables.get(name), variables.get("distW")
-            if storage is not None and isinstance(rank := getattr(wrapper, "rank", None), int):
-                url = (variables.get("ckpt_kwargs") or {}).get("checkpoint_id")
-                return FailedCall(storage, module == _LOADER_MODULE, rank, None if url is None else str(url))
-        trace = trace.tb_next
-    return None
-
-
-def find_saving_rank() -> int | None:
-    """This process's rank in the `dcp.save` that calls a storage writer; None if it has no ranks, or none calls."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if (frame.f_globals.get("__name__"), frame.f_code.co_name) == (_SAVER_MODULE, "_save_state_dict"):
-            rank = getattr(frame.f_locals.get("distW"), "rank", None)
-            return rank if isinstance(rank, int) else None
-        frame = frame.f_back
-    return None
-
-
-def find_async_save() -> AsyncCheckpointerType | None:
-    """The type of the `dcp.async_save` that is calling a stager; None if something else calls it."""
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_MAX_STEPS):
-        if frame is None:
-            return None
-        if frame.f_code.co_name == "async_save" and frame.f_globals.get("__name__") == _SAVER_MODULE:
-            found = frame.f_locals.get("async_checkpointer_type")
-            return found if isinstance(found, AsyncCheckpointerType) else None
-        frame = frame.f_back
-    return None
 
 
 def default_store() -> Any:
@@ -331,16 +97,32 @@ def has_checkpoint_process() -> bool:
     return async_process_executor._CHECKPOINT_PROCESS is not None
 
 
-def is_process_starting() -> bool:
-    """Whether any thread is starting that process, or about to send a state to it."""
-    starting = ProcessBasedAsyncCheckpointExecutor._execute_save_impl.__code__
-    for frame in list(sys._current_frames().values()):
-        each: FrameType | None = frame
-        while each is not None:
-            if each.f_code is starting:
-                return True
-            each = each.f_back
-    return False
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
+def pin_memory(address: int, size: int) -> None:
+    """Register host memory with CUDA.
+
+    Raises:
+        RuntimeError: CUDA refuses.
+    """
+    status = int(_cudart().cudaHostRegister(address, size, 1))  # 1: for all contexts
+    if status:
+        raise RuntimeError(f"cudaHostRegister answers {status}, perhaps for an operation before it")
+
+
+def unpin_memory(address: int) -> None:
+    """Undo `pin_memory`."""
+    _cudart().cudaHostUnregister(address)
+
+
+def narrow_tensor_by_index(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """A view of the box of ``sizes`` at ``offsets``."""
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        if size < tensor.size(dim):
+            tensor = tensor.narrow(dim, offset, size)
+    return tensor
 
 
 def record_size(reader: Any, name: str) -> int:
@@ -372,7 +154,7 @@ def rebuild_sharded_tensor(source: ShardedTensor, tensors: Sequence[torch.Tensor
     for shard, tensor in zip(source.local_shards(), tensors, strict=True):
         shard_metadata = copy.deepcopy(shard.metadata)
         _place(shard_metadata, cpu)
-        shards.append(Shard(tensor, shard_metadata))
+        shards.append(type(shard)(tensor, shard_metadata))
     return ShardedTensor._init_from_local_shards_and_global_metadata(
         shards,
         sharded_tensor_metadata=metadata,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 
 def without_tracebacks(error: BaseException) -> None:
@@ -13,7 +14,10 @@ def without_tracebacks(error: BaseException) -> None:
         if id(link) not in seen:
             seen.add(id(link))
             link.__traceback__ = None
-            links += [each for each in (link.__cause__, link.__context__) if each is not None]
+            # torch's CheckpointException has them by rank, with the text of their tracebacks.
+            failures: Any = getattr(link, "failures", None)
+            causes = [each[0] for each in failures.values() if type(each) is tuple] if type(failures) is dict else []
+            links += [each for each in (link.__cause__, link.__context__, *causes) if isinstance(each, BaseException)]
 
 
 def portable(error: BaseException) -> BaseException | None:

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from dcp_s3.demo.model import ModelConfig, Transformer
-from dcp_s3.demo.text import batch
+from dcp_s3.demo.model import ModelConfig, Transformer, batch
 from dcp_s3.demo.train import BATCH, TrainState
 
 #: 0.3 million parameters: a step takes milliseconds, also where several ranks share a core.

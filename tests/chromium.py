@@ -77,26 +77,21 @@ class Page:
         elif method == "Network.requestWillBeSent" and not found["request"]["url"].startswith("data:"):
             self.requests.append(found["request"]["url"])
 
-    async def show(self, file: object, *, width: int, dark: bool, scripts: bool = True) -> None:
+    async def show(self, file: object, *, width: int, scripts: bool = True) -> None:
         """Load a file (an absolute path) and wait until the page has drawn its charts."""
         await self.call(
             "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False
         )
-        await self.scheme(dark)
         await self.call("Emulation.setScriptExecutionDisabled", value=not scripts)
         await self.call("Page.navigate", url=f"file://{file}")
         ready = "document.readyState === 'complete'"
         if scripts:
-            ready += " && document.documentElement.dataset.charts !== undefined"
+            ready += " && (!window.Bokeh || (Bokeh.documents.length && Bokeh.documents.every(each => each.is_idle)))"
         await self.until(ready)
 
     async def _resize(self, width: int, height: int) -> None:
         size = {"width": width, "height": height}
         await self.call("Emulation.setDeviceMetricsOverride", **size, deviceScaleFactor=1, mobile=False)
-
-    async def scheme(self, dark: bool) -> None:
-        value = "dark" if dark else "light"
-        await self.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": value}])
 
     async def until(self, expression: str) -> None:
         """Wait until an expression is true."""

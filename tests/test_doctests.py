@@ -36,7 +36,7 @@ def _documented() -> Iterator[tuple[str, Any]]:
         for member in dir(kind):
             found = inspect.getattr_static(kind, member)
             called = inspect.isfunction(found) and not inspect.iscoroutinefunction(found)
-            of_dcp = any(base in kind.__mro__ and hasattr(base, member) for base in _DCP)
+            of_dcp = any(base in kind.__mro__ for base in _DCP) and any(hasattr(base, member) for base in _DCP)
             if not member.startswith("_") and not of_dcp and (called or isinstance(found, property)):
                 yield f"{name}.{member}", found
 

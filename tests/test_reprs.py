@@ -96,7 +96,7 @@ SHOWN = [
     ),
     (lambda: CopyResult(5, 2048, 1024), "CopyResult(5 files, 2.0 KiB, 1.0 KiB moved)"),
     (
-        lambda: ReportData("s3://bkt/r", PLAN, "latest:3", (), None, 0),
+        lambda: ReportData("s3://bkt/r", PLAN, "latest:3", (), 0),
         "ReportData('s3://bkt/r', 2 checkpoints, 0 problems, policy='latest:3')",
     ),
     (lambda: Fused(0, (4, 2, 2)), "Fused(dim=0, lengths=(4, 2, 2), copies=None)"),

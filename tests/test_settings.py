@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 import dcp_s3
 from dcp_s3 import S3StorageReader, S3StorageWriter, Settings, settings
 from dcp_s3.errors import SettingsError
-from dcp_s3.settings import most_ranks_on_host, stored_settings, unknown_variables
+from dcp_s3.settings import stored_settings, unknown_variables
 
 
 def test_environment_and_overrides(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,27 +229,3 @@ def test_no_secret_gets_into_repr_or_pickle(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(SettingsError) as failure:
         Settings(endpoint_url="https://user:hush@host")
     assert "hush" not in str(failure.value)
-
-
-@pytest.mark.parametrize(
-    ("variables", "ranks"),
-    [
-        ({}, 1),
-        ({"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "64", "LOCAL_RANK": "3"}, 8),
-        ({"LOCAL_WORLD_SIZE": "8", "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, 8),
-        ({"WORLD_SIZE": "64", "LOCAL_RANK": "3"}, 64),
-        ({"WORLD_SIZE": "64", "RANK": "3"}, 1),  # one for each host
-        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 4),
-        ({"MPI_LOCALNRANKS": "4"}, 4),
-        ({"SLURM_STEP_TASKS_PER_NODE": "8(x16)"}, 8),
-        ({"SLURM_STEP_TASKS_PER_NODE": "4(x12),16"}, 16),
-        ({"LOCAL_WORLD_SIZE": "eight"}, 1),
-    ],
-)
-def test_ranks_on_this_host(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], ranks: int) -> None:
-    for name in list(os.environ):
-        if name in ("RANK", "WORLD_SIZE") or name.startswith(("LOCAL_", "SLURM_", "OMPI_", "MPI_")):
-            monkeypatch.delenv(name)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert most_ranks_on_host() == ranks

@@ -5,13 +5,12 @@ Nothing here tests dcp_s3 alone: see `test_torch_private`.
 
 from __future__ import annotations
 
-import gc
 import inspect
-import weakref
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -26,9 +25,8 @@ from torch.distributed.checkpoint import (
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import LoadPlan
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.checkpoint.staging import AsyncStager
 
-from dcp_s3 import torch_private
 from tests.ranks import run_ranks
 from tests.relying import moved
 
@@ -138,232 +136,135 @@ def test_the_loader_asks_for_the_ranks_metadata_if_there_is_none_of_all() -> Non
     )
     assert isinstance(caught.value.failures[0][0], AssertionError), moved(
         "dcp.load no longer replaces the error of read_metadata",
-        "UnreadableMetadata in load/unreadable.py, which is then not needed",
+        "UnreadableMetadata in load/check_state.py, which is then not needed",
     )
 
 
-# --- the process group of a load -------------------------------------------------------------------------
-
-
-class _Asking(FileSystemReader):
-    """Notes what `find_load_group` says, in the places where somebody might ask."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.asked: list[torch_private.Caller | None] = []
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        self.asked.append(torch_private.find_load_group())
-        if len(self.asked) == 1 and self.missing:
-            raise FileNotFoundError
-        return super().read_metadata()
-
-    missing = False
-
-
-class _Curious(DefaultLoadPlanner):
-    def __init__(self, reader: _Asking) -> None:
-        super().__init__()
-        self.reader = reader
-
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        self.reader.read_metadata()
-        super().set_up_planner(*args, **kwargs)
-
-    def finish_plan(self, new_plan: Any) -> Any:
-        return new_plan
-
-
-def _ask(path: Path) -> None:
-    relied_on = "find_load_group, by which ranks read what several of them need once"
-    dcp.save({"w": torch.ones(3)}, checkpoint_id=path)
-    rank = dist.get_rank()
-
-    reader = _Asking(path)
-    dcp.load({"w": torch.zeros(3)}, storage_reader=reader)
-    assert reader.asked == [(dist.group.WORLD, rank, 2, True)], moved("dcp.load hides its group", relied_on)
-
-    group = dist.new_group([1, 0])
-    reader = _Asking(path)
-    dcp.load({"w": torch.zeros(3)}, storage_reader=reader, process_group=group, planner=_Curious(reader))
-    first, second = reader.asked
-    assert first == (group, dist.get_rank(group), 2, False), moved("the group is another", relied_on)
-    assert second is None, moved("a planner's own call looks like the load's", relied_on)
-
-    reader = _Asking(path)
-    reader.missing = True
-    dcp.load({"w": torch.zeros(3)}, storage_reader=reader)
-    assert reader.asked[0] is not None, moved("dcp.load hides its group", relied_on)
-    assert reader.asked[1] is None, moved("the metadata of one rank is asked for by all at once", relied_on)
-
-    reader = _Asking(path)
-    dcp.load({"w": torch.zeros(3)}, storage_reader=reader, no_dist=True)
-    reader.read_metadata()
-    assert reader.asked == [None, None], moved("a load without a group has one", relied_on)
-
-
-def _ask_without_group(path: Path) -> None:
-    relied_on = "is_load_without_group, by which a rank gets its own checkpoint of a save without collectives"
-    asked: list[tuple[bool, int | None]] = []
+def test_the_loader_asks_for_the_checkpoint_id_before_the_metadata(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path)
+    asked: list[str] = []
 
     class Reader(FileSystemReader):
+        @property
+        def checkpoint_id(self) -> Any:
+            asked.append("checkpoint_id")
+            return super().checkpoint_id
+
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-            asked.append((torch_private.is_load_without_group(), kwargs.get("rank")))
-            if len(asked) == 1:
-                raise FileNotFoundError
-            return super().read_metadata()
+            asked.append("read_metadata")
+            return super().read_metadata(*args, **kwargs)
 
+    dcp.load({"w": torch.zeros(3)}, storage_reader=Reader(tmp_path))
+    assert "checkpoint_id" in asked[: asked.index("read_metadata")], moved(
+        f"dcp.load asks for {asked}", "S3StorageReader.read_metadata, which raises at once except to dcp.load"
+    )
+
+
+# --- the plans of a load ---------------------------------------------------------------------------------
+
+
+class _Passing(FileSystemReader):
+    """Passes values in the plans of a load, from each rank to the coordinator and back."""
+
+    def set_up_storage_reader(self, metadata: Any, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self.is_coordinator, self.told = is_coordinator, kwargs
+        super().set_up_storage_reader(metadata, is_coordinator)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return replace(plan, storage_data=dist.get_rank())
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        ranks = [plan.storage_data for plan in plans]
+        return [replace(plan, storage_data=(ranks, number)) for number, plan in enumerate(plans)]
+
+    def read_data(self, plan: LoadPlan, planner: Any) -> Any:
+        self.passed = plan.storage_data
+        return super().read_data(plan, planner)
+
+
+def _pass(path: Path) -> None:
+    relied_on = "what a load's ranks share: load/peers/assignment.py"
     dcp.save({"w": torch.ones(3)}, checkpoint_id=path)
-    for no_dist, rank in ((True, 0), (False, dist.get_rank())):
-        asked.clear()
-        reader: Any = Reader(path)
-        dcp.load({"w": torch.zeros(3)}, storage_reader=reader, no_dist=no_dist)
-        assert asked == [(no_dist, None), (no_dist, rank)], moved(
-            "dcp.load has another rank without a group", relied_on
-        )
-    reader.read_metadata()
-    assert asked[2:] == [(False, None)], moved("other callers look like dcp.load", relied_on)
+    dist.barrier()
+    rank, group = dist.get_rank(), dist.new_group([1, 2])
+    for arguments, ranks in (({}, [0, 1, 2]), ({"process_group": group}, [1, 2]), ({"no_dist": True}, [rank])):
+        if rank not in ranks:
+            continue
+        reader = _Passing(path)
+        dcp.load({"w": torch.zeros(3)}, storage_reader=reader, **arguments)
+        assert reader.passed == (ranks, ranks.index(rank)), moved("the plans of a load are of other ranks", relied_on)
+        assert reader.is_coordinator == (rank == ranks[0]), moved("is_coordinator", relied_on)
+        assert reader.told.get("use_collectives", True), moved(f"a reader is told {reader.told}", relied_on)
 
 
-def test_a_load_without_a_group_can_be_told(tmp_path: Path) -> None:
-    run_ranks(2, _ask_without_group, tmp_path)
+def test_what_a_reader_puts_into_plans_reaches_the_ranks_that_load(tmp_path: Path) -> None:
+    run_ranks(3, _pass, tmp_path)
 
 
-def test_the_group_of_a_load_is_where_it_was(tmp_path: Path) -> None:
-    run_ranks(2, _ask, tmp_path)
-
-
-class _AskingWriter(FileSystemWriter):
-    """Asks for its group where S3StorageWriter does."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.asked: list[str | None] = []
-
-    def storage_meta(self) -> Any:
-        self.asked.append(torch_private.find_save_group())
-        return super().storage_meta()
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self.asked.append(torch_private.find_save_group())
-        super().set_up_storage_writer(is_coordinator, *args, **kwargs)
-
-
-def _ask_in_saves(path: Path) -> None:
-    relied_on = "turns of saves that share a process group"
-    state, group = {"w": torch.zeros(3)}, dist.new_group(backend="gloo")
-    for each in (None, group):
-        writer = _AskingWriter(path)
-        dcp.save(state, storage_writer=writer, process_group=each)
-        name = (each or dist.group.WORLD).group_name
-        assert writer.asked[:2] == [name, name], moved("dcp.save hides its group", relied_on)
-    for apart in ({"no_dist": True}, {"use_collectives": False}):
-        writer = _AskingWriter(path / str(dist.get_rank()))
-        dcp.save(state, storage_writer=writer, **apart)
-        assert writer.asked[:2] == [None, None], moved("a save without collectives has a group", relied_on)
-
-
-def test_the_group_of_a_save_is_where_it_was(tmp_path: Path) -> None:
-    run_ranks(2, _ask_in_saves, tmp_path)
+# --- the process group of a save -------------------------------------------------------------------------
 
 
 def test_torchs_finish_plan_returns_what_it_was_given() -> None:
     plan = LoadPlan([])
     assert DefaultLoadPlanner().finish_plan(plan) is plan, moved(
-        "DefaultLoadPlanner.finish_plan changes the plan", "plain_finish: plans that are shared out stay what they are"
+        "DefaultLoadPlanner.finish_plan changes the plan", "loads that ranks share: plans must stay what they are"
     )
 
 
-def test_a_load_can_be_told_from_its_callers(tmp_path: Path) -> None:
-    found: list[bool] = []
-
-    class Reader(FileSystemReader):
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-            found.append(torch_private.is_loading())
-            return super().read_metadata()
-
-    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path)
-    reader = Reader(tmp_path)
-    dcp.load({"w": torch.zeros(3)}, storage_reader=reader)
-    reader.read_metadata()
-    assert found == [True, False], moved("dcp.load lies elsewhere", "S3StorageReader(process_group=...)")
-
-
-def _first_looks(path: Path, *, missing: bool, planner: bool) -> list[bool]:
-    asked: list[bool] = []
-
-    class Reader(FileSystemReader):
-        def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-            asked.append(torch_private.is_first_look())
-            if missing and len(asked) == 1:
-                raise FileNotFoundError
-            return super().read_metadata()
-
-    reader: Any = Reader(path)
-    dcp.load({"w": torch.zeros(3)}, storage_reader=reader, planner=_Curious(reader) if planner else None)
-    reader.read_metadata()
-    return asked
-
-
-def test_the_first_look_of_a_load_can_be_told_from_others(tmp_path: Path) -> None:
-    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path)
-    relied_on = "S3StorageReader.read_metadata, which raises except to dcp.load"
-    for missing, planner in ((False, False), (False, True), (True, False)):
-        first, *others = _first_looks(tmp_path, missing=missing, planner=planner)
-        assert first, moved("dcp.load asks for metadata from elsewhere", relied_on)
-        assert not any(others), moved("other callers look like dcp.load", relied_on)
-
-
-# --- the future of an asynchronous save ------------------------------------------------------------------
+# --- asynchronous saves ----------------------------------------------------------------------------------
 
 
 class _Noting(FileSystemWriter):
-    """Notes the futures that `find_upload_future` finds in this process, when it is used and when it is pickled."""
+    """Notes in which thread it is used, and holds the save up until it may go on."""
 
-    found: ClassVar[list[Any]] = []
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.thread: Any = None
 
     def storage_meta(self) -> Any:
-        self.found.append(torch_private.find_upload_future())
+        self.thread = threading.current_thread()
         return super().storage_meta()
 
-    def __getstate__(self) -> dict[str, Any]:
-        self.found.append(torch_private.find_upload_future())
-        return self.__dict__.copy()
+
+class _State(dict[str, Any]):
+    """Notes who asks for its items."""
+
+    thread: Any = None
+
+    def items(self) -> Any:
+        self.thread = threading.current_thread()
+        return super().items()
 
 
-def _save_and_find(path: Path) -> None:
-    relied_on = "boundary.py, which logs asynchronous saves that fail"
-    for kind in AsyncCheckpointerType:
-        _Noting.found.clear()
-        future = dcp.async_save(
-            {"w": torch.ones(3)}, storage_writer=_Noting(path / kind.name), async_checkpointer_type=kind
-        )
-        assert isinstance(future, Future)
-        future.result(60)
-        assert set(_Noting.found) == {future}, moved(f"the future of {kind} is not found", relied_on)
-    _Noting.found.clear()
-    dcp.save({"w": torch.ones(3)}, storage_writer=_Noting(path / "waited for"))
-    assert set(_Noting.found) == {None}, moved("a save that is waited for has a future", relied_on)
+class _Stager(AsyncStager):
+    _synchronize_after_execute = False
+
+    def stage(self, state_dict: dict[str, Any]) -> _State:
+        self.staged = _State(state_dict)
+        return self.staged
+
+    def close(self) -> None:
+        """Nothing to close."""
 
 
-def test_the_future_of_an_asynchronous_save_is_where_it_was(tmp_path: Path) -> None:
-    run_ranks(1, _save_and_find, tmp_path)
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_asynchronous_save_takes_its_state_up_in_a_thread_that_ends_with_it(tmp_path: Path, fails: bool) -> None:
+    relied_on = "stage/turns.py, by which saves take turns, and failed ones are logged and let go of memory"
+    stager, writer = _Stager(), _Noting(tmp_path)
+    future: Any = dcp.async_save(
+        {"w": torch.ones(3)},
+        storage_writer=writer,
+        async_stager=stager,
+        planner=_Failing() if fails else None,
+        use_collectives=False,
+    )
+    assert (future.exception(60) is not None) == fails
+    assert stager.staged.thread is not threading.current_thread(), moved("the state is not asked for items", relied_on)
+    assert stager.staged.thread is writer.thread, moved("the state is taken up elsewhere", relied_on)
+    writer.thread.join(60)
+    assert not writer.thread.is_alive(), moved("the thread of a save does not end with it", relied_on)
 
 
 class _Failing(DefaultSavePlanner):
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
-        self.staged = weakref.ref(state_dict["w"])
         raise ZeroDivisionError
-
-
-def test_to_find_the_future_keeps_nothing_of_the_save(tmp_path: Path) -> None:
-    """Whoever keeps the future of a failed save keeps its traceback, with the frame in which it was found."""
-    planner = _Failing()
-    future: Any = dcp.async_save(
-        {"w": torch.ones(3)}, storage_writer=_Noting(tmp_path), planner=planner, use_collectives=False
-    )
-    trace = future.exception(60).__traceback__
-    assert trace.tb_frame.f_globals["__name__"] == "concurrent.futures.thread"
-    trace.tb_next = None
-    gc.collect()
-    assert planner.staged() is None, moved("the frame of the task keeps the state", "find_upload_future")

@@ -14,7 +14,6 @@ import io
 import pickle
 import subprocess
 import sys
-import tempfile
 import textwrap
 import weakref
 from pathlib import Path
@@ -35,15 +34,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItemType
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import dcp_s3
 import dcp_s3.checkpoint
 from dcp_s3 import shard, torch_private
-from dcp_s3.errors import ShapeMismatchError
+from dcp_s3.errors import TensorMismatchError
 from dcp_s3.format import blocks
 from tests.relying import moved
 
@@ -58,14 +55,10 @@ _PACKAGE = Path(inspect.getfile(dcp_s3)).parent
 @pytest.mark.parametrize(
     ("module", "name"),
     [
-        ("torch.cuda._pin_memory_utils", "pin_memory"),
-        ("torch.cuda._pin_memory_utils", "unpin_memory"),
         ("torch.distributed._functional_collectives", "AsyncCollectiveTensor"),
-        ("torch.distributed._shard._utils", "narrow_tensor_by_index"),
         ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor"),
         (_DCP + "planner_helpers", "_create_chunk_list"),
         ("torch.distributed.tensor._utils", "_compute_local_shape_and_global_offset"),
-        ("torch.distributed._shard.sharded_tensor.shard", "Shard"),
         ("torch.utils._python_dispatch", "is_traceable_wrapper_subclass"),
         ("torch.distributed._checkpointable", "_Checkpointable"),
         ("torch._C", "PyTorchFileReader"),
@@ -73,7 +66,6 @@ _PACKAGE = Path(inspect.getfile(dcp_s3)).parent
         (_DCP + "_async_process_executor", "_ProcessBasedAsyncCheckpointExecutor"),
         (_DCP + "_async_thread_executor", "_ThreadBasedAsyncCheckpointExecutor"),
         (_DCP + "_extension", "ExtensionRegistry"),
-        (_DCP + "_extension", "StreamTransformExtension"),
         (_DCP + "_storage_utils", "_storage_setup"),
         ("torch._subclasses.fake_tensor", "FakeTensorMode"),
         (_DCP + "_nested_dict", "flatten_state_dict"),
@@ -175,7 +167,6 @@ def test_fake_tensors_are_saved_with_holes_in_the_place_of_their_bytes() -> None
 @pytest.mark.parametrize(
     ("function", "parameters", "relied_on"),
     [
-        (torch_private.narrow_tensor_by_index, ["tensor", "offsets", "sizes"], "load/prepare.py, items without offset"),
         (torch_private.create_chunk_list, ["tensor"], "load/planner.py"),
         (torch_private.wrap_exception, ["exc"], "integrations/megatron/writer.py"),
         (
@@ -211,38 +202,6 @@ def test_the_executors_take_what_register_looks_for_by_keyword(executor: Any) ->
         assert found[name].kind is inspect.Parameter.KEYWORD_ONLY, moved(
             f"{executor.__name__}.execute_save takes {name} by position", "register(): it looks into the keywords"
         )
-
-
-def test_the_thread_of_an_asynchronous_save_is_known_with_its_future() -> None:
-    found: list[Any] = []
-
-    class Writer(dcp.FileSystemWriter):
-        def set_up_storage_writer(self, *args: Any, **kwargs: Any) -> None:
-            found.append(torch_private.find_upload_future())
-            super().set_up_storage_writer(*args, **kwargs)
-
-    with tempfile.TemporaryDirectory() as directory:
-        future = dcp.async_save({"w": torch.ones(3)}, storage_writer=Writer(directory))
-        future.result()  # type: ignore[union-attr]
-    assert found == [future], moved(
-        "save_wrapper, or concurrent.futures' item of work, is not as it was", "release(): a failed save lets go"
-    )
-
-
-@pytest.mark.parametrize("kind", list(AsyncCheckpointerType))
-def test_the_type_of_an_asynchronous_save_is_known_to_its_stager(kind: AsyncCheckpointerType) -> None:
-    found: list[Any] = []
-
-    class Stager(DefaultStager):
-        def stage(self, state_dict: Any) -> Any:
-            found.append(torch_private.find_async_save())
-            raise NotImplementedError  # no process is started
-
-    stager = Stager(StagingOptions(False, False, False, False))
-    with pytest.raises(NotImplementedError):
-        dcp.async_save({}, checkpoint_id="x", async_checkpointer_type=kind, async_stager=stager)
-    assert found == [kind], moved("async_save is not as it was", "turns: the order of asynchronous saves")
-    assert torch_private.find_async_save() is None
 
 
 def test_the_checkpoint_process_is_where_it_was() -> None:
@@ -392,7 +351,7 @@ def test_checkpoint_exception_is_no_exception_and_has_failures() -> None:
 def test_causes_come_through_dcp_load_unchanged() -> None:
     class Reader(FileSystemReader):
         def set_up_storage_reader(self, *args: Any, **kwargs: Any) -> None:
-            raise ShapeMismatchError("mine", url="s3://b/x", fqn="w")
+            raise TensorMismatchError("mine", url="s3://b/x", fqn="w")
 
         def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
             return dcp.metadata.Metadata({})
@@ -400,7 +359,7 @@ def test_causes_come_through_dcp_load_unchanged() -> None:
     with pytest.raises(CheckpointException) as caught:
         state_dict_loader.load({}, storage_reader=Reader("/nowhere"))
     (cause, _) = caught.value.failures[0]
-    assert isinstance(cause, ShapeMismatchError)
+    assert isinstance(cause, TensorMismatchError)
     assert (cause.fqn, cause.url) == ("w", "s3://b/x")
 
 
@@ -419,54 +378,6 @@ def test_resolved_objects_are_bytes_io_at_their_end_or_start() -> None:
     found = planner.resolve_data(item)
     assert isinstance(found, io.BytesIO), moved("objects are not resolved to BytesIO", "save/items.py")
     assert torch.load(io.BytesIO(found.getbuffer()), weights_only=False) == 3
-
-
-@pytest.mark.parametrize("loading", [False, True])
-def test_a_traceback_tells_the_save_or_load_and_its_rank(tmp_path: Path, loading: bool) -> None:
-    """What an uncaught failure is shortened by."""
-    storage: Any = FileSystemReader(str(tmp_path)) if loading else dcp.FileSystemWriter(str(tmp_path))
-
-    def fail(*_: Any, **__: Any) -> Any:
-        raise ZeroDivisionError
-
-    setattr(storage, "set_up_storage_reader" if loading else "set_up_storage_writer", fail)
-    if loading:
-        dcp.save({"w": torch.ones(1)}, checkpoint_id=str(tmp_path))
-    with pytest.raises(CheckpointException) as caught:
-        dcp.load({"w": torch.ones(1)}, storage_reader=storage) if loading else dcp.save(
-            {"w": torch.ones(1)}, storage_writer=storage
-        )
-    call = torch_private.find_failed_call(caught.value.__traceback__)
-    assert call is not None, moved("_save_state_dict, _load_state_dict", "the panel of a failure")
-    assert (call.storage, call.loading, call.rank) == (storage, loading, 0)
-    assert call.url == str(tmp_path)
-    assert torch_private.find_failed_call(None) is None
-
-
-@pytest.mark.parametrize("loading", [False, True])
-def test_the_callers_of_a_storage_tell_direction_rank_and_planner(tmp_path: Path, loading: bool) -> None:
-    seen: list[Any] = []
-    if loading:
-        dcp.save({"w": torch.ones(1)}, checkpoint_id=str(tmp_path))
-    kind: Any = FileSystemReader if loading else dcp.FileSystemWriter
-    setup = "set_up_storage_reader" if loading else "set_up_storage_writer"
-
-    def look(self: Any, *arguments: Any, **options: Any) -> Any:
-        seen.extend(
-            (torch_private.find_direction(), torch_private.find_saving_rank(), torch_private.find_load_planner())
-        )
-        return getattr(kind, setup)(self, *arguments, **options)
-
-    storage = type("Storage", (kind,), {setup: look})(str(tmp_path))
-    planner = dcp.DefaultLoadPlanner()
-    if loading:
-        dcp.load({"w": torch.ones(1)}, storage_reader=storage, planner=planner)
-    else:
-        dcp.save({"w": torch.ones(1)}, storage_writer=storage)
-    assert seen == (["load", None, planner] if loading else ["save", 0, None]), moved(
-        "local_step", "check_state, and the rank that logs a failed save"
-    )
-    assert torch_private.find_direction() == ""
 
 
 def test_the_ranks_of_a_save_tell_each_other_results_and_failures() -> None:

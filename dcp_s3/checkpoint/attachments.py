@@ -195,10 +195,10 @@ def read_attachment(store: Store, url: CheckpointURL, name: str) -> bytes:
         ) from error
 
 
-def missing_error(url: CheckpointURL, name: str, known: Collection[str]) -> errors.AttachmentNotFoundError:
+def missing_error(url: CheckpointURL, name: str, known: Collection[str]) -> errors.EntryNotFoundError:
     """The error for an attachment that is not there, where ``known`` ones are."""
     has = f"it has {', '.join(sorted(known))}" if known else "it has none"
-    return errors.AttachmentNotFoundError(f"{url} has no attachment {name!r}: {has}", url=str(url), name=name)
+    return errors.EntryNotFoundError(f"{url} has no attachment {name!r}: {has}", url=str(url), name=name)
 
 
 def _find_manifests(store: Store, url: CheckpointURL) -> list[Manifest]:

@@ -43,7 +43,6 @@ class SaveIdentity:
 
     @property
     def manifest_key(self) -> str:
-        """Key of this save's manifest."""
         return self.url.key(manifest_object(self.save_id, self.rank))
 
 

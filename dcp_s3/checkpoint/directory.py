@@ -11,11 +11,11 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 from dcp_s3.format.control_files import DeletionList, Manifest
 from dcp_s3.format.layout import CLAIM, Kind, What, classify, is_inside, manifest_object, may_be_spread
-from dcp_s3.store import Store
+from dcp_s3.store import ListedObject, Store
 from dcp_s3.url import CheckpointURL
 
 if TYPE_CHECKING:
@@ -27,19 +27,6 @@ LEASE_MARGIN = 60.0
 _OUR_CONTROL = frozenset(
     {What.MANIFEST, What.METRICS, What.PIN, What.LEASE, What.DELETION, What.COORDINATION, What.CONTROL}
 )
-
-
-class Stored(Protocol):
-    """An object of a listing: see `dcp_s3.store.ListedObject`."""
-
-    @property
-    def key(self) -> str: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def modified_at(self) -> float: ...
-    @property
-    def etag(self) -> str: ...
 
 
 class DirectoryEntry(NamedTuple):
@@ -73,12 +60,10 @@ class Removal:
 
     @property
     def count(self) -> int:
-        """Number of objects."""
         return len(self.commits) + len(self.objects)
 
     @property
     def size(self) -> int:
-        """Bytes of all of them."""
         return sum(found.size for found in (*self.commits.values(), *self.objects.values()))
 
     def to_list(self, save_id: str | None, *, all_versions: bool) -> DeletionList:
@@ -118,7 +103,7 @@ class Directory:
     """Names of directories right below that are checkpoints of their own."""
 
     @classmethod
-    def of(cls, url: CheckpointURL, objects: Iterable[Stored], now: float = 0.0) -> Directory:
+    def of(cls, url: CheckpointURL, objects: Iterable[ListedObject], now: float = 0.0) -> Directory:
         """The directory from a listing of all or some keys below ``url``."""
         skip = len(url.key(""))
         paths = ((each.key[skip:], each) for each in objects)
@@ -191,7 +176,6 @@ class Directory:
 
     @property
     def data_size(self) -> int:
-        """Bytes of the data objects."""
         return sum(found.size for found in self.data.values())
 
     def is_spread_of(self, name: str) -> bool:

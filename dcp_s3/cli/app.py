@@ -224,11 +224,7 @@ def someone_is_there() -> bool:
 
 
 def require_yes(yes: bool) -> None:
-    """Require ``--yes`` if there is no terminal on which to ask.
-
-    Raises:
-        typer.BadParameter: there is no terminal, and ``--yes`` was not given.
-    """
+    """Require ``--yes`` if there is no terminal on which to ask: otherwise typer.BadParameter."""
     if not yes and not someone_is_there():
         raise typer.BadParameter(
             "there is no terminal to ask on. Remedy: --yes deletes without a question, --dry-run only shows",
@@ -244,11 +240,7 @@ def ask(question: str) -> None:
 
 
 def local_directory(path: Path | None) -> Path | None:
-    """Check, as an argument's callback, that the argument is not a URL: the two are easily swapped.
-
-    Raises:
-        typer.BadParameter: it is a URL.
-    """
+    """Check, as an argument's callback, that the argument is not a URL: the two are easily swapped."""
     if path is not None and is_s3_url(path):
         raise typer.BadParameter(f"{str(path)!r} is an S3 URL, but this must be a local directory")
     return path
@@ -256,12 +248,7 @@ def local_directory(path: Path | None) -> Path | None:
 
 @contextlib.contextmanager
 def wrong_usage(*kinds: type[Exception], hint: str) -> Iterator[None]:
-    """Report these errors in the body as wrong usage, exit status 2: they come from what was typed.
-
-    Args:
-        kinds: types of the errors.
-        hint: name of the argument or option.
-    """
+    """Report errors of these kinds in the body as wrong usage of ``hint``, an argument or option: exit status 2."""
     try:
         yield
     except kinds as error:

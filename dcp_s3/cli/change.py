@@ -33,7 +33,7 @@ from dcp_s3.cli.app import (
     to_json,
     wrong_usage,
 )
-from dcp_s3.errors import CorruptMetadataError, DcpS3Error, PolicyError, SettingsError, UnsafeMetadataError
+from dcp_s3.errors import CorruptCheckpointError, DcpS3Error, SettingsError, UnsafeMetadataError
 from dcp_s3.units import format_size, parse_duration, plural
 from dcp_s3.url import parse_url
 
@@ -85,11 +85,11 @@ def prune(
 
     parse_url(root)
     settings = resolve_settings(None)
-    with wrong_usage(PolicyError, hint="POLICY"):
+    with wrong_usage(SettingsError, hint="POLICY"):
         policy = parse_policy(" ".join(policies or ()))
     if policy is None:
         policy = policy_from_settings(settings)
-    with wrong_usage(PolicyError, hint="--grace"):
+    with wrong_usage(SettingsError, hint="--grace"):
         seconds = check_grace(settings.retention_grace if grace is None else grace, force=force)
     interval = None if every is None else _interval(every)
     if not dry_run:
@@ -277,7 +277,7 @@ def rm(
 ) -> None:
     """Delete one checkpoint, committed or not."""
     from dcp_s3.cli import tables
-    from dcp_s3.retention.remove import remove
+    from dcp_s3.retention.prune import remove
     from dcp_s3.retention.show import describe
 
     if not dry_run:
@@ -285,7 +285,7 @@ def rm(
     if dry_run or not yes:
         try:
             tables.make_console().print(tables.facts(describe(url)))
-        except (CorruptMetadataError, UnsafeMetadataError) as error:
+        except (CorruptCheckpointError, UnsafeMetadataError) as error:
             note(str(error))
     if not dry_run and not yes:
         ask("Delete it?")

@@ -6,7 +6,7 @@ import contextlib
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -19,9 +19,7 @@ from dcp_s3.errors import CheckpointNotFoundError, DcpS3Error
 from dcp_s3.units import format_size, parse_size, plural
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
-    from dcp_s3.bench.run import BenchReport
+    from dcp_s3.bench import BenchReport
     from dcp_s3.offline.verify_plan import VerifyReport
 
 
@@ -93,71 +91,73 @@ def verify(
 
     Without --full: metadata, manifest, and that every object is there with its size. With --full also every byte.
     """
-    results: list[VerifyResult] = []
+    results: list[_Verified] = []
     with progress("verify") as callbacks:
-        if root:
-            for found in verify_all(url, full=full, callbacks=callbacks):
-                results.append(found)
-                if not as_json:
-                    print_line(line(found))
-        else:
-            results.append(verify_one(url, full=full, callbacks=callbacks))
-    if root:
-        if as_json:
-            print_json([found.to_dict() for found in results])
-        if not results:
-            note(f"no committed checkpoints under {url}")
-    elif as_json:
-        print_json(results[0].to_dict())
-    else:
-        print_report(results[0], print_line)
-    status = worst([found.status for found in results])
+        for found in _verify_all(url, full, callbacks) if root else _verify_one(url, full, callbacks):
+            results.append(found)
+            if root and not as_json:
+                print_line(found.line)
+    if as_json:
+        documents = [found.to_dict() for found in results]
+        print_json(documents if root else documents[0])
+    elif not root:
+        for text in results[0].lines:
+            print_line(text)
+    if not results:
+        note(f"no committed checkpoints under {url}")
+    status = max((found.status for found in results), default=exits.NOTHING_THERE)  # damage counts most
     if status:
         raise typer.Exit(status)
 
 
 @dataclass(frozen=True)
-class VerifyResult:
-    """The result of verifying one checkpoint."""
+class _Verified:
+    """The result of verifying one checkpoint: a report, or why it could not be verified."""
 
     url: str
-    """URL of the checkpoint."""
     report: VerifyReport | None = None
-    """The report. None if the checkpoint could not be verified."""
     error: Exception | None = None
-    """Why it could not be verified."""
 
     @property
     def status(self) -> int:
-        """Exit status."""
         if self.error is not None:
             return exits.status_of(self.error)
         return exits.DONE if self.report is None or self.report.ok else exits.DAMAGED
 
     def to_dict(self) -> dict[str, Any]:
-        """The result for JSON: the report, or ``url``, ``ok`` (null) and ``error``."""
         if self.report is None:
             return {"url": self.url, "ok": None, "error": str(self.error)}
         return self.report.to_dict()
 
+    @property
+    def line(self) -> str:
+        """One line for people."""
+        report = self.report
+        if report is None:
+            return f"{self.url}: could not be verified: {self.error}"
+        if report.ok:
+            return f"{self.url}: good ({_counts(report)}{_unchecked(report)})"
+        more = f", the first of {len(report.problems)}" if len(report.problems) > 1 else ""
+        return f"{self.url}: damaged: {report.problems[0]} ({_counts(report)}{more})"
 
-def verify_one(url: str, *, full: bool, callbacks: dict[str, Any]) -> VerifyResult:
-    """Verify one checkpoint.
+    @property
+    def lines(self) -> list[str]:
+        """Everything, for people."""
+        report = self.report
+        if report is None or report.ok:
+            return [self.line]
+        last = f"{_counts(report)}, {plural(len(report.problems), 'problem')}{_unchecked(report)}"
+        return [f"{self.url}: damaged", *(f"  {problem}" for problem in report.problems), last]
 
-    Raises:
-        DcpS3Error, OSError: it could not be verified.
-    """
+
+def _verify_one(url: str, full: bool, callbacks: dict[str, Any]) -> Iterator[_Verified]:
     from dcp_s3.offline import verify as verifying
 
-    return VerifyResult(url, verifying.verify(url, full=full, **callbacks))
+    yield _Verified(url, verifying.verify(url, full=full, **callbacks))
 
 
-def verify_all(root: str, *, full: bool, callbacks: dict[str, Any]) -> Iterator[VerifyResult]:
-    """Verify every committed checkpoint under a root, oldest first. Checkpoints deleted meanwhile are left out.
-
-    Raises:
-        DcpS3Error: the checkpoints cannot be listed.
-    """
+def _verify_all(root: str, full: bool, callbacks: dict[str, Any]) -> Iterator[_Verified]:
+    """Every committed checkpoint under a root, oldest first. Those deleted meanwhile are left out."""
     from dcp_s3.offline import verify as verifying
     from dcp_s3.retention.catalog import list_checkpoints
 
@@ -171,48 +171,17 @@ def verify_all(root: str, *, full: bool, callbacks: dict[str, Any]) -> Iterator[
         if not info.committed:
             continue
         try:
-            yield VerifyResult(
-                info.url, verifying.verify(info.url, full=full, on_total=add, on_progress=callbacks["on_progress"])
-            )
+            report = verifying.verify(info.url, full=full, on_total=add, on_progress=callbacks["on_progress"])
+            yield _Verified(info.url, report)
         except CheckpointNotFoundError:
             continue
         except (DcpS3Error, OSError) as error:
-            yield VerifyResult(info.url, error=error)
+            yield _Verified(info.url, error=error)
 
 
-def worst(statuses: list[int]) -> int:
-    """The exit status of several results: damage counts most."""
-    return max(statuses, default=exits.NOTHING_THERE)
-
-
-def line(found: VerifyResult) -> str:
-    """One line for people."""
-    report = found.report
-    if report is None:
-        return f"{found.url}: could not be verified: {found.error}"
-    counts = (
-        f"{plural(report.objects, 'object')}, {plural(report.items, 'item')}, {format_size(report.bytes_read)} read"
-    )
-    if report.ok:
-        return f"{found.url}: good ({report.mode}: {counts}{_unchecked(report)})"
-    more = f", the first of {len(report.problems)}" if len(report.problems) > 1 else ""
-    return f"{found.url}: damaged: {report.problems[0]} ({report.mode}: {counts}{more})"
-
-
-def print_report(found: VerifyResult, write: Callable[[str], None]) -> None:
-    """Print everything about one checkpoint, for people."""
-    report = found.report
-    if report is None or report.ok:
-        write(line(found))
-        return
-    write(f"{found.url}: damaged")
-    for problem in report.problems:
-        write(f"  {problem}")
-    write(
-        f"{report.mode}: {plural(report.objects, 'object')}, {plural(report.items, 'item')}, "
-        f"{format_size(report.bytes_read)} read, "
-        f"{plural(len(report.problems), 'problem')}{_unchecked(report)}"
-    )
+def _counts(report: VerifyReport) -> str:
+    objects, items = plural(report.objects, "object"), plural(report.items, "item")
+    return f"{report.mode}: {objects}, {items}, {format_size(report.bytes_read)} read"
 
 
 def _unchecked(report: VerifyReport) -> str:
@@ -242,7 +211,7 @@ def bench(
     as_json: AsJSON = False,
 ) -> None:
     """Measure saves and loads below URL with these settings, say what limits them, and remove everything again."""
-    from dcp_s3.bench.run import bench as run_bench
+    from dcp_s3.bench import bench as run_bench
 
     with wrong_usage(ValueError, hint="--size"):
         count = parse_size(size)
@@ -277,40 +246,23 @@ def ended_like_ctrl_c() -> Iterator[None]:
 
 
 def _print_report(report: BenchReport) -> None:
-    from dcp_s3.bench.limits import suggestions
     from dcp_s3.cli import tables
 
-    host = report.host
-    ranks = "1 rank" if host.ranks == 1 else f"{host.ranks} ranks"
-    print_line(f"{ranks} with {format_size(report.size)} each; what was loaded is what was saved, bit by bit")
-    tables.make_console().print(_table(report))
-    print_line("what limits it")
-    for found in report.findings:
-        print_line(f"  {found.direction}: {found.text}")
-    print_line("suggested settings")
-    for text in suggestions(report.findings) or ["none: the settings fit"]:
-        print_line(f"  {text}")
-
-
-def _table(report: BenchReport) -> Table:
-    from dcp_s3.cli import tables
-
-    columns = (
-        ">round",
-        "direction",
-        ">seconds",
-        ">GiB/s",
-        ">CPU s/GiB",
-        ">connections per rank",
-        ">throttled",
-        ">hedged",
-    )
-    table = tables.make_table(columns)
+    ranks, size = plural(report.ranks, "rank"), format_size(report.bytes_per_rank)
+    print_line(f"{ranks} with {size} each; what was loaded is what was saved, bit by bit")
+    titles = (">round", "direction", ">seconds", ">GiB/s", ">CPU s/GiB", ">connections per rank", ">throttled")
+    table = tables.make_table((*titles, ">hedged"))
     for each in report.transfers:
         cells = (each.round, each.direction, f"{each.seconds:.2f}", f"{each.bytes_per_second / 2**30:.2f}",
                  f"{each.cpu_seconds_per_gib:.2f}", each.connections, each.throttled, each.hedged)  # fmt: skip
         tables.add_row(table, cells)
-    return table
+    tables.make_console().print(table)
+    print_line("what limits it")
+    for limit in report.limits:
+        print_line(f"  {limit.direction}: {limit.text}")
+    print_line("suggested settings")
+    for text in report.suggestions or ["none: the settings fit"]:
+        print_line(f"  {text}")
 
 
 @app.command()

@@ -25,9 +25,9 @@ MEANINGS = {
 }
 
 _STATUSES: dict[int, tuple[type[Exception], ...]] = {
-    USAGE: (errors.SettingsError, errors.InvalidURLError, errors.PolicyError, errors.MetricsError),
+    USAGE: (errors.SettingsError, errors.InvalidURLError),
     NOTHING_THERE: (errors.CheckpointNotFoundError,),
-    DAMAGED: (errors.CorruptCheckpointError, errors.CorruptMetadataError, errors.UnsafeMetadataError),
+    DAMAGED: (errors.CorruptCheckpointError, errors.UnsafeMetadataError),
 }
 
 

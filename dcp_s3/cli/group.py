@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import typer
@@ -100,30 +100,21 @@ class Group(TyperGroup):
             sys.stderr.write("dcp-s3: interrupted\n")
             raise typer.Exit(exits.INTERRUPTED) from None
         except typer.BadParameter as error:
-            error.message = self._in_options(ctx, error.message, error.ctx.command if error.ctx is not None else None)
+            error.message = _in_options(ctx, error.message, error.ctx.command if error.ctx is not None else None)
             _print_error(error, error.message, exits.USAGE)
             raise
         except (DcpS3Error, OSError) as error:
-            message = self._in_options(ctx, str(error), self.get_command(ctx, ctx.invoked_subcommand or ""))
+            message = _in_options(ctx, str(error), self.get_command(ctx, ctx.invoked_subcommand or ""))
             _print_error(error, message, exits.status_of(error))
             sys.stderr.write(f"dcp-s3: {printable(message, keep=LAYOUT)}\n")
             raise typer.Exit(exits.status_of(error)) from None
 
-    def _in_options(self, ctx: Any, message: str, command: Any) -> str:
-        return in_options(message, () if command is None else command.params, ctx.meta.get(GIVEN, {}))
 
-
-def in_options(message: str, parameters: Iterable[Any], given: Mapping[str, str] | None = None) -> str:
-    """A message of the library in the words of the command line.
-
-    Args:
-        message: message, with names of Python arguments and of environment variables.
-        parameters: parameters of the command.
-        given: options that stand for settings, by the name of the setting.
-    """
-    for parameter in parameters:
+def _in_options(ctx: Any, message: str, command: Any) -> str:
+    """A message of the library, with names of Python arguments and of settings, in the words of the command line."""
+    for parameter in () if command is None else command.params:
         message = message.replace(f"{parameter.name}=True", parameter.opts[0])
-    for name, option in (given or {}).items():
+    for name, option in ctx.meta.get(GIVEN, {}).items():
         message = message.replace(f"DCP_S3_{name.upper()} =", f"{option} =")
     return message
 

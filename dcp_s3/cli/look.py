@@ -266,10 +266,6 @@ def report(
         str | None,
         typer.Option(metavar="POLICY", help="Show what this policy keeps, as in `prune`; default: DCP_S3_RETENTION."),
     ] = None,
-    budget: Annotated[
-        str | None,
-        typer.Option(metavar="10TiB", help="Say when storage will exceed this, with and without the policy."),
-    ] = None,
     grace: Annotated[
         str | None,
         typer.Option(
@@ -279,24 +275,22 @@ def report(
     ] = None,
     as_json: AsJSON = False,
 ) -> None:
-    """Write an HTML page about the checkpoints under ROOT: timeline, metrics, retention, growth, problems.
+    """Write an HTML page about the checkpoints under ROOT: sizes, seconds, metrics, retention, problems.
 
     The page needs no network. Nothing in the bucket is changed. It needs bokeh (3.9 or later); --json does not.
     """
-    from dcp_s3.errors import PolicyError
+    from dcp_s3.errors import SettingsError
     from dcp_s3.reporting import report as reporting
     from dcp_s3.retention.parse import parse_policy
-    from dcp_s3.units import parse_duration, parse_size, plural
+    from dcp_s3.units import parse_duration, plural
 
-    with wrong_usage(PolicyError, hint="--policy"):
+    with wrong_usage(SettingsError, hint="--policy"):
         keep = None if policy is None else parse_policy(policy) or ""
-    with wrong_usage(ValueError, hint="--budget"):
-        limit = None if budget is None else parse_size(budget)
     with wrong_usage(ValueError, hint="--grace"):
         seconds = None if grace is None else parse_duration(grace)
     try:
         with progress_of_steps("report"):
-            found = reporting.report(root, None if as_json else out, keep, grace=seconds, budget=limit)
+            found = reporting.report(root, None if as_json else out, keep, grace=seconds)
     except ImportError as error:
         if error.name != "bokeh":
             raise
@@ -311,4 +305,4 @@ def report(
         if found.problems
         else "nothing is wrong"
     )
-    note(f"{out}: {plural(len(found.decisions), 'checkpoint')}, {worth}")
+    note(f"{out}: {plural(len(found.plan.decisions), 'checkpoint')}, {worth}")

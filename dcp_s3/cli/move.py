@@ -303,11 +303,7 @@ def _say_done(store: SpillStore, report: DrainReport) -> bool:
 
 
 def _open_directory(directory: Path | None, configured: str | None) -> SpillStore:
-    """The given directory, or else the configured one.
-
-    Raises:
-        typer.BadParameter: there is none, or it does not exist.
-    """
+    """The given directory, or else the configured one: typer.BadParameter if there is none."""
     from dcp_s3.spill.store import SpillStore
 
     if directory is None and configured is None:

@@ -203,12 +203,7 @@ def entries(saved: Iterable[SavedEntry]) -> Table:
 
 
 def settings_rows(settings: Settings, chain: Mapping[str, ChainValue]) -> list[dict[str, Any]]:
-    """Name, value and source of every setting. None of them is a secret: credentials are never settings.
-
-    Args:
-        settings: settings in effect.
-        chain: values from AWS's own chain, by name of the setting.
-    """
+    """Name, value and source of every setting: itself, AWS's own ``chain``, or the default. No secret is among them."""
     rows = []
     for name in type(settings).model_fields:
         value, source = getattr(settings, name), "default"

@@ -25,9 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import dcp_s3
-from dcp_s3.demo.digest import state_digest
-from dcp_s3.demo.model import ModelConfig, Transformer
-from dcp_s3.demo.text import batch, standard_library_text
+from dcp_s3.demo.model import ModelConfig, Transformer, batch, standard_library_text, state_digest
 
 #: Sequences per step over all ranks: divisible by 1, 2, 3, 4, 6 and 12 of them.
 BATCH = 12

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.metadata import (
 from dcp_s3._version import __version__
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.collector import collector_paused
-from dcp_s3.errors import CorruptMetadataError, UnsafeMetadataError
+from dcp_s3.errors import CorruptCheckpointError, UnsafeMetadataError
 from dcp_s3.format.allow_list import MIRRORS, Settler, find_global
 from dcp_s3.format.cover import find_contradiction
 from dcp_s3.format.layout import is_inside
@@ -158,12 +158,12 @@ def load_metadata(data: bytes, *, url: str, crc: str | None = None, of_rank: boo
 
     Raises:
         UnsafeMetadataError: a global outside the list, or an object outside the checkpoint's prefix.
-        CorruptMetadataError: other bytes than were written, truncated, empty, not DCP metadata, or with impossible
+        CorruptCheckpointError: other bytes than were written, truncated, empty, not DCP metadata, or with impossible
             fields.
     """
     damage = find_damage(data, crc)
     if damage:
-        raise CorruptMetadataError(
+        raise CorruptCheckpointError(
             f"the metadata of {url} is damaged: {damage}. Remedy: load an earlier checkpoint, or restore the object "
             "from a backup",
             url=url,
@@ -200,7 +200,7 @@ def load_metadata(data: bytes, *, url: str, crc: str | None = None, of_rank: boo
                 url=url,
             ) from None
         except MalformedPickleError as error:
-            raise CorruptMetadataError(
+            raise CorruptCheckpointError(
                 f"the metadata of {url} ({len(data)} bytes) cannot be read: {error}. "
                 "It is truncated or damaged: load an earlier checkpoint, or restore the object from a backup",
                 url=url,
@@ -235,7 +235,7 @@ class _Checks:
 
     def check(self, metadata: Any) -> Metadata:
         if type(metadata) is not MIRRORS[Metadata] or type(vars(metadata).get("state_dict_metadata")) is not dict:
-            raise CorruptMetadataError(
+            raise CorruptCheckpointError(
                 f"the metadata of {self._url} is a pickled {type(metadata).__name__}, not DCP metadata", url=self._url
             )
         self._check_entries(vars(metadata)["state_dict_metadata"])
@@ -278,7 +278,7 @@ class _Checks:
     def _check_storage(self, storage_data: Any) -> dict[Any, Any]:
         """Check where the items lie. Returns that by indices that have torch's hash."""
         if type(storage_data) is not dict:
-            raise CorruptMetadataError(
+            raise CorruptCheckpointError(
                 f"the metadata of {self._url} is damaged: where its items lie is a {type(storage_data).__name__}, "
                 "expected a dict. Load an earlier checkpoint",
                 url=self._url,
@@ -323,7 +323,7 @@ class _Checks:
             self._fail("version", "is no string")
 
     def _fail(self, index: object, what: str) -> NoReturn:
-        raise CorruptMetadataError(
+        raise CorruptCheckpointError(
             f"the metadata of {self._url} is damaged: {_name(index)} {what}. Load an earlier checkpoint", url=self._url
         )
 

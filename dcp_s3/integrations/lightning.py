@@ -149,7 +149,7 @@ class _S3Checkpoints(Strategy):
 
         Raises:
             RestoreFailedError: ``failures`` has the causes by rank. The state may be partly loaded.
-            AttachmentNotFoundError: the checkpoint is not one of Lightning's.
+            EntryNotFoundError: the checkpoint is not one of Lightning's.
         """
         url = find_url(self.broadcast(checkpoint_path))
         if url is None:

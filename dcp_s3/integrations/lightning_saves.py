@@ -26,7 +26,7 @@ from dcp_s3.manager.background import BackgroundRetention, WaitCommitted, commit
 from dcp_s3.manager.ranks import Failures, Ranks
 from dcp_s3.manager.saving import Saving, save_in_background, upload_of
 from dcp_s3.retention.catalog import list_checkpoints
-from dcp_s3.retention.remove import remove
+from dcp_s3.retention.prune import remove
 from dcp_s3.s3.async_store import open_async_store
 from dcp_s3.save.writer import S3StorageWriter
 from dcp_s3.settings import Settings, resolve_settings

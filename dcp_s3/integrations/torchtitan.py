@@ -78,7 +78,7 @@ class S3CheckpointManager(CheckpointManager):
         **components: as for torchtitan's.
 
     Raises:
-        PolicyError: ``retention`` is not a policy, or the folder is not on S3.
+        SettingsError: ``retention`` is not a policy, or the folder is not on S3.
         InvalidURLError, SettingsError
         ValueError: ``last_save_in_hf`` with a folder on S3.
     """
@@ -101,7 +101,7 @@ class S3CheckpointManager(CheckpointManager):
             return
         on_s3 = is_s3_url(self.folder)
         if config.retention and not on_s3:
-            raise errors.PolicyError(
+            raise errors.SettingsError(
                 f"checkpoint.retention = {config.retention!r} needs a folder on S3, and the folder is {self.folder}. "
                 "Remedy: an s3:// URL, or keep_latest_k"
             )

@@ -112,13 +112,7 @@ class ArchiveHeads:
 
 
 class HeadProof:
-    """The head of one item as it arrives, compared with the expected one.
-
-    Args:
-        heads: known heads.
-        kind: kind of the item.
-        expected: head that was assumed when the item's bytes were requested.
-    """
+    """The head of one item as it arrives, compared with the expected one."""
 
     __slots__ = ("_heads", "_kind", "_received", "expected")
 
@@ -158,12 +152,7 @@ def read_tensor(head: ArchiveHead, item: torch.Tensor) -> torch.Tensor:
 class HeadProbe(Transfer):
     """The beginning of an item, from which `ArchiveHeads` learns the head of its kind.
 
-    Args:
-        heads: heads to add to. An item without a head is skipped.
-        kind: kind of the item.
-        path: path of the object, relative to the checkpoint.
-        start: first byte of the item in the object.
-        size: bytes to look at; if they are too few, a longer look follows.
+    An item without a head is skipped; if the bytes are too few, a longer look follows.
     """
 
     __slots__ = ("_data", "_heads", "kind")
@@ -176,18 +165,15 @@ class HeadProbe(Transfer):
         self.kind = kind
 
     def name_of(self, part: Range) -> str:
-        """See `Transfer`."""
         return f"the head of an item in {self.path}"
 
     def memory(self, start: int, stop: int) -> memoryview:
-        """See `Transfer`."""
         return memoryview(self._data)[start:stop]
 
     def put(self, offset: int, data: memoryview) -> None:
         """See `Transfer`. Does nothing: everything is received in place."""
 
     def finish(self) -> HeadProbe | None:
-        """See `Transfer`."""
         try:
             self._heads.read(self.kind, memoryview(self._data))
         except HeadError as error:

@@ -4,18 +4,22 @@ on this host's disk."""
 from __future__ import annotations
 
 import contextlib
+import logging
 from abc import ABC, abstractmethod
 from typing import Any
 
+from dcp_s3 import errors
 from dcp_s3.checkpoint.attachments import check_bytes, find_attachments, missing_error, read_attachment, read_extra
+from dcp_s3.checkpoint.commit_state import CommitState, SaveIdentity, find_state
 from dcp_s3.format.control_files import Manifest
-from dcp_s3.load.uncommitted import find_uncommitted
 from dcp_s3.s3.download import ReadTarget
 from dcp_s3.settings import Settings
-from dcp_s3.spill.local import LocalObjects, WaitingCommit
+from dcp_s3.spill.local import LocalObjects, WaitingCommit, find_commits
 from dcp_s3.spill.store import open_store
 from dcp_s3.store import Store
 from dcp_s3.url import CheckpointURL
+
+logger = logging.getLogger(__name__)
 
 
 class AttachmentReader(ABC):
@@ -37,7 +41,7 @@ class AttachmentReader(ABC):
         b'{"layers": 32}'
 
         Raises:
-            AttachmentNotFoundError: there is none of that name.
+            EntryNotFoundError: there is none of that name.
             CheckpointNotFoundError: no committed checkpoint is there.
             CorruptCheckpointError: its bytes are not those that were attached.
             StorageError
@@ -96,7 +100,7 @@ def read_waiting(store: Store, settings: Settings, url: CheckpointURL, manifest:
     """The bytes of one attachment, from this host's disk if it is there, else from S3.
 
     Raises:
-        AttachmentNotFoundError: there is none.
+        EntryNotFoundError: there is none.
         CorruptCheckpointError: it is damaged.
         StorageError
     """
@@ -110,3 +114,28 @@ def read_waiting(store: Store, settings: Settings, url: CheckpointURL, manifest:
             if local.read_into(entry.path, 0, [ReadTarget(memoryview(data))]):
                 return check_bytes(bytes(data), url, entry)
     return check_bytes(store.get(url.key(entry.path)).data, url, entry)
+
+
+def find_uncommitted(
+    store: Store, settings: Settings, url: CheckpointURL, rank: int | None = None
+) -> WaitingCommit | None:
+    """The newest commit at ``url`` that is spilled on this host; None if S3 has a newer one.
+
+    Raises:
+        StorageError: missing bucket, credentials.
+    """
+    spill = open_store(settings)
+    found = None
+    for waiting in find_commits(spill) if spill else ():
+        journal = waiting.journal
+        if journal.url == str(url) and journal.commit is not None and journal.commit.rank == rank:
+            found = waiting
+    if found is None:
+        return None
+    journal = found.journal
+    try:
+        state = find_state(store, SaveIdentity(url, journal.save_id, rank), path=None, started_at=journal.created_at)
+    except errors.TransferError as error:
+        logger.warning("S3 does not say whether it has a newer checkpoint than this host: %s", error)
+        return found
+    return found if state is CommitState.WAITING else None

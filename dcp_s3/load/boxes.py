@@ -104,11 +104,6 @@ def covering_run(sizes: Sequence[int], box: Box) -> tuple[int, int]:
 def runs_of_box(sizes: Sequence[int], box: Box, max_gap: int) -> list[tuple[int, int]]:
     """Runs of elements, in row-major order, that together cover a box.
 
-    Args:
-        sizes: shape of the array.
-        box: box of the array.
-        max_gap: longest gap (elements) between two runs of the box that is included.
-
     Returns:
         (first element, the one after the last) of each run, in order, more than ``max_gap`` apart. Nothing for an
         empty box, one for a box that is dense.

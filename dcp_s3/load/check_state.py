@@ -1,58 +1,53 @@
-"""Checks the state of a `dcp.load` before torch plans, which stops at the first name that differs."""
+"""What is wrong with the metadata of a load, or with its state, and torch does not say."""
 
 from __future__ import annotations
 
-import copy
 import logging
 import math
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.tensor import DTensor
 
-from dcp_s3.errors import CorruptMetadataError
-from dcp_s3.load.aliases import without_tied
-from dcp_s3.load.names import count_by_prefix, find_mismatch
+from dcp_s3 import errors
+from dcp_s3.errors import CorruptCheckpointError
+from dcp_s3.load.names import count_by_prefix
 from dcp_s3.load.planner import S3LoadPlanner
-from dcp_s3.torch_private import find_load_planner
 
 logger = logging.getLogger(__name__)
 
 
-def check_state(metadata: Metadata, url: str | None, is_coordinator: bool) -> None:
-    """Check the metadata, and the state of the calling `dcp.load` if its planner is torch's. Others check it.
+class UnreadableMetadata(Metadata):
+    """Stands in for metadata that could not be read; raises the reason as soon as it is used."""
 
-    A missing name is left out of the planner's state if it has the memory of one that is saved. The coordinator logs in
-    one line which saved names are not loaded.
+    def __init__(self, error: errors.DcpS3Error) -> None:
+        object.__setattr__(self, "_reason", error)
 
-    Raises:
-        MissingKeysError, TensorMismatchError
-        CorruptMetadataError: the metadata does not say where items lie.
-    """
-    if not isinstance(metadata.storage_data, dict):
-        raise CorruptMetadataError(
-            f"the metadata of {url} does not say where its items lie (storage_data is "
-            f"{type(metadata.storage_data).__name__})",
-            url=str(url),
-        )
-    planner = find_load_planner()
+    def fail(self) -> NoReturn:
+        raise object.__getattribute__(self, "_reason")
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in (
+            "state_dict_metadata",
+            "planner_data",
+            "storage_data",
+            "storage_meta",
+            "version",
+        ):
+            UnreadableMetadata.fail(self)
+        return object.__getattribute__(self, name)
+
+
+def log_unexpected(planner: LoadPlanner, metadata: Metadata, url: str) -> None:
+    """Log in one line which saved names are not loaded, if the planner is torch's or ours."""
     state = getattr(planner, "state_dict", None)
-    if not isinstance(planner, DefaultLoadPlanner) or planner.metadata is not metadata or not isinstance(state, dict):
+    if not isinstance(planner, DefaultLoadPlanner) or not isinstance(state, dict):
         return
-    planner.state_dict = state = without_tied(state, metadata.state_dict_metadata)
-    if type(planner).create_local_plan is DefaultLoadPlanner.create_local_plan:
-        strict = not planner.allow_partial_load
-        found = find_mismatch(state, metadata, str(url or ""), strict=strict)
-        if found is not None:
-            # Lists had other names before torch 2.4. torch finds that out when it plans.
-            found = find_mismatch(_with_old_names(planner), metadata, str(url or ""), strict=strict)
-        if found is not None:
-            raise found
     unexpected = [name for name in metadata.state_dict_metadata if name not in state]
-    if unexpected and is_coordinator:
+    if unexpected:
         count, names = len(unexpected), count_by_prefix(unexpected)
         logger.info("%d names in %s are not in the state and are not loaded: %s", count, url, names)
 
@@ -62,7 +57,7 @@ def check_filled(plan: LoadPlan, planner: LoadPlanner, metadata: Metadata, url: 
     no saved chunk covers.
 
     Raises:
-        CorruptMetadataError
+        CorruptCheckpointError
     """
     state = getattr(planner, "state_dict", None)
     if not isinstance(planner, DefaultLoadPlanner) or not isinstance(state, dict):
@@ -78,7 +73,7 @@ def check_filled(plan: LoadPlan, planner: LoadPlanner, metadata: Metadata, url: 
             continue
         local = entry.to_local() if isinstance(entry, DTensor) else entry
         if type(local) in _PLAIN and local.numel() != planned.get(fqn, 0):
-            raise CorruptMetadataError(
+            raise CorruptCheckpointError(
                 f"the metadata of {url} has chunks with {planned.get(fqn, 0)} of the {local.numel()} elements of "
                 f"{fqn!r} that are to be loaded here. It is damaged, or was merged wrongly: load an earlier checkpoint",
                 url=url,
@@ -86,13 +81,3 @@ def check_filled(plan: LoadPlan, planner: LoadPlanner, metadata: Metadata, url: 
 
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-def _with_old_names(planner: DefaultLoadPlanner) -> dict[str, Any]:
-    """The planner's state with the names that it would adopt for a checkpoint from before torch 2.4."""
-    tried: Any = copy.copy(planner)
-    tried.metadata = Metadata(dict.fromkeys(planner.metadata.state_dict_metadata, BytesStorageMetadata()))  # type: ignore[union-attr]
-    tried.allow_partial_load = True
-    tried.create_local_plan()
-    state: dict[str, Any] = tried.state_dict
-    return state

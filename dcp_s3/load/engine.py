@@ -15,7 +15,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -23,10 +23,8 @@ from dcp_s3 import errors
 from dcp_s3.checksum import crc_hex
 from dcp_s3.collector import collect_young
 from dcp_s3.limit import Cancelled, Deadline
-from dcp_s3.load.placement import Buffer, Reception
-from dcp_s3.load.plan import READ_GAP, ReadRequest, Segment, plan_requests
-from dcp_s3.load.transfer import Transfer
-from dcp_s3.load.work import Arrival, Work
+from dcp_s3.load.plan import READ_GAP, ReadRequest, Segment, halve, plan_requests
+from dcp_s3.load.transfer import Buffer, Reception, Transfer
 from dcp_s3.s3.connections import Tuning, connections_of
 from dcp_s3.s3.download import ReadTarget, fetch_into
 from dcp_s3.s3.store import S3Store
@@ -36,6 +34,106 @@ from dcp_s3.url import CheckpointURL
 from dcp_s3.workers import Workers
 
 logger = logging.getLogger(__name__)
+
+
+class Arrival(NamedTuple):
+    """A request that has been carried out."""
+
+    request: ReadRequest
+    """The request as it was planned."""
+    finished: list[Transfer]
+    """Transfers that this request completed: in place, and verified."""
+
+
+class Work:
+    """Queue of one fetch: requests to be carried out, and their outcomes. Thread-safe.
+
+    ``ahead`` requests may be taken before `make_room` is called. With ``divide`` they are halved where there are fewer
+    than threads that were added.
+    """
+
+    def __init__(self, requests: Iterable[ReadRequest], ahead: int, *, divide: bool = False) -> None:
+        self._planned: deque[ReadRequest] = deque(requests if divide else ())
+        self._requests = iter(() if divide else requests)
+        self._expected = 0
+        """Threads that have not asked for their first request."""
+        self._again: deque[ReadRequest] = deque()
+        self._room = ahead
+        self._wanted = 0
+        self._surplus = 0
+        self._is_over = False
+        self._changed = threading.Condition()
+        self.outcomes: queue.SimpleQueue[Arrival | BaseException | None] = queue.SimpleQueue()
+        """Also None from each thread that has ended."""
+        self.running = 0
+        """Threads whose end has not been noted."""
+
+    def resize(self, count: int) -> int:
+        """Have ``count`` threads from now on; returns how many to start. Surplus ones get no more requests."""
+        with self._changed:
+            more, self._wanted = count - self._wanted, count
+            if more < 0:
+                self._surplus -= more
+                return 0
+            staying = min(more, self._surplus)
+            self._surplus -= staying
+            starting = 0 if self._is_over else more - staying
+            self.running += starting
+            self._expected += starting
+            return starting
+
+    def ended(self) -> None:
+        with self._changed:
+            self.running -= 1
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there is more to do than the threads do now."""
+        return not self._is_over and self._room > 0
+
+    def next(self) -> ReadRequest | None:
+        """The next request to fetch; None for a thread that is to end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._room > 0)
+            if self._surplus:
+                self._surplus -= 1
+                return None
+            request = self._take()
+            self._is_over = request is None
+            self._room -= request is not None
+            return request
+
+    def _take(self) -> ReadRequest | None:
+        self._expected = max(0, self._expected - 1)
+        if self._again:
+            return self._again.popleft()
+        if not self._planned:
+            return next(self._requests, None)
+        request = self._planned.popleft()  # the largest
+        halves = halve(request) if len(self._planned) < self._expected else None
+        if halves is None:
+            return request
+        self._planned.append(halves[1])
+        return halves[0]
+
+    def add(self, requests: Iterable[ReadRequest]) -> None:
+        """Add requests to be fetched before all others."""
+        with self._changed:
+            self._again.extend(requests)
+
+    def make_room(self) -> None:
+        with self._changed:
+            self._room += 1
+            self._changed.notify()
+
+    def stop(self) -> None:
+        """Let `next` return nothing more."""
+        with self._changed:
+            self._requests, self._room, self._is_over = iter(()), sys.maxsize, True
+            self._again.clear()
+            self._planned.clear()
+            self._changed.notify_all()
+
 
 _TOO_LATE = (queue.Empty, errors.DeadlineExceededError)
 
@@ -53,17 +151,9 @@ _BUFFER = 16 * 2**20
 
 
 class Source:
-    """The objects of a checkpoint: on this host's disk where they are present and intact, else on S3.
+    """The objects of a checkpoint: on this host's disk (``local``) where they are present and intact, else on S3.
 
-    Args:
-        store: store with the checkpoint.
-        url: URL of the checkpoint.
-        local: objects that are on this host's disk.
-        buffers: see `LOAD_BUFFERS`; None: that.
-
-    Attributes:
-        url: URL of the checkpoint.
-        settings: settings of the store.
+    ``buffers`` are the bytes of `LOAD_BUFFERS` to use instead.
     """
 
     def __init__(
@@ -78,12 +168,10 @@ class Source:
 
     @property
     def deadline(self) -> Deadline | None:
-        """The time by which everything must have arrived, None without."""
         return self._store.limit.deadline
 
     @property
     def cancelled(self) -> bool:
-        """Whether `cancel` was called."""
         return self._cancel.is_set()
 
     def cancel(self) -> None:
@@ -97,7 +185,6 @@ class Source:
 
     @property
     def connections(self) -> int:
-        """The number of requests that a transfer begins with."""
         return connections_of(self._store, "download")
 
     def tuning(self, *, resize: Callable[[int], None], is_busy: Callable[[], bool], most: int) -> Tuning:
@@ -161,12 +248,9 @@ class Receiver(Protocol):
 
 
 class Engine:
-    """Carries out requests for transfers.
+    """Carries out requests for transfers, on threads of a ``name``.
 
-    Args:
-        source: source of the bytes.
-        name: name of the threads.
-        receiver: makes the memory of a request; by default, in place where that is possible.
+    ``receiver`` makes the memory of a request; by default, in place where that is possible.
     """
 
     def __init__(
@@ -183,7 +267,6 @@ class Engine:
 
     @property
     def fetched_bytes(self) -> int:
-        """Bytes that were fetched so far."""
         return sum(self._fetched)
 
     @property

@@ -64,7 +64,6 @@ class ItemTransfer(Transfer):
         return Box((0,) * len(self.sizes), tuple(self.sizes))
 
     def name_of(self, part: Range) -> str:
-        """See `Transfer`."""
         return self.item.storage_index.fqn
 
     # --- by sections ----------------------------------------------------------------------------------
@@ -131,13 +130,6 @@ def cut_out(
 ) -> Iterator[tuple[Box, torch.Tensor]]:
     """Cut a section of an array's box out of a run of that array.
 
-    Args:
-        elements: elements of the run.
-        first: position of the run's first element in the array.
-        sizes: shape of the array.
-        box: box of the array.
-        section: section of the box; all of it lies in the run.
-
     Yields:
         The boxes, within ``box``, that the section consists of, in order, each with its elements.
     """
@@ -150,16 +142,8 @@ def cut_out(
 class TensorTransfer(ItemTransfer):
     """Loads a box of a saved chunk, whose raw bytes' place is known, into a tensor.
 
-    Args:
-        item: item of the load plan.
-        path: path of the object, relative to the checkpoint.
-        raw_start: first byte of the chunk in the object.
-        ranges: bytes of the chunk to fetch.
-        target: the tensor to load into, with the shape of the box.
-        sizes: shape of the chunk.
-        dtype: dtype of the chunk.
-        box: box in the chunk; None: the one that the item names.
-        order: dimension of ``target`` for each dimension of the box; None: the same.
+    ``box`` is in the chunk; None: the one that the item names. ``order`` has the dimension of ``target`` for each
+    dimension of the box; None: the same.
     """
 
     __slots__ = ("_box", "_into")
@@ -192,16 +176,13 @@ class TensorTransfer(ItemTransfer):
 
     @property
     def box(self) -> Box:
-        """See `ItemTransfer`."""
         return self._box or Box(self.item.storage_offsets, self.item.lengths)
 
     def memory(self, start: int, stop: int) -> memoryview:
-        """See `Transfer`."""
         first = self.owned[0] if self.owned else 0
         return view_bytes(self._into)[start - first : stop - first]
 
     def put(self, offset: int, data: memoryview) -> None:
-        """See `Transfer`."""
         if self.owned is not None:
             return  # what is needed is received in place; these bytes are only for a checksum
         elements, first = elements_of(data, self.dtype), offset // self.dtype.itemsize
@@ -210,14 +191,12 @@ class TensorTransfer(ItemTransfer):
             narrow_tensor_by_index(self._into, part.offsets, part.lengths).copy_(source)
 
     def section_memory(self, section: Section) -> memoryview | None:
-        """See `ItemTransfer`."""
         if self._into.dtype != self.dtype or not is_direct(self._into):
             return None
         size = self.dtype.itemsize
         return view_bytes(self._into)[section.start * size : section.stop * size]
 
     def scatter(self, section: Section, packed: memoryview) -> None:
-        """See `ItemTransfer`."""
         elements, done = elements_of(packed, self.dtype), 0
         for part, _ in boxes_of_section(self.sizes, self.box, section):
             source = elements[done : done + part.numel].view(part.lengths)
@@ -230,13 +209,7 @@ class ArchivedTransfer(TensorTransfer):
 
     The head of the item is fetched too. It lies before byte 0 of the chunk, and must prove the place.
 
-    Args:
-        item: item of the load plan.
-        info: place where the item is stored.
-        target: the tensor to load into, with the shape of the box.
-        proof: proof of the place.
-        max_gap: longest gap (bytes) between two ranges of the chunk that is fetched rather than skipped.
-        instead: makes the transfer to try if the proof fails, from the head that was found, if any.
+    ``instead`` makes the transfer to try if the proof fails, from the head that was found, if any.
     """
 
     __slots__ = ("_instead", "_proof")
@@ -268,7 +241,6 @@ class ArchivedTransfer(TensorTransfer):
         self._instead = instead
 
     def put(self, offset: int, data: memoryview) -> None:
-        """See `Transfer`."""
         if offset < 0:
             self._proof.put(offset, data)
             data = data[-offset:]
@@ -277,7 +249,6 @@ class ArchivedTransfer(TensorTransfer):
             super().put(offset, data)
 
     def finish(self) -> ItemTransfer | None:
-        """See `Transfer`."""
         return None if self._proof.holds() else self._instead(self._proof.found())
 
 
@@ -286,15 +257,7 @@ class ProvenTransfer(TensorTransfer):
 
     The head of the item is fetched too, and must say the same.
 
-    Args:
-        item: item of the load plan.
-        info: place where the item is stored.
-        raw_offset: offset of the chunk in the item, in bytes.
-        ranges: bytes of the chunk to fetch.
-        target: the tensor to load into, with the shape of the box.
-        kind: kind of the item.
-        find_fault: returns how a head differs from what the metadata says; None: it does not.
-        url: URL of the checkpoint, for messages.
+    ``find_fault`` returns how a head differs from what the metadata says; None: it does not.
     """
 
     __slots__ = ("_find_fault", "_head", "_url")
@@ -321,7 +284,6 @@ class ProvenTransfer(TensorTransfer):
         self._url = url
 
     def put(self, offset: int, data: memoryview) -> None:
-        """See `Transfer`."""
         if offset >= 0:
             super().put(offset, data)
         else:
@@ -329,10 +291,9 @@ class ProvenTransfer(TensorTransfer):
             self._head[start : start + data.nbytes] = data
 
     def finish(self) -> ItemTransfer | None:
-        """See `Transfer`."""
         fault = self._find_fault(bytes(self._head))
         if fault is not None:
-            raise errors.CorruptMetadataError(
+            raise errors.CorruptCheckpointError(
                 f"the metadata of {self._url} is damaged: where it places {self.item.storage_index.fqn!r}, {fault}. "
                 "Remedy: load an earlier checkpoint",
                 url=self._url,
@@ -352,14 +313,8 @@ def _with_head(ranges: Sequence[Range], head: ArchiveHead) -> list[Range]:
 class StreamTransfer(ItemTransfer):
     """A whole stored item, decoded when all of it has arrived.
 
-    Args:
-        item: item of the load plan.
-        info: place where the item is stored.
-        crc: CRC-64/NVME of the item, None if it is not known.
-        target: the tensor to load into, None for an item that is not a tensor.
-        decode: called with the item's bytes (uint8).
-        unpack: like ``decode``, for a small item without checksum. Called when the item has come in one piece, with
-            its bytes in somebody else's memory. Returns whether it could.
+    ``decode`` is called with the item's bytes (uint8). ``unpack`` is like it, for a small item without checksum: called
+    when the item has come in one piece, with its bytes in somebody else's memory. Returns whether it could.
     """
 
     __slots__ = ("_buffer", "_decode", "_unpack", "_unpacked")
@@ -383,25 +338,21 @@ class StreamTransfer(ItemTransfer):
         self._buffer: torch.Tensor | None = None
 
     def memory(self, start: int, stop: int) -> memoryview:
-        """See `Transfer`."""
         with self._lock:
             if self._buffer is None:
                 self._buffer = allocate(self.sizes, torch.uint8, self.item.storage_index.fqn, self.path)
             return view_bytes(self._buffer)[start:stop]
 
     def put(self, offset: int, data: memoryview) -> None:
-        """See `Transfer`."""
         if self._unpack is not None and data.nbytes == self.sizes[0]:
             self._unpacked = self._unpack(data)
         if not self._unpacked:
             self.scatter(Section(offset, offset + data.nbytes), data)
 
     def section_memory(self, section: Section) -> memoryview | None:
-        """See `ItemTransfer`."""
         return self.memory(*section)
 
     def scatter(self, section: Section, packed: memoryview) -> None:
-        """See `ItemTransfer`."""
         self.memory(*section)[:] = packed
 
     def finish(self) -> ItemTransfer | None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from dcp_s3.errors import MissingKeysError, ShapeMismatchError, TensorMismatchError
+from dcp_s3.errors import MissingKeysError, TensorMismatchError
 from dcp_s3.torch_private import ShardedTensor
 from dcp_s3.units import plural
 
@@ -34,12 +34,6 @@ def find_mismatch(
     """The error of a load of ``state``, with every missing name and every other shape; None if all fits.
 
     If all is there with its shape, but a saved tensor is to be loaded into something else, a TensorMismatchError.
-
-    Args:
-        state: flat state dict to load.
-        metadata: metadata of the checkpoint.
-        url: URL of the checkpoint.
-        strict: whether names may not be missing.
     """
     saved = metadata.state_dict_metadata
     missing: list[str] = []
@@ -90,7 +84,7 @@ def _other_kinds(kinds: dict[str, str], url: str) -> TensorMismatchError:
 
 def _other_shapes(
     shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...]]], missing: Collection[str], url: str
-) -> ShapeMismatchError:
+) -> TensorMismatchError:
     (fqn, (saved, current)), *more = shapes.items()
     text = f"Size mismatch between saved {saved} and current {current} for {fqn}"  # as torch begins
     if more:
@@ -98,7 +92,7 @@ def _other_shapes(
         text += f", and for {len(more)} more: {named}{', ...' if len(more) >= _NAMED else ''}"
     if missing:
         text += f"; also not saved: {plural(len(missing), 'name')} of the state ({_some(missing)})"
-    return ShapeMismatchError(f"{text}{_which(url)}. {_ADVICE}", url=url, fqn=fqn, shapes=shapes)
+    return TensorMismatchError(f"{text}{_which(url)}. {_ADVICE}", url=url, fqn=fqn, shapes=shapes)
 
 
 def _missing_keys(missing: list[str], unexpected: list[str], shapes: Collection[str], url: str) -> MissingKeysError:
@@ -123,12 +117,7 @@ def _some(names: Iterable[str]) -> str:
 
 
 def find_renaming(missing: Sequence[str], unexpected: Sequence[str]) -> str:
-    """How the names of a state differ from the saved ones as a whole, and the remedy; empty if they do not.
-
-    Args:
-        missing: names of the state that are not saved.
-        unexpected: saved names that are not in the state.
-    """
+    """How the names of a state differ from the saved ones as a whole, and the remedy; empty if they do not."""
     return _find_wrapper(missing, unexpected) or _find_prefix(missing, unexpected)
 
 

@@ -46,10 +46,6 @@ def find_overlaps(saved: Sequence[Box], local: Sequence[Box]) -> Overlaps:
     it strictly inside. Takes O((n + m) log(n + m) + k) for n saved and m local chunks with k overlaps, if the
     chunks of a set do not lie across each other.
 
-    Args:
-        saved: chunks of the checkpoint; they may overlap each other.
-        local: chunks to load into; they may overlap each other.
-
     Raises:
         ValueError: boxes have different numbers of dimensions.
     """

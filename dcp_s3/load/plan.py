@@ -56,13 +56,6 @@ def ranges_of_box(
     A dense box is one run. In others, a gap of at most ``max_gap`` between two runs is fetched as well: skipping it
     would take longer. Runs are widened to what the recorded checksums can check.
 
-    Args:
-        sizes: shape of the chunk.
-        box: box of the chunk.
-        element_size: bytes of an element.
-        blocks: checksums of the chunk, None without.
-        max_gap: longest gap to fetch, bytes.
-
     Raises:
         ValueError: the box is not inside the chunk.
     """

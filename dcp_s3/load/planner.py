@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -9,17 +10,103 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, create_default_local_load_plan
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.distributed.tensor import DTensor
 
 from dcp_s3.boundary import called_by_dcp
 from dcp_s3.collector import collector_paused
-from dcp_s3.load.fast_items import make_indices, make_tensor_items
+from dcp_s3.load.aliases import without_tied
 from dcp_s3.load.names import find_mismatch, is_other_kind
 from dcp_s3.load.overlaps import Box, find_overlaps
-from dcp_s3.torch_private import ShardedTensor, create_chunk_list, find_storage_reader
+from dcp_s3.torch_private import ShardedTensor, create_chunk_list
+
+_TENSOR = LoadItemType.TENSOR
+
+
+class _PlainMetadataIndex:
+    def __init__(self, fqn: str, offset: torch.Size, index: int) -> None:
+        self.fqn = fqn
+        self.index = index
+        self.offset = offset
+
+
+class _PlainReadItem:
+    def __init__(
+        self,
+        dest_index: MetadataIndex,
+        dest_offsets: torch.Size,
+        storage_index: MetadataIndex,
+        storage_offsets: torch.Size,
+        lengths: torch.Size,
+    ) -> None:
+        self.type = _TENSOR
+        self.dest_index = dest_index
+        self.dest_offsets = dest_offsets
+        self.storage_index = storage_index
+        self.storage_offsets = storage_offsets
+        self.lengths = lengths
+
+
+def make_indices(fqn: str, places: Iterable[tuple[torch.Size, int]]) -> list[MetadataIndex]:
+    """Make the index of each chunk of a tensor."""
+    if not _FAST:
+        return [MetadataIndex(fqn, offset, index) for offset, index in places]
+    made = [_PlainMetadataIndex(fqn, offset, index) for offset, index in places]
+    for each in made:
+        each.__class__ = MetadataIndex  # type: ignore[assignment]
+    return made  # type: ignore[return-value]
+
+
+def make_tensor_items(
+    dest_indices: Iterable[MetadataIndex],
+    dest_offsets: Iterable[torch.Size],
+    storage_indices: Iterable[MetadataIndex],
+    storage_offsets: Iterable[torch.Size],
+    lengths: Iterable[torch.Size],
+) -> list[ReadItem]:
+    """Make the items of a tensor from their columns."""
+    columns = (dest_indices, dest_offsets, storage_indices, storage_offsets, lengths)
+    if not _FAST:
+        return [ReadItem(_TENSOR, *row) for row in zip(*columns, strict=True)]
+    made = list(map(_PlainReadItem, *columns))
+    for each in made:
+        each.__class__ = ReadItem  # type: ignore[assignment]
+    return made  # type: ignore[return-value]
+
+
+_FAST = True
+
+
+def _is_exact() -> bool:
+    """Whether this makes exactly what torch's constructors make."""
+    size = torch.Size((1, 2))
+    expected = MetadataIndex("x", size, 3)
+    try:
+        (index,) = make_indices("x", [(size, 3)])
+        (item,) = make_tensor_items([index], [size], [index], [size], [size])
+    except TypeError:  # another layout, for example __slots__
+        return False
+    return vars(index) == vars(expected) and vars(item) == vars(ReadItem(_TENSOR, expected, size, expected, size, size))
+
+
+_FAST = _is_exact()
+
 
 _Boxes = tuple[Box, ...]
+
+
+class FailureTeller:
+    """Metadata that a reader has read carries it, so that a planner can tell of a failure. Copies tell nobody."""
+
+    def __init__(self, tell: Callable[[BaseException], None] | None = None) -> None:
+        self._tell = tell
+
+    def __call__(self, error: BaseException) -> None:
+        if self._tell is not None:
+            self._tell(error)
+
+    def __reduce__(self) -> tuple[type[FailureTeller], tuple[()]]:
+        return FailureTeller, ()
 
 
 class S3LoadPlanner(DefaultLoadPlanner):
@@ -35,7 +122,7 @@ class S3LoadPlanner(DefaultLoadPlanner):
     >>> dcp.load(state, storage_reader=reader, planner=S3LoadPlanner())
 
     Raises:
-        MissingKeysError, ShapeMismatchError: when it plans: see `create_local_plan`. Other errors are as in torch's.
+        MissingKeysError, TensorMismatchError: when it plans: see `create_local_plan`. Other errors are as in torch's.
     """
 
     _found: tuple[MetadataIndex, object, torch.Tensor] | None = None
@@ -45,7 +132,7 @@ class S3LoadPlanner(DefaultLoadPlanner):
 
     def _tell_failed(self, error: BaseException) -> None:
         """Let the reader of the load tell that it failed."""
-        tell = getattr(find_storage_reader(), "_tell_failed", None)
+        tell = getattr(self.metadata, "tell_failed", None)
         if tell is not None:
             tell(error)
 
@@ -54,7 +141,7 @@ class S3LoadPlanner(DefaultLoadPlanner):
         """Make the plan for this rank.
 
         Raises:
-            ShapeMismatchError: saved tensors have other shapes.
+            TensorMismatchError: saved tensors have other shapes.
             MissingKeysError: entries are not in the checkpoint, unless ``allow_partial_load``.
         """
         metadata = self.metadata
@@ -62,7 +149,8 @@ class S3LoadPlanner(DefaultLoadPlanner):
             return super().create_local_plan()  # which raises
         if self.flatten_state_dict and not metadata.state_dict_metadata.keys() <= self.state_dict.keys():
             self._adopt_old_names(metadata)
-        return create_load_plan(self.state_dict, metadata, strict=not self.allow_partial_load)
+        state = without_tied(self.state_dict, metadata.state_dict_metadata)
+        return create_load_plan(state, metadata, strict=not self.allow_partial_load)
 
     def _adopt_old_names(self, metadata: Metadata) -> None:
         """Let torch check whether the checkpoint has names from before torch 2.4, and adopt them."""
@@ -87,11 +175,6 @@ class S3LoadPlanner(DefaultLoadPlanner):
 
 def create_load_plan(state_dict: dict[str, Any], metadata: Metadata, *, strict: bool) -> LoadPlan:
     """Make the plan that torch's `create_default_local_load_plan` makes.
-
-    Args:
-        state_dict: flat state dict to load.
-        metadata: metadata of the checkpoint.
-        strict: whether a name missing in the checkpoint is an error.
 
     Raises:
         TensorMismatchError: saved tensors have other shapes, or no tensor is there for them.

@@ -1,11 +1,12 @@
-"""Makes the transfer for each item of a load plan: the bytes it needs and where they go. No I/O."""
+"""Makes the transfer for each item of a load plan: the bytes it needs, where they go, as which dtype. No I/O."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import io
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from typing import IO, NamedTuple, cast
 
 import torch
@@ -20,7 +21,6 @@ from dcp_s3.format.metadata import is_unproven
 from dcp_s3.format.saved_entries import find_chunk
 from dcp_s3.load.archive_heads import SMALL_ITEM, ArchiveHeads, HeadProbe, HeadProof, ItemKind, read_tensor
 from dcp_s3.load.boxes import Box
-from dcp_s3.load.dtypes import Conversion, keeps_values
 from dcp_s3.load.item_transfer import (
     ArchivedTransfer,
     ItemTransfer,
@@ -33,6 +33,62 @@ from dcp_s3.load.plan import ranges_of_box
 from dcp_s3.tensor_memory import is_direct, view_bytes
 from dcp_s3.torch_private import ReaderTransforms, StorageInfo, narrow_tensor_by_index
 from dcp_s3.url import CheckpointURL
+
+logger = logging.getLogger(__name__)
+
+_NAMED = 5  # names in a warning, for each conversion
+
+Conversion = tuple[torch.dtype, torch.dtype]
+"""The saved dtype, and the dtype of the tensor to load into."""
+
+
+def keeps_values(saved: torch.dtype, target: torch.dtype) -> bool:
+    """Whether ``target`` holds every value of ``saved`` exactly."""
+    if saved == target or saved == torch.bool:
+        return True
+    if target == torch.bool or (saved.is_complex and not target.is_complex):
+        return False
+    if saved.is_floating_point or saved.is_complex:
+        return (target.is_floating_point or target.is_complex) and _contains(target, saved)
+    try:
+        integer = torch.iinfo(saved)
+        if not (target.is_floating_point or target.is_complex):
+            other = torch.iinfo(target)
+            return bool(other.min <= integer.min and integer.max <= other.max)
+    except TypeError:  # quantized, or bare bits
+        return False
+    found = torch.finfo(target)
+    return bool(integer.max <= 2 / found.eps and integer.max <= found.max)
+
+
+def _contains(target: torch.dtype, saved: torch.dtype) -> bool:
+    """Whether a floating-point ``target`` has the precision and range of ``saved``, subnormal numbers included."""
+    large, small = torch.finfo(target), torch.finfo(saved)
+    return bool(
+        large.eps <= small.eps
+        and large.max >= small.max
+        and large.smallest_normal * large.eps <= small.smallest_normal * small.eps
+    )
+
+
+def warn_of_narrowing(narrowed: Mapping[str, Conversion], url: str) -> None:
+    """Log one warning for all tensors that a load converts to a dtype that does not hold their values."""
+    if not narrowed:
+        return
+    kinds: dict[Conversion, list[str]] = {}
+    for name, conversion in narrowed.items():
+        kinds.setdefault(conversion, []).append(name)
+    parts = []
+    for (saved, target), names in kinds.items():
+        more = ", ..." if len(names) > _NAMED else ""
+        parts.append(f"{len(names)} from {saved} to {target} ({', '.join(names[:_NAMED])}{more})")
+    logger.warning(
+        "%s: %d tensors are loaded into dtypes that do not hold all their values: %s. If that is not meant: build the "
+        "state with the saved dtypes; S3StorageReader(allow_dtype_cast=False) makes it an error",
+        url,
+        len(narrowed),
+        "; ".join(parts),
+    )
 
 
 class UnknownItem(NamedTuple):
@@ -48,13 +104,6 @@ class UnknownItem(NamedTuple):
 
 class TransferFactory:
     """Decides for each read item which bytes it needs and where they go.
-
-    Args:
-        url: URL of the checkpoint.
-        metadata: metadata of the checkpoint.
-        transforms: torch's stream extensions.
-        allow_dtype_cast: whether a tensor may be converted to another dtype.
-        max_gap: longest gap (bytes) between two ranges of a chunk that is fetched rather than skipped.
 
     Attributes:
         narrowed: prepared tensors, by name, that are converted to a dtype that does not hold all values.
@@ -88,8 +137,8 @@ class TransferFactory:
         With ``whole`` it is a `StreamTransfer`, unless the raw bytes' place is recorded.
 
         Raises:
-            DtypeMismatchError, ShapeMismatchError: the destination does not match what was saved.
-            CorruptMetadataError: the metadata contradicts itself.
+            TensorMismatchError: the destination does not match what was saved.
+            CorruptCheckpointError: the metadata contradicts itself.
         """
         info = self._storage_info(item)
         if item.type == LoadItemType.BYTE_IO:
@@ -98,20 +147,20 @@ class TransferFactory:
         if target.requires_grad:
             target = target.detach()
         if target.size() != item.lengths:
-            raise errors.ShapeMismatchError(
+            raise errors.TensorMismatchError(
                 f"{item.dest_index.fqn}: the planner gave a tensor of shape {tuple(target.size())} for "
                 f"{tuple(item.lengths)} of {self._url}", url=str(self._url), fqn=item.dest_index.fqn,
             )  # fmt: skip
         saved = self._metadata.state_dict_metadata[item.storage_index.fqn]
         if not isinstance(saved, TensorStorageMetadata):
-            raise errors.CorruptMetadataError(
+            raise errors.CorruptCheckpointError(
                 f"{item.storage_index.fqn!r} in {self._url} is no tensor, but is to be loaded into one: the "
                 "checkpoint was saved from another kind of state",
                 url=str(self._url),
             )
         dtype = saved.properties.dtype
         if dtype != target.dtype and not self._allow_dtype_cast:
-            raise errors.DtypeMismatchError(
+            raise errors.TensorMismatchError(
                 f"{item.dest_index.fqn} has {dtype} in {self._url}, {target.dtype} in the state to load into, and "
                 "allow_dtype_cast is off. Remedy: build the state with the saved dtype, or convert on load with "
                 "S3StorageReader(allow_dtype_cast=True)",
@@ -137,7 +186,7 @@ class TransferFactory:
         sizes = self._chunk_sizes(item, saved)
         nbytes = sizes.numel() * dtype.itemsize
         if raw_offset + nbytes > info.length:
-            raise errors.CorruptMetadataError(
+            raise errors.CorruptCheckpointError(
                 f"{item.storage_index.fqn!r} in {self._url}: a chunk of {nbytes} bytes at {raw_offset} does "
                 f"not fit into its item of {info.length} bytes: the metadata is damaged",
                 url=str(self._url),
@@ -151,7 +200,7 @@ class TransferFactory:
         if not self._unproven:
             return TensorTransfer(item, info.relative_path, info.offset + raw_offset, ranges, target, sizes, dtype)
         if not 0 < raw_offset <= MAX_HEAD:
-            raise errors.CorruptMetadataError(
+            raise errors.CorruptCheckpointError(
                 f"the metadata of {self._url} is damaged: {item.storage_index.fqn!r} has {raw_offset} bytes before its "
                 "own. Remedy: load an earlier checkpoint",
                 url=str(self._url),
@@ -235,7 +284,7 @@ class TransferFactory:
 
     def _prepare_bytes(self, item: ReadItem, info: StorageInfo) -> ItemTransfer:
         if info.length == 0:
-            raise errors.CorruptMetadataError(
+            raise errors.CorruptCheckpointError(
                 f"the metadata of {self._url} is damaged: {item.storage_index.fqn!r} has no bytes", url=str(self._url)
             )
 
@@ -252,7 +301,7 @@ class TransferFactory:
         try:
             self._transforms.extension_registry.from_descriptor_list(descriptors)
         except ValueError as error:
-            raise errors.MissingExtensionError(
+            raise errors.CheckpointError(
                 f"{item.storage_index.fqn!r} in {self._url} was saved through the stream extensions "
                 f"{list(descriptors)}: {error}. Remedy: pass an _extension_registry that knows them to S3StorageReader",
                 url=str(self._url),
@@ -278,7 +327,7 @@ class TransferFactory:
         try:
             return cast(StorageInfo, self._metadata.storage_data[item.storage_index])
         except KeyError:
-            raise errors.CorruptMetadataError(
+            raise errors.CorruptCheckpointError(
                 f"the metadata of {self._url} does not say where {item.storage_index.fqn!r} at "
                 f"{item.storage_index.offset} lies: it is damaged or was merged wrongly",
                 url=str(self._url),
@@ -289,7 +338,7 @@ class TransferFactory:
         index = item.storage_index
         chunk = find_chunk(saved, index)
         if chunk is None:
-            raise errors.CorruptMetadataError(
+            raise errors.CorruptCheckpointError(
                 f"the metadata of {self._url} has no chunk of {index.fqn!r} at {index.offset}", url=str(self._url)
             )
         return chunk.sizes

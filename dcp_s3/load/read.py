@@ -1,8 +1,13 @@
-"""The read of one rank's plan: straight into the destination tensors, each item handed to the planner."""
+"""The read of one rank's plan: straight into the destination tensors, each item handed to the planner.
+
+Items that are no tensors go to the planner in plan order, as with torch's readers. They arrive in any order, and those
+that come early are held back. To bound that memory, a load of many such items reads them in batches.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import collections
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
@@ -13,32 +18,50 @@ from dcp_s3.collector import collector_paused
 from dcp_s3.format.safe_items import check_item
 from dcp_s3.load.aliases import read_in_turn
 from dcp_s3.load.archive_heads import one_of_each_kind
-from dcp_s3.load.dtypes import warn_of_narrowing
 from dcp_s3.load.engine import Engine, Source
 from dcp_s3.load.item_transfer import ItemTransfer
-from dcp_s3.load.order import Turns, in_batches
 from dcp_s3.load.plan import READ_GAP, READ_WASTE, SMALL_HALF, ReadRequest, plan_requests
-from dcp_s3.load.prepare import TransferFactory
+from dcp_s3.load.prepare import TransferFactory, warn_of_narrowing
 from dcp_s3.ranks import world_size
 from dcp_s3.s3.parts import GETS_PER_SECOND, plan_part_size
 from dcp_s3.tensor_memory import counted_as_change, synchronize_accelerator
 from dcp_s3.torch_private import ReaderTransforms
 
 
-class LoadExecutor:
-    """Carries out one rank's load plan.
+class Turns:
+    """The queue of items that are no tensors, in plan order."""
 
-    Args:
-        source: source of the checkpoint's bytes.
-        metadata: metadata of the checkpoint.
-        transforms: torch's stream extensions.
-        weights_only: whether to refuse items that torch's weights-only unpickler refuses.
-        allow_dtype_cast: whether a tensor may be converted to another dtype.
+    def __init__(self, transfers: Sequence[ItemTransfer]) -> None:
+        self._waiting = collections.deque(transfer for transfer in transfers if transfer.target is None)
 
-    Attributes:
-        source: source of the checkpoint's bytes.
-        engine: engine that fetches them.
+    def take(self) -> Iterator[ItemTransfer]:
+        """Yield, once each, the items that have arrived with all before them."""
+        while self._waiting and self._waiting[0].loaded is not None:
+            yield self._waiting.popleft()
+
+
+def in_batches(transfers: Sequence[ItemTransfer], max_held: int) -> list[list[ItemTransfer]]:
+    """Split items into batches to be read one after the other, all tensors in the first.
+
+    A batch holds at most ``max_held`` stored bytes of non-tensors, unless a single item has more.
     """
+    batches: list[list[ItemTransfer]] = [[]]
+    held = 0
+    for transfer in transfers:
+        if transfer.target is not None:
+            batches[0].append(transfer)
+            continue
+        size = transfer.length
+        if held and held + size > max_held:
+            batches.append([])
+            held = 0
+        batches[-1].append(transfer)
+        held += size
+    return batches
+
+
+class LoadExecutor:
+    """Carries out one rank's load plan."""
 
     def __init__(
         self,
@@ -69,7 +92,7 @@ class LoadExecutor:
         The planner is called from this thread only.
 
         Raises:
-            DtypeMismatchError: before anything is fetched or changed; only without ``allow_dtype_cast``.
+            TensorMismatchError: before anything is fetched or changed; only without ``allow_dtype_cast``.
             UnsafeItemError: before the planner sees the item.
             CorruptCheckpointError: stored bytes are missing, cut short or not what was written.
             DeadlineExceededError: the source's deadline has passed.

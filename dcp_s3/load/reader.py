@@ -6,6 +6,8 @@ import contextlib
 import dataclasses
 import logging
 import os
+import secrets
+import time
 from typing import Any
 
 import torch.distributed as dist
@@ -15,46 +17,34 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp_s3 import errors, ranks
-from dcp_s3.boundary import called_by_dcp, check_role
+from dcp_s3.boundary import called_by_dcp
 from dcp_s3.checkpoint.directory import list_directory
 from dcp_s3.checkpoint.info import find_step
 from dcp_s3.checkpoint.lease import ReaderLease
-from dcp_s3.checkpoint.previous import look_for_previous
 from dcp_s3.checkpoint.stored_metadata import check_metadata, fetch_metadata
+from dcp_s3.checksum import crc64nvme
 from dcp_s3.collector import collector_paused
-from dcp_s3.events import Listener, LoadFailed, emit
+from dcp_s3.events import Listener, Loaded, LoadFailed, LoadStarted, emit
 from dcp_s3.format.layout import SAVE_ID_KEY, deletion_id, metadata_object, new_save_id
 from dcp_s3.format.metadata import load_metadata
 from dcp_s3.limit import Deadline, Limit
-from dcp_s3.load.attachments import AttachmentReader
-from dcp_s3.load.check_state import check_filled, check_state
+from dcp_s3.load.attachments import AttachmentReader, find_uncommitted
+from dcp_s3.load.check_state import UnreadableMetadata, check_filled, log_unexpected
 from dcp_s3.load.engine import LOAD_BUFFERS, Source
-from dcp_s3.load.host_metadata import fetch_metadata_for_host
-from dcp_s3.load.peers.agree import LoadGroup, join_load
 from dcp_s3.load.peers.assign import MAX_PIECE, plan_sharing
-from dcp_s3.load.peers.assignment import Assignment, Offer, all_offered
-from dcp_s3.load.peers.shared_read import SharedRead, decline
+from dcp_s3.load.peers.assignment import Assignment, Offer, choose_group, hash_ranks, hash_text
+from dcp_s3.load.peers.exchange import FIRST_TAG, TAGS
+from dcp_s3.load.peers.shared_read import SharedRead
 from dcp_s3.load.plan import READ_GAP
-from dcp_s3.load.progress import LoadProgress
+from dcp_s3.load.planner import FailureTeller
 from dcp_s3.load.read import LoadExecutor
-from dcp_s3.load.uncommitted import find_uncommitted
-from dcp_s3.load.unreadable import UnreadableMetadata
 from dcp_s3.reprs import one_line
+from dcp_s3.s3.hedge import hedges_of
 from dcp_s3.s3.store import S3Store
-from dcp_s3.settings import Settings, SettingsLike, launch, most_ranks_on_host, resolve_settings
+from dcp_s3.settings import Settings, SettingsLike, launch, resolve_settings
 from dcp_s3.spill.local import LocalObjects
 from dcp_s3.spill.store import open_store
-from dcp_s3.store import StoredObject
-from dcp_s3.torch_private import (
-    Caller,
-    ExtensionRegistry,
-    ReaderTransforms,
-    find_load_group,
-    is_first_look,
-    is_load_without_group,
-    is_loading,
-)
-from dcp_s3.uncaught import install
+from dcp_s3.torch_private import ExtensionRegistry, ReaderTransforms
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
 
 logger = logging.getLogger(__name__)
@@ -81,12 +71,12 @@ class S3StorageReader(AttachmentReader, StorageReader):
             its tensors: about 0.1 ms for a small one, 0.15 s for each MB of pickled numbers and texts. False:
             everything is unpickled, so whoever can write to the bucket can run code here.
         allow_dtype_cast: whether a load may convert a saved tensor to another dtype, as torch's readers do. One warning
-            names the tensors whose values may not all fit. False: `DtypeMismatchError`, before anything is changed.
+            names the tensors whose values may not all fit. False: `TensorMismatchError`, before anything is changed.
         load_sharing: whether data that several ranks of a load need is read from S3 once and sent between the ranks.
             Needs a process group with gloo for CPU tensors. False on one rank means False on all.
-        process_group: the ranks that load together: the group of ``dcp.load(process_group=...)``, or another one with
-            the same ranks in the same order, for example gloo where DCP's is only NCCL. What several ranks need is then
-            read once. None: the group that ``dcp.load`` uses.
+        process_group: a group of the ranks that load together, in the same order, with gloo for CPU tensors. In it they
+            exchange what several of them need, which is then read once. Needed where ``dcp.load`` is given a group of
+            some ranks, or where the default group has no gloo. None: the default group, if all its ranks load.
         settings: a `Settings`, or a mapping of those that differ from the environment.
         on_event: called with each event of its loads on this rank, see `dcp_s3.events`.
         _extension_registry: torch's registry of stream extensions (experimental there).
@@ -113,7 +103,6 @@ class S3StorageReader(AttachmentReader, StorageReader):
         _extension_registry: ExtensionRegistry | None = None,
     ) -> None:
         super().__init__()
-        install()  # first: what is wrong with the arguments is told as well
         self.settings: Settings = resolve_settings(settings)
         self.on_event = on_event
         self.include_uncommitted = include_uncommitted
@@ -130,14 +119,15 @@ class S3StorageReader(AttachmentReader, StorageReader):
 
     def _begin_load(self) -> None:
         self.load_id: str = new_save_id()
-        self._is_new = True
         self._metadata: Metadata | None = None
+        self._version = 0
         self._error: errors.DcpS3Error | None = None
         self._saved_ranks: list[int] | None = None
         self._deadline: Deadline | None = None
         self._lease: ReaderLease | None = None
-        self._group: LoadGroup | None = None
         self._progress: LoadProgress | None = None
+        self._is_coordinator = self._together = False
+        self._asked_for_url = False
 
     @called_by_dcp
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -160,36 +150,28 @@ class S3StorageReader(AttachmentReader, StorageReader):
             rank: read the metadata of this rank, of a save with ``use_collectives=False``. DCP's loader asks for it if
                 the global metadata could not be read.
 
-        To DCP's loader a failure is raised when the returned object is used: the loader takes any error raised here for
-        missing metadata, and replaces it by an AssertionError.
+        DCP's loader takes any error raised here for missing metadata, and replaces it by an AssertionError. It asks for
+        `checkpoint_id` right before: then a failure is raised as soon as the returned object is used.
 
         Raises:
             CheckpointNotFoundError: no committed checkpoint is there.
             CheckpointDeletedError: a prune is about to delete it (checked only with the setting ``reader_lease``).
-            CorruptMetadataError, UnsafeMetadataError: the metadata cannot, or must not, be unpickled.
+            CorruptCheckpointError, UnsafeMetadataError: the metadata cannot, or must not, be unpickled.
             StorageError: missing bucket, credentials, network.
         """
         rank: int | None = kwargs.get("rank")
         if self._url is not None and (rank is None or self._progress is None):  # without a rank it begins a load
             self._progress = LoadProgress(self._store(), self._url, self.on_event)
+        is_load, self._asked_for_url = self._asked_for_url, False
         if rank is None:
-            try:
-                caller = self._find_caller()
-            except errors.SettingsError as error:
-                return UnreadableMetadata(error)
-            self._group = None if caller is None else join_load(
-                caller, self.checkpoint_id, self.settings,
-                sharing=self.load_sharing, willing=not self.include_uncommitted,
-            )  # fmt: skip
             try:
                 metadata = self._fetch_metadata(None)
             except errors.DcpS3Error as error:
                 self._error = error
-                if is_first_look() and not self._may_be_of_ranks(error):
+                if is_load and not self._may_be_of_ranks(error):
                     return UnreadableMetadata(error)
                 raise
         else:
-            self._group = None
             if self._error is not None and not isinstance(self._error, errors.CheckpointNotFoundError):
                 return UnreadableMetadata(self._error)
             try:
@@ -204,53 +186,20 @@ class S3StorageReader(AttachmentReader, StorageReader):
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
-        metadata.storage_meta.checkpoint_id = self.checkpoint_id  # type: ignore[union-attr]  # a copy was saved elsewhere
+        metadata.storage_meta.checkpoint_id = str(self._url)  # type: ignore[union-attr]  # a copy was saved elsewhere
+        metadata.tell_failed = FailureTeller(self._tell_failed)  # type: ignore[attr-defined]
         return metadata
 
-    def _find_caller(self) -> Caller | None:
-        """The ranks of the calling `dcp.load`; None if there are no others, or if not all of them call.
-
-        Raises:
-            SettingsError: ``process_group`` has other ranks.
-        """
-        is_new, self._is_new = self._is_new, False
-        caller, group = find_load_group(), self._process_group
-        if group is None:
-            return caller
-        if caller is not None:
-            theirs, given = dist.get_process_group_ranks(caller.group), dist.get_process_group_ranks(group)
-            if theirs != given:
-                raise errors.SettingsError(
-                    f"S3StorageReader has a process_group of ranks {given}, dcp.load one of ranks {theirs}. Remedy: "
-                    "give both the same"
-                )
-            return caller._replace(group=group)
-        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-        if is_first_look() or not (is_new and is_loading()) or world_size < 2 or rank < 0:
-            return None
-        # torch's loader has changed: what its planner will do with shared plans is unknown.
-        return Caller(group, rank, world_size, plain_finish=False)
-
     def _fetch_metadata(self, rank: int | None) -> Metadata:
-        url = self._require_url()
-        waiting = find_uncommitted(self._store(), self.settings, url, rank) if self.include_uncommitted else None
+        url, store = self._require_url(), self._store()
+        waiting = find_uncommitted(store, self.settings, url, rank) if self.include_uncommitted else None
         if waiting is not None:
+            self._version = crc64nvme(waiting.metadata)
             return load_metadata(waiting.metadata, url=str(url), of_rank=rank is not None)
-        store, group = self._store(), self._group if rank is None else None
         lease = ReaderLease(store, url, self.settings.reader_lease)
-        failure = None if group is None else group.raised
+        lease.take()
         try:
-            if failure is None:
-                lease.take()
-        except BaseException as error:
-            if group is None:
-                raise
-            failure = error  # raised later: the others wait for this rank
-        try:
-            if group is None:
-                stored = self._fetch_alone(store, url, rank)
-            else:
-                stored = group.fetch_once(lambda: fetch_metadata(store, url), str(url), failure)
+            stored = fetch_metadata(store, url, rank)
             metadata = check_metadata(stored, url, rank)
             save_ids = stored.metadata.get(SAVE_ID_KEY), getattr(metadata.storage_meta, "save_id", None), None
             deletions = {deletion_id(each, stored.etag) for each in save_ids} if rank is None else None
@@ -258,13 +207,8 @@ class S3StorageReader(AttachmentReader, StorageReader):
         except BaseException:
             lease.release()
             raise
-        self._lease = lease
+        self._lease, self._version = lease, crc64nvme(stored.data)
         return metadata
-
-    def _fetch_alone(self, store: S3Store, url: CheckpointURL, rank: int | None) -> StoredObject:
-        if rank is not None or not self.load_sharing:
-            return fetch_metadata(store, url, rank)
-        return fetch_metadata_for_host(store, url, store.client.meta.endpoint_url, ranks=most_ranks_on_host())
 
     def _find_ranks(self) -> list[int] | None:
         """The ranks of a save without collectives that have metadata on S3; None if S3 does not answer."""
@@ -274,8 +218,11 @@ class S3StorageReader(AttachmentReader, StorageReader):
         return self._saved_ranks
 
     def _own_rank(self, rank: int) -> int:
-        """The rank whose metadata to read when torch asks for that of ``rank``, which is 0 without a process group."""
-        if not is_load_without_group() or self._find_ranks() == [rank]:
+        """The rank whose metadata to read when torch asks for that of ``rank``.
+
+        Without a process group every rank is torch's 0. So is the first one of a group that the reader is given.
+        """
+        if rank or self._process_group is not None or self._find_ranks() == [rank]:
             return rank
         return ranks.rank() if ranks.is_initialized() else launch().rank
 
@@ -300,26 +247,47 @@ class S3StorageReader(AttachmentReader, StorageReader):
         """Called by DCP on every rank before planning.
 
         Raises:
-            MissingKeysError, ShapeMismatchError, CorruptMetadataError: see `check_state`.
+            MissingKeysError, TensorMismatchError, CorruptCheckpointError: see `check_state`.
         """
         if isinstance(metadata, UnreadableMetadata):
             metadata.fail()
-        check_state(metadata, self.checkpoint_id, is_coordinator)
+        if not isinstance(metadata.storage_data, dict):
+            raise errors.CorruptCheckpointError(
+                f"the metadata of {self._url} does not say where its items lie (storage_data is "
+                f"{type(metadata.storage_data).__name__})",
+                url=str(self._url),
+            )
         self._deadline = Deadline.start("DCP_S3_LOAD_TIMEOUT", self.settings.load_timeout)
-        self._metadata = metadata
+        self._metadata, self._is_coordinator = metadata, is_coordinator
+        self._together = kwargs.get("use_collectives", True) and ranks.is_initialized()
 
     @called_by_dcp
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Offer to share what other ranks read too."""
-        if self._group is None or not self._group.shares_data or plan.storage_data is not None:
+        """Say what this rank can share, unless the planner uses ``storage_data`` itself."""
+        if not self._together or plan.storage_data is not None:
             return plan
-        return dataclasses.replace(plan, storage_data=Offer(self._group.rank, self._group.world_size))
+        given = self._process_group
+        offer = Offer(
+            rank=ranks.rank(),
+            shares=self.load_sharing and not self.include_uncommitted,
+            checkpoint=hash_text(f"{self.settings.endpoint_url or ''} {self._url}"),
+            version=self._version,
+            world_size=ranks.world_size() if _has_gloo(None) else 0,
+            given=hash_ranks(dist.get_process_group_ranks(given)) if given is not None and _has_gloo(given) else 0,
+        )
+        return dataclasses.replace(plan, storage_data=offer)
 
     @called_by_dcp
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Assign what several ranks read to one of them each, if all offer to share."""
+        """Assign what several ranks read to one of them each, if all can share.
+
+        Raises:
+            CorruptCheckpointError: the checkpoint was replaced between the ranks' reads of its metadata.
+        """
+        offers = [plan.storage_data for plan in plans if isinstance(plan.storage_data, Offer)]
+        group = self._choose_group(offers) if len(offers) == len(plans) > 1 else ""
         assignments = None
-        if self._metadata is not None and all_offered([plan.storage_data for plan in plans]):
+        if group and self._metadata is not None:
             with collector_paused():
                 assignments = plan_sharing(
                     self._metadata,
@@ -328,48 +296,66 @@ class S3StorageReader(AttachmentReader, StorageReader):
                     max_gap=READ_GAP,
                     max_objects=LOAD_BUFFERS,
                 )
-        if assignments is not None:
-            return [dataclasses.replace(p, storage_data=a) for p, a in zip(plans, assignments, strict=True)]
+        if assignments is None:
+            return [
+                dataclasses.replace(plan, storage_data=None) if isinstance(plan.storage_data, Offer) else plan
+                for plan in plans
+            ]
+        tag = FIRST_TAG + TAGS * secrets.randbelow(FIRST_TAG // TAGS)
         return [
-            dataclasses.replace(plan, storage_data=None) if isinstance(plan.storage_data, Offer) else plan
-            for plan in plans
+            dataclasses.replace(plan, storage_data=assignment._replace(group=group, tag=tag))
+            for plan, assignment in zip(plans, assignments, strict=True)
         ]
+
+    def _choose_group(self, offers: list[Offer]) -> str:
+        first = offers[0]
+        for offer in offers:
+            if offer.checkpoint == first.checkpoint and offer.version != first.version:
+                raise errors.CorruptCheckpointError(
+                    f"{self._url} changed while it was read: ranks {first.rank} and {offer.rank} read different "
+                    "metadata. Remedy: load it again",
+                    url=str(self._url),
+                )
+        group, reason = choose_group(offers)
+        if not group and any(offer.shares for offer in offers):
+            logger.info("every rank reads %s by itself: %s", self._url, reason)
+        return group
 
     @called_by_dcp
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Load this rank's items. Returns when all are in place.
 
         Raises:
-            DtypeMismatchError: before any tensor is changed; only without ``allow_dtype_cast``.
+            TensorMismatchError: before any tensor is changed; only without ``allow_dtype_cast``.
             DeadlineExceededError: `load_timeout` has passed; some tensors are loaded, others are not.
             UnsafeItemError: an item needs what ``weights_only`` refuses.
-            PeerReadError: another rank failed to read bytes that this one needs too.
+            PeerReadError: another rank failed to read bytes that this one needs too, or did not begin to.
             CorruptCheckpointError, StorageError
         """
         if self._metadata is None:
             raise errors.SaveProtocolError("read_data was called before set_up_storage_reader")
-        url, group = self._require_url(), self._group if isinstance(plan.storage_data, Assignment) else None
-        with contextlib.ExitStack() as stack:
-            try:
-                check_filled(plan, planner, self._metadata, str(url))
-                spill = open_store(self.settings)
-                local = stack.enter_context(contextlib.closing(LocalObjects(spill, str(url)))) if spill else None
-                if self._lease is not None:
-                    stack.enter_context(self._lease.renewed())
-                source = Source(self._store(), url, local)
-                executor = LoadExecutor(
-                    source, self._metadata, self._transforms,
-                    weights_only=self.weights_only, allow_dtype_cast=self.allow_dtype_cast,
-                )  # fmt: skip
-                shared = None if group is None else SharedRead(executor, self._metadata, group)
-            except BaseException:
-                if group is not None:
-                    decline(group)
-                raise
-            if shared is not None:
-                shared.run(plan, planner)
-            else:
+        url, assignment = self._require_url(), plan.storage_data
+        sharing: contextlib.AbstractContextManager[SharedRead | None] = contextlib.nullcontext()
+        if isinstance(assignment, Assignment):
+            group: Any = self._process_group if assignment.group == "given" else dist.group.WORLD
+            sharing = SharedRead(group, assignment, str(url), self._deadline)
+        with sharing as shared, contextlib.ExitStack() as stack:
+            check_filled(plan, planner, self._metadata, str(url))
+            if self._is_coordinator:
+                log_unexpected(planner, self._metadata, str(url))
+            spill = open_store(self.settings)
+            local = stack.enter_context(contextlib.closing(LocalObjects(spill, str(url)))) if spill else None
+            if self._lease is not None:
+                stack.enter_context(self._lease.renewed())
+            source = Source(self._store(), url, local)
+            executor = LoadExecutor(
+                source, self._metadata, self._transforms,
+                weights_only=self.weights_only, allow_dtype_cast=self.allow_dtype_cast,
+            )  # fmt: skip
+            if shared is None:
                 executor.run(plan, planner)
+            else:
+                shared.run(executor, self._metadata, plan, planner)
             if self._progress is not None:
                 on_disk = 0 if local is None else local.read_bytes
                 self._progress.loaded(executor.engine.fetched_bytes, on_disk)
@@ -384,7 +370,7 @@ class S3StorageReader(AttachmentReader, StorageReader):
         >>> S3StorageReader("s3://bucket/run/step-00002000").checkpoint_id
         's3://bucket/run/step-00002000'
         """
-        check_role(self, "load")
+        self._asked_for_url = True
         return None if self._url is None else str(self._url)
 
     def _tell_failed(self, error: BaseException) -> None:
@@ -394,9 +380,12 @@ class S3StorageReader(AttachmentReader, StorageReader):
         event = LoadFailed(url=None if url is None else str(url), step=step, rank=ranks.rank(), error=error)
         emit(event, self.on_event)
 
-    def _last_good(self, url: str) -> str:
-        """URL of the newest checkpoint beside ``url``, for messages; empty: none, or S3 does not say within seconds."""
-        return look_for_previous(self.settings, parse_url(url))
+    @called_by_dcp
+    def storage_meta(self) -> StorageMeta:
+        """What `dcp.save` asks first: refuse to save, with SaveProtocolError."""
+        raise errors.SaveProtocolError(
+            "dcp.save was given an S3StorageReader, which is for dcp.load. Remedy: storage_writer=S3StorageWriter(url)"
+        )
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -405,7 +394,7 @@ class S3StorageReader(AttachmentReader, StorageReader):
 
     def _require_url(self) -> CheckpointURL:
         if self._url is None:
-            raise errors.MissingURLError(
+            raise errors.InvalidURLError(
                 "S3StorageReader has no URL. Remedy: S3StorageReader('s3://bucket/prefix'), or pass "
                 "checkpoint_id='s3://bucket/prefix' to dcp.load"
             )
@@ -414,3 +403,46 @@ class S3StorageReader(AttachmentReader, StorageReader):
     def _store(self) -> S3Store:
         limit = Limit(deadline=self._deadline, hang=self.settings.load_timeout)
         return S3Store(self._require_url().bucket, self.settings, limit)
+
+
+def _has_gloo(group: dist.ProcessGroup | None) -> bool:
+    """Whether a group carries CPU tensors by gloo, the only backend that is supported here."""
+    return "cpu:gloo" in dist.get_backend_config(group).split(",")
+
+
+class LoadProgress:
+    """Events of one rank's part in one load, which begins now.
+
+    Args:
+        store: the bucket.
+        url: URL of the checkpoint.
+        on_event: gets the events.
+    """
+
+    def __init__(self, store: S3Store, url: CheckpointURL, on_event: Listener | None) -> None:
+        self._url, self._step, self._on_event = str(url), find_step(url.name, store.settings), on_event
+        self._gate, self._hedges = store.gate, hedges_of(store)
+        self._began = time.monotonic()
+        self._throttled, self._hedged = self._gate.state.throttled, self._hedges.state.started
+        emit(LoadStarted(url=self._url, step=self._step, rank=ranks.rank()), on_event)
+
+    def loaded(self, size: int, disk_size: int) -> None:
+        """Everything is in place.
+
+        Args:
+            size: bytes that this rank fetched.
+            disk_size: bytes of them that came from the local disk.
+        """
+        event = Loaded(
+            url=self._url,
+            step=self._step,
+            rank=ranks.rank(),
+            ranks=ranks.world_size(),
+            bytes=size,
+            disk_bytes=disk_size,
+            seconds=time.monotonic() - self._began,
+            hedged=self._hedges.state.started - self._hedged,
+            throttled=self._gate.state.throttled - self._throttled,
+        )
+        logger.log(logging.INFO if event.rank == 0 else logging.DEBUG, "%s", event)
+        emit(event, self._on_event)

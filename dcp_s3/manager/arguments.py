@@ -1,4 +1,4 @@
-"""Checks the arguments of a `CheckpointManager`. Pure.
+"""Checks the arguments of a `CheckpointManager`: what is wrong is a CheckpointError, or a SettingsError. Pure.
 
 Messages name types rather than values: a state passed as the step would be printed whole.
 """
@@ -26,22 +26,14 @@ from dcp_s3.url import CheckpointURL, parse_url
 
 
 def check_step(step: object) -> int:
-    """The step, if it is a whole number of 0 or more.
-
-    Raises:
-        CheckpointError: it is not.
-    """
+    """The step, which must be a whole number of 0 or more."""
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise errors.CheckpointError(f"step = {_show(step)}, expected a whole number of 0 or more")
     return step
 
 
 def check_save(step: object, state: object) -> None:
-    """Check what is to be saved.
-
-    Raises:
-        CheckpointError: an argument is wrong.
-    """
+    """Check what is to be saved."""
     if isinstance(step, Mapping) and not isinstance(state, Mapping):
         raise errors.CheckpointError(
             f"step is a {_kind(step)} and state a {_kind(state)}: the step comes first. Remedy: "
@@ -52,25 +44,14 @@ def check_save(step: object, state: object) -> None:
 
 
 def check_beside(metrics: object, planner: object, extra: object) -> None:
-    """Check the other arguments of `CheckpointManager.save`.
-
-    Raises:
-        CheckpointError: an argument is wrong.
-        SaveProtocolError: a metric cannot be stored.
-        SettingsError: something in ``extra`` cannot be stored.
-    """
+    """Check the other arguments of `CheckpointManager.save`. A metric that cannot be stored is a SaveProtocolError."""
     _check_metrics(metrics)
     check_extra(extra)  # type: ignore[arg-type]
     _check_planner(planner, SavePlanner)
 
 
 def check_annotate(step: object, metrics: object) -> None:
-    """Check the arguments of `CheckpointManager.annotate`.
-
-    Raises:
-        CheckpointError: an argument is wrong.
-        SaveProtocolError: a metric cannot be stored.
-    """
+    """Check the arguments of `CheckpointManager.annotate`. A metric that cannot be stored is a SaveProtocolError."""
     if isinstance(step, Mapping) and not isinstance(metrics, Mapping):
         raise errors.CheckpointError(
             f"step is a {_kind(step)} and metrics a {_kind(metrics)}: the step comes first. Remedy: "
@@ -95,11 +76,7 @@ def _check_metrics(metrics: object) -> None:
 
 
 def check_restore(state: object, step: object, planner: object, best: object = None, metric: object = None) -> None:
-    """Check the arguments of `CheckpointManager.restore`, except ``mode``.
-
-    Raises:
-        CheckpointError: an argument is wrong.
-    """
+    """Check the arguments of `CheckpointManager.restore`, except ``mode``."""
     if isinstance(step, Mapping) and not isinstance(state, Mapping):
         raise errors.CheckpointError(
             f"state is a {_kind(state)} and step a {_kind(step)}: the state comes first. Remedy: "
@@ -125,11 +102,7 @@ def _check_planner(planner: object, kind: type) -> None:
 
 
 def check_state(state: object) -> None:
-    """Check that a state is a dict, as for `dcp.save` and `dcp.load`.
-
-    Raises:
-        CheckpointError: it is not.
-    """
+    """Check that a state is a dict, as for `dcp.save` and `dcp.load`."""
     if not isinstance(state, Mapping):
         raise errors.CheckpointError(
             f"state is a {_kind(state)}, expected a dict by name, like {{'model': model, 'step': step}}"
@@ -156,11 +129,7 @@ def load_into(loaded: Mapping[str, Any], state: dict[str, Any]) -> None:
 
 
 def check_coordination(coordination: object, process_group: object) -> None:
-    """Check how the ranks of a manager come together.
-
-    Raises:
-        CheckpointError: an argument is wrong.
-    """
+    """Check how the ranks of a manager come together."""
     if coordination not in ("collectives", "s3"):
         raise errors.CheckpointError(f"coordination = {_show(coordination)}, expected 'collectives' or 's3'")
     if coordination == "s3" and process_group is not None:
@@ -210,13 +179,7 @@ def configure(
     step_format: StepFormat = DEFAULT_FORMAT,
     should_save: object = None,
 ) -> Configuration:
-    """Check the arguments of a manager.
-
-    Raises:
-        InvalidURLError
-        SettingsError: a setting or a timeout is not allowed, ``step_format`` gives names without their steps,
-            ``retention`` is not a policy, or the grace period is too short.
-    """
+    """Check the arguments of a manager. A root that is no URL is an InvalidURLError."""
     if not isinstance(root, (str, os.PathLike)):
         raise errors.InvalidURLError(f"root is a {_kind(root)}, expected text like 's3://bucket/run'")
     if isinstance(separate, str):
@@ -232,11 +195,7 @@ def configure(
 
 
 def resolve_policy(retention: PolicyFunction | str | None, settings: Settings) -> PolicyFunction | None:
-    """The given policy (an object or text), or else the policy in the settings. None: nothing is deleted.
-
-    Raises:
-        SettingsError: ``retention``, or the policy in the settings, is not a policy.
-    """
+    """The given policy (an object or text), or else the policy in the settings. None: nothing is deleted."""
     if retention is None:
         return policy_from_settings(settings)
     if isinstance(retention, str):
@@ -250,11 +209,7 @@ def resolve_policy(retention: PolicyFunction | str | None, settings: Settings) -
 
 def check_settings(settings: Settings, *, prunes: bool, step_format: StepFormat = DEFAULT_FORMAT) -> Settings:
     """Refuse settings that would make every retention run fail, or hide every checkpoint of the manager. Returns those
-    that find the steps (`check_step_format`).
-
-    Raises:
-        SettingsError: the grace period is too short, or the step is not found in the manager's names.
-    """
+    that find the steps (`check_step_format`)."""
     if prunes:
         check_grace(settings.retention_grace, force=False)
     return check_step_format(step_format, settings)

@@ -32,11 +32,7 @@ _NO, _YES, _FAILED = 0, 1, 2
 
 
 def check_save_policy(policy: object) -> None:
-    """Check that this is a policy that works here, or None.
-
-    Raises:
-        SettingsError: it is none, or needs SIGTERM in another thread than the main one.
-    """
+    """Refuse (SettingsError) what is no policy, or needs SIGTERM in another thread than the main one."""
     if policy is not None and not callable(policy):
         raise SettingsError(
             f"should_save is a {type(policy).__name__}, expected a policy, for example SaveEvery(steps=1000)"
@@ -95,15 +91,8 @@ class SaveDecisions:
     """Answers which steps to save.
 
     What policies say that go by steps alone, each rank knows. For the others the ranks meet in one all-reduce of five
-    numbers, but not at each step (`steps_until_next_look`).
-
-    Args:
-        policy: the policy; None: every step that is asked about.
-        ranks: the ranks that save together, with a group that no save uses meanwhile.
-        notes: where ranks that are not `collective` tell each other.
-        most_steps: most steps from one time that they tell each other to the next.
-        now: the clock, in seconds.
-        is_saving: whether a save is under way.
+    numbers, but not at each step (`steps_until_next_look`): at most after ``most_steps``. Their group is one that no
+    save uses meanwhile. Those that are not `collective` have ``notes``.
     """
 
     def __init__(

@@ -37,7 +37,6 @@ from dcp_s3.retention.policy import PolicyFunction, policy_name
 from dcp_s3.save.writer import S3StorageWriter, Separate
 from dcp_s3.settings import SettingsLike
 from dcp_s3.stage.stager import S3Stager
-from dcp_s3.uncaught import install
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +132,6 @@ class CheckpointManager(RunReader):
         on_event: Listener | None = None,
     ) -> None:
         self.on_event = on_event
-        install()  # first: what is wrong with the arguments is told as well
         self.read_only = read_only
         self._should_save = None if read_only else should_save
         self.overwrite = overwrite
@@ -272,6 +270,7 @@ class CheckpointManager(RunReader):
                 extra=extra,
                 separate=self.separate,
                 replicas=self.replicas,
+                process_group=self._ranks.group,
                 settings=self.settings if self._preemption is None else self._preemption.bound(self.settings),
                 on_event=self.on_event,
             )
@@ -392,12 +391,9 @@ class CheckpointManager(RunReader):
             passed()
 
     def _refuse_save(self, step: int) -> Callable[[Failures], errors.SaveFailedError]:
-        """Make the error of a save that did not begin because some ranks cannot go on."""
         return lambda failures: errors.SaveFailedError(
             f"step {step} is not saved: {name_failed(failures)}", url=self.url(step), step=step, failures=failures
         )
-
-    # --- end -----------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Wait for the saves under way, then for retention (at most ``retention_timeout`` seconds). Then free the

@@ -26,13 +26,9 @@ def step_name(step: int, step_format: StepFormat = DEFAULT_FORMAT) -> str:
 
 
 def check_step_format(step_format: Any, settings: Settings) -> Settings:
-    """The settings by which everything finds the steps in the names that ``step_format`` gives.
-
-    They are those given, unless `step_of` does not find it: then their ``step_pattern`` is that of the format.
-
-    Raises:
-        SettingsError: a name is none, or the step cannot be found in it.
-    """
+    """The settings by which everything finds the steps in the names that ``step_format`` gives: those given, unless
+    `step_of` does not find it. Then their ``step_pattern`` is that of the format. A name that is none, or in which the
+    step cannot be found, is a SettingsError."""
     if not isinstance(step_format, str) and not callable(step_format):
         kind = type(step_format).__name__
         raise SettingsError(

@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.planner import LoadPlanner
 
 from dcp_s3 import errors
-from dcp_s3.boundary import left_by_load
 from dcp_s3.events import Listener
-from dcp_s3.failures import Failed, explain, name_failed, panel, real_causes
+from dcp_s3.failures import Failed, explain, left_by_load, name_failed, panel, real_causes
+from dcp_s3.load.planner import S3LoadPlanner
 from dcp_s3.load.reader import S3StorageReader
 from dcp_s3.manager.arguments import load_into, to_state_dict
 from dcp_s3.manager.choosing import ChosenCheckpoint, Disk, NotReady, Order, Patience, find, impatient, look_at_disk
@@ -175,7 +175,11 @@ def _load(state: dict[str, Any], reader: S3StorageReader, ranks: Ranks, planner:
             if not ranks.collective:
                 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # as meant
             state_dict_loader.load(
-                state, storage_reader=reader, process_group=ranks.group, planner=planner, no_dist=not ranks.collective
+                state,
+                storage_reader=reader,
+                process_group=ranks.group,
+                planner=planner or S3LoadPlanner(),  # its errors name the checkpoint
+                no_dist=not ranks.collective,
             )
     except CheckpointException as error:
         failures = _failures_of(error)

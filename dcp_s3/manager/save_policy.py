@@ -240,14 +240,8 @@ def steps_until_next_look(
 ) -> int:
     """In how many steps the ranks need to ask the first one again, which has just said no.
 
-    Half of what is left until a policy may say yes, at the pace of the steps so far, because the pace may change; at
-    most twice as many steps as the last time, and 100.
-
-    Args:
-        policies: those that do not go by steps alone.
-        moment: the moment of the look.
-        step_seconds: seconds that a step took of late; None if not known.
-        last: what this function returned the last time; 0 if there is none.
+    Half of what is left until a policy may say yes, at the pace of the steps so far (``step_seconds``), because the
+    pace may change; at most twice as many steps as the ``last`` time, and 100.
     """
     if step_seconds is None:
         return 1

@@ -19,17 +19,15 @@ from torch.distributed.checkpoint.planner import SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
-from dcp_s3.boundary import frames_of_others, left_by_save, log_failed_save
+from dcp_s3.boundary import frames_of_others
 from dcp_s3.errors import SaveFailedError, SaveProtocolError
-from dcp_s3.failures import Failed, first_cause, panel
+from dcp_s3.failures import Failed, first_cause, left_by_save, panel
 from dcp_s3.manager.line import Line, Overlap
 from dcp_s3.manager.ranks import Ranks, for_others
 from dcp_s3.save.separately import begin_separately, stage_separately
 from dcp_s3.save.writer import S3StorageWriter
-from dcp_s3.stage.failure import FailedStaging
-from dcp_s3.stage.release import release
-from dcp_s3.stage.staged import StagedBefore
-from dcp_s3.stage.stager import S3Stager
+from dcp_s3.stage.handover import FailedStaging
+from dcp_s3.stage.stager import S3Stager, StagedBefore
 from dcp_s3.tracebacks import without_tracebacks
 
 logger = logging.getLogger(__name__)
@@ -171,7 +169,6 @@ class Saving:
                 stage_separately(state, writer, request.stager), writer, rank=ranks.rank, planner=request.planner
             )
             begun = self.begin(step, url, save.committed, on_success=request.on_success)
-            save.committed.add_done_callback(release)  # after its failure was told, with its frames
             if blocking:
                 save.durable.wait()
                 if save.committed.done():
@@ -210,9 +207,7 @@ class Saving:
             copies = [stage_separately(state, writer, request.stager)]
 
             def upload() -> Future[None]:
-                future = begin_separately(copies.pop(), writer, rank=ranks.rank, planner=planner).committed
-                future.add_done_callback(release)
-                return future
+                return begin_separately(copies.pop(), writer, rank=ranks.rank, planner=planner).committed
 
         save = self._track(request.step, request.url)
 
@@ -288,7 +283,8 @@ class Saving:
         if self._rank > 0 and isinstance(error, SaveProtocolError):  # without collectives: each rank that is left knows
             logger.error("step %d is not saved: %s", step, first_cause(failures))
         else:
-            log_failed_save(str(failure) + frames, failure, others_know=shared, rank=self._rank)
+            level = logging.DEBUG if shared and self._rank > 0 else logging.ERROR
+            logger.log(level, "%s%s", failure, frames)
         return failure
 
     def settle(self, up_to: int | None = None) -> None:

@@ -74,7 +74,7 @@ class Destination(abc.ABC):
 
     @abc.abstractmethod
     def check_size(self, size: int) -> None:
-        """Refuse a file that is too large: ExportError."""
+        """Refuse a file that is too large: WeightsError."""
 
     @abc.abstractmethod
     def open(self, name: str, size: int) -> contextlib.AbstractContextManager[WholeFile]:
@@ -221,7 +221,7 @@ class _S3Prefix(Destination):
 
     def check_size(self, size: int) -> None:
         if size > _MAX_PART * MAX_PARTS:
-            raise errors.ExportError(
+            raise errors.WeightsError(
                 f"a file of {format_size(size)} cannot be uploaded to {self.name}: S3 takes {MAX_PARTS} parts, and in "
                 f"bounded memory they have at most {format_size(_MAX_PART)}. Remedy: a smaller max_shard_size, or "
                 "export to a directory"

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.default_planner import create_default_global_s
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
-from dcp_s3.errors import ImportSourceError
+from dcp_s3.errors import WeightsError
 from dcp_s3.format.archive import find_order
 from dcp_s3.offline.boxes import Box, cut
 from dcp_s3.offline.names import new_names
@@ -95,7 +95,7 @@ def import_weights(
         on_progress: called with the number of bytes that were read, from several threads.
 
     Raises:
-        ImportSourceError: there are no weights; they are damaged, or cannot be read in pieces; names do not fit.
+        WeightsError: there are no weights; they are damaged, or cannot be read in pieces; names do not fit.
             Nothing was written.
         CheckpointExistsError: a checkpoint is at ``url``.
         InvalidURLError, SettingsError, StorageError, OSError
@@ -126,11 +126,11 @@ def _names(
 ) -> dict[str, str]:
     """Names in the checkpoint, by those in the files."""
     if not found.paths:
-        raise ImportSourceError(f"{source} has no entries")
+        raise WeightsError(f"{source} has no entries")
     try:
         return {old: prefix + new for old, new in new_names(found.paths, rules).items()}
     except ValueError as error:
-        raise ImportSourceError(f"the entries of {source} cannot be renamed: {error}") from None
+        raise WeightsError(f"the entries of {source} cannot be renamed: {error}") from None
 
 
 def _paths(found: FoundWeights, names: Mapping[str, str], prefix: str) -> dict[str, tuple[Any, ...]]:
@@ -253,7 +253,7 @@ def _boxes(name: str, tensor: FoundTensor) -> list[Box]:
     order = find_order(shape, tensor.strides)
     if order is None:
         if max(math.prod(shape), _span(shape, tensor.strides)) > most:
-            raise ImportSourceError(
+            raise WeightsError(
                 f"{name!r} in {tensor.file.name} is a view of shape {shape} with strides {tensor.strides}, which "
                 "cannot be read in pieces. Remedy: save it again with .contiguous()"
             )

@@ -1,136 +1,295 @@
-"""The report as one HTML page that needs no network.
+"""The report as one HTML page that needs no network, with charts by bokeh.
 
-Names and metrics come from a bucket, so from anybody who may write there. Everything is put in as text: jinja2 escapes
-it, and the charts' data is JSON without ``<``. The page's Content-Security-Policy lets only its own scripts run, named
-by their hashes, and lets nothing be fetched.
+Names and metrics come from a bucket, so from anybody who may write there. They are put in as text: jinja2 escapes them,
+and so does bokeh. The page's Content-Security-Policy lets only its own scripts run, named by their hashes, and lets
+nothing be fetched.
 """
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from importlib import resources
+import math
+import re
+from collections.abc import Iterator, Mapping
+from datetime import datetime, timezone
 from typing import Any
 
 import jinja2
-from bokeh.document import Document
+import numpy as np
+from bokeh.embed import file_html
+from bokeh.models import AdaptiveTicker, ColumnDataSource, HoverTool, NumeralTickFormatter
+from bokeh.plotting import figure
 from bokeh.resources import Resources
-from markupsafe import Markup
+from bokeh.transform import factor_cmap, factor_mark
 
 from dcp_s3._version import __version__
-from dcp_s3.reporting.charts import MARKERS, Chart, draw, format_time, state_of
-from dcp_s3.reporting.data import ReportData, is_leased, took
-from dcp_s3.reporting.problems import format_span
-from dcp_s3.units import format_size, plural
+from dcp_s3.checkpoint.directory import LEASE_MARGIN
+from dcp_s3.checkpoint.info import CheckpointInfo, in_grace
+from dcp_s3.reporting.report import ReportData
+from dcp_s3.retention.policy import metric_value
+from dcp_s3.units import format_seconds, format_size, plural
 
+MOST_METRICS = 8
 _MOST_PROBLEMS = 50
 _MOST_TEXT = 300  # characters of all metrics of a checkpoint
+_LONGEST_SAVE = 30 * 86400.0  # seconds; what took longer, a clock was set
 
+STATES: Mapping[str, tuple[str, str, str]] = {
+    "committed": ("circle", "#0b66b0", "●"),
+    "pinned": ("diamond", "#8a3d86", "◆"),
+    "foreign": ("square", "#2f8fc4", "■"),
+    "damaged": ("x", "#b3261e", "✕"),
+    "in progress": ("triangle", "#00755a", "▲"),
+    "waits on disk": ("inverted_triangle", "#b85c00", "▼"),
+    "incomplete": ("cross", "#b85c00", "+"),
+    "being deleted": ("asterisk", "#6b7480", "*"),
+}
+"""How a checkpoint is shown: what matters most about it, with marker, colour and sign."""
 
-@dataclass(frozen=True)
-class _Tile:
-    label: str
-    value: str
-    more: str = ""
+_PAGE = """\
+<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="SECURITY">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{{ title }}</title>
+<style>
+* { box-sizing: border-box; }
+body { margin: 0; background: #f4f5f7; color: #1b1f24; font: 15px/1.5 system-ui, "Segoe UI", "Noto Sans", sans-serif; }
+main { max-width: 1360px; margin: 0 auto; padding: 28px 24px 48px; }
+h1 { font-size: 1.5rem; line-height: 1.25; margin: 0; }
+h2 { font-size: 1.1rem; margin: 32px 0 12px; }
+h1, li, .wide { overflow-wrap: anywhere; }
+p { margin: 6px 0; }
+.muted { color: #59636e; font-size: 0.88rem; }
+.card { background: white; border: 1px solid #dfe3e8; border-radius: 10px; padding: 12px 16px; min-width: 0; }
+.tiles, .charts { display: grid; gap: 12px; grid-template-columns: repeat(auto-fit, minmax(190px, 1fr)); }
+.charts { grid-template-columns: minmax(0, 1fr); }
+.charts .card { overflow: hidden; }
+@media (min-width: 900px) { .charts { grid-template-columns: repeat(2, minmax(0, 1fr)); } }
+.tiles b { display: block; font-size: 1.5rem; line-height: 1.3; overflow-wrap: anywhere; }
+.problems { list-style: none; margin: 0; padding: 0; display: grid; gap: 8px; }
+.problems li { border-radius: 8px; padding: 10px 14px; border-left: 4px solid #0b66b0; background: #eaf2fb; }
+.problems .bad { background: #fdecea; border-color: #b3261e; }
+.problems .warning { background: #fff3e0; border-color: #b85c00; }
+.problems code { padding: 1px 7px; border-radius: 5px; background: white; border: 1px solid #dfe3e8; }
+.table { overflow-x: auto; padding: 0; }
+table { border-collapse: collapse; width: 100%; font-size: 0.88rem; font-variant-numeric: tabular-nums; }
+th, td { text-align: left; padding: 7px 12px; border-bottom: 1px solid #dfe3e8; }
+th, td { vertical-align: top; white-space: nowrap; }
+th { color: #59636e; }
+.wide { white-space: normal; min-width: 9rem; }
+.wide:nth-last-child(2) { min-width: 14rem; }
+.wide:last-child { min-width: 18rem; }
+.state { display: inline-block; margin-right: 14px; }
+.delete { color: #b85c00; font-weight: 600; }
+</style>
+</head>
+<body>
+<main>
+<h1>{{ data.root }}</h1>
+<p class="muted">Checkpoints as of {{ now }}, written by dcp-s3 {{ version }}</p>
+<div class="tiles">
+{% for label, value, more in tiles %}
+<div class="card muted">{{ label }}<b style="color: #1b1f24">{{ value }}</b>{{ more }}</div>
+{% endfor %}
+</div>
+
+<h2>What is broken</h2>
+<ul class="problems">
+{% for problem in data.problems[:most_problems] %}
+<li class="{{ problem.severity }}"><b>{{ problem.kind }}</b> {{ problem.text }}
+{% if problem.remedy %}<br><code>{{ problem.remedy }}</code>{% endif %}</li>
+{% else %}
+<li>Nothing: no save failed, no deletion is unfinished, nothing is damaged.</li>
+{% endfor %}
+</ul>
+{% if data.problems | length > most_problems %}
+<p class="muted">and {{ data.problems | length - most_problems }} more, which the table shows</p>
+{% endif %}
+
+<h2>Over the steps</h2>
+<p class="muted">Filled: stays. Hollow: would be deleted. Point at one for its name and reasons.<br>
+{% for state, colour, sign in legend %}
+<span class="state"><span style="color: {{ colour }}">{{ sign }}</span> {{ state }}</span>
+{% endfor %}</p>
+<noscript><p class="card">The charts need JavaScript, which is part of this page. The rest does not.</p></noscript>
+<div class="charts">
+{% for root in roots %}
+<div class="card"><div id="{{ root.elementid }}" data-root-id="{{ root.id }}"></div></div>
+{% else %}
+<p class="card">Nothing to draw: no checkpoint has a step.</p>
+{% endfor %}
+</div>
+
+<h2>What is kept, and why</h2>
+<p class="muted">{{ policy }}</p>
+<div class="card table">
+<table>
+<thead><tr>{% for title in titles %}<th>{{ title }}</th>{% endfor %}</tr></thead>
+<tbody>
+{% for name, row, metrics, action, reasons in rows %}
+<tr><td class="wide">{{ name }}</td>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}
+<td class="wide">{{ metrics }}</td>
+<td class="wide"><span class="{{ action }}">{{ action }}</span>: {{ reasons }}</td></tr>
+{% endfor %}
+</tbody>
+</table>
+</div>
+<p class="muted">Sizes are of data objects. Times are UTC, by the clocks of the saving jobs and of S3.</p>
+</main>
+{{ bokeh_js | safe }}
+{{ plot_script | safe }}
+</body>
+</html>
+"""
 
 
 def render(data: ReportData) -> str:
     """The page."""
-    charts = draw(data)
-    scripts = [*Resources(mode="inline", components=["bokeh"], log_level="warn").js_raw, _read("page.js")]
-    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
-    return environment.from_string(_read("page.html")).render(
-        charts=charts,
-        css=Markup(_read("page.css")),
-        data=data,
-        forecast=_forecast_text(data),
-        markers=MARKERS,
-        model=Markup(_model([chart for found in charts.values() for chart in found])),
-        most_problems=_MOST_PROBLEMS,
-        now=format_time(data.now),
-        policy=_policy_text(data),
-        rows=list(_rows(data)),
-        scripts=[Markup(script) for script in scripts],
-        security=_security(scripts),
-        tiles=_tiles(data),
-        time=format_time,
-        version=__version__,
-    )
-
-
-def _read(name: str) -> str:
-    return resources.files("dcp_s3.reporting").joinpath(name).read_text(encoding="utf-8")
-
-
-def _security(scripts: Sequence[str]) -> str:
-    """The Content-Security-Policy. Styles are inline: bokeh makes style elements and attributes."""
-    hashes = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
-    allowed = " ".join(f"'sha256-{each}'" for each in hashes)
-    return (
-        f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
-        "form-action 'none'"
-    )
-
-
-def _model(charts: Sequence[Chart]) -> str:
-    """The charts' data as JSON for a script element: no end tag and no comment can be in it."""
-    document = Document()
-    for chart in charts:
-        document.add_root(chart.figure)
-    roots = {chart.figure.id: chart.figure.id for chart in charts}
-    items: Mapping[str, Any] = {
-        "roots": [*roots],
-        "docs": {"report": document.to_json(deferred=False)},
-        "render": [{"docid": "report", "roots": roots, "root_ids": [*roots]}],
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    charts = _charts(data)
+    states = {state_of(data, each.checkpoint) for each in data.plan.decisions}
+    variables: dict[str, Any] = {
+        "data": data,
+        "legend": [(state, *look) for state, (_, *look) in STATES.items() if state in states],
+        "most_problems": _MOST_PROBLEMS,
+        "now": _time(data.plan.now) + " UTC",
+        "policy": _policy_text(data),
+        "rows": list(_rows(data)),
+        "roots": [],
+        "tiles": list(_tiles(data)),
+        "titles": ("checkpoint", "state", "step", "size", "committed", "saved in", "ranks", "metrics", "retention"),
+        "version": __version__,
     }
-    text = json.dumps(items, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    template, title = environment.from_string(_PAGE), f"Checkpoints under {data.root}"
+    if charts:
+        resources = Resources(mode="inline", log_level="warn")
+        page: str = file_html(charts, resources, title, template=template, template_variables=variables)
+    else:
+        page = template.render(**variables, title=title, bokeh_js="", plot_script="")
+    scripts = re.findall(r"<script[^>]*>(.*?)</script>", page, re.DOTALL)
+    digests = [base64.b64encode(hashlib.sha256(each.encode()).digest()).decode() for each in scripts]
+    hashes = " ".join(f"'sha256-{each}'" for each in digests) or "'none'"
+    # Styles are inline: bokeh makes style elements and attributes.
+    security = f"default-src 'none'; script-src {hashes}; style-src 'unsafe-inline'; img-src data:; base-uri 'none'"
+    return page.replace("SECURITY", security, 1)
 
 
-# --- texts -------------------------------------------------------------------------------------------
+def state_of(data: ReportData, info: CheckpointInfo) -> str:
+    """What matters most about a checkpoint: one of `STATES`."""
+    info = in_grace(info, now=data.plan.now, grace=data.plan.grace)
+    if info.damage is not None:
+        return "damaged"
+    if info.deletions and not (info.committed and info.pinned):
+        return "being deleted"
+    if info.waiting or info.state == "local":
+        return "waits on disk"
+    if not info.committed:
+        return "in progress" if info.state == "in_progress" else "incomplete"
+    if info.pinned:
+        return "pinned"
+    return "foreign" if info.foreign else "committed"
 
 
-def _tiles(data: ReportData) -> list[_Tile]:
-    infos = [each.checkpoint for each in data.decisions]
-    committed = [info for info in infos if info.committed]
+def _took(info: CheckpointInfo) -> float | None:
+    """Seconds from the beginning of a save to its commit; None if not recorded."""
+    if not info.committed or info.started_at is None or info.created_at is None:
+        return None
+    seconds = info.created_at - info.started_at
+    return seconds if 0 <= seconds <= _LONGEST_SAVE else None
+
+
+# --- charts ------------------------------------------------------------------------------------------------
+
+
+def _charts(data: ReportData) -> list[Any]:
+    """Charts over the step: size, seconds, and each metric."""
+    drawn = [each for each in data.plan.decisions if each.checkpoint.step is not None]
+    if not drawn:
+        return []
+    infos = [each.checkpoint for each in drawn]
+    states = [state_of(data, info) for info in infos]
+    names = sorted({name for info in infos for name in info.metrics if metric_value(info, name) is not None})
+    shown = names[:MOST_METRICS]
+    columns: dict[str, Any] = {
+        "step": _numbers(info.step for info in infos),
+        "size": _numbers(info.size for info in infos),
+        "seconds": _numbers(map(_took, infos)),
+        "name": [info.name for info in infos],
+        "state": states,
+        "committed": [_time(info.created_at) for info in infos],
+        "bytes": ["" if info.size is None else format_size(info.size) for info in infos],
+        "saved in": ["" if (seconds := _took(info)) is None else format_seconds(seconds) for info in infos],
+        "retention": [f"{each.action}: {'; '.join(each.reasons)}" for each in drawn],
+        "alpha": [0.85 if each.action == "keep" else 0.0 for each in drawn],
+    }
+    for number, name in enumerate(shown):
+        columns[f"metric{number}"] = _numbers(metric_value(info, name) for info in infos)
+    source = ColumnDataSource(columns)
+    titles = {"size": "Size", "seconds": "Seconds from the beginning of a save to its commit"}
+    titles |= {f"metric{number}": name for number, name in enumerate(shown)}
+    charts = [_chart(title, name, source) for name, title in titles.items() if np.isfinite(columns[name]).any()]
+    for chart in charts[1:]:
+        chart.x_range = charts[0].x_range
+    return charts
+
+
+def _numbers(values: Any) -> Any:
+    return np.array([math.nan if value is None else float(value) for value in values], dtype=np.float64)
+
+
+def _chart(title: str, column: str, source: ColumnDataSource) -> Any:
+    plot = figure(title=title, height=260, sizing_mode="stretch_width", tools="xbox_zoom,xwheel_pan,reset",
+                  active_drag="xbox_zoom", active_scroll=None, toolbar_location="above")  # fmt: skip
+    markers, colours, _ = zip(*STATES.values(), strict=True)
+    colour = factor_cmap("state", colours, [*STATES])
+    plot.line("step", column, source=source, line_color="#8b95a1", line_alpha=0.6)
+    dots = plot.scatter("step", column, source=source, size=9, line_width=1.5, line_color=colour, fill_color=colour,
+                        fill_alpha="alpha", marker=factor_mark("state", markers, [*STATES]))  # fmt: skip
+    # Values are put in as text, never as HTML: bokeh does so for all but `{safe}` and templates of HTML.
+    shown = ("name", "state", "committed", "bytes", "saved in", "retention")
+    facts = [(name, f"@{{{name}}}") for name in shown]
+    if column.startswith("metric"):
+        facts.insert(1, ("value", f"@{column}{{0.[000000]}}"))
+    plot.add_tools(HoverTool(renderers=[dots], tooltips=facts, limit=3))
+    plot.toolbar.logo = None
+    plot.toolbar.autohide = True
+    plot.outline_line_color = None
+    plot.xaxis.axis_label = "step"
+    plot.xaxis.formatter = NumeralTickFormatter(format="0,0")
+    plot.yaxis.ticker.desired_num_ticks = 5
+    if column == "size":
+        plot.yaxis.formatter = NumeralTickFormatter(format="0.[0] ib")
+        plot.yaxis.ticker = AdaptiveTicker(base=2, mantissas=[1], desired_num_ticks=5)
+    if column in ("size", "seconds"):
+        plot.y_range.start = 0
+    return plot
+
+
+# --- texts -------------------------------------------------------------------------------------------------
+
+
+def _tiles(data: ReportData) -> Iterator[tuple[str, str, str]]:
+    decisions = data.plan.decisions
+    committed = sum(each.checkpoint.committed for each in decisions)
+    others = len(decisions) - committed
+    yield "Checkpoints", f"{committed:,}", f"and {others} not committed" if others else "all committed"
+    yield "Stored", format_size(data.stored), "in data objects"
     newest = data.newest
-    others = len(infos) - len(committed)
-    bad = sum(problem.severity == "bad" for problem in data.problems)
-    warnings = sum(problem.severity == "warning" for problem in data.problems)
-    found = [
-        _Tile("Checkpoints", f"{len(committed):,}", f"and {others} not committed" if others else "all committed"),
-        _Tile("Stored", format_size(data.stored), _usual_size(data)),
-        _latest(data, newest),
-        _Tile("Problems", str(bad + warnings), f"{bad} to act on now" if bad else "none to act on now"),
-    ]
-    freed = data.plan.freed
-    if data.policy is not None:
-        found.append(
-            _Tile(
-                "Retention would free", format_size(freed), f"{plural(len(data.plan.deleted), 'checkpoint')} to delete"
-            )
-        )
-    if data.forecast is not None:
-        per_day = data.forecast.retained_per_day
-        rate = data.forecast.cadence.per_day if per_day is None else per_day
-        how = "nothing is deleted" if per_day is None else "with retention"
-        found.append(_Tile("Growth per day", format_size(rate), how))
-    return found
-
-
-def _usual_size(data: ReportData) -> str:
-    return "" if data.forecast is None else f"{format_size(data.forecast.cadence.size)} each"
-
-
-def _latest(data: ReportData, newest: Any) -> _Tile:
     if newest is None:
-        return _Tile("Latest committed", "none", "nothing to resume from")
-    value = newest.name if newest.step is None else f"step {newest.step:,}"
-    age = "" if newest.created_at is None else f"{format_span(max(0.0, data.now - newest.created_at))} ago"
-    return _Tile("Latest committed", value, age)
+        yield "Latest committed", "none", "nothing to resume from"
+    else:
+        age = "" if newest.created_at is None else f"{format_seconds(max(0.0, data.plan.now - newest.created_at))} ago"
+        yield "Latest committed", newest.name if newest.step is None else f"step {newest.step:,}", age
+    bad = sum(problem.severity == "bad" for problem in data.problems)
+    notes = sum(problem.severity == "note" for problem in data.problems)
+    yield "Problems", str(len(data.problems) - notes), f"{bad} to act on now" if bad else "none to act on now"
+    if data.policy is not None:
+        deleted = plural(len(data.plan.deleted), "checkpoint")
+        yield "Retention would free", format_size(data.plan.freed), f"{deleted} to delete"
 
 
 def _policy_text(data: ReportData) -> str:
@@ -145,54 +304,20 @@ def _policy_text(data: ReportData) -> str:
     )
 
 
-def _forecast_text(data: ReportData) -> list[str]:
-    forecast = data.forecast
-    if forecast is None:
-        return ["No forecast: that takes two committed checkpoints at different times."]
-    cadence = forecast.cadence
-    full = _full(forecast.budget, forecast.full_without)
-    lines = [f"Without retention: {format_size(cadence.per_day)} more per day{full}."]
-    per_day = forecast.retained_per_day
-    if per_day is not None and forecast.retained is not None:
-        lines.append(
-            f"With {data.policy}: {format_size(forecast.retained[-1])} on {format_time(forecast.times[-1])}, "
-            f"{format_size(per_day)} more per day{_full(forecast.budget, forecast.full_retained)}."
-        )
-    lines.append(
-        f"It assumes that the run saves {format_size(cadence.size)} every {format_span(cadence.interval)} (medians of "
-        f"its newest checkpoints; {cadence.intervals} intervals), with the newest one's metrics; that a prune runs at "
-        "each point of the curve; and that nobody deletes anything else. The past is what is stored today: checkpoints "
-        "that were deleted since are not in it. Parts of open uploads and older versions of objects are not counted."
-    )
-    return lines
-
-
-def _full(budget: int | None, full: float | None) -> str:
-    if budget is None:
-        return ""
-    if full is None:
-        return f"; the budget of {format_size(budget)} lasts, as far as can be told"
-    when = format_time(full)
-    return f"; the budget of {format_size(budget)} is used up " + (f"on {when}" if when else "after the year 9999")
-
-
-def _rows(data: ReportData) -> Iterable[dict[str, Any]]:
-    for decision in reversed(data.decisions):
-        info = decision.checkpoint
-        seconds = took(info)
-        yield {
-            "name": info.name,
-            "state": state_of(data, decision),
-            "leased": ", being read" if is_leased(info, data.now) else "",
-            "step": "" if info.step is None else f"{info.step:,}",
-            "size": "" if info.size is None else format_size(info.size),
-            "when": format_time(info.created_at).removesuffix(" UTC"),
-            "took": "" if seconds is None else format_span(seconds),
-            "ranks": "" if info.world_size is None else info.world_size,
-            "metrics": _metrics_text(info.metrics),
-            "action": decision.action,
-            "reasons": "; ".join(decision.reasons),
-        }
+def _rows(data: ReportData) -> Iterator[tuple[str, list[str], str, str, str]]:
+    """Name, figures, metrics, action and reasons of each checkpoint, the newest first."""
+    for decision in reversed(data.plan.decisions):
+        info, seconds = decision.checkpoint, _took(decision.checkpoint)
+        leased = info.leased_until is not None and data.plan.now < info.leased_until + LEASE_MARGIN
+        cells = [
+            state_of(data, info) + (", being read" if leased else ""),
+            "" if info.step is None else f"{info.step:,}",
+            "" if info.size is None else format_size(info.size),
+            _time(info.created_at),
+            "" if seconds is None else format_seconds(seconds),
+            "" if info.world_size is None else f"{info.world_size:,}",
+        ]
+        yield info.name, cells, _metrics_text(info.metrics), decision.action, "; ".join(decision.reasons)
 
 
 def _metrics_text(metrics: Mapping[str, Any]) -> str:
@@ -200,3 +325,13 @@ def _metrics_text(metrics: Mapping[str, Any]) -> str:
         f"{name}={value:.6g}" if isinstance(value, float) else f"{name}={value}" for name, value in metrics.items()
     )
     return text if len(text) <= _MOST_TEXT else text[: _MOST_TEXT - 1] + "…"
+
+
+def _time(seconds: float | None) -> str:
+    """``2026-01-31 23:59``, UTC; empty without a time."""
+    if seconds is None:
+        return ""
+    try:
+        return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M")
+    except (OverflowError, ValueError, OSError):
+        return ""

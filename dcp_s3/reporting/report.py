@@ -1,20 +1,81 @@
-"""`report`: writes a page about the checkpoints under a root."""
+"""`report`: what lies under a root, what a prune would keep and why, and what is wrong."""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
 from importlib import util
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
+from typing import Any, Literal
 
+from dcp_s3.checkpoint.info import CheckpointInfo, age_order
 from dcp_s3.errors import CheckpointNotFoundError
-from dcp_s3.reporting.data import ReportData, gather
-from dcp_s3.retention.catalog import CheckpointCatalog
+from dcp_s3.reprs import one_line
+from dcp_s3.retention.catalog import CatalogSnapshot, CheckpointCatalog
 from dcp_s3.retention.parse import parse_policy, policy_from_settings
-from dcp_s3.retention.policy import PolicyFunction
+from dcp_s3.retention.plan import Plan
+from dcp_s3.retention.policy import PolicyFunction, policy_name
 from dcp_s3.settings import SettingsLike, resolve_settings
-from dcp_s3.units import parse_duration, parse_size
+from dcp_s3.units import format_seconds, format_size, parse_duration, plural
 from dcp_s3.url import URLLike
+
+_FAR_LONGER = 3.0  # than the usual interval between saves: then something is wrong
+_NEWEST = 20  # checkpoints that tell the usual interval
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that somebody should look at."""
+
+    severity: Literal["bad", "warning", "note"]
+    """``bad``: a checkpoint or time of training is lost. ``warning``: it costs storage. ``note``: good to know."""
+    kind: str
+    """What it is, in two or three words."""
+    text: str
+    """What was found."""
+    remedy: str = ""
+    """The command that helps; empty if none does."""
+
+
+@dataclass(frozen=True, repr=False)
+class ReportData:
+    """What lies under a root, what retention makes of it, and what is wrong.
+
+    >>> report("s3://bucket/run", None).problems
+    ()
+    """
+
+    root: str
+    """URL of the root."""
+    plan: Plan
+    """What a prune would do: a decision for each checkpoint, oldest first, with all reasons."""
+    policy: str | None
+    """The policy in one line; None without: everything that is committed stays."""
+    problems: tuple[Problem, ...]
+    """What is wrong, the worst first."""
+    stored: int
+    """Bytes of all data objects, also of those that belong to no checkpoint. Not: parts of open uploads, and older
+    versions in a versioned bucket."""
+
+    def __repr__(self) -> str:
+        found = f"{plural(len(self.plan.decisions), 'checkpoint')}, {plural(len(self.problems), 'problem')}"
+        return one_line("ReportData", repr(self.root), found, policy=self.policy)
+
+    @property
+    def newest(self) -> CheckpointInfo | None:
+        """The committed checkpoint with the highest step."""
+        committed = [each.checkpoint for each in self.plan.decisions if each.checkpoint.committed]
+        return max(committed, key=age_order, default=None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, for JSON."""
+        return asdict(self)
 
 
 def report(
@@ -23,11 +84,10 @@ def report(
     policy: PolicyFunction | str | None = None,
     *,
     grace: float | str | None = None,
-    budget: int | str | None = None,
     settings: SettingsLike = None,
     patterns: str | Sequence[str] | None = None,
 ) -> ReportData:
-    """Write one HTML page about the checkpoints under ``root``: timeline, metrics, retention, growth and problems.
+    """Write one HTML page about the checkpoints under ``root``: sizes, seconds, metrics, retention and problems.
 
     The page needs no network. Nothing in the bucket is changed. It takes as many requests as a dry run of `prune`: two
     listings, and about five small requests for each checkpoint.
@@ -42,7 +102,6 @@ def report(
             ``retention``; if that is unset, everything that is committed is kept.
         grace: seconds, or text like ``24h``, for which an uncommitted checkpoint counts as a save in progress. None:
             the setting ``retention_grace``.
-        budget: bytes, or text like ``10TiB``, that storage should not exceed: the page says when it would.
         settings: a `Settings`, or a mapping of those that differ from the environment.
         patterns: see `CheckpointCatalog`.
 
@@ -52,15 +111,17 @@ def report(
     Raises:
         ImportError: bokeh is missing; the message says what to install.
         CheckpointNotFoundError: there is nothing under the root. No file was written.
-        PolicyError, InvalidURLError, SettingsError
+        SettingsError, InvalidURLError
         StorageError: the root could not be looked at.
         OSError: the file could not be written.
     """
     resolved = resolve_settings(settings)
     keep = parse_policy(policy) if isinstance(policy, str) else policy
     keep = policy_from_settings(resolved) if policy is None else keep
-    if path is not None:
-        require_bokeh()
+    if path is not None and util.find_spec("bokeh") is None:
+        raise ImportError(
+            "a report is drawn with bokeh, which is missing. Remedy: pip install 'bokeh>=3.9,<4'", name="bokeh"
+        )
     snapshot = CheckpointCatalog(root, settings=resolved, patterns=patterns).scan(deep=True)
     if not snapshot.checkpoints and not snapshot.uploads:
         raise CheckpointNotFoundError(
@@ -68,12 +129,7 @@ def report(
             "s3://bucket/run for s3://bucket/run/step-1000",
             url=snapshot.root,
         )
-    found = gather(
-        snapshot,
-        keep,
-        grace=resolved.retention_grace if grace is None else parse_duration(grace),
-        budget=None if budget is None else parse_size(budget),
-    )
+    found = gather(snapshot, keep, grace=resolved.retention_grace if grace is None else parse_duration(grace))
     if path is not None:
         from dcp_s3.reporting.page import render  # not before: it imports bokeh
 
@@ -81,13 +137,89 @@ def report(
     return found
 
 
-def require_bokeh() -> None:
-    """Check that the library that draws the charts is installed.
+def gather(snapshot: CatalogSnapshot, policy: PolicyFunction | None, *, grace: float) -> ReportData:
+    """Everything that a report says about the contents of a root, from a deep scan. Pure."""
+    plan = snapshot.plan(policy, grace=grace)
+    infos = [decision.checkpoint for decision in plan.decisions]
+    problems = [
+        *_not_loadable(infos),
+        *_silence(infos, plan.now, snapshot.root),
+        *_left_over(plan, snapshot.root),
+        *_worth_knowing(infos),
+    ]
+    problems.sort(key=lambda each: ("bad", "warning", "note").index(each.severity))
+    stored = sum(info.size or 0 for info in infos) + sum(each.size for each in snapshot.leftovers)
+    return ReportData(snapshot.root, plan, None if policy is None else policy_name(policy), tuple(problems), stored)
 
-    Raises:
-        ImportError: it is missing; the message says what to install.
-    """
-    if util.find_spec("bokeh") is None:
-        raise ImportError(
-            "a report is drawn with bokeh, which is missing. Remedy: pip install 'bokeh>=3.9,<4'", name="bokeh"
+
+# --- problems ----------------------------------------------------------------------------------------------
+
+
+def _command(*words: str) -> str:
+    return shlex.join(["dcp-s3", *words])
+
+
+def _not_loadable(infos: Iterable[CheckpointInfo]) -> Iterable[Problem]:
+    for info in infos:
+        if info.damage is not None:
+            kind = "damaged" if info.committed else "perhaps complete"
+            yield Problem("bad", kind, f"{info.name}: {info.damage}", _command("verify", info.url))
+        if info.waiting or info.state == "local":
+            text = f"{info.name} waits in this host's spill directory for S3; until it is drained only this host has it"
+            yield Problem("bad", "waits on disk", text, _command("drain"))
+
+
+def _silence(infos: Iterable[CheckpointInfo], now: float, root: str) -> Iterable[Problem]:
+    timed = sorted(
+        (info.created_at, info.name)
+        for info in infos
+        if info.committed and info.created_at is not None and math.isfinite(info.created_at)
+    )
+    intervals = [after - before for (before, _), (after, _) in pairwise(timed[-_NEWEST:])]
+    if len(intervals) < 3 or not median(intervals):
+        return
+    (last, newest), usual = timed[-1], median(intervals)
+    if now - last > _FAR_LONGER * usual:
+        text = (
+            f"nothing was committed for {format_seconds(now - last)} since {newest}; the usual interval is "
+            f"{format_seconds(usual)}. Has the run ended, or does it hang?"
         )
+        yield Problem("bad", "no new checkpoint", text, _command("ls", root, "--all"))
+
+
+def _left_over(plan: Plan, root: str) -> Iterable[Problem]:
+    prune = _command("prune", root, "--dry-run")
+    for decision in plan.decisions:
+        info = decision.checkpoint
+        if not info.committed and decision.action == "delete":
+            what = f"{plural(info.objects or 0, 'object')}, {format_size(info.size or 0)} of a save that failed"
+            yield Problem("warning", "incomplete save", f"{info.name} was never committed: {what}", prune)
+    left = [each.leftover for each in plan.leftovers if each.action == "delete"]
+    for name, count in Counter(each.checkpoint for each in left).items():
+        size = format_size(sum(each.size for each in left if each.checkpoint == name))
+        text = f"{name}: {plural(count, 'object')} of a save that failed or was replaced, {size}"
+        yield Problem("warning", "leftover objects", text, prune)
+    for unfinished in plan.unfinished:
+        text = f"{unfinished.checkpoint}: its deletion was begun and not finished"
+        yield Problem("warning", "unfinished deletion", text, _command("prune", root, "--yes"))
+    uploads = Counter(each.upload.checkpoint for each in plan.uploads if each.action == "delete")
+    for name, count in uploads.items():
+        text = (
+            f"{name}: {plural(count, 'multipart upload')} that nobody finishes; the parts cost storage and no listing "
+            "shows them"
+        )
+        yield Problem("warning", "open uploads", text, prune)
+
+
+def _worth_knowing(infos: Sequence[CheckpointInfo]) -> Iterable[Problem]:
+    for name in sorted({name for info in infos for name in info.metrics}):
+        values = [(info.name, info.metrics.get(name)) for info in infos]
+        bad = [at for at, value in values if isinstance(value, float) and not math.isfinite(value)]
+        if bad:
+            text = f"{name} is not a finite number in {plural(len(bad), 'checkpoint')}, first in {bad[0]}"
+            yield Problem("note", "metric", text)
+    foreign = [info for info in infos if info.foreign and info.committed]
+    if foreign:
+        more = f" and {len(foreign) - 1} more" if len(foreign) > 1 else ""
+        text = f"{foreign[0].name}{more}: written by something other than dcp_s3, without checksums and metrics"
+        yield Problem("note", "foreign", text, _command("show", foreign[0].url))

@@ -90,7 +90,7 @@ class CatalogSnapshot:
         """`make_plan` for this snapshot.
 
         Raises:
-            PolicyError: the policy failed or answered nonsense.
+            SettingsError: the policy failed or answered nonsense.
         """
         return make_plan(
             self.checkpoints, policy, now=self.now, grace=grace, uploads=self.uploads, leftovers=self.leftovers,
@@ -182,7 +182,7 @@ class CheckpointCatalog:
             mode: ``min`` if low values are better, or ``max``.
 
         Raises:
-            PolicyError: ``mode`` is neither.
+            SettingsError: ``mode`` is neither.
             StorageError: missing bucket, credentials, permissions, network.
         """
         best_first((), metric, mode)

@@ -47,7 +47,7 @@ def annotate(url: URLLike, metrics: Mapping[str, Any], *, settings: SettingsLike
         All metrics that were added to this checkpoint so far.
 
     Raises:
-        MetricsError: a name or a value cannot be stored.
+        SettingsError: a name or a value cannot be stored.
         CheckpointNotFoundError: no committed checkpoint is there.
         InvalidURLError, SettingsError, StorageError
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dcp_s3.errors import PolicyError, SettingsError
+from dcp_s3.errors import SettingsError
 from dcp_s3.retention.policy import (
     AnyOf,
     KeepBest,
@@ -30,7 +30,7 @@ def parse_policy(text: str) -> Policy | None:
     KeepLatest(k=3) | KeepBest(k=2, metric='val_loss', mode='min', missing='keep') | KeepEvery(steps=10000)
 
     Raises:
-        PolicyError: a word is not a policy. The error names it and what is allowed.
+        SettingsError: a word is not a policy. The error names it and what is allowed.
     """
     policies = [_parse_word(word) for word in text.split()]
     return policies[0] if len(policies) == 1 else AnyOf(tuple(policies)) if policies else None
@@ -40,7 +40,7 @@ def policy_from_settings(settings: Settings) -> Policy | None:
     """The policy of the setting ``retention``; None if it is unset."""
     try:
         return parse_policy(settings.retention or "")
-    except PolicyError as error:
+    except SettingsError as error:
         raise SettingsError(f"DCP_S3_RETENTION = {settings.retention!r} is not allowed: {error}") from None
 
 
@@ -49,15 +49,15 @@ def _parse_word(word: str) -> Policy:
     usage, parse = _WORDS.get(kind, ("", None))
     if parse is None:
         allowed = ", ".join(each for each, _ in _WORDS.values())
-        raise PolicyError(f"{word!r} is not a policy. Remedy: one of {allowed}")
+        raise SettingsError(f"{word!r} is not a policy. Remedy: one of {allowed}")
     try:
         if not colon:
             raise ValueError
         return parse(rest)
-    except PolicyError as error:
-        raise PolicyError(f"{word!r} is not a policy: expected {usage} ({error})") from None
+    except SettingsError as error:
+        raise SettingsError(f"{word!r} is not a policy: expected {usage} ({error})") from None
     except ValueError:
-        raise PolicyError(f"{word!r} is not a policy: expected {usage}") from None
+        raise SettingsError(f"{word!r} is not a policy: expected {usage}") from None
 
 
 def _number(text: str) -> int:
@@ -73,15 +73,15 @@ def _parse_best(text: str) -> Policy:
         rest, _, missing = rest.rpartition(":")
     metric, colon, mode = rest.rpartition(":")
     if not colon and rest not in ("", "min", "max"):
-        raise PolicyError(f"min or max is missing, for example best:{count}:{rest}:min")
+        raise SettingsError(f"min or max is missing, for example best:{count}:{rest}:min")
     if not metric:
-        raise PolicyError(f"the metric is missing, for example best:{count}:val_loss:min")
+        raise SettingsError(f"the metric is missing, for example best:{count}:val_loss:min")
     return KeepBest(_number(count), metric, mode, missing)  # type: ignore[arg-type]  # checked there
 
 
 def _parse_within(text: str) -> Policy:
     if text[-1:].isdigit() or text.endswith("."):
-        raise PolicyError("without a unit nobody knows whether seconds or hours are meant")
+        raise SettingsError("without a unit nobody knows whether seconds or hours are meant")
     return KeepWithin(text)
 
 

@@ -189,7 +189,7 @@ def make_plan(
             stay.
 
     Raises:
-        PolicyError: the policy failed or answered nonsense.
+        SettingsError: the policy failed or answered nonsense.
         ValueError: two checkpoints have one name.
     """
     infos = sorted(checkpoints, key=age_order)

@@ -17,7 +17,7 @@ from datetime import datetime, timedelta, timezone
 from typing import Any, ClassVar, Literal, Protocol
 
 from dcp_s3.checkpoint.info import CheckpointInfo, age_order
-from dcp_s3.errors import PolicyError
+from dcp_s3.errors import SettingsError
 from dcp_s3.reprs import one_line
 from dcp_s3.units import parse_duration
 
@@ -92,7 +92,7 @@ class KeepLatest(Policy):
     [2000]
 
     Raises:
-        PolicyError: ``k`` is not a whole number above 0.
+        SettingsError: ``k`` is not a whole number above 0.
     """
 
     k: int
@@ -125,7 +125,7 @@ class KeepBest(Policy):
         missing: whether to ``keep`` or ``drop`` those without a value.
 
     Raises:
-        PolicyError: an argument is invalid.
+        SettingsError: an argument is invalid.
     """
 
     k: int
@@ -136,10 +136,10 @@ class KeepBest(Policy):
     def __post_init__(self) -> None:
         check_count(self, "k", self.k)
         if not isinstance(self.metric, str) or not self.metric or any(letter.isspace() for letter in self.metric):
-            raise PolicyError(f"KeepBest: metric = {self.metric!r}, expected the name of a metric, without spaces")
+            raise SettingsError(f"KeepBest: metric = {self.metric!r}, expected the name of a metric, without spaces")
         _check_mode(self.mode)
         if self.missing not in ("keep", "drop"):
-            raise PolicyError(f"KeepBest: missing = {self.missing!r}, expected 'keep' or 'drop'")
+            raise SettingsError(f"KeepBest: missing = {self.missing!r}, expected 'keep' or 'drop'")
 
     def __call__(self, checkpoints: Sequence[CheckpointInfo], now: float, /) -> Reasons:
         best = best_first(checkpoints, self.metric, self.mode)[: self.k]
@@ -163,7 +163,7 @@ class KeepEvery(Policy):
     ['step-00002000']
 
     Raises:
-        PolicyError: ``steps`` is not a whole number above 0.
+        SettingsError: ``steps`` is not a whole number above 0.
     """
 
     steps: int
@@ -196,16 +196,16 @@ class KeepSteps(Policy):
     ['step-00001000']
 
     Raises:
-        PolicyError: a step is not a whole number, or there are none.
+        SettingsError: a step is not a whole number, or there are none.
     """
 
     steps: Sequence[int]
 
     def __post_init__(self) -> None:
         if isinstance(self.steps, (str, bytes)) or not isinstance(self.steps, (Sequence, set, frozenset, range)):
-            raise PolicyError(f"KeepSteps: steps = {self.steps!r}, expected a list of whole numbers")
+            raise SettingsError(f"KeepSteps: steps = {self.steps!r}, expected a list of whole numbers")
         if not self.steps or not all(_is_whole(step) and step >= 0 for step in self.steps):
-            raise PolicyError(f"KeepSteps: steps = {self.steps!r}, expected one or more whole numbers of 0 or more")
+            raise SettingsError(f"KeepSteps: steps = {self.steps!r}, expected one or more whole numbers of 0 or more")
         object.__setattr__(self, "steps", tuple(sorted(set(self.steps))))
 
     def __repr__(self) -> str:
@@ -233,7 +233,7 @@ class KeepWithin(Policy):
         duration: seconds, a timedelta, or text like ``48h``.
 
     Raises:
-        PolicyError: not a duration.
+        SettingsError: not a duration.
     """
 
     duration: float | str | timedelta
@@ -295,7 +295,7 @@ class KeepHourly(_KeepPerPeriod):
     KeepLatest(k=3) | KeepHourly(n=24)
 
     Raises:
-        PolicyError: ``n`` is not a whole number above 0.
+        SettingsError: ``n`` is not a whole number above 0.
     """
 
     _word, _format = "hourly", "%Y-%m-%d %Hh"
@@ -308,7 +308,7 @@ class KeepDaily(_KeepPerPeriod):
     ()
 
     Raises:
-        PolicyError: ``n`` is not a whole number above 0.
+        SettingsError: ``n`` is not a whole number above 0.
     """
 
     _word, _format = "daily", "%Y-%m-%d"
@@ -321,7 +321,7 @@ class KeepWeekly(_KeepPerPeriod):
     'daily:7 weekly:8'
 
     Raises:
-        PolicyError: ``n`` is not a whole number above 0.
+        SettingsError: ``n`` is not a whole number above 0.
     """
 
     _word, _format = "weekly", "%G-W%V"
@@ -346,28 +346,30 @@ def run_policy(policy: PolicyFunction, checkpoints: Sequence[CheckpointInfo], no
     """Run ``policy`` and check its answer: a policy that fails or answers nonsense must not delete anything.
 
     Raises:
-        PolicyError: it raised, or did not return a mapping from the checkpoints' names to lists of text.
+        SettingsError: it raised, or did not return a mapping from the checkpoints' names to lists of text.
     """
     if not callable(policy):
-        raise PolicyError(f"{policy!r} is not a policy: expected a function of (checkpoints, now). Remedy: see Policy")
+        raise SettingsError(
+            f"{policy!r} is not a policy: expected a function of (checkpoints, now). Remedy: see Policy"
+        )
     try:
         found: Any = policy(checkpoints, now)
-    except PolicyError:
+    except SettingsError:
         raise
     except Exception as error:
-        raise PolicyError(f"the policy {policy_name(policy)} failed, nothing is deleted: {error!r}") from error
+        raise SettingsError(f"the policy {policy_name(policy)} failed, nothing is deleted: {error!r}") from error
     nonsense = f"the policy {policy_name(policy)} returned nonsense, nothing is deleted: "
     if not isinstance(found, Mapping):
-        raise PolicyError(f"{nonsense}expected a mapping of names to lists of reasons, found {type(found).__name__}")
+        raise SettingsError(f"{nonsense}expected a mapping of names to lists of reasons, found {type(found).__name__}")
     names = {info.name for info in checkpoints}
     reasons: dict[str, list[str]] = {}
     for name, texts in found.items():
         if name not in names:
-            raise PolicyError(f"{nonsense}{name!r} is not the name of a checkpoint")
+            raise SettingsError(f"{nonsense}{name!r} is not the name of a checkpoint")
         if isinstance(texts, str):
             texts = [texts]
         if not isinstance(texts, Sequence) or not all(isinstance(text, str) for text in texts):
-            raise PolicyError(f"{nonsense}the reasons to keep {name!r} are not a list of text: {texts!r}")
+            raise SettingsError(f"{nonsense}the reasons to keep {name!r} are not a list of text: {texts!r}")
         reasons[name] = [*texts] or [policy_name(policy)]
     return reasons
 
@@ -392,7 +394,7 @@ def best_first(checkpoints: Sequence[CheckpointInfo], metric: str, mode: Mode) -
     """The checkpoints that have the metric, best value first; the newest first among equal values.
 
     Raises:
-        PolicyError: ``mode`` is neither ``min`` nor ``max``.
+        SettingsError: ``mode`` is neither ``min`` nor ``max``.
     """
     _check_mode(mode)
     sign = 1 if mode == "min" else -1
@@ -415,12 +417,12 @@ def _is_whole(value: object) -> bool:
 
 def check_count(policy: Policy, name: str, value: object) -> None:
     if not _is_whole(value) or value < 1:  # type: ignore[operator]
-        raise PolicyError(f"{type(policy).__name__}: {name} = {value!r}, expected a whole number of 1 or more")
+        raise SettingsError(f"{type(policy).__name__}: {name} = {value!r}, expected a whole number of 1 or more")
 
 
 def _check_mode(mode: object) -> None:
     if mode not in ("min", "max"):
-        raise PolicyError(f"mode = {mode!r}, expected 'min' or 'max': whether low or high values are better")
+        raise SettingsError(f"mode = {mode!r}, expected 'min' or 'max': whether low or high values are better")
 
 
 def _seconds(duration: object) -> float:
@@ -430,4 +432,4 @@ def _seconds(duration: object) -> float:
             return seconds
     except ValueError:
         pass
-    raise PolicyError(f"KeepWithin: duration = {duration!r}, expected seconds, a timedelta, or text like 48h")
+    raise SettingsError(f"KeepWithin: duration = {duration!r}, expected seconds, a timedelta, or text like 48h")

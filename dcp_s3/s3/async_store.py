@@ -67,7 +67,6 @@ class AsyncS3Store:
     # --- carrying out -----------------------------------------------------------------------------------
 
     async def run(self, operation: Operation[T]) -> T:
-        """Carry out an operation."""
         try:
             request = next(operation)
             while True:
@@ -113,7 +112,6 @@ class AsyncS3Store:
     # --- what a store does, as `Store` says --------------------------------------------------------------
 
     async def get(self, key: str) -> StoredObject:
-        """See `Store.get`."""
         return await self.run(operations.get(key))
 
     async def put(
@@ -125,19 +123,15 @@ class AsyncS3Store:
         content_type: str = "application/octet-stream",
         metadata: Mapping[str, str] | None = None,
     ) -> None:
-        """See `Store.put`."""
         await self.run(operations.put(self, key, data, expect=expect, content_type=content_type, metadata=metadata))
 
     async def head(self, key: str, *, checksum: bool = False) -> ObjectHead:
-        """See `Store.head`."""
         return await self.run(operations.head(key, checksum=checksum))
 
     async def page(self, prefix: str, delimiter: str = "", *, token: str | None = None) -> Page:
-        """See `Store.page`."""
         return await self.run(listing.page(prefix, delimiter, token=token))
 
     async def list(self, prefix: str, delimiter: str = "") -> Page:
-        """See `Store.list`."""
         pages = [await self.page(prefix, delimiter)]
         while pages[-1].next_token is not None:
             pages.append(await self.page(prefix, delimiter, token=pages[-1].next_token))
@@ -148,11 +142,9 @@ class AsyncS3Store:
         return await self.run(delete(self, map(target_of, targets), data=True))
 
     async def uploads(self, prefix: str) -> Sequence[Upload]:
-        """See `Store.uploads`."""
         return await self.run(listing.uploads(prefix))
 
     async def abort(self, upload: Upload) -> None:
-        """See `Store.abort`."""
         await self.run(multipart.abort(upload.key, upload.upload_id))
 
     async def list_versions(self, prefix: str) -> Sequence[StoredVersion]:

@@ -86,7 +86,6 @@ class _Stop(threading.Event):
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether the other event is set."""
         return self._other is not None and self._other.is_set()
 
     def is_set(self) -> bool:
@@ -227,7 +226,6 @@ class Race:
     # --- the watcher ----------------------------------------------------------------------------------
 
     def look(self, elapsed: float) -> None:
-        """See `hedge.Look`."""
         hedge = self._hedge
         if self.stop.is_cancelled:
             self._flight.break_off()

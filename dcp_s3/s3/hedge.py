@@ -72,7 +72,6 @@ class Hedges:
 
     @property
     def state(self) -> HedgeState:
-        """The counts now."""
         with self._lock:
             return self._state
 
@@ -123,12 +122,10 @@ class Hedges:
             return True
 
     def begun(self) -> None:
-        """Count a second request."""
         with self._lock:
             self._state = replace(self._state, started=self._state.started + 1)
 
     def ended(self, *, won: bool, received: int, wasted: int) -> None:
-        """Count the end of a second request."""
         with self._lock:
             self._running -= 1
             state = self._state
@@ -241,7 +238,6 @@ class Budget:
         self._left = float(start)
 
     def earn(self) -> None:
-        """Add a request's share."""
         self._left = min(float(self._most), self._left + self._share)
 
     @property

@@ -78,7 +78,6 @@ def create(
 def send_part(
     place: Place, key: str, upload_id: str, number: int, body: Any, checksum: Mapping[str, str]
 ) -> Operation[str]:
-    """Send one part; returns its ETag."""
     arguments = {"Key": key, "UploadId": upload_id, "PartNumber": number, "Body": body, **checksum}
     request = Request("UploadPart", key, arguments, data=True)
     answer = yield from with_checksum(place, request)

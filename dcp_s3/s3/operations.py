@@ -100,7 +100,6 @@ Operation = Generator[Request, Any, T]
 
 
 def request_arguments(request: Request) -> Arguments:
-    """Arguments for the next attempt."""
     return request.arguments() if callable(request.arguments) else request.arguments
 
 
@@ -144,7 +143,6 @@ def learn(quirk: Quirk, place: Place, why: Exception | None = None) -> None:
 
 
 def forget() -> None:
-    """Forget all quirks."""
     _known.clear()
 
 
@@ -180,7 +178,6 @@ def server_time(answer: Mapping[str, Any]) -> float | None:
 
 
 def common_arguments(place: Place) -> dict[str, Any]:
-    """Arguments of every request."""
     owner = place.settings.expected_bucket_owner
     return {"Bucket": place.name} | ({"ExpectedBucketOwner": owner} if owner else {})
 
@@ -262,7 +259,6 @@ def _stored_object(answer: Mapping[str, Any]) -> StoredObject:
 
 
 def get(key: str) -> Operation[StoredObject]:
-    """Read a small object, whole."""
     found: StoredObject = yield Request("GetObject", key, {"Key": key}, _stored_object, reads_body=True)
     return found
 

@@ -76,7 +76,6 @@ class Piece:
 
     @classmethod
     def of(cls, data: bytes | bytearray | memoryview, crc: int | None = None, cuts: Sequence[int] = ()) -> Piece:
-        """Make a piece of a bytes-like object."""
         view = memoryview(data).cast("B")
         return cls(view, view.nbytes, crc, cuts)
 

@@ -71,7 +71,6 @@ class Cursor:
 
     @property
     def full(self) -> bool:
-        """Whether all bytes have arrived."""
         return self._index >= len(self._targets)
 
     @property
@@ -92,7 +91,6 @@ class Cursor:
             self._offset = 0
 
     def fill(self, data: memoryview) -> None:
-        """Copy ``data`` in as the next bytes."""
         while data:
             view = self.view[: data.nbytes]
             view[:] = data[: view.nbytes]

@@ -41,12 +41,10 @@ class S3Store(Store):
 
     @property
     def client(self) -> Any:
-        """This process's boto3 client."""
         return get_client(self.settings)
 
     @property
     def gate(self) -> Gate:
-        """This process's gate for its data requests."""
         return gate_of(self.settings.endpoint_url, self.name, most_connections(self))
 
     def within(self, limit: Limit) -> S3Store:
@@ -55,7 +53,6 @@ class S3Store(Store):
     # --- carrying out -----------------------------------------------------------------------------------
 
     def run(self, operation: Operation[T]) -> T:
-        """Carry out an operation."""
         try:
             request = next(operation)
             while True:

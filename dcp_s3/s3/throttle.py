@@ -49,7 +49,6 @@ class Aimd:
 
     @property
     def is_open(self) -> bool:
-        """Whether the limit is at its ceiling."""
         return self._value >= self.ceiling
 
     def raise_ceiling(self, ceiling: int) -> None:
@@ -208,7 +207,6 @@ class Gate:
 
     @property
     def state(self) -> GateState:
-        """The state of the gate now."""
         with self._lock:
             return GateState(
                 self._aimd.limit,

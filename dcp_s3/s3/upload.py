@@ -106,7 +106,6 @@ class Uploader:
         self._slots.resize(connections + WAITING_PARTS)
 
     def stop(self) -> None:
-        """Cancel all uploads."""
         self.cancel.set()
         with self._lock:
             for upload in self._open:
@@ -183,14 +182,12 @@ class Uploader:
             self.sent += size
 
     def left(self, upload: ObjectUpload, *, abort_on_failure: bool) -> None:
-        """Note that an upload is left open."""
         with self._lock:
             self._open.discard(upload)
             if abort_on_failure:
                 self._left.append(upload)
 
     def finished(self, upload: ObjectUpload, *, completed: bool) -> None:
-        """Note the end of an upload."""
         with self._lock:
             self._open.discard(upload)
             if completed:

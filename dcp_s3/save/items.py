@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import io
+import queue
+import threading
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -11,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem, WriteItemType
 
 from dcp_s3.checksum import combine_crc64nvme
-from dcp_s3.errors import SaveProtocolError
+from dcp_s3.errors import SaveProtocolError, StagingError
 from dcp_s3.format.blocks import (
     MIN_BLOCK,
     Blocks,
@@ -24,9 +27,12 @@ from dcp_s3.format.blocks import (
 from dcp_s3.format.framing import FrameCache, FramingError
 from dcp_s3.format.safe_items import warn_of_unsafe_item
 from dcp_s3.s3.parts import Piece
-from dcp_s3.save.ring import shared_ring
-from dcp_s3.tensor_memory import is_plain, iterate_bytes
+from dcp_s3.stage.buffers import HostBuffer
+from dcp_s3.tensor_memory import copy_to_host, is_plain, iterate_bytes, view_bytes
 from dcp_s3.torch_private import StorageInfo, WriterTransforms
+
+BLOCK_SIZE = 16 * 2**20
+_MIN_SIZE = 2**20  # bytes; a smaller tensor would leave a block mostly empty
 
 
 @dataclass
@@ -196,3 +202,86 @@ def _serialise(tensor: torch.Tensor) -> memoryview:
 def _blocks(data: memoryview, size: int = 2**20) -> Iterator[memoryview]:
     for start in range(0, data.nbytes, size):
         yield data[start : start + size]
+
+
+class PinnedRing:
+    """Blocks of pinned memory for synchronous saves, into which tensors on a device are copied piece by piece, while
+    earlier pieces are uploaded.
+
+    A block is made when first needed, and free again when nothing refers to its bytes. If none is free, the copy goes
+    to ordinary memory rather than wait; the upload's limit on parts in flight bounds that memory.
+    """
+
+    def __init__(self, blocks: int, *, block_size: int = BLOCK_SIZE, pin: bool) -> None:
+        self.block_size = block_size
+        self._pin = pin
+        self._missing = blocks
+        self._lock = threading.Lock()
+        self._free: queue.SimpleQueue[HostBuffer] = queue.SimpleQueue()
+        self._local = threading.local()
+
+    def copy(self, tensor: torch.Tensor) -> memoryview:
+        """The bytes of a small ``tensor`` in row-major order, in host memory. Returns when they are there."""
+        block = self._take() if _MIN_SIZE <= tensor.nbytes <= self.block_size else None
+        if block is None:
+            return copy_to_host(tensor)
+        lease = block.lease()
+        weakref.finalize(lease, self._free.put, block).atexit = False
+        target = torch.frombuffer(lease, dtype=torch.uint8, count=tensor.nbytes)
+        del lease
+        stream = self._stream(tensor.device)
+        if stream is None:
+            _copy(tensor, target)
+        else:
+            stream.wait_stream(torch.accelerator.current_stream(tensor.device))  # on which the planner worked
+            with stream:
+                _copy(tensor, target)
+            stream.synchronize()
+        return view_bytes(target)
+
+    def _take(self) -> HostBuffer | None:
+        try:
+            return self._free.get_nowait()
+        except queue.Empty:
+            pass
+        with self._lock:
+            if not self._missing:
+                return None
+            self._missing -= 1
+        try:
+            block = HostBuffer(self.block_size, "private")
+        except StagingError:
+            with self._lock:
+                self._missing += 1
+            return None
+        if self._pin:
+            block.pin()
+        return block
+
+    def _stream(self, device: torch.device) -> torch.Stream | None:
+        """A stream for each thread and device, so that copies of several threads overlap."""
+        if device.type == "cpu":
+            return None
+        streams: dict[torch.device, torch.Stream] | None = getattr(self._local, "streams", None)
+        if streams is None:
+            streams = self._local.streams = {}
+        if device not in streams:
+            streams[device] = torch.Stream(device)
+        return streams[device]
+
+
+def _copy(tensor: torch.Tensor, target: torch.Tensor) -> None:
+    plain = tensor.resolve_conj().resolve_neg().contiguous()
+    target.copy_(plain.view(-1).view(torch.uint8), non_blocking=True)
+
+
+_rings: dict[int, PinnedRing] = {}
+_rings_lock = threading.Lock()
+
+
+def shared_ring(memory: int) -> PinnedRing:
+    """This process's ring of about ``memory`` bytes."""
+    with _rings_lock:
+        if memory not in _rings:
+            _rings[memory] = PinnedRing(max(1, memory // BLOCK_SIZE), pin=torch.cuda.is_available())
+        return _rings[memory]

@@ -26,12 +26,12 @@ def stall_of(turn: Turn | None) -> StallSince:
     """The stall of the save with this turn, or of a blocking one, which holds the training up until it ends."""
     if turn is None:
         return lambda began: time.monotonic() - began
-    stalled = turn.stall_seconds  # known, as `stage` has returned; the turn holds the future, and so the whole save
+    stalled = turn.stall_seconds  # known, as `stage` has returned; the turn may hold the whole save
     return lambda _: stalled
 
 
 def unknown_stall(_: float) -> float | None:
-    """The stall of a save whose staging was in another process."""
+    """The stall of a save that was staged elsewhere."""
     return None
 
 

@@ -38,7 +38,7 @@ from dcp_s3.errors import (
     TransferError,
 )
 from dcp_s3.events import Listener
-from dcp_s3.format.layout import new_nonce
+from dcp_s3.format.layout import metadata_object, new_nonce
 from dcp_s3.limit import Deadline, Limit
 from dcp_s3.ranks import world_size
 from dcp_s3.s3.store import S3Store
@@ -55,6 +55,8 @@ from dcp_s3.tracebacks import without_tracebacks
 from dcp_s3.url import CheckpointURL
 
 logger = logging.getLogger(__name__)
+
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0  # seconds between looks at S3
 
 
 @dataclass(frozen=True)
@@ -103,16 +105,7 @@ class _RankResults(list[WriteResult]):
 
 
 class Save:
-    """One rank's part in one save.
-
-    Args:
-        url: URL of the checkpoint.
-        save_id: random id of this save.
-        options: the writer's options when the save began.
-        rank: rank of this process.
-        is_coordinator: whether this rank commits for all.
-        use_collectives: whether there is a coordinator; otherwise each rank commits for itself.
-    """
+    """One rank's part in one save: the coordinator commits for all; without collectives each rank for itself."""
 
     def __init__(
         self,
@@ -155,11 +148,7 @@ class Save:
         self._drain()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Check the URL, and mark the plan with this save's URL.
-
-        Raises:
-            CheckpointExistsError, StorageError
-        """
+        """Check the URL, and mark the plan with this save's URL."""
         if self._is_coordinator or not self._use_collectives:
             try:
                 if self._overwrite:
@@ -175,12 +164,7 @@ class Save:
         return dataclasses.replace(plan, storage_data=_PlanOrigin(str(self.url), self._rank))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Check that all plans are of this save. Nothing else needs coordination: names are unique.
-
-        Raises:
-            SaveProtocolError: a plan is of another save.
-            ShardingError: this process saves without the other ranks, and they hold a part of a tensor.
-        """
+        """Check that all plans are of this save. Nothing else needs coordination: names are unique."""
         if self._use_collectives and world_size() == 1 < launch().world_size:
             check_filled(plans)
         for plan in plans:
@@ -191,12 +175,7 @@ class Save:
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        """Upload this rank's items. Returns when all objects are complete, or raises and leaves nothing open.
-
-        Raises:
-            DeadlineExceededError: `save_timeout` has passed.
-            StorageError, SaveProtocolError
-        """
+        """Upload this rank's items. Returns when all objects are complete, or raises and leaves nothing open."""
         self._deadline, began = self._start_deadline(), time.monotonic()
         buckets = plan_buckets(
             plan.items,
@@ -219,14 +198,7 @@ class Save:
         return _RankResults(str(self.url), results, self._progress.throttled)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit what all ranks have written; without collectives, what this rank has written.
-
-        Raises:
-            CheckpointDeletedError: the save took so long that a prune deleted its objects as leftovers.
-            DeadlineExceededError: `save_timeout` has passed since this rank began to write.
-            SaveProtocolError: a rank wrote for another save.
-            CheckpointExistsError, StorageError
-        """
+        """Commit what all ranks have written; without collectives, what this rank has written."""
         self._deadline = self._deadline or self._start_deadline()
         for rank, written in enumerate(results):
             if isinstance(written, _RankResults):
@@ -419,3 +391,34 @@ class Save:
         previous = find_previous(store, identity)
         check_newest(store, identity, previous, self._beginning.at)
         return previous
+
+
+def wait_committed(
+    url: CheckpointURL, save: Save | None, spill_store: SpillStore | None, settings: Settings, timeout: float | None
+) -> None:
+    """Wait until ``save`` is committed on S3; if it is None, until any checkpoint is there.
+
+    Raises:
+        TimeoutError: the save is not committed within ``timeout`` seconds; the drain goes on.
+        CheckpointError: the save cannot be committed, or another save has replaced it.
+        StorageError: S3 refuses the request.
+    """
+    deadline = None if timeout is None else time.monotonic() + timeout
+    if spill_store is not None:
+        drain_in_background(spill_store, patience=settings.spill_after)
+        for spilled in spill_store.scan():
+            if spilled.journal.url == str(url):
+                left = None if deadline is None else max(0.0, deadline - time.monotonic())
+                wait_until_drained(spill_store, spilled, timeout=left)
+    store, pause = S3Store(url.bucket, settings), _SHORTEST_PAUSE
+    while True:
+        try:
+            if save.is_committed() if save is not None else store.exists(url.key(metadata_object())):
+                return
+            reason = "other hosts may still drain"
+        except TransferError as error:
+            reason = str(error)
+        if deadline is not None and time.monotonic() > deadline:
+            raise TimeoutError(f"{url} is not committed after {timeout:g} s: {reason}")
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE)

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from dcp_s3.coordination.not_begun import leave
 from dcp_s3.save.without_collectives import SaveWithoutCollectives
 from dcp_s3.save.writer import S3StorageWriter
-from dcp_s3.stage.failure import FailedStaging, forget
+from dcp_s3.stage.handover import FailedStaging, forget
 from dcp_s3.stage.stager import S3Stager
 from dcp_s3.url import parse_url
 from dcp_s3.workers import InTurn

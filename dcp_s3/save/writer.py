@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
@@ -14,32 +17,32 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from dcp_s3 import ranks
-from dcp_s3.boundary import called_by_dcp, check_role
+from dcp_s3.boundary import called_by_dcp, frames_of_others
 from dcp_s3.checkpoint.attachments import make_attachment
 from dcp_s3.checkpoint.commit import check_metrics
 from dcp_s3.checkpoint.info import find_step
-from dcp_s3.checkpoint.previous import look_for_previous
 from dcp_s3.coordination.identity import CountedSave
 from dcp_s3.coordination.ownership import Replicas
-from dcp_s3.errors import MissingURLError, SaveProtocolError, SettingsError
+from dcp_s3.errors import CheckpointError, InvalidURLError, SaveProtocolError, SettingsError
 from dcp_s3.events import Listener, SaveFailed, emit
 from dcp_s3.format.control_files import check_extra
 from dcp_s3.format.layout import new_save_id
 from dcp_s3.reprs import one_line
 from dcp_s3.save.attached import Attachments
+from dcp_s3.save.group import SaveGroup
 from dcp_s3.save.plan import OBJECTS_PER_RANK, check_shapes
 from dcp_s3.save.progress import StallSince, stall_of, unknown_stall
-from dcp_s3.save.save import Save, SaveOptions
-from dcp_s3.save.waiting import wait_committed
+from dcp_s3.save.save import Save, SaveOptions, wait_committed
 from dcp_s3.save.without_collectives import SaveWithoutCollectives, begin_without_collectives
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.spill.store import open_store
-from dcp_s3.stage.failure import raise_if_failed
+from dcp_s3.stage.handover import raise_if_failed
 from dcp_s3.stage.stager import shared_stager
 from dcp_s3.stage.turns import current_turn, take_turn
-from dcp_s3.torch_private import StreamTransformExtension, WriterTransforms, find_save_group, find_save_ranks
-from dcp_s3.uncaught import install
+from dcp_s3.torch_private import WriterTransforms
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
+
+logger = logging.getLogger(__name__)
 
 Separate = Sequence[str | Sequence[str]]
 
@@ -63,7 +66,10 @@ class S3StorageWriter(StorageWriter, AsyncStager):
 
     One writer may be used for several saves, even overlapping ones (`async_save` before the previous one is done), if
     each is given its ``checkpoint_id``. A save keeps its URL, arguments and id from beginning to end. Saves that share
-    a process group take turns.
+    a process group take turns, and so do all whose writers were given none.
+
+    An asynchronous save that fails is logged by the rank that fails, since nobody may look at its future, if dcp_s3
+    staged its state (as it does unless ``async_stager`` is somebody else's).
 
     >>> saved = dcp.save(state, storage_writer=S3StorageWriter("s3://bucket/run/step-3000", metrics={"val_loss": 1.75}))
     >>> latest("s3://bucket/run").metrics
@@ -82,6 +88,8 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             list of prefixes that share objects. Everything else shares the remaining objects. A prefix ends where a
             name in the FQN does; with a star at its end, ``"optim*"``, anywhere.
         max_objects: most objects that a rank writes, 1 or more, besides attachments; small states get fewer. None: 4.
+        process_group: the group that is passed to `dcp.save`, which does not pass it on. Asynchronous saves in groups
+            of their own may overlap, if their writers know their groups. None: the default group.
         settings: a `Settings`, or a mapping of settings that override the environment.
         on_event: called with each event of its saves on this rank, see `dcp_s3.events`. Not called in the process of an
             `AsyncCheckpointerType.PROCESS`.
@@ -91,18 +99,16 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         InvalidURLError: ``url`` is not an S3 URL.
         SettingsError: a setting, in the environment or given here, or ``max_objects`` is not allowed.
         SaveProtocolError: a metric cannot be stored.
-        MetricsError: something in ``extra`` cannot be stored.
+        SettingsError: something in ``extra`` cannot be stored.
     """
 
     caller_reports = False
-    """Whether the caller logs asynchronous saves that fail. Otherwise they are logged here, because nobody may look at
-    the future."""
+    """Whether the caller logs asynchronous saves that fail."""
     stall_since: StallSince | None = None
-    """How long a save has held the training up, if the caller knows better than DCP's callers."""
+    """How long a save has held the training up, if the caller knows better."""
     counted: CountedSave | None = None
     """The next save, which is one without collectives, if the caller has counted it (`enter_save`)."""
     _stages_here = True
-    """Whether the states that it saves are staged in this process."""
     _joint_save: type[SaveWithoutCollectives] = SaveWithoutCollectives
     """Class of its saves without collectives."""
 
@@ -116,12 +122,12 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         separate: Separate | None = None,
         max_objects: int | None = None,
         replicas: Replicas = None,
+        process_group: dist.ProcessGroup | None = None,
         settings: SettingsLike = None,
         on_event: Listener | None = None,
-        _extensions: Sequence[StreamTransformExtension] | None = None,
+        _extensions: Sequence[Any] | None = None,
     ) -> None:
         super().__init__()
-        install()  # first: what is wrong with the arguments is told as well
         self.settings: Settings = resolve_settings(settings)
         self.on_event = on_event
         self.overwrite = overwrite
@@ -139,7 +145,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         self._unused = set() if self._url is None else {self._url}
         self._attached = Attachments()
         self._last: Save | None = None
-        self._of_group = ranks.world_size() > 1
+        self._group = SaveGroup(process_group)
         self._begin_here()
 
     def __repr__(self) -> str:
@@ -153,8 +159,9 @@ class S3StorageWriter(StorageWriter, AsyncStager):
     def __getstate__(self) -> dict[str, Any]:
         # For AsyncCheckpointerType.PROCESS: from here on only DCP knows how the save ends.
         attached = self._attached.hand_over()
-        left = {"_home": None, "_here": None, "_last": None, "_attached": attached, "on_event": None}
-        return {**self.__dict__, **left, "_stages_here": False}
+        group = SaveGroup(None)  # the default one of the checkpoint process
+        left = {"_home": None, "_here": None, "_last": None, "on_event": None, "_stages_here": False}
+        return {**self.__dict__, **left, "_attached": attached, "_group": group}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -181,36 +188,36 @@ class S3StorageWriter(StorageWriter, AsyncStager):
 
     @called_by_dcp
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Begin the save. DCP calls this on every rank before planning.
+        """Begin the save, on every rank, before planning.
 
         Raises:
-            MissingURLError: neither the writer nor the save has a URL.
+            InvalidURLError: neither the writer nor the save has a URL.
             SaveProtocolError: several URLs are possible for this save.
         """
-        here, save_id, group = self._here, self._next_save_id(), find_save_group()
-        url = self._settle_url(group)
-        if self._of_group and self.counted is None and not ranks.is_initialized():
-            raise SaveProtocolError(
-                f"the save to {url} does not begin: the process group has been destroyed since its writer was made, "
-                "and what this rank alone holds must not be taken for the whole. Remedy: wait for the saves, or close "
-                "the CheckpointManager, before destroy_process_group(); to save this process's state, make a new writer"
-            )
+        here, save_id = self._here, self._next_save_id()
+        url = self._settle_url()
+        if self.counted is None:
+            self._group.check_there(url)
         self._unused.discard(url)
         use_collectives = bool(kwargs.get("use_collectives", True))
         rank = kwargs.get("rank")
         if rank is None:  # some frameworks that call this directly do not pass it
             rank = ranks.rank()
-        if group is None:
+        if not use_collectives or self._group.turn_key is None:
             take_turn(str(url))
+        if use_collectives and not is_coordinator and (turn := current_turn()) is not None:
+            turn.if_unfinished = None  # the coordinator knows whether it is committed
         options = SaveOptions(
             self.settings, self._spill_store, self.overwrite, dict(self.metrics), self.separate, self._transforms,
             self._attached.take(url), self.on_event, self._find_stall(), self.max_objects, check_extra(self.extra),
         )  # fmt: skip
         save: Save | None = None
         if not use_collectives:
-            kind = self._joint_save
-            members = find_save_ranks() if self.counted is None else None
-            save = begin_without_collectives(url, save_id, options, self.replicas, members, kind, self.counted)
+            if self.counted is None:
+                self._group.check_rank(url, int(rank))
+            save = begin_without_collectives(
+                url, save_id, options, self.replicas, self._group.members, self._joint_save, self.counted
+            )
             self.counted = None
         if save is None:
             save = Save(
@@ -225,8 +232,7 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         """Check the URL before any data is uploaded: on the coordinator, or on every rank without collectives.
 
         Raises:
-            CheckpointExistsError, StorageError
-            StagingError: the state could not be staged on this rank.
+            CheckpointExistsError, StagingError, StorageError
         """
         raise_if_failed(item.index.fqn for item in plan.items)
         return self._save.prepare_local_plan(plan)
@@ -267,6 +273,8 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             CheckpointExistsError, StorageError
         """
         self._save.finish(metadata, results)
+        if (turn := current_turn()) is not None:
+            turn.if_unfinished = None
 
     @called_by_dcp
     def storage_meta(self) -> StorageMeta | None:
@@ -274,7 +282,9 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         here = self._here
         if here.save is not None and here.save_id is None and not here.save.written:
             return here.save.storage_meta
-        here.url = self._settle_url(find_save_group())
+        here.url = self._settle_url()
+        if (turn := current_turn()) is not None:
+            turn.if_unfinished = functools.partial(self._tell_unfinished, here.url)
         return StorageMeta(checkpoint_id=str(here.url), save_id=self._next_save_id())
 
     def attach(
@@ -333,14 +343,28 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         >>> S3StorageWriter("s3://bucket/run/step-3000").checkpoint_id
         's3://bucket/run/step-3000'
         """
-        check_role(self, "save")
         url = self._here.url or self._url or (self._last.url if self._last is not None else None)
         return None if url is None else str(url)
 
-    def _tell_failed(self, error: BaseException) -> None:
-        """Tell subscribers to events that a save failed on this rank, or on another one as this rank was told."""
+    def _tell_failed(self, error: Exception) -> None:
+        """Tell subscribers to events that a save failed on this rank; in an asynchronous save also the log."""
         url = self._here.url or (self._last.url if self._last is not None else self._url)
+        turn = current_turn()
+        if turn is None or turn.tell(error):
+            self._tell(url, error, logged=turn is not None)
+
+    def _tell_unfinished(self, url: CheckpointURL) -> None:
+        why = "another rank failed, or something other than dcp_s3. Remedy: the future of dcp.async_save has the error"
+        self._tell(url, CheckpointError(f"it was not committed: {why}", url=str(url)), logged=True)
+
+    def _tell(self, url: CheckpointURL | None, error: Exception, *, logged: bool) -> None:
         step = None if url is None else find_step(url.name, self.settings)
+        if logged and not self.caller_reports:
+            logger.error(
+                "the asynchronous save%s to %s failed on rank %d: %s: %s%s",
+                "" if step is None else f" of step {step}", url, ranks.rank(), type(error).__name__, error,
+                frames_of_others(error),
+            )  # fmt: skip
         emit(SaveFailed(url=None if url is None else str(url), step=step, error=error), self.on_event)
 
     @property
@@ -360,26 +384,33 @@ class S3StorageWriter(StorageWriter, AsyncStager):
         """Whether this is an S3 URL, as text or as a path (which has only one slash left)."""
         return is_s3_url(checkpoint_id)
 
-    def _last_good(self, url: str) -> str:
-        """URL of the newest checkpoint beside ``url``, for messages; empty: none, or S3 does not say within seconds."""
-        return look_for_previous(self.settings, parse_url(url))
+    # --- a writer given to dcp.load ---------------------------------------------------------------------
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """None: `dcp.load` goes on to `set_up_storage_reader`, whose error it does not replace."""
+        return Metadata({})
+
+    @called_by_dcp
+    def set_up_storage_reader(self, *_: Any, **__: Any) -> None:
+        """Refuse to load: SaveProtocolError."""
+        raise SaveProtocolError(
+            "dcp.load was given an S3StorageWriter, which is for dcp.save. Remedy: storage_reader=S3StorageReader(url)"
+        )
 
     # --- AsyncStager ----------------------------------------------------------------------------------
 
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def stage(self, state_dict: dict[str, Any]) -> Any:
         """A training-safe copy of the state, from a blocking `S3Stager` that all writers with these settings share.
 
         `dcp.async_save` calls this if it is given no ``async_stager``. The process keeps the buffers for its next save.
         """
-        return shared_stager(self.settings).stage_now(state_dict)
+        return shared_stager(self.settings).stage(state_dict)
 
     def synchronize_staging(self) -> None:
-        """Nothing to wait for: the copy is complete when `stage` returns."""
+        """Return: the copy is complete when `stage` returns."""
 
     def close(self) -> None:
         """Nothing to release: threads end with each save, and connections belong to the process."""
-
-    # --- internal ---------------------------------------------------------------------------------------
 
     def _next_save_id(self) -> str:
         if self._here.save_id is None:
@@ -389,7 +420,10 @@ class S3StorageWriter(StorageWriter, AsyncStager):
     def _find_stall(self) -> StallSince:
         if self.stall_since is not None:
             return self.stall_since
-        return stall_of(current_turn()) if self._stages_here else unknown_stall
+        if (turn := current_turn()) is not None:
+            return stall_of(turn)
+        # In another thread than the writer's it may be an asynchronous save that somebody else staged.
+        return stall_of(None) if self._home == threading.get_ident() and self._stages_here else unknown_stall
 
     @property
     def _save(self) -> Save:
@@ -398,20 +432,18 @@ class S3StorageWriter(StorageWriter, AsyncStager):
             raise SaveProtocolError("there is no save under way: DCP calls set_up_storage_writer first")
         return save
 
-    def _settle_url(self, group: str | None) -> CheckpointURL:
-        """URL of the save that begins. It takes its turn before the ranks exchange anything, even failures."""
+    def _settle_url(self) -> CheckpointURL:
         try:
             return self._choose_url()
-        finally:
-            if group is not None:
-                take_turn(group)
+        finally:  # before the ranks exchange anything, even failures
+            if (key := self._group.turn_key) is not None:
+                take_turn(key)
 
     def _choose_url(self) -> CheckpointURL:
-        """URL of this thread's next save."""
         if self._here.url is not None:
             return self._here.url
         if self._url is None:
-            raise MissingURLError(
+            raise InvalidURLError(
                 "S3StorageWriter has no URL. Remedy: S3StorageWriter('s3://bucket/prefix'), or pass "
                 "checkpoint_id='s3://bucket/prefix' to dcp.save"
             )

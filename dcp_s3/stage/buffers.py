@@ -1,4 +1,4 @@
-"""Memory for staged tensors: private, shared between processes, or mapped from a file."""
+"""Memory for staged tensors: private, shared between processes, or mapped from a file; and how much there is."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import logging
 import mmap
 import os
 import tempfile
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -20,19 +21,18 @@ logger = logging.getLogger(__name__)
 
 Kind = Literal["private", "shared", "file"]
 
+_CGROUP = Path("/sys/fs/cgroup")
+_FILES = (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"))
+
 
 class HostBuffer:
-    """``size`` bytes of host memory. Freed when neither the object nor a `lease` of it is left.
+    """``size`` bytes of host memory: ``private``, ``shared`` memory that another process can map, or an unnamed
+    ``file`` in ``directory``. Freed when neither the object nor a `lease` of it is left.
 
-    Args:
-        size: bytes, at least one.
-        kind: ``private`` memory of this process; ``shared`` memory that another process can map; or an unnamed ``file``
-            in ``directory``, deleted with its last user.
-        directory: where a ``file`` is made.
+    Space is reserved here, so that a full disk cannot show as a signal (SIGBUS) in the middle of a copy.
 
     Raises:
-        StagingError: there is no room. Space is reserved here, so that a full disk cannot show as a signal (SIGBUS) in
-            the middle of a copy.
+        StagingError: there is no room.
     """
 
     def __init__(self, size: int, kind: Kind, *, directory: str | None = None) -> None:
@@ -49,11 +49,7 @@ class HostBuffer:
         self.address = torch.frombuffer(self._map, dtype=torch.uint8).data_ptr()
 
     def fileno(self) -> int:
-        """File descriptor of the memory.
-
-        Raises:
-            ValueError: the memory is private and has none.
-        """
+        """File descriptor of memory that is not private."""
         if self._fd < 0:
             raise ValueError("private memory has no file descriptor")
         return self._fd
@@ -149,3 +145,53 @@ def _reserve(fd: int, size: int, directory: str | None) -> None:
             f"cannot reserve {format_size(size)} in the spill directory {directory!r}: {error.strerror}. "
             f"Remedy: {remedy}"
         ) from error
+
+
+def resolve_limit(limit: int | float | None, available: int, local_ranks: int) -> int | None:
+    """Bytes that this process may stage in memory; None for no limit.
+
+    ``limit`` is in bytes (int), None, or a fraction (float) of ``available`` bytes, which the ranks of this host share.
+    """
+    if limit is None or isinstance(limit, int):
+        return limit
+    return int(limit * available / local_ranks)
+
+
+def measure_available(proc: Path = Path("/proc"), cgroup: Path = _CGROUP) -> int:
+    """Bytes of memory that can still be used: the host's, or the container's if that is less.
+
+    Raises:
+        OSError: this system does not report it.
+    """
+    available = _host_available(proc)
+    for limit_file, usage_file in _FILES:
+        limit, usage = _read_number(cgroup / limit_file), _read_number(cgroup / usage_file)
+        if limit is not None and usage is not None:
+            cache = _file_cache(cgroup / limit_file)
+            available = min(available, max(0, limit - usage + cache))
+    return available
+
+
+def _host_available(proc: Path) -> int:
+    for line in (proc / "meminfo").read_text().splitlines():
+        name, _, value = line.partition(":")
+        if name == "MemAvailable":
+            return int(value.split()[0]) * 1024
+    raise OSError(f"no MemAvailable in {proc}/meminfo")
+
+
+def _file_cache(limit_file: Path) -> int:
+    """Bytes of the cgroup's usage that are inactive page cache."""
+    try:
+        lines = (limit_file.parent / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    found = dict(line.split() for line in lines)
+    return int(found.get("total_inactive_file") or found.get("inactive_file") or 0)
+
+
+def _read_number(path: Path) -> int | None:
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):  # absent, or "max"
+        return None

@@ -1,49 +1,73 @@
-"""Staged states go to the checkpoint process as file descriptors; the bytes of the tensors are not pickled.
+"""Staged states on their way: to the thread of the save, to the checkpoint process, and failures to the other ranks.
 
 `AsyncCheckpointerType.PROCESS` sends the state through a pipe with multiprocessing's pickler. There, and only there, a
-`StagedState` is pickled as its structure plus one descriptor for each of its buffers.
+`StagedState` is pickled as its structure plus one file descriptor for each of its buffers; the bytes of the tensors are
+not pickled.
+
+If `stage` raised on one rank, the others would wait forever for it in the collectives of the save. So with several
+ranks it returns a `FailedStaging` instead of a copy. This looks like a state until the save is in its first collective
+step. There it raises on its rank, and the save fails on all ranks with the cause.
 """
 
 from __future__ import annotations
 
 import io
+import logging
 import pickle
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from multiprocessing.reduction import DupFd, ForkingPickler
-from typing import Any
+from typing import Any, NoReturn
+from uuid import uuid4
 
 import torch
 
 from dcp_s3.errors import StagingError
 from dcp_s3.stage.buffers import HostBuffer, map_shared
-from dcp_s3.stage.failure import FailedStaging, forget
-from dcp_s3.stage.memcpy import MemoryCopy, run_copies
+from dcp_s3.stage.copier import MemoryCopy, StagedTensors, run_copies
 from dcp_s3.stage.pool import BufferPool
-from dcp_s3.stage.process_saves import wait_for_pipe
-from dcp_s3.stage.release import release_when_over
-from dcp_s3.stage.turns import StagedDict
+from dcp_s3.stage.turns import StagedDict, Turn, take_turn_at_pipe
+from dcp_s3.tracebacks import portable, without_tracebacks
+
+logger = logging.getLogger(__name__)
+
+MARK = "__dcp_s3_staging_failed__"
+
+_failures: dict[str, BaseException] = {}
 
 
 class StagedState(StagedDict):
-    """A staged state dict, and the buffers that hold its tensors.
+    """A staged state dict, and the memory of its tensors."""
 
-    Args:
-        state: the state.
-        buffers: buffers of the staged tensors.
-        pool: the pool that the buffers came from.
-    """
-
-    def __init__(self, state: dict[str, Any], buffers: Sequence[HostBuffer], pool: BufferPool) -> None:
+    def __init__(self, state: dict[str, Any], copied: StagedTensors, pool: BufferPool) -> None:
         super().__init__(state)
-        self.buffers = list(buffers)
+        self.buffers = copied.buffers
         self.pool = weakref.ref(pool)
+        self._tensors = copied.tensors
+        self._released = False
 
-    def items(self) -> Any:
-        """The items, as of any dict. DCP calls this in the thread of the save, so the end of the save can be
-        watched."""
-        release_when_over()
-        return super().items()
+    def begin(self) -> None:
+        """The state is taken up, see `Turn.begin`.
+
+        Raises:
+            StagingError: its save has ended.
+        """
+        if self._released:
+            raise StagingError(
+                "the save of this staged state has ended, and its memory is free. Remedy: stage the state again; a "
+                "copy for several saves comes from S3Stager.stage_now"
+            )
+        super().begin()
+
+    def release(self) -> None:
+        """Take the memory from the tensors. Who keeps a planner or the error of the save keeps only their shells; a
+        view of one still keeps its memory."""
+        self._released = True
+        with torch.inference_mode():  # else tensors that were made in it cannot be changed
+            for tensor in self._tensors:
+                tensor.set_()  # type: ignore[call-overload]
+        self.clear()
+        self._tensors, self.buffers = [], []
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)
@@ -88,8 +112,7 @@ class _BufferUnpickler(pickle.Unpickler):
 
 def _reduce(state: StagedState) -> tuple[Any, ...]:
     state.begin()
-    wait_for_pipe()
-    release_when_over()
+    take_turn_at_pipe()
     file = io.BytesIO()
     try:
         _BufferPickler(file, state.buffers).dump(dict(state))
@@ -97,9 +120,9 @@ def _reduce(state: StagedState) -> tuple[Any, ...]:
         descriptors = [(DupFd(buffer.fileno()), buffer.size) for buffer in shared]
     except Exception as error:  # noqa: BLE001 - it goes to all ranks
         # Raised here, it would reach only this rank, and the others would wait for its checkpoint process.
-        return _reduce_failed(
-            FailedStaging(StagingError(f"the state cannot be sent to the checkpoint process: {error!r}"))
-        )
+        failed = FailedStaging(StagingError(f"the state cannot be sent to the checkpoint process: {error!r}"))
+        forget(failed)
+        return _rebuild_failed, (failed.error,)
     return _rebuild, (file.getvalue(), descriptors)
 
 
@@ -117,15 +140,65 @@ def _share(buffer: HostBuffer, pool: BufferPool | None) -> HostBuffer:
 
 def _rebuild(structure: bytes, descriptors: Sequence[tuple[Any, int]]) -> dict[str, Any]:
     buffers = [map_shared(descriptor.detach(), size) for descriptor, size in descriptors]
-    state: dict[str, Any] = _BufferUnpickler(io.BytesIO(structure), buffers).load()
+    state = StagedDict(_BufferUnpickler(io.BytesIO(structure), buffers).load())
+    Turn().go_with(state)
     return state
+
+
+class _RaiseWhenSaved:
+    """Raises the cause when it is pickled, by any planner or writer."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __reduce__(self) -> NoReturn:
+        logger.error("a state could not be staged: %s: %s", type(self._error).__name__, self._error)
+        raise self._error
+
+
+class FailedStaging(StagedDict):
+    """The state returned for a staging that failed.
+
+    Args:
+        error: the cause.
+    """
+
+    def __init__(self, error: BaseException) -> None:
+        if portable(error) is None:
+            error = StagingError(f"{type(error).__name__}: {error}")
+        without_tracebacks(error)
+        self.error = error
+        # Unique: a plan that DCP cached for one failure must not be taken for that of another.
+        self.name = f"{MARK}{uuid4().hex}"
+        super().__init__({self.name: _RaiseWhenSaved(error)})
+        _failures[self.name] = error
+
+
+def forget(state: FailedStaging) -> None:
+    """Drop a failure that is raised elsewhere."""
+    _failures.pop(state.name, None)
+
+
+def raise_if_failed(names: Iterable[str]) -> None:
+    """Raise the cause if one of ``names``, the FQNs of a plan, marks a failed staging of this process."""
+    for name in names:
+        if name.startswith(MARK):
+            error = _failures.pop(name, None)
+            if error is not None:
+                raise error
 
 
 def _reduce_failed(state: FailedStaging) -> tuple[Any, ...]:
     state.begin()
-    wait_for_pipe()
+    take_turn_at_pipe()
     forget(state)
-    return FailedStaging, (state.error,)
+    return _rebuild_failed, (state.error,)
+
+
+def _rebuild_failed(error: BaseException) -> FailedStaging:
+    state = FailedStaging(error)
+    Turn().go_with(state)
+    return state
 
 
 ForkingPickler.register(StagedState, _reduce)

@@ -17,10 +17,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from dcp_s3.errors import StagingError, StagingLimitError
+from dcp_s3.errors import StagingError
 from dcp_s3.stage.buffers import HostBuffer, Kind
 from dcp_s3.stage.regions import place, split
-from dcp_s3.stage.release import count_released
 from dcp_s3.units import format_size
 
 logger = logging.getLogger(__name__)
@@ -33,6 +32,7 @@ _POLL_SECONDS = 0.1
 _NOTICE_SECONDS = 1.0
 """Less is no matter for a warning: in a queue of saves a copy is often given back just as the next one is made."""
 _REPORT_SECONDS = 30.0
+_COLLECT_SECONDS = 1.0
 _MAX_SLACK = 2  # a free buffer may be this many times larger than the request
 
 
@@ -57,14 +57,8 @@ class Slot(NamedTuple):
 
 
 class BufferPool:
-    """Provides memory for staged states.
-
-    Args:
-        limit: bytes of memory for all generations together; None: no limit.
-        generations: how many may be in use at a time. A request for one more waits.
-        spill_dir: directory for what exceeds ``limit``.
-        shared: whether the memory can be mapped by other processes.
-    """
+    """Provides memory for staged states: ``limit`` bytes for all generations together, the rest in files in
+    ``spill_dir``. A request for more than ``generations`` at a time waits."""
 
     def __init__(
         self,
@@ -101,14 +95,10 @@ class BufferPool:
             return sum(buffer.size for buffer in (*self._free, *self._buffers_in_use()))
 
     def acquire(self, sizes: Sequence[int], *, pin: bool = False) -> list[Slot]:
-        """Memory for regions of ``sizes`` bytes. Waits while all generations, or the memory budget, are in use.
-
-        Args:
-            sizes: bytes, none of them zero.
-            pin: register the memory with CUDA.
+        """Memory for regions of ``sizes`` bytes (none is zero). Waits while all generations, or the budget, are in use.
 
         Raises:
-            StagingLimitError: the request exceeds the budget even when nothing else is in use, and there is no spill
+            StagingError: the request exceeds the budget even when nothing else is in use, and there is no spill
                 directory.
             StagingError: there is no room for the buffers.
         """
@@ -154,7 +144,10 @@ class BufferPool:
         except BaseException:
             self._free.extend(generation.buffers)
             raise
-        self._lend(generation, list(slots.values()))
+        self._in_use.add(generation)
+        for slot in {id(slot.lease): slot for slot in slots.values()}.values():
+            callback = weakref.finalize(slot.lease, _give_back, self._returned, self._closed, generation, slot.buffer)
+            callback.atexit = False
         return [slots[number] for number in range(len(sizes))]
 
     def close(self) -> None:
@@ -164,13 +157,6 @@ class BufferPool:
             self._collect()
             self._free.clear()
             self._in_use.clear()
-
-    def _lend(self, generation: Generation, slots: Sequence[Slot]) -> None:
-        leases = {id(slot.lease): slot for slot in slots}
-        self._in_use.add(generation)
-        for slot in leases.values():
-            callback = weakref.finalize(slot.lease, _give_back, self._returned, self._closed, generation, slot.buffer)
-            callback.atexit = False
 
     def _collect(self) -> None:
         while True:
@@ -202,7 +188,7 @@ class BufferPool:
             return f"{len(self._in_use)} earlier saves still hold their staged copies, as many as may exist at a time"
         if self.spill_dir is None and not all(split(sizes, self._room())):
             if not self._in_use:
-                raise StagingLimitError(
+                raise StagingError(
                     f"the state to stage has {format_size(sum(sizes))}, more than the "
                     f"{format_size(self.limit or 0)} that DCP_S3_STAGING_LIMIT allows this process. Remedy: raise "
                     "DCP_S3_STAGING_LIMIT, or set DCP_S3_SPILL_DIR to a local directory, where the rest is then staged"
@@ -245,42 +231,46 @@ class BufferPool:
 
 
 class _Waiting:
-    """Logs one wait for memory."""
+    """Logs one wait for memory, and collects garbage meanwhile.
+
+    The errors of parts and buckets that a failed save did not raise may be in cycles with their own frames, which hold
+    its copy. Training loops that turn the collector off would keep those.
+    """
 
     def __init__(self) -> None:
-        self._collected = -1
-        self._started: float | None = None
+        self._started = self._reported = self._collected = 0.0
         self._noticed = False
-        self._reported = 0.0
         self._reason = ""
 
     def go_on(self, reason: str) -> bool:
         """Whether to wait on for ``reason``. False: look again first, because garbage was collected."""
         self._reason, now = reason, time.monotonic()
-        released = count_released()
-        if released != self._collected:
-            self._collected = released
+        if not self._collected:
+            self._collected = now
             gc.collect()
             return False
-        if self._started is None:
+        if not self._started:
             self._started = self._reported = now
             logger.info("staging waits: %s", reason)
-        elif not self._noticed and now - self._started >= _NOTICE_SECONDS:
+        waited = now - self._started
+        if not self._noticed and waited >= _NOTICE_SECONDS:
             self._noticed = True
-            logger.warning("staging has waited for %.0f s: %s", now - self._started, reason)
+            logger.warning("staging has waited for %.0f s: %s", waited, reason)
         elif now - self._reported >= _REPORT_SECONDS:
             self._reported = now
-            gc.collect()
             logger.warning(
                 "staging has waited for %.0f s: %s. (A planner or staged state that is kept also holds its copy.)",
-                now - self._started,
+                waited,
                 reason,
             )
+        if now - self._collected >= max(_COLLECT_SECONDS, waited / 2):
+            self._collected = now
+            gc.collect()
         return True
 
     def end(self) -> None:
         """Log how long the wait took, if there was one."""
-        if self._started is not None:
+        if self._started:
             level = logging.WARNING if self._noticed else logging.INFO
             logger.log(level, "staging waited for %.1f s: %s", time.monotonic() - self._started, self._reason)
 

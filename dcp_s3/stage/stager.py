@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import logging
 import time
-import traceback
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -20,14 +19,13 @@ from dcp_s3.events import Listener, SaveFailed, Staged, emit
 from dcp_s3.ranks import world_size
 from dcp_s3.reprs import one_line
 from dcp_s3.settings import Settings, SettingsLike, local_world_size, resolve_settings
-from dcp_s3.stage.budget import measure_available, resolve_limit
-from dcp_s3.stage.copier import Copier, Versions, check_unchanged
-from dcp_s3.stage.failure import FailedStaging
-from dcp_s3.stage.handover import StagedState
+from dcp_s3.stage.buffers import measure_available, resolve_limit
+from dcp_s3.stage.copier import Copier, Versions
+from dcp_s3.stage.handover import FailedStaging, StagedState
 from dcp_s3.stage.pool import GENERATIONS, BufferPool
-from dcp_s3.stage.process_saves import draw_turn
 from dcp_s3.stage.snapshot import Snapshot
-from dcp_s3.stage.turns import StagedDict, Turn
+from dcp_s3.stage.turns import StagedDict, Turn, draw_turn
+from dcp_s3.tracebacks import without_tracebacks
 from dcp_s3.units import format_size
 from dcp_s3.workers import InTurn
 
@@ -96,41 +94,33 @@ class S3Stager(AsyncStager):
         """A training-safe copy of ``state_dict`` in CPU memory, or with ``asynchronous`` a future of it.
 
         Tensors that share memory also share it in the copy. Of a small view of a large storage only the view is copied.
+        `dcp.async_save` calls this. The copy is for that one save, and its memory is free when the save has ended.
 
         With several ranks a failure does not raise here, because the other ranks could not learn of it. The returned
         state instead makes the save fail on all ranks, with the cause.
 
         Raises:
-            StagingLimitError: the state exceeds ``DCP_S3_STAGING_LIMIT`` and there is no ``DCP_S3_SPILL_DIR``.
+            StagingError: the state exceeds ``DCP_S3_STAGING_LIMIT`` and there is no ``DCP_S3_SPILL_DIR``.
             StagingError: there is no room, or something in the state cannot be copied.
         """
         if self._closed:
             raise StagingError("this S3Stager was closed. Remedy: close it after the last save, or make a new one")
-        if not self.asynchronous:
-            return self.stage_now(state_dict)
         stall, turn = _Stall(), draw_turn()
-        future = self._begin(state_dict, turn, stall)
-        stall.end(turn)
-        self._latest = weakref.ref(future)  # a strong one would keep the copy
-        return future
+        result = self._begin(state_dict, turn, stall) if self.asynchronous else self._stage(state_dict, turn, stall)
+        turn.stall_seconds = stall.end()
+        if isinstance(result, Future):
+            self._latest = weakref.ref(result)  # a strong one would keep the copy
+        return result
 
     def stage_now(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A training-safe copy, made before returning, whether or not the stager is ``asynchronous``.
+        """A training-safe copy for whatever you like, made before returning, whether or not the stager is
+        ``asynchronous``. Its memory is free when nothing refers to it any more.
 
         >>> copied = S3Stager().stage_now(state)
         >>> copied["weight"].data_ptr() != state["weight"].data_ptr()
         True
         """
-
-        stall, turn = _Stall(), draw_turn()
-
-        def stage() -> dict[str, Any]:
-            snapshot, copier = Snapshot(state_dict), Copier()
-            return self._copy(snapshot, copier, copier.mark(snapshot.tensors), stall)
-
-        staged: dict[str, Any] = self._guard(stage, turn)
-        stall.end(turn)
-        return staged
+        return self._stage(state_dict, None, _Stall())
 
     def synchronize_staging(self) -> None:
         """Wait until the latest copy is complete."""
@@ -155,7 +145,15 @@ class S3Stager(AsyncStager):
     ) -> None:
         self.close()
 
-    def _begin(self, state_dict: dict[str, Any], turn: Turn | None, stall: _Stall) -> Future[dict[str, Any]]:
+    def _stage(self, state_dict: dict[str, Any], turn: Turn | None, stall: _Stall) -> dict[str, Any]:
+        def stage() -> dict[str, Any]:
+            snapshot, copier = Snapshot(state_dict), Copier()
+            return self._copy(snapshot, copier, copier.mark(snapshot.tensors), stall)
+
+        staged: dict[str, Any] = self._guard(stage, turn)
+        return staged
+
+    def _begin(self, state_dict: dict[str, Any], turn: Turn, stall: _Stall) -> Future[dict[str, Any]]:
         """Take the snapshot now, copy its tensors in the background."""
 
         def begin() -> Future[dict[str, Any]]:
@@ -187,13 +185,13 @@ class S3Stager(AsyncStager):
         with torch.no_grad():
             staged = copier.copy(snapshot.tensors, snapshot.regions, self._pool, events)
         if versions is not None:
-            check_unchanged(versions)
-        buffers = list({id(slot.buffer): slot.buffer for slot in staged.slots}.values())
+            versions.check_unchanged()
         seconds = time.monotonic() - started
-        on_disk = sum(buffer.size for buffer in buffers if buffer.kind == "file")
-        logger.debug("staged %s (%s on disk) in %.3f s", format_size(staged.nbytes), format_size(on_disk), seconds)
-        state = StagedState(snapshot.fill(staged.tensors), buffers, self._pool)
-        event = Staged(bytes=staged.nbytes, disk_bytes=on_disk, seconds=seconds, stall_seconds=stall.seconds)
+        size = sum(buffer.size for buffer in staged.buffers)
+        on_disk = sum(buffer.size for buffer in staged.buffers if buffer.kind == "file")
+        logger.debug("staged %s (%s on disk) in %.3f s", format_size(size), format_size(on_disk), seconds)
+        state = StagedState(snapshot.fill(staged.tensors), staged, self._pool)
+        event = Staged(bytes=size, disk_bytes=on_disk, seconds=seconds, stall_seconds=stall.seconds)
         emit(event, self._on_event)
         return state
 
@@ -221,11 +219,10 @@ class _Stall:
         """Until now, if the call has not returned."""
         return (self._ended or time.monotonic()) - self._began
 
-    def end(self, turn: Turn | None) -> None:
-        """The call returns."""
+    def end(self) -> float:
+        """The call returns. Returns its seconds."""
         self._ended = time.monotonic()
-        if turn is not None:
-            turn.stall_seconds = self.seconds
+        return self.seconds
 
 
 def _carry_failure(work: Callable[[], Any], on_event: Listener | None) -> Any:
@@ -234,7 +231,7 @@ def _carry_failure(work: Callable[[], Any], on_event: Listener | None) -> Any:
         return work()
     except Exception as error:
         logger.debug("staging failed:", exc_info=True)
-        traceback.clear_frames(error.__traceback__)  # they hold a generation, and the error may be kept
+        without_tracebacks(error)  # their frames hold a generation, and the error may be kept
         if world_size() < 2:
             emit(SaveFailed(url=None, step=None, error=error), on_event)  # its writer will never be asked
             raise
@@ -246,6 +243,38 @@ def _log_failure(copying: Future[dict[str, Any]]) -> None:
     error = copying.exception()
     if error is not None:
         logger.error("the asynchronous save failed: its state could not be staged: %s: %s", type(error).__name__, error)
+
+
+class StagedBefore(AsyncStager):
+    """Hands a `dcp.async_save` the copy that was made for it, whatever state it is called with.
+
+    Args:
+        staged: what `S3Stager.stage_now` returned. Given away by the first `stage`.
+        stall_seconds: seconds for which the training waited for the copy.
+    """
+
+    _synchronize_after_execute = False
+
+    def __init__(self, staged: dict[str, Any], stall_seconds: float) -> None:
+        self._staged: dict[str, Any] | None = staged
+        self._stall_seconds = stall_seconds
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The copy."""
+        staged, self._staged = self._staged, None
+        if staged is None:
+            return state_dict
+        if isinstance(staged, StagedDict):
+            turn = draw_turn()
+            turn.stall_seconds = self._stall_seconds
+            turn.go_with(staged)
+        return staged
+
+    def synchronize_staging(self) -> None:
+        """The copy is complete."""
+
+    def close(self) -> None:
+        """Nothing is left to clean up: the copy belongs to the stager that made it."""
 
 
 def shared_stager(settings: Settings) -> S3Stager:

@@ -1,30 +1,41 @@
-"""Asynchronous saves that must not overlap, because their collectives would mix, take turns in the order of the calls.
+"""Asynchronous saves that must not overlap take turns in the order of their calls.
 
-If two saves of one process group overlap, one rank's plan of the first save meets another rank's plan of the second.
-DCP leaves it to its caller to avoid that. Here the later save waits until the earlier one has ended in this process.
+If two saves of one process group overlap, their collectives mix: one rank's plan of the first save meets another rank's
+plan of the second. DCP leaves it to its caller to avoid that. Here the later save waits until the earlier one has ended
+in this process. The order is that of the calls of `dcp.async_save`, which all ranks make alike, not that in which the
+threads of the saves get to run. So a turn is drawn when `stage` is called, and goes with the staged state: DCP takes
+that up in the thread of the save, which nothing else does, and torch ends that thread with the save.
 
-The order is that of the calls of `dcp.async_save`, which all ranks make alike. It is not that in which the threads of
-the saves get to run, which differs among ranks. So a turn is drawn when `stage` is called, and goes with the staged
-state.
+torch sends all saves by `AsyncCheckpointerType.PROCESS` through one pipe without a lock, and starts the process with a
+collective step. So such saves take turns, too, whatever their groups.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError, wait
 from typing import Any
 
+from dcp_s3 import ranks
 from dcp_s3.forking import reset_in_child
-from dcp_s3.torch_private import find_upload_future
+from dcp_s3.torch_private import has_checkpoint_process
+from dcp_s3.tracebacks import without_tracebacks
 
 logger = logging.getLogger(__name__)
 
+_PIPE = "the checkpoint process"
 _REPORT_SECONDS = 30.0
-_LOST_SECONDS = 600.0
+_LOOK_SECONDS = 0.05
+_LOST_SECONDS = 5.0
+"""In which a save whose state is staged begins. Otherwise `async_save` raised after it had staged, or the state was
+staged for something else."""
+_START_SECONDS = 120.0
+"""The same, where the save may have to start the checkpoint process first."""
 
 _turns: list[Turn] = []
 """The asynchronous saves under way, in order. Changed only by single operations, without a lock that a fork could leave
@@ -34,46 +45,101 @@ reset_in_child(_turns.clear)
 
 
 class Turn:
-    """The place of one asynchronous save among those of this process, as long as the save is under way."""
+    """The place of one asynchronous save among those of this process, as long as the save is under way.
 
-    def __init__(self) -> None:
+    Args:
+        caller: the thread that calls `stage`. None: the state was staged in another process.
+    """
+
+    def __init__(self, caller: threading.Thread | None = None) -> None:
         self.shared: Future[str | None] = Future()
         """What it shares with other saves. Not known before its thread says so."""
         self.ended: Future[None] = Future()
-        self.upload: Future[Any] | None = None
-        """The future of the save, from when its thread begins."""
+        self.begun = threading.Event()
         self.stall_seconds: float | None = None
-        """Seconds for which the training waited in `stage`; None if something other than dcp_s3 staged."""
+        """Seconds for which the training waited in `stage`; None: not known."""
+        self.told = False
+        """Whether its failure is logged."""
+        self.if_unfinished: Callable[[], object] | None = None
+        """Called if its thread ends as it is, because something other than dcp_s3 failed, or another rank."""
+        self._errors: list[BaseException] = []
+        self._staged_at: float | None = None
+        self._state: Any = lambda: None
+        self._caller = caller if caller is None else weakref.ref(caller)
         _turns.append(self)
 
     def go_with(self, state: StagedDict) -> None:
-        """``state`` is what is saved. If it is dropped before, the turn is over."""
+        """``state`` is what is saved, by DCP alone. If it is dropped, the turn is over."""
         state.turn = self
-        weakref.finalize(state, self.abandon).atexit = False
+        self._state, self._staged_at = weakref.ref(state), time.monotonic()
+        weakref.finalize(state, self.end).atexit = False
+
+    @property
+    def is_staged_only(self) -> bool:
+        """Whether its state is staged, and its save has not begun."""
+        return self._staged_at is not None and not self.begun.is_set()
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether something holds the state, as the save does."""
+        return self._state() is not None
 
     def begin(self) -> None:
-        """In the thread of the save: it has begun, and its turn ends with it. Elsewhere: do nothing."""
-        if self.upload is None and (future := find_upload_future()) is not None:
-            self.upload = future
-            future.add_done_callback(lambda _: self.end())
+        """The state is taken up: in the thread of its save, or by the thread that had it staged, for something else."""
+        if self._caller is not None and self._caller() is threading.current_thread():
+            self.end()
+        elif getattr(_thread, "running", None) is None or _thread.running.turn is not self:
+            _thread.running = _Running(self)
+            self.begun.set()
 
     def share(self, key: str) -> None:
         """Say what the save shares with others."""
         with contextlib.suppress(InvalidStateError):
             self.shared.set_result(key)
 
-    def abandon(self) -> None:
-        """End it if its save has never begun."""
-        if self.upload is None:
-            self.end()
+    def tell(self, error: BaseException) -> bool:
+        """Note a failure of the save. Returns whether it is the first one."""
+        first, self.told, self.if_unfinished = not self.told, True, None
+        self._errors.append(error)
+        return first
 
     def end(self) -> None:
         """Let the next save go on. May be called again."""
         for each in (self.shared, self.ended):
             with contextlib.suppress(InvalidStateError):
                 each.set_result(None)
+        self.begun.set()
         with contextlib.suppress(ValueError):
             _turns.remove(self)
+
+    def finish(self) -> None:
+        """The save has ended: whoever keeps its future or its error does not keep its memory."""
+        if self.if_unfinished is not None:
+            self.if_unfinished()
+            self.if_unfinished = None
+        for error in self._errors:
+            without_tracebacks(error)
+        self._errors.clear()
+        if (state := self._state()) is not None:
+            state.release()
+        self.end()
+
+    def is_lost(self, seconds: float) -> bool:
+        """Whether it was staged so long ago and has not begun."""
+        return self.is_staged_only and time.monotonic() - (self._staged_at or 0.0) > seconds
+
+
+class _Running:
+    """The save of a thread. It goes when the thread ends, or begins another save."""
+
+    def __init__(self, turn: Turn) -> None:
+        self.turn = turn
+
+    def __del__(self) -> None:
+        self.turn.finish()
+
+
+_thread: Any = threading.local()
 
 
 class StagedDict(dict[str, Any]):
@@ -82,7 +148,7 @@ class StagedDict(dict[str, Any]):
     turn: Turn | None = None
 
     def begin(self) -> None:
-        """In the thread of a save: the save begins. Elsewhere: do nothing."""
+        """The state is taken up, see `Turn.begin`."""
         if self.turn is not None:
             self.turn.begin()
 
@@ -91,6 +157,32 @@ class StagedDict(dict[str, Any]):
         self.begin()
         return super().items()
 
+    def release(self) -> None:
+        """The save has ended: let go of memory."""
+
+
+def draw_turn() -> Turn:
+    """A turn for the save for which `stage` is called.
+
+    Waits while an earlier save starts the checkpoint process: that takes a collective step, and a second save would
+    take part in it on those ranks only that do not see the process yet.
+    """
+    while ranks.is_initialized() and not has_checkpoint_process():
+        starting = [each for each in list(_turns) if each.is_staged_only]
+        if not starting:
+            break
+        for each in starting:
+            if each.is_lost(_START_SECONDS):
+                each.end()
+        starting[0].begun.wait(_LOOK_SECONDS)
+    return Turn(threading.current_thread())
+
+
+def current_turn() -> Turn | None:
+    """The turn of the asynchronous save of this thread; None if there is none."""
+    running = getattr(_thread, "running", None)
+    return running.turn if running is not None and running.turn.is_under_way else None
+
 
 def take_turn(key: str) -> None:
     """Wait for the asynchronous saves of this process that came earlier and share ``key``. May be called again.
@@ -98,48 +190,32 @@ def take_turn(key: str) -> None:
     Args:
         key: what the saves share: the name of a process group, or a URL.
     """
-    future = find_upload_future()
-    turns = list(_turns)
-    ours = None
-    if future is not None:
-        ours = next((each for each in turns if each.upload is future), None)
-        if ours is None:  # not staged by dcp_s3: it comes as its thread does
-            ours = Turn()
-            ours.begin()
-            turns = list(_turns)
+    ours, turns = current_turn(), list(_turns)
+    if ours is not None and ours in turns:
         ours.share(key)
         turns = turns[: turns.index(ours)]
-    wait_for(turns, key)
+    _wait_for(turns, key)
 
 
-def current_turn() -> Turn | None:
-    """The turn of the asynchronous save that calls this; None in a blocking one."""
-    future = find_upload_future()
-    return None if future is None else next((each for each in list(_turns) if each.upload is future), None)
+def take_turn_at_pipe() -> None:
+    """In the thread of a save, before its state is sent: wait for the answers to all earlier saves."""
+    take_turn(_PIPE)
 
 
-def find_turns(key: str) -> list[Turn]:
-    """The saves under way that share ``key`` for certain."""
-    return [each for each in list(_turns) if each.shared.done() and each.shared.result() == key]
-
-
-def wait_for(turns: Sequence[Turn], key: str) -> None:
-    """Wait until those of ``turns`` that share ``key`` have ended, and say so every 30 s."""
-    _wait([each.shared for each in turns], turns, key)
-    sharing = [each for each in turns if each.shared.result() == key]
-    _wait([each.ended for each in sharing], sharing, key)
-
-
-def _wait(futures: Sequence[Future[Any]], turns: Sequence[Turn], key: str) -> None:
-    started = time.monotonic()
-    while wait(futures, _REPORT_SECONDS).not_done:
-        waited = time.monotonic() - started
-        logger.warning(
-            "a save has waited %.0f s for an earlier one that shares %s with it. Remedy: wait for the future of a save "
-            "before the next one, or give each overlapping save its own process group",
-            waited,
-            key,
-        )
-        if waited > _LOST_SECONDS:  # async_save raised after it had staged, and its traceback keeps the state
-            for each in turns:
-                each.abandon()
+def _wait_for(turns: Sequence[Turn], key: str) -> None:
+    started = reported = time.monotonic()
+    for turn in turns:
+        while not turn.ended.done():
+            if turn.is_lost(_LOST_SECONDS) or (turn.shared.done() and turn.shared.result() != key):
+                break
+            awaited: Future[Any] = turn.ended if turn.shared.done() else turn.shared
+            wait([awaited], _LOOK_SECONDS)
+            if time.monotonic() - reported > _REPORT_SECONDS:
+                reported = time.monotonic()
+                logger.warning(
+                    "a save has waited %.0f s for an earlier one that shares %s with it. Remedy: wait for the future "
+                    "of a save before the next one, or give each a process group of its own, and its writer, too: "
+                    "S3StorageWriter(process_group=...)",
+                    reported - started,
+                    key,
+                )

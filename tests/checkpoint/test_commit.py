@@ -318,5 +318,5 @@ def test_damage_of_the_metadata_itself_is_noticed(memory_server: Any, root: str,
     for position in range(0, len(body), 97):
         damaged = body[:position] + bytes([body[position] ^ 4]) + body[position + 1 :]
         s3.put_object(Bucket=bucket, Key="run/.metadata", Body=damaged, Metadata=found["Metadata"])
-        with pytest.raises(errors.CorruptMetadataError, match="recorded was"):
+        with pytest.raises(errors.CorruptCheckpointError, match="recorded was"):
             S3StorageReader(root).read_metadata()

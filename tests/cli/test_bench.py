@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from dcp_s3.bench import run as running
+from dcp_s3 import bench
 from dcp_s3.cli.main import app
 from dcp_s3.s3.store import S3Store
 from dcp_s3.setting_values import MIN_PART_SIZE
@@ -87,7 +87,7 @@ def test_two_ranks_and_json(faulty: FaultyServer) -> None:
 
 
 def test_no_more_than_a_quarter_of_the_free_memory(faulty: FaultyServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(running, "measure_available", lambda: 4 * 2**20)
+    monkeypatch.setattr(bench, "measure_available", lambda: 4 * 2**20)
     result = run(URL, "--rounds", "1", "--json")
     assert "1.0 MiB per rank instead of 4.0 GiB: a quarter of the free memory" in result.stderr
     assert json.loads(result.stdout)["bytes_per_rank"] == 2**20
@@ -102,7 +102,7 @@ def test_the_disk_is_left_aside(faulty: FaultyServer, monkeypatch: pytest.Monkey
 
 
 def test_a_bucket_that_is_not_there_is_a_message(faulty: FaultyServer) -> None:
-    result = run(f"s3://{BUCKET}-not/run", status=1)
+    result = run(f"s3://{BUCKET}-not/run", "--size", "1MiB", status=1)
     assert result.stdout == ""
     assert result.stderr.startswith("dcp-s3: ")
     assert f"{BUCKET}-not" in result.stderr

@@ -167,13 +167,13 @@ def test_a_best_without_a_mode_says_so(root: str, word: str) -> None:
     text = " ".join(run("prune", root, word, "--dry-run", status=exits.USAGE).stderr.split())
     assert "min or max is missing" in text
     assert "metric =" not in text
-    with pytest.raises(dcp_s3.errors.PolicyError, match="best:2:val_loss:min"):
+    with pytest.raises(dcp_s3.errors.SettingsError, match="best:2:val_loss:min"):
         dcp_s3.parse_policy(word)
 
 
 def test_a_best_without_a_metric_says_so() -> None:
     for word in ("best:2:min", "best:2::max", "best:2:max:keep"):
-        with pytest.raises(dcp_s3.errors.PolicyError, match="metric is missing"):
+        with pytest.raises(dcp_s3.errors.SettingsError, match="metric is missing"):
             dcp_s3.parse_policy(word)
     assert str(dcp_s3.parse_policy("best:2:a:b:min")) == "best:2:a:b:min"
 

@@ -41,7 +41,7 @@ def filled(root: str, s3: Any, tmp_path: Path) -> str:
 def test_the_page_is_written_and_said(filled: str, tmp_path: Path) -> None:
     pytest.importorskip("bokeh", reason="the charts are drawn with bokeh: pip install 'dcp-s3[report]'")
     out = tmp_path / "page.html"
-    result = run(filled, "-o", out, "--policy", "latest:2 best:1:loss:min", "--budget", "1GiB")
+    result = run(filled, "-o", out, "--policy", "latest:2 best:1:loss:min")
     assert result.stdout == ""
     assert "7 checkpoints" in result.stderr
     text = out.read_text()
@@ -84,7 +84,7 @@ def test_an_empty_root_has_a_status_of_its_own(root: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("--policy", "latest"), ("--budget", "much"), ("--grace", "soon"), ("-o", "s3://bucket/page.html")],
+    [("--policy", "latest"), ("--grace", "soon"), ("-o", "s3://bucket/page.html")],
 )
 def test_wrong_usage_names_the_option(option: str, value: str, root: str) -> None:
     message = run(root, option, value, status=2).stderr
@@ -97,11 +97,9 @@ def test_the_policy_of_the_environment_is_in_force(filled: str, monkeypatch: pyt
     assert json.loads(run(filled, "--json", "--policy", "").stdout)["policy"] is None
 
 
-def test_the_function_takes_a_policy_object_and_a_size(filled: str) -> None:
-    found = reporting.report(filled, None, lambda infos, now: {infos[-1].name: ["mine"]}, budget="1GiB", grace="24h")
+def test_the_function_takes_a_policy_object(filled: str) -> None:
+    found = reporting.report(filled, None, lambda infos, now: {infos[-1].name: ["mine"]}, grace="24h")
     assert found.policy == "<lambda>"
-    assert found.forecast is not None
-    assert found.forecast.budget == 2**30
     assert found.newest is not None
     assert found.newest.name == "step-6"
-    assert found.stored >= sum(each.checkpoint.size or 0 for each in found.decisions)
+    assert found.stored >= sum(each.checkpoint.size or 0 for each in found.plan.decisions)

@@ -9,7 +9,6 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from dcp_s3.cli.checks import worst
 from dcp_s3.cli.main import app
 from tests.memory_s3 import Fault
 from tests.retention.making import delete, get, keys, put, save
@@ -116,13 +115,6 @@ def test_a_root_goes_on_after_one_that_can_not_be_read(root: str, s3: Any, memor
         assert "AccessDenied" in found[0]["error"]
     finally:
         memory_server.handle.fault = None
-
-
-def test_the_worst_status_wins() -> None:
-    assert worst([]) == 3
-    assert worst([0, 0]) == 0
-    assert worst([0, 1]) == 1
-    assert worst([1, 4, 0]) == 4
 
 
 def test_the_progress_bar_takes_nothing_that_goes_into_a_pipe(root: str, monkeypatch: pytest.MonkeyPatch) -> None:

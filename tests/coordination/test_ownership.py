@@ -44,13 +44,13 @@ Key = tuple[str, tuple[int, ...] | None]
 KIB = 2**10
 
 
+# --- simulated ranks -------------------------------------------------------------------------------------
+
+
 def holders_of(
-    item: WriteItem, value: Any, *, world: Sequence[int], rank: int, replicas: Any = None, meshes: Any = ()
+    item: Any, value: Any, *, world: Any, rank: int, replicas: Any = None, meshes: Any = ()
 ) -> tuple[int, ...]:
     return Holders(world, rank, replicas, meshes).find(item, value)
-
-
-# --- simulated ranks -------------------------------------------------------------------------------------
 
 
 def _clear_caches() -> None:

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from dcp_s3.demo.storage import BucketView
-from dcp_s3.demo.workers import TrainingProcesses, WorkerError
+from dcp_s3.demo.surroundings import BucketView, DemoError, TrainingProcesses
 from tests.servers import S3Server
 
 
@@ -56,7 +55,7 @@ def test_a_url_that_is_none_ends_the_demo_with_a_message_and_status_1() -> None:
 @pytest.mark.soak
 def test_a_worker_that_fails_is_reported_with_its_log(tmp_path: Path) -> None:
     failing = TrainingProcesses(1, ["--no-such-option"], logs=tmp_path / "logs")
-    with failing as workers, pytest.raises(WorkerError, match=r"(?s)rank 0 .* status 2.*--url"):
+    with failing as workers, pytest.raises(DemoError, match=r"(?s)rank 0 .* status 2.*--url"):
         _wait(workers)
 
 
@@ -68,7 +67,7 @@ def _wait(workers: TrainingProcesses) -> None:
 def test_leaving_the_workers_kills_them(tmp_path: Path) -> None:
     with TrainingProcesses(2, ["--url", "s3://bucket/run"], logs=tmp_path / "logs") as workers:
         assert workers.running()
-    with pytest.raises(WorkerError, match="status -9"):
+    with pytest.raises(DemoError, match="status -9"):
         workers.running()
 
 
@@ -87,8 +86,8 @@ def test_storage_tells_committed_interrupted_and_open_uploads_apart(
     found = BucketView(root).look()
     s3.abort_multipart_upload(**{name: upload[name] for name in ("Bucket", "Key", "UploadId")})
 
-    assert [(d.step, d.committed, d.objects, d.size, len(d.uploads)) for d in found] == [
-        (8, True, 1, 10, 0),
-        (16, False, 1, 5, 0),
-        (24, False, 0, 0, 1),
+    assert [(d.name, d.committed, d.objects, d.size, len(d.uploads)) for d in found] == [
+        ("step-00000008", True, 1, 10, 0),
+        ("step-00000016", False, 1, 5, 0),
+        ("step-00000024", False, 0, 0, 1),
     ]

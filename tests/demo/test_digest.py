@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from dcp_s3.demo.digest import state_digest
+from dcp_s3.demo.model import state_digest
 
 
 def _state() -> dict[str, Any]:

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from dcp_s3.demo.model import ModelConfig, Transformer
-from dcp_s3.demo.text import batch, standard_library_text
+from dcp_s3.demo.model import ModelConfig, Transformer, batch, standard_library_text
 from dcp_s3.demo.train import BATCH
 
 

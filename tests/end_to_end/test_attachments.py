@@ -155,7 +155,7 @@ def test_who_loses_the_race_leaves_nothing_that_is_read(faulty: FaultyServer) ->
         _save(URL, {"common.pt": b"loser", "loser.pt": b"loser"})
     reader = S3StorageReader(URL)
     assert (reader.attachments(), reader.attachment("common.pt")) == (["common.pt"], b"winner")
-    with pytest.raises(errors.AttachmentNotFoundError):
+    with pytest.raises(errors.EntryNotFoundError):
         reader.attachment("loser.pt")
     assert faulty.s3.read(BUCKET, "run/step-1/common.pt") == b"winner"
     assert "run/step-1/loser.pt" not in _keys(faulty)
@@ -165,7 +165,7 @@ def test_who_loses_the_race_leaves_nothing_that_is_read(faulty: FaultyServer) ->
 def test_only_what_is_attached_is_read(faulty: FaultyServer) -> None:
     _save(URL, {"common.pt": b"1"})
     S3Store(BUCKET, Settings()).put("run/step-1/notes.txt", b"the user's own")
-    with pytest.raises(errors.AttachmentNotFoundError, match=r"it has common\.pt"):
+    with pytest.raises(errors.EntryNotFoundError, match=r"it has common\.pt"):
         S3StorageReader(URL).attachment("notes.txt")
 
 
@@ -268,7 +268,7 @@ def test_one_that_is_not_there(faulty: FaultyServer) -> None:
     with pytest.raises(errors.CheckpointNotFoundError):
         S3StorageReader(URL).attachment("common.pt")
     _save(URL, {"common.pt": b"1"})
-    with pytest.raises(errors.AttachmentNotFoundError, match=r"no attachment 'common\.pth': it has common\.pt"):
+    with pytest.raises(errors.EntryNotFoundError, match=r"no attachment 'common\.pth': it has common\.pt"):
         S3StorageReader(URL).attachment("common.pth")
 
 
@@ -278,7 +278,7 @@ def test_of_another_library(faulty: FaultyServer, tmp_path: Path) -> None:
     upload(tmp_path / "stock", URL)
     assert S3StorageReader(URL).attachments() == []
     assert S3StorageReader(URL).attachment("common.pt") == b"stock"
-    with pytest.raises(errors.AttachmentNotFoundError, match="it has none"):
+    with pytest.raises(errors.EntryNotFoundError, match="it has none"):
         S3StorageReader(URL).attachment("metadata.json")
 
 
@@ -318,7 +318,7 @@ def test_it_spills(faulty: FaultyServer, tmp_path: Path) -> None:
     waiting = S3StorageReader(URL, include_uncommitted=True, settings=settings)
     assert waiting.attachments() == ["common.pt"]
     assert waiting.attachment("common.pt") == b"common"
-    with pytest.raises(errors.AttachmentNotFoundError):
+    with pytest.raises(errors.EntryNotFoundError):
         waiting.attachment("other")
     faulty.rule = lambda _: None
     writer.wait_committed(timeout=60)

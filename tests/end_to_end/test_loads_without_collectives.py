@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,6 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import Shard
 
 from dcp_s3 import S3StorageReader, S3StorageWriter
-from dcp_s3.load import host_metadata
 from tests.collectives import counted
 from tests.end_to_end.distributed import assert_same, distribute, random_values
 from tests.faulty import BUCKET, FaultyServer, serve
@@ -100,7 +98,6 @@ def _save(merge: bool) -> None:
 
 
 def _load_alone_and_together() -> None:
-    tempfile.tempdir = None
     state, names, number = _load(URL, no_dist=True)
     assert (names, number) == ([], 0)
     _check(state, 10)
@@ -118,8 +115,8 @@ def test_a_load_without_a_group_has_no_collective(recording: Recording, together
         run_ranks(2, _save, True)
     recording.requests.clear()
     run_ranks(2, _load_alone_and_together)
-    # Each rank of the first load, then one for the group. Nobody looks for __0.metadata, and nobody lists.
-    assert recording.gets() == [".metadata"] * 3
+    # Each rank of both loads. Nobody looks for __0.metadata, and nobody lists.
+    assert recording.gets() == [".metadata"] * 4
     assert recording.listings() == 0
 
 
@@ -163,22 +160,23 @@ def test_the_checkpoint_of_a_single_rank_is_everybodys(recording: Recording) -> 
 
 def _process(environment: dict[str, str], rank: int, tmp_path: Path, seconds: float) -> None:
     begin({**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}, tmp_path / f"{rank}.out")
-    tempfile.tempdir, host_metadata.SHARED_FROM = None, 100
-    state = {"plain": torch.zeros(5), "sharded": torch.zeros(7, 3), "step": -1}
+    state = {"own": torch.zeros(5), "step": -1}
     with counted() as found:
         dcp.load(state, storage_reader=S3StorageReader(URL))
     assert (found.names, found.number) == ([], 0)
-    assert_same("plain", state["plain"], random_values(10, 5))
-    assert_same("sharded", state["sharded"], random_values(10, 7, 3))
+    assert_same("own", state["own"], random_values(10 + rank, 5))
     (tmp_path / f"{rank}.json").write_text(json.dumps({"step": state["step"]}))
 
 
-@pytest.mark.parametrize("variable", ["WORLD_SIZE", "LOCAL_WORLD_SIZE"])
-def test_processes_of_a_host_fetch_once(recording: Recording, tmp_path: Path, variable: str) -> None:
-    run_ranks(2, _save, True)
-    recording.requests.clear()
-    environment = {**os.environ, variable: "3"}
-    processes = [new_process(_process, environment, rank, tmp_path, 0) for rank in range(3)]
+def _save_own() -> None:
+    writer = S3StorageWriter(URL, settings={"merge_ranks": False})
+    state = {"own": random_values(10 + dist.get_rank(), 5), "step": 10}
+    dcp.save(state, storage_writer=writer, use_collectives=False)
+
+
+def test_a_process_of_a_launcher_gets_its_own_checkpoint(recording: Recording, tmp_path: Path) -> None:
+    run_ranks(3, _save_own)
+    processes = [new_process(_process, {**os.environ, "WORLD_SIZE": "3"}, rank, tmp_path, 0) for rank in range(3)]
     with running(processes):
         until = time.monotonic() + 60
         for process in processes:
@@ -187,8 +185,3 @@ def test_processes_of_a_host_fetch_once(recording: Recording, tmp_path: Path, va
             (tmp_path / f"{rank}.out").read_text() for rank in range(3)
         ]
     assert [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(3)] == [{"step": 10}] * 3
-    starts = [each for each in recording.requests if each[2] == "bytes=0-99"]
-    rest = [each for each in recording.requests if each not in starts]
-    assert len(starts) == 3
-    assert [(operation, key) for operation, key, _ in rest] == [("GetObject", "run/.metadata")]
-    assert [path.name for path in tmp_path.glob("dcp_s3-*/*") if not path.name.startswith("lock-")] == []

@@ -155,7 +155,8 @@ def _save_in_group(url: str) -> None:
         "plain": meshes.full("plain", torch.empty(9, 4)),
         f"of_{merged.rank()}": merged.rank(),
     }
-    dcp.save(state, storage_writer=S3StorageWriter(url), process_group=members, use_collectives=False)
+    writer = S3StorageWriter(url, process_group=members)
+    dcp.save(state, storage_writer=writer, process_group=members, use_collectives=False)
     found = {"of_1": 0, "of_2": 0}
     dcp.load(found, storage_reader=S3StorageReader(url), process_group=members)
     assert found == {"of_1": 1, "of_2": 2}

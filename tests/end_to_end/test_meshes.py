@@ -38,7 +38,7 @@ def _save_and_load(root: str, saving: Mesh, use_collectives: bool) -> list[str]:
         fill(state)
         dcp.save(
             state,
-            storage_writer=S3StorageWriter(url),
+            storage_writer=S3StorageWriter(url, process_group=jobs[saving].group),
             process_group=jobs[saving].group,
             use_collectives=use_collectives,
         )

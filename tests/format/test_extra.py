@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_s3.checkpoint.info import CheckpointInfo
-from dcp_s3.errors import MetricsError
+from dcp_s3.errors import SettingsError
 from dcp_s3.format.control_files import MAX_EXTRA_BYTES, Manifest, check_extra
 
 _VALUES = st.recursive(
@@ -52,20 +52,20 @@ class _Level(IntEnum):
     ],
 )
 def test_what_json_does_not_have_is_refused_by_its_path(extra: Any, message: str) -> None:
-    with pytest.raises(MetricsError, match=message):
+    with pytest.raises(SettingsError, match=message):
         check_extra(extra)
 
 
 def test_it_is_small() -> None:
     assert check_extra({"text": "x" * (MAX_EXTRA_BYTES - 20)})
-    with pytest.raises(MetricsError, match=r"at most 65536 .*extra\['long'\]"):
+    with pytest.raises(SettingsError, match=r"at most 65536 .*extra\['long'\]"):
         check_extra({"short": 1, "long": "x" * MAX_EXTRA_BYTES})
 
 
 def test_nesting_ends_somewhere_also_of_what_holds_itself() -> None:
     extra: dict[str, Any] = {}
     extra["me"] = extra
-    with pytest.raises(MetricsError, match="more than 32 levels"):
+    with pytest.raises(SettingsError, match="more than 32 levels"):
         check_extra(extra)
 
 

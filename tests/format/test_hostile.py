@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItemType
 
-from dcp_s3.errors import CorruptMetadataError, UnsafeMetadataError
+from dcp_s3.errors import CorruptCheckpointError, UnsafeMetadataError
 from dcp_s3.format.allow_list import GLOBALS, PLAIN, Settler
 from dcp_s3.format.metadata import seal
 from dcp_s3.format.unpickling import MalformedPickleError
@@ -25,7 +25,7 @@ from tests import hostile
 from tests.hostile import call, decode_metadata, make_metadata, metadata_with, name, number, plain, stream, text
 from tests.mutations import mutated
 
-REFUSED = (CorruptMetadataError, UnsafeMetadataError)
+REFUSED = (CorruptCheckpointError, UnsafeMetadataError)
 
 
 def test_plain_values_get_through_the_corpus_s_own_tools() -> None:
@@ -47,7 +47,7 @@ def test_bombs(label: str) -> None:
     if label == "a range of 10**12":  # no memory of it is taken
         assert isinstance(decode_metadata(seal(data)), Metadata)
     else:
-        with pytest.raises(CorruptMetadataError, match="step-1"):
+        with pytest.raises(CorruptCheckpointError, match="step-1"):
             decode_metadata(data)
 
 
@@ -234,14 +234,14 @@ def test_chunks_outside_of_their_tensor(offsets: tuple[int, ...], sizes: tuple[i
     metadata = make_metadata()
     chunk = metadata.state_dict_metadata["w"].chunks[0]  # type: ignore[union-attr]
     chunk.offsets, chunk.sizes = torch.Size(offsets), torch.Size(sizes)
-    with pytest.raises(CorruptMetadataError, match="'w'"):
+    with pytest.raises(CorruptCheckpointError, match="'w'"):
         decode_metadata(pickle.dumps(metadata))
 
 
 def test_a_shape_that_no_memory_holds() -> None:
     metadata = make_metadata()
     metadata.state_dict_metadata["w"].size = torch.Size([2**40, 2**40])  # type: ignore[union-attr]
-    with pytest.raises(CorruptMetadataError, match="'w'"):
+    with pytest.raises(CorruptCheckpointError, match="'w'"):
         decode_metadata(pickle.dumps(metadata))
 
 
@@ -250,7 +250,7 @@ def test_impossible_ranges(offset: int, length: int) -> None:
     metadata = make_metadata()
     info = next(iter((metadata.storage_data or {}).values()))
     info.offset, info.length = offset, length
-    with pytest.raises(CorruptMetadataError, match="'w'"):
+    with pytest.raises(CorruptCheckpointError, match="'w'"):
         decode_metadata(pickle.dumps(metadata))
 
 
@@ -376,7 +376,7 @@ _META = name("torch.distributed.checkpoint.metadata", "StorageMeta")
     ],
 )
 def test_no_class_is_left_in_it_and_none_is_changed(opcodes: bytes) -> None:
-    with pytest.raises(CorruptMetadataError):
+    with pytest.raises(CorruptCheckpointError):
         decode_metadata(metadata_with(opcodes))
 
 
@@ -397,7 +397,7 @@ def test_attributes_that_newer_torch_may_add_are_kept_and_checked() -> None:
     assert [vars(each)["newer"] for each in seen] == [vars(each)["newer"] for each in owners]
     for owner in owners:
         vars(owner)["newer"] = torch.Size
-        with pytest.raises(CorruptMetadataError):
+        with pytest.raises(CorruptCheckpointError):
             decode_metadata(pickle.dumps(metadata))
         del vars(owner)["newer"]
 
@@ -409,7 +409,7 @@ def test_the_extension_registry_is_no_way_around() -> None:
             for cached in (False, True):
                 if cached:
                     assert pickle.loads(opcode + b".") is hostile.trip  # now in the cache
-                with pytest.raises(CorruptMetadataError, match="registry"):
+                with pytest.raises(CorruptCheckpointError, match="registry"):
                     decode_metadata(metadata_with(opcode + b")R"))
             decode_metadata(metadata_with(plain("\x82\x83\x84")))  # no opcodes
         finally:

@@ -52,7 +52,7 @@ def test_bombs_are_our_errors() -> None:
     *cases, summary = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(cases) == 2 * (len(hostile.METADATA_BOMBS) + len(hostile.ITEM_BOMBS) + len(HOSTILE))
     ours = (
-        "dcp_s3.errors.CorruptMetadataError",
+        "dcp_s3.errors.CorruptCheckpointError",
         "dcp_s3.errors.UnsafeMetadataError",
         "dcp_s3.errors.UnsafeItemError",
         "dcp_s3.errors.CorruptCheckpointError",

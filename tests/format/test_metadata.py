@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from dcp_s3.errors import CorruptMetadataError, UnsafeMetadataError
+from dcp_s3.errors import CorruptCheckpointError, UnsafeMetadataError
 from dcp_s3.format.blocks import Blocks, make_storage_info
 from dcp_s3.format.metadata import dump_metadata, load_metadata, seal
 
@@ -200,12 +200,12 @@ def test_objects_outside_of_the_checkpoint_are_refused(path: str) -> None:
 @pytest.mark.parametrize("cut", [0, 1, 10, 100, -1])
 def test_truncation_names_the_checkpoint(cut: int) -> None:
     data = dump_metadata(_metadata())
-    with pytest.raises(CorruptMetadataError, match="step-1"):
+    with pytest.raises(CorruptCheckpointError, match="step-1"):
         load_metadata(data[:cut], url=URL)
 
 
 def test_another_pickle_is_not_metadata() -> None:
-    with pytest.raises(CorruptMetadataError, match="dict"):
+    with pytest.raises(CorruptCheckpointError, match="dict"):
         load_metadata(pickle.dumps({"a": 1}), url=URL)
 
 
@@ -217,7 +217,7 @@ def test_the_garbage_collector_is_left_as_it_was(data: bytes, enabled: bool) -> 
     try:
         try:
             load_metadata(data, url=URL)
-        except CorruptMetadataError:
+        except CorruptCheckpointError:
             assert data == b"nothing"
         assert gc.isenabled() is enabled
     finally:

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItemType
 
-from dcp_s3.errors import CorruptMetadataError, UnsafeMetadataError
+from dcp_s3.errors import CorruptCheckpointError, UnsafeMetadataError
 from dcp_s3.format.metadata import dump_metadata, load_metadata, seal
 from tests.hostile import call, decode_metadata, metadata_with, name
 
@@ -67,7 +67,7 @@ def test_strides_are_kept_where_torch_has_them() -> None:
 
 @pytest.mark.parametrize("added", [torch.nn.Linear, (print,), {"a": (torch.Size,)}])
 def test_more_values_are_harmless(monkeypatch: pytest.MonkeyPatch, added: Any) -> None:
-    with pytest.raises((CorruptMetadataError, UnsafeMetadataError)):
+    with pytest.raises((CorruptCheckpointError, UnsafeMetadataError)):
         load_metadata(_metadata(monkeypatch, (*_STATE, added)), url="s3://bucket/step-1")
 
 

@@ -72,7 +72,7 @@ def test_what_the_pages_say_to_paste_saves(page: str) -> None:
 
 
 def test_a_policy_that_is_none_is_refused_before_anything_runs() -> None:
-    with pytest.raises(errors.PolicyError, match="'newest:3' is not a policy"):
+    with pytest.raises(errors.SettingsError, match="'newest:3' is not a policy"):
         config(retention="newest:3")
 
 
@@ -81,7 +81,7 @@ def test_what_cannot_be_done_is_refused(faulty: FaultyServer, tmp_path: Path) ->
 
 
 def refused(directory: Path) -> None:
-    with pytest.raises(errors.PolicyError, match=r"needs a folder on S3.*keep_latest_k"):
+    with pytest.raises(errors.SettingsError, match=r"needs a folder on S3.*keep_latest_k"):
         Trainer(config(folder="local", retention="latest:3"), steps=1)
     os.environ["DCP_S3_RETENTION"] = "newest:3"
     with pytest.raises(errors.SettingsError, match="DCP_S3_RETENTION = 'newest:3' is not allowed"):

@@ -404,7 +404,7 @@ def test_no_url_at_all_is_an_error_that_says_what_to_pass(s3_env: S3Server, memo
         with pytest.raises(CheckpointException) as caught:
             call()
         (cause, _) = caught.value.failures[0]
-        assert isinstance(cause, errors.MissingURLError), cause
+        assert isinstance(cause, errors.InvalidURLError), cause
         assert name in str(cause)
         assert "checkpoint_id=" in str(cause)
 

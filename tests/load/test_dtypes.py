@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
 from dcp_s3 import S3StorageReader, S3StorageWriter, errors
-from dcp_s3.load.dtypes import keeps_values
-from dcp_s3.load.placement import Buffer
+from dcp_s3.load.prepare import keeps_values
+from dcp_s3.load.transfer import Buffer
 from tests.end_to_end.states import DTYPES, assert_same, random_tensor
 from tests.end_to_end.test_bad_input import failure_of_load
 from tests.faulty import BUCKET, FaultyServer, serve
@@ -30,7 +30,7 @@ pytestmark = [
     pytest.mark.timeout(180),
 ]
 
-_LOGGER = "dcp_s3.load.dtypes"
+_LOGGER = "dcp_s3.load.prepare"
 SHAPES = [(), (7, 5), (300, 90)]
 
 
@@ -128,7 +128,7 @@ def test_a_strict_load_changes_nothing(memory_server: S3Server, root: str, other
     dcp.save({"a": torch.ones(3), "w": torch.ones(3)}, storage_writer=S3StorageWriter(root))
     target = {"a": torch.full((3,), 7.0), "w": torch.full((3,), 7.0, dtype=other)}
     error = failure_of_load(root, target, allow_dtype_cast=False)
-    assert isinstance(error, errors.DtypeMismatchError)
+    assert isinstance(error, errors.TensorMismatchError)
     assert error.fqn == "w"
     assert "allow_dtype_cast" in str(error)
     assert (target["a"] == 7).all()

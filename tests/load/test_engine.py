@@ -14,10 +14,9 @@ from dcp_s3 import errors
 from dcp_s3.checksum import crc64nvme
 from dcp_s3.format.blocks import Range
 from dcp_s3.limit import Cancelled, Deadline
-from dcp_s3.load.engine import Engine
+from dcp_s3.load.engine import Arrival, Engine
 from dcp_s3.load.plan import ReadRequest, plan_requests
 from dcp_s3.load.transfer import Transfer
-from dcp_s3.load.work import Arrival
 from tests.load.sources import URL, MemorySource
 
 DATA = bytes(range(256)) * 2048

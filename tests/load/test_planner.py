@@ -29,7 +29,6 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as ShardPlacement
 
 from dcp_s3 import S3LoadPlanner, S3StorageReader, S3StorageWriter, errors
-from dcp_s3.load import fast_items as read_items
 from dcp_s3.load import planner as load_planner
 from dcp_s3.load.overlaps import Box
 from tests.load.test_overlaps import chunkings, chunks, grid
@@ -205,7 +204,7 @@ def test_a_load_with_it(root: str, memory_server: S3Server) -> None:
 def test_shapes_that_differ() -> None:
     metadata = Metadata({"a.b": saved_as((2, 3), grid((2, 3), (1, 1)))})
     with pytest.raises(
-        errors.ShapeMismatchError, match=r"^Size mismatch between saved \(2, 3\) and current \(3, 2\) for a\.b\."
+        errors.TensorMismatchError, match=r"^Size mismatch between saved \(2, 3\) and current \(3, 2\) for a\.b\."
     ) as caught:
         make_plan(S3LoadPlanner(), {"a.b": torch.zeros(3, 2)}, metadata)
     assert caught.value.fqn == "a.b"
@@ -224,7 +223,7 @@ def test_missing_keys(flatten: bool) -> None:
 
 def test_the_first_error_is_torchs_first_error() -> None:
     metadata = Metadata({"x": saved_as((2,), grid((2,), (1,))), "other": BytesStorageMetadata()})
-    with pytest.raises(errors.ShapeMismatchError):
+    with pytest.raises(errors.TensorMismatchError):
         make_plan(S3LoadPlanner(), {"x": torch.zeros(3), "missing": torch.zeros(1)}, metadata)
 
 
@@ -316,11 +315,11 @@ def test_one_chunk_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_items_are_made_the_fast_way_with_this_torch() -> None:
-    assert read_items._FAST, "ReadItem or MetadataIndex changed: read_items.py falls back to their constructors"
+    assert load_planner._FAST, "ReadItem or MetadataIndex changed: load_planner.py falls back to their constructors"
 
 
 def test_items_made_by_torchs_constructors_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(read_items, "_FAST", False)
+    monkeypatch.setattr(load_planner, "_FAST", False)
     metadata = Metadata({"x": saved_as((40, 2), grid((40, 2), (20, 1)))})
     state = {"x": in_pieces((40, 2), grid((40, 2), (7, 2)))}
     assert len(assert_same_plan(state, metadata, flatten_sharded_tensors=False).items) > 20

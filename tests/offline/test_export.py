@@ -174,7 +174,7 @@ def test_attachments_become_files(root: str, place: Place) -> None:
     writer = dcp_s3.S3StorageWriter(f"{root}/y")
     writer.attach("model.safetensors", b"x")
     torch.distributed.checkpoint.save({"w": torch.ones(1)}, storage_writer=writer, no_dist=True)
-    with pytest.raises(errors.ExportError, match=r"attachment model\.safetensors"):
+    with pytest.raises(errors.WeightsError, match=r"attachment model\.safetensors"):
         dcp_s3.export(f"{root}/y", place.where, overwrite=True)
 
 
@@ -194,7 +194,7 @@ def test_an_attachment_does_not_replace_a_file(root: str, place: Place, name: st
     if name == "tokenizer" and place.where.startswith("s3://"):  # there it is no file in the way
         dcp_s3.export(f"{root}/x", place.where, overwrite=True)
         return
-    with pytest.raises(errors.ExportError, match="has a file where the attachment"):
+    with pytest.raises(errors.WeightsError, match="has a file where the attachment"):
         dcp_s3.export(f"{root}/x", place.where, overwrite=True)
     assert place.files() == sorted(["pytorch_model.bin", name])
     assert (place.fetch() / name).read_bytes() == b"mine"
@@ -219,17 +219,17 @@ def test_an_attachment_that_is_there_already_stays_if_the_export_fails(root: str
     ("arguments", "error", "message"),
     [
         ({"include": "modle.*"}, errors.EntryNotFoundError, r"no entry that matches 'modle\.\*'.*'model\.a'"),
-        ({"include": ["step"]}, errors.ExportError, "no tensor to export among 1 entries"),
-        ({"rename": {"modle": ""}}, errors.ExportError, r"'modle' matches no name.*'model\.[ab]'"),
-        ({"rename": {"[ab]$": "x"}}, errors.ExportError, r"'model\.a' and 'model\.b' would both be called 'model\.x'"),
-        ({"rename": {r"model\.a": "__metadata__"}}, errors.ExportError, "__metadata__"),
-        ({}, errors.ExportError, r"no dtype for 'odd', which is torch\.complex128"),
-        ({"dtype": "int8"}, errors.ExportError, "no floating-point type"),
-        ({"dtype": "float4_e2m1fn_x2"}, errors.ExportError, "no floating-point type"),
-        ({"dtype": "bf61"}, errors.ExportError, "'bf61' is no floating-point type: expected bf16"),
-        ({"max_shard_size": "5 apples"}, errors.ExportError, "max_shard_size = '5 apples'"),
-        ({"max_shard_size": 0}, errors.ExportError, "at least 1 byte"),
-        ({"format": "onnx"}, errors.ExportError, "expected 'safetensors' or 'torch'"),
+        ({"include": ["step"]}, errors.WeightsError, "no tensor to export among 1 entries"),
+        ({"rename": {"modle": ""}}, errors.WeightsError, r"'modle' matches no name.*'model\.[ab]'"),
+        ({"rename": {"[ab]$": "x"}}, errors.WeightsError, r"'model\.a' and 'model\.b' would both be called 'model\.x'"),
+        ({"rename": {r"model\.a": "__metadata__"}}, errors.WeightsError, "__metadata__"),
+        ({}, errors.WeightsError, r"no dtype for 'odd', which is torch\.complex128"),
+        ({"dtype": "int8"}, errors.WeightsError, "no floating-point type"),
+        ({"dtype": "float4_e2m1fn_x2"}, errors.WeightsError, "no floating-point type"),
+        ({"dtype": "bf61"}, errors.WeightsError, "'bf61' is no floating-point type: expected bf16"),
+        ({"max_shard_size": "5 apples"}, errors.WeightsError, "max_shard_size = '5 apples'"),
+        ({"max_shard_size": 0}, errors.WeightsError, "at least 1 byte"),
+        ({"format": "onnx"}, errors.WeightsError, "expected 'safetensors' or 'torch'"),
     ],
 )  # fmt: skip
 def test_nothing_is_written_if_it_cannot_be(
@@ -248,7 +248,7 @@ def test_what_is_there_is_replaced_only_if_told(root: str, place: Place) -> None
     dcp_s3.export(f"{root}/x", place.where, max_shard_size=400)
     before = place.files()
     assert len(before) == 3
-    with pytest.raises(errors.ExportError, match="is not empty"):
+    with pytest.raises(errors.WeightsError, match="is not empty"):
         dcp_s3.export(f"{root}/y", place.where)
     assert place.files() == before
     dcp_s3.export(f"{root}/y", place.where, overwrite=True)
@@ -267,7 +267,7 @@ def test_other_files_stay(root: str, tmp_path: Path) -> None:
 
 def test_a_checkpoint_is_no_destination(root: str) -> None:
     save({"a": torch.ones(2)}, f"{root}/x")
-    with pytest.raises(errors.ExportError, match="is a checkpoint"):
+    with pytest.raises(errors.WeightsError, match="is a checkpoint"):
         dcp_s3.export(f"{root}/x", f"{root}/x", overwrite=True)
     with pytest.raises(errors.CheckpointNotFoundError):
         dcp_s3.export(f"{root}/y", f"{root}/z")
@@ -276,7 +276,7 @@ def test_a_checkpoint_is_no_destination(root: str) -> None:
 def test_a_file_that_s3_cannot_take_is_refused(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(destination, "_MAX_PART", 1)
     save({"a": torch.ones(10_000)}, f"{root}/x")
-    with pytest.raises(errors.ExportError, match="a smaller max_shard_size"):
+    with pytest.raises(errors.WeightsError, match="a smaller max_shard_size"):
         dcp_s3.export(f"{root}/x", f"{root}/out")
 
 
@@ -296,7 +296,7 @@ def test_a_lease_keeps_prune_away(root: str, s3: Any, tmp_path: Path) -> None:
 def test_a_prefix_that_only_has_directories_is_not_empty(root: str, s3: Any) -> None:
     save({"a": torch.ones(2)}, f"{root}/x")
     put(s3, f"{root}/out/below", "file")
-    with pytest.raises(errors.ExportError, match=r"it has below\)"):
+    with pytest.raises(errors.WeightsError, match=r"it has below\)"):
         dcp_s3.export(f"{root}/x", f"{root}/out")
     dcp_s3.export(f"{root}/x", f"{root}/out", overwrite=True)
     assert sorted(keys(s3, f"{root}/out")) == ["below/file", "model.safetensors"]
@@ -375,7 +375,7 @@ def test_a_killed_export_shows_whole_files_only(root: str, place: Place) -> None
     shown = [name for name in place.files() if name.startswith("model")]
     assert shown == ["model-00001-of-00003.safetensors"]
     assert_same(place.tensors(), {"a": state["a"]})
-    with pytest.raises(errors.ExportError, match="is not empty"):
+    with pytest.raises(errors.WeightsError, match="is not empty"):
         dcp_s3.export(f"{root}/x", place.where)
     dcp_s3.export(f"{root}/x", place.where, overwrite=True)
     assert place.files() == ["model.safetensors"]  # nor what had begun

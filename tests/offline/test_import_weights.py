@@ -251,23 +251,23 @@ def _write_index(path: Path, places: dict[str, str]) -> None:
 )
 def test_what_cannot_be_imported(root: str, s3: Any, tmp_path: Path, name: str, make: Any, message: str) -> None:
     make(tmp_path / name)
-    with pytest.raises(errors.ImportSourceError, match=message):
+    with pytest.raises(errors.WeightsError, match=message):
         dcp_s3.import_weights(tmp_path, f"{root}/x")
     assert not keys(s3, f"{root}/x")
 
 
 def test_names_that_do_not_fit(root: str, s3: Any, tmp_path: Path) -> None:
     write(tmp_path / "a.safetensors", {"a": torch.ones(1), "b": torch.ones(1)})
-    with pytest.raises(errors.ImportSourceError, match="'a' and 'b' would both be called 'x'"):
+    with pytest.raises(errors.WeightsError, match="'a' and 'b' would both be called 'x'"):
         dcp_s3.import_weights(tmp_path, f"{root}/x", rename={"[ab]": "x"})
-    with pytest.raises(errors.ImportSourceError, match="'c' matches no name"):
+    with pytest.raises(errors.WeightsError, match="'c' matches no name"):
         dcp_s3.import_weights(tmp_path, f"{root}/x", rename={"c": "x"})
     write(tmp_path / "b.safetensors", {"a": torch.ones(1)})
-    with pytest.raises(errors.ImportSourceError, match="'a' is in two of the files"):
+    with pytest.raises(errors.WeightsError, match="'a' is in two of the files"):
         dcp_s3.import_weights(tmp_path, f"{root}/x")
-    with pytest.raises(errors.ImportSourceError, match="no file or directory"):
+    with pytest.raises(errors.WeightsError, match="no file or directory"):
         dcp_s3.import_weights(tmp_path / "none", f"{root}/x")
-    with pytest.raises(errors.ImportSourceError, match="has no weights"):
+    with pytest.raises(errors.WeightsError, match="has no weights"):
         dcp_s3.import_weights(f"{root}/none", f"{root}/x")
     assert not keys(s3, f"{root}/x")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from dcp_s3.checkpoint.info import CheckpointInfo, LeftoverObject
-from dcp_s3.reporting.data import ReportData, gather
+from dcp_s3.reporting.report import ReportData, gather
 from dcp_s3.retention.catalog import CatalogSnapshot
 from dcp_s3.retention.plan import OpenUpload
 from tests.retention.histories import DAY, NOW, info
@@ -39,8 +39,7 @@ def data_of(
     *,
     uploads: tuple[OpenUpload, ...] = (),
     leftovers: tuple[LeftoverObject, ...] = (),
-    budget: int | None = None,
 ) -> ReportData:
     """What a report of these checkpoints shows."""
     snapshot = CatalogSnapshot(ROOT, NOW, tuple(infos), uploads, leftovers, deep=True, requests=1)
-    return gather(snapshot, policy, grace=DAY, budget=budget)
+    return gather(snapshot, policy, grace=DAY)

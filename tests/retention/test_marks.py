@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dcp_s3 import CheckpointCatalog, CheckpointInfo, annotate, list_checkpoints, pin, unpin
-from dcp_s3.errors import BucketNotFoundError, CheckpointNotFoundError, MetricsError, PreconditionFailedError
+from dcp_s3.errors import BucketNotFoundError, CheckpointNotFoundError, PreconditionFailedError, SettingsError
 from dcp_s3.format.control_files import AddedMetrics
 from dcp_s3.format.layout import METRICS, PIN
 from dcp_s3.retention import marks
@@ -49,7 +49,7 @@ def test_nan_is_a_value(root: str, memory_server: S3Server) -> None:
     "metrics", [{}, {"loss": math.inf}, {"loss": None}, {"loss": [1]}, {"": 1}, {3: 1}, {"loss": 1j}, "loss=1"]
 )
 def test_what_can_not_be_stored_is_refused_before_any_request(metrics: Any) -> None:
-    with pytest.raises(MetricsError, match=r"expected a mapping|cannot be stored"):
+    with pytest.raises(SettingsError, match=r"expected a mapping|cannot be stored"):
         annotate("s3://bucket/run/step-1", metrics)
 
 

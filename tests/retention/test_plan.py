@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_s3.checkpoint.info import CheckpointInfo, age_order, in_grace
-from dcp_s3.errors import PolicyError
+from dcp_s3.errors import SettingsError
 from dcp_s3.retention.plan import LEASE_MARGIN, LeftoverObject, OpenUpload, Plan, make_plan
 from dcp_s3.retention.policy import KeepLatest, KeepSteps, Policy
 from tests.retention import histories as random
@@ -146,7 +146,7 @@ def test_deletions_that_were_cut_off_are_finished_unless_the_checkpoint_is_there
 
 
 def test_a_policy_that_fails_deletes_nothing() -> None:
-    with pytest.raises(PolicyError, match="nothing is deleted"):
+    with pytest.raises(SettingsError, match="nothing is deleted"):
         plan(info("step-1"), policy=lambda *_: 1 / 0)
 
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 
 from dcp_s3.checkpoint.info import CheckpointInfo, age_order
-from dcp_s3.errors import PolicyError, SettingsError
+from dcp_s3.errors import SettingsError
 from dcp_s3.retention.parse import parse_policy, policy_from_settings
 from dcp_s3.retention.policy import (
     KeepBest,
@@ -172,7 +172,7 @@ def test_nonsense_of_a_users_policy_is_an_error(answer: Any, said: str) -> None:
         return answer
 
     for policy in (mine, KeepLatest(1) | mine):
-        with pytest.raises(PolicyError, match=said) as caught:
+        with pytest.raises(SettingsError, match=said) as caught:
             run_policy(policy, steps(1, 2), NOW)
         assert "mine" in str(caught.value)
         assert "nothing is deleted" in str(caught.value)
@@ -185,7 +185,7 @@ def test_a_users_reasons_may_be_one_text_or_none() -> None:
 
 
 def test_what_is_no_function_is_refused() -> None:
-    with pytest.raises(PolicyError, match="latest:3"):
+    with pytest.raises(SettingsError, match="latest:3"):
         run_policy("latest:3", [], NOW)  # type: ignore[arg-type]
     with pytest.raises(TypeError):
         KeepLatest(1) | "latest:3"  # type: ignore[operator]
@@ -203,7 +203,7 @@ def test_what_is_no_function_is_refused() -> None:
     ],
 )  # fmt: skip
 def test_bad_arguments(make: Any) -> None:
-    with pytest.raises(PolicyError, match="expected"):
+    with pytest.raises(SettingsError, match="expected"):
         make()
 
 
@@ -244,7 +244,7 @@ def test_a_line_of_policies() -> None:
     ],
 )
 def test_a_bad_word_is_named_with_what_is_allowed(word: str, said: str) -> None:
-    with pytest.raises(PolicyError, match=said) as caught:
+    with pytest.raises(SettingsError, match=said) as caught:
         parse_policy(f"daily:7 {word}")
     assert repr(word) in str(caught.value)
 

@@ -12,7 +12,7 @@ import pytest
 
 from dcp_s3 import CheckpointCatalog, KeepLatest, annotate, apply_plan, latest, pin, prune, remove
 from dcp_s3.checkpoint.lease import DELETION_BEGINS
-from dcp_s3.errors import CheckpointDeletedError, CheckpointNotFoundError, CheckpointProtectedError, PolicyError
+from dcp_s3.errors import CheckpointDeletedError, CheckpointNotFoundError, CheckpointProtectedError, SettingsError
 from dcp_s3.format.layout import deletion_object, lease_object
 from dcp_s3.s3 import retry
 from dcp_s3.spill.drain import Drainer
@@ -234,9 +234,9 @@ def test_a_save_that_goes_on_within_the_grace_period_is_not_harmed(
 def test_a_grace_period_that_is_too_short_has_to_be_forced_and_costs_a_save_its_objects(
     faulty: FaultyServer, client: Any, clock: Clock
 ) -> None:
-    with pytest.raises(PolicyError, match="grace = '59m' is under 1 h"):
+    with pytest.raises(SettingsError, match="grace = '59m' is under 1 h"):
         prune(ROOT, grace="59m")
-    with pytest.raises(PolicyError, match="grace = 'soon', expected seconds"):
+    with pytest.raises(SettingsError, match="grace = 'soon', expected seconds"):
         prune(ROOT, grace="soon")
     delete(client, save(f"{ROOT}/step-1"), ".metadata")
     clock.now += 1
@@ -447,8 +447,7 @@ def test_a_spilled_save_that_waits_on_this_host_loses_nothing(
     faulty: FaultyServer, client: Any, clock: Clock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its objects are on S3 for two days already; its commit is not."""
-    for module in ("save", "waiting"):
-        monkeypatch.setattr(f"dcp_s3.save.{module}.drain_in_background", lambda *_, **__: None)
+    monkeypatch.setattr("dcp_s3.save.save.drain_in_background", lambda *_, **__: None)
     spilling = {"spill_dir": str(tmp_path), "durability": "local", "retry_attempts": 1}
     steps(1, 2)
     save(f"{ROOT}/step-3", settings=spilling)

@@ -10,7 +10,7 @@ import boto3
 import pytest
 
 from dcp_s3 import CheckpointCatalog, KeepLatest, KeepSteps, annotate, coroutines, pin
-from dcp_s3.errors import PolicyError, SettingsError
+from dcp_s3.errors import SettingsError
 from dcp_s3.format.layout import deletion_object, lease_object
 from dcp_s3.retention import catalog
 from dcp_s3.s3 import async_store, listing
@@ -352,7 +352,7 @@ def test_best_passes_over_what_can_not_be_loaded(client: Any) -> None:
     catalog = CheckpointCatalog(ROOT)
     found = [catalog.best("loss"), catalog.best("loss", "max"), catalog.best("acc")]
     assert [info and info.name for info in found] == ["step-3", "step-1", None]
-    with pytest.raises(PolicyError, match="'min' or 'max'"):
+    with pytest.raises(SettingsError, match="'min' or 'max'"):
         catalog.best("loss", "low")  # type: ignore[arg-type]
 
 

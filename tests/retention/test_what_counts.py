@@ -14,7 +14,7 @@ from dcp_s3 import CheckpointCatalog, parse_policy, prune, remove
 from dcp_s3.checkpoint.directory import Directory
 from dcp_s3.checkpoint.info import CheckpointInfo, from_rank_manifests, with_marks
 from dcp_s3.checkpoint.lease import _is_young
-from dcp_s3.errors import CheckpointProtectedError, PolicyError
+from dcp_s3.errors import CheckpointProtectedError, SettingsError
 from dcp_s3.format.control_files import Manifest
 from dcp_s3.format.layout import data_object, new_nonce, spread
 from dcp_s3.retention.plan import make_plan
@@ -193,5 +193,5 @@ def test_the_age_of_a_deletion_without_the_servers_time(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("word", ["within:48", "within:4.5", "within:7."])
 def test_within_needs_a_unit(word: str) -> None:
-    with pytest.raises(PolicyError, match="unit"):
+    with pytest.raises(SettingsError, match="unit"):
         parse_policy(word)

@@ -195,7 +195,7 @@ def _overlapping_saves(url: str) -> None:
         futures.append(
             dcp.async_save(
                 {"w": weights, "step": step, "rank": torch.tensor(dist.get_rank() + 10 * step)},
-                storage_writer=S3StorageWriter(f"{url}/{step}", max_objects=1),
+                storage_writer=S3StorageWriter(f"{url}/{step}", process_group=group, max_objects=1),
                 async_stager=stager,
                 planner=_WaitingPlanner(meet),
                 process_group=group,

@@ -177,11 +177,12 @@ def test_a_url_given_beforehand_is_that_of_an_asynchronous_save(root: str) -> No
 
 def _overlapping(url: str, own_groups: bool) -> None:
     rank = dist.get_rank()
-    writer = S3StorageWriter(overwrite=True)
     groups = [dist.new_group(backend="gloo") if own_groups else None for _ in range(2)]
+    one = S3StorageWriter(overwrite=True)
+    writers = [S3StorageWriter(overwrite=True, process_group=group) if own_groups else one for group in groups]
     planners = [_Planner(hold=True), _Planner(hold=own_groups)]
     futures = []
-    for step, (planner, group) in enumerate(zip(planners, groups, strict=True)):
+    for step, (planner, group, writer) in enumerate(zip(planners, groups, writers, strict=True)):
         futures.append(
             dcp.async_save(
                 {**_state(step), f"of_{rank}": torch.tensor(10 * step + rank)},

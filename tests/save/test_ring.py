@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from dcp_s3.save.ring import BLOCK_SIZE, PinnedRing, shared_ring
+from dcp_s3.save.items import BLOCK_SIZE, PinnedRing, shared_ring
 from dcp_s3.tensor_memory import iterate_bytes
 from tests.end_to_end.states import bits, random_tensor
 

@@ -44,7 +44,7 @@ def test_what_a_rank_alone_holds_is_asked_for_once(root: str) -> None:
 
 def _alone(root: str) -> None:
     if dist.get_rank() == 1:  # the other one makes no save
-        dcp.save(_names(), storage_writer=S3StorageWriter(root), no_dist=True, use_collectives=False)
+        dcp.save(_names(), storage_writer=S3StorageWriter(root), no_dist=True)
 
 
 @pytest.mark.servers("memory")
@@ -72,7 +72,7 @@ def _in_turn(root: str) -> None:
     for number in range(1, 4):
         for members, group in zip(groups, made, strict=True):
             if dist.get_rank() in members:
-                writer = S3StorageWriter(f"{root}/{len(members)}-{number}")
+                writer = S3StorageWriter(f"{root}/{len(members)}-{number}", process_group=group)
                 dcp.save(_names(), storage_writer=writer, process_group=group, use_collectives=False)
                 [history] = [
                     each for key, each in without_collectives._histories.items() if len(key[1]) == len(members)
@@ -104,3 +104,18 @@ def test_one_rank_is_not_taken_for_all_when_the_group_is_gone(root: str, use_col
     for text in run_ranks(2, _without_its_group, root, use_collectives):
         assert "before destroy_process_group()" in text
     assert latest(root) is None
+
+
+def _in_an_unknown_group(root: str) -> str:
+    group = dist.new_group([1, 2])
+    if dist.get_rank() == 0:
+        return ""
+    with pytest.raises(errors.SaveProtocolError) as caught:
+        dcp.save(_names(), storage_writer=S3StorageWriter(root), process_group=group, use_collectives=False)
+    return str(caught.value)
+
+
+@pytest.mark.servers("memory")
+def test_a_writer_that_does_not_know_its_group_says_so(root: str) -> None:
+    _, *texts = run_ranks(3, _in_an_unknown_group, root)
+    assert all("S3StorageWriter(url, process_group=...)" in text for text in texts)

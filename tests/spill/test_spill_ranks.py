@@ -19,7 +19,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from dcp_s3 import S3StorageReader, S3StorageWriter
 from dcp_s3.s3.store import S3Store
 from dcp_s3.save import save as save_module
-from dcp_s3.save import waiting as waiting_module
 from dcp_s3.settings import Settings
 from dcp_s3.spill.drain import Drainer, DrainReport
 from dcp_s3.spill.store import SpillStore
@@ -59,9 +58,8 @@ def _shard(seed: int = 0) -> dict[str, DTensor]:
 def _use(directories: list[str], *, drain: bool) -> None:
     os.environ["DCP_S3_SPILL_DIR"] = directories[dist.get_rank() % len(directories)]
     if not drain:  # the test does
-        for module in (save_module, waiting_module):
-            for name in ("drain_in_background", "wait_until_drained"):
-                setattr(module, name, lambda *_, **__: None)
+        for name in ("drain_in_background", "wait_until_drained"):
+            setattr(save_module, name, lambda *_, **__: None)
 
 
 def _save(directories: list[str], durability: str, drain: bool, options: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dcp_s3.stage.budget import measure_available, resolve_limit
+from dcp_s3.stage.buffers import measure_available, resolve_limit
 
 GIB = 2**30
 

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict_saver import _stateful_to_state_dict
 
 from dcp_s3 import S3Stager, S3StorageWriter
-from dcp_s3.errors import StagingError, StagingLimitError
-from dcp_s3.stage.failure import MARK, FailedStaging, raise_if_failed
+from dcp_s3.errors import StagingError
+from dcp_s3.stage.handover import MARK, FailedStaging, raise_if_failed
 from tests.ranks import run_ranks
 from tests.servers import S3Server
 
@@ -62,10 +62,10 @@ def test_whoever_pickles_or_copies_it_gets_the_cause() -> None:
 
 
 def test_it_crosses_to_another_process() -> None:
-    found = pickle.loads(bytes(ForkingPickler.dumps(FailedStaging(StagingLimitError("no room")))))
+    found = pickle.loads(bytes(ForkingPickler.dumps(FailedStaging(StagingError("no room")))))
     assert isinstance(found, FailedStaging)
-    assert isinstance(found.error, StagingLimitError)
-    with pytest.raises(StagingLimitError, match="no room"):
+    assert isinstance(found.error, StagingError)
+    with pytest.raises(StagingError, match="no room"):
         raise_if_failed(found)
 
 
@@ -103,7 +103,7 @@ def _fail_on_one_rank(path: str) -> None:
         with pytest.raises(CheckpointException) as failure:
             future.result(60)
         assert list(failure.value.failures) == [1]
-        assert isinstance(failure.value.failures[1][0], StagingLimitError)
+        assert isinstance(failure.value.failures[1][0], StagingError)
         stager.close()
 
 

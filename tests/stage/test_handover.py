@@ -96,7 +96,7 @@ def _state() -> dict[str, Any]:
 
 def _echo(state: dict[str, Any]) -> Any:
     """As bytes: nothing of torch's own handing over on the way back."""
-    assert type(state) is dict
+    assert isinstance(state, dict)
     file = io.BytesIO()
     torch.save(_plain(state), file)
     return file.getvalue()

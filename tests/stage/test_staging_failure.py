@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 from dcp_s3 import S3Stager, S3StorageReader, S3StorageWriter, errors
-from dcp_s3.errors import StagingError, StagingLimitError
+from dcp_s3.errors import StagingError
 from tests.faulty import BUCKET, FaultyServer, serve
 from tests.memory_s3 import Fault
 from tests.ranks import run_ranks
@@ -137,7 +137,7 @@ class _Case:
             self.words = "No space left on device" if name == "full disk" else "in the spill directory"
         elif name == "over budget":
             self.settings = {"staging_limit": "3MiB"}
-            self.error = StagingLimitError
+            self.error = StagingError
             self.good = _make_state(2, value=5.0)
             self.words = "DCP_S3_STAGING_LIMIT"
         elif name == "uncopyable":

@@ -287,7 +287,7 @@ def _save_three(url: str, directory: str, stager_name: str, kind: AsyncCheckpoin
                 job.change(step)
             answer: Any = dcp.async_save(
                 job.state(),
-                storage_writer=S3StorageWriter(f"{url}/{step}", settings={"part_size": "5MiB"}),
+                storage_writer=S3StorageWriter(f"{url}/{step}", process_group=group, settings={"part_size": "5MiB"}),
                 planner=_WaitingPlanner(_UntilFile(go)),
                 process_group=group,
                 async_checkpointer_type=kind,

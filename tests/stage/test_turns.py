@@ -15,7 +15,8 @@ from torch.distributed.checkpoint import _async_process_executor
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from dcp_s3 import S3Stager, S3StorageReader, S3StorageWriter
-from dcp_s3.stage.turns import StagedDict, Turn, take_turn
+from dcp_s3.stage import turns
+from dcp_s3.stage.turns import StagedDict, Turn, current_turn, take_turn
 from tests.ranks import run_ranks
 from tests.servers import S3Server
 
@@ -31,10 +32,13 @@ def _state(value: float) -> dict[str, Any]:
 def _save_delayed_then_at_once(urls: list[str], kind: AsyncCheckpointerType, delayed_rank: int) -> list[float]:
     """On one rank the first save can only begin after the second one's thread is there."""
     rank = dist.get_rank() if dist.is_initialized() else 0
+    if kind is AsyncCheckpointerType.PROCESS:  # which must be there before saves overlap
+        begun: Any = dcp.async_save(
+            _state(0.0), storage_writer=S3StorageWriter(urls[0], overwrite=True), async_checkpointer_type=kind
+        )
+        begun.result(_PATIENCE_SECONDS)
     first, second = (S3Stager(asynchronous=True, generations=1) for _ in range(2))
-    held: Any = first.stage(_state(0.0)) if rank == delayed_rank else None
-    if held is not None:
-        held.result(_PATIENCE_SECONDS)
+    held: Any = first.stage_now(_state(0.0)) if rank == delayed_rank else None
     uploads: list[Future[Any]] = []
     for value, url, stager in zip((1.0, 2.0), urls, (first, second), strict=True):
         answer: Any = dcp.async_save(
@@ -73,6 +77,7 @@ def test_ranks_whose_threads_come_in_different_orders_save_in_one_order(
 
 
 def _fail_to_start_then_save(url: str) -> None:
+    turns._START_SECONDS = 1.0
     process: Any = _async_process_executor._AsyncCheckpointProcess
     original = process.__init__
 
@@ -124,13 +129,50 @@ def test_a_turn_of_another_key_is_not_waited_for() -> None:
         turn.end()
 
 
-def test_a_save_that_was_never_begun_does_not_hold_the_others_up_forever(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_save_that_was_never_begun_does_not_hold_the_others_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """`dcp.async_save` may raise after it staged; its traceback keeps the state for as long as somebody keeps that."""
-    monkeypatch.setattr("dcp_s3.stage.turns._REPORT_SECONDS", 0.01)
     monkeypatch.setattr("dcp_s3.stage.turns._LOST_SECONDS", 0.05)
     turn, state = Turn(), StagedDict()
     turn.go_with(state)
     take_turn("key")
+    assert not turn.ended.done()
+
+
+def test_a_save_says_every_now_and_then_what_it_waits_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("dcp_s3.stage.turns._REPORT_SECONDS", 0.01)
+    turn = Turn()
+    waiting = threading.Thread(target=take_turn, args=("key",))
+    waiting.start()
+    waiting.join(0.3)
+    assert waiting.is_alive()
+    turn.end()
+    waiting.join(_PATIENCE_SECONDS)
     assert "an earlier one that shares key with it" in caplog.text
+
+
+def test_a_turn_ends_with_the_thread_of_its_save() -> None:
+    """Even if the error of the save, and with it its state, is kept."""
+    turn, state = Turn(threading.current_thread()), StagedDict(w=1)
+    turn.go_with(state)
+    seen: list[bool] = []
+
+    def save() -> None:
+        assert dict(state.items()) == {"w": 1}
+        seen.append(current_turn() is turn and not turn.ended.done())
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    thread.join()
+    assert seen == [True]
+    assert turn.ended.done()
+    assert current_turn() is None
+
+
+def test_a_state_that_its_own_thread_looks_at_is_not_that_of_an_asynchronous_save() -> None:
+    turn, state = Turn(threading.current_thread()), StagedDict()
+    turn.go_with(state)
+    state.items()
+    assert current_turn() is None
+    assert turn.ended.done()

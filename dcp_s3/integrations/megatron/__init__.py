@@ -15,6 +15,7 @@ import logging
 import os
 import threading
 import warnings
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -101,6 +102,7 @@ def _replacements(settings: SettingsLike) -> tuple[Callable[..., Any], ...]:
     )
     small = SmallFiles(settings)
     files = Files(small, lambda: import_package() if is_enabled() else None)
+    was_on_s3: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()  # by strategy, of its last save
 
     def make_writer(path: Any, *args: Any, use_msc: bool = False, **options: Any) -> Any:
         if not is_s3_url(path):
@@ -112,7 +114,13 @@ def _replacements(settings: SettingsLike) -> tuple[Callable[..., Any], ...]:
 
     @functools.wraps(stock_save)
     def async_save(strategy: Any, sharded_state_dict: Any, checkpoint_dir: str | os.PathLike[str]) -> Any:
-        if is_s3_url(checkpoint_dir) and dist.get_rank() == 0:
+        on_s3 = is_s3_url(checkpoint_dir)
+        if was_on_s3.get(strategy, on_s3) != on_s3:
+            # Megatron would reuse its plans, whose storage_data are the other writer's, and on rank 0 the metadata.
+            strategy.cached_central_plan = strategy.cached_local_plan = strategy.cached_global_metadata = None
+            strategy.validated_cache_reuse = False
+        was_on_s3[strategy] = on_s3
+        if on_s3 and dist.get_rank() == 0:
             # Megatron writes it after the commit. It belongs to what is committed: no load works without it.
             config = CheckpointingConfig(strategy.backend, strategy.version)
             small.hold(parse_url(checkpoint_dir), CONFIG_FNAME, json.dumps(asdict(config)).encode())

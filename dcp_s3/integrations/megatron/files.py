@@ -27,7 +27,7 @@ from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_read
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp_s3.errors import AttachmentNotFoundError, CheckpointNotFoundError, ObjectNotFoundError
+from dcp_s3.errors import CheckpointNotFoundError, EntryNotFoundError, ObjectNotFoundError
 from dcp_s3.load.reader import S3StorageReader
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import SettingsLike, resolve_settings
@@ -85,7 +85,7 @@ class SmallFiles:
             if name in _ATTACHED:
                 return S3StorageReader(str(directory), settings=self.settings).attachment(name)
             return self._store(directory).get(directory.key(name)).data
-        except (ObjectNotFoundError, CheckpointNotFoundError, AttachmentNotFoundError) as error:
+        except (ObjectNotFoundError, CheckpointNotFoundError, EntryNotFoundError) as error:
             raise FileNotFoundError(f"{parse_url(path)} is not there: {error}") from error
 
     def is_file(self, path: URLLike) -> bool:

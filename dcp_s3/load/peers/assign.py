@@ -367,7 +367,7 @@ def _tell(
         found = told[team_of[rank]].copy()
         for place, peers_of_piece in owned.get(rank, ()):
             found[place] = found[place]._replace(peers=peers_of_piece)
-        assignments.append(Assignment(len(items_of_rank), tuple(found)))
+        assignments.append(Assignment(tuple(items_of_rank), tuple(found)))
     return assignments
 
 

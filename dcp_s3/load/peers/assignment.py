@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,12 +16,59 @@ from dcp_s3.load.boxes import Box
 
 
 class Offer(NamedTuple):
-    """The offer to share, in the local plan of a rank that can."""
+    """What a rank says of itself in its local plan, so that the coordinator can tell which ranks may share."""
 
     rank: int
-    """Rank in the load's group."""
+    """Rank in the default group."""
+    shares: bool
+    """Whether it shares what it reads."""
+    checkpoint: int
+    """Hash of the URL of the checkpoint, and of its endpoint."""
+    version: int
+    """Hash of the metadata that it read."""
     world_size: int
-    """Number of ranks in the group."""
+    """Number of ranks of the default group; 0 if that cannot carry CPU tensors."""
+    given: int
+    """`hash_ranks` of the reader's ``process_group``; 0 if there is none, or if it cannot carry CPU tensors."""
+
+
+def hash_text(text: str) -> int:
+    """63 bits of a hash, the same in every process and never 0."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1 | 1
+
+
+def hash_ranks(ranks: Sequence[int]) -> int:
+    """63 bits that say which ranks, in this order."""
+    return hash_text(",".join(map(str, ranks)))
+
+
+def choose_group(offers: Sequence[Offer]) -> tuple[str, str]:
+    """In which process group the ranks with these offers, in order, can exchange data.
+
+    Returns:
+        ``given`` (the readers' own) or ``default``, and nothing; or nothing, and the reason.
+    """
+    first = offers[0]
+    if not all(offer.shares for offer in offers):
+        return "", "not all ranks share (load_sharing=)"
+    if any(offer.checkpoint != first.checkpoint for offer in offers):
+        return "", "not all ranks load it"
+    ranks = [offer.rank for offer in offers]
+    expected = hash_ranks(ranks)
+    if all(offer.given == expected for offer in offers):
+        return "given", ""
+    if ranks == list(range(first.world_size)) and all(offer.world_size == len(ranks) for offer in offers):
+        return "default", ""
+    if not all(offer.world_size for offer in offers):
+        return "", (
+            "the default process group has no gloo for CPU tensors. To read what several ranks need once: "
+            'init_process_group("cpu:gloo,cuda:nccl"), which async_save needs as well, or give S3StorageReader a '
+            "process_group with gloo"
+        )
+    return "", (
+        f"{len(ranks)} ranks load it, which are not all ranks of the job. To read what several of them need once: "
+        "S3StorageReader(process_group=...) with the group that dcp.load is given"
+    )
 
 
 class StoredChunk(NamedTuple):
@@ -90,19 +138,18 @@ class SharedPiece(NamedTuple):
 class Assignment(NamedTuple):
     """One rank's work on shared pieces."""
 
-    item_count: int
-    """Number of items in the rank's plan."""
+    items: tuple[ReadItem, ...]
+    """The items of the plan that was shared out: a planner may change it afterwards."""
     pieces: tuple[SharedPiece, ...]
     """Pieces that the rank fetches or needs, in order of their numbers."""
+    group: str = "default"
+    """The process group to exchange them in, see `choose_group`."""
+    tag: int = 0
+    """The first tag of messages, another one for each load."""
 
     def shared_items(self) -> set[int]:
         """Numbers of the items that arrive in pieces, and only so."""
         return {number for piece in self.pieces for part in piece.parts for number in part.items}
-
-
-def all_offered(offers: Sequence[object]) -> bool:
-    """Whether these are the offers of all ranks of a group, in order of ranks."""
-    return all(isinstance(o, Offer) and o == (rank, len(offers)) for rank, o in enumerate(offers))
 
 
 def find_stored(metadata: Metadata, index: MetadataIndex, kind: LoadItemType) -> StoredChunk | None:

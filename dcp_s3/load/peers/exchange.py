@@ -1,15 +1,16 @@
 """Pieces on their way between the ranks of a load: fetched by their owners, sent to the others.
 
-Every rank goes through the pieces in the order of their numbers: one thread sends the pieces that the rank owns, one
-receives the others. Each has bounded memory of its own. There is no deadlock: consider the smallest piece that is not
-done. Its owner has sent all that it owns before it, so the memory to fetch it is free, and it is sent next; its
-receivers have received all before it, so they receive it next.
+The ranks greet each other first, with a time limit: a rank that failed before does not come. From then on every rank
+goes through the pieces in the order of their numbers to the end, whatever fails: instead of what it has not sent yet it
+sends the cause, and it drops what it still receives. So nobody waits for it.
 
-A rank that fails still goes through its schedule to the end, so that nobody waits for it. Instead of what it has not
-sent yet it sends the cause, and it drops what it still receives. A rank that is told of a failure fails too.
+One thread sends the pieces that the rank owns, one receives the others, each within bounded memory of its own. There is
+no deadlock: consider the smallest piece that is not done. Its owner has sent all that it owns before it, so the memory
+to fetch it is free, and it is sent next; its receivers have received all before it, so they receive it next.
 
-No wait here has a timeout of its own: when one runs out, gloo closes the group's connections, and the caller could
-not load anything else with the group. The group's own timeout applies.
+When a timeout of gloo runs out, it closes the group's connections, and the caller could not load anything else with the
+group. So greetings are looked for rather than waited for. The thread that handles signals takes no lock here, which a
+signal might leave locked.
 """
 
 from __future__ import annotations
@@ -17,80 +18,46 @@ from __future__ import annotations
 import collections
 import logging
 import queue
+import struct
 import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from typing import Any, NamedTuple, Protocol
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent import futures
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from dcp_s3 import errors
 from dcp_s3.limit import Cancelled, Deadline
-from dcp_s3.load.peers.exchange_header import HEADER_BYTES, pack_header, unpack_header
-from dcp_s3.load.peers.interrupts import Latch, wait_through
+from dcp_s3.load.peers.assignment import Assignment
+from dcp_s3.load.peers.shared_pieces import OwnedPiece, ReceivedPiece
+from dcp_s3.tensor_memory import view_bytes
 from dcp_s3.workers import Workers
 
 logger = logging.getLogger(__name__)
 
-# gloo tells messages apart by sender and tag. Each piece has two tags.
-_FIRST_TAG = 1 << 29
+PATIENCE = 300.0
+"""Seconds for which a rank waits for the others to begin to read."""
+
+FIRST_TAG = 1 << 29
+"""Tags of messages are this or greater: those of other users of a process group are small."""
+TAGS = 5
+"""Tags of one load. gloo tells messages apart by sender and tag, and keeps their order."""
+
+_GREETING, _VERDICT, _HEADER, _PAYLOAD, _PROBE = range(TAGS)
+_LOOKS_EVERY = 0.002
+_PROBES_EVERY = 2.0
+
 _HEADERS_AHEAD = 32
 _PAYLOADS_AHEAD = 4
 _POSTED = 64
 
+_HEADER_BYTES = 512
+_HEADER_STRUCT = struct.Struct("<BiQQH")  # outcome, rank that failed; bytes and CRC-64/NVME that follow; bytes of text
+_FOLLOWS, _DECLINED, _FAILED = 1, 2, 3  # never 0
 
-class Outgoing(Protocol):
-    """A piece that this rank owns.
-
-    Attributes:
-        number: number of the piece.
-        nbytes: bytes of memory that it takes while in flight.
-        peers: ranks in the group that receive bytes of it.
-    """
-
-    @property
-    def number(self) -> int: ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-    @property
-    def peers(self) -> Sequence[int]: ...
-
-    def fetch(self) -> None:
-        """Fetch and verify the piece. Called on any thread."""
-
-    def message(self, peer: int) -> tuple[torch.Tensor, int]:
-        """The message for ``peer`` (uint8 in CPU memory, not empty), and the CRC-64/NVME of its sections."""
-
-    def sent(self) -> None:
-        """Note that nobody needs the piece's memory any more."""
-
-
-class Incoming(Protocol):
-    """A piece that another rank owns.
-
-    Attributes:
-        number: number of the piece.
-        nbytes: bytes of the message, at least 1.
-        owner: rank of the owner in the group.
-    """
-
-    @property
-    def number(self) -> int: ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-    @property
-    def owner(self) -> int: ...
-
-    def buffer(self) -> torch.Tensor:
-        """Memory to receive the message in: ``nbytes`` of uint8 on the CPU."""
-
-    def received(self, crc: int) -> None:
-        """Take the message that has arrived; ``crc`` is the checksum that its owner sent."""
+_unanswered: list[Any] = []  # messages to ranks that did not come: gloo may use their memory at any time
 
 
 class _Failure(NamedTuple):
@@ -99,276 +66,317 @@ class _Failure(NamedTuple):
     text: str
 
 
+class _Prepared(NamedTuple):
+    """What to send and to receive, by the numbers of the pieces."""
+
+    outgoing: Mapping[int, OwnedPiece]
+    incoming: Mapping[int, ReceivedPiece]
+    threads: int
+    memory: int
+
+
 class _PendingSend(NamedTuple):
-    piece: Outgoing
+    piece: OwnedPiece | None
     nbytes: int
     works: list[tuple[int, Any]]
     kept: list[torch.Tensor]
-    whole: bool
 
 
 class _PendingReceive(NamedTuple):
-    piece: Incoming
+    piece: ReceivedPiece | None
+    nbytes: int
     crc: int
     buffer: torch.Tensor
+    owner: int
     work: Any
 
 
 class Exchange:
-    """One rank's part of an exchange: `prepare`, then either `abandon`, or `start` and `join`.
+    """One rank's part of an exchange: `start`, then `provide`, `decline` or `fail`, then wait for ``on_end``.
 
-    Args:
-        group: process group with gloo for CPU tensors.
-        rank: rank of this process in the group.
-        outgoing: pieces that this rank owns, in order.
-        incoming: pieces that this rank receives, in order.
-        url: URL of the checkpoint, for errors.
-        threads: number of threads that fetch.
-        memory: bytes of pieces in flight: half for pieces being fetched or sent, an eighth for pieces being received.
-            One piece is always allowed.
-        on_failure: called once, from any thread, when anything fails, here or elsewhere.
-        on_end: called when this rank is done with all pieces.
-        deadline: deadline of the load.
+    The group has gloo for CPU tensors, and the ranks of the assignment. ``on_failure`` is called from any thread when
+    anything fails, here or elsewhere; ``on_end`` once, when this rank is done with all pieces.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup,
-        rank: int,
-        outgoing: Sequence[Outgoing],
-        incoming: Sequence[Incoming],
+        assignment: Assignment,
         *,
         url: str,
-        threads: int,
-        memory: int,
         on_failure: Callable[[], None] = lambda: None,
         on_end: Callable[[], None] = lambda: None,
         deadline: Deadline | None = None,
     ) -> None:
-        self._group, self._rank, self._url = group, rank, url
-        self._outgoing, self._incoming = outgoing, incoming
-        self._send_bytes, self._receive_bytes = memory // 2, memory // 8
-        self._on_failure, self._on_end = on_failure, on_end
-        self._deadline = deadline
-        self._changed = threading.Condition()
+        self._group, self._rank, self._url, self._tag = group, dist.get_rank(group), url, assignment.tag
+        pieces, me = assignment.pieces, self._rank
+        self._owned = [(piece.number, [peer.rank for peer in piece.peers]) for piece in pieces if piece.owner == me]
+        self._received = [(piece.number, piece.owner) for piece in pieces if piece.owner != me]
+        receivers = {rank for _, ranks in self._owned for rank in ranks}
+        self._peers = sorted(receivers | {owner for _, owner in self._received})
+        self._on_failure, self._on_end, self._deadline = on_failure, on_end, deadline
         self._failure: _Failure | None = None
+        self.error: BaseException | None = None
+        """The first failure."""
         self._lost: set[int] = set()
-        self._count = min(threads, len(outgoing))
-        self._pool: Workers | None = None
-        self._dropped = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._running = 2
-        self._begun, self._abandoned, self._ended = threading.Event(), False, Latch()
-        self._interrupts: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
-
-    def prepare(self) -> None:
-        """Acquire threads and memory; without them the peers would wait forever."""
-        # Untouched, so only addresses, unless something fails.
-        size = max((piece.nbytes for piece in self._incoming), default=0)
-        self._dropped = torch.empty(size, dtype=torch.uint8, device="cpu")
-        self._pool = Workers(self._count, "dcp_s3-fetch")
-        for name, function in {"send": self._send_all, "receive": self._receive_all}.items():
-            threading.Thread(target=self._guard, args=(function,), name=f"dcp_s3-{name}").start()
-        threading.Thread(target=self._take_interrupts, name="dcp_s3-interrupts").start()
-
-    def abandon(self) -> None:
-        """Undo `prepare`; nothing is sent or received."""
-        self._abandoned = True
-        self._begun.set()
-        self._interrupts.put(None)
-        if self._pool is not None:
-            self._pool.close()
+        self._declined = self._is_on = False
+        self._greetings: list[tuple[int, torch.Tensor, Any]] = []
+        self._provided: queue.SimpleQueue[_Prepared | None] = queue.SimpleQueue()
+        self.is_incomplete = False
+        """Whether another rank declined to send its pieces."""
 
     def start(self) -> None:
-        """Start sending and receiving. `join` must follow."""
-        self._begun.set()
+        """Greet the peers. From now on they count on this rank, unless this raises because no thread is left."""
+        threading.Thread(target=self._run, name="dcp_s3-send").start()
 
-    def join(self) -> None:
-        """Wait until this rank is done with all pieces, failed or not. An interrupted wait is a failure."""
-        wait_through(self._ended, self._interrupts.put)
-        while not self._interrupts.empty() and (late := self._interrupts.get()) is not None:
-            self.fail(late)
+    def provide(
+        self, outgoing: Mapping[int, OwnedPiece], incoming: Mapping[int, ReceivedPiece], *, threads: int, memory: int
+    ) -> None:
+        """Begin to send and receive pieces, by their numbers, fetching them on so many threads.
 
-    def interrupt(self, error: BaseException) -> None:
-        """`fail`, for the thread that handles signals: locks nothing, which the next signal would leave locked."""
-        self._interrupts.put(error)
+        ``memory`` is for bytes in flight: half for pieces being fetched or sent, an eighth for pieces being received.
+        One piece is always allowed.
+        """
+        self._provided.put(_Prepared(outgoing, incoming, threads, memory))
+
+    def decline(self) -> None:
+        """Send nothing, instead of `provide`: the peers read for themselves what this rank would have sent."""
+        self._declined = True
+        self._provided.put(None)
 
     def fail(self, error: BaseException) -> None:
-        """Send no more, and tell the peers why. Only the first failure counts."""
+        """Send no more, and tell the peers why. Only the first failure counts. Safe to call at any time."""
         try:
             text = f"{type(error).__name__}: {error}"
         except Exception:  # noqa: BLE001 - its __str__ raises
             text = type(error).__name__
         self._fail(_Failure(error, self._rank, text))
 
-    @property
-    def error(self) -> BaseException | None:
-        """The first failure, None without."""
-        return None if self._failure is None else self._failure.error
-
     def _fail(self, failure: _Failure) -> None:
-        with self._changed:
-            if self._failure is not None:
-                return
-            self._failure = failure
-            self._changed.notify_all()
-        self._on_failure()
-
-    def _take_interrupts(self) -> None:
-        while (error := self._interrupts.get()) is not None:
-            try:
-                self.fail(error)
-            except Exception:  # the failure stands; nobody may take the exchange for ended
-                logger.exception("a load was not cancelled at once")
-        self._ended.set()
-
-    def _guard(self, function: Callable[[], None]) -> None:
-        self._begun.wait()
-        if self._abandoned:
+        if self._failure is not None:
             return
+        self.error, self._failure = failure.error, failure
+        self._provided.put(None)
         try:
-            function()
+            self._on_failure()
+        except Exception:  # the failure stands; nobody may take the exchange for ended
+            logger.exception("a load was not cancelled at once")
+
+    def _lose(self, peer: int, why: str, remedy: str) -> None:
+        if peer not in self._lost:
+            # DCP's own collective may fail next, and hide what is raised here.
+            logger.warning("rank %d, with which this one loads %s, is lost: %s", peer, self._url, why)
+        self._lost.add(peer)
+        lost = errors.PeerReadError(f"{self._url} was not loaded: {why}. Remedy: {remedy}", url=self._url, rank=peer)
+        self._fail(_Failure(lost, peer, why))
+
+    # --- the exchange -----------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            self._guard(self._greet)
+            if self._is_on:
+                self._send_and_receive(self._provided.get())
+            if self._failure is None:
+                for peer, _, work in self._greetings:
+                    self._wait(work, peer)
+            else:
+                _unanswered.extend(self._greetings)
+        finally:
+            self._on_end()
+
+    def _send_and_receive(self, prepared: _Prepared | None) -> None:
+        receiver = threading.Thread(target=self._guard, args=(self._receive_all, prepared), name="dcp_s3-receive")
+        try:
+            receiver.start()
+        except RuntimeError as error:  # no thread is left
+            self.fail(error)
+            self._guard(self._send_all, None)
+            self._guard(self._receive_all, None)
+        else:
+            self._guard(self._send_all, prepared)
+            receiver.join()
+
+    def _guard(self, function: Callable[..., None], *arguments: Any) -> None:
+        try:
+            function(*arguments)
         except BaseException as error:  # noqa: BLE001 - the caller's thread raises it
             self.fail(error)
-        finally:
-            with self._changed:
-                self._running -= 1
-                last = self._running == 0
-            if last:
-                try:
-                    self._on_end()
-                finally:
-                    self._interrupts.put(None)
+
+    def _greet(self) -> None:
+        """Begin, if all peers are there: each says that it is, and then whether it has met all of its own.
+
+        A rank that has said yes twice goes through the schedule. Peers that said no are lost.
+        """
+        began = time.monotonic()
+        patience = PATIENCE if self._deadline is None else min(PATIENCE, self._deadline.left)
+        here = self._exchange_greetings(_GREETING, began + patience)
+        for peer in self._peers:
+            if peer not in here and self._failure is None:
+                self._lose(
+                    peer,
+                    f"rank {peer} did not begin to read within {patience:.0f} s",
+                    "see what it says; or its planner's finish_plan dropped the plan's storage_data",
+                )
+        if self._failure is not None:
+            self._tell(self._refusal(), _VERDICT)
+            return
+        self._is_on = True
+        verdicts = self._exchange_greetings(_VERDICT, began + 2 * patience)
+        for peer in self._peers:
+            outcome, rank, _, _, text = verdicts.get(peer, (_FAILED, peer, 0, 0, f"no sign for {patience:.0f} s"))
+            if outcome != _FOLLOWS:
+                self._lost.add(peer)
+                self._fail_as(rank, text)
+
+    def _exchange_greetings(self, kind: int, until: float) -> dict[int, tuple[int, int, int, int, str]]:
+        """Greet the peers; returns what each has answered by then, or until a failure of this rank's first greeting."""
+        answers = {peer: torch.zeros(_HEADER_BYTES, dtype=torch.uint8, device="cpu") for peer in self._peers}
+        waiting = {peer: self._receive(answer, peer, kind) for peer, answer in answers.items()}
+        self._tell(_pack(_FOLLOWS, self._rank, 0, 0, ""), kind)
+        found, probed = {}, time.monotonic()
+        while waiting.keys() - self._lost and time.monotonic() < until:
+            if self._failure is not None and kind == _GREETING:
+                break
+            for peer, work in list(waiting.items()):
+                if int(answers[peer][0]):
+                    del waiting[peer]
+                    if self._wait(work, peer):
+                        found[peer] = _unpack(answers[peer])
+            if waiting and time.monotonic() - probed > _PROBES_EVERY:
+                probed = time.monotonic()  # one that was killed is found out by sending to it
+                self._tell(_pack(_FAILED, self._rank, 0, 0, ""), _PROBE, waiting)
+            if waiting:
+                time.sleep(_LOOKS_EVERY)
+        _unanswered.extend((answers[peer], work) for peer, work in waiting.items())
+        return found
+
+    def _tell(self, message: torch.Tensor, kind: int, peers: Iterable[int] | None = None) -> None:
+        for peer in self._peers if peers is None else peers:
+            work = self._send(message, peer, kind)
+            (_unanswered if kind == _PROBE else self._greetings).append((peer, message, work))
+
+    def _fail_as(self, rank: int, text: str) -> None:
+        """Fail because ``rank`` did."""
+        told = f"rank {rank} of the load failed to read {self._url}: {text}"
+        self._fail(_Failure(errors.PeerReadError(told, url=self._url, rank=rank), rank, text))
 
     # --- gloo -------------------------------------------------------------------------------------------
 
     def _wait(self, work: Any, peer: int) -> bool:
-        """Whether the transfer is done; False if the connection to ``peer`` is lost."""
+        """Whether the transfer is done; False if ``peer`` is lost."""
         if work is None:
             return False
         try:
             work.wait()
         except RuntimeError as error:
-            self._lose(peer, error)
+            self._lose_connection(peer, error)
             return False
         return True
 
-    def _post(self, operation: Any, tensor: torch.Tensor, peer: int, tag: int) -> Any:
+    def _send(self, tensor: torch.Tensor, peer: int, kind: int) -> Any:
+        return self._post(dist.isend, tensor, peer, self._tag + kind, group_dst=peer)
+
+    def _receive(self, tensor: torch.Tensor, peer: int, kind: int) -> Any:
+        return self._post(dist.irecv, tensor, peer, self._tag + kind, group_src=peer)
+
+    def _post(self, operation: Any, tensor: torch.Tensor, peer: int, tag: int, **to: int) -> Any:
         if peer in self._lost:
             return None
         try:
-            return operation(tensor, tag, peer)
+            return operation(tensor, group=self._group, tag=tag, **to)
         except RuntimeError as error:
-            self._lose(peer, error)
+            self._lose_connection(peer, error)
             return None
 
-    def _send(self, tensor: torch.Tensor, tag: int, peer: int) -> Any:
-        return dist.isend(tensor, group=self._group, group_dst=peer, tag=tag)
-
-    def _receive(self, tensor: torch.Tensor, tag: int, peer: int) -> Any:
-        return dist.irecv(tensor, group=self._group, group_src=peer, tag=tag)
-
-    def _lose(self, peer: int, error: Exception) -> None:
-        if peer not in self._lost:
-            # DCP's own collective fails next, and hides what is raised here.
-            logger.warning("the connection to rank %d was lost while it loaded %s: %s", peer, self._url, error)
-        self._lost.add(peer)
-        text = f"the connection to rank {peer} was lost: {error}"
-        lost = errors.PeerReadError(
-            f"{self._url} was not loaded: {text}. Remedy: see what ended that rank",
-            url=self._url, rank=peer,
-        )  # fmt: skip
-        self._fail(_Failure(lost, peer, text))
+    def _lose_connection(self, peer: int, error: Exception) -> None:
+        self._lose(peer, f"the connection to rank {peer} was lost: {error}", "see what ended that rank")
 
     # --- sending ----------------------------------------------------------------------------------------
 
-    def _send_all(self) -> None:
-        pool = self._pool
-        if pool is None:
-            raise RuntimeError("the exchange was not prepared")
+    def _send_all(self, prepared: _Prepared | None) -> None:
+        pool: Workers | None = None
         try:
-            self._send_pieces(pool)
+            if prepared is not None and self._owned:
+                try:
+                    pool = Workers(min(prepared.threads, len(self._owned)), "dcp_s3-fetch")
+                except Exception as error:  # noqa: BLE001 - the schedule goes on
+                    self.fail(error)
+            self._send_pieces(prepared, pool)
         finally:
-            pool.close()
+            if pool is not None:
+                pool.close()
 
-    def _send_pieces(self, pool: Workers) -> None:
-        pieces = self._outgoing
+    def _send_pieces(self, prepared: _Prepared | None, pool: Workers | None) -> None:
+        pieces: list[OwnedPiece] = []
+        limit = 0
+        if prepared is not None and pool is not None:
+            pieces, limit = [prepared.outgoing[number] for number, _ in self._owned], prepared.memory // 2
         posted: collections.deque[_PendingSend] = collections.deque()
-        futures: list[Future[Any]] = []
+        fetches: list[futures.Future[Any]] = []
         held = 0
-        for index, piece in enumerate(pieces):
-            while self._failure is None and len(futures) < len(pieces):
-                size = pieces[len(futures)].nbytes
-                if held == 0 or held + size <= self._send_bytes:
-                    future = pool.submit(pieces[len(futures)].fetch)
-                    future.add_done_callback(self._notify)
-                    futures.append(future)
+        for index, (_, peers) in enumerate(self._owned):
+            while self._failure is None and len(fetches) < len(pieces) and pool is not None:
+                size = pieces[len(fetches)].nbytes
+                if held == 0 or held + size <= limit:
+                    fetches.append(pool.submit(pieces[len(fetches)].fetch))
                     held += size
-                elif len(futures) <= index:
+                elif len(fetches) <= index:
                     held -= self._retire(posted.popleft())  # everything held is posted, so this is not empty
                 else:
                     break
-            fetched = index < len(futures) and self._wait_for(futures[index])
-            posted.append(self._send_piece(piece, fetched))
-            while len(posted) > _POSTED or 2 * sum(sent.nbytes for sent in posted) > self._send_bytes:
+            fetched = index < len(fetches) and self._wait_for(fetches[index])
+            posted.append(self._send_piece(pieces[index] if fetched else None, peers))
+            while len(posted) > _POSTED or 2 * sum(sent.nbytes for sent in posted) > limit > 0:
                 held -= self._retire(posted.popleft())
         while posted:
             self._retire(posted.popleft())
 
-    def _notify(self, _: object) -> None:
-        with self._changed:
-            self._changed.notify_all()
-
-    def _wait_for(self, future: Future[Any]) -> bool:
+    def _wait_for(self, fetch: futures.Future[Any]) -> bool:
         """Whether a piece has been fetched; False when anything has failed."""
-        with self._changed:
-            left = None if self._deadline is None else self._deadline.left
-            self._changed.wait_for(lambda: future.done() or self._failure is not None, left)
+        while self._failure is None and not futures.wait([fetch], 0.1).done:
+            if self._deadline is not None and self._deadline.left <= 0:
+                self.fail(self._deadline.error(f"the load of {self._url}"))
         if self._failure is not None:
             return False
-        if not future.done():
-            if self._deadline is not None:
-                self.fail(self._deadline.error(f"the load of {self._url}"))
-            return False
-        error = future.exception()
-        if isinstance(error, Cancelled):  # because of a failure that is about to be reported
-            with self._changed:
-                self._changed.wait_for(lambda: self._failure is not None, left)
+        error = fetch.exception()
+        while isinstance(error, Cancelled) and self._failure is None:  # the cause is about to be reported
+            time.sleep(_LOOKS_EVERY)
         if error is not None:
             self.fail(error)
-        return error is None
+        return self._failure is None
 
-    def _send_piece(self, piece: Outgoing, fetched: bool) -> _PendingSend:
+    def _send_piece(self, piece: OwnedPiece | None, peers: Sequence[int]) -> _PendingSend:
         messages: list[tuple[int, torch.Tensor, int]] = []
-        if fetched:
+        if piece is not None:
             try:
-                messages = [(peer, *piece.message(peer)) for peer in piece.peers]
+                messages = [(peer, *piece.message(peer)) for peer in peers]
             except BaseException as error:  # noqa: BLE001 - the peers are told
                 self.fail(error)
-                fetched = False
+                piece = None
         works: list[tuple[int, Any]] = []
         kept: list[torch.Tensor] = []
-        tag = _FIRST_TAG + 2 * piece.number
-        if not fetched:
-            header = self._failed_header()
-            kept.append(header)
-            works = [(peer, self._post(self._send, header, peer, tag)) for peer in piece.peers]
-        for peer, message, crc in messages:
-            header = pack_header(True, self._rank, crc, "")
+        if piece is None:
+            kept.append(self._refusal())
+            works = [(peer, self._send(kept[0], peer, _HEADER)) for peer in peers]
+        for peer, message, crc in messages if piece is not None else ():
+            header = _pack(_FOLLOWS, self._rank, message.numel(), crc, "")
             kept += [header, message]
-            works.append((peer, self._post(self._send, header, peer, tag)))
-            works.append((peer, self._post(self._send, message, peer, tag + 1)))
-        return _PendingSend(piece, piece.nbytes if fetched else 0, works, kept, fetched)
+            works.append((peer, self._send(header, peer, _HEADER)))
+            if message.numel():
+                works.append((peer, self._send(message, peer, _PAYLOAD)))
+        return _PendingSend(piece, 0 if piece is None else piece.nbytes, works, kept)
 
-    def _failed_header(self) -> torch.Tensor:
+    def _refusal(self) -> torch.Tensor:
         failure = self._failure
-        if failure is None:
-            return pack_header(False, self._rank, 0, "it failed")
-        return pack_header(False, failure.rank, 0, failure.text)
+        if failure is not None:
+            return _pack(_FAILED, failure.rank, 0, 0, failure.text)
+        return _pack(_DECLINED if self._declined else _FAILED, self._rank, 0, 0, "")
 
     def _retire(self, sent: _PendingSend) -> int:
         """Wait until a piece has been sent; returns its bytes."""
         done = [self._wait(work, peer) for peer, work in sent.works]
-        if sent.whole and all(done) and self._failure is None:
+        if sent.piece is not None and all(done) and self._failure is None:
             try:
                 sent.piece.sent()
             except BaseException as error:  # noqa: BLE001 - the schedule goes on
@@ -377,48 +385,65 @@ class Exchange:
 
     # --- receiving --------------------------------------------------------------------------------------
 
-    def _receive_all(self) -> None:
-        upcoming = iter(self._incoming)
-        headers: collections.deque[tuple[Incoming, torch.Tensor, Any]] = collections.deque()
+    def _receive_all(self, prepared: _Prepared | None) -> None:
+        upcoming = iter(self._received)
+        headers: collections.deque[tuple[int, int, torch.Tensor, Any]] = collections.deque()
         pending: collections.deque[_PendingReceive] = collections.deque()
-        held = 0
+        held, limit = 0, 0 if prepared is None else prepared.memory // 8
         while True:
             while len(headers) < _HEADERS_AHEAD and (piece := next(upcoming, None)) is not None:
-                header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device="cpu")
-                tag = _FIRST_TAG + 2 * piece.number
-                headers.append((piece, header, self._post(self._receive, header, piece.owner, tag)))
+                number, owner = piece
+                header = torch.empty(_HEADER_BYTES, dtype=torch.uint8, device="cpu")
+                headers.append((number, owner, header, self._receive(header, owner, _HEADER)))
             if not headers:
                 break
-            piece, header, work = headers.popleft()
-            if not self._wait(work, piece.owner):
+            number, owner, header, work = headers.popleft()
+            if not self._wait(work, owner):
                 continue
-            follows, rank, crc, text = unpack_header(header)
-            if not follows:
-                told = f"rank {rank} of the load failed to read {self._url}: {text}"
-                self._fail(_Failure(errors.PeerReadError(told, url=self._url, rank=rank), rank, text))
-                continue
-            while pending and (len(pending) >= _PAYLOADS_AHEAD or held + piece.nbytes > self._receive_bytes):
-                held -= self._finish(pending.popleft())
-            buffer = self._buffer_for(piece)
-            held += piece.nbytes
-            work = self._post(self._receive, buffer, piece.owner, _FIRST_TAG + 2 * piece.number + 1)
-            pending.append(_PendingReceive(piece, crc, buffer, work))
+            outcome, rank, nbytes, crc, text = _unpack(header)
+            if outcome == _DECLINED:
+                self.is_incomplete = True
+            elif outcome == _FAILED:
+                self._fail_as(rank, text)
+            elif nbytes:
+                while pending and (len(pending) >= _PAYLOADS_AHEAD or held + nbytes > limit):
+                    held -= self._finish(pending.popleft())
+                incoming = None if prepared is None else prepared.incoming[number]
+                buffer = self._buffer_for(incoming, nbytes, owner)
+                held += nbytes
+                work = self._receive(buffer, owner, _PAYLOAD)
+                pending.append(_PendingReceive(incoming, nbytes, crc, buffer, owner, work))
         while pending:
             self._finish(pending.popleft())
 
-    def _buffer_for(self, piece: Incoming) -> torch.Tensor:
-        if self._failure is None:
+    def _buffer_for(self, piece: ReceivedPiece | None, nbytes: int, owner: int) -> torch.Tensor:
+        if piece is not None and self._failure is None:
             try:
-                return piece.buffer()
+                if piece.nbytes == nbytes:
+                    return piece.buffer()
+                text = f"rank {owner} sends {nbytes} bytes where {piece.nbytes} of {self._url} are needed: report it"
+                raise errors.PeerReadError(text, url=self._url, rank=owner)
             except BaseException as error:  # noqa: BLE001 - the schedule goes on
                 self.fail(error)
-        return self._dropped[: piece.nbytes]
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")  # dropped
 
     def _finish(self, received: _PendingReceive) -> int:
         """Wait for a piece and put it in place; returns its bytes."""
-        if self._wait(received.work, received.piece.owner) and self._failure is None:
+        if self._wait(received.work, received.owner) and received.piece is not None and self._failure is None:
             try:
                 received.piece.received(received.crc)
             except BaseException as error:  # noqa: BLE001 - the schedule goes on
                 self.fail(error)
-        return received.piece.nbytes
+        return received.nbytes
+
+
+def _pack(outcome: int, rank: int, nbytes: int, crc: int, text: str) -> torch.Tensor:
+    encoded = text.encode()[: _HEADER_BYTES - _HEADER_STRUCT.size]
+    packed = _HEADER_STRUCT.pack(outcome, rank, nbytes, crc, len(encoded)) + encoded
+    return torch.frombuffer(bytearray(packed.ljust(_HEADER_BYTES, b"\0")), dtype=torch.uint8)
+
+
+def _unpack(header: torch.Tensor) -> tuple[int, int, int, int, str]:
+    view = bytes(view_bytes(header))
+    outcome, rank, nbytes, crc, length = _HEADER_STRUCT.unpack_from(view)
+    return outcome, rank, nbytes, crc, view[_HEADER_STRUCT.size :][:length].decode(errors="replace")

@@ -32,13 +32,9 @@ def lay_out(sizes: Sequence[int]) -> tuple[list[int], int]:
 
 
 class SharedItems:
-    """The items of one rank that arrive in pieces, by their numbers in its plan.
+    """The items of one rank that arrive in pieces, by their numbers in its plan, and how each is stored.
 
-    Args:
-        items: items by number.
-        stored: how each item is stored.
-        alone: numbers of the items that share their memory with no other.
-        finished: called with each item when all of it has arrived.
+    Those ``alone`` share their memory with no other. ``finished`` is called with each when all of it has arrived.
     """
 
     def __init__(
@@ -75,23 +71,16 @@ class OwnedPiece(Transfer):
     """A piece that this rank fetches and sends.
 
     Offsets count from the beginning of the object. A part is a range.
-
-    Args:
-        piece: the piece, from the assignment.
-        items: items of this rank.
-        engine: engine that fetches the piece.
     """
 
     __slots__ = ("_bytes", "_engine", "_items", "_own", "_part_crcs", "_parts", "_sections", "_starts",
-                 "nbytes", "number", "peers")  # fmt: skip
+                 "nbytes", "number")  # fmt: skip
 
     def __init__(self, piece: SharedPiece, items: SharedItems, engine: Engine) -> None:
         self.number = piece.number
         self._parts, self._items, self._engine = piece.parts, items, engine
         self._starts, self.nbytes = lay_out([part.stop - part.start for part in piece.parts])
         self._sections = {peer.rank: self._sections_of(peer) for peer in piece.peers}
-        self._sections = {rank: found for rank, found in self._sections.items() if any(size for *_, size in found)}
-        self.peers = sorted(self._sections)
         self._bytes: memoryview | None = None
         self._own = False
         self._part_crcs: list[int] = []
@@ -116,17 +105,11 @@ class OwnedPiece(Transfer):
         return found
 
     def name_of(self, part: Range) -> str:
-        """See `Transfer`."""
         number = self.ranges.index(part)
         return self._items[self._parts[number].items[0]].name_of(part)
 
     def fetch(self) -> None:
-        """Fetch the piece from S3 and compare the checksums.
-
-        Raises:
-            CorruptCheckpointError: a part was not what was written, twice.
-            StorageError: S3 failed despite retries.
-        """
+        """Fetch the piece from S3 and compare the checksums. Called on any thread."""
         memory = self._own_memory()
         self._own = memory is not None
         self._bytes = memory if memory is not None else _new_memory(self.nbytes)
@@ -144,7 +127,6 @@ class OwnedPiece(Transfer):
         return self._items.memory(number, section)
 
     def memory(self, start: int, stop: int) -> memoryview:
-        """See `Transfer`."""
         number = bisect.bisect_right(self.ranges, start, key=lambda part: part.start) - 1
         first = self._starts[number] + start - self.ranges[number].start
         return self._view(first, first + stop - start)
@@ -172,13 +154,18 @@ class OwnedPiece(Transfer):
                     item.place(part.start, self._part(number))
 
     def message(self, peer: int) -> tuple[torch.Tensor, int]:
-        """The message for ``peer``, and its CRC-64/NVME. For the whole piece it is the piece's own memory."""
+        """The message for ``peer``, and the CRC-64/NVME of its sections.
+
+        For the whole piece it is the piece's own memory.
+        """
         sections = self._sections[peer]
         if all(box is None for _, box, _, _ in sections):
             sizes = [part.stop - part.start for part in self._parts]
             whole = torch.frombuffer(self._view(0, self.nbytes), dtype=torch.uint8)
             return whole, combine_crc64nvme(zip(self._part_crcs, sizes, strict=True))
         starts, length = lay_out([size for *_, size in sections])
+        if not any(size for *_, size in sections):
+            length = 0
         packed = torch.empty(length, dtype=torch.uint8, device="cpu")
         crc = 0
         for (number, box, section, size), at in zip(sections, starts, strict=True):
@@ -210,16 +197,10 @@ class OwnedPiece(Transfer):
 
 
 class ReceivedPiece:
-    """A piece that another rank sends.
-
-    Args:
-        piece: the piece, from the assignment.
-        items: items of this rank.
-        url: URL of the checkpoint, for errors.
-    """
+    """A piece that another rank sends."""
 
     def __init__(self, piece: SharedPiece, items: SharedItems, url: str) -> None:
-        self.number, self.owner, self._url = piece.number, piece.owner, url
+        self.owner, self._url = piece.owner, url
         self._items = items
         self._sections = [found for part in piece.parts for found in items.sections(part)]
         self._sizes = [item.section_bytes(section) for _, item, section in self._sections]

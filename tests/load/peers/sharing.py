@@ -59,6 +59,7 @@ def load_into(url: str, state: dict[str, Any], **options: Any) -> dict[str, Any]
     """``state`` with what was loaded into it; ``group``, ``planner``, ``buffers``; others: arguments of the reader."""
     group, planner = options.pop("group", None), options.pop("planner", None)
     buffers = options.pop("buffers", LOAD_BUFFERS)
+    options["process_group"] = options.pop("readers_group", None)
     reader = S3StorageReader(url, settings={**SMALL, **options.pop("settings", {})}, **options)
     with (
         mock.patch("dcp_s3.load.engine.LOAD_BUFFERS", buffers),

@@ -19,7 +19,7 @@ from dcp_s3.load.engine import Engine
 from dcp_s3.load.item_transfer import ItemTransfer
 from dcp_s3.load.peers import assign as sharing
 from dcp_s3.load.peers.assign import plan_sharing
-from dcp_s3.load.peers.assignment import Assignment, Offer, SharedPiece, all_offered, box_of, find_stored
+from dcp_s3.load.peers.assignment import Assignment, Offer, SharedPiece, box_of, choose_group, find_stored, hash_ranks
 from dcp_s3.load.peers.shared_pieces import OwnedPiece, ReceivedPiece, SharedItems, lay_out
 from dcp_s3.load.plan import READ_GAP
 from dcp_s3.load.prepare import TransferFactory
@@ -91,7 +91,7 @@ def test_every_byte_comes_from_one_place(case: Case, replicas: int) -> None:
     assert pickle.loads(pickle.dumps(assignments)) == assignments
     seen: dict[int, dict[int, SharedPiece]] = {}
     for rank, assignment in enumerate(assignments):
-        assert assignment.item_count == len(case.plans[rank])
+        assert assignment.items == tuple(case.plans[rank])
         numbers = [piece.number for piece in assignment.pieces]
         assert numbers == sorted(set(numbers))
         for piece in assignment.pieces:
@@ -204,12 +204,33 @@ def test_replicas_are_told_the_same_whatever_lies_between_them() -> None:
         assert ranks == sorted(everybody - {piece.owner})
 
 
-def test_only_the_offers_of_all_ranks_count() -> None:
-    assert all_offered([Offer(0, 2), Offer(1, 2)])
-    assert not all_offered([Offer(1, 2), Offer(0, 2)])
-    assert not all_offered([Offer(0, 3), Offer(1, 3)])
-    assert not all_offered([Offer(0, 2), None])
-    assert not all_offered([Offer(0, 2), "Offer"])
+def _offers(*ranks: int, **fields: int) -> list[Offer]:
+    offer = Offer(rank=0, shares=True, checkpoint=1, version=1, world_size=3, given=0)
+    return [offer._replace(rank=rank, **fields) for rank in ranks]
+
+
+@pytest.mark.parametrize(
+    ("offers", "group", "reason"),
+    [
+        (_offers(0, 1, 2), "default", ""),
+        (_offers(0, 1, 2, given=hash_ranks([0, 1, 2])), "given", ""),
+        (_offers(0, 1, 2, given=hash_ranks([0, 1])), "default", ""),
+        (_offers(0, 1, given=hash_ranks([0, 1])), "given", ""),
+        (_offers(0, 1, 2, given=hash_ranks([0, 1, 2]), world_size=0), "given", ""),
+        (_offers(1, 0, 2, given=hash_ranks([0, 1, 2])), "", "not all ranks of the job"),
+        (_offers(0, 1), "", "S3StorageReader(process_group=...)"),
+        (_offers(0, 1, given=hash_ranks([0, 1, 2])), "", "not all ranks of the job"),
+        (_offers(0, given=hash_ranks([0, 1])) + _offers(1), "", "not all ranks of the job"),
+        (_offers(0, 1, 2, world_size=0), "", 'init_process_group("cpu:gloo,cuda:nccl")'),
+        (_offers(0, 1) + _offers(2, shares=False), "", "load_sharing"),
+        (_offers(0, 1) + _offers(2, checkpoint=2), "", "not all ranks load it"),
+    ],
+)
+def test_ranks_exchange_in_a_group_of_exactly_these(offers: list[Offer], group: str, reason: str) -> None:
+    found, why = choose_group(offers)
+    assert found == group
+    assert reason in why
+    assert bool(why) != bool(group)
 
 
 # --- the bytes themselves ----------------------------------------------------------------------------
@@ -253,10 +274,9 @@ def exchange(case: Case, targets: list[list[torch.Tensor]], stored: bytes | None
             if other != number:
                 continue
             assert incoming.owner == owner
-            assert (rank in piece.peers) == (incoming.nbytes > 0)
+            message, crc = piece.message(rank)
+            assert message.numel() == incoming.nbytes
             if incoming.nbytes:
-                message, crc = piece.message(rank)
-                assert message.numel() == incoming.nbytes
                 incoming.buffer().copy_(message)
                 incoming.received(crc)
         piece.sent()

@@ -6,7 +6,6 @@ Starting processes costs more than a load: each test goes through many loads in 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import random
 import signal
@@ -24,6 +23,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
@@ -31,11 +31,8 @@ from dcp_s3 import S3StorageWriter, errors
 from dcp_s3.limit import Cancelled
 from dcp_s3.load.engine import Engine
 from dcp_s3.load.item_transfer import TensorTransfer
-from dcp_s3.load.peers.agree import LoadGroup, join_load
-from dcp_s3.load.peers.exchange import Exchange
+from dcp_s3.load.peers.exchange import _GREETING, _VERDICT, Exchange
 from dcp_s3.load.peers.shared_pieces import OwnedPiece, ReceivedPiece
-from dcp_s3.settings import Settings
-from dcp_s3.torch_private import Caller
 from dcp_s3.workers import Workers
 from tests.faulty import BUCKET
 from tests.interrupting import Interrupts
@@ -116,6 +113,10 @@ def _failures() -> dict[str, tuple[dict[int, tuple[str, str]], float]]:
         told["interrupt"] = _failing(f"{RUN}/good")
     with _on_rank(1, mock.patch.object(DefaultLoadPlanner, "resolve_tensor", _raising(ValueError("no tensor")))):
         told["preparing"] = _failing(f"{RUN}/good")
+    with _on_rank(1, mock.patch("dcp_s3.load.peers.exchange.Workers", _raising(RuntimeError("no threads")))):
+        told["threads"] = _failing(f"{RUN}/good")
+    with _on_rank(2, mock.patch("dcp_s3.load.reader.open_store", _raising(OSError("no disk")))):
+        told["disk"] = _failing(f"{RUN}/good")
     with _on_rank(0, mock.patch("dcp_s3.load.reader.fetch_metadata", _raising(KeyboardInterrupt()))):
         told["metadata_interrupt"] = _failing(f"{RUN}/good")
     # After all that the group is as good as new.
@@ -139,7 +140,9 @@ def test_every_rank_is_told_what_went_wrong(recording: Recording) -> None:
             ("receiving", "KeyError", "place"),
             ("planner", "ValueError", "mine"),
             ("interrupt", "KeyboardInterrupt", ""),
-            ("metadata_interrupt", "KeyboardInterrupt", ""),
+            ("preparing", "ValueError", "no tensor"),
+            ("threads", "RuntimeError", "no threads"),
+            ("disk", "OSError", "no disk"),
         ):
             failures, _ = told[run]
             owners = [rank for rank, (kind, _) in failures.items() if kind == cause]
@@ -155,8 +158,7 @@ def test_every_rank_is_told_what_went_wrong(recording: Recording) -> None:
         assert set(told["deleted"][0]) == set(told["down"][0]) == {0, 1, 2}
         assert {kind for kind, _ in told["metadata"][0].values()} == {"CorruptCheckpointError"}
         assert {kind for kind, _ in told["absent"][0].values()} == {"CheckpointNotFoundError"}
-        assert {rank: kind for rank, (kind, _) in told["preparing"][0].items()} == {1: "ValueError"}
-    assert recording.metadata_gets("metadata") == 1
+        assert {rank: kind for rank, (kind, _) in told["metadata_interrupt"][0].items()} == {0: "KeyboardInterrupt"}
 
 
 def _failing_at_random(seed: int, count: int) -> None:
@@ -207,23 +209,20 @@ def _interrupted() -> dict[str, dict[int, tuple[str, str]]]:
     url = f"{RUN}/good"
     dcp.save(large_state(False), storage_writer=S3StorageWriter(url, settings=SMALL))
     interrupts, told = Interrupts(), {}
-    agree, received = LoadGroup.agree, ReceivedPiece.received
+    greet, received = Exchange._exchange_greetings, ReceivedPiece.received
 
-    def interrupt_after(number: int) -> Any:
-        calls: list[None] = []
-
-        def method(group: LoadGroup, *values: int) -> Any:
-            found = agree(group, *values)
-            calls.append(None)
-            if len(calls) == number:
+    def interrupt_after(kind: int) -> Any:
+        def method(exchange: Exchange, which: int, until: float) -> Any:
+            found = greet(exchange, which, until)
+            if which == kind:
                 interrupts.send()
             return found
 
-        return mock.patch.object(LoadGroup, "agree", method)
+        return mock.patch.object(Exchange, "_exchange_greetings", method)
 
     for rank in (0, 1):
-        for number, name in enumerate(("metadata", "data"), 1):
-            with _on_rank(rank, interrupt_after(number)):
+        for kind, name in ((_GREETING, "greeting"), (_VERDICT, "verdict")):
+            with _on_rank(rank, interrupt_after(kind)):
                 told[f"{name}{rank}"], _ = _failing(url)
 
     first, returned, early = threading.Event(), threading.Event(), []
@@ -251,28 +250,51 @@ def _interrupted() -> dict[str, dict[int, tuple[str, str]]]:
 def test_an_interrupt_lets_no_other_hang(recording: Recording) -> None:
     for told in run_ranks(2, _interrupted, timeout=40):
         kinds = {name: {rank: kind for rank, (kind, _) in failures.items()} for name, failures in told.items()}
-        assert kinds.pop("twice")[0] == "KeyboardInterrupt"  # the other may have got all it needs by then
-        assert kinds == {
-            "metadata0": {0: "KeyboardInterrupt", 1: "PeerReadError"},
-            "metadata1": {1: "KeyboardInterrupt"},
-            "data0": {0: "KeyboardInterrupt", 1: "PeerReadError"},
-            "data1": {0: "PeerReadError", 1: "KeyboardInterrupt"},
-        }
+        # The other may have got all it needs by then.
+        for name, rank in (("twice", 0), ("greeting0", 0), ("greeting1", 1), ("verdict0", 0), ("verdict1", 1)):
+            assert kinds[name][rank] == "KeyboardInterrupt", name
+            assert kinds[name].get(1 - rank, "PeerReadError") == "PeerReadError", name
 
 
-def _unprepared() -> list[dict[int, tuple[str, str]]]:
+def _begin_badly() -> dict[str, dict[int, tuple[str, str]]]:
+    """Rank 1 does not come to the exchange: it fails before, or comes too late."""
     url = f"{RUN}/good"
     dcp.save(large_state(False), storage_writer=S3StorageWriter(url, settings=SMALL))
-    told = []
-    for place in ("reader.open_store", "peers.exchange.Workers"):
-        with _on_rank(1, mock.patch(f"dcp_s3.load.{place}", _raising(RuntimeError(place)))):
-            told.append(_failing(url)[0])
+    told = {}
+
+    def late(planner: DefaultLoadPlanner, plan: Any) -> Any:
+        time.sleep(3)
+        return plan
+
+    for name, patch in {
+        "failed": mock.patch.object(DefaultLoadPlanner, "finish_plan", _raising(ValueError("no plan"))),
+        "dropped": mock.patch.object(DefaultLoadPlanner, "finish_plan", lambda _, plan: LoadPlan(plan.items)),
+        "late": mock.patch.object(DefaultLoadPlanner, "finish_plan", late),
+        "threads": mock.patch.object(Exchange, "start", _raising(RuntimeError("no threads"))),
+    }.items():
+        with mock.patch("dcp_s3.load.peers.exchange.PATIENCE", 1.0), _on_rank(1, patch):
+            told[name], seconds = _failing(url)
+            assert seconds < 15
+    state = load_into(url, large_state(True))  # the group is as good as new
+    for name, value in large_state(False).items():
+        assert torch.equal(state[name], value), name
     return told
 
 
-def test_a_rank_that_can_not_begin_its_exchange_lets_no_other_hang(recording: Recording) -> None:
-    for told in run_ranks(2, _unprepared, timeout=40):
-        assert told == [{1: ("RuntimeError", place)} for place in ("reader.open_store", "peers.exchange.Workers")]
+def test_a_rank_that_does_not_come_to_the_exchange_is_named(recording: Recording) -> None:
+    for told in run_ranks(3, _begin_badly, timeout=60):
+        for name, failures in told.items():
+            for rank in (0, 2):
+                kind, text = failures[rank]
+                assert kind == "PeerReadError", name
+                assert "rank 1" in text, name
+                assert "did not begin to read within 1 s" in text, name
+                assert f"{RUN}/good" in text, name
+        assert told["failed"][1] == ("ValueError", "no plan")
+        assert 1 not in told["dropped"]
+        assert told["late"][1][0] == "PeerReadError"
+        assert "rank 0" in told["late"][1][1] or "rank 2" in told["late"][1][1]
+        assert told["threads"][1] == ("RuntimeError", "no threads")
 
 
 def _cancelled() -> dict[int, tuple[str, str]]:
@@ -324,22 +346,24 @@ def test_what_is_cancelled_is_not_the_cause(recording: Recording) -> None:
         assert "ValueError: the cause" in failures[0][1]
 
 
-def _die(_: OwnedPiece) -> None:
+def _die(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _killed(folder: Path) -> None:
+def _killed(folder: Path, before: bool) -> None:
     dcp.save(large_state(False), storage_writer=S3StorageWriter(f"{RUN}/good", settings=SMALL))
-    with _on_rank(2, mock.patch.object(OwnedPiece, "fetch", _die)):
+    where: Any = (DefaultLoadPlanner, "finish_plan") if before else (OwnedPiece, "fetch")
+    with _on_rank(2, mock.patch.object(*where, _die)):
         try:
             load_into(f"{RUN}/good", large_state(True))
         except BaseException as error:  # noqa: BLE001 - CheckpointException is none, nor what gloo raises a subclass
             (folder / str(dist.get_rank())).write_text(repr(error))
 
 
-def test_a_rank_that_is_killed_lets_no_other_hang(recording: Recording, tmp_path: Path) -> None:
+@pytest.mark.parametrize("before", [False, True])
+def test_a_rank_that_is_killed_lets_no_other_hang(recording: Recording, tmp_path: Path, before: bool) -> None:
     with pytest.raises(RankFailed, match="exit code -9"):
-        run_ranks(3, _killed, tmp_path)
+        run_ranks(3, _killed, tmp_path, before, timeout=60)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
 
 
@@ -373,13 +397,3 @@ def test_a_load_ends_at_its_deadline_on_all_ranks(recording: Recording) -> None:
         assert "DeadlineExceededError" in kinds
         assert kinds <= {"DeadlineExceededError", "PeerReadError"}
         assert all("DCP_S3_LOAD_TIMEOUT = 1.5 s" in message for _, message in failures.values())
-
-
-def test_without_gloo_every_rank_reads_by_itself(caplog: pytest.LogCaptureFixture) -> None:
-    caller = Caller(mock.Mock(), 0, 2, True)
-    with (
-        mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl"),
-        caplog.at_level(logging.INFO, "dcp_s3.load.peers.agree"),
-    ):
-        assert join_load(caller, f"{RUN}/x", Settings(), sharing=True, willing=True) is None
-    assert 'init_process_group("cpu:gloo,cuda:nccl")' in caplog.text

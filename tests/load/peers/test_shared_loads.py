@@ -5,6 +5,7 @@ Starting processes costs more than a load: each test goes through many loads in 
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 from pathlib import Path
@@ -19,10 +20,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from dcp_s3 import S3StorageReader, S3StorageWriter
+from dcp_s3.load.peers.shared_read import SharedRead
 from tests.end_to_end.states import random_tensor
 from tests.faulty import BUCKET
 from tests.load.peers.sharing import (
@@ -69,8 +72,18 @@ def _save_all(mesh: DeviceMesh) -> None:
 
 
 class _ChangingPlanner(DefaultLoadPlanner):
+    """Drops what the reader has put into the plan."""
+
     def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         return LoadPlan(list(reversed(new_plan.items)))
+
+
+class _MutatingPlanner(DefaultLoadPlanner):
+    """Keeps what the reader has put into the plan, which is no longer about its items."""
+
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
+        new_plan.items.reverse()
+        return new_plan
 
 
 def _loads() -> None:
@@ -78,8 +91,9 @@ def _loads() -> None:
     square = init_device_mesh("cpu", (2, 2))
     _save_all(line)
     copy_checkpoint(
-        "saved", "ddp", "hsdp", "tp", "off", "one_off", "changed", "cast", "strided", "urls_a", "urls_b", "part"
-    )
+        "saved", "ddp", "hsdp", "tp", "off", "one_off", "changed", "mutated", "one_changed", "cast", "strided",
+        "urls_a", "urls_b", "part", "alone", "coordinator",
+    )  # fmt: skip
     rank = dist.get_rank()
 
     # DDP: everything on all ranks.
@@ -107,6 +121,9 @@ def _loads() -> None:
     _assert_base(load_into(f"{RUN}/off", _base_state(True), load_sharing=False))
     _assert_base(load_into(f"{RUN}/one_off", _base_state(True), load_sharing=rank != 2))
     _assert_base(load_into(f"{RUN}/changed", _base_state(True), planner=_ChangingPlanner()))
+    _assert_base(load_into(f"{RUN}/mutated", _base_state(True), planner=_MutatingPlanner()))
+    # Or that of one rank, which the others learn from it.
+    _assert_base(load_into(f"{RUN}/one_changed", _base_state(True), planner=_MutatingPlanner() if rank == 2 else None))
 
     # Into other dtypes and strides, and into memory that two entries share.
     state = {"large": torch.zeros(ROWS, 900, dtype=torch.float64), "whole": place_on(blank.double(), line, Shard(1))}
@@ -124,9 +141,16 @@ def _loads() -> None:
     # A group that is not all ranks, in another order of its own, while the others do something else.
     group = dist.new_group([1, 2, 3])
     if rank:
-        state = load_into(f"{RUN}/part", _base_state(True), group=group)
-        _assert_base(state)
+        _assert_base(load_into(f"{RUN}/part", _base_state(True), group=group, readers_group=group))
+        _assert_base(load_into(f"{RUN}/alone", _base_state(True), group=group))
     dist.barrier()
+
+    # Another coordinator than rank 0.
+    state = _base_state(True)
+    reader = S3StorageReader(f"{RUN}/coordinator", settings=SMALL)
+    flat = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    _load_state_dict(flat, reader, coordinator_rank=3)
+    assert torch.equal(flat["large"], random_values(50, ROWS, 900))
 
 
 def test_each_byte_is_fetched_once(recording: Recording) -> None:
@@ -137,14 +161,15 @@ def test_each_byte_is_fetched_once(recording: Recording) -> None:
     assert recording.fetched("ddp") <= 1.05 * stored
     assert recording.fetched("hsdp") <= 1.05 * 2 * whole
     assert recording.fetched("tp") <= 1.3 * 2 * whole
-    for run in ("ddp", "hsdp", "tp", "part", "cast", "changed"):
-        assert recording.metadata_gets(run) == 1, run
+    for run in ("ddp", "hsdp", "tp", "cast", "changed", "mutated", "off", "one_off"):
+        assert recording.metadata_gets(run) == 4, run
     assert recording.fetched("part") <= 1.05 * base + 100_000
     assert recording.fetched("cast") <= 1.05 * (base + whole)
-    for run in ("off", "one_off"):
-        assert recording.metadata_gets(run) == 4, run
+    for run in ("off", "one_off", "changed", "mutated"):
         assert recording.fetched(run) >= 4 * base, run
-    assert recording.fetched("changed") >= 4 * base
+    assert recording.fetched("one_changed") >= 2 * base
+    assert recording.fetched("coordinator") <= 1.05 * base + 100_000
+    assert recording.fetched("alone") >= 3 * base
     assert (recording.metadata_gets("urls_a"), recording.metadata_gets("urls_b")) == (3, 1)
 
 
@@ -174,7 +199,6 @@ def _foreign_loads(folder: Path) -> None:
 
 def test_what_another_writer_stored_is_shared_where_it_is_small(recording: Recording, tmp_path: Path) -> None:
     run_ranks(3, _foreign_loads, tmp_path)
-    assert recording.metadata_gets("foreign") == 1
     small, sliced, large = 4 * 300 * 400, 4 * 300 * 40, 4 * 1_500_000
     assert 3 * large <= recording.fetched("foreign") <= 3 * large + small + 3 * sliced + 100_000
 
@@ -214,46 +238,89 @@ def test_random_states_on_random_placements(recording: Recording, seed: int) -> 
     run_ranks(4, _random_loads, seed, 6)
 
 
-# --- the group that a reader is given ------------------------------------------------------------------
+# --- the group that ranks share in ---------------------------------------------------------------------
 
 
 def _given() -> dict[str, Any]:
-    """For each way: whether data is shared; None: not even the metadata."""
+    """For each way: the group that data is shared in, and lines in the log."""
     url = f"{RUN}/good"
     dcp.save(large_state(False), storage_writer=S3StorageWriter(url, settings=SMALL))
-    group, alone = dist.new_group([0, 1]), [dist.new_group([rank]) for rank in (0, 1)][dist.get_rank()]
+    group, alone = dist.new_group([0, 1, 2]), [dist.new_group([rank]) for rank in range(3)][dist.get_rank()]
+    pair = dist.new_group([0, 2])
     found: dict[str, Any] = {}
+    names = {None: "none", dist.group.WORLD: "default", group: "given", pair: "pair"}
 
     def load(name: str, reader: S3StorageReader, **arguments: Any) -> None:
-        state = large_state(True)
-        dcp.load(state, storage_reader=reader, **arguments)
-        found[name] = None if reader._group is None else reader._group.shares_data
-        assert reader._group is None or reader._group.group is (reader._process_group or dist.group.WORLD)
+        state, used, lines = large_state(True), [], []
+        init = SharedRead.__init__
+
+        def note(read: SharedRead, group: Any, *others: Any) -> None:
+            used.append(names[group])
+            init(read, group, *others)
+
+        handler = mock.Mock(level=logging.INFO, handle=lambda record: lines.append(record.getMessage()))
+        logger = logging.getLogger("dcp_s3.load.reader")
+        logger.setLevel(logging.INFO)
+        logger.addHandler(handler)
+        with mock.patch.object(SharedRead, "__init__", note):
+            dcp.load(state, storage_reader=reader, **arguments)
+        logger.removeHandler(handler)
         for key, value in large_state(False).items():
             assert torch.equal(state[key], value), key
+        found[name] = used, [line for line in lines if "by itself" in line]
 
     load("none", S3StorageReader(url))
     load("given", S3StorageReader(url, process_group=group))
     load("given to both", S3StorageReader(url, process_group=group), process_group=group)
     load("no_dist", S3StorageReader(url, process_group=group), no_dist=True)
-    with (
-        mock.patch("dcp_s3.load.reader.find_load_group", return_value=None),
-        mock.patch("dcp_s3.load.reader.is_first_look", return_value=False),
-    ):
-        load("hidden", S3StorageReader(url, process_group=group))
-        load("hidden, none", S3StorageReader(url))
-        if dist.get_rank() == 0:  # no load: nobody else takes part
-            S3StorageReader(url, process_group=group).read_metadata()
-    try:
-        dcp.load(large_state(True), storage_reader=S3StorageReader(url, process_group=alone))
-    except CheckpointException as error:
-        found["another"] = {type(cause).__name__ for cause, _ in error.failures.values()}
+    load("another", S3StorageReader(url, process_group=alone))
+    with mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl"):
+        load("no gloo", S3StorageReader(url))
+    dist.barrier()
+    if dist.get_rank() != 1:
+        load("part", S3StorageReader(url), process_group=pair)
+        load("part, given", S3StorageReader(url, process_group=pair), process_group=pair)
     return found
 
 
-def test_a_reader_takes_the_group_that_it_is_given(recording: Recording) -> None:
-    for found in run_ranks(2, _given, timeout=60):
-        assert found == {
-            "none": True, "given": True, "given to both": True, "no_dist": None, "hidden": False, "hidden, none": None,
-            "another": {"SettingsError"},
+def test_ranks_share_in_a_group_that_is_exactly_theirs(recording: Recording) -> None:
+    for rank, found in enumerate(run_ranks(3, _given, timeout=60)):
+        assert {name: used for name, (used, _) in found.items()} == {
+            "none": ["default"], "given": ["given"], "given to both": ["given"], "no_dist": [], "another": ["default"],
+            "no gloo": [], **({} if rank == 1 else {"part": [], "part, given": ["pair"]}),
         }  # fmt: skip
+        lines = {name: said for name, (_, said) in found.items() if said}
+        assert set(lines) == (set() if rank else {"no gloo", "part"}), "one line, of the coordinator"
+        if rank == 0:
+            assert all(len(said) == 1 for said in lines.values())
+            assert 'init_process_group("cpu:gloo,cuda:nccl")' in lines["no gloo"][0]
+            assert "S3StorageReader(process_group=...)" in lines["part"][0]
+
+
+def _changing() -> dict[int, str]:
+    url = f"{RUN}/changing"
+    writer = {"overwrite": True, "settings": SMALL}
+    dcp.save(large_state(False), storage_writer=S3StorageWriter(url, **writer))
+    reader = S3StorageReader(url, settings=SMALL)
+    read_metadata = reader.read_metadata
+
+    def read(*args: Any, **kwargs: Any) -> Any:
+        """Rank 1 reads the metadata when the checkpoint has been saved again."""
+        if dist.get_rank() == 0:
+            found = read_metadata(*args, **kwargs)
+        dist.barrier()
+        dcp.save(large_state(False), storage_writer=S3StorageWriter(url, **writer))
+        return found if dist.get_rank() == 0 else read_metadata(*args, **kwargs)
+
+    try:
+        with mock.patch.object(reader, "read_metadata", read):
+            dcp.load(large_state(True), storage_reader=reader)
+    except CheckpointException as error:
+        return {rank: f"{type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()}
+    return {}
+
+
+def test_ranks_that_read_different_metadata_do_not_load(recording: Recording) -> None:
+    for failures in run_ranks(2, _changing):
+        assert "CorruptCheckpointError" in failures[0]
+        assert "ranks 0 and 1 read different metadata" in failures[0]

@@ -15,12 +15,10 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 
 from dcp_s3.checksum import crc64nvme
 from dcp_s3.format.blocks import Blocks, cuts_between, pack_crcs
-from dcp_s3.load import placement
 from dcp_s3.load.boxes import Box
 from dcp_s3.load.item_transfer import ItemTransfer, TensorTransfer
-from dcp_s3.load.placement import Buffer, Reception
 from dcp_s3.load.plan import ReadRequest, plan_requests, ranges_of_box
-from dcp_s3.load.transfer import Transfer
+from dcp_s3.load.transfer import Buffer, Reception, Transfer
 from dcp_s3.tensor_memory import view_bytes
 from tests.load.test_boxes import boxes_in
 
@@ -31,7 +29,7 @@ _PATH = "__0_0.distcp"
 @pytest.fixture(autouse=True, scope="module")
 def _runs_of_a_few_bytes_are_long() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(placement, "_LONG", 100)
+        patch.setattr("dcp_s3.load.transfer._LONG", 100)
         yield
 
 

@@ -1,0 +1,450 @@
+"""`dcp-s3 bench`: ranks save and load below a user's URL; what limits them is said, what they wrote is removed.
+
+Each rank is a process of its own that runs this module, and writes what it measures to a file, a line of JSON each.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import uuid
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dcp_s3 import errors
+from dcp_s3.s3 import listing
+from dcp_s3.s3.connections import cores
+from dcp_s3.s3.store import S3Store
+from dcp_s3.settings import child_environment, resolve_settings
+from dcp_s3.stage.buffers import measure_available
+from dcp_s3.store import DeleteTarget
+from dcp_s3.units import format_size, plural
+from dcp_s3.url import CheckpointURL, URLLike, parse_url
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_NOT_SPILLING = {"spill_dir": None, "durability": "s3"}  # a drain would upload after the prefix was removed
+_TENSOR_BYTES = 64 * 2**20
+_SHARE_OF_MEMORY = 4
+_OTHERS_SECONDS = 5.0  # for which the other ranks go on after one has failed: they may know better why
+_LATE_SECONDS = 2.0  # after ranks were killed, until requests that they had sent have been carried out
+_PASSES = 6
+
+_SHORT_SECONDS = 1.0  # below that, connections have not been compared (`s3.width`): a few windows of 0.2 s
+_BUSY = 0.8  # share of the host's CPU time from which on it is what limits
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One save or load, of one rank or of all."""
+
+    direction: str
+    """``save`` or ``load``."""
+    round: int
+    """Number of the round, from 1. The first one is what a new process gets."""
+    bytes: int
+    seconds: float
+    """Wall time, of the slowest rank."""
+    cpu_seconds: float
+    connections: int
+    """Connections in the end, of the rank with the most of them: what its next transfer begins with."""
+    throttled: int
+    """Requests that S3 refused with SlowDown or a like error."""
+    hedged: int
+    """Second GETs of ranges that straggled."""
+
+    @property
+    def bytes_per_second(self) -> float:
+        return self.bytes / self.seconds
+
+    @property
+    def cpu_seconds_per_gib(self) -> float:
+        return self.cpu_seconds * 2**30 / self.bytes
+
+
+def join(ranks: Sequence[Transfer]) -> Transfer:
+    """The same transfer of all ranks as one."""
+    sums = {name: sum(getattr(one, name) for one in ranks) for name in ("bytes", "cpu_seconds", "throttled", "hedged")}
+    most = {name: max(getattr(one, name) for one in ranks) for name in ("seconds", "connections")}
+    return replace(ranks[0], **sums, **most)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What limits saves, or loads; and what to change, if something is known to help."""
+
+    direction: str
+    cause: str
+    text: str
+    suggestion: str | None = None
+
+
+@dataclass(frozen=True)
+class BenchReport:
+    """The outcome of a benchmark."""
+
+    url: str
+    ranks: int
+    cores: int
+    """CPU cores that the ranks may use, together."""
+    most_connections: int
+    """Most connections of a rank in each direction, by the settings."""
+    transfers: tuple[Transfer, ...]
+    """A save and a load for each round, in order."""
+    removed: bool
+    """Whether nothing of it is left in the bucket."""
+
+    @property
+    def bytes_per_rank(self) -> int:
+        return self.transfers[0].bytes // self.ranks
+
+    @property
+    def limits(self) -> tuple[Finding, ...]:
+        """What limits saves, and loads, of a process that has found its number of connections."""
+        return tuple(map(self._find_limit, self.transfers[-2:]))
+
+    @property
+    def suggestions(self) -> list[str]:
+        """What to change, each thing once; empty if nothing would help."""
+        return list(dict.fromkeys(each.suggestion for each in self.limits if each.suggestion is not None))
+
+    def _find_limit(self, last: Transfer) -> Finding:
+        each = f"{format_size(last.bytes_per_second / (self.ranks * max(1, last.connections)))}/s"
+        share = last.cpu_seconds / last.seconds / self.cores
+        advice = None
+        if last.throttled:
+            cause, advice = "throttling", "DCP_S3_PART_SIZE=64MiB: fewer requests for the same bytes"
+            text = f"S3 throttles: it refused {last.throttled} requests. It adapts to a lasting load within minutes"
+        elif last.seconds < _SHORT_SECONDS:
+            cause, advice = "too_short", "a larger --size: this one is too small to measure"
+            text = f"it took {last.seconds:.2f} s, too short to tell"
+        elif share >= _BUSY:
+            cause = "cpu"
+            text = f"the CPU of this host: the ranks use {share:.0%} of its {plural(self.cores, 'core')}"
+            if self.ranks > self.cores:
+                advice = f"at most {plural(self.cores, 'rank')} on this host: there are more ranks than cores"
+        elif last.connections >= self.most_connections:
+            cause, advice = "ceiling", "a higher DCP_S3_CONCURRENCY: see whether more connections move more bytes"
+            text = (
+                f"the settings: a rank uses all {plural(self.most_connections, 'connection')} that "
+                f"DCP_S3_CONCURRENCY allows, and each carries {each}"
+            )
+        else:
+            cause = "network"
+            text = (
+                f"the network or the server: {plural(last.connections, 'connection')} of a rank carry {each} each "
+                "(S3 gives one about 85 MiB/s), and neither the CPU nor the settings are at their limit"
+            )
+            if 2 * self.ranks <= self.cores:
+                advice = f"--ranks {2 * self.ranks}: ranks have connections of their own"
+        return Finding(last.direction, cause, text, advice)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        rates = ("bytes_per_second", "cpu_seconds_per_gib")
+        return asdict(self) | {
+            "bytes_per_rank": self.bytes_per_rank,
+            "transfers": [asdict(each) | {name: getattr(each, name) for name in rates} for each in self.transfers],
+            "limits": [asdict(each) for each in self.limits],
+            "suggestions": self.suggestions,
+        }
+
+
+def bench(
+    url: URLLike,
+    *,
+    size: int,
+    ranks: int,
+    rounds: int,
+    note: Callable[[str], None],
+    progress: Callable[[int, int], None],
+) -> BenchReport:
+    """Save and load a synthetic state below a URL, compare it bit by bit, and remove it again.
+
+    Args:
+        url: ``s3://bucket/prefix``; what is there is not touched.
+        size: bytes of each rank's state; fewer if all ranks would take more than a quarter of the free memory.
+        ranks: number of ranks, each a process of its own on this host.
+        rounds: how often each rank saves and loads.
+        note: called with a line for people.
+        progress: called with the steps done and their total.
+
+    Raises:
+        DcpS3Error: a setting, a request or a rank failed, or what was loaded is not what was saved.
+    """
+    where = parse_url(url)
+    if resolve_settings(None).spill_dir is not None:
+        note("DCP_S3_SPILL_DIR and DCP_S3_DURABILITY are left aside: S3 is measured, not a disk")
+    settings = resolve_settings(_NOT_SPILLING)
+    with contextlib.suppress(OSError):  # not known on every system
+        most = measure_available() // _SHARE_OF_MEMORY // ranks
+        if size > most:
+            note(f"{format_size(most)} per rank instead of {format_size(size)}: a quarter of the free memory")
+            size = most
+    scratch = where.child(f"dcp-s3-bench-{uuid.uuid4().hex[:12]}")
+    parse_url(str(scratch.child("round-999999")))  # its names are not too long
+    store, probe = S3Store(scratch.bucket, settings), scratch.key("probe")
+    store.page(probe)
+    try:
+        store.put(probe, b"")
+        _remove(store, scratch)  # that this may be done is seen before anything large is written
+        found = _run_ranks({"url": str(scratch), "size": size, "ranks": ranks, "rounds": rounds}, progress)
+        removed = _clean_up(store, scratch, note)
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            note(f"interrupted: removing {scratch}")
+        try:
+            _clean_up(store, scratch, note, late=_LATE_SECONDS)
+        except KeyboardInterrupt:
+            note(f"not removed: {scratch}: interrupted. Remedy: delete what is below it")
+        raise
+    transfers = tuple(map(join, zip(*found, strict=True)))
+    return BenchReport(str(where), ranks, cores(), settings.max_connections, transfers, removed)
+
+
+def _run_ranks(order: dict[str, Any], progress: Callable[[int, int], None]) -> list[list[Transfer]]:
+    """Run a process for each rank; none is left in the end. Returns the transfers of each."""
+    numbers = range(order["ranks"])
+    processes: list[subprocess.Popen[bytes]] = []
+    failed_at: float | None = None
+    with tempfile.TemporaryDirectory(prefix="dcp_s3-bench-") as directory:
+        try:
+            for number in numbers:
+                processes.append(_start(order | {"rank": number, "directory": directory}))  # noqa: PERF401
+            while None in (statuses := [process.poll() for process in processes]):
+                if failed_at is None and any(statuses):
+                    failed_at = time.monotonic()
+                if failed_at is not None and time.monotonic() > failed_at + _OTHERS_SECONDS:
+                    break
+                progress(len(_answers(directory, 0)), 2 * order["rounds"])
+                time.sleep(0.1)
+        finally:
+            for process in processes:
+                process.kill()
+            for process in processes:
+                process.communicate()
+        answers = [_answers(directory, number) for number in numbers]
+    if any(statuses):
+        raise _failure(answers, statuses)
+    return [[Transfer(**answer) for answer in each] for each in answers]
+
+
+def _start(order: dict[str, Any]) -> subprocess.Popen[bytes]:
+    this, count = str(order["rank"]), str(order["ranks"])
+    return subprocess.Popen(
+        [sys.executable, "-m", "dcp_s3.bench", json.dumps(order)],
+        stdin=subprocess.PIPE,  # the rank ends when it does, so with this process
+        stdout=2,
+        env=child_environment(
+            RANK=this,
+            LOCAL_RANK=this,
+            WORLD_SIZE=count,
+            LOCAL_WORLD_SIZE=count,
+            GLOO_SOCKET_IFNAME="lo" if sys.platform == "linux" else "lo0",  # otherwise it looks for this host's name
+        ),
+        start_new_session=True,  # Ctrl-C reaches only this process, which then ends them
+    )
+
+
+def _answers(directory: str, number: int) -> list[dict[str, Any]]:
+    path = Path(directory, str(number))
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def _failure(answers: Sequence[Sequence[dict[str, Any]]], statuses: Sequence[int | None]) -> errors.DcpS3Error:
+    failed: list[tuple[int, type[errors.DcpS3Error] | None, str]] = []
+    for number, (found, status) in enumerate(zip(answers, statuses, strict=True)):
+        if found and "error" in found[-1]:
+            failed.append((number, getattr(errors, found[-1]["kind"], None), found[-1]["error"]))
+        elif status:
+            failed.append((number, errors.DcpS3Error, f"its process ended with status {status}"))
+    # What is not dcp_s3's, such as a lost connection to another rank, is likely a consequence.
+    number, kind, text = min(failed, key=lambda each: each[1] is None)
+    return (kind or errors.DcpS3Error)(f"rank {number}: {text}")
+
+
+def _remove(store: S3Store, url: CheckpointURL, *, late: float = 0.0) -> errors.AccessDeniedError | None:
+    """Remove objects, open uploads and old versions below a URL, until a listing shows none.
+
+    Waits ``late`` seconds before each listing, for requests that are under way. Returns why old versions may be left,
+    if a permission is missing. Raises StorageError if something is still there.
+    """
+    prefix = url.key("")
+    for _ in range(_PASSES):
+        time.sleep(late)
+        objects = [each.key for each in store.list(prefix).objects]
+        try:
+            uploads = store.uploads(prefix)
+            for upload in uploads:
+                store.abort(upload)
+        finally:
+            store.delete(objects)
+        if not objects and not uploads:
+            break
+    else:
+        raise errors.StorageError(f"objects were still written to {url} while they were deleted", bucket=url.bucket)
+    try:
+        versions = store.run(listing.versions(prefix))
+        store.delete(DeleteTarget(each.key, version_id=each.version_id) for each in versions)
+    except errors.AccessDeniedError as error:
+        return error
+    except errors.StorageError:
+        pass  # this store has none
+    return None
+
+
+def _clean_up(store: S3Store, url: CheckpointURL, note: Callable[[str], None], *, late: float = 0.0) -> bool:
+    """Remove all that was written. Returns whether nothing is left."""
+    try:
+        denied = _remove(store, url, late=late)
+    except (errors.DcpS3Error, OSError) as error:
+        note(f"not removed, or not all of it: {url}: {error}. Remedy: delete what is below it")
+        return False
+    if denied is not None:
+        note(f"if the bucket keeps versions, those below {url} are still there: {denied}")
+    return True
+
+
+# --- one rank ----------------------------------------------------------------------------------------------
+
+
+def make_state(rank: int, size: int) -> dict[str, Tensor]:
+    """Tensors of about ``size`` bytes in all, of one rank only, as shards are."""
+    import torch
+
+    count, most = max(1, size // 8), _TENSOR_BYTES // 8
+    return {
+        f"rank-{rank}/tensor-{start // most}": torch.zeros(min(most, count - start), dtype=torch.int64)
+        for start in range(0, count, most)
+    }
+
+
+def fill(state: Mapping[str, Tensor], number: int) -> None:
+    """Set all values to those of a round: random ones, which no link can compress; each tensor has others."""
+    for name, tensor in state.items():
+        tensor.random_(generator=_generator(name, number))
+
+
+def check(state: Mapping[str, Tensor], number: int) -> None:
+    """Check that all bits are those of a round: otherwise CorruptCheckpointError."""
+    for name, tensor in state.items():
+        if not tensor.equal(tensor.clone().random_(generator=_generator(name, number))):
+            raise errors.CorruptCheckpointError(f"what was loaded as {name!r} is not what was saved")
+
+
+def _generator(name: str, number: int) -> Any:
+    import torch
+
+    return torch.Generator().manual_seed(zlib.crc32(name.encode(), number))
+
+
+def _rounds(order: Mapping[str, Any]) -> Iterator[Transfer]:
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    from dcp_s3.load.reader import S3StorageReader
+    from dcp_s3.save.writer import S3StorageWriter
+
+    rank, ranks = order["rank"], order["ranks"]
+    torch.set_num_threads(max(1, torch.get_num_threads() // ranks))
+    if ranks > 1:
+        # The parent ends all ranks if one ends: no rank waits for another for long.
+        dist.init_process_group("gloo", init_method=f"file://{order['directory']}/rendezvous", rank=rank,
+                                world_size=ranks, timeout=timedelta(days=1))  # fmt: skip
+    barrier: Any = dist.barrier if ranks > 1 else lambda: None
+    state = make_state(rank, order["size"])
+    for number in range(1, order["rounds"] + 1):
+        url = parse_url(f"{order['url']}/round-{number}")
+        fill(state, number)
+        barrier()
+        writer = S3StorageWriter(str(url), settings=_NOT_SPILLING)
+        yield _measure("save", number, state, partial(save, dict(state), storage_writer=writer))
+        for tensor in state.values():
+            tensor.zero_()
+        barrier()
+        reader = S3StorageReader(str(url), settings=_NOT_SPILLING)
+        loaded = _measure("load", number, state, partial(load, dict(state), storage_reader=reader))
+        check(state, number)
+        yield loaded
+        barrier()
+        if rank == 0:
+            _remove(S3Store(url.bucket, resolve_settings(_NOT_SPILLING)), url)  # makes room for the next
+
+
+def _measure(direction: str, number: int, state: Mapping[str, Tensor], action: Callable[[], object]) -> Transfer:
+    before = _counters()
+    action()
+    after = _counters()
+    way = {"save": " upload", "load": " download"}[direction]
+    links = [int(link["connections"]) for name, link in after.pop("connections").items() if name.endswith(way)]
+    return Transfer(
+        direction=direction,
+        round=number,
+        bytes=sum(tensor.nbytes for tensor in state.values()),
+        connections=min(max(links, default=0), resolve_settings(_NOT_SPILLING).max_connections),
+        **{name: after[name] - before[name] for name in after},
+    )
+
+
+def _counters() -> dict[str, Any]:
+    from dcp_s3.monitoring import stats
+
+    found = stats()
+    return {
+        "connections": found.connections,
+        "seconds": time.perf_counter(),
+        "cpu_seconds": time.process_time(),
+        "throttled": sum(each.throttled for each in found.throttle.values()),
+        "hedged": sum(each.started for each in found.hedges.values()),
+    }
+
+
+def _end_with_parent() -> None:
+    sys.stdin.read()
+    os._exit(0)  # also in the middle of a save
+
+
+def main() -> int:
+    """Be one rank. Returns the exit status."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    from dcp_s3.failures import real_causes
+
+    threading.Thread(target=_end_with_parent, name="dcp_s3-bench", daemon=True).start()
+    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+    order = json.loads(sys.argv[1])
+    with Path(order["directory"], str(order["rank"])).open("w", buffering=1) as answers:
+        try:
+            answers.writelines(json.dumps(asdict(transfer)) + "\n" for transfer in _rounds(order))
+        except BaseException as error:  # noqa: BLE001 - torch's CheckpointException is no Exception
+            cause = error
+            if isinstance(error, CheckpointException):
+                causes = real_causes({number: each for number, (each, _) in error.failures.items()})
+                cause = causes[min(causes)]
+            elif not isinstance(error, errors.DcpS3Error):
+                traceback.print_exc()
+            kind = type(cause).__name__
+            answers.write(json.dumps({"kind": kind, "error": str(cause) or kind}) + "\n")
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    os._exit(main())  # whatever else still runs

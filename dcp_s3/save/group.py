@@ -1,0 +1,57 @@
+"""The ranks that save together, as a writer knows them: DCP does not tell it."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from dcp_s3 import ranks
+from dcp_s3.errors import SaveProtocolError
+from dcp_s3.url import CheckpointURL
+
+
+class SaveGroup:
+    """The process group that a writer was given; None: the default one. Can be sent to other processes."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._name = "" if group is None else str(group.group_name)
+        self.members = None if group is None else tuple(dist.get_process_group_ranks(group))
+        """The ranks of the group; None: all."""
+        self._is_shared = ranks.world_size() > 1
+
+    @property
+    def turn_key(self) -> str | None:
+        """What a save with collectives shares with others; None: nothing."""
+        if self.members is not None:
+            return self._name if len(self.members) > 1 else None
+        return "the default process group" if ranks.world_size() > 1 else None
+
+    def check_there(self, url: CheckpointURL) -> None:
+        """Refuse a save of one rank that was one of several when the writer was made.
+
+        Raises:
+            SaveProtocolError
+        """
+        if self._is_shared and not ranks.is_initialized():
+            raise SaveProtocolError(
+                f"the save to {url} does not begin: the process group has been destroyed since its writer was made, "
+                "and what this rank alone holds must not be taken for the whole. Remedy: wait for the saves, or close "
+                "the CheckpointManager, before destroy_process_group(); to save this process's state, make a new writer"
+            )
+
+    def check_rank(self, url: CheckpointURL, rank: int) -> None:
+        """Refuse a save without collectives of other ranks.
+
+        Args:
+            url: URL of the save.
+            rank: the rank that DCP says this is.
+
+        Raises:
+            SaveProtocolError
+        """
+        expected = ranks.rank() if self.members is None else self.members.index(ranks.rank())
+        if ranks.is_initialized() and rank != expected:
+            raise SaveProtocolError(
+                f"the save to {url} is one of rank {rank} of its ranks, and its writer expects rank {expected}. "
+                "Remedy: S3StorageWriter(url, process_group=...) with the group of the save; to save the state of this "
+                "rank alone, no_dist=True without use_collectives=False"
+            )
