@@ -41,9 +41,6 @@ class Event:
         """Add it to the process's totals."""
 
 
-# --- saves ---------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class SaveStarted(Event):
     """A save began on this rank. Its staging, if any, is over."""
@@ -171,9 +168,6 @@ class Drained(Event):
         totals.add("spill", drained_bytes=self.bytes)
 
 
-# --- loads ---------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class LoadStarted(Event):
     """A load began on this rank."""
@@ -230,9 +224,6 @@ class LoadFailed(Event):
         totals.add("loads", failed=1)
 
 
-# --- the rest ------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, kw_only=True)
 class Throttled(Event):
     """S3 throttled, and fewer data requests go to the bucket from now on."""
@@ -274,10 +265,7 @@ class PruneFailed(Event):
         totals.add("prunes", failed=1)
 
 
-# --- subscribers ---------------------------------------------------------------------------------------------
-
 Listener = Callable[[Event], object]
-"""What is called with each event."""
 
 
 class Subscription:
@@ -301,19 +289,11 @@ class Subscription:
 
 
 _subscriptions: tuple[Subscription, ...] = ()  # replaced as a whole: no lock, and none that a fork could leave locked
-_complained: set[int] = set()
-"""Ids of the listeners that have raised."""
+_complained: set[int] = set()  # ids of the listeners that have raised
 
 
 def subscribe(listener: Listener) -> Subscription:
-    """Call ``listener`` with every event of this process, from now on.
-
-    Args:
-        listener: takes an `Event`.
-
-    Returns:
-        Its subscription, which a ``with`` block or `Subscription.close` ends.
-    """
+    """Call ``listener`` with every `Event` of this process, from now on, until `Subscription.close`."""
     global _subscriptions
     subscription = Subscription(listener)
     _subscriptions = (*_subscriptions, subscription)

@@ -17,11 +17,11 @@ class Deadline:
     """The time by which a save or a load of this process must be done."""
 
     setting: str
-    """Name of the variable that sets the deadline."""
+    """Name of the variable that sets it."""
     seconds: float
     """Value of that variable."""
     at: float
-    """When the deadline passes, in seconds of time.monotonic."""
+    """In seconds of time.monotonic."""
 
     @classmethod
     def start(cls, setting: str, seconds: float | None) -> Deadline | None:
@@ -35,16 +35,11 @@ class Deadline:
 
     @property
     def passed(self) -> bool:
-        """Whether the deadline has passed."""
         return time.monotonic() >= self.at
 
     def error(self, what: str, progress: str = "") -> DeadlineExceededError:
-        """The error to raise when the deadline has passed.
-
-        Args:
-            what: name of what was not done in time.
-            progress: how far that came.
-        """
+        """The error to raise when the deadline has passed. ``what`` was not done in time, and came as far as
+        ``progress``."""
         came = f": {progress}" if progress else ""
         return DeadlineExceededError(
             f"{what} was not done within {self.setting} = {self.seconds:g} s{came}. Remedy: raise or unset "
@@ -63,7 +58,6 @@ class Limit:
     """Bounds for the requests of one piece of work. A field that is None bounds nothing."""
 
     deadline: Deadline | None = None
-    """Deadline after which a request fails with DeadlineExceededError."""
     patience: float | None = None
     """Seconds after which a failed request is not retried, however many attempts are left."""
     hang: float | None = None
@@ -71,15 +65,9 @@ class Limit:
     attempts: int | None = None
     """Most attempts of one request, if the settings allow more."""
     cancel: threading.Event | None = None
-    """Event that makes requests give up."""
 
     def check(self, what: str) -> None:
-        """Raise if ``what`` may not begin.
-
-        Raises:
-            Cancelled: ``cancel`` was set.
-            DeadlineExceededError: the deadline has passed; ``what`` was not done.
-        """
+        """Raise `Cancelled` or `DeadlineExceededError` if ``what`` may not begin."""
         if self.cancel is not None and self.cancel.is_set():
             raise Cancelled
         if self.deadline is not None and self.deadline.passed:

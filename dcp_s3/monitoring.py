@@ -57,12 +57,8 @@ def stats() -> Stats:
     >>> stats().saves.last_step
     3000
     """
-    counted = totals()
     return Stats(
-        saves=counted.saves,
-        loads=counted.loads,
-        spill=counted.spill,
-        prunes=counted.prunes,
+        **vars(totals()),
         throttle=throttle.snapshot(),
         hedges=hedge.snapshot(),
         connections=connections.snapshot(),

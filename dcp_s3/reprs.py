@@ -9,14 +9,8 @@ _LONGEST_VALUE = 64
 
 
 def one_line(name: str, *values: str, **fields: Any) -> str:
-    """``Name(value, field=...)`` in at most 120 characters. Long values are cut in their middle, and what does not fit
-    is left out and counted.
-
-    Args:
-        name: name of the class.
-        values: texts to show first, as they are.
-        fields: values to show by name, except those that are None.
-    """
+    """``Name(value, field=...)`` in at most 120 characters; fields that are None are not shown. Long values are cut in
+    their middle, and what does not fit is left out and counted."""
     shown = [_cut(value) for value in values]
     shown += [f"{field}={_cut(repr(value))}" for field, value in fields.items() if value is not None]
     for count in range(len(shown), -1, -1):

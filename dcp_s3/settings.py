@@ -217,7 +217,7 @@ class Settings(BaseSettings):
 
 
 def aws_variable(*names: str) -> tuple[str, str] | None:
-    """The first of ``names``, environment variables of AWS's own chain, that is set: its name and value."""
+    """The first of these environment variables that is set: its name and value."""
     return next(((name, value) for name in names if (value := os.environ.get(name))), None)
 
 
@@ -252,11 +252,7 @@ def aws_endpoint_variable() -> tuple[str, str] | None:
 
 
 def require_endpoint(source: str, url: str) -> None:
-    """Check an endpoint with `check_endpoint`. The error names ``source``, where the URL came from.
-
-    Raises:
-        SettingsError: the URL is not an endpoint.
-    """
+    """Check an endpoint with `check_endpoint`. The error names ``source``, where the URL came from."""
     try:
         check_endpoint(url)
     except ValueError as error:
@@ -283,11 +279,8 @@ def _explain(error: ValidationError, given: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def environment(**values: str | None) -> Iterator[None]:
-    """Let settings have other values in the environment, here and in processes that are started meanwhile.
-
-    Args:
-        values: values by name of the setting, as text; None leaves the environment as it is.
-    """
+    """Let settings have other values in the environment, here and in processes that are started meanwhile. None leaves
+    the environment as it is."""
     names = {name: ENV_PREFIX + name.upper() for name, value in values.items() if value is not None}
     before = {variable: os.environ.get(variable) for variable in names.values()}
     os.environ.update({variable: str(values[name]) for name, variable in names.items()})
@@ -307,11 +300,7 @@ def child_environment(**changes: str) -> dict[str, str]:
 
 
 def launch() -> Launch:
-    """What the launcher says about this process.
-
-    Raises:
-        SettingsError: see `read_launch`.
-    """
+    """What the launcher says about this process."""
     return read_launch(os.environ)
 
 
@@ -339,7 +328,6 @@ def unknown_variables() -> dict[str, str]:
 
 
 def _removed_setting(variable: str) -> str | None:
-    """What holds instead of a setting of earlier versions; None if it was none."""
     return _REMOVED.get(variable.upper().removeprefix(ENV_PREFIX).lower())
 
 
@@ -358,7 +346,6 @@ def _warn_of_unknown_variables(cls: type[Settings]) -> None:
 
 
 def _suggest(name: str, known: Iterable[str]) -> str:
-    """What to do about a name that is not known."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, 1)
     return f"did you mean {close[0]}?" if close else f"there are: {', '.join(names)}"
@@ -368,11 +355,7 @@ SettingsLike = Settings | Mapping[str, Any] | None
 
 
 def stored_settings(values: Mapping[str, Any]) -> Settings:
-    """The `Settings` that a process stored, perhaps one with an earlier version: what no longer exists is left out.
-
-    Raises:
-        SettingsError: a value is not allowed, or there was never such a setting.
-    """
+    """The `Settings` that a process stored, perhaps one with an earlier version: what no longer exists is left out."""
     return Settings(**{name: value for name, value in values.items() if name not in _REMOVED})
 
 

@@ -14,8 +14,6 @@ SelfStore = TypeVar("SelfStore", bound="Store")
 
 @dataclass(frozen=True)
 class ListedObject:
-    """One object of a listing."""
-
     key: str
     size: int
     modified_at: float
@@ -29,7 +27,7 @@ class Page:
     """One page of a listing, or a whole one."""
 
     objects: tuple[ListedObject, ...]
-    """The objects, in key order."""
+    """In key order."""
     prefixes: tuple[str, ...]
     """The common prefixes, each ending with the delimiter; none without a delimiter."""
     next_token: str | None = None
@@ -128,42 +126,21 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def read(self, key: str, start: int, into: memoryview, etag: str | None = None) -> None:
-        """Fill memory with the bytes of an object from byte ``start`` on.
-
-        Args:
-            key: object key.
-            start: first byte, from 0.
-            into: writable, contiguous memory; if it is empty, nothing is requested.
-            etag: ETag of the version to read; None for any, but all bytes are of one version.
+        """Fill writable, contiguous memory with the bytes of an object from byte ``start`` on; nothing is requested if
+        it is empty. ``etag`` is that of the version to read; None for any, but all bytes are of one version.
 
         Raises:
-            ObjectNotFoundError: no such object.
             PreconditionFailedError: the object has another ETag, or was replaced while it was read.
             OutOfRangeError: the object has fewer bytes.
             Cancelled: the limit's ``cancel`` was set.
-            StorageError: any other failure.
         """
 
     @abc.abstractmethod
     def get(self, key: str) -> StoredObject:
-        """Read a small object, whole.
-
-        Raises:
-            ObjectNotFoundError: no such object.
-            StorageError: any other failure.
-        """
+        """Read a small object, whole."""
 
     def get_start(self, key: str, most: int) -> ObjectStart:
-        """Read the first bytes of an object, in one request.
-
-        Args:
-            key: object key.
-            most: bytes to read, at least 1. A store may read more.
-
-        Raises:
-            ObjectNotFoundError: no such object.
-            StorageError: any other failure.
-        """
+        """Read the first ``most`` bytes of an object (at least 1; a store may read more), in one request."""
         found = self.get(key)
         return ObjectStart(found, len(found.data))
 
@@ -177,15 +154,8 @@ class Store(abc.ABC):
         content_type: str = "application/octet-stream",
         metadata: Mapping[str, str] | None = None,
     ) -> None:
-        """Write a small object, whole.
-
-        Args:
-            key: object key.
-            data: the object's bytes.
-            expect: condition of the write; None for none. A store without conditional writes writes in any case,
-                after one warning.
-            content_type: MIME type.
-            metadata: user metadata; names in lower case.
+        """Write a small object, whole; ``metadata`` is user metadata, with names in lower case. A store without
+        conditional writes writes whatever is expected, after one warning.
 
         Raises:
             PreconditionFailedError: the object is not as expected, nor has it these bytes: somebody else wrote it.
@@ -196,13 +166,9 @@ class Store(abc.ABC):
     def copy(self, source: Store, source_key: str, key: str) -> None:
         """Copy an object with its user metadata, on S3 without moving its bytes; what is at ``key`` is replaced.
 
-        Args:
-            source: store with the object, reached in the same way: a bucket of the same endpoint. May be this one.
-            source_key: key of the object.
-            key: key of the copy.
+        ``source`` is reached in the same way: a bucket of the same endpoint. It may be this one.
 
         Raises:
-            ObjectNotFoundError: no such object.
             PreconditionFailedError: the object was replaced while it was copied.
             StorageError: the store refuses, or cannot copy by itself.
         """
@@ -211,44 +177,23 @@ class Store(abc.ABC):
 
     @abc.abstractmethod
     def head(self, key: str, *, checksum: bool = False) -> ObjectHead:
-        """The properties of an object.
-
-        Args:
-            key: object key.
-            checksum: whether to ask for the checksum, too.
-
-        Raises:
-            ObjectNotFoundError: no such object (or no such bucket).
-            StorageError: any other failure.
-        """
+        """The properties of an object, with ``checksum`` also that. ObjectNotFoundError may mean that there is no such
+        bucket."""
 
     @abc.abstractmethod
     def exists(self, key: str) -> bool:
-        """Whether the object exists.
-
-        Raises:
-            StorageError: the request failed.
-        """
+        """Whether the object exists."""
 
     @abc.abstractmethod
     def page(self, prefix: str, delimiter: str = "", *, token: str | None = None) -> Page:
         """Some of the objects whose keys start with ``prefix``, in key order.
 
-        Args:
-            prefix: start of the keys.
-            delimiter: keys with the same text up to a delimiter after the prefix count as one common prefix.
-            token: ``next_token`` of the page before; None for the first page.
-
-        Raises:
-            StorageError: the request failed.
+        Keys with the same text up to a delimiter after the prefix count as one common prefix. ``token`` is the
+        ``next_token`` of the page before.
         """
 
     def list(self, prefix: str, delimiter: str = "") -> Page:
-        """All objects whose keys start with ``prefix``, as one page.
-
-        Raises:
-            StorageError: the request failed.
-        """
+        """All objects whose keys start with ``prefix``, as one page."""
         pages = [self.page(prefix, delimiter)]
         while pages[-1].next_token is not None:
             pages.append(self.page(prefix, delimiter, token=pages[-1].next_token))
@@ -258,32 +203,20 @@ class Store(abc.ABC):
     def delete(self, targets: Iterable[str | DeleteTarget]) -> Sequence[str]:
         """Delete objects, given as keys or `DeleteTarget`s; those that do not exist count as deleted.
 
-        Returns:
-            Keys left alone because their objects have another ETag. A store without conditional deletes deletes them.
-
-        Raises:
-            StorageError: some could not be deleted.
+        Returns the keys left alone because their objects have another ETag. A store without conditional deletes deletes
+        them. After a StorageError some may be deleted.
         """
 
     @abc.abstractmethod
     def uploads(self, prefix: str) -> Sequence[Upload]:
-        """Every open multipart upload whose key starts with ``prefix``, in key order; none if the store has no uploads.
-
-        Raises:
-            StorageError: the request failed.
-        """
+        """Every open multipart upload whose key starts with ``prefix``, in key order; none if the store has none."""
 
     @abc.abstractmethod
     def abort(self, upload: Upload) -> None:
-        """Abort a multipart upload; one that is gone counts as aborted.
-
-        Raises:
-            StorageError: the upload may stay open.
-        """
+        """Abort a multipart upload; one that is gone counts as aborted. After a StorageError it may stay open."""
 
 
 def join(pages: Sequence[Page]) -> Page:
-    """Join the pages of one listing into one."""
     return Page(
         tuple(each for page in pages for each in page.objects),
         tuple(each for page in pages for each in page.prefixes),
@@ -298,5 +231,4 @@ def same_etag(one: str | None, other: str | None) -> bool:
 
 
 def target_of(each: str | DeleteTarget) -> DeleteTarget:
-    """An argument of `Store.delete` as a `DeleteTarget`."""
     return DeleteTarget(each) if isinstance(each, str) else each

@@ -47,7 +47,6 @@ class LoadTotals:
     bytes: int = 0
     """Bytes that this rank fetched for them, from S3 or its spill directory."""
     seconds: float = 0.0
-    """Seconds that they took."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,6 @@ class SpillTotals:
     objects: int = 0
     """Objects that went to the spill directory."""
     bytes: int = 0
-    """Their bytes."""
     refused_bytes: int = 0
     """Those of them that went there because S3 did not take them, not because of ``DCP_S3_DURABILITY=local``."""
     drained_bytes: int = 0
@@ -75,7 +73,6 @@ class PruneTotals:
     deleted: int = 0
     """Checkpoints that were deleted."""
     freed_bytes: int = 0
-    """Bytes that were deleted."""
     last_success: float = 0.0
     """Seconds since the epoch when a prune last succeeded; 0 before the first."""
 
@@ -108,7 +105,6 @@ def _change(to: str, change: Callable[[Any], Mapping[str, Any]]) -> None:
 
 
 def totals() -> Totals:
-    """The totals now."""
     return _totals
 
 

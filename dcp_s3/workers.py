@@ -18,12 +18,7 @@ _Task = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
 
 class Workers:
-    """``count`` threads that run submitted tasks, in order of submission.
-
-    Args:
-        count: number of threads, at least one.
-        name: name of the threads; each gets a number.
-    """
+    """``count`` threads (at least one) that run submitted tasks, in order of submission."""
 
     def __init__(self, count: int, name: str) -> None:
         self._name = name
@@ -51,7 +46,6 @@ class Workers:
             self._tasks.put(None)
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Run ``function(*arguments)`` on one of the threads."""
         future: Future[Any] = Future()
         self._tasks.put((future, function, arguments))
         return future
@@ -78,11 +72,7 @@ class Workers:
 
 
 class Slots:
-    """A number of places, of which those in use are given back: a semaphore whose size can change.
-
-    Args:
-        count: number of places.
-    """
+    """A number of places, of which those in use are given back: a semaphore whose size can change."""
 
     def __init__(self, count: int) -> None:
         self._free = count
@@ -91,7 +81,6 @@ class Slots:
 
     @property
     def all_taken(self) -> bool:
-        """Whether no place is free."""
         return self._free <= 0
 
     def acquire(self, timeout: float) -> bool:
@@ -103,7 +92,6 @@ class Slots:
             return True
 
     def release(self) -> None:
-        """Give a place back."""
         with self._changed:
             self._free += 1
             self._changed.notify()

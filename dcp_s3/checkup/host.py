@@ -24,8 +24,7 @@ from dcp_s3.s3.botocore_private import expiry_of
 from dcp_s3.s3.client import find_chain
 from dcp_s3.s3.diagnosis import REQUEST_ERRORS, describe, status_code, to_storage_error
 from dcp_s3.settings import ENV_PREFIX, resolve_settings, unknown_variables
-from dcp_s3.spill.durable import as_spill_error
-from dcp_s3.spill.store import SpillStore
+from dcp_s3.spill.store import SpillStore, as_spill_error
 from dcp_s3.torch_version import TESTED, is_newer_than_tested
 from dcp_s3.units import format_size, plural
 

@@ -20,10 +20,7 @@ from dcp_s3.url import CheckpointURL
 
 
 class Board(ABC):
-    """Notes by key, each written once. Thread safe.
-
-    Keys are letters, digits and hyphens.
-    """
+    """Notes by key (letters, digits, hyphens), each written once. Thread safe."""
 
     nearby = False
     """Whether a look takes a message between hosts (some 0.1 ms), rather than a request to S3 (some 30 ms)."""
@@ -38,11 +35,7 @@ class Board(ABC):
 
     @abstractmethod
     def look(self, key: str) -> str | None:
-        """The note, or None.
-
-        Raises:
-            StorageError: cannot tell.
-        """
+        """The note, or None."""
 
     @abstractmethod
     def remove(self, *keys: str) -> None:

@@ -30,29 +30,26 @@ _MAX_LOST_RACES = 20
 
 @dataclass(frozen=True)
 class Claim:
-    """Says that a save writes to a URL."""
+    """Says that a save writes to a URL. The bytes are the same on all ranks of the save."""
 
     save: str
-    """Id of the save (`save_of`)."""
+    """`save_of` it."""
     number: int
     """Which save of its attempt to this URL it is, from 1."""
     attempt: str
-    """Id of the attempt (`Attempt.id`)."""
+    """`Attempt.id`."""
     run: str
-    """Run, restarts and begin of the attempt."""
     restart: tuple[int, ...]
     began: float | None
     world_size: int
     step: int | None
 
     def to_json(self) -> bytes:
-        """The claim's bytes: the same on all ranks of the save."""
         body = json.dumps(asdict(self), sort_keys=True)
         return (json.dumps({"claim": body, "crc64nvme": crc_hex(crc64nvme(body.encode()))}) + "\n").encode()
 
 
 def claim_of(attempt: Attempt, url: str, number: int, step: int | None) -> Claim:
-    """The claim of a save: see `save_of`."""
     return Claim(
         save_of(attempt, url, number), number, attempt.id, attempt.run, attempt.restart, attempt.began,
         attempt.world_size, step,
@@ -93,23 +90,17 @@ class Join:
 
 @dataclass(frozen=True)
 class Write:
-    """The claim is to be written where the store has what is expected."""
-
     expect: Expect
 
 
 @dataclass(frozen=True)
 class Refuse:
-    """The save must not begin."""
-
     reason: str
     """What was found, and the remedy."""
 
 
 @dataclass(frozen=True)
 class FoundClaim:
-    """What lies where claims do."""
-
     claim: Claim | None
     """None if it is damaged, or something else."""
     etag: str
@@ -177,7 +168,6 @@ def claim(store: Store, url: CheckpointURL, ours: Claim) -> None:
 
     Raises:
         SaveProtocolError: a newer attempt, or other ranks of this attempt with another world size, save there.
-        StorageError: the claim could not be read or written.
     """
     key = url.key(CLAIM)
     for _ in range(_MAX_LOST_RACES):
@@ -202,9 +192,6 @@ def is_still_ours(store: Store, url: CheckpointURL, ours: Claim) -> bool:
     """Whether the claim still stands. Asked right before the commit.
 
     If not, another save has taken over, or this one is committed already and its claim removed.
-
-    Raises:
-        StorageError: cannot tell.
     """
     found = _find(store, url.key(CLAIM))
     return found is not None and found.claim == ours
@@ -212,11 +199,7 @@ def is_still_ours(store: Store, url: CheckpointURL, ours: Claim) -> bool:
 
 def has_gone_past(store: Store, url: CheckpointURL, ours: Claim) -> bool:
     """Whether other ranks of the attempt can no longer take part in a save: they have begun a later one there, or have
-    withdrawn it.
-
-    Raises:
-        StorageError: cannot tell.
-    """
+    withdrawn it."""
     found = _find(store, url.key(CLAIM))
     if found is None or found.claim is None or found.claim.attempt != ours.attempt:
         return False
@@ -224,11 +207,8 @@ def has_gone_past(store: Store, url: CheckpointURL, ours: Claim) -> bool:
 
 
 def withdraw(store: Store, url: CheckpointURL, ours: Claim) -> None:
-    """See to it that no rank begins a save any more, and none commits it, if its claim still stands.
-
-    Raises:
-        StorageError: it may still be committed.
-    """
+    """See to it that no rank begins a save any more, and none commits it, if its claim still stands. After an error it
+    may still be committed."""
     key = url.key(CLAIM)
     while (found := _find(store, key)) is not None and found.claim == ours:
         try:

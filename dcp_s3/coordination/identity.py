@@ -51,9 +51,7 @@ class Attempt:
     began: float | None
     """When the attempt began, in seconds since the epoch, on the clock of one of its ranks; None if it is unknown."""
     world_size: int
-    """Number of ranks."""
     rank: int
-    """This process."""
 
     @property
     def id(self) -> str:
@@ -92,15 +90,8 @@ def make_attempt(
     store: Any = None,
     members: Sequence[int] = (),
 ) -> Attempt:
-    """The attempt that a process is part of.
-
-    Args:
-        settings: ``run_id`` takes the place of the launcher's.
-        found: what the launcher says.
-        rank: rank of this process.
-        world_size: number of ranks.
-        store: a store of torch that all ranks share; None if there is none.
-        members: the ranks that save, if they are not all.
+    """The attempt that a process is part of; ``store`` is one of torch that all ranks share, ``members`` the ranks that
+    save, if they are not all.
 
     Raises:
         SaveProtocolError: there are several ranks, and nothing tells this attempt from others; or rank 0 does not come.
@@ -133,62 +124,12 @@ def make_attempt(
     return Attempt(run, found.restart, "", found.began, world_size, rank)
 
 
-class _Counts:
-    """The attempt of this process, and how many saves it has begun. Thread safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._attempts: dict[tuple[int, ...], tuple[tuple[Any, ...], Attempt]] = {}
-        self._saves: dict[bytes, int] = {}  # of all attempts: after a group has ended, that of the launcher is back
-        self._orders: dict[str, int] = {}  # by attempt
-        self._left: dict[bytes, CountedSave] = {}
-
-    def attempt(self, settings: Settings, members: tuple[int, ...]) -> Attempt:
-        store = default_store()
-        rank, world_size = ranks.rank(), ranks.world_size()
-        found = launch()
-        if not ranks.is_initialized():
-            rank, world_size = found.rank, found.world_size
-        # Weak: a store that is not closed keeps its port. What stands in it does not change with the environment.
-        of = (settings.run_id, found, rank, world_size) if store is None else (weakref.ref(store),)
-        members = () if members == tuple(range(world_size)) else members
-        with self._lock:
-            known = self._attempts.get(members)
-            if known is None or known[0] != of:
-                made = make_attempt(settings, found, rank=rank, world_size=world_size, store=store, members=members)
-                known = self._attempts[members] = of, made
-            return known[1]
-
-    def count(self, attempt: Attempt, url: str) -> CountedSave:
-        key = self._key(attempt, url)
-        with self._lock:
-            number = self._saves[key] = self._saves.get(key, 0) + 1
-            order = self._orders[attempt.id] = self._orders.get(attempt.id, 0) + 1
-            return CountedSave(attempt, number, order)
-
-    def leave(self, save: CountedSave, url: str) -> None:
-        """Note that this rank has failed before it began a save: it may try again."""
-        with self._lock:
-            self._left[self._key(save.attempt, url)] = save
-
-    def take_left(self, attempt: Attempt, url: str) -> CountedSave | None:
-        """The save to a URL that was left last, once."""
-        with self._lock:
-            return self._left.pop(self._key(attempt, url), None)
-
-    def forget_left(self, save: CountedSave, url: str) -> None:
-        """Note that this rank does not try a save again that it may have left."""
-        key = self._key(save.attempt, url)
-        with self._lock:
-            if self._left.get(key) is save:
-                del self._left[key]
-
-    @staticmethod
-    def _key(attempt: Attempt, url: str) -> bytes:
-        return hashlib.blake2b(f"{attempt.id} {url}".encode(), digest_size=8).digest()
-
-
-counts = _Counts()
+_counting = threading.Lock()
+_attempts: dict[tuple[int, ...], tuple[tuple[Any, ...], Attempt]] = {}
+"""By the ranks that save: what tells the group from others, and the attempt."""
+_saves: dict[bytes, int] = {}  # of all attempts: after a group has ended, that of the launcher is back
+_orders: dict[str, int] = {}  # by attempt
+_left: dict[bytes, CountedSave] = {}
 
 
 def current_attempt(settings: Settings, members: Sequence[int] = ()) -> Attempt:
@@ -201,12 +142,53 @@ def current_attempt(settings: Settings, members: Sequence[int] = ()) -> Attempt:
         SaveProtocolError, StorageError: see `make_attempt`.
         SettingsError: the launcher's rank or world size is none.
     """
-    return counts.attempt(settings, tuple(members))
+    store = default_store()
+    rank, world_size = ranks.rank(), ranks.world_size()
+    found = launch()
+    if not ranks.is_initialized():
+        rank, world_size = found.rank, found.world_size
+    # Weak: a store that is not closed keeps its port. What stands in it does not change with the environment.
+    of = (settings.run_id, found, rank, world_size) if store is None else (weakref.ref(store),)
+    members = () if tuple(members) == tuple(range(world_size)) else tuple(members)
+    with _counting:
+        known = _attempts.get(members)
+        if known is None or known[0] != of:
+            made = make_attempt(settings, found, rank=rank, world_size=world_size, store=store, members=members)
+            known = _attempts[members] = of, made
+        return known[1]
 
 
 def count_save(attempt: Attempt, url: str) -> CountedSave:
     """Count a save to a URL that this process begins."""
-    return counts.count(attempt, url)
+    key = _key(attempt, url)
+    with _counting:
+        number = _saves[key] = _saves.get(key, 0) + 1
+        order = _orders[attempt.id] = _orders.get(attempt.id, 0) + 1
+        return CountedSave(attempt, number, order)
+
+
+def leave_save(save: CountedSave, url: str) -> None:
+    """Note that this rank has failed before it began a save: it may try again."""
+    with _counting:
+        _left[_key(save.attempt, url)] = save
+
+
+def take_left(attempt: Attempt, url: str) -> CountedSave | None:
+    """The save to a URL that was left last, once."""
+    with _counting:
+        return _left.pop(_key(attempt, url), None)
+
+
+def forget_left(save: CountedSave, url: str) -> None:
+    """Note that this rank does not try a save again that it may have left."""
+    key = _key(save.attempt, url)
+    with _counting:
+        if _left.get(key) is save:
+            del _left[key]
+
+
+def _key(attempt: Attempt, url: str) -> bytes:
+    return hashlib.blake2b(f"{attempt.id} {url}".encode(), digest_size=8).digest()
 
 
 # --- what the first rank tells the others -------------------------------------------------------------
@@ -219,10 +201,8 @@ _telling: dict[str, object] = {}
 
 
 def tell(store: Any, said: str, others: int, group: str = "") -> None:
-    """On the first rank: answer the others with ``said``, in the background, until all have heard it.
-
-    No earlier attempt has said the same. ``group`` is the name of a group that is a part of the ranks.
-    """
+    """On the first rank: answer the ``others`` (a number) with ``said``, which no earlier attempt has said, in the
+    background, until all have heard it."""
     turn = object()
     with _lock:
         _telling[group] = turn
@@ -257,7 +237,6 @@ def ask(store: Any, timeout: float, group: str = "") -> str:
 
 
 def store_error(error: RuntimeError) -> StorageError:
-    """The error of a store of torch as one of ours."""
     return StorageError(
         f"the store of the process group does not answer: {error}. Remedy: the process that holds it, mostly rank 0 or "
         "torchrun's agent on the first host, has to live as long as the ranks"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,12 +26,8 @@ UNSAID = "0"
 
 @dataclass(frozen=True)
 class Clock:
-    """Time, for the protocol."""
-
     now: Callable[[], float] = time.monotonic
-    """Seconds from some beginning on; never set back."""
     sleep: Callable[[float], None] = time.sleep
-    """Wait for so many seconds."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +35,7 @@ class JointSave:
     """One save of several ranks without collectives, as one of them knows it."""
 
     url: CheckpointURL
-    """URL of the checkpoint."""
     claim: Claim
-    """Its identity, the same on all ranks."""
     rank: int
     """This one, as its place among the ranks of the save."""
     overwrite: bool
@@ -61,7 +54,6 @@ class JointSave:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return self.claim.world_size
 
     @property
@@ -75,19 +67,15 @@ class JointSave:
 
     def turn_of(self, rank: int) -> int:
         """Place of a rank in the order in which they merge, from 0."""
-        places = sorted(range(self.world_size), key=self._draw)
-        return places.index(rank)
 
-    def _draw(self, rank: int) -> bytes:
-        return hashlib.blake2b(f"{self.save}.{rank}".encode(), digest_size=8).digest()
+        def draw(rank: int) -> bytes:
+            return hashlib.blake2b(f"{self.save}.{rank}".encode(), digest_size=8).digest()
+
+        return sorted(range(self.world_size), key=draw).index(rank)
 
 
 def find_commit(store: Store, joint: JointSave) -> str | None:
-    """Save id of the commit of this save; None: it is not the checkpoint at its URL.
-
-    Raises:
-        StorageError: cannot tell.
-    """
+    """Save id of the commit of this save; None: it is not the checkpoint at its URL."""
     identity = SaveIdentity(joint.url, joint.save)
     try:
         save_id = save_id_in(store, identity, store.head(identity.metadata_key))
@@ -97,11 +85,7 @@ def find_commit(store: Store, joint: JointSave) -> str | None:
 
 
 def sign_failed(store: Store, joint: JointSave, why: str, digest: str = UNSAID) -> None:
-    """Say that this rank has failed, and why: the others need not wait for it.
-
-    Raises:
-        StorageError
-    """
+    """Say that this rank has failed, and why: the others need not wait for it."""
     text = FAILED + why.encode("utf-8", "replace")[:2000]
     store.put(joint.url.key(intent_object(joint.save, joint.rank, digest)), text)
 
@@ -125,7 +109,6 @@ def lost_error(joint: JointSave, lost: Sequence[int], causes: Mapping[int, str])
 
 
 def taken_over_error(joint: JointSave) -> errors.SaveProtocolError:
-    """The error for a save that another one has taken the place of."""
     return errors.SaveProtocolError(
         f"{joint.url} is not committed by this save: another attempt of the run, or a later save, has begun to save "
         "there, or a rank has restored a checkpoint since. Remedy: none if the run was restarted; otherwise save to a "
@@ -145,31 +128,6 @@ def make_facts(
     if metrics is not None:
         facts |= {"metrics": dict(metrics), "extra": dict(extra or {})}
     return facts
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What the parts of a save say of it as a whole."""
-
-    started_at: float
-    """When the first rank began, seconds since the epoch; infinity if none says."""
-    throttled: int
-    """Requests of all ranks that S3 throttled."""
-    metrics: Mapping[str, Any]
-    """Those of the first rank that has any."""
-    extra: Mapping[str, Any]
-
-    @classmethod
-    def of(cls, facts: Mapping[tuple[int, int], Mapping[str, Any]]) -> Facts:
-        """Those of all parts, by rank and number of the part."""
-        speakers = [facts[each] for each in sorted(facts) if "metrics" in facts[each]]
-        speaker: Mapping[str, Any] = speakers[0] if speakers else {}
-        return cls(
-            min((float(each["started_at"]) for each in facts.values() if "started_at" in each), default=math.inf),
-            sum(int(each.get("throttled", 0)) for each in facts.values()),
-            speaker.get("metrics") or {},
-            speaker.get("extra") or {},
-        )
 
 
 def describe(joint: JointSave, digests: Mapping[int, str], made_up: Mapping[int, int]) -> dict[str, Any]:
@@ -196,7 +154,6 @@ class Last:
     """See `CountedSave`."""
     url: CheckpointURL
     save_id: str
-    """Id of its commit."""
     digest: str
     """Digest of what this rank held."""
     asked: frozenset[int] = frozenset()
@@ -214,7 +171,6 @@ class History:
         self._last: Last | None = None
 
     def committed(self, save: Last) -> None:
-        """Note that a save is committed."""
         with self._lock:
             if self._last is None or self._last.order < save.order:
                 self._last = save

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,14 +23,11 @@ from dcp_s3.format.part_columns import HELD, unpack
 
 @dataclass(frozen=True)
 class MergedSave:
-    """What the parts of a save say together."""
-
     metadata: bytes
     """``.metadata``, pickled as torch's FileSystemReader reads it."""
     items: int
     """Number of stored items."""
     objects: tuple[ObjectEntry, ...]
-    """Data objects of all parts."""
 
 
 class Merging:
@@ -41,10 +39,7 @@ class Merging:
         self._parts: dict[tuple[int, int], AddedPart] = {}
 
     def add(self, data: bytes) -> tuple[int, int]:
-        """Add a part as it was read. The same part twice is harmless.
-
-        Returns:
-            Its rank and number.
+        """Add a part as it was read; returns its rank and number. The same part twice is harmless.
 
         Raises:
             ValueError: no part, damaged, of another save, or another part of the same rank and number is there; nothing
@@ -67,7 +62,6 @@ class Merging:
 
     @property
     def parts(self) -> frozenset[tuple[int, int]]:
-        """Rank and number of each part that is there."""
         return frozenset(self._parts)
 
     @property
@@ -85,9 +79,9 @@ class Merging:
         }
 
     @property
-    def facts(self) -> dict[tuple[int, int], Mapping[str, object]]:
-        """Facts of each part, by rank and number."""
-        return {key: part.facts for key, part in sorted(self._parts.items())}
+    def facts(self) -> list[Mapping[str, Any]]:
+        """What each part says of the save as a whole, by rank and number of the part."""
+        return [self._parts[key].facts for key in sorted(self._parts)]
 
     def unwritten(self, excluded: Collection[int] = ()) -> dict[int, list[int]]:
         """Hashes of items that a rank holds and none has written, by the rank that is to write them: none of those
@@ -98,17 +92,10 @@ class Merging:
         Raises:
             SaveProtocolError: an item is held by ``excluded`` ranks alone.
         """
-        holders = [(rank, self._left_to_others(rank)) for rank in sorted(self.ranks)]
+        holders = [(rank, _held_not_written(self._parts[rank, 0])) for rank in sorted(self.ranks)]
         written = [part.held[part.numbers[HELD]] for part in self._parts.values()]
         hashes = np.concatenate([_NO_HASHES, *written], dtype=np.uint64)
         return assign(holders, np.sort(hashes), frozenset(excluded), self._number)
-
-    def _left_to_others(self, rank: int) -> npt.NDArray[np.uint64]:
-        """Hashes of what a rank holds and has not written itself."""
-        part = self._parts[rank, 0]
-        left = np.ones(len(part.held), bool)
-        left[part.numbers[HELD]] = False
-        return part.held[left]
 
     def merged(self, *, save_id: str, checkpoint_id: str) -> MergedSave:
         """Metadata of the whole save. The same parts always give the same bytes. Of several items with the same index,
@@ -134,6 +121,12 @@ class Merging:
 
 
 _NO_HASHES = np.zeros(0, np.uint64)
+
+
+def _held_not_written(part: AddedPart) -> npt.NDArray[np.uint64]:
+    left = np.ones(len(part.held), bool)
+    left[part.numbers[HELD]] = False
+    return part.held[left]
 
 
 def assign(

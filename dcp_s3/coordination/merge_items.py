@@ -80,11 +80,7 @@ class Tables:
         """Whether any rank's planner flattens."""
 
     def add(self, part: Columns, crc: bytes) -> AddedPart:
-        """Keep what a part says.
-
-        Raises:
-            ValueError: properties or paths are none.
-        """
+        """Keep what a part says; ValueError if its properties or paths are none."""
         for each in part.properties:
             if each not in self.properties:
                 self.made.append(make_properties(each))
@@ -128,11 +124,7 @@ def merge_items(
     filled: bool,
     number: Callable[[int], int] = int,
 ) -> tuple[bytes, int]:
-    """``.metadata`` of all parts, by rank and number, and its number of items.
-
-    Raises:
-        ShardingError, SaveProtocolError: see `Merging.merged`.
-    """
+    """``.metadata`` of all parts, by rank and number, and its number of items."""
     counts = [part.numbers.shape[1] for part in parts]
     numbers = np.concatenate([_NO_ITEMS, *(part.numbers for part in parts)], axis=1)
     numbers[OBJECT] += np.repeat(_sums([len(part.objects) for part in parts]), counts).astype(np.int32)
@@ -273,7 +265,6 @@ def _check_wholes(
 def _check_chunks(
     numbers: Ints, ranks: Ints, names: Sequence[str], shapes: Sequence[tuple[int, ...]], *, filled: bool
 ) -> None:
-    """Raises ShardingError; see `ChunkChecks`."""
     tensors = np.flatnonzero(numbers[PROPERTIES] > 0)
     tensors = tensors[stable_order(numbers[NAME][tensors])]
     name_of, ranks = numbers[NAME][tensors], ranks[tensors]
@@ -299,11 +290,8 @@ class ChunkChecks:
     """Whether the chunks of tensors fit these and each other: what DCP's `_validate_global_plan` checks.
 
     The chunks of a tensor that is cut along its dimensions form a grid, and numpy sees at once that a grid has no
-    overlaps. Others are compared one by one. Tensors that are cut alike are checked once.
-
-    Args:
-        shapes: offsets and sizes, to which what is checked refers by number.
-        filled: whether chunks must fill their tensor.
+    overlaps. Others are compared one by one. Tensors that are cut alike are checked once. What is checked refers to
+    ``shapes`` by number.
     """
 
     def __init__(self, shapes: Sequence[Shape], *, filled: bool) -> None:
@@ -325,11 +313,7 @@ class ChunkChecks:
         return int(wrong.argmax()) if wrong.any() else None
 
     def check(self, fqn: str, whole: int, offsets: Ints, sizes: Ints, ranks: Ints) -> None:
-        """Check the chunks of one tensor, all inside of it, and no offsets twice.
-
-        Raises:
-            ShardingError: chunks overlap, or do not fill the tensor.
-        """
+        """Check the chunks of one tensor, all inside of it, and no offsets twice."""
         key = whole.to_bytes(8, "big") + offsets.tobytes() + sizes.tobytes()
         if key in self._right or not self._shapes[whole]:
             return

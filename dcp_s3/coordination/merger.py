@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.attachments import check_distinct
@@ -25,7 +26,6 @@ from dcp_s3.coordination.joint import (
     FAILED,
     UNSAID,
     Clock,
-    Facts,
     JointSave,
     describe,
     find_commit,
@@ -65,7 +65,6 @@ class Seen:
 
     @property
     def missing(self) -> list[int]:
-        """Ranks without a part."""
         return [rank for rank in range(self.world_size) if rank not in self.parts]
 
     def digest_of(self, rank: int) -> str | None:
@@ -141,10 +140,7 @@ class Merger:
         self._slow: set[int] = set()  # ranks that were asked, and did not write in time
 
     def step(self) -> str | None:
-        """Do what can be done now.
-
-        Returns:
-            Save id of the commit; None: some part is missing still.
+        """Do what can be done now. Returns the save id of the commit; None: some part is missing still.
 
         Raises:
             SaveProtocolError: it cannot be whole, or is no longer to be committed. All ranks are told.
@@ -173,7 +169,8 @@ class Merger:
         made_up: Mapping[int, int] = {}
         if len(self._merging.ranks) < self._joint.world_size:
             self._look_for_signs()
-            before = self._joint.before() if self._is_anyone_silent() else None
+            is_anyone_silent = self._clock.now() - self._began >= self._joint.rank_timeout
+            before = self._joint.before() if is_anyone_silent else None
             verdict = judge(self._seen(before), self._joint.rank_timeout)
             if verdict.lost:
                 raise lost_error(self._joint, verdict.lost, self._causes(verdict.lost))
@@ -188,7 +185,6 @@ class Merger:
     # --- reading -------------------------------------------------------------------------------------
 
     def _read_parts(self) -> None:
-        """Read the parts that have come."""
         prefix, _ = self._joint.prefixes
         new = [each.key for each in self._store.list(prefix).objects if each.key not in self._read]
         self.has_moved = bool(new)
@@ -231,7 +227,6 @@ class Merger:
                 self._signs[each.key], self._signed_at[int(rank)] = sign, self._clock.now()
 
     def _causes(self, ranks: Sequence[int]) -> dict[int, str]:
-        """What failed on ranks that could still say so."""
         found = {}
         for rank in ranks[:8]:
             if rank in self._intents or rank in self._failed:
@@ -246,9 +241,6 @@ class Merger:
     def _silence(self, rank: int, since: float = 0.0) -> float:
         return self._clock.now() - max(self._began, since, self._signed_at.get(rank, 0.0))
 
-    def _is_anyone_silent(self) -> bool:
-        return self._clock.now() - self._began >= self._joint.rank_timeout
-
     def _seen(self, before: Sequence[str] | None) -> Seen:
         ranks = range(self._joint.world_size)
         silent = {rank: self._silence(rank) for rank in ranks if rank not in self._merging.ranks}
@@ -258,7 +250,11 @@ class Merger:
 
     def _needed(self, made_up: Mapping[int, int]) -> dict[int, list[int]]:
         """Hashes of what is to be written, by the rank that is to write it."""
-        wanted = self._find_unwritten()
+        try:
+            wanted = self._merging.unwritten(excluded=self._slow)
+        except errors.SaveProtocolError as error:
+            url = str(self._joint.url)
+            raise errors.SaveProtocolError(f"{url} is not committed: {error}", url=url) from None
         return {rank: wanted.get(rank, []) for rank in {*wanted, *self._carriers(made_up)}}
 
     def _carriers(self, made_up: Mapping[int, int]) -> set[int]:
@@ -267,14 +263,6 @@ class Merger:
         if has_told:
             return set()
         return {made_up[0]} if made_up[0] not in self._slow else {self._joint.rank}  # this one answers
-
-    def _find_unwritten(self) -> dict[int, list[int]]:
-        """See `Merging.unwritten`."""
-        try:
-            return self._merging.unwritten(excluded=self._slow)
-        except errors.SaveProtocolError as error:
-            url = str(self._joint.url)
-            raise errors.SaveProtocolError(f"{url} is not committed: {error}", url=url) from None
 
     def _ask(self, wanted: Mapping[int, Sequence[int]], made_up: Mapping[int, int]) -> None:
         """Ask ranks to write what is missing, once; others if they do not."""
@@ -308,8 +296,10 @@ class Merger:
         identity = SaveIdentity(url, save_id)
         merged = self._merging.merged(save_id=save_id, checkpoint_id=str(url))
         check_distinct(merged.objects)
-        facts = Facts.of(self._merging.facts)
-        beginning = self._beginning.at_the_earliest([facts.started_at])
+        facts = self._merging.facts
+        speaker: Mapping[str, Any] = next((each for each in facts if "metrics" in each), {})
+        began = [float(each["started_at"]) for each in facts if "started_at" in each]
+        beginning = self._beginning.at_the_earliest(began)
         manifest = Manifest(
             save_id=save_id,
             created_at=time.time(),
@@ -317,8 +307,8 @@ class Merger:
             world_size=joint.world_size,
             objects=merged.objects,
             items=merged.items,
-            metrics=dict(facts.metrics),
-            extra=dict(facts.extra),
+            metrics=dict(speaker.get("metrics") or {}),
+            extra=dict(speaker.get("extra") or {}),
             writer=versions(),
             started_at=beginning.at,
             coordination=describe(joint, self._merging.digests, made_up),

@@ -9,7 +9,15 @@ import logging
 
 from dcp_s3.checkpoint.info import find_step
 from dcp_s3.coordination.claim import Claim, claim_of, has_gone_past, withdraw
-from dcp_s3.coordination.identity import CountedSave, counts, current_attempt, save_of
+from dcp_s3.coordination.identity import (
+    CountedSave,
+    count_save,
+    current_attempt,
+    forget_left,
+    leave_save,
+    save_of,
+    take_left,
+)
 from dcp_s3.coordination.joint import JointSave, sign_failed
 from dcp_s3.errors import CheckpointExistsError, DcpS3Error, ObjectNotFoundError, StorageError
 from dcp_s3.format.control_files import Notice
@@ -29,34 +37,28 @@ def enter_save(url: CheckpointURL, settings: Settings) -> CountedSave:
 
     A save that this rank has left is the same one at the next call, which the other ranks may be waiting for; unless
     they have given it up, or have begun another one.
-
-    Raises:
-        SaveProtocolError, SettingsError, StorageError
     """
     attempt = current_attempt(settings)
-    left = counts.take_left(attempt, str(url))
+    left = take_left(attempt, str(url))
     if left is not None:
         try:
             if not _is_given_up(url, settings, left):
                 return left
         except StorageError:
-            counts.leave(left, str(url))
+            leave_save(left, str(url))
             raise
-    return counts.count(attempt, str(url))
+    return count_save(attempt, str(url))
 
 
 def _claim(url: CheckpointURL, settings: Settings, save: CountedSave) -> Claim:
     return claim_of(save.attempt, str(url), save.number, find_step(url.name, settings))
 
 
-def _notice_key(url: CheckpointURL, save: CountedSave) -> str:
-    return url.key(notice_object(save_of(save.attempt, str(url), save.number)))
-
-
 def _is_given_up(url: CheckpointURL, settings: Settings, save: CountedSave) -> bool:
     store = S3Store(url.bucket, settings)
+    notice = url.key(notice_object(save_of(save.attempt, str(url), save.number)))
     try:
-        if Notice.from_json(store.get(_notice_key(url, save)).data).failed:
+        if Notice.from_json(store.get(notice).data).failed:
             return True
     except (ObjectNotFoundError, ValueError):
         pass
@@ -68,7 +70,7 @@ def leave(url: CheckpointURL, settings: Settings, save: CountedSave, error: Base
     why in the background; not what all find, nor an interrupt: they find out what becomes of this rank."""
     if save.begun:
         return
-    counts.leave(save, str(url))
+    leave_save(save, str(url))
     told = isinstance(error, Exception) and not isinstance(error, CheckpointExistsError)
     if save.attempt.world_size > 1 and told:
         why = f"{type(error).__name__}: {error}"  # not the error, whose frames hold the state
@@ -86,10 +88,7 @@ def _tell_failed(url: CheckpointURL, settings: Settings, save: CountedSave, why:
 
 def take_back(url: CheckpointURL, settings: Settings, save: CountedSave) -> None:
     """See to it that a save which has ended on this rank, and nobody has committed, is never merged with later ones.
-
-    Raises:
-        StorageError: it may still be committed.
-    """
+    After an error it may still be committed."""
     if save.begun and save.attempt.world_size > 1:
         withdraw(S3Store(url.bucket, settings), url, _claim(url, settings, save))
-    counts.forget_left(save, str(url))
+    forget_left(save, str(url))

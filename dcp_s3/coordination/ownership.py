@@ -42,14 +42,7 @@ _SMALL_BYTES = 64 * 2**10
 def own_items(
     items: Sequence[WriteItem], lookup: Lookup, *, world: Sequence[int], rank: int, replicas: Replicas = None
 ) -> list[WriteItem]:
-    """The items of a rank's plan that it is to write, in the order of the plan.
-
-    Args:
-        items: the rank's whole plan, nothing left out.
-        lookup: see `lookup_in`.
-        world: global ranks of the save.
-        rank: this rank, global.
-        replicas: who holds the same plain tensors and objects.
+    """The items of a rank's whole plan that it is to write, in the order of the plan. Ranks are global ones.
 
     Raises:
         SaveProtocolError: ``replicas`` leaves this rank out, or names others than ranks of the save.
@@ -74,19 +67,13 @@ def lookup_in(planner: Any) -> Lookup:
 
 
 def assign(held: Sequence[tuple[WriteItem, tuple[int, ...]]]) -> list[int]:
-    """The owner of each item: one of its holders.
+    """The owner of each item, of all that a rank holds: one of its holders (`Holders.find`).
 
     Items with the same holders go, the largest first, to the one with the fewest bytes so far. What counts are bytes
     that all holders know of: of items that they hold together, also with more ranks. Items that look equally good are
     told apart by hashes, so that small ones spread, and so that no rank comes first in every group.
 
     The result does not depend on the order, nor on items that are held by others.
-
-    Args:
-        held: items with their holders (`Holders`), all that a rank holds.
-
-    Returns:
-        A global rank for each, in the order of ``held``.
     """
     owners = [0] * len(held)
     known: list[tuple[frozenset[int], dict[int, int]]] = []
@@ -166,10 +153,10 @@ class Holders:
     """Finds the holders of items: the global ranks that hold the same, ascending, this one among them. Equal ones are
     one object.
 
-    Of a chunk of a DTensor: the ranks of its mesh that have the same, also where that is nothing. If the mesh is a
-    slice of one in ``meshes``: those of the other slices, too. Of other shards (ShardedTensor, `shard`): as
-    ``replicas`` says if it is a function, otherwise this rank alone, for nothing says who else has them. Of plain
-    tensors and objects: as ``replicas`` says.
+    A chunk of a DTensor: the ranks of its mesh that have the same, also where that is nothing. If the mesh is a slice
+    of one in ``meshes``: those of the other slices, too. Other shards (ShardedTensor, `shard`): as ``replicas`` says if
+    it is a function, otherwise this rank alone, for nothing says who else has them. Plain tensors and objects: as
+    ``replicas`` says.
     """
 
     def __init__(self, world: Sequence[int], rank: int, replicas: Replicas, meshes: Iterable[DeviceMesh]) -> None:
@@ -186,13 +173,9 @@ class Holders:
         self._of_answer: dict[Any, tuple[int, ...]] = {}
 
     def find(self, item: WriteItem, value: Any) -> tuple[int, ...]:
-        """Of an item of this rank's plan; ``value`` is what the flat state holds under its name, None if unknown.
-
-        Raises:
-            SaveProtocolError: ``replicas`` leaves this rank out, or names others than ranks of the save.
-        """
+        """``value`` is what the flat state holds under the item's name; None if that is not known."""
         if item.type != WriteItemType.SHARD:
-            return self._of_plain(item.index.fqn)
+            return self._world if self._replicas is None else self._answer(item.index.fqn, self._replicas)
         if not isinstance(value, DTensor) or item.tensor_data is None or _has_own_chunks(value):
             return self._answer(item.index.fqn, self._replicas) if callable(self._replicas) else self._alone
         mesh, shape = value.device_mesh, tuple(value.shape)
@@ -202,9 +185,6 @@ class Holders:
             ranks = self._widen(_ranks_with(mesh, value.placements, empty), mesh.mesh)
             self._of_layout[layout] = mesh, tuple(sorted(ranks & self._members)) or self._alone
         return self._of_layout[layout][1]
-
-    def _of_plain(self, fqn: str) -> tuple[int, ...]:
-        return self._world if self._replicas is None else self._answer(fqn, self._replicas)
 
     def _answer(self, fqn: str, replicas: Sequence[int] | Callable[[str], Sequence[int]]) -> tuple[int, ...]:
         try:

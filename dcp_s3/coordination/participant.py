@@ -50,7 +50,6 @@ class Participant:
         Raises:
             CheckpointExistsError: another save is committed at the URL, and is not to be replaced.
             SaveProtocolError: the save is of another attempt, has another number of ranks, or its id was used before.
-            StorageError
         """
         joint = self._joint
         if joint.overwrite and self._is_late():
@@ -100,28 +99,20 @@ class Participant:
             thread.join()
 
     def publish(self, part: Part) -> None:
-        """Write a part: all that it names is in the store.
-
-        Raises:
-            StorageError
-        """
+        """Write a part: all that it names is in the store."""
         digest = digest_of(part.held, attachments_of(part.objects))
-        path = part_object(part.save, part.rank, part.number, digest)
-        key = self._joint.url.key(path)
+        key = self._joint.url.key(part_object(part.save, part.rank, part.number, digest))
         self._own.append(key)
         self._store.put(key, encode(part))
 
     def wait(self, write_missing: WriteMissing, *, turn: int | None = None) -> str:
         """Wait until the save is committed; commit it if it is this rank's turn. Returns the save id of the commit.
 
-        Args:
-            write_missing: writes what dead ranks left out.
-            turn: place of this rank in the order in which they merge; None: as the save's id says.
+        ``turn`` is the place of this rank in the order in which they merge; None: as the save's id says.
 
         Raises:
             SaveProtocolError: the save cannot be whole, or was given up.
             CheckpointExistsError: another save has committed meanwhile.
-            DeadlineExceededError, StorageError
         """
         joint, clock = self._joint, self._clock
         began, merger, pause = clock.now(), None, _SHORTEST_PAUSE
@@ -149,14 +140,11 @@ class Participant:
             delete_quietly(self._store, set(self._own), "of a save without collectives")
         return self.committed
 
-    # --- internal ------------------------------------------------------------------------------------
-
     def _is_late(self) -> bool:
         """Whether the save is committed already: others have made up for this rank, which has not begun.
 
         Raises:
             SaveProtocolError: nobody has: it is another save with the same id.
-            StorageError: cannot tell.
         """
         joint = self._joint
         found = find_commit(self._store, joint)
@@ -183,8 +171,7 @@ class Participant:
         if self.committed is not None:
             return
         try:
-            data = self._store.get(self._joint.url.key(notice_object(self._joint.save))).data
-            notice = Notice.from_json(data)
+            notice = Notice.from_json(self._store.get(self._joint.url.key(notice_object(self._joint.save))).data)
         except (errors.ObjectNotFoundError, ValueError):
             return
         if notice.failed:
@@ -193,8 +180,7 @@ class Participant:
                 return
             raise errors.SaveProtocolError(notice.failed, url=str(self._joint.url))
         elif notice.number not in self._answered and self._joint.rank in notice.wanted:
-            part = write_missing(notice.wanted[self._joint.rank], notice.number)
-            self.publish(part)
+            self.publish(write_missing(notice.wanted[self._joint.rank], notice.number))
             self._answered.add(notice.number)
 
     def _abandon(self, reason: str, cause: errors.StorageError) -> None:

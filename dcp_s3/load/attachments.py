@@ -15,7 +15,7 @@ from dcp_s3.format.control_files import Manifest
 from dcp_s3.s3.download import ReadTarget
 from dcp_s3.settings import Settings
 from dcp_s3.spill.local import LocalObjects, WaitingCommit, find_commits
-from dcp_s3.spill.session import open_store
+from dcp_s3.spill.store import open_store
 from dcp_s3.store import Store
 from dcp_s3.url import CheckpointURL
 

@@ -43,7 +43,7 @@ from dcp_s3.s3.hedge import hedges_of
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings, SettingsLike, launch, resolve_settings
 from dcp_s3.spill.local import LocalObjects
-from dcp_s3.spill.session import open_store
+from dcp_s3.spill.store import open_store
 from dcp_s3.torch_private import ExtensionRegistry, ReaderTransforms
 from dcp_s3.url import CheckpointURL, is_s3_url, parse_url
 

@@ -20,7 +20,7 @@ from dcp_s3.s3.async_store import open_async_store
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import Settings
 from dcp_s3.spill.local import find_commits, find_kept, find_waiting
-from dcp_s3.spill.session import open_store
+from dcp_s3.spill.store import open_store
 from dcp_s3.url import parse_url
 
 logger = logging.getLogger(__name__)

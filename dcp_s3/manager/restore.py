@@ -23,7 +23,7 @@ from dcp_s3.manager.notes import Notes
 from dcp_s3.manager.ranks import Failures, Ranks, for_others
 from dcp_s3.retention.catalog import CheckpointCatalog
 from dcp_s3.spill.background import drain_in_background
-from dcp_s3.spill.session import open_store
+from dcp_s3.spill.store import open_store
 
 logger = logging.getLogger(__name__)
 

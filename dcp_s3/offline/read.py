@@ -26,7 +26,7 @@ from dcp_s3.offline.names import closest, matches
 from dcp_s3.s3.store import S3Store
 from dcp_s3.settings import SettingsLike, resolve_settings
 from dcp_s3.spill.local import LocalObjects
-from dcp_s3.spill.session import open_store
+from dcp_s3.spill.store import open_store
 from dcp_s3.torch_private import ReaderTransforms
 from dcp_s3.url import CheckpointURL, parse_url
 

@@ -37,7 +37,7 @@ from dcp_s3.s3.async_store import AsyncS3Store, run_on_store
 from dcp_s3.setting_values import compile_step_pattern
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
 from dcp_s3.spill.local import find_commits
-from dcp_s3.spill.session import open_store
+from dcp_s3.spill.store import open_store
 from dcp_s3.store import ListedObject, Upload
 from dcp_s3.units import plural
 from dcp_s3.url import CheckpointURL, URLLike, parse_url

@@ -35,7 +35,7 @@ from dcp_s3.save.progress import StallSince, stall_of, unknown_stall
 from dcp_s3.save.save import Save, SaveOptions, wait_committed
 from dcp_s3.save.without_collectives import SaveWithoutCollectives, begin_without_collectives
 from dcp_s3.settings import Settings, SettingsLike, resolve_settings
-from dcp_s3.spill.session import open_store
+from dcp_s3.spill.store import open_store
 from dcp_s3.stage.handover import raise_if_failed
 from dcp_s3.stage.stager import shared_stager
 from dcp_s3.stage.turns import current_turn, take_turn

@@ -20,7 +20,7 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = 0.25, 5.0  # seconds between passes while S3 r
 _REPORT_SECONDS = 30.0
 _EXIT_SECONDS = 5.0
 
-_running: dict[tuple[int, str], BackgroundDrain] = {}
+_running: dict[str, BackgroundDrain] = {}  # by absolute path
 _lock = threading.Lock()
 
 
@@ -41,25 +41,22 @@ class BackgroundDrain:
         """Why saves wait, by save name, from the last pass."""
         self.store = store
         self._patience = patience
-        self._wake = threading.Event()
+        self.wake = threading.Event()
+        """Set when there is something new to drain."""
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._work, name="dcp_s3-drain", daemon=True)
         self._thread.start()
 
-    def wake(self) -> None:
-        """Tell the thread that there is something new to drain."""
-        self._wake.set()
-
     def stop(self) -> None:
         """End the thread, after the current object if that does not take long."""
         self._stop.set()
-        self._wake.set()
+        self.wake.set()
         self._thread.join(_EXIT_SECONDS)
 
     def _work(self) -> None:
         pause = _SHORTEST_PAUSE
         while not self._stop.is_set():
-            self._wake.clear()
+            self.wake.clear()
             try:
                 report = Drainer(self.store, stop=self._stop, patience=self._patience).run()
             except SpillError as error:
@@ -70,34 +67,31 @@ class BackgroundDrain:
                 pause = _LONGEST_PAUSE
             else:
                 self.reasons = report.waiting
-                if not report.waiting and not report.busy and self._end():
-                    return
+                if not report.waiting and not report.busy:
+                    with _lock:
+                        self.ended = not self.wake.is_set()
+                    if self.ended:
+                        return
                 moved = report.uploaded or report.committed or report.busy
                 pause = _SHORTEST_PAUSE if moved else min(_LONGEST_PAUSE, 2 * pause)
-            self._wake.wait(pause)
-
-    def _end(self) -> bool:
-        """End, unless there was a new request meanwhile."""
-        with _lock:
-            self.ended = not self._wake.is_set()
-            return self.ended
+            self.wake.wait(pause)
 
 
 def drain_in_background(store: SpillStore, *, patience: float) -> None:
     """Drain a spill directory now, in this process's thread for it. The thread is started if needed."""
-    key = (os.getpid(), os.path.abspath(store.path))
+    key = os.path.abspath(store.path)
     with _lock:
         running = _running.get(key)
         if running is None or running.ended:
             _running[key] = BackgroundDrain(store, patience=patience)
         else:
-            running.wake()
+            running.wake.set()
 
 
 def stop_draining() -> None:
     """End this process's drain threads. `dcp-s3 drain` or the next process uploads what is left."""
     with _lock:
-        ending = [running for (pid, _), running in _running.items() if pid == os.getpid() and not running.ended]
+        ending = [running for running in _running.values() if not running.ended]
         _running.clear()
     for running in ending:
         running.stop()
@@ -105,7 +99,7 @@ def stop_draining() -> None:
 
 @atexit.register
 def _at_exit() -> None:
-    stores = [running.store for (pid, _), running in _running.items() if pid == os.getpid()]
+    stores = [running.store for running in _running.values()]
     stop_draining()
     for store in stores:
         left = len(store.scan())
@@ -118,7 +112,7 @@ def _at_exit() -> None:
 
 
 def _why_waiting(store: SpillStore, save: SpilledSave) -> str:
-    running = _running.get((os.getpid(), os.path.abspath(store.path)))
+    running = _running.get(os.path.abspath(store.path))
     reason = running.reasons.get(save.name) if running is not None else None
     return f"It waits: {reason}" if reason else "Another process may drain it: see `dcp-s3 drain --status`"
 

@@ -6,11 +6,16 @@ This needs neither the processes that saved nor their collectives. Whoever drain
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import logging
+import mmap
+import os
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from dcp_s3 import errors
 from dcp_s3.checkpoint.commit import Commit, publish
@@ -24,17 +29,19 @@ from dcp_s3.checkpoint.commit_state import (
     is_committed,
 )
 from dcp_s3.checkpoint.directory import list_directory
+from dcp_s3.checksum import crc_hex
 from dcp_s3.events import Committed, Drained, emit
 from dcp_s3.format.control_files import Manifest
 from dcp_s3.limit import Limit
 from dcp_s3.s3 import multipart
+from dcp_s3.s3.parts import Piece
 from dcp_s3.s3.store import S3Store
+from dcp_s3.s3.upload import ObjectUpload, Uploader
 from dcp_s3.settings import Settings, stored_settings
-from dcp_s3.spill.files import upload_file
-from dcp_s3.spill.journal import SpilledCommit, State
+from dcp_s3.spill.journal import SpilledCommit, SpilledObject, State
 from dcp_s3.spill.local import ReadCache
-from dcp_s3.spill.store import DamagedFileError, SpilledSave, SpillStore
-from dcp_s3.store import Upload
+from dcp_s3.spill.store import DamagedFileError, SpilledSave, SpillStore, crc_of_file, read_blocks
+from dcp_s3.store import ObjectHead, Upload
 from dcp_s3.tracebacks import without_tracebacks
 from dcp_s3.units import format_seconds, format_size
 from dcp_s3.url import CheckpointURL, parse_url
@@ -63,11 +70,8 @@ class DrainReport:
 class Drainer:
     """Empties a spill directory, as far as S3 lets it.
 
-    Args:
-        spill_store: the spill directory.
-        stop: when set, the pass ends after the current object.
-        on_progress: called with the number of bytes just uploaded.
-        patience: seconds after which a failing request is not retried in this pass.
+    ``stop`` ends a pass after the current object; ``on_progress`` gets the number of bytes just uploaded; ``patience``
+    is the seconds after which a failing request is not retried in this pass.
     """
 
     def __init__(
@@ -84,11 +88,7 @@ class Drainer:
         self._patience = patience
 
     def run(self) -> DrainReport:
-        """One pass over all saves, oldest first.
-
-        Raises:
-            SpillError: the directory cannot be used.
-        """
+        """One pass over all saves, oldest first."""
         report = DrainReport()
         with self._spill_store.drainer() as alone:
             if not alone:
@@ -151,7 +151,7 @@ class Drainer:
                 report.waiting[save.name] = "the drain was stopped"
                 return
             path = save.path / spilled.file
-            upload_file(store, url.key(spilled.entry.path), path, spilled, self._on_progress)
+            _upload_file(store, url.key(spilled.entry.path), path, spilled, self._on_progress)
             # The file is removed before the journal is updated: on a full disk that makes room for the journal. If this
             # process dies in between, the next one finds the object on S3.
             if keep:
@@ -201,20 +201,116 @@ class Drainer:
         emit(event)
 
 
+def _upload_file(
+    store: S3Store, key: str, path: Path, spilled: SpilledObject, on_progress: Callable[[int], None]
+) -> None:
+    """Put a spilled object on S3: nothing if it is there already, the missing parts if a multipart upload is open.
+
+    Raises:
+        DamagedFileError: the file is gone or has changed. Nothing was uploaded.
+        StorageError: S3 refuses the request.
+    """
+    size = spilled.entry.size
+    stored: ObjectHead | None = None
+    with contextlib.suppress(errors.ObjectNotFoundError):
+        found = store.head(key, checksum=True)
+        stored = found if found.size == size else None
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        if stored is None:
+            raise DamagedFileError(f"{path.name} is gone") from None
+        on_progress(size)  # uploaded by a drain that died before it could update the journal
+        return
+    try:
+        _check(fd, path, spilled)
+        if stored is not None and _is_same(stored, fd, spilled):
+            on_progress(size)
+        elif size:
+            _upload_mapped(store, key, spilled, fd, on_progress)
+        else:
+            _upload(store, key, spilled, memoryview(b""), on_progress)
+    finally:
+        os.close(fd)
+
+
+def _is_same(stored: ObjectHead, fd: int, spilled: SpilledObject) -> bool:
+    """Whether an object on S3 has the same bytes as the file.
+
+    S3 may have carried out a request of the save before it spilled, and pickling the same value twice may give
+    different bytes.
+    """
+    if stored.crc64nvme is not None:
+        return stored.crc64nvme == spilled.crc64nvme
+    digests = [hashlib.md5(block, usedforsecurity=False) for block in read_blocks(fd, spilled.part_size)]
+    etag = stored.etag.strip('"')
+    if "-" in etag:  # of a multipart upload: the digest of the parts' digests
+        joined = hashlib.md5(b"".join(each.digest() for each in digests), usedforsecurity=False)
+        return bool(etag == f"{joined.hexdigest()}-{len(digests)}")
+    return len(digests) == 1 and bool(etag == digests[0].hexdigest())
+
+
+def _check(fd: int, path: Path, spilled: SpilledObject) -> None:
+    crc, size = crc_of_file(fd)
+    if size != spilled.entry.size:
+        raise DamagedFileError(f"{path.name} has {size} bytes, expected {spilled.entry.size}")
+    if crc_hex(crc) != spilled.crc64nvme:
+        raise DamagedFileError(
+            f"{path.name} has CRC-64 {crc_hex(crc)}, expected {spilled.crc64nvme}: the disk damaged it"
+        )
+
+
+def _upload_mapped(
+    store: S3Store, key: str, spilled: SpilledObject, fd: int, on_progress: Callable[[int], None]
+) -> None:
+    mapped = mmap.mmap(fd, spilled.entry.size, access=mmap.ACCESS_READ)
+    view = memoryview(mapped)
+    try:
+        _upload(store, key, spilled, view, on_progress)
+    finally:
+        with contextlib.suppress(BufferError):  # a view of it is still held: it is unmapped with that
+            view.release()
+            mapped.close()
+
+
+def _upload(
+    store: S3Store, key: str, spilled: SpilledObject, view: memoryview, on_progress: Callable[[int], None]
+) -> None:
+    size, part_size = spilled.entry.size, spilled.part_size
+    with Uploader(store) as uploader:
+        upload = uploader.start(key, size, part_size=part_size)
+        try:
+            if size > part_size:
+                _resume(store, upload)
+            for start in range(0, size, part_size):
+                upload.write(Piece.of(view[start : start + part_size]))
+                on_progress(min(part_size, size - start))
+            upload.finish()
+        except BaseException as error:
+            if isinstance(error, errors.TransferError) or not isinstance(error, errors.StorageError):
+                upload.leave()  # the next attempt continues with the parts that S3 has
+            raise
+
+
+def _resume(store: S3Store, upload: ObjectUpload) -> None:
+    """Continue an open multipart upload of this key from an earlier process. Abort any others."""
+    parts = store.run(multipart.find_parts(store, upload.key))
+    if not parts:
+        return
+    best = max(parts, key=lambda upload_id: len(parts[upload_id]))
+    for upload_id in parts:
+        if upload_id != best:
+            store.abort_quietly(Upload(upload.key, upload_id))
+    logger.info("%s: continuing a multipart upload of which S3 has %d parts", upload.key, len(parts[best]))
+    upload.resume(best, parts[best])
+
+
 def commit_if_complete(
     store: S3Store, spill_store: SpillStore, commit: Commit, *, created_at: float, overwrite: bool
 ) -> str | None:
     """Commit a save that spilled, once S3 has all its objects.
 
-    Args:
-        store: the S3 store.
-        spill_store: this host's spill directory.
-        commit: what to write.
-        created_at: beginning of the save, in seconds since the epoch.
-        overwrite: whether an older checkpoint at the URL may be replaced.
-
-    Returns:
-        What the checkpoint still lacks on S3; None if it is committed.
+    Returns what the checkpoint still lacks on S3; None if it is committed.
 
     Raises:
         DamagedFileError: a missing object was set aside.

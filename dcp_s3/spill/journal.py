@@ -54,9 +54,8 @@ class SpilledCommit:
     """The coordinator's commit: what to write to S3 when every object is there."""
 
     manifest: str
-    """Name of the file with the manifest's bytes."""
     metadata: str
-    """Name of the file with the bytes of ``.metadata``."""
+    """Names of the files with their bytes."""
     objects: tuple[ObjectEntry, ...]
     """Every data object of the checkpoint, of all ranks."""
     overwrite: bool = False
@@ -72,15 +71,12 @@ class Journal:
     """What one rank spilled of one save, or the commit of that save."""
 
     url: str
-    """URL of the checkpoint."""
     save_id: str
-    """Id of the save."""
     created_at: float
     """Beginning of the save, in seconds since the epoch."""
     settings: dict[str, Any]
     """Settings of the writer, in the form that `Settings` takes. No credentials."""
     state: State = State.WRITING
-    """Progress of the save on this rank."""
     keys: tuple[str, ...] = ()
     """Keys of all objects that this rank may have begun to write to S3."""
     objects: tuple[SpilledObject, ...] = ()
@@ -91,7 +87,6 @@ class Journal:
 
     @property
     def size(self) -> int:
-        """Bytes of objects that wait on this disk."""
         return sum(spilled.entry.size for spilled in self.objects)
 
     def without(self, file: str) -> Journal:
@@ -99,7 +94,6 @@ class Journal:
         return replace(self, objects=tuple(spilled for spilled in self.objects if spilled.file != file))
 
     def to_bytes(self) -> bytes:
-        """The journal as stored on disk."""
         body = json.dumps(asdict(self), indent=1, allow_nan=False).encode() + b"\n"
         return f"{_MAGIC} {crc_hex(crc64nvme(body))}\n".encode() + body
 
@@ -148,7 +142,6 @@ class Journal:
 
 
 def file_name(number: int) -> str:
-    """Name of the file of object ``number``."""
     return f"object-{number}"
 
 

@@ -16,10 +16,8 @@ from typing import NamedTuple
 
 from dcp_s3.checksum import crc_hex
 from dcp_s3.s3.download import ReadTarget
-from dcp_s3.spill.durable import make_private, write_durably
-from dcp_s3.spill.files import crc_of_file
 from dcp_s3.spill.journal import Journal, SpilledObject, State
-from dcp_s3.spill.store import DamagedFileError, SpillStore
+from dcp_s3.spill.store import DamagedFileError, SpillStore, crc_of_file, make_private, write_durably
 
 logger = logging.getLogger(__name__)
 
@@ -32,22 +30,14 @@ class LocalObject:
     """A file with the bytes of a data object."""
 
     url: str
-    """URL of the checkpoint."""
     path: str
     """Path of the object, relative to the checkpoint."""
     size: int
-    """Size in bytes."""
     crc64nvme: str
-    """CRC-64 of all bytes, 16 hex digits."""
 
 
 class ReadCache:
-    """Files of objects that are already on S3, kept for loads on this host. The oldest are evicted first.
-
-    Args:
-        store: the spill directory.
-        limit: most bytes of files.
-    """
+    """Files of objects that are already on S3, kept for loads on this host. The oldest are evicted first."""
 
     def __init__(self, store: SpillStore, limit: int) -> None:
         self._directory = store.path / "cache"
@@ -83,7 +73,6 @@ class ReadCache:
 
 
 def find_kept(store: SpillStore) -> Iterator[tuple[Path, LocalObject]]:
-    """The files in `ReadCache`."""
     for facts in sorted((store.path / "cache").glob("*" + _FACTS)):
         with contextlib.suppress(OSError, ValueError, TypeError):
             yield facts.with_name(facts.name.removesuffix(_FACTS)), LocalObject(**json.loads(facts.read_text()))
@@ -121,12 +110,7 @@ def find_commits(store: SpillStore) -> Iterator[WaitingCommit]:
 
 class LocalObjects:
     """Objects that a load of one checkpoint need not fetch from S3. A file is used only if its size and checksum are
-    right.
-
-    Args:
-        store: the spill directory.
-        url: URL of the checkpoint.
-    """
+    right."""
 
     def __init__(self, store: SpillStore, url: str) -> None:
         self._lock = threading.Lock()
@@ -137,7 +121,6 @@ class LocalObjects:
         self._open: dict[str, int | None] = {}
         self._descriptors: list[int] = []
         self.read_bytes = 0
-        """Bytes read from disk."""
 
     def read_into(self, path: str, start: int, targets: Sequence[ReadTarget]) -> bool:
         """Fill ``targets`` with the bytes of object ``path`` from ``start`` on. False if they must come from S3."""
@@ -193,7 +176,6 @@ class LocalObjects:
 
 
 def _open_checked(path: Path, facts: LocalObject) -> int | None:
-    """A descriptor of the file if its size and checksum are right."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:

@@ -3,44 +3,66 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from dcp_s3.checkpoint.commit import Commit
-from dcp_s3.checksum import crc64nvme, crc_hex
+from dcp_s3.checksum import combine_crc64nvme, crc64nvme, crc_hex
 from dcp_s3.events import Listener, Spilled, emit
 from dcp_s3.format.control_files import ObjectEntry
+from dcp_s3.s3.parts import Piece
 from dcp_s3.s3.upload import UploadedObject
 from dcp_s3.settings import Settings
-from dcp_s3.spill.files import ObjectFile
 from dcp_s3.spill.journal import MANIFEST, METADATA, Journal, SpilledCommit, SpilledObject, file_name
-from dcp_s3.spill.store import SpilledSave, SpillStore
+from dcp_s3.spill.store import SaveWriter, SpilledSave, SpillStore, as_spill_error
 from dcp_s3.units import format_size
 
 logger = logging.getLogger(__name__)
 
 
-def open_store(settings: Settings) -> SpillStore | None:
-    """The spill directory of these settings; None if it is not set."""
-    return None if settings.spill_dir is None else SpillStore(settings.spill_dir, limit=settings.spill_limit)
+class ObjectFile:
+    """Writes one object to a file, front to back. Has the same methods as an `ObjectUpload`."""
+
+    def __init__(self, writer: SaveWriter, name: str, key: str, estimated_size: int) -> None:
+        self.size = 0
+        self._writer = writer
+        self._name = name
+        self._key = key
+        self._crcs: list[tuple[int, int]] = []
+        self._fd = writer.open_file(name, estimated_size)
+
+    def write(self, piece: Piece) -> list[Piece]:
+        view = piece.view
+        assert view is not None  # noqa: S101 - a piece has its view until it is written
+        self._crcs.append((piece.checksum(), piece.size))
+        with as_spill_error(self._writer.directory, f"write {format_size(piece.size)}"):
+            start = 0
+            while start < piece.size:
+                start += os.pwrite(self._fd, view[start:], self.size + start)
+        self.size += piece.size
+        piece.view = None
+        return [piece]
+
+    def finish(self) -> UploadedObject:
+        with as_spill_error(self._writer.directory, "flush a file"):
+            os.ftruncate(self._fd, self.size)
+            os.fsync(self._fd)
+        os.close(self._fd)
+        return UploadedObject(self._key, self.size, combine_crc64nvme(self._crcs))
+
+    def abort(self) -> None:
+        os.close(self._fd)
+        self._writer.drop_file(self._name)
 
 
 class SpillSession:
     """The objects that one rank puts on disk during one save. A context manager; `seal` makes them durable.
 
-    Args:
-        store: the spill directory.
-        url: URL of the checkpoint.
-        save_id: id of the save.
-        rank: this process's rank in the save.
-        settings: settings of the writer.
-        keys: keys of all objects that the rank may begin to write to S3, so that a drain can clean up if this process
-            dies.
-        on_event: gets `Spilled` for each object.
-
-    Raises:
-        SpillError: on entering: the directory cannot be used.
+    ``keys`` are those of all objects that the rank may begin to write to S3, so that a drain can clean up if this
+    process dies.
     """
 
     def __init__(
@@ -78,11 +100,6 @@ class SpillSession:
             self._writer.__exit__(*exception)
 
     def open(self, number: int, key: str, estimated_size: int) -> ObjectFile:
-        """Make a file for object ``number``.
-
-        Raises:
-            SpillError: there is no room.
-        """
         return ObjectFile(self._writer, file_name(number), key, estimated_size)
 
     def add(self, number: int, entry: ObjectEntry, uploaded: UploadedObject, part_size: int, reason: str) -> None:
@@ -101,27 +118,12 @@ class SpillSession:
 
     @property
     def size(self) -> int:
-        """Bytes of spilled objects."""
         with self._lock:
             return sum(spilled.entry.size for spilled in self._objects)
 
     def seal(self) -> None:
-        """Make the spilled objects durable, and hand them to the drain.
-
-        Raises:
-            SpillError: the disk fails.
-        """
-        journal = self._writer.save.journal
-        self._writer.seal(
-            Journal(
-                journal.url,
-                journal.save_id,
-                journal.created_at,
-                journal.settings,
-                keys=journal.keys,
-                objects=tuple(self._objects),
-            )
-        )
+        """Make the spilled objects durable, and hand them to the drain."""
+        self._writer.seal(replace(self._writer.save.journal, objects=tuple(self._objects)))
         self.sealed = True
 
     def withdraw(self) -> None:
@@ -133,11 +135,7 @@ class SpillSession:
 def spill_commit(
     store: SpillStore, commit: Commit, settings: Settings, *, created_at: float, overwrite: bool
 ) -> SpilledSave:
-    """Put a commit on disk. The drain writes it to S3 when all objects are there.
-
-    Raises:
-        SpillError: the directory cannot take it.
-    """
+    """Put a commit on disk. The drain writes it to S3 when all objects are there."""
     identity = commit.identity
     journal = Journal(
         str(identity.url),

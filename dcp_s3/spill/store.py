@@ -16,6 +16,7 @@ flushed. A process that writes a save holds a lock in its directory. The kernel 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -28,15 +29,18 @@ from pathlib import Path
 
 from dcp_s3.checksum import crc64nvme, crc_hex
 from dcp_s3.errors import SpillError
-from dcp_s3.spill.durable import as_spill_error, flush_directory, locked, make_private, unlock, write_durably
+from dcp_s3.settings import Settings
 from dcp_s3.spill.journal import Journal, JournalError, SpilledCommit, State
 from dcp_s3.units import format_size
 
 logger = logging.getLogger(__name__)
 
-JOURNAL = "journal"
+_JOURNAL = "journal"
 _WRITER_LOCK = "writer.lock"
 _REASON = "reason.txt"
+_OLD = 3600  # seconds after which whoever made an entry of new/ has died
+_CHUNK = 4 * 2**20  # bytes read at a time to check a file
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class DamagedFileError(SpillError):
@@ -44,12 +48,7 @@ class DamagedFileError(SpillError):
 
 
 class SpilledSave:
-    """One save's directory, as the drain sees it.
-
-    Attributes:
-        path: path of the directory.
-        journal: the journal on disk.
-    """
+    """One save's directory, as the drain sees it."""
 
     def __init__(self, path: Path, journal: Journal) -> None:
         self.path = path
@@ -57,28 +56,22 @@ class SpilledSave:
 
     @property
     def name(self) -> str:
-        """Name of the directory."""
         return self.path.name
 
     def update(self, journal: Journal) -> None:
-        """Replace the journal on disk."""
-        write_durably(self.path / JOURNAL, journal.to_bytes())
+        write_durably(self.path / _JOURNAL, journal.to_bytes())
         self.journal = journal
 
     def reload(self) -> bool:
         """Read the journal again; False if the save is gone."""
         try:
-            self.journal = Journal.from_bytes((self.path / JOURNAL).read_bytes())
+            self.journal = Journal.from_bytes((self.path / _JOURNAL).read_bytes())
         except FileNotFoundError:
             return False
         return True
 
     def read_commit(self, commit: SpilledCommit) -> tuple[bytes, bytes]:
-        """The manifest and ``.metadata`` that wait here.
-
-        Raises:
-            DamagedFileError: one of them is missing or has changed.
-        """
+        """The manifest and ``.metadata`` that wait here."""
 
         def read(name: str) -> bytes:
             try:
@@ -107,7 +100,7 @@ class SpilledSave:
 
     def remove(self) -> None:
         """Remove the directory. Its journal goes first, so that half a save is never taken for a whole one."""
-        (self.path / JOURNAL).unlink(missing_ok=True)
+        (self.path / _JOURNAL).unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             flush_directory(self.path)  # if the journal reappeared after a power failure, the drain would act on it
         shutil.rmtree(self.path, ignore_errors=True)
@@ -137,7 +130,7 @@ class SaveWriter:
             try:
                 self._lock = os.open(new / _WRITER_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
-                write_durably(new / JOURNAL, self.save.journal.to_bytes())
+                write_durably(new / _JOURNAL, self.save.journal.to_bytes())
                 new.rename(path)
                 flush_directory(self._store.saves)
             except BaseException:
@@ -157,26 +150,19 @@ class SaveWriter:
 
     @property
     def directory(self) -> Path:
-        """The spill directory."""
         return self._store.path
 
     def close(self) -> None:
-        """Release the lock."""
         if self._lock >= 0:
             unlock(self._lock)
             self._lock = -1
 
     def write_file(self, name: str, data: bytes) -> None:
-        """Write and flush a small file."""
         with as_spill_error(self._store.path, f"write {format_size(len(data))}"):
             write_durably(self.save.path / name, data)
 
     def open_file(self, name: str, size: int) -> int:
-        """A file descriptor for a new file, with room for ``size`` bytes reserved.
-
-        Raises:
-            SpillError: there is no room, or the limit is reached.
-        """
+        """A file descriptor for a new file, with room for ``size`` bytes reserved."""
         with as_spill_error(self._store.path, f"reserve {format_size(size)}"), self._store.reservation(size):
             fd = os.open(self.save.path / name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
@@ -188,15 +174,10 @@ class SaveWriter:
             return fd
 
     def drop_file(self, name: str) -> None:
-        """Remove a file that is no longer needed."""
         (self.save.path / name).unlink(missing_ok=True)
 
     def seal(self, journal: Journal) -> None:
-        """Make the save durable. Every file was flushed before; from here on the drain takes over.
-
-        Raises:
-            SpillError: the disk fails.
-        """
+        """Make the save durable. Every file was flushed before; from here on the drain takes over."""
         with as_spill_error(self._store.path, "write the journal"):
             flush_directory(self.save.path)
             self.save.update(replace(journal, state=State.SEALED))
@@ -207,18 +188,11 @@ class RefusedSave:
     """A save that cannot be drained."""
 
     path: Path
-    """The save's directory."""
     reason: str
-    """Why it cannot be drained."""
 
 
 class SpillStore:
-    """A spill directory. Any number of processes of one host may use it.
-
-    Args:
-        path: path of the directory, which is made when first needed.
-        limit: most bytes of data files; None: no limit.
-    """
+    """A spill directory, made when first needed. Any number of processes of one host may use it."""
 
     def __init__(self, path: str | os.PathLike[str], *, limit: int | None = None) -> None:
         self.path = Path(path)
@@ -240,41 +214,32 @@ class SpillStore:
         return [SpilledSave(path, found) for path, found in self._read() if isinstance(found, Journal)]
 
     def list_damaged(self) -> list[RefusedSave]:
-        """The saves whose journals are damaged."""
-        return [
-            RefusedSave(path, f"the journal is damaged: {found}")
-            for path, found in self._read()
-            if isinstance(found, JournalError)
-        ]
+        broken = [(path, found) for path, found in self._read() if isinstance(found, JournalError)]
+        return [RefusedSave(path, f"the journal is damaged: {error}") for path, error in broken]
 
     def list_unreadable(self) -> list[RefusedSave]:
-        """The saves whose journals cannot be read now: too many open files, a disk error, permissions."""
-        return [
-            RefusedSave(path, f"the journal cannot be read: {found}")
-            for path, found in self._read()
-            if isinstance(found, OSError)
-        ]
+        """Saves that may be read later: there were too many open files, a disk error, no permission."""
+        broken = [(path, found) for path, found in self._read() if isinstance(found, OSError)]
+        return [RefusedSave(path, f"the journal cannot be read: {error}") for path, error in broken]
 
     def _read(self) -> Iterator[tuple[Path, Journal | JournalError | OSError]]:
-        """Each save's journal, or why there is none."""
         for path in self._directories():
             try:
-                yield path, Journal.from_bytes((path / JOURNAL).read_bytes())
+                yield path, Journal.from_bytes((path / _JOURNAL).read_bytes())
             except FileNotFoundError:
                 continue  # drained: its journal is removed first
             except (OSError, JournalError) as error:
                 yield path, error
 
     def tidy(self) -> list[RefusedSave]:
-        """Set damaged saves aside, and remove remains of saves whose process died while making or removing them. For
-        the drain.
-
-        Returns:
-            The saves that were set aside.
-        """
-        _remove_old(self.path / "new")
+        """Remove remains of saves whose process died while making or removing them, and set damaged ones aside, which
+        are returned. For the drain."""
+        with contextlib.suppress(OSError):
+            for path in (self.path / "new").iterdir():
+                if path.stat().st_mtime < time.time() - _OLD:
+                    shutil.rmtree(path, ignore_errors=True)
         for path in self._directories():
-            if not (path / JOURNAL).exists():
+            if not (path / _JOURNAL).exists():
                 shutil.rmtree(path, ignore_errors=True)
         damaged = self.list_damaged()
         for save in damaged:
@@ -288,7 +253,6 @@ class SpillStore:
             return []
 
     def refuse(self, path: Path, reason: str) -> None:
-        """Set a save aside for a person, with the reason."""
         target = self.refused / path.name
         try:
             make_private(self.refused)
@@ -302,7 +266,6 @@ class SpillStore:
         logger.error("the spilled save %s cannot be drained and was set aside in %s: %s", path.name, target, reason)
 
     def list_refused(self) -> list[RefusedSave]:
-        """The saves that were set aside."""
         found = []
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             for path in sorted(self.refused.iterdir()):
@@ -315,13 +278,12 @@ class SpillStore:
         found: dict[str, str] = {}
         for refused in self.list_refused():
             with contextlib.suppress(OSError, JournalError):
-                journal = Journal.from_bytes((refused.path / JOURNAL).read_bytes())
+                journal = Journal.from_bytes((refused.path / _JOURNAL).read_bytes())
                 if journal.url == url:
                     found |= {spilled.entry.path: refused.reason for spilled in journal.objects}
         return found
 
     def size(self) -> int:
-        """Bytes of the files of all saves."""
         total = 0
         for directory in self._directories():
             with contextlib.suppress(OSError), os.scandir(directory) as entries:
@@ -332,11 +294,7 @@ class SpillStore:
 
     @contextlib.contextmanager
     def reservation(self, size: int) -> Iterator[None]:
-        """Keep other processes from adding files while a file of ``size`` bytes is made.
-
-        Raises:
-            SpillError: the file would exceed the limit.
-        """
+        """Keep other processes from adding files while a file of ``size`` bytes is made, if the limit allows it."""
         if self.limit is None:
             yield
             return
@@ -370,9 +328,82 @@ class SpillStore:
             unlock(fd)
 
 
-def _remove_old(directory: Path) -> None:
-    """Remove entries that are older than an hour: whoever made them died."""
-    with contextlib.suppress(OSError):
-        for path in directory.iterdir():
-            if path.stat().st_mtime < time.time() - 3600:
-                shutil.rmtree(path, ignore_errors=True)
+def open_store(settings: Settings) -> SpillStore | None:
+    """The spill directory of these settings; None if it is not set."""
+    return None if settings.spill_dir is None else SpillStore(settings.spill_dir, limit=settings.spill_limit)
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        unlock(fd)
+
+
+def unlock(fd: int) -> None:
+    """Release a lock and close its file. Without the release, a forked child that inherited the file would keep the
+    lock."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Replace a small file. After a crash or a power failure it has the old bytes or the new ones."""
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    flush_directory(path.parent)
+
+
+def make_private(directory: Path) -> None:
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with contextlib.suppress(PermissionError):  # another user's: whether it can be used shows below
+        directory.chmod(0o700)
+
+
+def flush_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def as_spill_error(directory: Path, doing: str) -> Iterator[None]:
+    """Raise an OSError in the spill directory as a `SpillError`."""
+    try:
+        yield
+    except OSError as error:
+        remedy = "free space there, or set DCP_S3_SPILL_DIR to a larger disk" if error.errno in _FULL else (
+            "make DCP_S3_SPILL_DIR a local directory that this process can write to"
+        )  # fmt: skip
+        raise SpillError(
+            f"cannot {doing} in the spill directory {directory}: {error.strerror or error}. Remedy: {remedy}"
+        ) from error
+
+
+def read_blocks(fd: int, size: int) -> Iterator[bytes]:
+    offset = 0
+    while block := os.pread(fd, size, offset):
+        yield block
+        offset += len(block)
+
+
+def crc_of_file(fd: int) -> tuple[int, int]:
+    """(CRC-64/NVME, bytes) of a file."""
+    crc = size = 0
+    for block in read_blocks(fd, _CHUNK):
+        crc = crc64nvme(block, crc)
+        size += len(block)
+    return crc, size

@@ -308,4 +308,4 @@ def test_what_no_rank_wrote_is_spread_over_its_holders() -> None:
 
 def test_facts_are_those_of_each_part() -> None:
     parts = [dataclasses.replace(part_of(0, 2, [], number=number), facts={"throttled": number}) for number in (0, 1)]
-    assert merging_of(parts).facts == {(0, 0): {"throttled": 0}, (0, 1): {"throttled": 1}}
+    assert merging_of(parts).facts == [{"throttled": 0}, {"throttled": 1}]
