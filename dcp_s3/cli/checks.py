@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from dcp_s3.bench.run import BenchReport
-    from dcp_s3.offline.verify_plan import VerifyReport
+    from dcp_s3.offline.verify import VerifyReport
 
 
 @app.command()
