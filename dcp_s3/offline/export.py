@@ -168,7 +168,6 @@ def export(
 
 
 def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """The dtype that a name stands for, or ExportError."""
     if dtype is None:
         return None
     found = _DTYPES.get(dtype) or getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
@@ -181,7 +180,6 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def parse_shard_size(size: int | str) -> int:
-    """The bytes of a file, or ExportError."""
     try:
         most = parse_size(size)
     except ValueError as error:
@@ -192,7 +190,6 @@ def parse_shard_size(size: int | str) -> int:
 
 
 def parse_format(format: str) -> Format:
-    """A format by its name, or ExportError."""
     for known in ("safetensors", "torch"):
         if format == known:
             return known
@@ -237,11 +234,9 @@ def _check_destination(
 
 @dataclass(frozen=True)
 class _PlannedFile:
-    """A file to write: runs of bytes, and tensors between them."""
-
     name: str
     parts: Sequence[bytes | TensorEntry]
-    """What it consists of; tensors have their new names."""
+    """Runs of bytes, and tensors with their new names."""
 
     @property
     def size(self) -> int:
@@ -250,8 +245,6 @@ class _PlannedFile:
 
 @dataclass(frozen=True)
 class _Selected:
-    """What is exported, with the names that it gets."""
-
     url: str
     tensors: Mapping[str, TensorEntry]
     """Tensors by their names in the checkpoint."""
@@ -260,7 +253,6 @@ class _Selected:
     objects: Mapping[str, str]
     """Names of other entries in the checkpoint, and their new ones."""
     skipped: int
-    """Number of entries that are left out because they are no tensors."""
 
     @classmethod
     def of(
@@ -294,7 +286,6 @@ class _Selected:
         return cls(url, entries, saved, objects, len(names) - len(exported))
 
     def plan(self, reading: Reading, format: Format, most: int) -> list[_PlannedFile]:
-        """The files, in the order in which they are written; of safetensors with at most ``most`` bytes of tensors."""
         try:
             if format == "torch":
                 values = reading.fill([], self.objects)
@@ -317,10 +308,9 @@ class _Selected:
 
 
 class _Step(NamedTuple):
-    """A piece of a tensor to read, and its dtype in the file."""
-
     piece: Piece
     dtype: torch.dtype
+    """In the file."""
 
 
 class _Batch(NamedTuple):
@@ -332,12 +322,9 @@ class _Batch(NamedTuple):
 
 def _batches_of(files: Sequence[_PlannedFile], selected: _Selected) -> Iterator[_Batch]:
     for number, file in enumerate(files):
-        for steps in in_batches(_steps_of(file, selected), _room):
-            yield _Batch(number, steps)
-
-
-def _room(step: bytes | _Step) -> int:
-    return step.piece.room if isinstance(step, _Step) else 0
+        steps = _steps_of(file, selected)
+        for batch in in_batches(steps, lambda step: step.piece.room if isinstance(step, _Step) else 0):
+            yield _Batch(number, batch)
 
 
 def _steps_of(file: _PlannedFile, selected: _Selected) -> Iterator[bytes | _Step]:

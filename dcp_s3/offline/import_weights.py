@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
 from dcp_s3.errors import ImportSourceError
 from dcp_s3.format.archive import find_order
@@ -124,7 +124,6 @@ def import_weights(
 def _names(
     found: FoundWeights, source: str | os.PathLike[str], prefix: str, rules: Mapping[str, str]
 ) -> dict[str, str]:
-    """Names in the checkpoint, by those in the files."""
     if not found.paths:
         raise ImportSourceError(f"{source} has no entries")
     try:
@@ -185,10 +184,11 @@ class _Memory:
             self._changed.notify_all()
 
 
-class _Planner(SavePlanner):
+class _Planner(DefaultSavePlanner):
     """Reads pieces of tensors from their files when they are about to be written. Thread-safe."""
 
     def __init__(self, found: FoundWeights, names: Mapping[str, str], moved: Callable[[int], None]) -> None:
+        super().__init__()
         self._tensors = {new: found.tensors[old] for old, new in names.items() if old in found.tensors}
         self._objects = {new: found.objects[old] for old, new in names.items() if old in found.objects}
         self._moved = moved
@@ -226,21 +226,8 @@ class _Planner(SavePlanner):
         self._moved(math.prod(box.lengths) * itemsize)
         return memory.view(tensor.dtype).as_strided(box.lengths, tensor.strides)
 
-    def set_up_planner(self, *_: Any, **__: Any) -> None:
-        """Do nothing: the planner is complete when it is made."""
-
-    def create_local_plan(self) -> SavePlan:
-        return SavePlan(self.items())
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        return create_default_global_save_plan(all_plans)
-
-    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        return new_plan
-
 
 def _span(lengths: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from the first to the last of a box."""
     return 1 + sum((length - 1) * stride for length, stride in zip(lengths, strides, strict=True))
 
 
