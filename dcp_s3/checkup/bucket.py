@@ -176,7 +176,7 @@ def answered_code_if(error: errors.StorageError, *statuses: int) -> str:
     return answered_code(error)
 
 
-def _judge(exam: Examination, operation: str, consequence: str, remedy: str, **arguments: Any) -> CheckResult:
+def _try_condition(exam: Examination, operation: str, consequence: str, remedy: str, **arguments: Any) -> CheckResult:
     """Whether a condition that does not hold for the probe object, which is there, is refused."""
     exam.put(PROBE, b"first")
     try:
@@ -193,14 +193,14 @@ def _judge(exam: Examination, operation: str, consequence: str, remedy: str, **a
 
 def check_if_none_match(exam: Examination) -> CheckResult:
     consequence = "of two jobs that save to one URL at one time, neither is told"
-    found = _judge(exam, "PutObject", consequence, _ONE_WRITER, Body=b"second", IfNoneMatch="*")
+    found = _try_condition(exam, "PutObject", consequence, _ONE_WRITER, Body=b"second", IfNoneMatch="*")
     exam.knows_if_none_match = found.status == "ok"
     return found
 
 
 def check_if_match(exam: Examination) -> CheckResult:
     consequence = "a save that overwrites does not notice one that committed meanwhile"
-    found = _judge(exam, "PutObject", consequence, _ONE_WRITER, Body=b"third", IfMatch=_OTHER_ETAG)
+    found = _try_condition(exam, "PutObject", consequence, _ONE_WRITER, Body=b"third", IfMatch=_OTHER_ETAG)
     if found.status != "ok":
         return found
     try:
@@ -217,7 +217,7 @@ def check_if_match(exam: Examination) -> CheckResult:
 
 def check_conditional_delete(exam: Examination) -> CheckResult:
     consequence = "a save that overwrites a checkpoint just while prune deletes it may lose its .metadata"
-    return _judge(exam, "DeleteObject", consequence, "a URL of its own for each save", IfMatch=_OTHER_ETAG)
+    return _try_condition(exam, "DeleteObject", consequence, "a URL of its own for each save", IfMatch=_OTHER_ETAG)
 
 
 def check_checksums(exam: Examination) -> CheckResult:
