@@ -49,7 +49,7 @@ def check_settings(exam: Examination) -> CheckResult:
         settings = exam.settings = resolve_settings(exam.given)
         policy_from_settings(settings)
         chain = find_chain(settings)
-    except (errors.SettingsError, errors.PolicyError) as error:
+    except errors.SettingsError as error:
         return from_error(error)
     unknown = unknown_variables()
     if unknown:

@@ -133,12 +133,16 @@ class Piece:
         return -(-self.size // _ALIGNMENT) * _ALIGNMENT
 
 
-def in_batches(steps: Iterable[T], room: Callable[[T], int]) -> Iterator[list[T]]:
+def in_batches(
+    steps: Iterable[T], room: Callable[[T], int], *, most: int | None = None, count: int = _PIECES
+) -> Iterator[list[T]]:
+    """Group steps of together at most ``most`` bytes (`BATCH`), at least one and at most ``count``."""
+    most = BATCH if most is None else most
     batch: list[T] = []
     used = 0
     for step in steps:
         needed = room(step)
-        if batch and (used + needed > BATCH or len(batch) == _PIECES):
+        if batch and (used + needed > most or len(batch) == count):
             yield batch
             batch, used = [], 0
         batch.append(step)

@@ -247,14 +247,12 @@ def _for_each(work: Callable[[str], None], paths: Collection[str], stop: threadi
         try:
             done, _ = wait([pool.submit(work, path) for path in sorted(paths)], return_when=FIRST_EXCEPTION)
             failures = [error for each in done if (error := each.exception()) is not None]
+            if failures:
+                raise next((each for each in failures if not isinstance(each, Cancelled)), failures[0])
         except BaseException:
             stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-        if failures:
-            stop.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise next((each for each in failures if not isinstance(each, Cancelled)), failures[0])
 
 
 # --- between S3 and a directory ------------------------------------------------------------------------

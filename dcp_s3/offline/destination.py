@@ -89,7 +89,7 @@ class _LocalDirectory:
         return _compare_bytes(path.read_bytes(), crc64nvme)
 
     def check_size(self, size: int) -> None:
-        """Refuse a file that is too large (ExportError): not here."""
+        """Refuse a file that is too large (WeightsError): not here."""
 
     @contextlib.contextmanager
     def open(self, name: str, size: int) -> Iterator[_LocalFile]:
@@ -180,7 +180,7 @@ class _S3Prefix:
 
     def check_size(self, size: int) -> None:
         if size > _MAX_PART * MAX_PARTS:
-            raise errors.ExportError(
+            raise errors.WeightsError(
                 f"a file of {format_size(size)} cannot be uploaded to {self.name}: S3 takes {MAX_PARTS} parts, and in "
                 f"bounded memory they have at most {format_size(_MAX_PART)}. Remedy: a smaller max_shard_size, or "
                 "export to a directory"

@@ -170,7 +170,7 @@ def diff(
     Raises:
         CheckpointNotFoundError: no committed checkpoint is there.
         EntryNotFoundError: ``filter`` matches nothing in either.
-        CorruptMetadataError, UnsafeMetadataError, CorruptCheckpointError
+        CorruptCheckpointError, UnsafeMetadataError
         InvalidURLError, SettingsError, StorageError
     """
     given = resolve_settings(settings)

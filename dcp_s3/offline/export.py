@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from dcp_s3.checkpoint.attachments import find_attachments, read_attachment
 from dcp_s3.checkpoint.lease import ReaderLease
-from dcp_s3.errors import ExportError
+from dcp_s3.errors import WeightsError
 from dcp_s3.format.control_files import AttachmentEntry
 from dcp_s3.format.framing import FramingError, make_archive
 from dcp_s3.format.layout import METADATA
@@ -132,10 +132,10 @@ def export(
 
     Raises:
         EntryNotFoundError: ``include`` matches nothing.
-        ExportError: the destination is not empty, or has another file where an attachment goes; there is no tensor; a
+        WeightsError: the destination is not empty, or has another file where an attachment goes; there is no tensor; a
             dtype that the format does not know; names that match nothing or become equal; a wrong argument. Nothing was
             written.
-        CheckpointNotFoundError, CorruptMetadataError, CorruptCheckpointError, UnsafeItemError
+        CheckpointNotFoundError, CorruptCheckpointError, UnsafeItemError
         InvalidURLError, SettingsError, StorageError, OSError
     """
     given = resolve_settings(settings)
@@ -158,7 +158,10 @@ def export(
             with target:
                 target.remove(present)
                 for name in small:
-                    _write_small(target, name, read_attachment(checkpoint.store, checkpoint.url, name))
+                    data = read_attachment(checkpoint.store, checkpoint.url, name)
+                    with target.open(name, len(data)) as file:
+                        file.write(data)
+                        file.commit()
                 _write(target, files, selected, reading, on_progress or (lambda _: None))
     if selected.skipped:
         logger.info("%s: %d entries that are no tensors were left out", url, selected.skipped)
@@ -172,7 +175,7 @@ def parse_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
         return None
     found = _DTYPES.get(dtype) or getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or not found.is_floating_point or found == PACKED:
-        raise ExportError(
+        raise WeightsError(
             f"dtype {str(dtype)!r} is no floating-point type: expected {', '.join(_DTYPES)} or a name like "
             "torch's, for example float8_e5m2"
         )
@@ -183,9 +186,9 @@ def parse_shard_size(size: int | str) -> int:
     try:
         most = parse_size(size)
     except ValueError as error:
-        raise ExportError(f"max_shard_size = {size!r}: {error}") from None
+        raise WeightsError(f"max_shard_size = {size!r}: {error}") from None
     if most < 1:
-        raise ExportError(f"max_shard_size = {size!r}: expected at least 1 byte")
+        raise WeightsError(f"max_shard_size = {size!r}: expected at least 1 byte")
     return most
 
 
@@ -193,7 +196,7 @@ def parse_format(format: str) -> Format:
     for known in ("safetensors", "torch"):
         if format == known:
             return known
-    raise ExportError(f"format = {format!r}: expected 'safetensors' or 'torch'")
+    raise WeightsError(f"format = {format!r}: expected 'safetensors' or 'torch'")
 
 
 def _check_destination(
@@ -202,14 +205,14 @@ def _check_destination(
     """The files to remove first, and the attachments to write."""
     for file in files:
         if file.name in attached:
-            raise ExportError(f"the checkpoint has an attachment {file.name}, in whose place weights would be written")
+            raise WeightsError(f"the checkpoint has an attachment {file.name}, in whose place weights would be written")
         target.check_size(file.size)
     found = target.files()
     if METADATA in found:
-        raise ExportError(f"{target.name} is a checkpoint. Remedy: export to another place, or to one below it")
+        raise WeightsError(f"{target.name} is a checkpoint. Remedy: export to another place, or to one below it")
     if found and not overwrite:
         some = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
-        raise ExportError(
+        raise WeightsError(
             f"{target.name} is not empty (it has {some}). Remedy: give another destination, or pass overwrite=True, "
             "which replaces weights and leaves other files"
         )
@@ -220,7 +223,7 @@ def _check_destination(
     for name, entry in attached.items():
         state = "nothing" if name in weights or not found else target.compare(name, entry.size, entry.crc64nvme)
         if state == "other":
-            raise ExportError(
+            raise WeightsError(
                 f"{target.name} has a file where the attachment {name} of the checkpoint goes, and it is another one. "
                 "Remedy: move it away, or export to another place"
             )
@@ -269,11 +272,11 @@ class _Selected:
         tensors = {name for name in names if isinstance(checkpoint.find(name), TensorStorageMetadata)}
         exported = names if format == "torch" else [name for name in names if name in tensors]
         if not exported:
-            raise ExportError(f"{url} has no tensor to export among {len(names)} entries", url=url)
+            raise WeightsError(f"{url} has no tensor to export among {len(names)} entries", url=url)
         try:
             renamed = new_names(exported, rules or {})
         except ValueError as error:
-            raise ExportError(f"the entries of {url} cannot be renamed: {error}", url=url) from None
+            raise WeightsError(f"the entries of {url} cannot be renamed: {error}", url=url) from None
         entries, saved = {}, {}
         for name in exported:
             if name in tensors:
@@ -296,12 +299,12 @@ class _Selected:
             files = [_PlannedFile(shard.name, (make_header(shard.tensors), *shard.tensors)) for shard in shards]
             return files if len(files) == 1 else [*files, _PlannedFile(INDEX, (make_index(shards),))]
         except SafetensorsError as error:
-            raise ExportError(
+            raise WeightsError(
                 f"{self.url} cannot be exported: {error}. Remedy: leave it out with include, or format='torch'",
                 url=self.url,
             ) from None
         except FramingError as error:
-            raise ExportError(f"{self.url} cannot be exported as a torch file: {error}", url=self.url) from None
+            raise WeightsError(f"{self.url} cannot be exported as a torch file: {error}", url=self.url) from None
 
 
 # --- act -------------------------------------------------------------------------------------------
@@ -354,12 +357,6 @@ def _write(
                             file.write(view)
                             moved(len(view))
                 file.commit()
-
-
-def _write_small(target: Destination, name: str, data: bytes) -> None:
-    with target.open(name, len(data)) as file:
-        file.write(data)
-        file.commit()
 
 
 def _read_ahead(

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, cre
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
-from dcp_s3.errors import ImportSourceError
+from dcp_s3.errors import WeightsError
 from dcp_s3.format.archive import find_order
-from dcp_s3.offline.boxes import Box, cut
+from dcp_s3.offline.boxes import Box, cut, in_batches
 from dcp_s3.offline.names import new_names
 from dcp_s3.offline.weight_files import FoundTensor, FoundWeights, find_weights
 from dcp_s3.reprs import one_line
@@ -95,7 +95,7 @@ def import_weights(
         on_progress: called with the number of bytes that were read, from several threads.
 
     Raises:
-        ImportSourceError: there are no weights; they are damaged, or cannot be read in pieces; names do not fit.
+        WeightsError: there are no weights; they are damaged, or cannot be read in pieces; names do not fit.
             Nothing was written.
         CheckpointExistsError: a checkpoint is at ``url``.
         InvalidURLError, SettingsError, StorageError, OSError
@@ -115,7 +115,7 @@ def import_weights(
     metadata.planner_data = _paths(found, names, prefix)
     (plan,) = writer.prepare_global_plan(plans)
     results = []
-    for items in _together(plan.items, _WRITTEN_TOGETHER):
+    for items in in_batches(plan.items, _nbytes, most=_WRITTEN_TOGETHER, count=len(plan.items)):
         results += writer.write_data(SavePlan(items), planner).wait()
     writer.finish(metadata, [results])
     return ImportResult(len(found.tensors), len(found.objects), size)
@@ -125,11 +125,11 @@ def _names(
     found: FoundWeights, source: str | os.PathLike[str], prefix: str, rules: Mapping[str, str]
 ) -> dict[str, str]:
     if not found.paths:
-        raise ImportSourceError(f"{source} has no entries")
+        raise WeightsError(f"{source} has no entries")
     try:
         return {old: prefix + new for old, new in new_names(found.paths, rules).items()}
     except ValueError as error:
-        raise ImportSourceError(f"the entries of {source} cannot be renamed: {error}") from None
+        raise WeightsError(f"the entries of {source} cannot be renamed: {error}") from None
 
 
 def _paths(found: FoundWeights, names: Mapping[str, str], prefix: str) -> dict[str, tuple[Any, ...]]:
@@ -142,22 +142,9 @@ def _paths(found: FoundWeights, names: Mapping[str, str], prefix: str) -> dict[s
     return paths
 
 
-def _together(items: Sequence[WriteItem], most: int) -> list[list[WriteItem]]:
-    """Items that are written together: of at most ``most`` bytes, at least one."""
-    groups: list[list[WriteItem]] = [[]]
-    size = 0
-    for item in items:
-        count = 0 if item.tensor_data is None else _nbytes(item.tensor_data)
-        if groups[-1] and size + count > most:
-            groups.append([])
-            size = 0
-        groups[-1].append(item)
-        size += count
-    return groups
-
-
-def _nbytes(data: TensorWriteData) -> int:
-    return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
+def _nbytes(item: WriteItem) -> int:
+    data = item.tensor_data
+    return 0 if data is None else math.prod(data.chunk.sizes) * data.properties.dtype.itemsize
 
 
 class _Memory:
@@ -240,7 +227,7 @@ def _boxes(name: str, tensor: FoundTensor) -> list[Box]:
     order = find_order(shape, tensor.strides)
     if order is None:
         if max(math.prod(shape), _span(shape, tensor.strides)) > most:
-            raise ImportSourceError(
+            raise WeightsError(
                 f"{name!r} in {tensor.file.name} is a view of shape {shape} with strides {tensor.strides}, which "
                 "cannot be read in pieces. Remedy: save it again with .contiguous()"
             )

@@ -103,7 +103,7 @@ def inspect(
     Raises:
         CheckpointNotFoundError: no committed checkpoint is there.
         EntryNotFoundError: ``filter`` matches nothing.
-        CorruptMetadataError, UnsafeMetadataError: its metadata cannot, or must not, be read.
+        CorruptCheckpointError, UnsafeMetadataError: its metadata cannot, or must not, be read.
         InvalidURLError, SettingsError, StorageError
     """
     [saved] = fetch_saved(url, settings=settings)

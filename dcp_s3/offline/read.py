@@ -59,9 +59,8 @@ def read_tensor(
         A contiguous tensor of the saved dtype.
 
     Raises:
-        EntryNotFoundError: there is no such tensor.
-        TensorIndexError: ``slice`` is out of range or not supported.
-        CheckpointNotFoundError, CorruptMetadataError, CorruptCheckpointError
+        EntryNotFoundError: there is no such tensor, or ``slice`` is out of range or not supported.
+        CheckpointNotFoundError, CorruptCheckpointError
         InvalidURLError, SettingsError, StorageError, DeadlineExceededError
     """
     checkpoint = OpenCheckpoint(url, settings)
@@ -75,7 +74,7 @@ def read_tensor(
     try:
         selection = select(slice, saved.size)
     except IndexError as error:
-        raise errors.TensorIndexError(
+        raise errors.EntryNotFoundError(
             f"{fqn!r} in {checkpoint.url}, of shape {tuple(saved.size)}, cannot be read at {slice!r}: {error}",
             url=str(checkpoint.url),
             fqn=fqn,
@@ -111,7 +110,7 @@ def read_tensors(
     Raises:
         EntryNotFoundError: a name is not in the checkpoint, or a pattern matches nothing.
         UnsafeItemError: an object needs what ``weights_only`` refuses.
-        CheckpointNotFoundError, CorruptMetadataError, CorruptCheckpointError
+        CheckpointNotFoundError, CorruptCheckpointError
         InvalidURLError, SettingsError, StorageError, DeadlineExceededError
     """
     checkpoint = OpenCheckpoint(url, settings)
@@ -140,7 +139,7 @@ class OpenCheckpoint:
         self.store = S3Store(self.url.bucket, self.settings, limit)
         self._metadata: Metadata = metadata or check_metadata(fetch_metadata(self.store, self.url), self.url)
         if not isinstance(self._metadata.storage_data, dict):
-            raise errors.CorruptMetadataError(
+            raise errors.CorruptCheckpointError(
                 f"the metadata of {self.url} does not say where its items lie", url=str(self.url)
             )
 
@@ -230,8 +229,8 @@ class OpenCheckpoint:
             raise self._contradiction(fqn, "its chunks do not cover it, each element once")
         return list(items.values())
 
-    def _contradiction(self, fqn: str, what: str) -> errors.CorruptMetadataError:
-        return errors.CorruptMetadataError(
+    def _contradiction(self, fqn: str, what: str) -> errors.CorruptCheckpointError:
+        return errors.CorruptCheckpointError(
             f"the metadata of {self.url} contradicts itself on {fqn!r}: {what}. Remedy: load an earlier checkpoint",
             url=str(self.url),
         )

@@ -204,7 +204,7 @@ class _Check:
         self._bytes_read += len(stored.data)
         try:
             metadata = check_metadata(stored, self._url, rank)
-        except (errors.CorruptMetadataError, errors.UnsafeMetadataError) as error:
+        except (errors.CorruptCheckpointError, errors.UnsafeMetadataError) as error:
             problems.append(Problem(path, None, str(error)))
         named = stored.metadata.get(SAVE_ID_KEY)
         inside = getattr(getattr(metadata, "storage_meta", None), "save_id", None)

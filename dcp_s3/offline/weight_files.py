@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dcp_s3.errors import ImportSourceError, ObjectNotFoundError
+from dcp_s3.errors import ObjectNotFoundError, WeightsError
 from dcp_s3.format import safetensors
 from dcp_s3.format.safetensors import SafetensorsError
 from dcp_s3.s3.store import S3Store
@@ -89,15 +89,15 @@ def find_weights(source: str | os.PathLike[str], settings: Settings) -> FoundWei
         found = _open(store, prefix + each, str(source))
         for fqn in found.paths:
             if places is not None and places.get(fqn) != each:
-                raise ImportSourceError(f"{fqn!r} is in {prefix + each}, but the index says {places.get(fqn)!r}")
+                raise WeightsError(f"{fqn!r} is in {prefix + each}, but the index says {places.get(fqn)!r}")
             if fqn in paths:
-                raise ImportSourceError(f"{fqn!r} is in two of the files of {source}")
+                raise WeightsError(f"{fqn!r} is in two of the files of {source}")
         tensors |= found.tensors
         objects |= found.objects
         paths |= found.paths
     missing = [fqn for fqn in places or () if fqn not in paths]
     if missing:
-        raise ImportSourceError(f"{missing[0]!r} is in no file of {source}, but in its index ({len(missing)} in all)")
+        raise WeightsError(f"{missing[0]!r} is in no file of {source}, but in its index ({len(missing)} in all)")
     return FoundWeights(tensors, objects, paths)
 
 
@@ -113,7 +113,7 @@ def _locate(source: str | os.PathLike[str], settings: Settings) -> tuple[Store, 
     if path.is_dir():
         return DirectoryStore(path), "", ""
     if not path.is_file():
-        raise ImportSourceError(f"there is no file or directory {str(path)!r}")
+        raise WeightsError(f"there is no file or directory {str(path)!r}")
     return DirectoryStore(path.parent), "", path.name
 
 
@@ -126,7 +126,7 @@ def _choose(store: Store, prefix: str, source: str) -> tuple[list[str], Mapping[
         try:
             places = safetensors.parse_index(data)
         except SafetensorsError as error:
-            raise ImportSourceError(f"{index} of {source} cannot be used: {error}") from None
+            raise WeightsError(f"{index} of {source} cannot be used: {error}") from None
         return list(dict.fromkeys(places.values())), places
     for name in _WHOLE:
         if store.exists(prefix + name):
@@ -136,9 +136,9 @@ def _choose(store: Store, prefix: str, source: str) -> tuple[list[str], Mapping[
     if not chosen:
         chosen = [name for name in there if name.endswith(_TORCH)]
         if len(chosen) > 1:
-            raise ImportSourceError(f"{source} has several torch files ({', '.join(chosen[:3])}). Remedy: name one")
+            raise WeightsError(f"{source} has several torch files ({', '.join(chosen[:3])}). Remedy: name one")
     if not chosen:
-        raise ImportSourceError(
+        raise WeightsError(
             f"{source} has no weights: neither *.safetensors nor *.bin, *.pt, *.pth or *.ckpt. Remedy: check the path"
         )
     return chosen, None
@@ -148,7 +148,7 @@ def _open(store: Store, key: str, source: str) -> FoundWeights:
     try:
         head = store.head(key)
     except ObjectNotFoundError:
-        raise ImportSourceError(f"{source} has no file {key}, which its index names") from None
+        raise WeightsError(f"{source} has no file {key}, which its index names") from None
     file = WeightFile(store, key, head.size, head.etag)
     parse: Callable[[WeightFile], FoundWeights] = _parse_safetensors if key.endswith(".safetensors") else _parse_torch
     return parse(file)
@@ -159,7 +159,7 @@ def _parse_safetensors(file: WeightFile) -> FoundWeights:
         length = safetensors.header_length(file.read_bytes(0, safetensors.PREFIX), file.size)
         placed = safetensors.parse_header(file.read_bytes(safetensors.PREFIX, length), file.size)
     except SafetensorsError as error:
-        raise ImportSourceError(f"{file.name} cannot be imported: {error}") from None
+        raise WeightsError(f"{file.name} cannot be imported: {error}") from None
     tensors = {
         each.entry.name: FoundTensor(file, each.start, each.entry.dtype, each.entry.shape, row_major(each.entry.shape))
         for each in placed
@@ -176,7 +176,7 @@ def _parse_torch(file: WeightFile) -> FoundWeights:
     stream = io.BufferedReader(_Stream(file), _READ_AT_ONCE)
     try:
         if stream.peek(4)[:4] != b"PK\x03\x04":
-            raise ImportSourceError(
+            raise WeightsError(
                 f"{file.name} cannot be imported: it is in torch's format before 1.6, or no torch file. Remedy: load "
                 "it with torch.load and save it again with torch.save"
             )
@@ -184,15 +184,15 @@ def _parse_torch(file: WeightFile) -> FoundWeights:
             value = torch.load(stream, map_location="meta", weights_only=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ImportSourceError(
+        raise WeightsError(
             f"{file.name} cannot be imported: {reason}. It is damaged, or needs what torch's weights-only load refuses"
         ) from error
     if not isinstance(value, Mapping):
-        raise ImportSourceError(f"{file.name} cannot be imported: it holds a {type(value).__name__}, not a dict")
+        raise WeightsError(f"{file.name} cannot be imported: it holds a {type(value).__name__}, not a dict")
     try:
         flat, mappings = flatten_state_dict(dict(value))
     except ValueError as error:
-        raise ImportSourceError(f"{file.name} cannot be imported: {error}") from None
+        raise WeightsError(f"{file.name} cannot be imported: {error}") from None
     tensors = {name: _find(file, name, each) for name, each in flat.items() if isinstance(each, torch.Tensor)}
     objects = {name: each for name, each in flat.items() if name not in tensors}
     return FoundWeights(tensors, objects, dict(mappings))
@@ -202,9 +202,7 @@ def _find(file: WeightFile, name: str, tensor: torch.Tensor) -> FoundTensor:
     lazy = tensor.is_conj() or tensor.is_neg()
     start = None if lazy or tensor.is_quantized or tensor.layout != torch.strided else offset_in_archive(tensor)
     if start is None:
-        raise ImportSourceError(
-            f"{name!r} in {file.name} cannot be imported: it is no ordinary tensor ({tensor.layout})"
-        )
+        raise WeightsError(f"{name!r} in {file.name} cannot be imported: it is no ordinary tensor ({tensor.layout})")
     place = start + int(tensor.storage_offset()) * tensor.element_size()
     return FoundTensor(file, place, tensor.dtype, tuple(tensor.shape), tuple(tensor.stride()))
 
